@@ -1,0 +1,406 @@
+"""Every knob: typed sections, each field one flat command-line flag and one key of a YAML file.
+
+    torchrun -m lightrft.cli.train_ppo --config configs/quickstart.yaml --actor_learning_rate 1e-3
+
+The file gives defaults, flags override it. The text under a field is its help.
+"""
+
+import ast
+import inspect
+import os
+import sys
+import textwrap
+from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from transformers import HfArgumentParser
+
+
+class ConfigError(ValueError):
+    """The user's configuration cannot work; the message says why and the way out."""
+
+
+@dataclass
+class ModelSection:
+    pretrain: str = ""
+    """Model to start from: a Hugging Face folder or hub name."""
+    bf16: bool = False
+    """Compute in bfloat16 with float32 master weights; otherwise everything is float32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for sources you trust."""
+
+
+@dataclass
+class DataSection:
+    prompt_data: str = ""
+    """Training data: a JSONL, JSON or parquet file, a folder of them, or a hub name."""
+    prompt_split: str = "train"
+    """Split of the training data."""
+    eval_data: str = ""
+    """Held-out data, in the same form; empty: no evaluation."""
+    eval_split: str = "test"
+    """Split of the held-out data."""
+    input_key: str = "input"
+    """Column of the prompt: a string, or a list of chat messages."""
+    label_key: str = "label"
+    """Column of the right answer: rewards receive it as `label`, SFT learns it."""
+    input_template: str | None = None
+    """Text around the prompt, with one {}: `Question: {}\\nAnswer: `."""
+    apply_chat_template: bool = False
+    """Render prompts with the tokenizer's chat template."""
+    system_prompt: str | None = None
+    """System message of the chat template."""
+    prompt_max_len: int = 1024
+    """Longest prompt in tokens; longer ones are bad rows."""
+    max_samples: int | None = None
+    """Use only the first so many rows of the training data."""
+    max_eval_samples: int | None = None
+    """Use only the first so many rows of the held-out data."""
+    bad_rows: Literal["fail", "skip"] = "fail"
+    """What to do with a malformed or too long row: stop with file and line, or skip it and report the count."""
+
+
+@dataclass
+class StrategySection:
+    fsdp: bool = False
+    """Shard with FSDP2; otherwise DeepSpeed ZeRO."""
+    fsdp_cpu_offload: bool = False
+    """Keep parameters and optimizer in host memory, move shards in when used."""
+    dp_replicate: int = 1
+    """Hybrid sharding: so many replicas, each sharded over the other data ranks."""
+    timeout_minutes: float = 60.0
+    """A collective that waits longer ends the run."""
+
+
+@dataclass
+class EngineSection:
+    engine_type: Literal["auto", "vllm", "hf"] = "auto"
+    """Generation engine; auto: vllm when installed, else hf (transformers)."""
+    engine_tp_size: int = 1
+    """Consecutive ranks that share one engine's weights."""
+    engine_mem_util: float = 0.6
+    """Share of an accelerator's memory that vLLM may take while awake."""
+    engine_kv_cache_gb: float = 1.0
+    """Size of vLLM's key-value cache on a CPU, in GB."""
+    enable_engine_sleep: bool = True
+    """Put the engine to sleep while training, so that both fit on one device."""
+    engine_sleep_level: Literal[1, 2] = 2
+    """1 keeps the sleeping engine's weights in host memory; 2 drops them, they are streamed in again anyway."""
+    engine_enforce_eager: bool = False
+    """Run vLLM without CUDA graphs; always so on a CPU."""
+    micro_rollout_batch_size: int = 64
+    """Prompts that the hf engine generates at once."""
+    weight_sync_bucket_mb: int = 512
+    """Size of one bucket of the weight stream; the peak extra memory is about two of them."""
+
+
+@dataclass
+class RolloutSection:
+    rollout_batch_size: int = 128
+    """Prompts of one step, over all ranks."""
+    n_samples_per_prompt: int = 8
+    """Responses sampled for each prompt: the group."""
+    generate_max_len: int = 1024
+    """Longest response in tokens."""
+    temperature: float = 1.0
+    """Sampling temperature; log-probs are taken at it everywhere."""
+
+
+@dataclass
+class RewardSection:
+    reward: str = "exact_match"
+    """Reward function: a name, module:function or file.py:function."""
+
+
+@dataclass
+class AlgorithmSection:
+    advantage_estimator: str = "grpo"
+    """Estimator, and the recipe that goes with it: a name, module:function or file.py:function."""
+    policy_loss: str = "ppo"
+    """Loss of one token: a name, module:function or file.py:function."""
+    eps_clip_low: float = 0.2
+    """The ratio is clipped below at 1 - eps_clip_low."""
+    eps_clip_high: float = 0.2
+    """The ratio is clipped above at 1 + eps_clip_high."""
+    dual_clip: float | None = None
+    """For negative advantages the loss is at most -dual_clip times the advantage (3 in the paper)."""
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = "token-mean"
+    """How token losses become one number, always over all ranks and micro-batches of an optimizer step."""
+    use_kl_loss: bool = False
+    """Add the divergence from the reference model to the loss."""
+    init_kl_coef: float = 0.001
+    """Coefficient of that divergence."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the divergence: k1 is unbiased, k2 has the right gradient, k3 is unbiased and positive."""
+
+
+@dataclass
+class OptimSection:
+    actor_learning_rate: float = 1e-6
+    """Peak learning rate."""
+    lr_scheduler: Literal["cosine", "constant"] = "cosine"
+    """After the warm-up: cosine to 10 % of the peak, or constant."""
+    lr_warmup_ratio: float = 0.03
+    """Share of all optimizer steps spent warming up."""
+    adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """AdamW's two decay rates."""
+    l2: float = 0.0
+    """Weight decay, on matrices only (not on norms and biases)."""
+    max_norm: float = 1.0
+    """Clip the global gradient norm to this; 0: no clipping."""
+
+
+@dataclass
+class TrainSection:
+    seed: int = 42
+    """Seed of everything random."""
+    num_episodes: int = 1
+    """Passes over the prompt data."""
+    max_steps: int | None = None
+    """Stop after so many steps, whatever num_episodes says."""
+    max_epochs: int = 1
+    """Passes over each step's samples."""
+    train_batch_size: int = 1024
+    """Samples of one optimizer step, over all ranks."""
+    micro_train_batch_size: int | None = None
+    """Most sequences of one forward and backward pass on one rank; unset: max_tokens_per_microbatch alone decides."""
+    max_tokens_per_microbatch: int = 16384
+    """Most tokens of one forward and backward pass on one rank."""
+    save_path: str = "runs/run"
+    """Folder of the run: final model, metrics, report, resolved configuration."""
+    ckpt_path: str | None = None
+    """Folder of the checkpoints; save_path/checkpoints when unset."""
+    save_steps: int = -1
+    """Write a checkpoint every so many steps; -1: never."""
+    max_ckpt_num: int = 3
+    """Keep so many checkpoints."""
+    max_ckpt_mem: float = 1000.0
+    """Keep at most so many GB of checkpoints; the newest always stays."""
+    load_checkpoint: bool = False
+    """Continue from the newest complete checkpoint; start afresh when there is none."""
+    eval_steps: int = -1
+    """Evaluate on eval_data every so many steps; -1: never."""
+
+
+@dataclass
+class ObserveSection:
+    logging_steps: int = 1
+    """Report metrics every so many steps."""
+    use_tensorboard: bool = True
+    """Write TensorBoard files to save_path/tensorboard."""
+    use_wandb: bool = False
+    """Send metrics to Weights & Biases."""
+    wandb_project: str = "lightrft"
+    """Project there."""
+    wandb_run_name: str | None = None
+    """Name of the run there."""
+    num_trajectories_to_save: int = 8
+    """Samples of each step written to save_path/samples.jsonl; 0: none."""
+
+
+@dataclass
+class Config:
+    """The whole configuration of a run, one section per concern."""
+
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    strategy: StrategySection = field(default_factory=StrategySection)
+    engine: EngineSection = field(default_factory=EngineSection)
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    reward: RewardSection = field(default_factory=RewardSection)
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    optim: OptimSection = field(default_factory=OptimSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    observe: ObserveSection = field(default_factory=ObserveSection)
+
+    def expand(self, recipe: dict[str, Any], written: set[str]) -> None:
+        """Set the fields of a recipe, except those that the user wrote."""
+        owners = section_of_field()
+        for name, value in recipe.items():
+            if name not in written:
+                setattr(getattr(self, owners[name]), name, value)
+
+    def write(self, path: Path) -> None:
+        """The resolved configuration, readable by `--config`."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump(asdict(self), sort_keys=False))
+
+
+SECTIONS: dict[str, type] = {section.name: section.default_factory for section in fields(Config)}
+
+
+def section_of_field() -> dict[str, str]:
+    """Field name -> section name. Names are unique over all sections, so a flag needs no prefix."""
+    return {f.name: section for section, cls in SECTIONS.items() for f in fields(cls)}
+
+
+def parse(argv: list[str] | None = None, description: str = "") -> tuple[Config, set[str]]:
+    """Configuration from `--config file.yaml` and flags, and the names of the fields that the user wrote."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    files, flags = _split_config_flag(argv)
+    arguments = [token for file in files for token in _arguments_of_file(file)] + flags
+    parser = _Parser(list(SECTIONS.values()), description=description, allow_abbrev=False)
+    documentation = {name: text for cls in SECTIONS.values() for name, text in field_docs(cls).items()}
+    for action in parser._actions:
+        action.help = documentation.get(action.dest, action.help).replace("%", "%%")
+    _check_flag_names(arguments, set(parser._option_string_actions))
+    sections = parser.parse_args_into_dataclasses(arguments)
+    written = {token[2:].split("=")[0] for token in arguments if token.startswith("--")}
+    written = {name.removeprefix("no_") if name not in documentation else name for name in written}
+    return Config(**dict(zip(SECTIONS, sections, strict=True))), written
+
+
+def validate(config: Config, *, door: str, world_size: int) -> None:
+    """Raise one ConfigError that names every impossible combination."""
+    problems = _missing_inputs(config, door)
+    positive = ("rollout_batch_size", "n_samples_per_prompt", "generate_max_len", "train_batch_size", "max_epochs", "num_episodes",
+                "prompt_max_len", "max_tokens_per_microbatch", "logging_steps", "max_ckpt_num", "weight_sync_bucket_mb",
+                "micro_rollout_batch_size", "engine_tp_size", "dp_replicate")
+    owners = section_of_field()
+    problems += [f"--{name} must be at least 1" for name in positive if getattr(getattr(config, owners[name]), name) < 1]
+    if config.rollout.temperature <= 0:
+        problems.append("--temperature must be above 0; evaluation is greedy by itself")
+    if len(config.optim.adam_betas) != 2:
+        problems.append("--adam_betas takes two numbers")
+    if not problems:
+        problems += _layout_problems(config, world_size)
+    if not problems and door == "train_ppo":
+        problems += _batch_problems(config)
+    if problems:
+        raise ConfigError("this configuration cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def flags_without_effect(config: Config, written: set[str], door: str) -> list[str]:
+    """What the user wrote that changes nothing in this run, each with the reason."""
+    owners = section_of_field()
+    used = DOORS[door]
+    unused = [f"--{name} has no effect in {door}" for name in sorted(written & set(owners)) if owners[name] not in used]
+    conditional = {
+        "init_kl_coef": (config.algorithm.use_kl_loss, "--use_kl_loss"),
+        "kl_estimator": (config.algorithm.use_kl_loss, "--use_kl_loss"),
+        "engine_sleep_level": (config.engine.enable_engine_sleep, "--enable_engine_sleep"),
+        "eval_steps": (bool(config.data.eval_data), "--eval_data"),
+        "wandb_project": (config.observe.use_wandb, "--use_wandb"),
+        "wandb_run_name": (config.observe.use_wandb, "--use_wandb"),
+        "system_prompt": (config.data.apply_chat_template, "--apply_chat_template"),
+    }
+    return unused + [f"--{name} has no effect without {needs}" for name, (active, needs) in conditional.items()
+                     if name in written and not active and owners[name] in used]
+
+
+DOORS: dict[str, set[str]] = {
+    "train_ppo": set(SECTIONS),
+    "train_sft": {"model", "data", "strategy", "optim", "train", "observe"},
+    "evaluate": {"model", "data", "strategy", "engine", "rollout", "reward", "train", "observe"},
+}
+"""The sections that each door reads."""
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The string under each field of a dataclass."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
+    return {
+        before.target.id: " ".join(after.value.value.split())
+        for before, after in zip(body, body[1:], strict=False)
+        if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    }
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str) -> None:
+        raise ConfigError(f"{message}. All flags: --help")
+
+
+def _split_config_flag(argv: list[str]) -> tuple[list[str], list[str]]:
+    files, rest = [], []
+    tokens = iter(argv)
+    for token in tokens:
+        if token == "--config":
+            file = next(tokens, None)
+            if file is None:
+                raise ConfigError("--config needs a file")
+            files.append(file)
+        elif token.startswith("--config="):
+            files.append(token.removeprefix("--config="))
+        else:
+            rest.append(token)
+    return files, rest
+
+
+def _arguments_of_file(file: str) -> list[str]:
+    """A YAML file as the flags that say the same, so that types and choices are checked in one place."""
+    try:
+        content = yaml.safe_load(Path(file).read_text()) or {}
+    except OSError as error:
+        raise ConfigError(f"--config {file}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {file}: not valid YAML: {error}") from error
+    arguments = []
+    owners = section_of_field()
+    for section, values in content.items():
+        if section not in SECTIONS:
+            moved = f"; it belongs under `{owners[section]}:`" if section in owners else _nearest(section, SECTIONS)
+            raise ConfigError(f"--config {file}: unknown section {section!r}{moved}")
+        for name, value in (values or {}).items():
+            if owners.get(name) != section:
+                moved = f"; it belongs under `{owners[name]}:`" if name in owners else _nearest(name, owners)
+                raise ConfigError(f"--config {file}: unknown key {name!r} under `{section}:`{moved}")
+            if value is not None:
+                words = value if isinstance(value, list) else [value]
+                arguments += [f"--{name}", *(str(word) for word in words)]
+    return arguments
+
+
+def _check_flag_names(arguments: list[str], known: set[str]) -> None:
+    unknown = [token.split("=")[0] for token in arguments if token.startswith("--") and token.split("=")[0] not in known]
+    if unknown:
+        raise ConfigError("; ".join(f"unknown flag {flag}{_nearest(flag, known)}" for flag in unknown) + ". All flags: --help")
+
+
+def _nearest(name: str, known: Any) -> str:
+    near = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _missing_inputs(config: Config, door: str) -> list[str]:
+    problems = []
+    if not config.model.pretrain:
+        problems.append("--pretrain is empty: give a Hugging Face folder or hub name")
+    elif config.model.pretrain.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(config.model.pretrain)):
+        problems.append(f"--pretrain {config.model.pretrain}: no such folder")
+    data_flag = "eval_data" if door == "evaluate" else "prompt_data"
+    if not getattr(config.data, data_flag):
+        problems.append(f"--{data_flag} is empty: give a JSONL or parquet file, a folder of them, or a hub name")
+    return problems
+
+
+def _layout_problems(config: Config, world_size: int) -> list[str]:
+    problems = []
+    if world_size % config.engine.engine_tp_size:
+        problems.append(f"--engine_tp_size {config.engine.engine_tp_size} does not divide the {world_size} processes")
+    if world_size % config.strategy.dp_replicate:
+        problems.append(f"--dp_replicate {config.strategy.dp_replicate} does not divide the {world_size} processes")
+    return problems
+
+
+def _batch_problems(config: Config) -> list[str]:
+    rollout, train = config.rollout, config.train
+    problems = []
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    if samples % train.train_batch_size:
+        problems.append(
+            f"rollout_batch_size {rollout.rollout_batch_size} x n_samples_per_prompt {rollout.n_samples_per_prompt} = {samples} samples "
+            f"are not a multiple of train_batch_size {train.train_batch_size}"
+        )
+    longest = config.data.prompt_max_len + rollout.generate_max_len
+    if longest > train.max_tokens_per_microbatch:
+        problems.append(
+            f"prompt_max_len {config.data.prompt_max_len} + generate_max_len {rollout.generate_max_len} = {longest} tokens "
+            f"do not fit into max_tokens_per_microbatch {train.max_tokens_per_microbatch}"
+        )
+    return problems

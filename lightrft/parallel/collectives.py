@@ -1,0 +1,70 @@
+"""Collectives along one axis of the mesh. Nothing here changes the caller's tensor."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A line of ranks: this rank's place in it and the group that joins it."""
+
+    name: str
+    size: int
+    rank: int
+    group: dist.ProcessGroup | None
+    """None where the axis has one rank: every collective is then the identity."""
+
+    def sum(self, value: Tensor) -> Tensor:
+        return self._reduce(value, dist.ReduceOp.SUM)
+
+    def max(self, value: Tensor) -> Tensor:
+        return self._reduce(value, dist.ReduceOp.MAX)
+
+    def min(self, value: Tensor) -> Tensor:
+        return self._reduce(value, dist.ReduceOp.MIN)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's picklable object, in rank order. Small things only: numbers, names, plans."""
+        if self.size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The object of the axis's rank `source`, on all its ranks."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, group=self.group, group_src=source)
+        return box[0]
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier(group=self.group)
+
+    def exchange(self, parts: list[Tensor]) -> list[Tensor]:
+        """Send `parts[r]` to rank r; returns what each rank sent here, in rank order.
+
+        Parts agree in dtype and trailing dimensions and differ in their first.
+        """
+        if self.size == 1:
+            return list(parts)
+        sent = torch.tensor([len(part) for part in parts], device=parts[0].device)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        counts, flat = received.tolist(), torch.cat(parts)
+        out = flat.new_empty(sum(counts), *flat.shape[1:])
+        dist.all_to_all_single(out, flat, counts, sent.tolist(), group=self.group)
+        return list(out.split(counts))
+
+    def _reduce(self, value: Tensor, op: dist.ReduceOp) -> Tensor:
+        if self.size == 1:
+            return value
+        result = value.detach().clone()
+        dist.all_reduce(result, op=op, group=self.group)
+        return result

@@ -1,0 +1,69 @@
+"""The only owner of ranks and groups: which axes the processes form and who is where on each."""
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightrft.parallel.collectives import Axis
+
+AXES = ("dp_replicate", "dp_shard", "sp", "tp")
+
+
+class Mesh:
+    """All processes as dp_replicate x dp_shard x sp x tp, tp fastest.
+
+    `data` joins dp_replicate and dp_shard: its size is the number of replicas of data, which is what samplers,
+    accumulation and denominators count. `world` joins everything.
+    """
+
+    def __init__(self, device_type: str, *, dp_replicate: int = 1, sp: int = 1, tp: int = 1):
+        world_size = dist.get_world_size()
+        problems = mesh_problems(world_size, dp_replicate=dp_replicate, sp=sp, tp=tp)
+        if problems:
+            raise ValueError("; ".join(problems))
+        sizes = (dp_replicate, world_size // (dp_replicate * sp * tp), sp, tp)
+        self.device_type = device_type
+        self.device_mesh: DeviceMesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+        self.world = _axis("world", dist.group.WORLD)
+        self.data = self._axis("data", ("dp_replicate", "dp_shard"))
+        self.shard = self._axis("shard", ("dp_shard", "sp"))
+        self.replicate = self._axis("dp_replicate", ("dp_replicate",))
+        self._engine_axes: dict[int, Axis] = {}
+
+    @property
+    def parameters(self) -> DeviceMesh:
+        """The mesh over which FSDP shards: [shard], or [replicate, shard] for hybrid sharding."""
+        shard = self.device_mesh["dp_shard", "sp"]._flatten("dp_shard_sp")
+        return shard if self.replicate.size == 1 else self.device_mesh["dp_replicate", "dp_shard_sp"]
+
+    def engine(self, size: int) -> Axis:
+        """The engine's tensor-parallel axis: `size` consecutive ranks of the world, whatever the training layout."""
+        if self.world.size % size:
+            raise ValueError(f"--engine_tp_size {size} does not divide the {self.world.size} processes")
+        if size not in self._engine_axes:
+            first = self.world.rank // size * size
+            groups = [dist.new_group(list(range(start, start + size))) for start in range(0, self.world.size, size)]
+            self._engine_axes[size] = _axis("engine", groups[first // size])
+        return self._engine_axes[size]
+
+    def _axis(self, name: str, dims: tuple[str, ...]) -> Axis:
+        mesh = self.device_mesh[dims] if len(dims) == 1 else self.device_mesh[dims]._flatten("_".join(dims))
+        return _axis(name, mesh.get_group())
+
+
+def mesh_problems(world_size: int, *, dp_replicate: int, sp: int, tp: int) -> list[str]:
+    """Why these sizes cannot form a mesh, all reasons at once; empty when they can."""
+    problems = [f"{name} must be at least 1, not {size}" for name, size in
+                (("dp_replicate", dp_replicate), ("sp_size", sp), ("tp_size", tp)) if size < 1]
+    if problems:
+        return problems
+    product = dp_replicate * sp * tp
+    if world_size % product:
+        problems.append(
+            f"{world_size} processes cannot be split into dp_replicate {dp_replicate} x sp_size {sp} x tp_size {tp} = {product}"
+        )
+    return problems
+
+
+def _axis(name: str, group: dist.ProcessGroup) -> Axis:
+    size = dist.get_world_size(group)
+    return Axis(name, size, dist.get_rank(group), group if size > 1 else None)

@@ -1,0 +1,86 @@
+"""Names for things users choose: a table per kind, and `module:object` or `file.py:object` for their own code."""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+
+class Registry:
+    """A table from names to objects of one kind, chosen by one command-line flag.
+
+        rewards = Registry("reward", flag="--reward")
+
+        @rewards.register("exact_match")
+        def exact_match(samples, label, **columns): ...
+
+        rewards["exact_match"]              # registered here
+        rewards["my_package.rewards:mine"]  # any importable object
+        rewards["folder/mine.py:mine"]      # an object in a file
+    """
+
+    def __init__(self, kind: str, *, flag: str):
+        self.kind = kind
+        self.flag = flag
+        self._objects: dict[str, Any] = {}
+
+    def register(self, *names: str) -> Callable[[Any], Any]:
+        def add(target: Any) -> Any:
+            for name in names:
+                assert name not in self._objects, f"{self.kind} {name!r} is registered twice"
+                self._objects[name] = target
+            return target
+
+        return add
+
+    def names(self) -> list[str]:
+        return sorted(self._objects)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._objects
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._objects:
+            return self._objects[name]
+        if ":" in name:
+            return self._import(name)
+        near = get_close_matches(name, self._objects, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"{self.flag} {name}: no {self.kind} of this name{hint} "
+            f"Known: {', '.join(self.names())}. Your own: {self.flag} module:object or {self.flag} file.py:object"
+        )
+
+    def _import(self, path: str) -> Any:
+        source, _, attribute = path.rpartition(":")
+        try:
+            module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+        except Exception as error:
+            raise ValueError(f"{self.flag} {path}: cannot import {source!r}: {type(error).__name__}: {error}") from error
+        try:
+            return getattr(module, attribute)
+        except AttributeError as error:
+            raise ValueError(f"{self.flag} {path}: {source!r} has no object {attribute!r}") from error
+
+
+def _load_file(path: Path) -> Any:
+    """Import a file by path, under a name of its own so that two files called `reward.py` do not meet."""
+    path = path.resolve()
+    name = f"lightrft_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,161 @@
+"""The nouns: Prompt, Sample, Batch, Experience.
+
+Shapes: T tokens of all sequences end to end, N sequences. There is no padding here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One row of the prompt data, ready for an engine.
+
+        Prompt(index=7, text="27+58=", token_ids=[50, 55, 43, 53, 56, 61], columns={"label": "580"})
+    """
+
+    index: int
+    """Row in the data set; it travels with everything made from the prompt."""
+    text: str
+    token_ids: list[int]
+    columns: dict[str, Any] = field(default_factory=dict)
+    """The other columns of the row; rewards receive them by name."""
+    multi_modal: dict[str, Any] = field(default_factory=dict)
+    """Images, videos, audio of the prompt; empty for text."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """What an engine returns for one sample: the new tokens only."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Log-probability of each sampled token, at the sampling temperature."""
+    finish_reason: str
+    """stop, length or abort."""
+    weight_version: int = 0
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Sample:
+    """One response to a prompt. Samples with the same `group` answer the same prompt in the same step.
+
+        Sample(prompt=prompt, group=7, token_ids=[53, 56, 48, 257], logprobs=[-.1, -.2, -.4, -.01],
+               text="580", finish_reason="stop", reward=1.0)
+    """
+
+    prompt: Prompt
+    group: int
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str
+    """The response decoded without special tokens: what rewards judge. The prompt is never part of it."""
+    finish_reason: str
+    weight_version: int = 0
+    reward: float = 0.0
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response together."""
+        return len(self.prompt.token_ids) + len(self.token_ids)
+
+
+def _per_token(default: Any = None) -> Any:
+    return field(default=default, metadata={"per": "token"})
+
+
+def _per_sequence(default: Any = None) -> Any:
+    return field(default=default, metadata={"per": "sequence"})
+
+
+@dataclass(slots=True)
+class Batch:
+    """Sequences end to end: the one layout of training tensors.
+
+    Two sequences `a b c` and `x y` of which `b c` and `y` are to be learned:
+
+        input_ids  a b c x y        [T]
+        loss_mask  0 1 1 0 1        [T]
+        lengths    3 2              [N]
+    """
+
+    lengths: Tensor = _per_sequence()  # [N] int64
+    input_ids: Tensor = _per_token()  # [T] int64
+    loss_mask: Tensor = _per_token()  # [T] bool, tokens that are learned; never the first of a sequence
+    rows: Tensor = _per_sequence()  # [N] int64, where each sequence stood in the whole batch of all ranks
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_loss_tokens(self) -> Tensor:
+        """[] float32, tokens that are learned."""
+        return self.loss_mask.sum(dtype=torch.float32)
+
+    @property
+    def offsets(self) -> Tensor:
+        """[N + 1] int64, where each sequence begins; the last entry is T."""
+        return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
+
+    @property
+    def position_ids(self) -> Tensor:
+        """[T] int64, restarting at every sequence."""
+        starts = torch.repeat_interleave(self.offsets[:-1], self.lengths)
+        return torch.arange(self.num_tokens, device=starts.device) - starts
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """[T] int64, the sequence of each token."""
+        return torch.repeat_interleave(torch.arange(len(self), device=self.lengths.device), self.lengths)
+
+    def columns(self, per: str) -> dict[str, Tensor]:
+        """The tensors that are present, `per` "token" or "sequence"."""
+        present = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata["per"] == per}
+        return {name: value for name, value in present.items() if value is not None}
+
+    def select(self, rows: Sequence[int] | Tensor) -> Self:
+        """The given sequences, in the given order."""
+        rows = torch.as_tensor(rows, dtype=torch.int64, device=self.lengths.device)
+        tokens = token_index(self.offsets, rows)
+        return replace(
+            self,
+            **{name: value[rows] for name, value in self.columns("sequence").items()},
+            **{name: value[tokens] for name, value in self.columns("token").items()},
+        )
+
+    def to(self, device: torch.device | str) -> Self:
+        moved = self.columns("sequence") | self.columns("token")
+        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in moved.items()})
+
+
+@dataclass(slots=True)
+class Experience(Batch):
+    """Scored samples: a Batch with what the policy gradient needs."""
+
+    groups: Tensor = _per_sequence()  # [N] int64
+    rewards: Tensor = _per_sequence()  # [N] float32
+    advantages: Tensor | None = _per_token()  # [T] float32
+    engine_logprobs: Tensor = _per_token()  # [T] float32, as sampled
+    old_logprobs: Tensor | None = _per_token()  # [T] float32, of the actor before this step's first update
+    reference_logprobs: Tensor | None = _per_token()  # [T] float32
+
+
+def token_index(offsets: Tensor, rows: Tensor) -> Tensor:
+    """Positions in the flat layout of all tokens of `rows`, in the order of `rows`. offsets [N + 1]; returns [T']."""
+    lengths = (offsets[1:] - offsets[:-1])[rows]
+    ends = lengths.cumsum(0)
+    within = torch.arange(int(lengths.sum()), device=rows.device) - torch.repeat_interleave(ends - lengths, lengths)
+    return torch.repeat_interleave(offsets[rows], lengths) + within
