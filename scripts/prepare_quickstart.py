@@ -1,0 +1,125 @@
+"""Make everything the quick start needs, without a download: tokenizer, tiny model, problems.
+
+    python scripts/prepare_quickstart.py --out runs/quickstart/data --seed 0
+
+writes OUT/model (a Hugging Face folder), OUT/train.jsonl and OUT/test.jsonl, always the same for the same seed.
+"""
+
+import argparse
+import json
+import random
+import string
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+SPECIAL_TOKENS = {"pad_token": "<|pad|>", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+VOCAB_SIZE = 264  # 256 bytes and 3 special tokens, rounded up to a multiple of 8
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+NUM_PROBLEMS = 10_000
+NUM_HELD_OUT = 500
+LONGEST_WORD = 16
+
+Problem = dict[str, str]
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE without merges: ids 0..255 are the bytes, then <|pad|> 256, <|bos|> 257, <|eos|> 258."""
+    model = models.BPE(vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[])
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL_TOKENS.values()))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+        **SPECIAL_TOKENS,
+    )
+
+
+def tiny_qwen3(folder: Path | str, seed: int = 0) -> Path:
+    """Save a random Qwen3 of 0.14 M parameters with its byte tokenizer, in true Hugging Face format."""
+    tokenizer = byte_tokenizer()
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,  # the smallest that vLLM's CPU attention supports
+        initializer_range=0.08,  # so small a model hardly starts to learn from the usual 0.02
+        tie_word_embeddings=False,
+        max_position_embeddings=tokenizer.model_max_length,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return Path(folder)
+
+
+def addition_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
+    """All sums of two numbers below 100, `27+58=` -> `580`: three digits, units first. Returns (train, held out)."""
+    pairs = [(a, b) for a in range(100) for b in range(100)]
+    return _split([{"input": f"{a:02d}+{b:02d}=", "label": f"{a + b:03d}"[::-1]} for a, b in pairs], seed)
+
+
+def sorting_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
+    """Letters to put in order, `dbca>` -> `abcd`, 1 to 16 of them: responses of many lengths. Returns (train, held out)."""
+    rng = random.Random(seed)
+    words: dict[str, None] = {}
+    while len(words) < NUM_PROBLEMS:
+        length = rng.randint(1, LONGEST_WORD)
+        words["".join(rng.choices(string.ascii_lowercase, k=length))] = None
+    return _split([{"input": f"{word}>", "label": "".join(sorted(word))} for word in words], seed)
+
+
+TASKS = {"addition": addition_problems, "sorting": sorting_problems}
+
+
+def write_jsonl(path: Path, rows: list[Problem]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in every byte-level BPE: itself, or the next one from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    substitutes = map(chr, range(0x100, 0x200))
+    return [chr(byte) if byte in printable else next(substitutes) for byte in range(256)]
+
+
+def _split(problems: list[Problem], seed: int) -> tuple[list[Problem], list[Problem]]:
+    random.Random(seed).shuffle(problems)
+    return problems[NUM_HELD_OUT:], problems[:NUM_HELD_OUT]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the split")
+    parser.add_argument("--task", choices=TASKS, default="addition", help="kind of problem")
+    args = parser.parse_args()
+    train, held_out = TASKS[args.task](args.seed)
+    write_jsonl(args.out / "train.jsonl", train)
+    write_jsonl(args.out / "test.jsonl", held_out)
+    tiny_qwen3(args.out / "model", args.seed)
+    print(f"{args.out}: {len(train)} training and {len(held_out)} held-out problems, a random Qwen3 in {args.out / 'model'}")
+
+
+if __name__ == "__main__":
+    main()
