@@ -1,5 +1,7 @@
 """The contract of a generation engine: what every trainer may ask, whatever engine it is."""
 
+import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -8,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightrft.config import EngineSection
+from lightrft.parallel.collectives import Axis
 from lightrft.types import Completion
 
 Part = Literal["weights", "kv_cache"]
@@ -40,22 +44,46 @@ class Sampling:
     """These end a response, as the tokenizer's end token does; the token itself is kept."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSetup:
+    """What an adapter needs to start its engine on this rank."""
+
+    section: EngineSection
+    model_path: str
+    """Hugging Face folder or hub name."""
+    dtype: torch.dtype
+    device: torch.device
+    axis: Axis
+    """The consecutive ranks that share this engine's weights."""
+    max_model_len: int
+    """Longest prompt and response together, in tokens."""
+    seed: int = 0
+    trust_remote_code: bool = False
+    from_stream: bool = False
+    """Do not read the checkpoint: the first weights come by load_weights(), before the first generate()."""
+
+
 class Engine(ABC):
     """Generates with its own copy of the actor's weights, and gives its memory back while it sleeps.
 
     Life of a step: wake("weights"), load_weights(stream, version), wake("kv_cache"), generate(...), sleep().
     All calls are idempotent where that has a meaning; an illegal order raises EngineError.
+    Ranks that share an engine (its `axis`) make the same calls with the same arguments.
     """
 
-    def __init__(self, expected: dict[str, torch.Size], *, sleep_level: int = 2):
+    def __init__(self, expected: dict[str, torch.Size], *, sleep_level: int = 2,
+                 axis: Axis | None = None, max_model_len: int | None = None):
         self.expected = expected
         """Hugging Face name -> full shape of every tensor that one weight stream must bring."""
         self.sleep_level = sleep_level
+        self.axis = axis or Axis("engine", 1, 0, None)
+        self.max_model_len = max_model_len
         self.version = 0
         """Version of the weights in use; completions carry it."""
         self.awake: set[Part] = {"weights", "kv_cache"}
         self.weights_valid = True
         """False from a sleep of level 2, or a broken stream, until the next complete one."""
+        self.closed = False
         self._failure: BaseException | None = None
 
     # -- the five verbs
@@ -64,12 +92,15 @@ class Engine(ABC):
         """`sampling.n` completions for each request, in the order of the requests.
 
         Log-probs are those of the sampling distribution: at the temperature asked for, and raw (T = 1) when greedy.
+        The order and the seed alone decide what is sampled; how requests are batched does not.
+        ValueError when a request cannot be answered; nothing was generated then and the engine stays usable.
         """
         self._check_usable()
         if self.awake != {"weights", "kv_cache"}:
             raise EngineError(f"generate() on a sleeping engine: awake is {sorted(self.awake) or 'nothing'}; call wake() first")
         if not self.weights_valid:
-            raise EngineError("generate() without weights: they were dropped by sleep(level 2) or a broken stream; call load_weights() first")
+            raise EngineError("generate() without weights (sleep level 2, or a broken stream): call load_weights() first")
+        self._check_requests(requests, sampling)
         if not requests:
             return []
         with self._fatal("generate"):
@@ -85,7 +116,10 @@ class Engine(ABC):
         if "weights" not in self.awake:
             raise EngineError('load_weights() on a sleeping engine: call wake("weights") first')
         self.weights_valid = False
-        self._load_weights(self._checked(named_tensors))
+        stream = self._checked(named_tensors)
+        self._load_weights(stream)
+        for name, _ in stream:  # the end of the stream is where missing names are found
+            raise EngineError(f"{type(self).__name__} stopped reading the weight stream at {name}")
         self.reset_cache()
         self.version = version
         self.weights_valid = True
@@ -117,9 +151,11 @@ class Engine(ABC):
     def reset_cache(self) -> None:
         """Forget every cached prefix and encoder output."""
 
-    @abstractmethod
     def close(self) -> None:
-        """Free everything; the engine is not used afterwards."""
+        """Free everything; every later call but close() raises."""
+        if not self.closed:
+            self.closed = True
+            self._close()
 
     # -- what an adapter implements
 
@@ -134,6 +170,9 @@ class Engine(ABC):
 
     @abstractmethod
     def _wake(self, part: Part) -> None: ...
+
+    @abstractmethod
+    def _close(self) -> None: ...
 
     # -- shared checks
 
@@ -151,7 +190,29 @@ class Engine(ABC):
         if missing:
             raise ValueError(f"weight stream: {len(missing)} weights never came, the first is {next(iter(missing))}")
 
+    def _check_requests(self, requests: list[Request], sampling: Sampling) -> None:
+        """Raise on every rank of the engine, before any of them enters it: one rank alone inside would wait forever."""
+        problem = self._problem(requests, sampling)
+        question = (problem, [request.token_ids for request in requests], sampling)
+        digest = hashlib.sha256(repr(question).encode()).hexdigest() if self.axis.size > 1 else ""
+        if len(set(self.axis.gather(digest))) > 1:
+            raise ValueError("the ranks that share an engine must generate for the same requests with the same sampling")
+        if problem:
+            raise ValueError(problem)
+
+    def _problem(self, requests: list[Request], sampling: Sampling) -> str | None:
+        if sampling.n < 1 or sampling.max_tokens < 1 or sampling.temperature < 0:
+            return f"cannot sample with {sampling}: n and max_tokens are at least 1, the temperature is not negative"
+        limit = (self.max_model_len or math.inf) - sampling.max_tokens
+        for index, request in enumerate(requests):
+            if not 0 < len(request.token_ids) <= limit:
+                return (f"request {index} has {len(request.token_ids)} prompt tokens; with max_tokens {sampling.max_tokens} "
+                        f"and max_model_len {self.max_model_len} it must have between 1 and {limit}")
+        return None
+
     def _check_usable(self) -> None:
+        if self.closed:
+            raise EngineError("the engine is closed")
         if self._failure is not None:
             raise EngineError(f"the engine broke earlier and cannot be used: {self._failure!r}") from self._failure
 

@@ -17,8 +17,9 @@ Named = tuple[str, Tensor]
 def stream(parameters: Iterable[Named], dtype: torch.dtype, bucket_bytes: int) -> Iterator[Named]:
     """Yield (name, full tensor of `dtype`) for plain and sharded parameters, in their order.
 
-    All ranks of the sharding mesh must consume the whole stream. A yielded tensor is valid until the next one is asked
-    for. A tensor larger than a bucket travels alone.
+    All ranks of the sharding mesh must consume the whole stream. A yielded tensor stays valid as long as it is held, and
+    holding it holds its bucket; a plain parameter that already has the dtype is yielded itself. A tensor larger than a
+    bucket travels alone.
     """
     for bucket in _buckets(parameters, dtype, bucket_bytes):
         if isinstance(bucket[0][1], DTensor):

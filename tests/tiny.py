@@ -1,0 +1,41 @@
+"""A random Qwen3 of 0.14 M parameters with a byte tokenizer, in a folder, as a user would have it."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+PAD, BOS, EOS = 256, 257, 258
+VOCABULARY = 384
+
+
+def tiny_model(folder: Path | str, seed: int = 0, tie: bool = False) -> str:
+    """Write model and tokenizer; returns the folder."""
+    config = Qwen3Config(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=192,
+        vocab_size=VOCABULARY, initializer_range=0.08, max_position_embeddings=512, tie_word_embeddings=tie,
+        pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS, dtype=torch.float32,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        Qwen3ForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Token 0..255 is the byte itself."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
+    vocabulary = {letter: byte for byte, letter in enumerate(alphabet)} | {"<pad>": PAD, "<bos>": BOS, "<eos>": EOS}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+
+
+def _byte_of(letter: str) -> int:
+    """ByteLevel writes a printable Latin-1 byte as itself and the others, in order, as code points from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return ord(letter) if ord(letter) < 256 else hidden[ord(letter) - 256]
