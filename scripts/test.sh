@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# Run the tests in the pinned environment, which is made first if it is missing: bash scripts/test.sh [pytest arguments]
+set -euo pipefail
+source "$(dirname "$0")/environment.sh" test
+exec python -m pytest "$@"
