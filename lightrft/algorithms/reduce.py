@@ -1,0 +1,50 @@
+"""From one value per token to the loss: the only place that makes a scalar.
+
+The denominator counts the whole optimizer step, over all ranks and micro-batches, so the sum of all shares is the same
+for every way of splitting the step.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightrft.types import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Denominator:
+    """What the optimizer step holds, over all ranks."""
+
+    tokens: Tensor
+    """[] float32, learned tokens."""
+    sequences: Tensor
+    """[] float32, sequences with at least one learned token."""
+    length: int
+    """The constant of seq-mean-token-sum-norm: the longest response in tokens."""
+
+
+def share_of_mean(values: Tensor, batch: Batch, mode: str, denominator: Denominator) -> Tensor:
+    """This micro-batch's share of the global mean of `values` [T] over learned tokens; [] float32.
+
+    token-mean: sum over tokens / all tokens (DAPO, arXiv 2503.14476). seq-mean-token-mean: mean per sequence, then over
+    sequences (GRPO, arXiv 2402.03300). seq-mean-token-sum: sum per sequence, mean over sequences. seq-mean-token-sum-norm:
+    the same divided by a constant length (Dr. GRPO, arXiv 2503.20783).
+    """
+    kept = torch.where(batch.loss_mask, values, 0.0)
+    if mode == "token-mean":
+        return kept.sum() / denominator.tokens.clamp(min=1)
+    if mode == "seq-mean-token-mean":
+        lengths = sequence_sums(batch.loss_mask.float(), batch).clamp(min=1)
+        return (sequence_sums(kept, batch) / lengths).sum() / denominator.sequences.clamp(min=1)
+    mean_of_sums = kept.sum() / denominator.sequences.clamp(min=1)
+    if mode == "seq-mean-token-sum":
+        return mean_of_sums
+    if mode == "seq-mean-token-sum-norm":
+        return mean_of_sums / denominator.length
+    raise ValueError(f"unknown loss_agg_mode {mode!r}")
+
+
+def sequence_sums(values: Tensor, batch: Batch) -> Tensor:
+    """Sum of `values` [T] over each sequence: [N]."""
+    return values.new_zeros(len(batch)).index_add(0, batch.sequence_ids, values)

@@ -1,0 +1,75 @@
+"""What every door does around its work: read the configuration, start the strategy, end cleanly with an exit code."""
+
+import os
+import sys
+from collections.abc import Callable
+
+from loguru import logger
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from lightrft.algorithms.presets import recipe
+from lightrft.config import Config, ConfigError, flags_without_effect, parse, validate
+from lightrft.data.rows import DataError
+from lightrft.strategy import StrategyBase, get_strategy
+from lightrft.trainer.interruption import Interrupted
+
+USER_ERROR = 2
+"""Exit code for what the user can mend: configuration and data."""
+
+Work = Callable[[Config, StrategyBase], None]
+
+
+def enter(door: str, work: Work, description: str | None, argv: list[str] | None = None) -> None:
+    """Run `work` and leave the process: 0, 2 for a user's error, 128 + signal when interrupted, 1 otherwise."""
+    _set_up_logging()
+    try:
+        code = record(_run)(door, work, description, argv)
+    except (ConfigError, DataError) as error:
+        _say_once(str(error))
+        code = USER_ERROR
+    except Interrupted as interrupted:
+        _say_once(str(interrupted))
+        code = interrupted.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
+
+
+def read_config(door: str, description: str | None, argv: list[str] | None) -> Config:
+    """The resolved configuration: file, flags, then the recipe of the algorithm for what the user left open."""
+    config, written = parse(argv, description or "")
+    config.expand(recipe(config.algorithm.advantage_estimator), written)
+    validate(config, door=door, world_size=int(os.environ.get("WORLD_SIZE", 1)))
+    for warning in flags_without_effect(config, written, door):
+        if _first_local_rank():
+            logger.warning(warning)
+    return config
+
+
+def _run(door: str, work: Work, description: str | None, argv: list[str] | None) -> int:
+    config = read_config(door, description, argv)
+    strategy = get_strategy(config)
+    try:
+        strategy.setup_distributed()
+        work(config, strategy)
+    finally:
+        strategy.close()
+    return 0
+
+
+def _say_once(message: str) -> None:
+    """Every rank meets the same user error; one of a machine says it."""
+    if _first_local_rank():
+        logger.error(message)
+
+
+def _first_local_rank() -> bool:
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
+def _set_up_logging() -> None:
+    rank = os.environ.get("RANK")
+    place = f"rank {rank} " if rank else ""
+    logger.remove()
+    logger.add(lambda line: sys.stderr.write(line), format="{time:HH:mm:ss} " + place + "<level>{level: <7}</level> {message}", level="INFO",
+               colorize=sys.stderr.isatty())

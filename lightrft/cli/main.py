@@ -1,0 +1,24 @@
+"""One command for all doors: `lightrft train_ppo --config file.yaml`."""
+
+import argparse
+import importlib
+
+DOORS = {
+    "train_ppo": "train a policy against a reward",
+    "train_sft": "supervised fine-tuning",
+    "evaluate": "judge greedy responses to held-out prompts",
+    "report": "write the report of a run",
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="lightrft",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Reinforcement fine-tuning. Several processes: torchrun --nproc-per-node N -m lightrft.cli.DOOR ...",
+        epilog="\n".join(f"  {door:<10} {meaning}" for door, meaning in DOORS.items()),
+    )
+    parser.add_argument("door", choices=DOORS, metavar="DOOR")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="lightrft DOOR --help lists them")
+    chosen = parser.parse_args(argv)
+    importlib.import_module(f"lightrft.cli.{chosen.door}").main(chosen.arguments)

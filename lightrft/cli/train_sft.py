@@ -1,0 +1,21 @@
+"""Supervised fine-tuning on the answers of a data set.
+
+torchrun --nproc-per-node 2 -m lightrft.cli.train_sft --config configs/quickstart_sft.yaml
+"""
+
+from lightrft.cli.door import enter
+from lightrft.config import Config
+from lightrft.strategy import StrategyBase
+from lightrft.trainer.build import sft_trainer
+
+
+def train(config: Config, strategy: StrategyBase) -> None:
+    sft_trainer(config, strategy).fit()
+
+
+def main(argv: list[str] | None = None) -> None:
+    enter("train_sft", train, __doc__, argv)
+
+
+if __name__ == "__main__":
+    main()

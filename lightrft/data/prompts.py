@@ -1,0 +1,75 @@
+"""Prompts from rows: template, chat template, tokens, and the limit on their length."""
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config import DataSection
+from lightrft.data.rows import BadRows, DataError, read_rows
+from lightrft.types import Prompt
+
+Judge = Callable[[Prompt], str | None]
+"""Why a prompt cannot be used; None when it can."""
+
+
+def load_prompts(section: DataSection, tokenizer: PreTrainedTokenizerBase, *, held_out: bool = False, judge: Judge | None = None) -> list[Prompt]:
+    """All usable prompts of the training data, or of the held-out data, in file order.
+
+    Rows without the input column, or whose prompt is longer than `prompt_max_len` tokens, are bad rows.
+    """
+    source, split, limit, flag = (
+        (section.eval_data, section.eval_split, section.max_eval_samples, "--eval_data")
+        if held_out
+        else (section.prompt_data, section.prompt_split, section.max_samples, "--prompt_data")
+    )
+    bad = BadRows(skip=section.bad_rows == "skip", flag=flag)
+    prompts: list[Prompt] = []
+    for where, row in read_rows(source, split, bad):
+        if limit is not None and len(prompts) >= limit:
+            break
+        try:
+            prompt = make_prompt(section, tokenizer, row, index=len(prompts))
+        except ValueError as error:
+            bad.add(where, str(error))
+            continue
+        problem = judge(prompt) if judge else None
+        if problem:
+            bad.add(where, problem)
+        else:
+            prompts.append(prompt)
+    bad.report()
+    if not prompts:
+        raise DataError(f"{flag} {source}: no usable row ({len(bad.reasons)} bad ones left out)")
+    return prompts
+
+
+def make_prompt(section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], index: int) -> Prompt:
+    """One prompt from the columns of a row; ValueError says what is wrong with it."""
+    if section.input_key not in row:
+        raise ValueError(f"no column {section.input_key!r} (--input_key); it has {', '.join(row) or 'none'}")
+    text = render(section, tokenizer, row[section.input_key])
+    # a chat template writes its own special tokens
+    token_ids = tokenizer(text, add_special_tokens=not section.apply_chat_template)["input_ids"]
+    if not token_ids:
+        raise ValueError("the prompt is empty")
+    if len(token_ids) > section.prompt_max_len:
+        raise ValueError(f"the prompt has {len(token_ids)} tokens, more than --prompt_max_len {section.prompt_max_len}")
+    columns = {name: value for name, value in row.items() if name != section.input_key}
+    if section.label_key in row:
+        columns["label"] = row[section.label_key]
+    return Prompt(index=index, text=text, token_ids=token_ids, columns=columns)
+
+
+def render(section: DataSection, tokenizer: PreTrainedTokenizerBase, value: Any) -> str:
+    """The prompt's text: from a string, or from a list of chat messages."""
+    if section.input_template is not None and isinstance(value, str):
+        value = section.input_template.replace("{}", value, 1)
+    if section.apply_chat_template:
+        messages = [{"role": "user", "content": value}] if isinstance(value, str) else list(value)
+        if section.system_prompt is not None:
+            messages = [{"role": "system", "content": section.system_prompt}, *messages]
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    if not isinstance(value, str):
+        raise ValueError(f"{section.input_key!r} is {type(value).__name__}, not text; chat messages need --apply_chat_template")
+    return value

@@ -1,0 +1,93 @@
+"""Rows of a data set from files or the hub, each with the place it came from, and what to do with bad ones."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datasets import load_dataset
+from loguru import logger
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+class DataError(ValueError):
+    """The data cannot be used; the message names the file and line."""
+
+
+@dataclass
+class BadRows:
+    """Counts bad rows; the first one is fatal unless they are to be skipped."""
+
+    skip: bool
+    flag: str
+    """The flag that named the data, for messages."""
+    reasons: list[str] = field(default_factory=list)
+
+    def add(self, where: str, reason: str) -> None:
+        message = f"{self.flag}: {where}: {reason}"
+        if not self.skip:
+            raise DataError(f"{message}. Mend the row, or pass --bad_rows skip to leave such rows out")
+        self.reasons.append(message)
+
+    def report(self) -> None:
+        if self.reasons:
+            shown = "\n".join(f"  {reason}" for reason in self.reasons[:5])
+            logger.warning(f"{len(self.reasons)} bad rows of {self.flag} left out, the first:\n{shown}")
+
+
+Row = tuple[str, dict[str, Any]]
+"""Where it stands (`train.jsonl:12`), and its columns."""
+
+
+def read_rows(source: str, split: str, bad: BadRows) -> Iterator[Row]:
+    """The rows of a file, of the files of a folder, or of a data set of the hub.
+
+    Of a folder the files whose name begins with the split are taken; without any such, all of them.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        yield from _file_rows(path, bad)
+    elif path.is_dir():
+        for file in _files_of_split(path, split, bad.flag):
+            yield from _file_rows(file, bad)
+    elif path.suffix in SUFFIXES or source.count("/") != 1:
+        raise DataError(f"{bad.flag} {source}: no such file or folder, and not a hub name (owner/name) either")
+    else:
+        for index, row in enumerate(load_dataset(source, split=split)):
+            yield f"{source}[{split}] row {index + 1}", row
+
+
+def _files_of_split(folder: Path, split: str, flag: str) -> list[Path]:
+    files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
+    if not files:
+        raise DataError(f"{flag} {folder}: the folder holds no {', '.join(SUFFIXES)} file")
+    return [file for file in files if file.name.startswith(split)] or files
+
+
+def _file_rows(file: Path, bad: BadRows) -> Iterator[Row]:
+    if file.suffix == ".jsonl":
+        yield from _json_lines(file, bad)
+    elif file.suffix in (".json", ".parquet"):
+        rows = load_dataset(file.suffix[1:], data_files=str(file), split="train")
+        yield from ((f"{file} row {index + 1}", row) for index, row in enumerate(rows))
+    else:
+        raise DataError(f"{bad.flag} {file}: unknown kind of file; known are {', '.join(SUFFIXES)}")
+
+
+def _json_lines(file: Path, bad: BadRows) -> Iterator[Row]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{file}:{number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:  # malformed JSON, or bytes that are not UTF-8
+                bad.add(where, f"not valid JSON ({error})")
+                continue
+            if isinstance(row, dict):
+                yield where, row
+            else:
+                bad.add(where, f"not a JSON object but {type(row).__name__}")

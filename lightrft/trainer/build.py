@@ -1,0 +1,114 @@
+"""The wiring: from a configuration to a trainer that is ready to run. Nothing else happens here."""
+
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.config import Config
+from lightrft.data.conversations import answer_problem
+from lightrft.data.loader import StepOrder
+from lightrft.data.prompts import load_prompts
+from lightrft.models.heads import Actor
+from lightrft.models.load import load_model, load_tokenizer
+from lightrft.observe.console import Console
+from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard, WandB
+from lightrft.observe.trace import Trace
+from lightrft.parallel import device
+from lightrft.roles.policy import Policy
+from lightrft.rollout.experience import ExperienceMaker
+from lightrft.rollout.rewards import Judge
+from lightrft.rollout.sampler import Sampler
+from lightrft.strategy import StrategyBase
+from lightrft.trainer.ppo import PPOTrainer
+from lightrft.trainer.sft import SFTTrainer
+
+
+def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
+    tokenizer = load_tokenizer(config.model)
+    judge = Judge(config.reward.reward)
+    prompts = load_prompts(config.data, tokenizer)
+    eval_prompts = load_prompts(config.data, tokenizer, held_out=True) if config.data.eval_data else []
+    order = StepOrder(len(prompts), config.rollout.rollout_batch_size, config.train.seed)
+    steps = total_steps(config, order)
+    samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+    updates = samples // config.train.train_batch_size * config.train.max_epochs
+    policy = build_policy(config, strategy, updates=steps * updates, reference=config.algorithm.use_kl_loss)
+    strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
+    observer, trace = observation(config, strategy)
+    return PPOTrainer(
+        config,
+        strategy,
+        policy,
+        tokenizer=tokenizer,
+        order=order,
+        total_steps=steps,
+        observer=observer,
+        trace=trace,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        sampler=Sampler(strategy, tokenizer, config.rollout),
+        judge=judge,
+        make_experience=ExperienceMaker(policy, config.algorithm, config.train),
+        objective=PolicyObjective(config.algorithm),
+    )
+
+
+def sft_trainer(config: Config, strategy: StrategyBase) -> SFTTrainer:
+    tokenizer = load_tokenizer(config.model)
+    prompts = load_prompts(config.data, tokenizer, judge=answer_problem)
+    order = StepOrder(len(prompts), config.train.train_batch_size, config.train.seed)
+    steps = total_steps(config, order)
+    policy = build_policy(config, strategy, updates=steps, reference=False)
+    observer, trace = observation(config, strategy)
+    return SFTTrainer(
+        config, strategy, policy, tokenizer=tokenizer, order=order, total_steps=steps, observer=observer, trace=trace, prompts=prompts
+    )
+
+
+def total_steps(config: Config, order: StepOrder) -> int:
+    steps = order.steps_per_pass * config.train.num_episodes
+    return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
+
+
+def build_policy(config: Config, strategy: StrategyBase, *, updates: int, reference: bool) -> Policy:
+    """The sharded actor with its optimizer and schedule over `updates` optimizer steps, and the frozen reference."""
+    optim = config.optim
+    actor = Actor(load_model(config.model))
+    optimizer = strategy.create_optimizer(actor, lr=optim.actor_learning_rate, betas=tuple(optim.adam_betas), weight_decay=optim.l2)
+    scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
+    actor, optimizer, scheduler = strategy.prepare((actor, optimizer, scheduler))
+    frozen = None
+    if reference:
+        frozen = strategy.prepare(Actor(load_model(config.model)).requires_grad_(False))
+    temperature = config.rollout.temperature
+    return Policy(strategy, actor, optimizer, scheduler, reference=frozen, temperature=temperature)
+
+
+def evaluation(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase) -> tuple[Sampler, Judge]:
+    """An engine with the weights of `pretrain`, awake, and what judges its responses."""
+    strategy.setup_inference_engine(config, config.engine.engine_type)
+    return Sampler(strategy, tokenizer, config.rollout), Judge(config.reward.reward)
+
+
+def observation(config: Config, strategy: StrategyBase) -> tuple[Observer, Trace]:
+    """Sinks on rank 0, none elsewhere; a clock on every rank."""
+    observer = Observer(_sinks(config) if strategy.is_rank_0() else [])
+    trace = Trace(
+        peak_memory=partial(device.peak_memory, strategy.device),
+        memory_in_use=partial(device.memory_in_use, strategy.device),
+        synchronize=partial(device.synchronize, strategy.device),
+        on_phase=partial(observer.phase, 0),
+    )
+    return observer, trace
+
+
+def _sinks(config: Config) -> list[Sink]:
+    folder, observe = Path(config.train.save_path), config.observe
+    sinks: list[Sink] = [Console(), JsonLines(folder)]
+    if observe.use_tensorboard:
+        sinks.append(TensorBoard(folder))
+    if observe.use_wandb:
+        sinks.append(WandB(folder, observe.wandb_project, observe.wandb_run_name))
+    return sinks
