@@ -1,7 +1,10 @@
 """The only owner of ranks and groups: which axes the processes form and who is where on each."""
 
+from datetime import timedelta
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightrft.parallel.collectives import Axis
 
@@ -15,7 +18,10 @@ class Mesh:
     accumulation and denominators count. `world` joins everything.
     """
 
-    def __init__(self, device_type: str, *, dp_replicate: int = 1, sp: int = 1, tp: int = 1):
+    def __init__(
+        self, device_type: str, *, dp_replicate: int = 1, sp: int = 1, tp: int = 1, timeout: timedelta | None = None
+    ):
+        """`timeout` is the longest wait of a collective; subgroups do not take over that of the world."""
         world_size = dist.get_world_size()
         problems = mesh_problems(world_size, dp_replicate=dp_replicate, sp=sp, tp=tp)
         if problems:
@@ -28,6 +34,10 @@ class Mesh:
         self.shard = self._axis("shard", ("dp_shard", "sp"))
         self.replicate = self._axis("dp_replicate", ("dp_replicate",))
         self._engine_axes: dict[int, Axis] = {}
+        self._timeout = timeout
+        for axis in (self.world, self.data, self.shard, self.replicate):
+            if timeout is not None and axis.group is not None:
+                _set_pg_timeout(timeout, axis.group)
 
     @property
     def parameters(self) -> DeviceMesh:
@@ -41,7 +51,8 @@ class Mesh:
             raise ValueError(f"--engine_tp_size {size} does not divide the {self.world.size} processes")
         if size not in self._engine_axes:
             first = self.world.rank // size * size
-            groups = [dist.new_group(list(range(start, start + size))) for start in range(0, self.world.size, size)]
+            starts = range(0, self.world.size, size)
+            groups = [dist.new_group(list(range(start, start + size)), timeout=self._timeout) for start in starts]
             self._engine_axes[size] = _axis("engine", groups[first // size])
         return self._engine_axes[size]
 

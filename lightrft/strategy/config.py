@@ -1,0 +1,64 @@
+"""The part of the configuration that a strategy reads, from whatever the caller holds."""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self, get_args, get_type_hints
+
+from lightrft.config import Config, DataSection, EngineSection, ModelSection, RolloutSection, StrategySection
+
+Arguments = Config | Namespace | Mapping[str, Any] | None
+"""What users hand to a strategy: the typed configuration, parsed flags, a dict or an EasyDict."""
+
+
+@dataclass
+class StrategyConfig(ModelSection, DataSection, StrategySection, EngineSection, RolloutSection):
+    """Fields and defaults are those of the sections; every other name goes to `extra_args` and reads as an attribute.
+
+        config = StrategyConfig.from_args({"bf16": True, "my_flag": 3})
+        config.bf16, config.engine_tp_size, config.my_flag        # True, 1, 3
+    """
+
+    extra_args: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_args(cls, args: Arguments) -> Self:
+        """A known name whose value is None keeps its default, as an argparse flag that was not written."""
+        values = flat(args)
+        known = {f.name for f in fields(cls)} - {"extra_args"}
+        return cls(
+            **{name: value for name, value in values.items() if name in known and value is not None},
+            extra_args={name: value for name, value in values.items() if name not in known},
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for names that are no field. Python's own names must not look for themselves while unpickling."""
+        if not name.startswith("_") and name != "extra_args" and name in self.extra_args:
+            return self.extra_args[name]
+        raise AttributeError(f"StrategyConfig has no {name!r}, neither as a field nor in extra_args")
+
+    def problems(self) -> list[str]:
+        """Values that no run can use."""
+        engines = get_args(get_type_hints(EngineSection)["engine_type"])
+        found = []
+        if self.engine_type not in engines:
+            found.append(f"unknown engine_type {self.engine_type!r}; known: {', '.join(engines)}")
+        if self.timeout_minutes <= 0:
+            found.append(f"timeout_minutes must be above 0, not {self.timeout_minutes}")
+        return found
+
+
+def flat(args: Arguments) -> dict[str, Any]:
+    """Name -> value, without sections."""
+    if args is None:
+        return {}
+    if isinstance(args, Config):
+        return {name: value for section in asdict(args).values() for name, value in section.items()}
+    if isinstance(args, StrategyConfig):
+        values = asdict(args)
+        return values.pop("extra_args") | values
+    if isinstance(args, Namespace):
+        return dict(vars(args))
+    if isinstance(args, Mapping):
+        return dict(args)
+    raise TypeError(f"a strategy's args are a Config, an argparse Namespace, a mapping or None, not {type(args).__name__}")

@@ -1,0 +1,146 @@
+"""FSDP2: every block's parameters sharded over all ranks, gathered while the block computes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from loguru import logger
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel
+
+from lightrft.parallel.grad_norm import clip_gradients, global_grad_norm
+from lightrft.strategy.strategy_base import StrategyBase
+
+
+class FSDPStrategy(StrategyBase):
+    """Sharded, or with --dp_replicate sharded inside each replica. Gradients are summed over everything, never averaged."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._unsynced: set[FSDPModule] = set()
+        """Modules that hold gradients which no other rank has seen."""
+
+    def _prepare_module(self, module: nn.Module, optimizer: Optimizer | None) -> None:
+        """Cast, shard block by block and then the rest, and follow the parameters by name into the optimizer."""
+        names = _optimizer_names(module, optimizer)
+        trained = any(parameter.requires_grad for parameter in module.parameters())
+        if trained and self.config.gradient_checkpointing:
+            _checkpoint_activations(module)
+        _cast(module, torch.float32 if trained else self.dtype)
+        options = {
+            "mesh": self.mesh.parameters,
+            "reshard_after_forward": True,  # the root too: left whole, its parameters are not those of the optimizer
+            "mp_policy": self._precision(),
+            "offload_policy": self._offload(),
+        }
+        for block in blocks(module):
+            fully_shard(block, **options)
+        fully_shard(module, **options)
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.set_gradient_divide_factor(1.0)
+                part.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, which is the other way to divide by 1
+        _follow(module, optimizer, names)
+
+    def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer | None = None, *, last: bool = True) -> None:
+        for root in roots(model):
+            root.set_requires_gradient_sync(last)
+            root.set_is_last_backward(last)
+            (self._unsynced.discard if last else self._unsynced.add)(root)
+        loss.backward()
+
+    def optimizer_step(
+        self, optimizer: Optimizer, model: nn.Module, scheduler: LRScheduler | None = None, name: str = "model"
+    ) -> Tensor:
+        if self._unsynced.intersection(roots(model)):
+            raise RuntimeError(f"optimizer_step({name}) after backward(last=False): gradients were not summed over the ranks yet")
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm = global_grad_norm(parameters, self.device)
+        if torch.isfinite(norm):
+            if self.max_norm > 0:
+                clip_gradients(parameters, norm, self.max_norm)
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+        else:
+            self.skipped_steps += 1
+            if self.is_rank_0():
+                logger.warning("{}: gradient norm is {}, step skipped ({} so far)", name, norm.item(), self.skipped_steps)
+        model.zero_grad(set_to_none=True)
+        return norm
+
+    def _precision(self) -> MixedPrecisionPolicy:
+        if not self.config.bf16:
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def _offload(self) -> OffloadPolicy:
+        if not self.config.fsdp_cpu_offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
+
+
+def blocks(module: nn.Module) -> list[nn.Module]:
+    """What is gathered as one: the model's no-split modules, else the children of its module lists; innermost first.
+
+    A block that shares a parameter with the rest (tied embeddings) is left to the root, which keeps it tied.
+    """
+    names = {name for part in module.modules() if isinstance(part, PreTrainedModel) for name in part._no_split_modules or ()}
+    found = [part for part in module.modules() if type(part).__name__ in names]
+    if not found:
+        found = [child for part in module.modules() if isinstance(part, nn.ModuleList) for child in part]
+    uses = [id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False)]
+    count = {key: uses.count(key) for key in uses} if len(uses) != len(set(uses)) else {}
+    return [block for block in reversed(found) if block is not module and not _shared(block, count)]
+
+
+def roots(model: nn.Module) -> Iterator[FSDPModule]:
+    """The outermost sharded modules of `model`."""
+    if isinstance(model, FSDPModule):
+        yield model
+    else:
+        for child in model.children():
+            yield from roots(child)
+
+
+def _shared(block: nn.Module, uses: dict[int, int]) -> bool:
+    inside = [id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False)]
+    return any(uses.get(key, 1) > inside.count(key) for key in set(inside))
+
+
+def _checkpoint_activations(module: nn.Module) -> None:
+    if isinstance(module, PreTrainedModel):
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
+    for child in module.children():
+        _checkpoint_activations(child)
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters only: buffers such as rotary frequencies keep their precision."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def _optimizer_names(module: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
+    """For each parameter group the names of its parameters in `module`."""
+    if optimizer is None:
+        return []
+    if optimizer.state:
+        raise ValueError("prepare() takes an optimizer that has not stepped yet")
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    try:
+        return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    except KeyError:
+        raise ValueError(f"prepare(): the optimizer trains parameters that are not in {type(module).__name__}") from None
+
+
+def _follow(module: nn.Module, optimizer: Optimizer | None, names: list[list[str]]) -> None:
+    """Sharding replaced the parameters; the optimizer, and schedulers that hold it, stay the same objects."""
+    parameters = dict(module.named_parameters())
+    for group, group_names in zip(optimizer.param_groups if optimizer else (), names, strict=True):
+        group["params"] = [parameters[name] for name in group_names]

@@ -1,0 +1,28 @@
+"""Parameters under their Hugging Face names, whatever role wraps the model."""
+
+from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+@runtime_checkable
+class Named(Protocol):
+    """A role's module that knows the Hugging Face names of its parameters."""
+
+    def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter), tied ones once."""
+
+
+def hf_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    if isinstance(model, PreTrainedModel):
+        return model.named_parameters()
+    if isinstance(model, Named):
+        return model.hf_parameters()
+    raise TypeError(f"{type(model).__name__} is neither a transformers model nor has it hf_parameters()")
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The first transformers model inside `model`, itself included; the module as it is when there is none."""
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)

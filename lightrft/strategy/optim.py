@@ -1,0 +1,49 @@
+"""The optimizer and its learning-rate schedule."""
+
+import math
+from typing import Literal
+
+from torch import nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+FUSED_ON = ("cpu", "cuda", "xpu")
+"""Devices with an AdamW in one kernel; elsewhere torch's own choice."""
+FLOOR = 0.1
+"""The cosine ends at this share of the peak."""
+
+
+def create_adamw(model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float, eps: float) -> Optimizer:
+    """AdamW over the trainable parameters. Matrices decay; norms and biases (fewer than two dims) do not."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ValueError(f"create_optimizer: no parameter of {type(model).__name__} requires a gradient")
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    fused = all(p.device.type in FUSED_ON for p in trainable)
+    return AdamW([group for group in groups if group["params"]], lr=lr, betas=tuple(betas), eps=eps, fused=fused or None)
+
+
+def create_lr_scheduler(
+    optimizer: Optimizer, kind: Literal["cosine", "constant"], warmup_steps: int, total_steps: int
+) -> LambdaLR:
+    """Linear warm-up to the optimizer's learning rate, then a cosine to 10 % of it at `total_steps`, or constant.
+
+    The first step already learns: it has 1 / warmup_steps of the peak.
+    """
+    if kind not in ("cosine", "constant"):
+        raise ValueError(f"unknown lr_scheduler {kind!r}; known: cosine, constant")
+    if warmup_steps < 0 or total_steps < 1:
+        raise ValueError(f"a schedule needs warmup_steps >= 0 and total_steps >= 1, not {warmup_steps} and {total_steps}")
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        if kind == "constant":
+            return 1.0
+        progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+        return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    return LambdaLR(optimizer, factor)

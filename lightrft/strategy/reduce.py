@@ -1,0 +1,89 @@
+"""Numbers, tensors and dicts of them across all ranks. The caller's objects are never changed."""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightrft.parallel.collectives import Axis
+
+Op = Literal["mean", "sum", "max", "min"]
+
+
+def all_reduce(data: Any, op: Op, axis: Axis) -> Any:
+    """See StrategyBase.all_reduce."""
+    if op not in ("mean", "sum", "max", "min"):
+        raise ValueError(f"all_reduce: unknown op {op!r}; known: mean, sum, max, min")
+    if isinstance(data, dict):
+        return _reduce_dict(data, op, axis)
+    if isinstance(data, Tensor):
+        wide = data.detach().to(_accumulator(data.dtype, op))
+        return _reduce(wide, op, axis).to(_result_dtype(data.dtype, op))
+    return _reduce_dict({"": _checked(data)}, op, axis)[""]
+
+
+def all_gather(data: Any, axis: Axis) -> Any:
+    """See StrategyBase.all_gather."""
+    parts = axis.gather(_on_host(data))
+    if isinstance(data, dict):
+        return {key: _joined([part[key] for part in parts], value) for key, value in data.items()}
+    return _joined(parts, data)
+
+
+def _reduce_dict(data: dict[str, Any], op: Op, axis: Axis) -> dict[str, Any]:
+    """All values travel as one float64 vector: exact for whole numbers below 2^53."""
+    if not data:
+        return {}
+    tensors = {key: value.detach() if isinstance(value, Tensor) else torch.tensor(_checked(value)) for key, value in data.items()}
+    flat = torch.cat([tensor.to("cpu", torch.float64).reshape(-1) for tensor in tensors.values()])
+    flat = _reduce(flat, op, axis)
+    reduced = {}
+    for (key, value), part in zip(data.items(), flat.split([tensor.numel() for tensor in tensors.values()]), strict=True):
+        if isinstance(value, Tensor):
+            reduced[key] = part.view(value.shape).to(value.device, _result_dtype(value.dtype, op))
+        else:
+            reduced[key] = _number(value, part.item(), op)
+    return reduced
+
+
+def _reduce(value: Tensor, op: Op, axis: Axis) -> Tensor:
+    if op == "mean":
+        return axis.sum(value) / axis.size
+    return getattr(axis, op)(value).clone()
+
+
+def _accumulator(dtype: torch.dtype, op: Op) -> torch.dtype:
+    if dtype == torch.bool:
+        return torch.int64
+    return torch.float32 if dtype.itemsize < 4 and dtype.is_floating_point else dtype
+
+
+def _result_dtype(dtype: torch.dtype, op: Op) -> torch.dtype:
+    """The dtype given, but a mean of whole numbers is float32 and a sum of booleans counts in int64."""
+    if op == "mean" and not dtype.is_floating_point:
+        return torch.float32
+    return torch.int64 if op == "sum" and dtype == torch.bool else dtype
+
+
+def _number(given: int | float | bool, value: float, op: Op) -> int | float | bool:
+    if op == "mean" or isinstance(given, float):
+        return value
+    return bool(value) if isinstance(given, bool) and op in ("max", "min") else int(value)
+
+
+def _checked(value: Any) -> int | float | bool:
+    if not isinstance(value, int | float):
+        raise TypeError(f"only numbers, tensors and dicts of them are reduced, not {type(value).__name__}")
+    return value
+
+
+def _on_host(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _on_host(value) for key, value in data.items()}
+    return data.detach().cpu() if isinstance(data, Tensor) else data
+
+
+def _joined(parts: list[Any], given: Any) -> Any:
+    if not isinstance(given, Tensor):
+        return parts
+    return torch.cat([part.reshape(1) if part.ndim == 0 else part for part in parts]).to(given.device)

@@ -1,0 +1,315 @@
+"""The public face of how a run is distributed; users subclass it, backends implement it."""
+
+import os
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from easydict import EasyDict
+from loguru import logger
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
+
+from lightrft.engine import weights
+from lightrft.engine.base import Engine, Sampling
+from lightrft.engine.build import build_engine
+from lightrft.parallel.collectives import Axis
+from lightrft.parallel.device import current_device, memory_in_use, peak_memory, select_device
+from lightrft.parallel.mesh import Mesh
+from lightrft.strategy import reduce
+from lightrft.strategy.config import Arguments, StrategyConfig
+from lightrft.strategy.dataloader import ResumableBatchSampler
+from lightrft.strategy.engine_host import EngineHost, EngineStatus, replica_seed
+from lightrft.strategy.launch import join_process_group
+from lightrft.strategy.named import hf_parameters, unwrap
+from lightrft.strategy.optim import create_adamw, create_lr_scheduler
+from lightrft.types import Completion
+
+GB = 1e9
+
+
+class StrategyBase(ABC):
+    """Verbs of distribution. All ranks call every verb together, in the same order, unless it says otherwise.
+
+        strategy = get_strategy(args)
+        strategy.setup_distributed()
+        model, optimizer, scheduler = strategy.prepare((model, optimizer, scheduler))
+        strategy.backward(loss, model, optimizer)
+        norm = strategy.optimizer_step(optimizer, model, scheduler)
+    """
+
+    def __init__(
+        self,
+        seed: int = 42,
+        max_norm: float = 1.0,
+        micro_train_batch_size: int | None = None,
+        train_batch_size: int = 1024,
+        args: Arguments = None,
+    ):
+        self.seed, self.max_norm = seed, max_norm
+        self.micro_train_batch_size, self.train_batch_size = micro_train_batch_size, train_batch_size
+        self.config = StrategyConfig.from_args(args)
+        self.device = current_device()
+        self.skipped_steps = 0
+        """Optimizer steps left out because the gradient norm was not finite."""
+        self._mesh: Mesh | None = None
+        self._host: EngineHost | None = None
+        self._engine_actor: nn.Module | None = None
+
+    # -- processes
+
+    def set_seed(self, seed: int) -> None:
+        """Python, numpy, torch and its accelerator: parameters initialise equally on all ranks."""
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+
+    def setup_distributed(self, timeout: timedelta | None = None) -> None:
+        """Bind the device, join or create the process group, form the mesh, seed.
+
+        ValueError for settings that cannot run, RuntimeError for an environment that no launcher made.
+        """
+        if problems := self.config.problems():
+            raise ValueError("; ".join(problems))
+        timeout = timeout or timedelta(minutes=self.config.timeout_minutes)
+        join_process_group(select_device(), timeout)
+        self.device = current_device()
+        self._mesh = Mesh(self.device.type, dp_replicate=self.config.dp_replicate, timeout=timeout)
+        self.mesh.engine(self.config.engine_tp_size)
+        self._check_batch_sizes()
+        self.set_seed(self.seed)
+
+    @property
+    def mesh(self) -> Mesh:
+        if self._mesh is None:
+            raise RuntimeError("this needs the mesh: call setup_distributed() first")
+        return self._mesh
+
+    def get_rank(self) -> int:
+        """Also before the process group exists: then as the launcher says, else 0."""
+        return self._mesh.world.rank if self._mesh else int(os.environ.get("RANK", 0))
+
+    def is_rank_0(self) -> bool:
+        return self.get_rank() == 0
+
+    def print(self, *message: object) -> None:
+        """Log on rank 0 only."""
+        if self.is_rank_0():
+            logger.opt(depth=1).info("{}", " ".join(str(part) for part in message))
+
+    def report_memory(self, prefix: str = "") -> dict[str, float]:
+        """GB of this rank's accelerator, or of the process on a CPU; rank 0 logs its own. No other rank is needed."""
+        memory = {"memory/in_use_gb": memory_in_use(self.device) / GB, "memory/peak_gb": peak_memory(self.device) / GB}
+        self.print(f"{prefix} memory:".lstrip(), *(f"{name.split('/')[1]} {value:.2f}" for name, value in memory.items()))
+        return memory
+
+    # -- numbers of all ranks
+
+    def all_reduce(self, data: Any, op: reduce.Op = "mean") -> Any:
+        """A number, a tensor, or a flat dict of both, over all ranks; same type, dtype and device back, as a new object.
+
+        A mean of whole numbers is a float. A dict travels in one collective and has the same keys and shapes on all ranks.
+        """
+        return reduce.all_reduce(data, op, self._world())
+
+    def all_gather(self, data: Any) -> Any:
+        """Tensors joined along the first dim in rank order (a 0-dim one becomes [world]), numbers as a list, dicts by key.
+
+        First dims may differ between ranks. For metrics and plans: everything passes through the host.
+        """
+        return reduce.all_gather(data, self._world())
+
+    # -- models and optimizers
+
+    def create_optimizer(
+        self, model: nn.Module, lr: float, betas: Sequence[float] = (0.9, 0.95), weight_decay: float = 0.0, eps: float = 1e-8
+    ) -> Optimizer:
+        """AdamW over what requires a gradient; before or after prepare(), it is the same."""
+        return create_adamw(model, lr, tuple(betas), weight_decay, eps)
+
+    def create_scheduler(
+        self, optimizer: Optimizer, kind: Literal["cosine", "constant"], warmup_steps: int, total_steps: int
+    ) -> LRScheduler:
+        """Linear warm-up, then a cosine to 10 % of the peak at `total_steps`, or constant."""
+        return create_lr_scheduler(optimizer, kind, warmup_steps, total_steps)
+
+    def prepare(self, *models_or_pairs: Any) -> Any:
+        """Distribute modules in place. Each argument is a module, (module, optimizer), (module, optimizer, scheduler) or None.
+
+        Returns what it was given: one argument as itself, several as a tuple. An optimizer made before keeps its identity
+        and trains the distributed parameters.
+        """
+        for item in models_or_pairs:
+            module, optimizer, *_ = (*item, None) if isinstance(item, tuple | list) else (item, None)
+            if module is not None:
+                self._prepare_module(module, optimizer)
+        return models_or_pairs[0] if len(models_or_pairs) == 1 else models_or_pairs
+
+    @abstractmethod
+    def _prepare_module(self, module: nn.Module, optimizer: Optimizer | None) -> None:
+        """Distribute one module in place and point its optimizer at the new parameters."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer | None = None, *, last: bool = True) -> None:
+        """Add the gradients of one micro-batch.
+
+        `loss` is this rank's share of the global mean: gradients are summed over ranks and micro-batches, nothing divides
+        them. Only the `last` micro-batch of an optimizer step communicates. All ranks have the same number of micro-batches.
+        """
+
+    @abstractmethod
+    def optimizer_step(
+        self, optimizer: Optimizer, model: nn.Module, scheduler: LRScheduler | None = None, name: str = "model"
+    ) -> Tensor:
+        """Clip by one global norm, step, advance the schedule, forget the gradients. Returns the norm before clipping: [].
+
+        A norm that is not finite skips step and schedule on all ranks, and is counted in `skipped_steps`.
+        """
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """The Hugging Face model inside a role's wrapper, or the module itself."""
+        return unwrap(model)
+
+    def full_params(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of every parameter, tied ones once, in transfer dtype, bucket by bucket.
+
+        A tensor is valid until the next one is asked for. dtype None: bfloat16 with --bf16, else float32.
+        """
+        return weights.stream(hf_parameters(model), dtype or self.dtype, self.config.weight_sync_bucket_mb * 2**20)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What models compute in and weights travel in."""
+        return torch.bfloat16 if self.config.bf16 else torch.float32
+
+    # -- data
+
+    def setup_dataloader(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        *,
+        pin_memory: bool = False,
+        shuffle: bool = True,
+        collate_fn: Callable[[list], Any] | None = None,
+        drop_last: bool = True,
+        consumed_samples: int = 0,
+    ) -> DataLoader:
+        """Batches of `batch_size` rows **per data rank**, reshuffled every epoch.
+
+        `consumed_samples` counts rows of all ranks since the start of training: the first iteration continues there. Rows
+        arrive as a list, or as what `collate_fn` makes of it. Without drop_last the last list may be shorter, also empty,
+        on some ranks, but all ranks have the same number of batches.
+        """
+        sampler = ResumableBatchSampler(
+            dataset, batch_size, self.mesh.data, shuffle=shuffle, drop_last=drop_last, seed=self.seed,
+            consumed_samples=consumed_samples,
+        )
+        return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate_fn or list, pin_memory=pin_memory)
+
+    # -- the engine on the same devices
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine_host().engine
+
+    @property
+    def engine_status(self) -> EngineStatus:
+        """SLEEPED until an engine exists."""
+        return self._host.status if self._host else EngineStatus.SLEEPED
+
+    def setup_inference_engine(
+        self, args: Arguments = None, engine_type: str | None = None, actor: nn.Module | None = None
+    ) -> Engine:
+        """Build the engine, give it the actor's weights (else those of --pretrain), put it to sleep if it may sleep.
+
+        The actor is remembered: it refills an engine whose sleep dropped the weights.
+        """
+        config = self.config if args is None else StrategyConfig.from_args(args)
+        config = replace(config, engine_type=engine_type or config.engine_type)
+        if problems := config.problems():
+            raise ValueError("; ".join(problems))
+        axis, world = self.mesh.engine(config.engine_tp_size), self.mesh.world
+        engine = build_engine(
+            config, model_path=config.pretrain, dtype=self.dtype, device=self.device, axis=axis,
+            max_model_len=config.prompt_max_len + config.generate_max_len,
+            seed=replica_seed(self.seed, world.rank // axis.size) % 2**31, trust_remote_code=config.trust_remote_code,
+            from_stream=actor is not None,
+        )
+        self._host = EngineHost(engine, axis=axis, world=world, device=self.device, sleeps=config.enable_engine_sleep)
+        self._engine_actor = actor
+        if actor is not None:
+            self.update_engine_weights(actor)
+        self.maybe_sleep_inference_engine()
+        return engine
+
+    @contextmanager
+    def engine_awake(self, actor: nn.Module | None = None) -> Iterator[Engine]:
+        """The engine ready to generate with the newest weights of `actor`; asleep again afterwards if it may sleep.
+
+        Without an actor the engine keeps its weights, and takes those of the actor it was set up with if it has none.
+        """
+        self._wake_engine(actor)
+        try:
+            yield self.engine
+        finally:
+            self.maybe_sleep_inference_engine()
+
+    def wakeup_inference_engine(self) -> None:
+        """Cached memory is freed first. An engine that is awake stays as it is."""
+        self._wake_engine(None)
+
+    def maybe_sleep_inference_engine(self) -> None:
+        """Put the engine to sleep, if --enable_engine_sleep."""
+        self._engine_host().sleep()
+
+    def update_engine_weights(self, actor: nn.Module) -> None:
+        """Stream the actor's weights into the engine under the next version; what was cached with the old ones is dropped."""
+        self._engine_host().update_weights(lambda: self.full_params(actor))
+
+    def gather_and_generate(self, sampling: Sampling, prompt_token_ids: list[list[int]]) -> list[list[Completion]]:
+        """`sampling.n` completions of each of this rank's own prompts, in order; numbers of prompts may differ, also be 0.
+
+        Ranks that share an engine gather their prompts. `sampling.seed` is equal on all ranks; replicas draw differently.
+        """
+        return self._engine_host().gather_and_generate(sampling, prompt_token_ids)
+
+    def engine_generate_local(self, sampling_params: Sampling, prompt_token_ids: list[list[int]]) -> list[EasyDict]:
+        """One EasyDict for each sample, a prompt's samples side by side. Ranks that share an engine pass the same prompts."""
+        completions = self._engine_host().generate(sampling_params, prompt_token_ids)
+        return [
+            EasyDict(prompt_token_ids=list(prompt), output_token_ids=sample.token_ids, output_logprobs=sample.logprobs,
+                     finish_reason=sample.finish_reason, weight_version=sample.weight_version)
+            for prompt, samples in zip(prompt_token_ids, completions, strict=True) for sample in samples
+        ]
+
+    # -- inside
+
+    def _world(self) -> Axis:
+        return self._mesh.world if self._mesh else Axis("world", 1, 0, None)
+
+    def _check_batch_sizes(self) -> None:
+        micro, data = self.micro_train_batch_size, self.mesh.data.size
+        if micro is not None and self.train_batch_size % (micro * data):
+            raise ValueError(
+                f"train_batch_size {self.train_batch_size} is not a multiple of "
+                f"micro_train_batch_size {micro} x data-parallel size {data} = {micro * data}"
+            )
+
+    def _engine_host(self) -> EngineHost:
+        if self._host is None:
+            raise RuntimeError("there is no engine: call setup_inference_engine() first")
+        return self._host
+
+    def _wake_engine(self, actor: nn.Module | None) -> None:
+        host = self._engine_host()
+        source = actor if host.engine.weights_valid else actor or self._engine_actor
+        host.wake(None if source is None else lambda: self.full_params(source))
