@@ -1,0 +1,202 @@
+"""vLLM inside this process: one engine per rank, or one per `engine_tp_size` consecutive ranks, next to the trainer."""
+
+import gc
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import numpy as np
+import torch
+from loguru import logger
+from packaging.version import Version
+from transformers import AutoConfig
+
+from lightrft.engine.base import Engine, EngineError, EngineSetup, Part, Request, Sampling
+from lightrft.engine.expected import end_token_ids, expected_parameters
+from lightrft.engine.weights import Named
+from lightrft.types import Completion
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several ranks share the cores
+    "VLLM_LOGGING_LEVEL": "ERROR",  # its start-up warnings speak of choices made here
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+"""Defaults, read by vLLM at its import; what the user has set stays."""
+for variable, default in ENVIRONMENT.items():
+    os.environ.setdefault(variable, default)
+
+import vllm  # noqa: E402  after its environment
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.distributed.parallel_state import destroy_model_parallel  # noqa: E402
+from vllm.outputs import RequestOutput  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
+
+TESTED = ("0.32.0", "0.33.0")
+"""From this version up to, but not including, that one. What depends on the version is in this file's shim only."""
+
+
+class _Shim:
+    """Everything that is not vLLM's documented offline interface, so that a new version is checked here."""
+
+    def __init__(self, llm: LLM):
+        self.llm = llm
+
+    def reload_weights(self, named_tensors: Iterator[Named]) -> None:
+        """Full tensors under Hugging Face names; vLLM slices, fuses and repacks them layer by layer.
+
+        It must see the stream end: an exception in between leaves half of its layers without storage.
+        """
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
+
+    def reset_caches(self) -> None:
+        if not self.llm.reset_prefix_cache():
+            raise EngineError("vLLM did not drop its prefix cache: requests are still in it")
+        self.llm.reset_mm_cache()
+        self.llm.llm_engine.reset_encoder_cache()  # the scheduler's; reload_weights clears only the runner's
+
+    def destroy_weights(self) -> None:
+        """Stands for a sleep of level 2 where vLLM has none: what is computed without a new stream is NaN."""
+        self.llm.apply_model(_fill_with_nan)
+
+    def shutdown(self) -> None:
+        """The process group is the trainer's and stays."""
+        self.llm.llm_engine.engine_core.shutdown()
+        destroy_model_parallel()
+
+
+class VLLMEngine(Engine):
+    """All ranks construct and close their engines together.
+
+    Its sampler uses torch's global generator, which is seeded for the time of one call: a generator per request would
+    sample row by row. Samples therefore repeat for the same requests, seed and state of the prefix cache.
+    """
+
+    def __init__(self, setup: EngineSetup):
+        _check_version(vllm.__version__)
+        config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
+        super().__init__(expected_parameters(config, trust_remote_code=setup.trust_remote_code),
+                         sleep_level=setup.section.engine_sleep_level, axis=setup.axis, max_model_len=setup.max_model_len)
+        self.device = setup.device
+        self.on_cpu = setup.device.type == "cpu"
+        self.end_token_ids = end_token_ids(setup.model_path, config)
+        with _random_state_kept(self.device), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._llm = LLM(**_arguments(setup))
+        self._shim = _Shim(self._llm)
+        self.weights_valid = not setup.from_stream
+
+    def reset_cache(self) -> None:
+        self._shim.reset_caches()
+
+    def _generate(self, requests: list[Request], sampling: Sampling) -> list[list[Completion]]:
+        prompts = [{"prompt_token_ids": request.token_ids} for request in requests]
+        with _random_state_kept(self.device), self._stance():
+            torch.manual_seed(sampling.seed)
+            outputs = self._llm.generate(prompts, self._parameters(sampling), use_tqdm=False)
+        return [self._completions(output) for output in outputs]
+
+    def _parameters(self, sampling: Sampling) -> SamplingParams:
+        return SamplingParams(
+            n=sampling.n, max_tokens=sampling.max_tokens, temperature=sampling.temperature,
+            stop_token_ids=sorted(self.end_token_ids | set(sampling.stop_token_ids)),
+            logprobs=0,  # of the sampled token only
+            flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _completions(self, output: RequestOutput) -> list[Completion]:
+        cached = output.num_cached_tokens or 0
+        samples = sorted(output.outputs, key=lambda sample: sample.index)
+        return [Completion(list(sample.token_ids), sample.logprobs.logprobs, sample.finish_reason, self.version, cached)
+                for sample in samples]
+
+    def _stance(self) -> AbstractContextManager:
+        """Nothing is compiled on a CPU: the sampler's one compiled function costs seconds there, and a C++ compiler."""
+        return torch.compiler.set_stance("force_eager") if self.on_cpu else nullcontext()
+
+    def _load_weights(self, named_tensors: Iterator[Named]) -> None:
+        failures: list[Exception] = []
+        with self._fatal("load_weights"), torch.no_grad():
+            self._shim.reload_weights(self._until_failure(named_tensors, failures))
+        if failures:
+            raise failures[0]
+
+    def _until_failure(self, named_tensors: Iterator[Named], failures: list[Exception]) -> Iterator[Named]:
+        """The stream; where it breaks, NaN for what did not come, so that vLLM ends its reload and can take the next one."""
+        missing = dict(self.expected)
+        try:
+            for name, tensor in named_tensors:
+                del missing[name]
+                yield name, tensor
+        except Exception as error:
+            failures.append(error)
+            for name, shape in missing.items():
+                yield name, torch.full(shape, torch.nan, device=self.device)
+
+    def _sleep(self, level: int) -> None:
+        if not self.on_cpu:
+            self._llm.sleep(level)
+        elif level == 2:
+            self._shim.destroy_weights()
+
+    def _wake(self, part: Part) -> None:
+        if not self.on_cpu:
+            self._llm.wake_up(tags=[part])
+
+    def _close(self) -> None:
+        self._shim.shutdown()
+        del self._llm, self._shim
+        gc.collect()
+
+
+def _arguments(setup: EngineSetup) -> dict:
+    section, on_cpu = setup.section, setup.device.type == "cpu"
+    memory = {"kv_cache_memory_bytes": int(section.engine_kv_cache_gb * 2**30)} if on_cpu else {}
+    return memory | {
+        "model": setup.model_path,
+        "trust_remote_code": setup.trust_remote_code,
+        "dtype": str(setup.dtype).removeprefix("torch."),
+        "load_format": "dummy" if setup.from_stream else "auto",
+        "max_model_len": setup.max_model_len,
+        "tensor_parallel_size": setup.axis.size,
+        "distributed_executor_backend": "external_launcher",
+        "seed": setup.seed,
+        "gpu_memory_utilization": 0.1 if on_cpu else section.engine_mem_util,
+        "enforce_eager": on_cpu or section.engine_enforce_eager,
+        "enable_sleep_mode": not on_cpu and section.enable_engine_sleep,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature
+        "generation_config": "vllm",  # no sampling defaults from the model's folder
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+
+
+def _check_version(version: str) -> None:
+    first, beyond = map(Version, TESTED)
+    if not first <= Version(Version(version).base_version) < beyond:
+        logger.warning("vllm {} is outside the tested range: {} <= version < {}", version, first, beyond)
+
+
+def _fill_with_nan(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.fill_(torch.nan)
+
+
+@contextmanager
+def _random_state_kept(device: torch.device) -> Iterator[None]:
+    """The caller's generators (torch on host and device, numpy, random) come out as they went in."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [] if device.type == "cpu" else [device]
+    try:
+        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
