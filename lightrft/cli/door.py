@@ -2,10 +2,12 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 
 from loguru import logger
 from torch.distributed.elastic.multiprocessing.errors import record
+from transformers.utils import logging as transformers_logging
 
 from lightrft.algorithms.presets import recipe
 from lightrft.config import Config, ConfigError, flags_without_effect, parse, validate
@@ -68,8 +70,15 @@ def _first_local_rank() -> bool:
 
 
 def _set_up_logging() -> None:
+    """One format for all ranks, above the live display; what users cannot act on is left out."""
     rank = os.environ.get("RANK")
     place = f"rank {rank} " if rank else ""
     logger.remove()
-    logger.add(lambda line: sys.stderr.write(line), format="{time:HH:mm:ss} " + place + "<level>{level: <7}</level> {message}", level="INFO",
-               colorize=sys.stderr.isatty())
+    logger.add(
+        lambda line: sys.stderr.write(line),  # looked up at every message: the live display redirects it
+        format="{time:HH:mm:ss} " + place + "<level>{level: <7}</level> {message}",
+        level="INFO",
+        colorize=sys.stderr.isatty(),
+    )
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*_tensor` is deprecated", category=FutureWarning)

@@ -28,7 +28,7 @@ def select_device() -> torch.device:
 def collective_backend(device: torch.device) -> str:
     """Backends of the process group: gloo for host tensors, the accelerator's own beside it."""
     if device.type == "cpu":
-        return "cpu:gloo"
+        return "gloo"
     return f"cpu:gloo,{device.type}:{torch.distributed.get_default_backend_for_device(device)}"
 
 
