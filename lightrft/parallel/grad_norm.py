@@ -34,11 +34,10 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], device: torch.device) -
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Scale all gradients by max_norm / norm where that is below 1. `norm` is the one of global_grad_norm."""
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            gradient = _local(parameter.grad)
-            gradient.mul_(scale.to(gradient.device))
+    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, scale.to(gradients[0].device))
 
 
 def _key(tensor: Tensor) -> Key:

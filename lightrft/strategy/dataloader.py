@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sized
 import torch
 from torch.utils.data import Sampler
 
+from lightrft.data.loader import share_of
 from lightrft.parallel.collectives import Axis
 
 
@@ -40,8 +41,7 @@ class ResumableBatchSampler(Sampler[list[int]]):
         self.epoch, self.start = self.epoch + 1, 0
         while position + (self.global_batch if self.drop_last else 1) <= self.rows:
             batch = order[position : position + self.global_batch]
-            first, last = (len(batch) * rank // self.axis.size for rank in (self.axis.rank, self.axis.rank + 1))
-            yield batch[first:last]
+            yield [batch[place] for place in share_of(self.axis.rank, self.axis.size, len(batch))]
             position += self.global_batch
 
     def set_epoch(self, epoch: int) -> None:

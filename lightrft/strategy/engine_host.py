@@ -50,9 +50,10 @@ class EngineHost:
             self.engine.wake("weights")
         self.engine.wake("kv_cache")
 
-    def sleep(self) -> None:
+    def sleep(self, *, keep_weights: bool) -> None:
+        """If it may. An engine that nobody refills keeps its weights, on the host."""
         if self.sleeps:
-            self.engine.sleep()
+            self.engine.sleep(level=1 if keep_weights else None)
 
     def generate(self, sampling: Sampling, prompt_token_ids: list[list[int]]) -> list[list[Completion]]:
         """On the engine as it is: ranks that share one pass the same prompts."""

@@ -1,6 +1,8 @@
 """FSDP2: every block's parameters sharded over all ranks, gathered while the block computes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from lightrft.parallel.grad_norm import clip_gradients, global_grad_norm
+from lightrft.strategy import checkpoint
 from lightrft.strategy.strategy_base import StrategyBase
 
 
@@ -71,6 +74,36 @@ class FSDPStrategy(StrategyBase):
                 logger.warning("{}: gradient norm is {}, step skipped ({} so far)", name, norm.item(), self.skipped_steps)
         model.zero_grad(set_to_none=True)
         return norm
+
+    def save_ckpt(
+        self,
+        model: nn.Module,
+        save_dir: str | Path,
+        tag: str,
+        max_num: int = 3,
+        max_mem: float = 1000,
+        client_state: Mapping[str, Any] = MappingProxyType({}),
+        save_latest: bool = True,
+        optimizer: Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+    ) -> Path:
+        training = checkpoint.Training(model, optimizer, scheduler, self.mesh.world, self.device)
+        return checkpoint.save(
+            training, Path(save_dir), tag,
+            client_state=dict(client_state), max_num=max_num, max_mem=max_mem, save_latest=save_latest,
+        )
+
+    def load_ckpt(
+        self,
+        model: nn.Module,
+        load_dir: str | Path,
+        tag: str | None = None,
+        optimizer: Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+        load_module_only: bool = False,
+    ) -> tuple[Path | None, dict[str, Any]]:
+        training = checkpoint.Training(model, optimizer, scheduler, self.mesh.world, self.device)
+        return checkpoint.load(training, Path(load_dir), tag, module_only=load_module_only)
 
     def _precision(self) -> MixedPrecisionPolicy:
         if not self.config.bf16:

@@ -27,16 +27,16 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
     environment.update({name: environment[source] for name, source in SLURM.items()})
 
 
-def join_process_group(device: torch.device, timeout: timedelta) -> None:
-    """Create the default process group, unless somebody did already."""
+def join_process_group(device: torch.device, timeout: timedelta) -> bool:
+    """Create the default process group; False when somebody did already."""
     if dist.is_initialized():
-        return
+        return False
     adopt_slurm(os.environ)
     _check_environment(os.environ)
     backend = collective_backend(device)
     if "RANK" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
+        return True
     try:
         dist.init_process_group(backend, init_method="env://", timeout=timeout)
     except dist.DistNetworkError as error:
@@ -46,6 +46,7 @@ def join_process_group(device: torch.device, timeout: timedelta) -> None:
             f"MASTER_PORT {os.environ['MASTER_PORT']} on {os.environ['MASTER_ADDR']} is in use by another program. "
             "Choose another with `torchrun --master-port PORT`, or let torchrun find a free one: `torchrun --standalone`"
         ) from error
+    return True
 
 
 def _check_environment(environment: Mapping[str, str]) -> None:

@@ -3,20 +3,24 @@
 import os
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from easydict import EasyDict
 from loguru import logger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedTokenizerBase
 
 from lightrft.engine import weights
 from lightrft.engine.base import Engine, Sampling
@@ -28,6 +32,7 @@ from lightrft.strategy import reduce
 from lightrft.strategy.config import Arguments, StrategyConfig
 from lightrft.strategy.dataloader import ResumableBatchSampler
 from lightrft.strategy.engine_host import EngineHost, EngineStatus, replica_seed
+from lightrft.strategy.export import export
 from lightrft.strategy.launch import join_process_group
 from lightrft.strategy.named import hf_parameters, unwrap
 from lightrft.strategy.optim import create_adamw, create_lr_scheduler
@@ -61,6 +66,7 @@ class StrategyBase(ABC):
         self.skipped_steps = 0
         """Optimizer steps left out because the gradient norm was not finite."""
         self._mesh: Mesh | None = None
+        self._owns_processes = False
         self._host: EngineHost | None = None
         self._engine_actor: nn.Module | None = None
 
@@ -80,12 +86,21 @@ class StrategyBase(ABC):
         if problems := self.config.problems():
             raise ValueError("; ".join(problems))
         timeout = timeout or timedelta(minutes=self.config.timeout_minutes)
-        join_process_group(select_device(), timeout)
+        self._owns_processes = join_process_group(select_device(), timeout)
         self.device = current_device()
         self._mesh = Mesh(self.device.type, dp_replicate=self.config.dp_replicate, timeout=timeout)
         self.mesh.engine(self.config.engine_tp_size)
         self._check_batch_sizes()
         self.set_seed(self.seed)
+
+    def close(self) -> None:
+        """End the engine, and the process group if setup_distributed() made it. May be called at any time."""
+        host, self._host, self._engine_actor, self._mesh = self._host, None, None, None
+        if host is not None:
+            host.engine.close()
+        if self._owns_processes:
+            dist.destroy_process_group()
+            self._owns_processes = False
 
     @property
     def mesh(self) -> Mesh:
@@ -215,11 +230,62 @@ class StrategyBase(ABC):
         )
         return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate_fn or list, pin_memory=pin_memory)
 
+    # -- checkpoints
+
+    @abstractmethod
+    def save_ckpt(
+        self,
+        model: nn.Module,
+        save_dir: str | Path,
+        tag: str,
+        max_num: int = 3,
+        max_mem: float = 1000,
+        client_state: Mapping[str, Any] = MappingProxyType({}),
+        save_latest: bool = True,
+        optimizer: Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+    ) -> Path:
+        """Write everything needed to continue to `save_dir/tag`; `client_state` is the caller's own, in JSON's types.
+
+        At most `max_num` checkpoints and `max_mem` GB of them stay. One without `save_latest` is loaded by its tag only.
+        CheckpointError on all ranks when one cannot write (disk full); what was there before is then untouched.
+        """
+
+    @abstractmethod
+    def load_ckpt(
+        self,
+        model: nn.Module,
+        load_dir: str | Path,
+        tag: str | None = None,
+        optimizer: Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+        load_module_only: bool = False,
+    ) -> tuple[Path | None, dict[str, Any]]:
+        """Restore `load_dir/tag`, or the newest undamaged checkpoint; returns its path and client_state, or (None, {}).
+
+        Any number of ranks may load what any other has saved.
+        """
+
+    def save_model(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path, dtype: torch.dtype | None = None
+    ) -> Path:
+        """A Hugging Face folder that from_pretrained loads; rank 0 writes the weight stream, never the model at once.
+
+        dtype None: bfloat16 with --bf16, else float32. An earlier model in `folder` is replaced.
+        """
+        stream = self.full_params(model, dtype)
+        return export(unwrap(model), stream, tokenizer, Path(folder), dtype or self.dtype, self._world())
+
     # -- the engine on the same devices
 
     @property
     def engine(self) -> Engine:
         return self._engine_host().engine
+
+    @property
+    def engine_name(self) -> str:
+        """hf, vllm, ...; none until an engine exists."""
+        return type(self._host.engine).__module__.rpartition(".")[2] if self._host else "none"
 
     @property
     def engine_status(self) -> EngineStatus:
@@ -229,9 +295,9 @@ class StrategyBase(ABC):
     def setup_inference_engine(
         self, args: Arguments = None, engine_type: str | None = None, actor: nn.Module | None = None
     ) -> Engine:
-        """Build the engine, give it the actor's weights (else those of --pretrain), put it to sleep if it may sleep.
+        """Build the engine. With an actor it gets those weights and sleeps, if it may; else it stays awake with --pretrain's.
 
-        The actor is remembered: it refills an engine whose sleep dropped the weights.
+        The actor is remembered: it refills an engine whose sleep dropped the weights. An engine without one keeps them.
         """
         config = self.config if args is None else StrategyConfig.from_args(args)
         config = replace(config, engine_type=engine_type or config.engine_type)
@@ -245,10 +311,9 @@ class StrategyBase(ABC):
             from_stream=actor is not None,
         )
         self._host = EngineHost(engine, axis=axis, world=world, device=self.device, sleeps=config.enable_engine_sleep)
-        self._engine_actor = actor
         if actor is not None:
             self.update_engine_weights(actor)
-        self.maybe_sleep_inference_engine()
+            self.maybe_sleep_inference_engine()
         return engine
 
     @contextmanager
@@ -269,10 +334,11 @@ class StrategyBase(ABC):
 
     def maybe_sleep_inference_engine(self) -> None:
         """Put the engine to sleep, if --enable_engine_sleep."""
-        self._engine_host().sleep()
+        self._engine_host().sleep(keep_weights=self._engine_actor is None)
 
     def update_engine_weights(self, actor: nn.Module) -> None:
         """Stream the actor's weights into the engine under the next version; what was cached with the old ones is dropped."""
+        self._engine_actor = actor
         self._engine_host().update_weights(lambda: self.full_params(actor))
 
     def gather_and_generate(self, sampling: Sampling, prompt_token_ids: list[list[int]]) -> list[list[Completion]]:
@@ -311,5 +377,6 @@ class StrategyBase(ABC):
 
     def _wake_engine(self, actor: nn.Module | None) -> None:
         host = self._engine_host()
-        source = actor if host.engine.weights_valid else actor or self._engine_actor
+        self._engine_actor = actor if actor is not None else self._engine_actor
+        source = actor if host.engine.weights_valid else self._engine_actor
         host.wake(None if source is None else lambda: self.full_params(source))

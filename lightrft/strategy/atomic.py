@@ -1,0 +1,120 @@
+"""Folders that are there whole or not at all, written by several ranks that fail together."""
+
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from torch.distributed.checkpoint import CheckpointException
+
+from lightrft.parallel.collectives import Axis
+
+PART, OLD = ".part", ".old"
+"""Suffixes of a folder that is being written, and of one that is being replaced."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint or model folder could not be written or read; raised by all ranks alike."""
+
+
+def write_folder(folder: Path, world: Axis, *steps: Callable[[Path], None]) -> None:
+    """Let every rank run the steps on a temporary folder beside `folder`, one after the other, then rename it.
+
+    When a step fails on any rank, all ranks raise the same CheckpointError; the temporary folder is removed and what
+    `folder` held before is untouched. After its first own failure a step must not leave other ranks in a collective.
+    """
+    part = folder.with_name(folder.name + PART)
+    what = f"{folder} could not be written"
+    try:
+        agree(world, what, partial(_on_first, world, partial(_start, part)))
+        for step in steps:
+            agree(world, what, partial(step, part))
+        agree(world, what, partial(_on_first, world, partial(_publish, part, folder)))
+    except CheckpointError:
+        if world.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+        world.barrier()
+        raise
+
+
+def agree(world: Axis, what: str, action: Callable[[], None]) -> None:
+    """Run `action`; if it failed on any rank, every rank raises one CheckpointError with all the reasons."""
+    cause, reasons = None, {}
+    try:
+        action()
+    except CheckpointException as error:  # torch's, and no Exception: it already knows the reasons of all ranks
+        cause, reasons = error, {rank: _reason(failure) for rank, (failure, _) in error.failures.items()}
+    except Exception as error:
+        cause, reasons = error, {world.rank: _reason(error)}
+    everyone: dict[int, str] = {}
+    for part in world.gather(reasons):
+        everyone |= part
+    if everyone:
+        raise CheckpointError(f"{what}: " + "; ".join(f"rank {rank}: {everyone[rank]}" for rank in sorted(everyone))) from cause
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write through to the disk."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write through to the disk under another name, then rename."""
+    part = path.with_name(path.name + PART)
+    write_file(part, content)
+    os.replace(part, path)
+    sync_folder(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Write through what another library has written."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_folder(folder: Path) -> None:
+    """A folder half removed has a name that nobody takes for a whole one."""
+    part = folder.with_name(folder.name + PART)
+    os.rename(folder, part)
+    shutil.rmtree(part)
+
+
+def _on_first(world: Axis, action: Callable[[], None]) -> None:
+    if world.rank == 0:
+        action()
+
+
+def _start(part: Path) -> None:
+    if part.exists():
+        shutil.rmtree(part)
+    part.mkdir(parents=True)
+
+
+def _publish(part: Path, folder: Path) -> None:
+    sync_folder(part)
+    old = folder.with_name(folder.name + OLD)
+    if folder.exists():
+        if old.exists():
+            shutil.rmtree(old)
+        os.rename(folder, old)
+    os.rename(part, folder)
+    sync_folder(folder.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

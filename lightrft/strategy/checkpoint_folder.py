@@ -1,0 +1,156 @@
+"""The checkpoints in one folder: what belongs to each, which are whole, which go.
+
+    checkpoints/latest                  name of the newest one, for people and other tools
+    checkpoints/step20/manifest.json    size and checksum of every other file there; it is written last
+"""
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from loguru import logger
+
+from lightrft.parallel.collectives import Axis
+from lightrft.strategy.atomic import PART, CheckpointError, agree, remove_folder, replace_file, write_file
+
+MANIFEST, LATEST = "manifest.json", "latest"
+GB = 1e9
+
+
+@dataclass
+class Manifest:
+    """What a checkpoint consists of."""
+
+    number: int
+    """Counts the checkpoints of a folder: the highest is the newest."""
+    world_size: int
+    resume: bool
+    """Whether a run without a tag may continue from it."""
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Name -> bytes and CRC-32."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for size, _ in self.files.values())
+
+    @staticmethod
+    def read(folder: Path) -> "Manifest":
+        """OSError, ValueError or TypeError when there is none that makes sense."""
+        return Manifest(**json.loads((folder / MANIFEST).read_text()))
+
+
+def manifest_steps(manifest: Manifest, world: Axis) -> list[Callable[[Path], None]]:
+    """Steps of write_folder: every rank reads its share of the files back, rank 0 writes them all down.
+
+    No step can fail between two collectives.
+    """
+    names: list[str] = []
+    measured: dict[str, tuple[int, int]] = {}
+
+    def list_names(part: Path) -> None:
+        names.extend(sorted(path.name for path in part.iterdir()) if world.rank == 0 else ())
+
+    def measure(part: Path) -> None:
+        mine = world.broadcast(names)[world.rank :: world.size]
+        measured.update({name: _measure(part / name) for name in mine})
+
+    def write(part: Path) -> None:
+        for share in world.gather(measured):
+            manifest.files |= share
+        if world.rank == 0:
+            write_file(part / MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
+
+    return [list_names, measure, write]
+
+
+def checkpoints(root: Path, *, warn: bool = False) -> list[tuple[Manifest, Path]]:
+    """All checkpoints with a readable manifest, the newest first. A folder without one is none; `warn` names it."""
+    found = []
+    for path in root.iterdir() if root.is_dir() else ():
+        if not path.is_dir() or path.name.endswith(PART):
+            continue
+        try:
+            found.append((Manifest.read(path), path))
+        except (OSError, ValueError, TypeError) as error:
+            if warn:
+                logger.warning("{} is no complete checkpoint: its {} cannot be read ({})", path, MANIFEST, error)
+    return sorted(found, key=lambda pair: pair[0].number, reverse=True)
+
+
+def damage(folder: Path, manifest: Manifest, world: Axis) -> list[str]:
+    """What is wrong with the files, the same list on all ranks, each of which reads its share; empty for a whole one."""
+    found = []
+    for name in sorted(manifest.files)[world.rank :: world.size]:
+        size, checksum = manifest.files[name]
+        try:
+            actual_size, actual_checksum = _measure(folder / name)
+        except OSError as error:
+            found.append(f"{name}: {error.strerror}")
+            continue
+        if actual_size != size:
+            found.append(f"{name} has {actual_size} bytes instead of {size}")
+        elif actual_checksum != checksum:
+            found.append(f"{name} has changed")
+    return [problem for part in world.gather(found) for problem in part]
+
+
+def newest_whole(root: Path, world: Axis) -> tuple[Manifest, Path] | None:
+    """The newest checkpoint whose files are all as they were written; damaged ones are named in a warning."""
+    candidates = world.broadcast([pair for pair in checkpoints(root, warn=True) if pair[0].resume] if world.rank == 0 else None)
+    for manifest, path in candidates:
+        problems = damage(path, manifest, world)
+        if not problems:
+            return manifest, path
+        if world.rank == 0:
+            logger.warning("checkpoint {} is damaged and not used: {}", path, "; ".join(problems))
+    return None
+
+
+def whole(path: Path, world: Axis) -> tuple[Manifest, Path]:
+    """The checkpoint asked for by name. CheckpointError when it is missing or damaged."""
+    manifest: list[Manifest] = []
+    agree(world, f"{path} is no complete checkpoint", lambda: manifest.append(Manifest.read(path)))
+    if problems := damage(path, manifest[0], world):
+        raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(problems)}")
+    return manifest[0], path
+
+
+def next_number(root: Path, *, being_written: str) -> int:
+    """One more than the newest has. Also removes what killed runs left half written."""
+    for path in root.glob(f"*{PART}"):
+        if path.name != being_written + PART:
+            logger.warning("removing {}, left by a run that was interrupted", path)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return max((manifest.number for manifest, _ in checkpoints(root)), default=0) + 1
+
+
+def point_to(root: Path, tag: str, world: Axis) -> None:
+    def write() -> None:
+        if world.rank == 0:
+            replace_file(root / LATEST, tag.encode())
+
+    agree(world, f"{root / LATEST} could not be written", write)
+
+
+def rotate(root: Path, max_num: int, max_gb: float) -> None:
+    """Remove the oldest until count and total size are within the limits; the newest stays whatever its size."""
+    total = 0.0
+    for position, (manifest, path) in enumerate(checkpoints(root)):
+        total += manifest.num_bytes / GB
+        if position and (position >= max_num or total > max_gb):
+            try:
+                remove_folder(path)
+            except OSError as error:
+                logger.warning("old checkpoint {} could not be removed: {}", path, error)
+
+
+def _measure(path: Path) -> tuple[int, int]:
+    checksum = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(2**24):
+            checksum = zlib.crc32(chunk, checksum)
+        return os.fstat(file.fileno()).st_size, checksum
