@@ -4,6 +4,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from typing import TypeVar
 
 from loguru import logger
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -11,22 +12,24 @@ from transformers.utils import logging as transformers_logging
 
 from lightrft.algorithms.presets import recipe
 from lightrft.config import Config, ConfigError, flags_without_effect, parse, validate
-from lightrft.data.rows import DataError
 from lightrft.strategy import StrategyBase, get_strategy
 from lightrft.trainer.interruption import Interrupted
+
+T = TypeVar("T")
 
 USER_ERROR = 2
 """Exit code for what the user can mend: configuration and data."""
 
-Work = Callable[[Config, StrategyBase], None]
+Build = Callable[[Config, StrategyBase], Callable[[], None]]
+"""Wires what the door needs and returns what it does."""
 
 
-def enter(door: str, work: Work, description: str | None, argv: list[str] | None = None) -> None:
-    """Run `work` and leave the process: 0, 2 for a user's error, 128 + signal when interrupted, 1 otherwise."""
+def enter(door: str, build: Build, description: str | None, argv: list[str] | None = None) -> None:
+    """Build, run, and leave the process: 0, 2 for what the user can mend, 128 + signal when interrupted, 1 otherwise."""
     _set_up_logging()
     try:
-        code = record(_run)(door, work, description, argv)
-    except (ConfigError, DataError) as error:
+        code = record(_run)(door, build, description, argv)
+    except ConfigError as error:
         _say_once(str(error))
         code = USER_ERROR
     except Interrupted as interrupted:
@@ -48,15 +51,24 @@ def read_config(door: str, description: str | None, argv: list[str] | None) -> C
     return config
 
 
-def _run(door: str, work: Work, description: str | None, argv: list[str] | None) -> int:
+def _run(door: str, build: Build, description: str | None, argv: list[str] | None) -> int:
     config = read_config(door, description, argv)
-    strategy = get_strategy(config)
+    strategy = _for_the_user(get_strategy, config)
     try:
-        strategy.setup_distributed()
-        work(config, strategy)
+        _for_the_user(strategy.setup_distributed)
+        _for_the_user(build, config, strategy)()
     finally:
         strategy.close()
     return 0
+
+
+def _for_the_user(step: Callable[..., T], *arguments: object) -> T:
+    """While a run is wired, a ValueError speaks of the user's configuration or data; its traceback is of no use to them."""
+    try:
+        return step(*arguments)
+    except ValueError as error:
+        logger.opt(exception=error).debug("while wiring the run")
+        raise ConfigError(str(error)) from error
 
 
 def _say_once(message: str) -> None:

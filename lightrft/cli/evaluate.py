@@ -4,6 +4,8 @@ python -m lightrft.cli.evaluate --fsdp --pretrain runs/quickstart/model --eval_d
 """
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from loguru import logger
@@ -13,17 +15,23 @@ from lightrft.config import Config
 from lightrft.data.prompts import load_prompts
 from lightrft.models.load import load_tokenizer
 from lightrft.observe.metrics import Metrics
+from lightrft.rollout.rewards import Judge
+from lightrft.rollout.sampler import Sampler
 from lightrft.strategy import StrategyBase
 from lightrft.trainer.build import evaluation
 from lightrft.trainer.evaluate import evaluate
+from lightrft.types import Prompt
 
 
-def run(config: Config, strategy: StrategyBase) -> None:
-    tokenizer = load_tokenizer(config.model)
-    prompts = load_prompts(config.data, tokenizer, held_out=True)
-    sampler, judge = evaluation(config, strategy, tokenizer)
+def build(config: Config, strategy: StrategyBase) -> Callable[[], None]:
+    prompts = load_prompts(config.data, load_tokenizer(config.model), held_out=True)
+    return partial(run, config, strategy, prompts, *evaluation(config, strategy))
+
+
+def run(config: Config, strategy: StrategyBase, prompts: list[Prompt], sampler: Sampler, judge: Judge) -> None:
     metrics = Metrics()
-    evaluate(sampler, judge, prompts, metrics)
+    with strategy.engine_awake():
+        evaluate(sampler, judge, prompts, metrics)
     result = {name.removeprefix("eval/"): value for name, value in metrics.reduce(strategy.mesh.data).items()}
     if strategy.is_rank_0():
         file = Path(config.train.save_path) / "evaluation.json"
@@ -33,7 +41,7 @@ def run(config: Config, strategy: StrategyBase) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    enter("evaluate", run, __doc__, argv)
+    enter("evaluate", build, __doc__, argv)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 from functools import partial
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.config import Config
 from lightrft.data.conversations import answer_problem
@@ -86,10 +84,12 @@ def build_policy(config: Config, strategy: StrategyBase, *, updates: int, refere
     return Policy(strategy, actor, optimizer, scheduler, reference=frozen, temperature=temperature)
 
 
-def evaluation(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase) -> tuple[Sampler, Judge]:
-    """An engine with the weights of `pretrain`, awake, and what judges its responses."""
+def evaluation(config: Config, strategy: StrategyBase) -> tuple[Sampler, Judge]:
+    """An engine with the weights of `pretrain`, and what judges its responses."""
+    judge = Judge(config.reward.reward)
+    config.engine.enable_engine_sleep = False  # nothing else needs the device
     strategy.setup_inference_engine(config, config.engine.engine_type)
-    return Sampler(strategy, tokenizer, config.rollout), Judge(config.reward.reward)
+    return Sampler(strategy, load_tokenizer(config.model), config.rollout), judge
 
 
 def observation(config: Config, strategy: StrategyBase) -> tuple[Observer, Trace]:

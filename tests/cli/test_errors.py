@@ -1,0 +1,77 @@
+"""What a user can get wrong is said in one message that names the place and the way out, with exit code 2."""
+
+import json
+
+import pytest
+from runs import PPO, prepare
+
+from lightrft.cli import evaluate, train_ppo, train_sft
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("inputs"))
+
+
+def fails(capfd, main, flags) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(flags)
+    assert ended.value.code == 2
+    return capfd.readouterr().err
+
+
+def test_missing_model_folder(inputs, tmp_path, capfd):
+    said = fails(capfd, train_ppo.main, [*inputs, *PPO, f"--pretrain={tmp_path}/nowhere"])
+    assert f"--pretrain {tmp_path}/nowhere: no such folder" in said
+
+
+def test_folder_without_a_model(inputs, tmp_path, capfd):
+    said = fails(capfd, train_ppo.main, [*inputs, *PPO, f"--pretrain={tmp_path}"])
+    assert "no config.json" in said
+
+
+def test_malformed_line(inputs, tmp_path, capfd):
+    file = tmp_path / "train.jsonl"
+    file.write_text(json.dumps({"input": "a", "label": "b"}) + "\n{oops\n")
+    said = fails(capfd, train_sft.main, [*inputs, f"--prompt_data={file}", "--train_batch_size=1"])
+    assert f"{file}:2" in said and "--bad_rows skip" in said
+
+
+def test_empty_data(inputs, tmp_path, capfd):
+    (tmp_path / "empty.jsonl").write_text("")
+    said = fails(capfd, train_ppo.main, [*inputs, *PPO, f"--prompt_data={tmp_path}/empty.jsonl"])
+    assert "no usable row" in said
+
+
+def test_prompt_over_the_limit(inputs, capfd):
+    said = fails(capfd, train_ppo.main, [*inputs, *PPO, "--prompt_max_len=4"])
+    assert "train.jsonl:3" in said and "5 tokens" in said and "--prompt_max_len 4" in said
+
+
+def test_too_few_rows_for_a_batch(inputs, capfd):
+    said = fails(capfd, train_ppo.main, [*inputs, *PPO, "--rollout_batch_size=64"])
+    assert "24 rows" in said and "64" in said
+
+
+def test_batches_that_do_not_divide(inputs, capfd):
+    said = fails(capfd, train_ppo.main, [*inputs, *PPO, "--train_batch_size=24", "--generate_max_len=500"])
+    assert "8 x n_samples_per_prompt 4 = 32" in said and "train_batch_size 24" in said and "max_tokens_per_microbatch 128" in said
+
+
+def test_micro_batches_that_do_not_divide(inputs, capfd):
+    said = fails(capfd, train_ppo.main, [*inputs, *PPO, "--micro_train_batch_size=5"])
+    assert "32" in said and "5" in said
+
+
+def test_unknown_names(inputs, capfd):
+    assert "did you mean --seed" in fails(capfd, train_ppo.main, [*inputs, "--sed=1"])
+    assert "did you mean 'exact_match'" in fails(capfd, train_ppo.main, [*inputs, *PPO, "--reward=exact_mach"])
+    assert "did you mean 'grpo'" in fails(capfd, train_ppo.main, [*inputs, *PPO, "--advantage_estimator=grop"])
+
+
+def test_evaluate_needs_held_out_data(inputs, capfd):
+    assert "--eval_data is empty" in fails(capfd, evaluate.main, inputs[:2])
+
+
+def test_deepspeed_is_not_there_yet(inputs, capfd):
+    assert "--fsdp" in fails(capfd, train_ppo.main, [*inputs[1:], *PPO])

@@ -1,0 +1,72 @@
+"""Real training runs, small: a tiny model, a few prompts, gloo ranks forked from this process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks import run_ranks
+from scripts.prepare_quickstart import tiny_qwen3
+
+from lightrft.cli.door import read_config
+from lightrft.config import Config
+from lightrft.strategy import get_strategy
+from lightrft.trainer.build import ppo_trainer, sft_trainer
+
+ASCII_REWARD = '''
+def share_of_ascii(samples, label, **columns):
+    """The share of response tokens that are ASCII bytes: a third at random, and easy to raise."""
+    assert len(label) == len(samples)
+    return [sum(token < 128 for token in sample.token_ids) / len(sample.token_ids) for sample in samples]
+'''
+NOT_REPEATABLE = ("time/", "memory/", "perf/")
+"""Metrics that depend on the machine's mood."""
+
+
+def prepare(folder: Path, rows: int = 24) -> list[str]:
+    """Model, data and reward in `folder`; returns the flags that name them."""
+    tiny_qwen3(folder / "model", seed=0)
+    problems = [{"input": "abcdefgh"[: 2 + i % 5] + "=", "label": str(i)} for i in range(rows)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
+    (folder / "reward.py").write_text(ASCII_REWARD)
+    return [
+        "--fsdp",
+        f"--pretrain={folder / 'model'}",
+        f"--prompt_data={folder / 'train.jsonl'}",
+        f"--reward={folder / 'reward.py'}:share_of_ascii",
+        "--prompt_max_len=8",
+        "--use_tensorboard=false",
+    ]
+
+
+PPO = [
+    "--engine_type=hf", "--rollout_batch_size=8", "--n_samples_per_prompt=4", "--generate_max_len=6", "--train_batch_size=32",
+    "--max_tokens_per_microbatch=128", "--num_episodes=20", "--actor_learning_rate=3e-3", "--lr_scheduler=constant",
+    "--lr_warmup_ratio=0", "--no_enable_engine_sleep", "--use_kl_loss=false", "--loss_agg_mode=token-mean",
+]  # fmt: skip
+
+
+def train(door: str, world_size: int, flags: list[str], save_path: Path, timeout: float = 180) -> list[dict[str, Any]]:
+    """Run a door on forked ranks; returns the rows of metrics.jsonl."""
+    run_ranks(world_size, _train, door, [*flags, f"--save_path={save_path}"], timeout=timeout)
+    return rows_of(save_path)
+
+
+def rows_of(save_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (save_path / "metrics.jsonl").read_text().splitlines()]
+
+
+def repeatable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if not name.startswith(NOT_REPEATABLE)} for row in rows]
+
+
+def _train(door: str, flags: list[str]) -> None:
+    config = read_config(door, "", flags)
+    torch.manual_seed(0)
+    strategy = get_strategy(config)
+    strategy.setup_distributed()
+    build(door, config, strategy).fit()
+
+
+def build(door: str, config: Config, strategy: Any) -> Any:
+    return {"train_ppo": ppo_trainer, "train_sft": sft_trainer}[door](config, strategy)

@@ -1,0 +1,38 @@
+"""Whole runs of GRPO: the reward rises, engine and trainer agree, every engine and number of ranks starts and steps."""
+
+import math
+
+import pytest
+from runs import PPO, prepare, train
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("inputs"))
+
+
+def test_reward_rises_in_twenty_steps(inputs, tmp_path):
+    rows = train("train_ppo", 2, [*inputs, *PPO, "--max_steps=20"], tmp_path)
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert rows[0]["rollout/reward"] < 0.55
+    assert sum(row["rollout/reward"] for row in rows[-5:]) / 5 > 0.85
+    assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def test_several_updates_of_one_rollout(inputs, tmp_path):
+    """Two passes over two minibatches with the divergence from the reference, and few tokens per micro-batch."""
+    flags = ["--train_batch_size=16", "--max_epochs=2", "--use_kl_loss", "--max_tokens_per_microbatch=40", "--max_steps=3"]
+    rows = train("train_ppo", 2, [*inputs, *PPO, *flags], tmp_path)
+    assert rows[0]["train/kl"] > 0  # zero in the first update, not in the three after it
+    assert rows[-1]["train/ratio"] != 1
+    assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_every_engine_starts_and_steps(inputs, tmp_path, engine, world_size):
+    rows = train("train_ppo", world_size, [*inputs, *PPO, f"--engine_type={engine}", "--enable_engine_sleep", "--max_steps=3"], tmp_path)
+    assert len(rows) == 3
+    assert all(row["engine/logprob_mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0 for row in rows)
