@@ -37,15 +37,13 @@ class StrategyConfig(ModelSection, DataSection, StrategySection, EngineSection, 
             return self.extra_args[name]
         raise AttributeError(f"StrategyConfig has no {name!r}, neither as a field nor in extra_args")
 
-    def problems(self) -> list[str]:
-        """Values that no run can use."""
+    def check(self) -> None:
+        """ValueError for values that no run can use."""
         engines = get_args(get_type_hints(EngineSection)["engine_type"])
-        found = []
         if self.engine_type not in engines:
-            found.append(f"unknown engine_type {self.engine_type!r}; known: {', '.join(engines)}")
+            raise ValueError(f"unknown engine_type {self.engine_type!r}; known: {', '.join(engines)}")
         if self.timeout_minutes <= 0:
-            found.append(f"timeout_minutes must be above 0, not {self.timeout_minutes}")
-        return found
+            raise ValueError(f"timeout_minutes must be above 0, not {self.timeout_minutes}")
 
 
 def flat(args: Arguments) -> dict[str, Any]:

@@ -4,13 +4,18 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import Enum
+from typing import Self
 
 import torch
+from easydict import EasyDict
 from torch import Tensor
 
 from lightrft.engine.base import Engine, Request, Sampling
+from lightrft.engine.build import build_engine
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import release_cached_memory
+from lightrft.parallel.mesh import Mesh
+from lightrft.strategy.config import StrategyConfig
 from lightrft.types import Completion
 
 Weights = Callable[[], Iterator[tuple[str, Tensor]]]
@@ -28,6 +33,25 @@ class EngineHost:
     def __init__(self, engine: Engine, *, axis: Axis, world: Axis, device: torch.device, sleeps: bool):
         self.engine, self.axis, self.device, self.sleeps = engine, axis, device, sleeps
         self.replica = world.rank // axis.size
+
+    @classmethod
+    def build(
+        cls, config: StrategyConfig, *, mesh: Mesh, dtype: torch.dtype, device: torch.device, seed: int, from_stream: bool
+    ) -> Self:
+        """The engine that `config` names, on the ranks that share it. `from_stream`: its first weights come from there."""
+        axis = mesh.engine(config.engine_tp_size)
+        engine = build_engine(
+            config, model_path=config.pretrain, dtype=dtype, device=device, axis=axis,
+            max_model_len=config.prompt_max_len + config.generate_max_len,
+            seed=replica_seed(seed, mesh.world.rank // axis.size) % 2**31,  # vLLM takes 32 bits here
+            trust_remote_code=config.trust_remote_code, from_stream=from_stream,
+        )
+        return cls(engine, axis=axis, world=mesh.world, device=device, sleeps=config.enable_engine_sleep)
+
+    @property
+    def name(self) -> str:
+        """hf, vllm, ...: the file of its adapter."""
+        return type(self.engine).__module__.rpartition(".")[2]
 
     @property
     def status(self) -> EngineStatus:
@@ -59,6 +83,15 @@ class EngineHost:
         """On the engine as it is: ranks that share one pass the same prompts."""
         own = replace(sampling, seed=replica_seed(sampling.seed, self.replica))
         return self.engine.generate([Request(token_ids=list(ids)) for ids in prompt_token_ids], own)
+
+    def generate_dicts(self, sampling: Sampling, prompt_token_ids: list[list[int]]) -> list[EasyDict]:
+        """One for each sample, a prompt's samples side by side."""
+        return [
+            EasyDict(prompt_token_ids=list(prompt), output_token_ids=sample.token_ids, output_logprobs=sample.logprobs,
+                     finish_reason=sample.finish_reason, weight_version=sample.weight_version)
+            for prompt, samples in zip(prompt_token_ids, self.generate(sampling, prompt_token_ids), strict=True)
+            for sample in samples
+        ]
 
     def gather_and_generate(self, sampling: Sampling, prompt_token_ids: list[list[int]]) -> list[list[Completion]]:
         """The engine gets the prompts of all its ranks; each rank takes back its own, in order. Any numbers of prompts."""

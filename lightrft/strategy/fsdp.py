@@ -76,16 +76,9 @@ class FSDPStrategy(StrategyBase):
         return norm
 
     def save_ckpt(
-        self,
-        model: nn.Module,
-        save_dir: str | Path,
-        tag: str,
-        max_num: int = 3,
-        max_mem: float = 1000,
-        client_state: Mapping[str, Any] = MappingProxyType({}),
-        save_latest: bool = True,
-        optimizer: Optimizer | None = None,
-        scheduler: LRScheduler | None = None,
+        self, model: nn.Module, save_dir: str | Path, tag: str, max_num: int = 3, max_mem: float = 1000,
+        client_state: Mapping[str, Any] = MappingProxyType({}), save_latest: bool = True,
+        optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None,
     ) -> Path:
         training = checkpoint.Training(model, optimizer, scheduler, self.mesh.world, self.device)
         return checkpoint.save(
@@ -94,13 +87,8 @@ class FSDPStrategy(StrategyBase):
         )
 
     def load_ckpt(
-        self,
-        model: nn.Module,
-        load_dir: str | Path,
-        tag: str | None = None,
-        optimizer: Optimizer | None = None,
-        scheduler: LRScheduler | None = None,
-        load_module_only: bool = False,
+        self, model: nn.Module, load_dir: str | Path, tag: str | None = None,
+        optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None, load_module_only: bool = False,
     ) -> tuple[Path | None, dict[str, Any]]:
         training = checkpoint.Training(model, optimizer, scheduler, self.mesh.world, self.device)
         return checkpoint.load(training, Path(load_dir), tag, module_only=load_module_only)

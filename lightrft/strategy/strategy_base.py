@@ -24,14 +24,13 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.engine import weights
 from lightrft.engine.base import Engine, Sampling
-from lightrft.engine.build import build_engine
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import current_device, memory_in_use, peak_memory, select_device
 from lightrft.parallel.mesh import Mesh
 from lightrft.strategy import reduce
 from lightrft.strategy.config import Arguments, StrategyConfig
 from lightrft.strategy.dataloader import ResumableBatchSampler
-from lightrft.strategy.engine_host import EngineHost, EngineStatus, replica_seed
+from lightrft.strategy.engine_host import EngineHost, EngineStatus
 from lightrft.strategy.export import export
 from lightrft.strategy.launch import join_process_group
 from lightrft.strategy.named import hf_parameters, unwrap
@@ -83,8 +82,7 @@ class StrategyBase(ABC):
 
         ValueError for settings that cannot run, RuntimeError for an environment that no launcher made.
         """
-        if problems := self.config.problems():
-            raise ValueError("; ".join(problems))
+        self.config.check()
         timeout = timeout or timedelta(minutes=self.config.timeout_minutes)
         self._owns_processes = join_process_group(select_device(), timeout)
         self.device = current_device()
@@ -234,16 +232,9 @@ class StrategyBase(ABC):
 
     @abstractmethod
     def save_ckpt(
-        self,
-        model: nn.Module,
-        save_dir: str | Path,
-        tag: str,
-        max_num: int = 3,
-        max_mem: float = 1000,
-        client_state: Mapping[str, Any] = MappingProxyType({}),
-        save_latest: bool = True,
-        optimizer: Optimizer | None = None,
-        scheduler: LRScheduler | None = None,
+        self, model: nn.Module, save_dir: str | Path, tag: str, max_num: int = 3, max_mem: float = 1000,
+        client_state: Mapping[str, Any] = MappingProxyType({}), save_latest: bool = True,
+        optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None,
     ) -> Path:
         """Write everything needed to continue to `save_dir/tag`; `client_state` is the caller's own, in JSON's types.
 
@@ -253,13 +244,8 @@ class StrategyBase(ABC):
 
     @abstractmethod
     def load_ckpt(
-        self,
-        model: nn.Module,
-        load_dir: str | Path,
-        tag: str | None = None,
-        optimizer: Optimizer | None = None,
-        scheduler: LRScheduler | None = None,
-        load_module_only: bool = False,
+        self, model: nn.Module, load_dir: str | Path, tag: str | None = None,
+        optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None, load_module_only: bool = False,
     ) -> tuple[Path | None, dict[str, Any]]:
         """Restore `load_dir/tag`, or the newest undamaged checkpoint; returns its path and client_state, or (None, {}).
 
@@ -285,7 +271,7 @@ class StrategyBase(ABC):
     @property
     def engine_name(self) -> str:
         """hf, vllm, ...; none until an engine exists."""
-        return type(self._host.engine).__module__.rpartition(".")[2] if self._host else "none"
+        return self._host.name if self._host else "none"
 
     @property
     def engine_status(self) -> EngineStatus:
@@ -301,20 +287,13 @@ class StrategyBase(ABC):
         """
         config = self.config if args is None else StrategyConfig.from_args(args)
         config = replace(config, engine_type=engine_type or config.engine_type)
-        if problems := config.problems():
-            raise ValueError("; ".join(problems))
-        axis, world = self.mesh.engine(config.engine_tp_size), self.mesh.world
-        engine = build_engine(
-            config, model_path=config.pretrain, dtype=self.dtype, device=self.device, axis=axis,
-            max_model_len=config.prompt_max_len + config.generate_max_len,
-            seed=replica_seed(self.seed, world.rank // axis.size) % 2**31, trust_remote_code=config.trust_remote_code,
-            from_stream=actor is not None,
-        )
-        self._host = EngineHost(engine, axis=axis, world=world, device=self.device, sleeps=config.enable_engine_sleep)
+        config.check()
+        self._host = EngineHost.build(config, mesh=self.mesh, dtype=self.dtype, device=self.device, seed=self.seed,
+                                      from_stream=actor is not None)
         if actor is not None:
             self.update_engine_weights(actor)
             self.maybe_sleep_inference_engine()
-        return engine
+        return self.engine
 
     @contextmanager
     def engine_awake(self, actor: nn.Module | None = None) -> Iterator[Engine]:
@@ -350,12 +329,7 @@ class StrategyBase(ABC):
 
     def engine_generate_local(self, sampling_params: Sampling, prompt_token_ids: list[list[int]]) -> list[EasyDict]:
         """One EasyDict for each sample, a prompt's samples side by side. Ranks that share an engine pass the same prompts."""
-        completions = self._engine_host().generate(sampling_params, prompt_token_ids)
-        return [
-            EasyDict(prompt_token_ids=list(prompt), output_token_ids=sample.token_ids, output_logprobs=sample.logprobs,
-                     finish_reason=sample.finish_reason, weight_version=sample.weight_version)
-            for prompt, samples in zip(prompt_token_ids, completions, strict=True) for sample in samples
-        ]
+        return self._engine_host().generate_dicts(sampling_params, prompt_token_ids)
 
     # -- inside
 
