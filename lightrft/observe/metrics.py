@@ -1,0 +1,149 @@
+"""Metrics of one step: accumulated on the device, reduced once over all ranks.
+
+    metrics.mean("train/kl", kl, weight=batch.loss_mask)     # per micro-batch, no host sync
+    metrics.max("engine/logprob_mismatch_max", gap, mask=batch.loss_mask)
+    row = metrics.reduce(mesh.world)                         # once per step; the same dictionary on every rank
+"""
+
+import math
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Number = float | int
+Row = tuple[float, float, float]
+"""What one rank knows of one metric: weight, value, spread. See `_fold` for their meaning per kind."""
+
+
+class Gathers(Protocol):
+    """An axis of the mesh, as far as metrics need it."""
+
+    def gather(self, value: Any) -> list[Any]: ...
+
+
+class Metrics:
+    """Global metrics: what is added on any rank, in any micro-batch split, reduces to the same numbers.
+
+    Elements of weight 0 contribute nothing, whatever they hold; a metric of zero total weight is left out of the result.
+    Each call keeps three numbers, on the values' device: summed in their precision (float32 at least) within a call, and in
+    float64 over calls and ranks.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, str] = {}
+        self._rows: dict[str, list[Tensor]] = {}
+
+    def mean(self, name: str, values: Tensor | Number, weight: Tensor | Number | None = None) -> None:
+        """Mean of all elements, weighted. `values` of any shape; `weight` of the same shape (bool for a mask) or a number."""
+        self._add("mean", name, *_weigh(name, values, weight))
+
+    def std(self, name: str, values: Tensor | Number, weight: Tensor | Number | None = None) -> None:
+        """Standard deviation of all elements as a population (divided by the weight, not by one less)."""
+        values, weight = _weigh(name, values, weight)
+        center = (values * weight).sum() / weight.sum().clamp_min(torch.finfo(weight.dtype).tiny)
+        self._add("std", name, values, weight, spread=((values - center).square() * weight).sum())
+
+    def sum(self, name: str, values: Tensor | Number) -> None:
+        """Sum of all elements; a sum of nothing is 0."""
+        values = _tensor(values)
+        self._append("sum", name, values.new_ones(()), values.sum())
+
+    def max(self, name: str, values: Tensor | Number, mask: Tensor | None = None) -> None:
+        """Largest element where the bool `mask` of the same shape is set."""
+        self._extreme("max", name, values, mask, empty=-math.inf)
+
+    def min(self, name: str, values: Tensor | Number, mask: Tensor | None = None) -> None:
+        """Smallest element where the bool `mask` of the same shape is set."""
+        self._extreme("min", name, values, mask, empty=math.inf)
+
+    def reduce(self, axis: Gathers) -> dict[str, float]:
+        """The metrics over all ranks of the axis, and an empty start for the next step. Every rank of the axis must call it.
+
+        Ranks may know different metrics. One transfer from the device and one gather, whatever the number of metrics.
+        """
+        gathered = axis.gather(self._local())
+        self._kinds, self._rows = {}, {}
+        kinds: dict[str, str] = {}
+        rows: dict[str, list[Row]] = {}
+        for rank, local in enumerate(gathered):
+            for name, (kind, row) in local.items():
+                if kinds.setdefault(name, kind) != kind:
+                    raise ValueError(f"metric {name!r} is a {kinds[name]} on some ranks and a {kind} on rank {rank}")
+                rows.setdefault(name, []).append(row)
+        folded = {name: _fold(kinds[name], torch.tensor(rows[name], dtype=torch.float64)) for name in rows}
+        return {name: _result(kinds[name], row) for name, row in folded.items() if row[0] > 0}
+
+    def _local(self) -> dict[str, tuple[str, Row]]:
+        """This rank's share, folded to one row per metric."""
+        if not self._rows:
+            return {}
+        devices = {row.device for rows in self._rows.values() for row in rows}
+        host = {}
+        for device in devices:  # one transfer each; the accelerator's and the host's own numbers
+            rows = [row for known in self._rows.values() for row in known if row.device == device]
+            host[device] = iter(torch.stack(rows).to("cpu", torch.float64).unbind())
+        local = {name: torch.stack([next(host[row.device]) for row in rows]) for name, rows in self._rows.items()}
+        return {name: (self._kinds[name], _fold(self._kinds[name], rows)) for name, rows in local.items()}
+
+    def _add(self, kind: str, name: str, values: Tensor, weight: Tensor, spread: Tensor | None = None) -> None:
+        self._append(kind, name, weight.sum(), (values * weight).sum(), spread)
+
+    def _extreme(self, kind: str, name: str, values: Tensor | Number, mask: Tensor | None, empty: float) -> None:
+        values = _tensor(values)
+        mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+        assert mask.shape == values.shape, f"metric {name!r}: mask {tuple(mask.shape)} for values {tuple(values.shape)}"
+        if values.numel():
+            values = values.where(mask, empty)
+            self._append(kind, name, mask.any(), values.amax() if kind == "max" else values.amin())
+
+    def _append(self, kind: str, name: str, weight: Tensor, value: Tensor, spread: Tensor | None = None) -> None:
+        if self._kinds.setdefault(name, kind) != kind:
+            raise ValueError(f"metric {name!r} is a {self._kinds[name]} and cannot be a {kind} too")
+        row = torch.stack([weight.to(value.dtype), value, value.new_zeros(()) if spread is None else spread])
+        self._rows.setdefault(name, []).append(row)
+
+
+def _tensor(values: Tensor | Number) -> Tensor:
+    """Numbers keep their precision on the host; what a device computes in less than float32 is summed in float32."""
+    if isinstance(values, Tensor):
+        return values.detach().to(torch.promote_types(values.dtype, torch.float32))
+    return torch.tensor(float(values), dtype=torch.float64)
+
+
+def _weigh(name: str, values: Tensor | Number, weight: Tensor | Number | None) -> tuple[Tensor, Tensor]:
+    """Values and weights of one shape; elements without weight are 0, so that a masked infinity cannot become NaN."""
+    if isinstance(weight, Tensor) and not isinstance(values, Tensor):  # a number whose weight, such as a count, is on the device
+        values = torch.full((), values, dtype=torch.float32, device=weight.device)
+    values = _tensor(values)
+    if not isinstance(weight, Tensor):
+        weight = torch.full_like(values, 1.0 if weight is None else weight)
+    weight = weight.detach().to(values.dtype)
+    assert weight.shape == values.shape, f"metric {name!r}: weight {tuple(weight.shape)} for values {tuple(values.shape)}"
+    return values.where(weight != 0, 0.0), weight
+
+
+def _fold(kind: str, rows: Tensor) -> Row:
+    """Many rows [R, 3] into one.
+
+    mean, std: sum of weights, sum of weighted values, weighted squared distance from the row's own mean.
+    sum, max, min: whether there is anything, value, unused.
+    """
+    rows = rows[rows[:, 0] > 0]
+    if not len(rows):
+        return 0.0, 0.0, 0.0
+    weight, value, spread = rows.unbind(1)
+    if kind in ("max", "min"):
+        extreme = value.amax() if kind == "max" else value.amin()
+        return 1.0, float(extreme), 0.0
+    if kind == "std":  # Chan's formula: exact, where E[x^2] - E[x]^2 loses all digits of a small spread
+        distance = value / weight - value.sum() / weight.sum()
+        spread = spread + weight * distance.square()
+    return float(weight.sum()), float(value.sum()), float(spread.sum())
+
+
+def _result(kind: str, row: Row) -> float:
+    weight, value, spread = row
+    if kind == "std":
+        return math.sqrt(spread / weight)
+    return value / weight if kind == "mean" else value

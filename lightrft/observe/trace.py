@@ -1,0 +1,81 @@
+"""Where the time and the memory of a step go."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+GB = 1e9
+
+
+def _nothing() -> None:
+    pass
+
+
+class Trace:
+    """Wall-clock seconds per phase of a step, and the memory.
+
+        trace = Trace(peak_memory=partial(device.peak_memory, gpu), memory_in_use=..., synchronize=...)
+        with trace.phase("generate"):
+            with trace.phase("weight_sync"): ...       # time/generate/weight_sync, part of time/generate too
+        for name, value in trace.step().items():
+            metrics.max(name, value)                    # the slowest rank is what a step waits for
+
+    A nested phase is named by its path, and the time of the outer phase contains it: the phases without a further slash add up
+    to at most `time/step`.
+    """
+
+    def __init__(
+        self,
+        *,
+        peak_memory: Callable[[], int],
+        memory_in_use: Callable[[], int],
+        synchronize: Callable[[], None] = _nothing,
+        on_phase: Callable[[str], None] | None = None,
+    ):
+        """Memory in bytes. `synchronize` waits for the device, so that a phase is charged with the kernels it launched;
+        `on_phase` is called with the path of the phase that is current from now on."""
+        self.failed = ""
+        """Path of the innermost phase that an exception left; empty while all is well."""
+        self._peak_memory, self._memory_in_use = peak_memory, memory_in_use
+        self._synchronize, self._on_phase = synchronize, on_phase
+        self._path: list[str] = []
+        self._seconds: dict[str, float] = {}
+        self._step_began = time.perf_counter()
+
+    @property
+    def current(self) -> str:
+        """Path of the phase that runs now, such as `generate/weight_sync`; empty between phases."""
+        return "/".join(self._path)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Charge what happens inside to this phase; entering it again in the same step adds up."""
+        self._path.append(name)
+        path = self.current
+        self._announce()
+        began = time.perf_counter()
+        try:
+            yield
+            self._synchronize()
+        except BaseException:
+            self.failed = self.failed or path
+            raise
+        finally:
+            self._seconds[path] = self._seconds.get(path, 0.0) + time.perf_counter() - began
+            self._path.pop()
+        self._announce()
+
+    def step(self) -> dict[str, float]:
+        """`time/<phase>` and `time/step` in seconds since the last call, `memory/peak_gb` and `memory/now_gb` in 1e9 bytes."""
+        assert not self._path, f"a step ends inside of the phase {self.current!r}"
+        now = time.perf_counter()
+        row = {f"time/{path}": seconds for path, seconds in self._seconds.items()}
+        row["time/step"] = now - self._step_began
+        row["memory/peak_gb"] = self._peak_memory() / GB
+        row["memory/now_gb"] = self._memory_in_use() / GB
+        self._seconds, self._step_began = {}, now
+        return row
+
+    def _announce(self) -> None:
+        if self._on_phase and self._path:
+            self._on_phase(self.current)
