@@ -1,0 +1,151 @@
+"""The terminal: a live view where there is one, one line per step elsewhere."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from lightrft.observe.sinks import Sink
+from lightrft.observe.text import duration, short, visible
+
+HEADLINES = {
+    "rollout/reward": "reward",
+    "eval/accuracy": "accuracy",
+    "rollout/response_length": "length",
+    "rollout/truncated": "truncated",
+    "train/loss": "loss",
+    "train/kl": "kl",
+    "train/entropy": "entropy",
+    "train/grad_norm": "grad",
+    "engine/logprob_mismatch": "mismatch",
+    "perf/tokens_per_second": "tokens/s",
+    "time/step": "seconds",
+}
+"""The metrics for the terminal, in this order, those that a run has."""
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+class Console(Sink):
+    """On a terminal: phase, progress, time left, every headline metric with its course, and the latest sample.
+
+    Elsewhere (a file, a job's log): one aligned line per call of `log`. Log messages written to `sys.stderr`, looked up at
+    the time of writing, appear above the live view.
+    """
+
+    def __init__(self, console: RichConsole | None = None):
+        self._console = console or RichConsole()
+        self._history: dict[str, list[float]] = {}
+        self._sample: dict[str, Any] = {}
+        self._live: Live | None = None
+
+    def start(self, config: dict[str, Any], total_steps: int, resume_step: int | None = None) -> None:
+        self._progress = _progress(self._console)
+        self._task = self._progress.add_task("", total=total_steps, completed=resume_step or 0, phase="starting")
+        self._total = total_steps
+        if self._console.is_terminal:
+            self._live = Live(self._view(), console=self._console, refresh_per_second=2)
+            self._live.start()
+
+    def phase(self, step: int, name: str) -> None:
+        self._progress.update(self._task, phase=name)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._progress.update(self._task, completed=step)
+        for name in HEADLINES:
+            if name in metrics:
+                self._history.setdefault(name, []).append(metrics[name])
+        if self._live:
+            self._live.update(self._view(), refresh=True)
+        else:
+            self._console.print(self._line(step, metrics), soft_wrap=True, highlight=False, markup=False)
+
+    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        if rows and self._live:
+            self._sample = {"step": step, **rows[0]}
+            self._live.update(self._view())
+
+    def close(self, status: str) -> None:
+        self._progress.update(self._task, phase=status)
+        if self._live:
+            self._live.update(self._view(), refresh=True)
+            self._live.stop()
+        else:
+            elapsed = self._progress.tasks[0].elapsed or 0
+            self._console.print(f"{status} after {duration(elapsed)}", highlight=False, markup=False)
+
+    def _line(self, step: int, metrics: dict[str, float]) -> str:
+        """`step  12/300  reward 0.412     length 18.3 ...  left 3 min 05 s`: equal metrics stand below each other."""
+        width = len(str(self._total))
+        cells = [f"step {step:>{width}}/{self._total}"]
+        cells += [f"{label} {short(metrics[name]):<8}" for name, label in HEADLINES.items() if name in metrics]
+        left = self._progress.tasks[0].time_remaining
+        if left:
+            cells.append(f"left {duration(left)}")
+        return "  ".join(cells).rstrip()
+
+    def _view(self) -> RenderableType:
+        """What the terminal shows; built here and handed over whole, because another thread draws it."""
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim")
+        table.add_column(justify="right", style="bold")
+        table.add_column(style="cyan", no_wrap=True)
+        table.add_column(style="dim", no_wrap=True)
+        for name, label in HEADLINES.items():
+            if values := self._history.get(name):
+                table.add_row(label, short(values[-1]), sparkline(values), f"from {short(values[0])}" if len(values) > 1 else "")
+        return Group(self._progress, table, *([self._sample_line()] if self._sample else []))
+
+    def _sample_line(self) -> Text:
+        sample = self._sample
+        line = Text(no_wrap=True, overflow="ellipsis")
+        line.append(f"sample of step {sample['step']}: ", style="dim")
+        line.append(_one_line(sample.get("prompt", "")))
+        line.append(" → ", style="dim")
+        line.append(_one_line(sample.get("response", "")), style="bold")
+        if "reward" in sample:
+            line.append(f"  reward {short(sample['reward'])}", style="dim")
+        return line
+
+
+def sparkline(values: Sequence[float], width: int = 32) -> str:
+    """The course of a metric in `width` characters; non-finite values are gaps."""
+    chunk = max(1, -(-len(values) // width))
+    means = [sum(values[i : i + chunk]) / len(values[i : i + chunk]) for i in range(0, len(values), chunk)]
+    finite = [value for value in means if abs(value) < float("inf")]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((value - low) * scale)] if abs(value) < float("inf") else " " for value in means)
+
+
+def _one_line(text: str, length: int = 60) -> str:
+    line = visible(str(text)).replace("\n", "⏎")
+    return line if len(line) <= length else line[: length - 1] + "…"
+
+
+def _progress(console: RichConsole) -> Progress:
+    """Only drawn as a part of the live view; elsewhere it keeps the time."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.fields[phase]:<12}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left", style="dim"),
+        TimeRemainingColumn(),
+        console=console,
+        speed_estimate_period=3600,  # a step takes minutes; the default of 30 seconds would never see two of them
+    )

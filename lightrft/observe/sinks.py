@@ -1,0 +1,189 @@
+"""Where metrics and samples go: the contract, the files, the trackers. The terminal is in console.py."""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+from loguru import logger
+
+
+class Sink:
+    """What every sink can be told. Steps count from 1; step 0 is before the first update. All verbs do nothing here."""
+
+    def start(self, config: dict[str, Any], total_steps: int, resume_step: int | None = None) -> None:
+        """Once, before anything else. `resume_step`: the last step that a continued run keeps; None for a fresh run."""
+
+    def phase(self, step: int, name: str) -> None:
+        """The run is now in this phase of this step."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Global metrics of a finished step; may be called more than once per step, with other metrics."""
+
+    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        """Samples to be read by people: prompt, response, label, reward, finish_reason, length (response tokens)."""
+
+    def close(self, status: str) -> None:
+        """The run ended: finished, failed or interrupted."""
+
+
+class Observer(Sink):
+    """Tells all sinks. Rank 0 has some, all other ranks have none, and the loop need not know."""
+
+    def __init__(self, sinks: Iterable[Sink] = ()):
+        self._sinks = list(sinks)
+
+    def start(self, config: dict[str, Any], total_steps: int, resume_step: int | None = None) -> None:
+        for sink in self._sinks:
+            sink.start(config, total_steps, resume_step)
+
+    def phase(self, step: int, name: str) -> None:
+        for sink in self._sinks:
+            sink.phase(step, name)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for sink in self._sinks:
+            sink.log(step, metrics)
+
+    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        for sink in self._sinks:
+            sink.samples(step, rows)
+
+    def close(self, status: str) -> None:
+        with ExitStack() as stack:  # every sink is closed, also when another one fails to
+            for sink in reversed(self._sinks):
+                stack.callback(sink.close, status)
+
+
+class JsonLines(Sink):
+    """`metrics.jsonl` and `samples.jsonl` in the run's folder, one JSON object per line; NaN and infinity are null.
+
+    A continued run first drops what the killed one wrote after its checkpoint, so no step is there twice. A fresh run in a used
+    folder moves the earlier files to `*.previous.jsonl`.
+    """
+
+    def __init__(self, folder: Path | str):
+        self._paths = [Path(folder) / "metrics.jsonl", Path(folder) / "samples.jsonl"]
+        self._files: list[IO[bytes]] = []
+
+    def start(self, config: dict[str, Any], total_steps: int, resume_step: int | None = None) -> None:
+        for path in self._paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if resume_step is not None:
+                truncate_rows(path, resume_step)
+            elif path.exists():
+                path.replace(path.with_suffix(".previous.jsonl"))
+            self._files.append(path.open("ab"))
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._write(0, [{"step": step, **metrics}])
+
+    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        self._write(1, [{"step": step, **row} for row in rows])
+
+    def close(self, status: str) -> None:
+        for file in self._files:
+            file.close()
+
+    def _write(self, which: int, rows: list[dict[str, Any]]) -> None:
+        self._files[which].write(b"".join(encode_row(row) for row in rows))
+        self._files[which].flush()
+
+
+class TensorBoard(Sink):
+    """Event files in `tensorboard/` of the run's folder; a continued run hides what it does again."""
+
+    def __init__(self, folder: Path | str):
+        self._folder = Path(folder) / "tensorboard"
+
+    def start(self, config: dict[str, Any], total_steps: int, resume_step: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # a second of imports that only this sink needs
+
+        first_step = 0 if resume_step is None else resume_step + 1
+        self._writer = SummaryWriter(self._folder, purge_step=first_step)
+        self._writer.add_text("config", _code_block(json.dumps(config, indent=2, default=str)), first_step)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        for index, row in enumerate(rows):
+            self._writer.add_text(f"samples/{index}", _code_block(json.dumps(row, indent=2, ensure_ascii=False)), step)
+
+    def close(self, status: str) -> None:
+        self._writer.close()
+
+
+class WandB(Sink):
+    """Weights & Biases. A continued run appends to the run whose id is in the folder; steps it repeats stay as they were."""
+
+    def __init__(self, folder: Path | str, project: str, name: str | None = None):
+        self._folder, self._project, self._name = Path(folder), project, name
+
+    def start(self, config: dict[str, Any], total_steps: int, resume_step: int | None = None) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ImportError("--use_wandb needs the package wandb: pip install lightrft[track]") from error
+        self._folder.mkdir(parents=True, exist_ok=True)
+        known = self._folder / "wandb_run_id"
+        run_id = known.read_text() if resume_step is not None and known.exists() else None
+        names = {"project": self._project, "name": self._name, "dir": str(self._folder)}
+        self._run = wandb.init(**names, config=config, id=run_id, resume="allow" if run_id else None)
+        self._columns = wandb.Table
+        known.write_text(self._run.id)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
+
+    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        if rows:
+            columns = list(rows[0])
+            table = self._columns(columns=columns, data=[[str(row.get(column, "")) for column in columns] for row in rows])
+            self._run.log({"samples": table}, step=step)
+
+    def close(self, status: str) -> None:
+        self._run.finish(exit_code=0 if status == "finished" else 1)
+
+
+def encode_row(row: dict[str, Any]) -> bytes:
+    """One line of JSON, with non-finite numbers as null."""
+    finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
+    # a lone surrogate, which UTF-8 cannot hold, becomes its escape, which JSON can
+    return json.dumps(finite, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON Lines file; none when it does not exist. A last line cut off by a kill is dropped with a warning."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    if lines.pop():
+        logger.warning(f"{path}: the last line is incomplete and is ignored")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not valid JSON: {error}") from error
+    return rows
+
+
+def truncate_rows(path: Path, last_step: int) -> None:
+    """Keep the rows up to this step. The file is replaced in one move: a kill leaves the old one or the new one."""
+    kept = [row for row in read_rows(path) if row["step"] <= last_step]
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        file.write(b"".join(encode_row(row) for row in kept))
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def _code_block(text: str) -> str:
+    """Markdown that shows the text as it is: four spaces before every line."""
+    return "\n".join("    " + line for line in text.split("\n"))

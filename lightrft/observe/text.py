@@ -1,0 +1,56 @@
+"""How numbers, times and model text are written for people."""
+
+import math
+import unicodedata
+from typing import Any
+
+
+def short(value: float, digits: int = 3) -> str:
+    """At least so many significant digits, without needless zeros; at most eight characters for what metrics usually hold."""
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if size >= 1e7:
+        return f"{value:.2e}"
+    if size >= 999.5:
+        decimals = max(0, digits - len(str(int(size))))
+        return f"{value:,.{decimals}f}".rstrip("0").rstrip(".") if decimals else f"{value:,.0f}"
+    if size >= 1e-3 or size == 0:
+        return f"{value:.{digits}g}"
+    mantissa, exponent = f"{value:.{digits - 2}e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def percent(share: float, digits: int = 3) -> str:
+    return f"{short(100 * share, digits)}%"
+
+
+def duration(seconds: float, digits: int = 3) -> str:
+    """`8.2 s`, `3 min 05 s`, `2 h 04 min`."""
+    if seconds < 60:
+        return f"{short(seconds, digits)} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def visible(text: str) -> str:
+    """Text whose invisible characters are seen, as escapes: control characters, direction marks, lone surrogates.
+
+    Line breaks and tabs stay. Neither a terminal nor a reader can be misled by what comes out.
+    """
+    return "".join(character if character in "\n\t" else _visible(character) for character in text)
+
+
+def _visible(character: str) -> str:
+    code = ord(character)
+    if character.isprintable() or unicodedata.category(character) == "Zs":
+        return character
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,166 @@
+"""Why: a resumed run must not repeat rows, files must be readable by others' tools, and a terminal must survive model text."""
+
+import io
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console as RichConsole
+
+from lightrft.observe.console import Console, sparkline
+from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard, WandB, encode_row, read_rows
+
+
+def write_steps(folder, steps, resume_step=None):
+    sink = JsonLines(folder)
+    sink.start({}, 10, resume_step)
+    for step in steps:
+        sink.log(step, {"train/loss": float(step), "run": float(resume_step or 0)})
+        sink.samples(step, [{"prompt": "1+1=", "response": "2"}, {"prompt": "2+2=", "response": "5"}])
+    sink.close("finished")
+
+
+def test_a_resumed_run_drops_what_it_does_again(tmp_path):
+    write_steps(tmp_path, range(1, 6))
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 6, "train/lo')  # killed while writing
+    write_steps(tmp_path, range(4, 7), resume_step=3)
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["run"] for row in rows] == [0, 0, 0, 3, 3, 3]
+    assert [row["step"] for row in read_rows(tmp_path / "samples.jsonl")] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
+
+
+def test_a_fresh_run_keeps_the_earlier_files_aside(tmp_path):
+    write_steps(tmp_path, [1, 2])
+    write_steps(tmp_path, [1])
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 1
+    assert len(read_rows(tmp_path / "metrics.previous.jsonl")) == 2
+
+
+def test_rows_are_strict_json_whatever_is_in_them():
+    row = {"step": 1, "nan": float("nan"), "inf": float("-inf"), "text": "é\u2028\x00\ud800\n"}
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    line = encode_row(row)
+    assert line.count(b"\n") == 1
+    assert json.loads(line, parse_constant=refuse) == row | {"nan": None, "inf": None}
+
+
+def test_a_malformed_row_is_named_by_file_and_line(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
+        read_rows(tmp_path / "metrics.jsonl")
+
+
+def test_tensorboard_reads_its_files_and_a_resume_hides_the_repeated_steps(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps, value, resume_step in ((range(1, 6), 1.0, None), (range(4, 6), 2.0, 3)):
+        sink = TensorBoard(tmp_path)
+        sink.start({"train": {"seed": 1}}, 5, resume_step)
+        for step in steps:
+            sink.log(step, {"train/loss": value})
+            sink.samples(step, [{"prompt": "a", "response": "b"}])
+        sink.close("finished")
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    scalars = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert scalars == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0)]
+
+
+def test_a_missing_tracker_names_the_package_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match=r"pip install lightrft\[track\]"):
+        WandB(tmp_path, "project").start({}, 1)
+
+
+def test_wandb_continues_its_run(tmp_path, monkeypatch):
+    calls = []
+
+    class Run:
+        id = "abc"
+
+        def log(self, metrics, step):
+            calls.append((step, metrics))
+
+        def finish(self, exit_code):
+            calls.append(exit_code)
+
+    def init(**options):
+        calls.append((options["id"], options["resume"], options["config"]))
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Table=lambda columns, data: (columns, data)))
+    for resume_step in (None, 2):
+        sink = WandB(tmp_path, "project")
+        sink.start({"seed": 1}, 5, resume_step)
+        sink.log(3, {"train/loss": 1.0})
+        sink.samples(3, [{"prompt": "a", "reward": 1.0}])
+        sink.close("finished")
+    assert [calls[0], calls[4]] == [(None, None, {"seed": 1}), ("abc", "allow", {"seed": 1})]
+    assert calls[1:4] == [(3, {"train/loss": 1.0}), (3, {"samples": (["prompt", "reward"], [["a", "1.0"]])}), 0]
+
+
+def test_the_observer_tells_all_and_closes_all_even_when_one_fails():
+    class Recorder(Sink):
+        def __init__(self, fails=False):
+            self.heard, self.fails = [], fails
+
+        def log(self, step, metrics):
+            self.heard.append((step, metrics))
+
+        def close(self, status):
+            self.heard.append(status)
+            if self.fails:
+                raise OSError("disk full")
+
+    sinks = [Recorder(), Recorder(fails=True), Recorder()]
+    observer = Observer(sinks)
+    observer.start({}, 3)
+    observer.phase(1, "train")
+    observer.log(1, {"train/loss": 2.0})
+    with pytest.raises(OSError, match="disk full"):
+        observer.close("failed")
+    assert [sink.heard for sink in sinks] == [[(1, {"train/loss": 2.0}), "failed"]] * 3
+    Observer().log(1, {})  # other ranks
+
+
+def run_console(terminal, rows):
+    out = io.StringIO()
+    sink = Console(RichConsole(file=out, force_terminal=terminal, width=120, height=40))
+    sink.start({}, 12)
+    for step, row in enumerate(rows, start=1):
+        sink.phase(step, "generate")
+        sink.samples(step, [{"prompt": "1+1=", "response": "\x1b]0;owned\x07[red]2\nx", "reward": 1.0}])
+        sink.log(step, row)
+    sink.close("finished")
+    return out.getvalue()
+
+
+def test_console_without_a_terminal_prints_one_aligned_line_per_step():
+    rows = [{"rollout/reward": 0.25, "engine/logprob_mismatch": 3.1e-6}, {"rollout/reward": 0.5, "engine/logprob_mismatch": 0.0}]
+    first, second, last = run_console(False, rows).splitlines()
+    assert first.startswith("step  1/12  reward 0.25      mismatch 3.1e-6")
+    assert second.index("mismatch") == first.index("mismatch")
+    assert "left" in second and last.startswith("finished after")
+
+
+def test_console_shows_what_a_supervised_run_has():
+    line = run_console(False, [{"train/loss": 2.5, "some/other": 1.0}]).splitlines()[0]
+    assert line == "step  1/12  loss 2.5"
+
+
+def test_console_on_a_terminal_shows_progress_metrics_and_a_harmless_sample():
+    out = run_console(True, [{"rollout/reward": 0.25}, {"rollout/reward": 0.75, "perf/tokens_per_second": 2100.0}])
+    final = out[out.rindex("finished") :]
+    assert "2/12" in final and "0.75" in final and "2,100" in final and "▁█" in final and "from 0.25" in final
+    assert "\\x1b]0;owned\\x07[red]2⏎x" in final
+    assert "\x1b]0;" not in out and "\x07" not in out, "model text must not reach the terminal as a command"
+
+
+def test_sparkline_has_gaps_where_values_are_not_finite():
+    assert sparkline([0.0, float("nan"), 1.0]) == "▁ █"
+    assert len(sparkline([float(value) for value in range(1000)])) <= 32
