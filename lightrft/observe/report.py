@@ -1,0 +1,267 @@
+"""A run's folder as one HTML page: what it reached, how it went, what the model says now.
+
+Reads metrics.jsonl, samples.jsonl, config.yaml, run.json and summary.json, those that are there. run.json says what ran:
+`status`, `engine`, `strategy`, `world_size`, `seconds`, `versions`. summary.json adds headline numbers: `eval_before_sft`,
+`eval_after_sft`, `eval_after_rl`, `reward_first`, `reward_last`, `logprob_mismatch_max`, `wall_s`, and whatever else there is to
+tell. `eval_*` are shares, `*_s` seconds, `*_gb` GB.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import yaml
+
+from lightrft.observe.charts import Form, Line, Look, Points, line_chart, stacked_chart
+from lightrft.observe.page import page, safe
+from lightrft.observe.sample_table import sample_table
+from lightrft.observe.sinks import read_rows
+from lightrft.observe.text import duration, is_number, percent, short
+
+FILES = ("metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "summary.json")
+
+FACTS = {"world_size": "processes", "seed": "seed"}
+"""Numbers of the summary that say how it ran and not what came out; and their names."""
+
+History = dict[str, Points]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A curve of the report: title, unit and the metrics on it, with their names there."""
+
+    title: str
+    unit: str
+    metrics: dict[str, str]
+    log: bool = False
+    look: Look = "noisy"
+    form: Form = short
+
+
+CHARTS = (
+    Chart("Reward", "mean per response", {"rollout/reward": "reward"}),
+    Chart("Held-out accuracy", "", {"eval/accuracy": "accuracy"}, look="marked", form=percent),
+    Chart("Response length", "tokens", {"rollout/response_length": "length"}),
+    Chart("Loss", "", {"train/loss": "loss"}),
+    Chart("Entropy", "nats per token", {"train/entropy": "entropy"}),
+    Chart("Gradient norm", "before clipping", {"train/grad_norm": "norm"}),
+    Chart(
+        "Engine against trainer",
+        "log-prob gap",
+        {"engine/logprob_mismatch": "mean", "engine/logprob_mismatch_max": "largest"},
+        log=True,
+    ),
+    Chart("Throughput", "tokens per second", {"perf/tokens_per_second": "tokens/s"}),
+    Chart("KL to the reference", "nats per token", {"train/kl": "KL"}),
+    Chart("Clipped ratios", "share of tokens", {"train/clip_low": "below", "train/clip_high": "above"}, form=percent),
+    Chart("Truncated responses", "share", {"rollout/truncated": "truncated"}, form=percent),
+    Chart("Learning rate", "", {"train/learning_rate": "rate"}, look="exact"),
+    Chart("Memory", "GB", {"memory/peak_gb": "peak", "memory/now_gb": "end of step"}, look="exact"),
+)
+
+
+def write_report(folder: Path) -> Path:
+    """Write `report.html` into the run's folder; returns its path."""
+    folder = Path(folder)
+    if not any((folder / name).exists() for name in FILES):
+        raise FileNotFoundError(f"{folder} is not the folder of a run: it has none of {', '.join(FILES)}")
+    history = read_history(folder / "metrics.jsonl")
+    written = (folder / "config.yaml").read_text() if (folder / "config.yaml").exists() else ""
+    config = yaml.safe_load(written) or {}
+    summary = _summary(folder)
+    name = folder.resolve().name
+    body = [
+        _header(name, history, config, summary),
+        _tiles(history, summary),
+        _curves(history),
+        _time(history),
+        sample_table(read_rows(folder / "samples.jsonl")),
+        _others(history),
+        _configuration(written),
+        "<footer>Bold lines: centred moving average. Faint lines: every step. All metrics are over all ranks.</footer>",
+    ]
+    path = folder / "report.html"
+    path.write_text(page(f"{name} · lightrft", "\n".join(body)), encoding="utf-8")
+    return path
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    """What run.json and summary.json say; the latter has the last word."""
+    paths = (folder / "run.json", folder / "summary.json")
+    run, summary = (json.loads(path.read_text()) if path.exists() else {} for path in paths)
+    if "seconds" in run:
+        run["wall_s"] = run.pop("seconds")
+    return run | summary
+
+
+def read_history(path: Path) -> History:
+    """Metric -> its values by step. Rows of one step may hold different metrics."""
+    history: dict[str, dict[int, float | None]] = {}
+    for row in read_rows(path):
+        for name, value in row.items():
+            if name != "step":
+                history.setdefault(name, {})[row["step"]] = value
+    return {name: sorted(values.items()) for name, values in history.items()}
+
+
+def _header(name: str, history: History, config: dict[str, Any], summary: dict[str, Any]) -> str:
+    learns_from_rewards = "rollout/reward" in history or not history
+    facts = _facts(config, rollout=learns_from_rewards)
+    facts |= {key.replace("_", " "): str(value) for key, value in summary.items() if isinstance(value, str)}
+    facts |= {label: str(summary[key]) for key, label in FACTS.items() if key in summary}
+    facts |= summary.get("versions", {})
+    kind = "Reinforcement" if learns_from_rewards else "Supervised"
+    items = "".join(f"<li><span>{safe(key)}</span> {safe(value)}</li>" for key, value in facts.items())
+    steps = max((points[-1][0] for points in history.values()), default=0)
+    return f'<h1>{safe(name)}</h1><p class="lead">{kind} fine-tuning, {steps:,} steps</p><ul class="facts">{items}</ul>'
+
+
+def _facts(config: dict[str, Any], *, rollout: bool) -> dict[str, str]:
+    """What the resolved configuration says in a few words."""
+    model = str(config.get("model", {}).get("pretrain", ""))
+    facts = {"model": Path(model).name if model.startswith((".", "/", "~")) else model}
+    if "strategy" in config:
+        facts["strategy"] = "FSDP2" if config["strategy"].get("fsdp") else "DeepSpeed ZeRO"
+    if rollout:
+        facts["engine"] = str(config.get("engine", {}).get("engine_type", ""))
+        facts["recipe"] = str(config.get("algorithm", {}).get("advantage_estimator", ""))
+    return {key: value for key, value in facts.items() if value}
+
+
+def _tiles(history: History, summary: dict[str, Any]) -> str:
+    """Headline numbers: the run's own summary, and from the metrics what the summary does not speak of."""
+    numbers = {key: value for key, value in summary.items() if is_number(value) and key not in (*FACTS, "steps")}
+    tiles = [(_label(key), _summary_value(key, value), "") for key, value in numbers.items()]
+    told = " ".join(summary)
+    tiles += [tile[1:] for tile in _measured(history) if tile[0] not in told]
+    cards = "".join(
+        f'<div class="card tile"><div class="label">{safe(label)}</div><div class="value">{safe(value)}</div>'
+        f'<div class="note">{safe(note)}</div></div>'
+        for label, value, note in tiles
+    )
+    return f'<div class="tiles">{cards}</div>' if cards else ""
+
+
+def _measured(history: History) -> list[tuple[str, str, str, str]]:
+    """Topic, label, value and note of each headline number that the metrics give."""
+    known = {name: finite for name, points in history.items() if (finite := [value for _, value in points if value is not None])}
+    tiles = []
+    for topic, name, label, form in (
+        ("reward", "rollout/reward", "Reward", short),
+        ("eval", "eval/accuracy", "Held-out accuracy", percent),
+        ("length", "rollout/response_length", "Response length", short),
+        ("loss", "train/loss", "Loss", short),
+    ):
+        if values := known.get(name):
+            # an evaluation stands for itself; noisy per-step numbers are averaged over a tenth of the run, at most ten steps
+            part = 1 if topic == "eval" else min(10, max(1, len(values) // 10))
+            tiles.append((topic, label, form(fmean(values[-part:])), f"at first {form(fmean(values[:part]))}"))
+    if values := known.get("engine/logprob_mismatch_max", known.get("engine/logprob_mismatch")):
+        tiles.append(("mismatch", "Engine mismatch", short(max(values)), "largest log-prob gap"))
+    if values := known.get("perf/tokens_per_second"):
+        tiles.append(("tokens", "Tokens per second", short(median(values)), "median step"))
+    if values := known.get("time/step"):
+        tiles.append(("wall", "Time in steps", duration(sum(values)), f"{duration(fmean(values))} per step"))
+    if values := known.get("memory/peak_gb"):
+        tiles.append(("memory", "Peak memory", f"{short(max(values))} GB", "largest rank"))
+    return tiles
+
+
+def _curves(history: History) -> str:
+    cards = "".join(_card(chart, history) for chart in CHARTS)
+    if not cards:
+        return "<p>No step has been finished yet.</p>"
+    return f'<h2>Course of the run, by step</h2><div class="charts">{cards}</div>'
+
+
+def _card(chart: Chart, history: History) -> str:
+    """A chart with what the run has of it; nothing when it has none of it."""
+    lines = [Line(label, history[name], chart.look) for name, label in chart.metrics.items() if name in history]
+    if not lines:
+        return ""
+    values = [value for _, value in lines[0].points if value is not None]
+    broken = sorted({step for line in lines for step, value in line.points if value is None})
+    where = ", ".join(str(step) for step in broken[:5]) + (f" and {len(broken) - 5} more" if len(broken) > 5 else "")
+    warning = f'<p class="warn">Not finite at step {where}.</p>' if broken else ""
+    legend = "".join(f'<span><i class="key f{index}"></i>{safe(line.label)}</span>' for index, line in enumerate(lines))
+    return (
+        f'<section class="card chart"><header><h3>{safe(chart.title)} <span>{safe(chart.unit)}</span></h3>'
+        f'<span class="last">{chart.form(values[-1]) if values else ""}</span></header>'
+        f"{line_chart(lines, log=chart.log, form=chart.form)}"
+        f"{f'<p class=legend>{legend}</p>' if len(lines) > 1 else ''}{warning}</section>"
+    )
+
+
+def _time(history: History) -> str:
+    """Seconds of each step by phase. Nested phases (`time/generate/weights`) are inside of their outer one."""
+    totals = {step: value for step, value in history.get("time/step", []) if value is not None}
+    if not totals:
+        return ""
+    steps = list(totals)
+    parts = {
+        name.removeprefix("time/"): [dict(points).get(step) or 0.0 for step in steps]
+        for name, points in history.items()
+        if name.startswith("time/") and name.count("/") == 1 and name != "time/step"
+    }
+    parts = _largest(parts, 7)  # with the rest, as many as there are colours
+    parts["other"] = [max(0.0, totals[step] - sum(values[i] for values in parts.values())) for i, step in enumerate(steps)]
+    mean = fmean(totals[step] for step in steps)
+    return (
+        '<h2>Where the time goes</h2><div class="split"><section class="card chart">'
+        '<header><h3>Time of a step <span>by phase</span></h3>'
+        f'<span class="last">{duration(totals[steps[-1]])}</span></header>{stacked_chart(parts, steps, duration)}</section>'
+        f'<section class="card chart"><header><h3>Mean step</h3><span class="last">{duration(mean)}</span></header>'
+        f'<div class="phases">{_phases(parts)}</div></section></div>'
+    )
+
+
+def _phases(parts: dict[str, list[float]]) -> str:
+    """The legend of the chart beside it: every phase's mean seconds and share of the step."""
+    whole = sum(sum(values) for values in parts.values()) or 1.0
+    rows = []
+    for index, (name, values) in enumerate(parts.items()):
+        share = sum(values) / whole
+        rows.append(
+            f'<div><i class="key f{index}"></i>{safe(name)}</div>'
+            f'<div class="bar"><i class="f{index}" style="width: {100 * share:.1f}%"></i></div>'
+            f'<div class="number">{duration(fmean(values))}</div><div class="share">{percent(share)}</div>'
+        )
+    return "".join(rows)
+
+
+def _largest(parts: dict[str, list[float]], most: int) -> dict[str, list[float]]:
+    """The phases that take the most time, in their own order."""
+    names = sorted(parts, key=lambda name: -sum(parts[name]))[:most]
+    return {name: values for name, values in parts.items() if name in names}
+
+
+def _others(history: History) -> str:
+    """Metrics that no chart above knows, such as a user's own, and the nested phases."""
+    shown = {name for chart in CHARTS for name in chart.metrics}
+    shown |= {name for name in history if name.startswith("time/") and name.count("/") == 1}
+    cards = "".join(_card(Chart(name, "", {name: name}), history) for name in sorted(set(history) - shown))
+    return f'<details class="card"><summary>Other metrics</summary><div class="charts">{cards}</div></details>' if cards else ""
+
+
+def _configuration(written: str) -> str:
+    if not written:
+        return ""
+    return f'<details class="card"><summary>Resolved configuration</summary><pre>{safe(written, longest=None)}</pre></details>'
+
+
+def _label(key: str) -> str:
+    """`eval_after_rl` -> `Accuracy after RL`, `wall_s` -> `Wall time`."""
+    key = f"{key.removesuffix('_s')}_time" if key.endswith("_s") else key.removesuffix("_gb")
+    spelled = {"eval": "accuracy", "sft": "SFT", "rl": "RL", "logprob": "log-prob", "max": "(largest)"}
+    words = " ".join(spelled.get(word, word) for word in key.split("_"))
+    return words[:1].upper() + words[1:]
+
+
+def _summary_value(key: str, value: float) -> str:
+    if key.startswith("eval_"):
+        return percent(value)
+    if key.endswith("_s"):
+        return duration(value)
+    return f"{short(value)} GB" if key.endswith("_gb") else short(value)

@@ -1,0 +1,177 @@
+"""Why: the report is opened in a browser and shows what a model wrote; it must be true, complete and unable to act."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from lightrft.config import Config
+from lightrft.observe.charts import Line, line_chart, nice_ticks, smoothed
+from lightrft.observe.report import write_report
+from lightrft.observe.sinks import JsonLines
+
+ATTACK = "<script>alert(1)</script>"
+
+
+class Page(HTMLParser):
+    """What a browser would see: tags, attributes, visible text, hover data."""
+
+    VOID = {"meta", "br", "link", "img", "input", "hr"}
+
+    def __init__(self, markup):
+        super().__init__()
+        self.tags, self.attributes, self.text, self.open = [], [], "", []
+        self.feed(markup)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag, f"</{tag}> closes another element"
+
+    def handle_data(self, data):
+        if self.open[-1:] not in (["script"], ["style"]):
+            self.text += data
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of 40 steps: evaluated twice, step 20 broken, the model's text hostile."""
+    folder = tmp_path / "my <run>"
+    config = Config()
+    config.model.pretrain, config.data.input_template = "org/tiny", ATTACK
+    config.write(folder / "config.yaml")
+    sink = JsonLines(folder)
+    sink.start({}, 40)
+    for step in range(41):
+        if step % 40 == 0:
+            sink.log(step, {"eval/accuracy": 0.1 + step / 100})
+        if step == 0:
+            continue
+        norm = float("nan") if step == 20 else 1.0
+        row = {"rollout/reward": step / 40, "train/grad_norm": norm, "engine/logprob_mismatch": 1e-6}
+        times = {"time/generate": 2.0, "time/generate/weight_sync": 1.0, "time/train": 1.0, "time/step": 4.0}
+        sink.log(step, row | times | {"mine/own": 3.0})
+        text = {"prompt": f"{step}+1=", "response": f"{ATTACK}\x1b[0m\u202e{step}", "label": step + 1}
+        sink.samples(step, [text | {"reward": step / 40, "finish_reason": "length", "length": 64}])
+    sink.close("finished")
+    return folder
+
+
+def test_model_text_is_shown_and_cannot_act(run):
+    markup = write_report(run).read_text(encoding="utf-8")
+    page = Page(markup)
+    assert page.tags.count("script") == 1 and not page.open
+    assert page.text.count(ATTACK) >= 12, "the samples show what the model wrote"
+    assert "\\x1b[0m\\u202e40" in page.text and "\x1b" not in markup and "\u202e" not in markup
+    assert "my <run>" in page.text and "run>" not in page.tags
+
+
+def test_nothing_is_loaded_from_anywhere(run):
+    markup = write_report(run).read_text(encoding="utf-8")
+    page = Page(markup)
+    assert not {"link", "img", "iframe", "object", "embed", "base"} & set(page.tags)
+    acting = {"src", "href", "xlink:href", "srcset", "action"}
+    assert not [name for name, _ in page.attributes if name in acting or name.startswith("on")]
+    assert "url(" not in markup and "@import" not in markup
+    assert re.findall(r"https?://[^\s'\"]+", markup) == ["http://www.w3.org/2000/svg"], "only SVG's name, which nobody fetches"
+
+
+def test_the_browser_is_told_to_run_this_script_only(run):
+    markup = write_report(run).read_text(encoding="utf-8")
+    script = markup[markup.index("<script>") + len("<script>") : markup.index("</script>")]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = next(value for name, value in Page(markup).attributes if name == "content")
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+
+
+def test_curves_samples_and_time_are_there(run):
+    page = Page(write_report(run).read_text(encoding="utf-8"))
+    titles = ("Reward", "Held-out accuracy", "Gradient norm", "Engine against trainer", "mine/own")
+    titles += ("At the beginning", "At the end")
+    assert [title for title in titles if title not in page.text] == []
+    assert "Not finite at step 20." in page.text and "64 tokens, cut off" in page.text
+    # generate and train fill 3 of 4 seconds; the nested weight_sync is a part of generate and not counted twice
+    phases = page.text[page.text.index("Mean step") : page.text.index("Samples")]
+    shares = re.findall(r"(generate|train|other)(\S+ s)(\d+%)", phases)
+    assert shares == [("generate", "2 s", "50%"), ("train", "1 s", "25%"), ("other", "1 s", "25%")]
+    hover = [json.loads(value) for name, value in page.attributes if name == "data-hover"]
+    reward = next(points for points in hover if points[0][2][1].startswith("reward"))
+    assert [reward[0][2], reward[-1][2]] == [["step 1", "reward 0.025"], ["step 40", "reward 1"]]
+    assert reward[-1][1][0] < reward[0][1][0], "a higher value is higher on the page"
+
+
+def test_headline_numbers_come_from_the_summary_first(run):
+    before = Page(write_report(run).read_text(encoding="utf-8")).text
+    assert "Held-out accuracy50%at first 10%" in before
+    summary = {"eval_after_rl": 0.875, "wall_s": 754.0, "engine": "vllm", "world_size": 2, "versions": {"torch": "2.13"}}
+    (run / "run.json").write_text(json.dumps({"status": "interrupted", "seconds": 1.5, "engine": "hf"}))
+    assert "Wall time1.5 s" in Page(write_report(run).read_text(encoding="utf-8")).text
+    (run / "summary.json").write_text(json.dumps(summary))
+    after = Page(write_report(run).read_text(encoding="utf-8")).text
+    assert "Accuracy after RL87.5%" in after and "12 min 34 s" in after
+    assert "engine vllm" in after and "status interrupted" in after
+    assert "processes 2" in after and "torch 2.13" in after
+    assert "at first 10%" not in after
+
+
+def test_a_supervised_run(tmp_path):
+    sink = JsonLines(tmp_path)
+    sink.start({}, 3)
+    for step in range(1, 4):
+        sink.log(step, {"train/loss": 1.0 / step})
+    sink.close("finished")
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert "Supervised fine-tuning, 3 steps" in page.text and "Loss" in page.text
+    assert "Samples" not in page.text and "Reward" not in page.text and page.tags.count("svg") == 1
+
+
+def test_a_run_that_was_killed_before_its_first_step_and_a_folder_that_is_no_run(tmp_path):
+    with pytest.raises(FileNotFoundError, match="not the folder of a run"):
+        write_report(tmp_path)
+    Config().write(tmp_path / "config.yaml")
+    assert "No step has been finished yet" in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (-0.07, 0.013), (1e-9, 3e-9), (0.5, 123456), (999.9, 1000.1)])
+def test_ticks_are_few_and_enclose_the_values(low, high):
+    ticks = nice_ticks(low, high)
+    rounding = 1e-9 * (high - low)
+    assert 2 <= len(ticks) <= 5 and ticks[0] <= low + rounding and ticks[-1] >= high - rounding
+    assert ticks == sorted(set(ticks))
+
+
+def test_tick_labels_tell_neighbours_apart():
+    markup = line_chart([Line("x", [(1, 999.9), (2, 1000.1)])])
+    assert re.findall(r'text-anchor="end">([^<]*)<', markup) == ["999.9", "999.95", "1,000", "1,000.05", "1,000.1"]
+
+
+def test_a_long_curve_is_thinned_without_losing_its_spike():
+    points = [(step, 1.0) for step in range(20_000)]
+    points[12_345] = (12_345, 50.0)
+    markup = line_chart([Line("norm", points)])
+    assert len(markup) < 60_000 and "norm 50" in markup
+
+
+def test_degenerate_curves_are_drawn():
+    for points in ([(1, 1.0)], [(1, None)], [(1, 0.0), (2, 0.0)], [(5, None), (6, 2.0)]):
+        for log in (False, True):
+            markup = line_chart([Line("x", points)], log=log)
+            assert "nan" not in markup and "inf" not in markup.replace("not finite", "").replace("no finite", "")
+
+
+def test_smoothing_keeps_constants_gaps_and_the_geometric_mean():
+    assert smoothed([2.0] * 40) == pytest.approx([2.0] * 40)
+    assert smoothed([1.0, None, 1.0])[1] is None
+    assert smoothed([1e-6, 1e-4], log=True) == pytest.approx([1e-5, 1e-5])
