@@ -45,9 +45,11 @@ def table(summary: Json, folder: Path) -> Table:
         rows.add_row(f"held-out accuracy, {label}", f"[bold]{summary[name]:.1%}[/bold]")
     rows.add_row("sampled reward, first to last step", f"{summary['reward_first']:.2f} to {summary['reward_last']:.2f}")
     rows.add_row("largest log-prob mismatch", f"{summary['logprob_mismatch_max']:.1e} ({summary['engine']} and trainer)")
-    split = ", ".join(f"{name} {seconds:.0f}" for name, seconds in summary["seconds_per_phase"].items() if name != "step")
+    phases = {name: seconds for name, seconds in summary["seconds_per_phase"].items() if name != "step" and "/" not in name}
+    split = ", ".join(f"{name} {seconds:.0f}" for name, seconds in phases.items())
     rows.add_row(f"seconds of {summary['steps']} GRPO steps", split)
-    rows.add_row("peak memory of a rank", f"{summary['peak_memory_gb']:.2f} GB, {summary['world_size']} ranks, {summary['strategy']}")
+    rows.add_row("peak memory of a rank", f"{summary['peak_memory_gb']:.2f} GB")
+    rows.add_row("ranks, strategy", f"{summary['world_size']}, {summary['strategy']}")
     rows.add_row("seconds in all, of the installation", f"{summary['wall_s']:.0f}, {summary['install_s']:.0f}")
     rows.add_row("trained model, report", f"{folder / 'model'}, {folder / 'report.html'}")
     return rows

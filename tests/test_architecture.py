@@ -1,0 +1,198 @@
+"""The walls of the house, read from the source: who may import whom, and what has no place anywhere."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightrft.config import SECTIONS, section_of_field
+
+ROOT = Path(__file__).resolve().parent.parent / "lightrft"
+FILES = sorted(ROOT.rglob("*.py"))
+
+LAYERS = {
+    "cli": 7,
+    "trainer": 6,
+    "rollout": 5,
+    "roles": 4,
+    "strategy": 3,
+    "models": 2, "engine": 2, "data": 2,
+    "parallel": 1, "algorithms": 1, "observe": 1,
+    "config": 0, "types": 0, "registry": 0, "versions": 0,
+}  # fmt: skip
+OPTIONAL = {"deepspeed", "vllm", "sglang", "peft", "wandb", "flash_attn", "ray", "math_verify", "liger_kernel"}
+OPTIONAL_ELSEWHERE = {"wandb": "observe/sinks.py"}
+"""Exceptions to `only inside the file named after it`, and there only inside a function."""
+HOMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
+
+
+# -- what is looked for, as functions of source text so that the tests below can prove that they find it
+
+
+def imports(source: str, path: str) -> Iterator[tuple[str, bool]]:
+    """(absolute module name, at import time) of every import in the file `path`, relative to the package's parent."""
+    tree = ast.parse(source)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    lazy = {id(inner) for function in functions for inner in ast.walk(function)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            folder = Path(path).parts[: -node.level] if node.level else ()
+            base = ".".join([*folder, *([node.module] if node.module else [])])
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            yield name, id(node) not in lazy
+
+
+def room(module: str) -> str:
+    """`lightrft.engine.base` -> `engine`; empty for the package itself and for other packages."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "lightrft" and len(parts) > 1 and parts[1] in LAYERS else ""
+
+
+def wrong_ways(source: str, path: str) -> list[str]:
+    """Imports that go up, or sideways between rooms."""
+    here = room(path.removesuffix(".py").replace("/", "."))
+    there = {room(name) for name, _ in imports(source, path)} - {"", here}
+    return [f"{path} ({here}) imports {other}" for other in sorted(there) if not here or LAYERS[other] >= LAYERS[here]]
+
+
+def optional_imports(source: str, path: str) -> list[str]:
+    """Optional packages where they do not belong."""
+    found = []
+    for name, eager in imports(source, path):
+        package = name.split(".")[0]
+        if package in OPTIONAL and Path(path).stem != package:
+            if eager or path != f"lightrft/{OPTIONAL_ELSEWHERE.get(package)}":
+                found.append(f"{path} imports {package}")
+    return found
+
+
+def adapter_imports(source: str, path: str) -> list[str]:
+    """Files named after an optional package, when another file imports them without being inside a function."""
+    return [f"{path} imports {name}" for name, eager in imports(source, path)
+            if eager and name.startswith("lightrft.") and OPTIONAL & set(name.split("."))]
+
+
+def calls_of_print(source: str) -> list[int]:
+    return [node.lineno for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"]
+
+
+def uses_of_torch_cuda(source: str, path: str) -> list[str]:
+    attributes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute) and node.attr == "cuda"]
+    used = [f"{path}:{node.lineno}" for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "torch"]
+    return used + [f"{path}: {name}" for name, _ in imports(source, path) if name.startswith("torch.cuda")]
+
+
+def fields_read(source: str) -> set[str]:
+    """Names read from a configuration: `config.train.seed`, `train.seed`, `section.seed`, or by name as a string."""
+    owners = section_of_field()
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            holder = getattr(node.value, "attr", getattr(node.value, "id", None))
+            section_itself = holder == "config" and node.attr in SECTIONS
+            if holder in {owners.get(node.attr), "section", "config"} and not section_itself:
+                found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return found & set(owners)
+
+
+# -- the house as it stands
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    for file in FILES:
+        yield file.read_text(), file.relative_to(ROOT.parent).as_posix()
+
+
+def test_imports_go_down():
+    assert [wrong for source, path in sources() if path != "lightrft/__init__.py" for wrong in wrong_ways(source, path)] == []
+
+
+def test_the_package_itself_imports_nothing():
+    assert list(imports((ROOT / "__init__.py").read_text(), "lightrft/__init__.py")) == []
+
+
+def test_every_room_has_a_layer():
+    rooms = {file.relative_to(ROOT).parts[0].removesuffix(".py") for file in FILES} - {"__init__"}
+    assert rooms <= set(LAYERS)
+
+
+def test_every_room_is_a_package():
+    assert {file.parent for file in FILES} == {file.parent for file in FILES if file.name == "__init__.py"}
+
+
+def test_optional_packages_stay_in_the_file_named_after_them():
+    assert [wrong for source, path in sources() for wrong in optional_imports(source, path)] == []
+
+
+def test_adapters_of_optional_packages_are_imported_when_chosen():
+    assert [wrong for source, path in sources() for wrong in adapter_imports(source, path)] == []
+
+
+def test_no_room_for_what_has_no_name():
+    named = [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*") if path.stem in HOMELESS]
+    assert named == []
+
+
+def test_the_library_does_not_print():
+    assert {path: lines for source, path in sources() if (lines := calls_of_print(source))} == {}
+
+
+def test_one_place_decides_the_device():
+    others = [(source, path) for source, path in sources() if path != "lightrft/parallel/device.py"]
+    assert [use for source, path in others for use in uses_of_torch_cuda(source, path)] == []
+
+
+def test_every_config_field_is_read():
+    declared_or_set = {"lightrft/config.py", "lightrft/algorithms/presets.py"}
+    read = set().union(*(fields_read(source) for source, path in sources() if path not in declared_or_set))
+    assert sorted(set(section_of_field()) - read) == []
+
+
+# -- the tests can fail
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("lightrft/engine/hf.py", "from lightrft.strategy import StrategyBase"),
+        ("lightrft/engine/hf.py", "from lightrft.models.load import load_model"),
+        ("lightrft/engine/hf.py", "def f():\n    import lightrft.trainer.ppo"),
+        ("lightrft/engine/hf.py", "from ..data import rows"),
+        ("lightrft/engine/hf.py", "from lightrft import models"),
+        ("lightrft/registry.py", "from lightrft.config import Config"),
+    ],
+)
+def test_finds_wrong_imports(path, source):
+    assert len(wrong_ways(source, path)) == 1
+
+
+def test_lets_right_imports_pass():
+    source = "from lightrft.engine.base import Engine\nfrom .base import Engine\nfrom lightrft.parallel import mesh\nimport torch"
+    assert wrong_ways(source, "lightrft/engine/hf.py") == []
+
+
+def test_finds_optional_packages():
+    assert optional_imports("def f():\n    import vllm.config", "lightrft/engine/hf.py")
+    assert optional_imports("import wandb", "lightrft/observe/sinks.py")
+    assert not optional_imports("def f():\n    import wandb", "lightrft/observe/sinks.py")
+    assert not optional_imports("from vllm import LLM", "lightrft/engine/vllm.py")
+    assert adapter_imports("from lightrft.engine.vllm import VLLMEngine", "lightrft/engine/build.py")
+    assert not adapter_imports("def f():\n    from lightrft.engine.vllm import VLLMEngine", "lightrft/engine/build.py")
+
+
+def test_finds_prints_cuda_and_reads():
+    assert calls_of_print("x = 1\nprint(x)") == [2]
+    assert not calls_of_print("console.print(1)")
+    assert uses_of_torch_cuda("import torch\ntorch.cuda.empty_cache()", "x.py")
+    assert uses_of_torch_cuda("from torch.cuda import Stream", "x.py")
+    source = "config.train.seed; optim.l2; values['fsdp']; other.bf16; config.reward.max_norm"
+    assert fields_read(source) == {"seed", "l2", "fsdp"}

@@ -1,0 +1,263 @@
+"""The command line and the YAML file: what they set, which wins, and what their errors say."""
+
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import pytest
+
+from lightrft.config import (
+    DOORS,
+    SECTIONS,
+    Config,
+    ConfigError,
+    field_docs,
+    flags_without_effect,
+    parse,
+    section_of_field,
+    validate,
+)
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+RUNNABLE = ["--pretrain", "some/model", "--prompt_data", "train.jsonl"]
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text: str) -> str:
+        path = tmp_path / "run.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def parsed(*argv: str) -> Config:
+    return parse([*argv])[0]
+
+
+def problems(*argv: str, door: str = "train_ppo", world_size: int = 2) -> str:
+    with pytest.raises(ConfigError) as error:
+        validate(parsed(*argv), door=door, world_size=world_size)
+    return str(error.value)
+
+
+# -- what is written is what is read
+
+
+def test_defaults_without_a_word():
+    config, written = parse([])
+    assert config == Config() and written == set()
+
+
+def test_types_come_from_the_declaration():
+    config = parsed("--actor_learning_rate", "1e-3", "--max_steps", "7", "--adam_betas", "0.8", "0.9", "--dual_clip=3")
+    assert config.optim.actor_learning_rate == 1e-3 and config.train.max_steps == 7
+    assert config.optim.adam_betas == [0.8, 0.9] and config.algorithm.dual_clip == 3.0
+
+
+@pytest.mark.parametrize(
+    ("argv", "value"),
+    [(["--bf16"], True), (["--bf16", "true"], True), (["--bf16", "False"], False), (["--bf16=no"], False), ([], False)],
+)
+def test_forms_of_a_switch(argv, value):
+    assert parsed(*argv).model.bf16 is value
+
+
+@pytest.mark.parametrize("argv", [["--no_use_tensorboard"], ["--use_tensorboard", "false"]])
+def test_forms_of_switching_off(argv):
+    config, written = parse(argv)
+    assert config.observe.use_tensorboard is False and written == {"use_tensorboard"}
+
+
+def test_a_file_gives_defaults_and_flags_override_it(file):
+    path = file("train:\n  seed: 7\n  max_steps: 5\noptim:\n  actor_learning_rate: 1.0e-3\n  adam_betas: [0.5, 0.6]\n")
+    for argv in (["--config", path, "--seed", "8"], ["--seed", "8", f"--config={path}"]):
+        config, written = parse(argv)
+        assert (config.train.seed, config.train.max_steps, config.optim.adam_betas) == (8, 5, [0.5, 0.6])
+        assert written == {"seed", "max_steps", "actor_learning_rate", "adam_betas"}
+
+
+def test_a_switch_of_the_file_can_be_switched_off(file):
+    path = file("strategy:\n  fsdp: true\nobserve:\n  use_tensorboard: false\n")
+    assert parsed("--config", path).strategy.fsdp and not parsed("--config", path).observe.use_tensorboard
+    assert not parsed("--config", path, "--fsdp", "false").strategy.fsdp
+
+
+def test_a_later_file_wins(file, tmp_path):
+    first, second = file("train:\n  seed: 1\n  max_steps: 1\n"), tmp_path / "second.yaml"
+    second.write_text("train:\n  seed: 2\n")
+    config = parsed("--config", first, "--config", str(second))
+    assert (config.train.seed, config.train.max_steps) == (2, 1)
+
+
+def test_an_empty_value_keeps_the_default(file):
+    assert parsed("--config", file("model:\ntrain:\n  max_steps:\n")) == Config()
+
+
+@pytest.mark.parametrize("text", ["-1 is a number", "--be brief", "- a list?"])
+def test_text_of_a_file_may_begin_like_a_flag(file, text):
+    config, written = parse(["--config", file(f'data:\n  system_prompt: "{text}"\n')])
+    assert config.data.system_prompt == text and written == {"system_prompt"}
+
+
+def test_the_resolved_configuration_reads_back(tmp_path):
+    config = parsed("--seed", "3", "--no_use_tensorboard", "--input_template", "Q: {}\nA: ", "--adam_betas", "0.8", "0.9")
+    config.write(tmp_path / "deep" / "config.yaml")
+    assert parsed("--config", str(tmp_path / "deep" / "config.yaml")) == config
+
+
+def test_a_recipe_fills_what_the_user_left_open():
+    config, written = parse(["--eps_clip_high", "0.3"])
+    config.expand({"eps_clip_high": 0.28, "eps_clip_low": 0.1, "use_kl_loss": True}, written)
+    assert (config.algorithm.eps_clip_high, config.algorithm.eps_clip_low, config.algorithm.use_kl_loss) == (0.3, 0.1, True)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_the_shipped_files_can_run(path):
+    door = "train_sft" if "sft" in path.name else "train_ppo"
+    for world_size in (2, 8):
+        config, written = parse(["--config", str(path), "--pretrain", "some/model"])
+        validate(config, door=door, world_size=world_size)
+        assert flags_without_effect(config, written, door) == []
+
+
+# -- errors
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--actor_learning_rat", "1"], "unknown flag --actor_learning_rat; did you mean --actor_learning_rate"),
+        (["--max_stps=3"], "unknown flag --max_stps; did you mean --max_steps"),
+        (["--seed", "many"], "invalid int value: 'many'"),
+        (["--loss_agg_mode", "median"], "invalid choice: 'median'"),
+        (["--bf16", "perhaps"], "--bf16"),
+        (["--config"], "--config needs a file"),
+        (["--config", "no/such.yaml"], "--config no/such.yaml: No such file or directory"),
+        (["stray"], "stray"),
+    ],
+)
+def test_errors_of_the_command_line(argv, message):
+    with pytest.raises(ConfigError) as error:
+        parse(argv)
+    assert message in str(error.value)
+
+
+def test_two_unknown_flags_are_named_at_once():
+    with pytest.raises(ConfigError, match="--sed.*--max_stps"):
+        parse(["--sed", "1", "--max_stps", "2"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: [", "not valid YAML"),
+        ("trian:\n  seed: 1\n", "unknown section 'trian'; did you mean train?"),
+        ("train:\n  sed: 1\n", "unknown key 'sed' under `train:`; did you mean seed?"),
+        ("model:\n  seed: 1\n", "unknown key 'seed' under `model:`; it belongs under `train:`"),
+        ("seed: 1\n", "unknown section 'seed'; it belongs under `train:`"),
+        ("train:\n  seed: many\n", "invalid int value: 'many'"),
+    ],
+)
+def test_errors_of_the_file(file, text, message):
+    path = file(text)
+    with pytest.raises(ConfigError) as error:
+        parse(["--config", path])
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["- a\n- list\n", "just text\n", "train: 3\n", "train:\n  - seed\n"])
+def test_a_file_of_another_shape_is_an_error_of_the_user(file, text):
+    path = file(text)
+    with pytest.raises(ConfigError, match="run.yaml"):
+        parse(["--config", path])
+
+
+# -- validate
+
+
+def test_a_sound_configuration_passes():
+    validate(parsed(*RUNNABLE), door="train_ppo", world_size=8)
+    validate(parsed("--pretrain", "some/model", "--eval_data", "test.jsonl"), door="evaluate", world_size=1)
+
+
+def test_all_problems_in_one_message():
+    message = problems("--max_epochs", "0", "--temperature", "0", "--adam_betas", "0.9", "--num_episodes", "-1")
+    for flag in ("--pretrain", "--prompt_data", "--max_epochs", "--temperature", "--adam_betas", "--num_episodes"):
+        assert flag in message
+    assert message.count("\n") == 6
+
+
+def test_a_missing_folder(tmp_path):
+    assert f"--pretrain {tmp_path}/none: no such folder" in problems("--pretrain", f"{tmp_path}/none", "--prompt_data", "x")
+
+
+def test_layouts_that_do_not_divide():
+    message = problems(*RUNNABLE, "--engine_tp_size", "4", "--dp_replicate", "5", world_size=6)
+    assert "--engine_tp_size 4 does not divide the 6 processes" in message
+    assert "--dp_replicate 5 does not divide the 6 processes" in message
+
+
+def test_batches_that_do_not_divide_show_all_numbers():
+    message = problems(*RUNNABLE, "--rollout_batch_size", "10", "--n_samples_per_prompt", "3", "--train_batch_size", "7")
+    assert "rollout_batch_size 10 x n_samples_per_prompt 3 = 30 samples are not a multiple of train_batch_size 7" in message
+
+
+def test_a_sequence_that_fits_no_microbatch():
+    message = problems(*RUNNABLE, "--prompt_max_len", "100", "--generate_max_len", "60", "--max_tokens_per_microbatch", "128")
+    assert "prompt_max_len 100 + generate_max_len 60 = 160 tokens do not fit into max_tokens_per_microbatch 128" in message
+
+
+def test_sft_asks_nothing_about_rollouts():
+    validate(parsed(*RUNNABLE, "--rollout_batch_size", "10", "--train_batch_size", "7"), door="train_sft", world_size=2)
+
+
+# -- flags without effect
+
+
+@pytest.mark.parametrize(
+    ("door", "argv", "warning"),
+    [
+        ("train_sft", ["--temperature", "0.5"], "--temperature has no effect in train_sft"),
+        ("train_ppo", ["--kl_estimator", "k1"], "--kl_estimator has no effect without --use_kl_loss"),
+        ("train_ppo", ["--eval_steps", "5"], "--eval_steps has no effect without --eval_data"),
+        ("train_ppo", ["--no_enable_engine_sleep", "--engine_sleep_level", "1"], "--engine_sleep_level has no effect without"),
+        ("train_ppo", ["--system_prompt", "Be brief."], "--system_prompt has no effect without --apply_chat_template"),
+    ],
+)
+def test_a_flag_without_effect_is_named(door, argv, warning):
+    config, written = parse(argv)
+    assert any(warning in line for line in flags_without_effect(config, written, door))
+
+
+def test_flags_with_effect_are_not_named():
+    config, written = parse(["--use_kl_loss", "--kl_estimator", "k1", "--eval_data", "x", "--eval_steps", "5", "--bf16"])
+    assert flags_without_effect(config, written, "train_ppo") == []
+
+
+# -- the declaration itself
+
+
+def test_every_field_says_what_it_means():
+    names = [(f.name, field_docs(cls).get(f.name, "")) for cls in SECTIONS.values() for f in fields(cls)]
+    assert [name for name, text in names if not text.endswith((".", "`"))] == []
+
+
+def test_field_names_are_unique_over_all_sections():
+    assert len(section_of_field()) == sum(len(fields(cls)) for cls in SECTIONS.values())
+
+
+def test_the_number_of_knobs_stays_in_hand():
+    assert len(section_of_field()) <= 110
+
+
+def test_doors_read_sections_that_exist():
+    assert all(sections <= set(asdict(Config())) for sections in DOORS.values())
+
+
+def test_help_shows_the_meaning_of_every_flag(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(["--help"], "What the door does.")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert end.value.code == 0 and "What the door does." in shown
+    assert "Stop after so many steps, whatever num_episodes says." in shown and "cosine to 10 % of the peak" in shown
