@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 DATA=${DATA:-data/gsm8k}
-NPROC=${NPROC:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l)}
+NPROC=${NPROC:-$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)}
 if ((NPROC == 0)); then
     echo "no GPU found; on another kind of accelerator say how many processes: NPROC=4 bash $0" >&2
     exit 1

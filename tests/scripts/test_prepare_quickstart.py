@@ -1,0 +1,92 @@
+"""The quick start's tokenizer, model and problems."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from scripts.prepare_quickstart import TASKS, addition_problems, byte_tokenizer, sorting_problems, tiny_qwen3
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_quickstart.py"
+TOKENIZER = byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tiny_qwen3(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.text().filter(lambda text: "<|" not in text))
+def test_tokens_are_the_bytes(text):
+    ids = TOKENIZER(text)["input_ids"]
+    assert ids == list(text.encode()) and TOKENIZER.decode(ids) == text
+
+
+def test_special_tokens():
+    assert (TOKENIZER.pad_token_id, TOKENIZER.bos_token_id, TOKENIZER.eos_token_id, len(TOKENIZER)) == (256, 257, 258, 259)
+    assert TOKENIZER("a<|eos|>")["input_ids"] == [97, 258]
+    assert TOKENIZER.decode([97, 258, 256], skip_special_tokens=True) == "a"
+
+
+def test_chat_template():
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    assert TOKENIZER.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True) == "user: hi\nassistant: "
+    assert TOKENIZER.apply_chat_template(messages, tokenize=False) == "user: hi\nassistant: yes<|eos|>\n"
+
+
+def test_model_and_tokenizer_load_from_the_folder(folder):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 200_000
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.config.vocab_size % 8 == 0 and model.config.vocab_size >= len(tokenizer)
+    for config in (model.config, model.generation_config):
+        assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (256, 257, 258)
+    assert tokenizer("é=")["input_ids"] == TOKENIZER("é=")["input_ids"] and tokenizer.chat_template == TOKENIZER.chat_template
+
+
+def test_weights_depend_on_the_seed_alone(folder, tmp_path):
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    again, other = tiny_qwen3(tmp_path / "again", seed=0), tiny_qwen3(tmp_path / "other", seed=1)
+    weights = [(path / "model.safetensors").read_bytes() for path in (folder, again, other)]
+    assert weights[0] == weights[1] != weights[2]
+    assert torch.equal(torch.get_rng_state(), before), "the caller's random numbers are not touched"
+
+
+def test_additions_are_all_and_right():
+    train, held_out = addition_problems(seed=0)
+    assert (len(train), len(held_out)) == (9_500, 500)
+    assert len({problem["input"] for problem in train + held_out}) == 10_000
+    for problem in train + held_out:
+        a, b = problem["input"].removesuffix("=").split("+")
+        assert len(problem["input"]) == 6 and len(problem["label"]) == 3
+        assert int(problem["label"][::-1]) == int(a) + int(b)
+
+
+def test_sorting_has_many_lengths_and_is_right():
+    train, held_out = sorting_problems(seed=0)
+    assert (len(train), len(held_out)) == (9_500, 500)
+    assert len({problem["input"] for problem in train + held_out}) == 10_000
+    assert all(problem["label"] == "".join(sorted(problem["input"].removesuffix(">"))) for problem in train)
+    assert {len(problem["label"]) for problem in train} == set(range(1, 17))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_problems_depend_on_the_seed_alone(task):
+    assert TASKS[task](3) == TASKS[task](3) != TASKS[task](4)
+
+
+def test_command_writes_everything(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--seed", "5", "--task", "sorting"]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    train, held_out = sorting_problems(seed=5)
+    for name, problems in (("train", train), ("test", held_out)):
+        assert [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()] == problems
+    assert (tmp_path / "model" / "config.json").exists() and (tmp_path / "model" / "tokenizer.json").exists()
