@@ -35,7 +35,7 @@ def summarize(folder: Path) -> Json:
 def _totals(steps: list[Json], prefix: str) -> dict[str, float]:
     names = {name for step in steps for name in step if name.startswith(prefix)}
     totals = {name.removeprefix(prefix): round(sum(step.get(name, 0.0) for step in steps), 2) for name in names}
-    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+    return dict(sorted(totals.items(), key=lambda item: (-item[1], item[0])))
 
 
 def table(summary: Json, folder: Path) -> Table:
