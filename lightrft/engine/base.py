@@ -203,11 +203,15 @@ class Engine(ABC):
     def _problem(self, requests: list[Request], sampling: Sampling) -> str | None:
         if sampling.n < 1 or sampling.max_tokens < 1 or sampling.temperature < 0:
             return f"cannot sample with {sampling}: n and max_tokens are at least 1, the temperature is not negative"
-        limit = (self.max_model_len or math.inf) - sampling.max_tokens
+        limit = self.max_model_len or math.inf
         for index, request in enumerate(requests):
-            if not 0 < len(request.token_ids) <= limit:
-                return (f"request {index} has {len(request.token_ids)} prompt tokens; with max_tokens {sampling.max_tokens} "
-                        f"and max_model_len {self.max_model_len} it must have between 1 and {limit}")
+            length, new = len(request.token_ids), sampling.max_tokens
+            if request.multi_modal:
+                return f"request {index} carries {', '.join(request.multi_modal)}: this engine generates from text only"
+            if not length:
+                return f"request {index} has no tokens"
+            if length + new > limit:
+                return f"request {index}: {length} prompt tokens and max_tokens {new} exceed max_model_len {limit}"
         return None
 
     def _check_usable(self) -> None:

