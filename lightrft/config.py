@@ -183,6 +183,8 @@ class TrainSection:
     """Keep at most so many GB of checkpoints; the newest always stays."""
     load_checkpoint: bool = False
     """Continue from the newest complete checkpoint; start afresh when there is none."""
+    stop_loss: float | None = None
+    """SFT ends once a step's loss is below this."""
     eval_steps: int = -1
     """Evaluate on eval_data every so many steps; -1: never."""
 
@@ -287,6 +289,7 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
         "eval_steps": (bool(config.data.eval_data), "--eval_data"),
         "wandb_project": (config.observe.use_wandb, "--use_wandb"),
         "wandb_run_name": (config.observe.use_wandb, "--use_wandb"),
+        "stop_loss": (door == "train_sft", "train_sft"),
         "system_prompt": (config.data.apply_chat_template, "--apply_chat_template"),
     }
     return unused + [f"--{name} has no effect without {needs}" for name, (active, needs) in conditional.items()

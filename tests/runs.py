@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from ranks import run_ranks
-from scripts.prepare_quickstart import tiny_qwen3
 
 from lightrft.cli.door import read_config
 from lightrft.config import Config
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import ppo_trainer, sft_trainer
+from scripts.prepare_quickstart import tiny_qwen3
 
 ASCII_REWARD = '''
 def share_of_ascii(samples, label, **columns):

@@ -37,7 +37,8 @@ def run(config: Config, strategy: StrategyBase, prompts: list[Prompt], sampler: 
         file = Path(config.train.save_path) / "evaluation.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(result, indent=2) + "\n")
-        logger.info(f"{config.model.pretrain}: accuracy {result['accuracy']:.3f} on {int(result['num_samples'])} prompts -> {file}")
+        accuracy, count = result["accuracy"], int(result["num_samples"])
+        logger.info(f"{config.model.pretrain}: accuracy {accuracy:.3f} of {count} prompts -> {file}")
 
 
 def main(argv: list[str] | None = None) -> None:

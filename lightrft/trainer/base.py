@@ -52,8 +52,13 @@ class Trainer(ABC):
     def step(self, number: int) -> None:
         """One step: everything between two states that a checkpoint can hold. Adds to `self.metrics`."""
 
+    @abstractmethod
     def evaluate(self) -> None:
-        """Add metrics of the held-out data; nothing without such data."""
+        """Add `eval/*` metrics of the held-out data to `self.metrics`."""
+
+    def enough(self) -> bool:
+        """Whether the run ends with the step just done, before the last one; the same answer on all ranks."""
+        return False
 
     def fit(self) -> None:
         """Train to the end, from the newest checkpoint when asked to. Interrupted: write a checkpoint, then raise."""
@@ -90,21 +95,24 @@ class Trainer(ABC):
         for number in range(self.done + 1, self.total_steps + 1):
             self.step(number)
             self.done = number
-            if _due(number, train.eval_steps, self.total_steps):
+            last = number == self.total_steps or self.enough()
+            if self.config.data.eval_data and _due(number, train.eval_steps, last):
                 with self.trace.phase("evaluate"):
                     self.evaluate()
             if train.save_steps > 0 and number % train.save_steps == 0:
                 with self.trace.phase("checkpoint"):
                     self.save()
-            self._report(number)
+            self._report(number, last)
             self.interruption.safe_point()
+            if last:
+                break
 
-    def _report(self, number: int) -> None:
+    def _report(self, number: int, last: bool) -> None:
         """Reduce once over all ranks, and tell the sinks."""
         for name, value in self.trace.step().items():
             add = self.metrics.max if name.startswith("memory/") else self.metrics.mean
             add(name, value)
-        if not _due(number, self.config.observe.logging_steps, self.total_steps):
+        if not _due(number, self.config.observe.logging_steps, last):
             return
         row = self.metrics.reduce(self.strategy.mesh.data)
         if "rollout/tokens" in row:
@@ -150,7 +158,7 @@ class Trainer(ABC):
             logger.warning("interrupted before the first step was complete: nothing to save")
             return
         self.save()
-        logger.warning(f"checkpoint of step {self.done} in {self.checkpoints}; continue with the same command and --load_checkpoint")
+        logger.warning(f"saved step {self.done} in {self.checkpoints}; continue with the same command and --load_checkpoint")
 
     def _describe_run(self, status: str, seconds: float) -> None:
         """`run.json`: what ran, for people and for the report."""
@@ -179,8 +187,8 @@ def installed_versions() -> dict[str, str]:
     return versions
 
 
-def _due(number: int, every: int, last: int) -> bool:
-    return every > 0 and (number % every == 0 or number == last)
+def _due(number: int, every: int, last: bool) -> bool:
+    return every > 0 and (last or number % every == 0)
 
 
 def _row(sample: Sample) -> dict[str, Any]:

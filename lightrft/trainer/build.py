@@ -56,12 +56,22 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
 def sft_trainer(config: Config, strategy: StrategyBase) -> SFTTrainer:
     tokenizer = load_tokenizer(config.model)
     prompts = load_prompts(config.data, tokenizer, judge=answer_problem)
+    eval_prompts = load_prompts(config.data, tokenizer, held_out=True, judge=answer_problem) if config.data.eval_data else []
     order = StepOrder(len(prompts), config.train.train_batch_size, config.train.seed)
     steps = total_steps(config, order)
     policy = build_policy(config, strategy, updates=steps, reference=False)
     observer, trace = observation(config, strategy)
     return SFTTrainer(
-        config, strategy, policy, tokenizer=tokenizer, order=order, total_steps=steps, observer=observer, trace=trace, prompts=prompts
+        config,
+        strategy,
+        policy,
+        tokenizer=tokenizer,
+        order=order,
+        total_steps=steps,
+        observer=observer,
+        trace=trace,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
     )
 
 
@@ -74,7 +84,7 @@ def build_policy(config: Config, strategy: StrategyBase, *, updates: int, refere
     """The sharded actor with its optimizer and schedule over `updates` optimizer steps, and the frozen reference."""
     optim = config.optim
     actor = Actor(load_model(config.model))
-    optimizer = strategy.create_optimizer(actor, lr=optim.actor_learning_rate, betas=tuple(optim.adam_betas), weight_decay=optim.l2)
+    optimizer = strategy.create_optimizer(actor, optim.actor_learning_rate, optim.adam_betas, optim.l2)
     scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
     actor, optimizer, scheduler = strategy.prepare((actor, optimizer, scheduler))
     frozen = None

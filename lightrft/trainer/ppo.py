@@ -45,9 +45,8 @@ class PPOTrainer(Trainer):
                 self._update(planned)
 
     def evaluate(self) -> None:
-        if self.eval_prompts:
-            with self.strategy.engine_awake(self.policy.actor):
-                evaluate(self.sampler, self.judge, self.eval_prompts, self.metrics)
+        with self.strategy.engine_awake(self.policy.actor):
+            evaluate(self.sampler, self.judge, self.eval_prompts, self.metrics)
 
     def _update(self, planned: Planned) -> None:
         """One optimizer step per minibatch."""

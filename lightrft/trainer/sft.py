@@ -3,34 +3,48 @@
 from lightrft.algorithms.objectives import sft
 from lightrft.data.conversations import supervised_batch
 from lightrft.data.packing import plan
+from lightrft.roles.microbatch import Rows
 from lightrft.trainer.base import Trainer
-from lightrft.types import Prompt
+from lightrft.types import Batch, Prompt
 
 
 class SFTTrainer(Trainer):
     """One step is one optimizer step over `train_batch_size` rows."""
 
-    def __init__(self, *args, prompts: list[Prompt], **kwargs):
+    def __init__(self, *args, prompts: list[Prompt], eval_prompts: list[Prompt], **kwargs):
         super().__init__(*args, **kwargs)
-        self.prompts = prompts
+        self.prompts, self.eval_prompts = prompts, eval_prompts
 
     def step(self, number: int) -> None:
-        data, train = self.strategy.mesh.data, self.config.train
-        rows = self.order.rows(number - 1)
         with self.trace.phase("data"):
-            batch = supervised_batch([self.prompts[row] for row in rows], self.tokenizer, list(range(len(rows))))
-            schedule = plan(
-                batch.lengths.tolist(),
-                num_ranks=data.size,
-                minibatch_size=train.train_batch_size,
-                max_tokens=train.max_tokens_per_microbatch,
-                max_sequences=train.micro_train_batch_size,
-            )
-            mine, micro_batches = batch.select(schedule.rows(data.rank)), schedule.local(data.rank)[0]
+            batch, rows = self._my_part([self.prompts[row] for row in self.order.rows(number - 1)])
         with self.trace.phase("train"):
-            denominator = self.policy.denominator(mine, micro_batches, length=1)
+            denominator = self.policy.denominator(batch, rows, length=1)
             self.metrics.mean("train/learning_rate", self.policy.scheduler.get_last_lr()[0])
-            loss, norm = self.policy.update(mine, micro_batches, sft, denominator, self.metrics)
+            loss, norm = self.policy.update(batch, rows, sft, denominator, self.metrics)
+        self.loss = float(loss)
         self.metrics.mean("train/loss", loss)
         self.metrics.mean("train/grad_norm", norm)
-        self.metrics.sum("train/tokens", mine.num_tokens)
+        self.metrics.sum("train/tokens", batch.num_tokens)
+
+    def evaluate(self) -> None:
+        """Negative log-likelihood of the held-out answers, mean over their tokens."""
+        batch, rows = self._my_part(self.eval_prompts)
+        self.metrics.mean("eval/loss", -self.policy.logprobs(batch, rows), batch.loss_mask)
+
+    def enough(self) -> bool:
+        stop = self.config.train.stop_loss
+        return stop is not None and self.loss < stop
+
+    def _my_part(self, prompts: list[Prompt]) -> tuple[Batch, Rows]:
+        """This rank's share of the prompts and answers, balanced, and its micro-batches."""
+        data, train = self.strategy.mesh.data, self.config.train
+        batch = supervised_batch(prompts, self.tokenizer, list(range(len(prompts))))
+        schedule = plan(
+            batch.lengths.tolist(),
+            num_ranks=data.size,
+            minibatch_size=len(batch),
+            max_tokens=train.max_tokens_per_microbatch,
+            max_sequences=train.micro_train_batch_size,
+        )
+        return batch.select(schedule.rows(data.rank)), schedule.local(data.rank)[0]

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+
 from runs import PPO, prepare, train
 
 
@@ -33,6 +34,7 @@ def test_several_updates_of_one_rollout(inputs, tmp_path):
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
 def test_every_engine_starts_and_steps(inputs, tmp_path, engine, world_size):
-    rows = train("train_ppo", world_size, [*inputs, *PPO, f"--engine_type={engine}", "--enable_engine_sleep", "--max_steps=3"], tmp_path)
+    flags = [f"--engine_type={engine}", "--enable_engine_sleep", "--max_steps=3"]
+    rows = train("train_ppo", world_size, [*inputs, *PPO, *flags], tmp_path)
     assert len(rows) == 3
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0 for row in rows)

@@ -7,8 +7,10 @@ import sys
 import time
 
 import pytest
+
 from runs import PPO, prepare, repeatable, rows_of, train
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 KILLING_REWARD = '''
 import os, signal
 calls = 0
@@ -55,9 +57,11 @@ def test_interrupt_saves_and_resumes(inputs, tmp_path):
     """Ctrl-C under torchrun: every rank stops at the same step, a checkpoint is there, the run goes on from it."""
     flags = [*inputs, *PPO, "--save_steps=-1", f"--save_path={tmp_path}"]
     run = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lightrft.cli.train_ppo", *flags],
-        env=os.environ | {"PYTHONPATH": os.getcwd()}, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [*TORCHRUN, "-m", "lightrft.cli.train_ppo", *flags],
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     deadline = time.monotonic() + 120
     while not (tmp_path / "metrics.jsonl").exists() or not rows_of(tmp_path):
         assert time.monotonic() < deadline and run.poll() is None, run.communicate()[1]

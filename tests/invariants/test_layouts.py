@@ -1,0 +1,146 @@
+"""Why: a loss that is normalised per micro-batch or per rank trains differently for every way of splitting the batch.
+
+Here three GRPO updates of a fixed experience are computed by a loop in plain torch, one sequence at a time, and must come
+out the same for every number of ranks, micro-batch size, and aggregation.
+"""
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import tiny_model
+from transformers import AutoModelForCausalLM
+
+from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.config import Config
+from lightrft.data.packing import plan
+from lightrft.data.plane import move
+from lightrft.observe.metrics import Metrics
+from lightrft.strategy import get_strategy
+from lightrft.trainer.build import build_policy
+from lightrft.types import Experience
+
+PROMPT, STEPS, LEARNING_RATE, MAX_NORM, TEMPERATURE = 3, 3, 3e-4, 0.5, 0.8
+RESPONSES = [1, 9, 4, 17, 2, 6, 6, 12, 3, 5]
+LONGEST = 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def experience() -> Experience:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([PROMPT + response for response in RESPONSES])
+    total = int(lengths.sum())
+    learned = torch.cat([torch.arange(PROMPT + response) >= PROMPT for response in RESPONSES])
+    advantages = torch.randn(len(RESPONSES), generator=generator).repeat_interleave(lengths)
+    old = -5 + torch.randn(total, generator=generator)  # far from the actor's, so that tokens are clipped on both sides
+    return Experience(
+        lengths=lengths,
+        input_ids=torch.randint(0, 256, (total,), generator=generator),
+        loss_mask=learned,
+        rows=torch.arange(len(RESPONSES)),
+        groups=torch.arange(len(RESPONSES)) // 2,
+        rewards=torch.zeros(len(RESPONSES)),
+        advantages=torch.where(learned, advantages, 0.0),
+        engine_logprobs=old,
+        old_logprobs=old,
+        reference_logprobs=old + 0.1,
+    )
+
+
+def configuration(folder: str, mode: str) -> Config:
+    config = Config()
+    config.model.pretrain, config.strategy.fsdp = folder, True
+    config.rollout.temperature, config.rollout.generate_max_len = TEMPERATURE, LONGEST
+    config.algorithm.loss_agg_mode, config.algorithm.use_kl_loss, config.algorithm.init_kl_coef = mode, True, 0.1
+    config.algorithm.eps_clip_high, config.algorithm.dual_clip = 0.3, 3.0
+    config.optim.actor_learning_rate, config.optim.lr_scheduler, config.optim.lr_warmup_ratio = LEARNING_RATE, "constant", 0.0
+    config.optim.max_norm = MAX_NORM
+    return config
+
+
+Trained = tuple[list[list[float]], dict[str, torch.Tensor]]
+
+
+def trained(folder: str, mode: str, max_tokens: int, max_sequences: int | None) -> Trained:
+    """Loss and gradient norm of each update, and the parameters after them."""
+    config = configuration(folder, mode)
+    strategy = get_strategy(config)
+    strategy.setup_distributed()
+    policy = build_policy(config, strategy, updates=STEPS, reference=False)
+    data, whole = strategy.mesh.data, experience()
+    schedule = plan(
+        whole.lengths.tolist(), num_ranks=data.size, minibatch_size=len(whole), max_tokens=max_tokens, max_sequences=max_sequences
+    )
+    here = whole.select([row for row in range(len(whole)) if row % data.size == data.rank])
+    mine, rows = move(data, here, [schedule.rows(rank) for rank in range(data.size)]), schedule.local(data.rank)[0]
+    numbers = []
+    for _ in range(STEPS):
+        denominator = policy.denominator(mine, rows, length=LONGEST)
+        update = policy.update(mine, rows, PolicyObjective(config.algorithm), denominator, Metrics())
+        numbers.append([float(number) for number in update])
+    return numbers, {name: tensor.clone() for name, tensor in strategy.full_params(policy.actor)}
+
+
+def plain_torch(folder: str, mode: str) -> Trained:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    decayed = [parameter for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(decayed, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    numbers = []
+    for _ in range(STEPS):
+        per_sequence = [sequence_loss(model, experience(), index) for index in range(len(RESPONSES))]
+        if mode == "token-mean":
+            loss = sum(values.sum() for values in per_sequence) / sum(RESPONSES)
+        elif mode == "seq-mean-token-mean":
+            loss = sum(values.mean() for values in per_sequence) / len(RESPONSES)
+        elif mode == "seq-mean-token-sum":
+            loss = sum(values.sum() for values in per_sequence) / len(RESPONSES)
+        else:
+            loss = sum(values.sum() for values in per_sequence) / len(RESPONSES) / LONGEST
+        loss.backward()
+        numbers.append([loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return numbers, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def sequence_loss(model: torch.nn.Module, whole: Experience, index: int) -> torch.Tensor:
+    """Per response token: clipped ratio with dual clip 3, and 0.1 of the k3 divergence."""
+    start, end = int(whole.offsets[index]), int(whole.offsets[index + 1])
+    ids, part = whole.input_ids[start:end], slice(start + PROMPT, end)
+    logits = model(ids[None], use_cache=False).logits[0, PROMPT - 1 : -1] / TEMPERATURE
+    logprobs = logits.log_softmax(-1).gather(1, ids[PROMPT:, None])[:, 0]
+    advantage, old, reference = whole.advantages[part], whole.old_logprobs[part], whole.reference_logprobs[part]
+    ratio = (logprobs - old).exp()
+    loss = -torch.minimum(ratio * advantage, ratio.clip(0.8, 1.3) * advantage)
+    loss = torch.where(advantage < 0, torch.minimum(loss, -3.0 * advantage), loss)
+    difference = reference - logprobs
+    return loss + 0.1 * (difference.exp() - difference - 1)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
+def test_every_layout_is_plain_torch(folder, mode):
+    expected_numbers, expected = plain_torch(folder, mode)
+    start = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    layouts = [(1, 1000, None), (1, 24, None), (2, 1000, None), (2, 1000, 1), (4, 30, 2)]
+    for world_size, max_tokens, max_sequences in layouts:
+        numbers, parameters = run_ranks(world_size, trained, folder, mode, max_tokens, max_sequences)[0]
+        torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected_numbers), rtol=1e-5, atol=1e-6)
+        assert parameters.keys() == expected.keys()
+        for name, tensor in parameters.items():
+            assert (tensor - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+            assert (tensor - expected[name]).norm() <= 2e-3 * (expected[name] - start[name]).norm(), name  # of what was learned
+
+
+def test_more_ranks_than_sequences(folder):
+    """Two sequences on four ranks: two ranks compute a filler, and nothing changes."""
+    global RESPONSES
+    RESPONSES, kept = [3, 8], RESPONSES
+    try:
+        expected_numbers, _ = plain_torch(folder, "token-mean")
+        numbers, _ = run_ranks(4, trained, folder, "token-mean", 1000, None)[0]
+    finally:
+        RESPONSES = kept
+    torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected_numbers), rtol=1e-5, atol=1e-6)

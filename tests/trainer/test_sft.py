@@ -1,0 +1,45 @@
+"""Supervised fine-tuning: the loss is the mean over all answer tokens, on any number of ranks, and it falls."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from runs import prepare, repeatable, train
+
+SFT = ["--train_batch_size=8", "--num_episodes=20", "--actor_learning_rate=3e-3", "--lr_scheduler=constant"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    flags = [flag for flag in prepare(folder) if not flag.startswith("--reward")]
+    return [*flags, f"--eval_data={folder}/train.jsonl", "--eval_steps=1"]
+
+
+def test_held_out_loss_is_that_of_transformers(inputs, tmp_path):
+    """The loss after one step equals the mean over answer tokens that plain transformers finds in the saved model."""
+    rows = train("train_sft", 2, [*inputs, *SFT, "--max_steps=1", "--max_tokens_per_microbatch=32"], tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    total, count = 0.0, 0
+    for number in range(24):
+        prompt = tokenizer("abcdefgh"[: 2 + number % 5] + "=")["input_ids"]
+        answer = tokenizer(str(number))["input_ids"] + [tokenizer.eos_token_id]
+        logprobs = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        total -= logprobs.gather(1, torch.tensor(answer)[:, None]).sum().item()
+        count += len(answer)
+    assert rows[0]["eval/loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_ranks_and_micro_batches_do_not_change_the_loss(inputs, tmp_path):
+    one = train("train_sft", 1, [*inputs, *SFT, "--max_steps=6", "--max_tokens_per_microbatch=1000"], tmp_path / "one")
+    two = train("train_sft", 2, [*inputs, *SFT, "--max_steps=6", "--micro_train_batch_size=1"], tmp_path / "two")
+    for a, b in zip(repeatable(one), repeatable(two), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+
+
+def test_loss_falls_and_the_run_stops_when_it_is_low_enough(inputs, tmp_path):
+    rows = train("train_sft", 1, [*inputs, *SFT, "--max_steps=60", "--stop_loss=2.0"], tmp_path)
+    assert len(rows) < 60
+    assert rows[-1]["train/loss"] < 2.0 < rows[0]["train/loss"]
+    assert min(row["train/loss"] for row in rows[:-1]) >= 2.0
