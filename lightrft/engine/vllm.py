@@ -146,21 +146,9 @@ class VLLMEngine(Engine):
     def _load_weights(self, named_tensors: Iterator[Named]) -> None:
         failures: list[Exception] = []
         with self._fatal("load_weights"), torch.no_grad():
-            self._shim.reload_weights(self._until_failure(named_tensors, failures))
+            self._shim.reload_weights(_until_failure(named_tensors, failures))
         if failures:
             raise failures[0]
-
-    def _until_failure(self, named_tensors: Iterator[Named], failures: list[Exception]) -> Iterator[Named]:
-        """The stream; where it breaks, NaN for what did not come, so that vLLM ends its reload and can take the next one."""
-        missing = dict(self.expected)
-        try:
-            for name, tensor in named_tensors:
-                del missing[name]
-                yield name, tensor
-        except Exception as error:
-            failures.append(error)
-            for name, shape in missing.items():
-                yield name, torch.full(shape, torch.nan, device=self.device)
 
     def _sleep(self, level: int) -> None:
         if not self.on_cpu:
@@ -200,6 +188,14 @@ def _arguments(setup: EngineSetup) -> dict:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+
+
+def _until_failure(named_tensors: Iterator[Named], failures: list[Exception]) -> Iterator[Named]:
+    """The stream, which seems to end where it breaks: vLLM then ends its reload in order and can take the next one."""
+    try:
+        yield from named_tensors
+    except Exception as error:
+        failures.append(error)
 
 
 def _check_version(version: str) -> None:
