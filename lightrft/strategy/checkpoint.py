@@ -86,21 +86,40 @@ def _write_tensors(training: Training, path: Path) -> None:
     state = {"model": sharded.get_model_state_dict(training.model)}
     if training.optimizer is not None:
         state["optimizer"] = sharded.get_optimizer_state_dict(training.model, training.optimizer)
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(path, sync_files=True))
+    dcp.save(state, storage_writer=_Writer(path, sync_files=True))
+
+
+class _Writer(dcp.FileSystemWriter):
+    def write_data(self, *args: Any) -> Any:
+        """When the disk is full, torch's own writer hides the OSError behind "unexpected pos 704 vs 598"."""
+        try:
+            return super().write_data(*args)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def _read_tensors(training: Training, path: Path, module_only: bool) -> None:
     model, optimizer = training.model, None if module_only else training.optimizer
     reader = dcp.FileSystemReader(path)
+    saved = set(reader.read_metadata().state_dict_metadata)
     state = {"model": sharded.get_model_state_dict(model)}
+    _check_names({f"model.{name}" for name in state["model"]}, {name for name in saved if name.startswith("model.")})
     if optimizer is not None:
         state["optimizer"] = sharded.get_optimizer_state_dict(model, optimizer)
-        _forget_untouched(state["optimizer"]["state"], set(reader.read_metadata().state_dict_metadata))
+        _forget_untouched(state["optimizer"]["state"], saved)
     dcp.load(state, storage_reader=reader)
     sharded.set_model_state_dict(model, state["model"])
     if optimizer is not None:
         lenient = sharded.StateDictOptions(strict=False)  # for the untouched
         sharded.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=lenient)
+
+
+def _check_names(wanted: set[str], saved: set[str]) -> None:
+    for names, what in ((wanted - saved, "of the model are not in it"), (saved - wanted, "in it are not of the model")):
+        if names:
+            raise ValueError(f"{len(names)} tensors {what}, the first is {min(names).removeprefix('model.')}")
 
 
 def _forget_untouched(state: dict[str, dict[str, Any]], saved: set[str]) -> None:

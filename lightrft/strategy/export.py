@@ -98,6 +98,7 @@ def _write_rest(
         return
     config = copy.deepcopy(model.config)
     config.dtype = dtype
+    config.use_cache = True  # training switches it off
     config.architectures = config.architectures or [_architecture(model)]
     config.save_pretrained(part)
     if model.can_generate():

@@ -1,0 +1,340 @@
+import json
+import random
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from loguru import logger
+from ranks import run_ranks
+from strategy.training import distance, fill_the_disk, load, one_step, snapshot, strategy
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+
+class Run:
+    """A model in training, as a trainer would hold it. The dropout-like noise makes resumed random states visible."""
+
+    def __init__(self, folder: str, root: Path, **args):
+        self.strategy, self.root = strategy(**args), root
+        model = load(folder)
+        optimizer = self.strategy.create_optimizer(model, lr=1e-3, weight_decay=0.1)
+        scheduler = self.strategy.create_scheduler(optimizer, "cosine", 2, 8)
+        self.model, self.optimizer, self.scheduler = self.strategy.prepare((model, optimizer, scheduler))
+        self.metrics: list[tuple] = []
+
+    def steps(self, first: int, last: int) -> "Run":
+        for step in range(first, last):
+            loss, norm, _ = one_step(self.strategy, self.model, self.optimizer, step, scheduler=self.scheduler)
+            noise = (random.random(), np.random.rand(), torch.rand(1).item())
+            self.metrics.append((loss, norm, self.optimizer.param_groups[0]["lr"], *noise))
+        return self
+
+    def save(self, tag: str, **options):
+        options = {"client_state": {"tag": tag}, "optimizer": self.optimizer, "scheduler": self.scheduler} | options
+        return self.strategy.save_ckpt(self.model, self.root, tag, **options)
+
+    def load(self, **options):
+        options = {"optimizer": self.optimizer, "scheduler": self.scheduler} | options
+        return self.strategy.load_ckpt(self.model, self.root, **options)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Parameters and the optimizer's moments, whole."""
+        moments = {}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state[parameter].items():
+                moments[f"{name}/{key}"] = (value.full_tensor() if key != "step" else value).clone()
+        return snapshot(self.strategy, self.model) | moments
+
+
+def messages(action):
+    """What `action` returns, and the warnings it logged."""
+    lines: list[str] = []
+    sink = logger.add(lambda line: lines.append(str(line)), level="WARNING", format="{message}")
+    try:
+        return action(), "".join(lines)
+    finally:
+        logger.remove(sink)
+
+
+# -- resume
+
+
+def uninterrupted(folder, root):
+    run = Run(folder, root).steps(0, 4)
+    return run.metrics, run.state()
+
+
+def interrupted(folder, root):
+    Run(folder, root).steps(0, 2).save("step2")
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    run = Run(folder, root)
+    path, client_state = run.load()
+    assert (path, client_state) == (root / "step2", {"tag": "step2"})
+    run.steps(2, 4)
+    return run.metrics, run.state()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_resumed_run_is_bit_identical(folder, root, world_size):
+    expected = run_ranks(world_size, uninterrupted, folder, root)
+    found = run_ranks(world_size, interrupted, folder, root)
+    for (metrics, state), (whole_metrics, whole_state) in zip(found, expected, strict=True):
+        assert metrics == whole_metrics[2:]
+        assert state.keys() == whole_state.keys()
+        assert all(torch.equal(state[name], whole_state[name]) for name in state)
+
+
+def save_after_two(folder, root, args):
+    run = Run(folder, root, **args).steps(0, 2)
+    run.save("step2")
+    return run.state()
+
+
+def load_and_go_on(folder, root, args):
+    run = Run(folder, root, **args)
+    run.load()
+    state = run.state()
+    return state, run.steps(2, 4).metrics
+
+
+@pytest.mark.parametrize("before, after, args", [
+    (2, 1, {}), (1, 2, {}), (4, 2, {"dp_replicate": 2}), (2, 2, {"fsdp_cpu_offload": True}),
+])
+def test_another_layout_continues(folder, root, before, after, args):
+    expected = run_ranks(1, uninterrupted, folder, root)[0][0]
+    saved = run_ranks(before, save_after_two, folder, root, args)[0]
+    for state, metrics in run_ranks(after, load_and_go_on, folder, root, {}):
+        assert all(torch.equal(state[name], saved[name]) for name in saved)
+        assert [row[:3] for row in metrics] == [pytest.approx(row[:3], rel=1e-5) for row in expected[2:]]
+
+
+def test_tied_model_resumes(tied_folder, root):
+    expected = run_ranks(2, uninterrupted, tied_folder, root)
+    assert run_ranks(2, interrupted, tied_folder, root)[0][0] == expected[0][0][2:]
+
+
+def never_touched(folder, root):
+    """A parameter that gets no gradient has no optimizer state, before and after."""
+    def model():
+        made = strategy()
+        module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        optimizer = made.create_optimizer(module, lr=1e-3)
+        return made, *made.prepare((module, optimizer))
+
+    def touch(module):
+        for parameter in module[0].parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+    made, module, optimizer = model()
+    touch(module)
+    made.optimizer_step(optimizer, module)
+    made.save_ckpt(module, root, "one", optimizer=optimizer)
+    made, module, optimizer = model()
+    made.load_ckpt(module, root, optimizer=optimizer)
+    return len(optimizer.state), {state["step"].item() for state in optimizer.state.values()}
+
+
+def test_untouched_parameters_resume_without_state(root, folder):
+    assert run_ranks(2, never_touched, folder, root) == [(2, {1.0})] * 2
+
+
+def module_only(folder, root):
+    run = Run(folder, root).steps(0, 1)
+    run.save("step1")
+    saved = snapshot(run.strategy, run.model)
+    other = Run(folder, root)
+    torch.manual_seed(7)
+    expected = torch.rand(1, generator=torch.Generator().manual_seed(7))
+    other.load(load_module_only=True)
+    return distance(snapshot(other.strategy, other.model), saved), len(other.optimizer.state), torch.rand(1) == expected
+
+
+def test_load_module_only_leaves_the_rest(folder, root):
+    assert run_ranks(1, module_only, folder, root) == [(0.0, 0, True)]
+
+
+# -- damage
+
+
+def load_messages(folder, root, options=None):
+    run = Run(folder, root)
+    (path, client_state), warnings = messages(lambda: run.load(**(options or {})))
+    return path and path.name, client_state, warnings
+
+
+def save_three(folder, root):
+    run = Run(folder, root)
+    for tag in ("a", "b", "c"):
+        run.steps(0, 1).save(tag)
+
+
+@pytest.fixture
+def three(folder, root) -> Path:
+    run_ranks(2, save_three, folder, root)
+    assert (root / "latest").read_text() == "c"
+    return root
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage, name, says", [
+    (truncate, "__1_0.distcp", "__1_0.distcp has "),
+    (flip, "__0_0.distcp", "__0_0.distcp has changed"),
+    (Path.unlink, "random_00001.pt", "random_00001.pt: No such file"),
+    (truncate, "manifest.json", "manifest.json cannot be read"),
+    (Path.unlink, "manifest.json", "manifest.json cannot be read"),
+])
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(folder, three, damage, name, says):
+    damage(three / "c" / name)
+    for rank, (path, client_state, warnings) in enumerate(run_ranks(2, load_messages, folder, three)):
+        assert (path, client_state) == ("b", {"tag": "b"})
+        if rank == 0:
+            assert says in warnings and str(three / "c") in warnings
+
+
+@pytest.mark.parametrize("latest", ["b", "gone", None])
+def test_the_newest_is_found_whatever_latest_says(folder, three, latest):
+    (three / "latest").write_text(latest) if latest else (three / "latest").unlink()
+    assert run_ranks(1, load_messages, folder, three)[0][0] == "c"
+
+
+def test_a_tag_is_loaded_by_name(folder, three):
+    assert run_ranks(1, load_messages, folder, three, {"tag": "a"})[0][:2] == ("a", {"tag": "a"})
+
+
+@pytest.mark.parametrize("tag, says", [
+    ("c", "checkpoint .*c is damaged: client_state.json has"), ("d", "d is no complete checkpoint"),
+])
+def test_a_damaged_or_missing_tag_is_an_error(folder, three, tag, says):
+    truncate(three / "c" / "client_state.json")
+    with pytest.raises(RuntimeError, match=says):
+        run_ranks(2, load_messages, folder, three, {"tag": tag})
+
+
+def test_no_checkpoint_is_no_error(folder, root):
+    assert run_ranks(2, load_messages, folder, root) == [(None, {}, "")] * 2
+
+
+def without_latest(folder, root):
+    run = Run(folder, root)
+    run.save("resume")
+    run.save("best", save_latest=False)
+    return run.load()[0].name, run.load(tag="best")[0].name, (root / "latest").read_text()
+
+
+def test_a_checkpoint_without_latest_is_loaded_by_tag_only(folder, root):
+    assert run_ranks(1, without_latest, folder, root) == [("resume", "best", "resume")]
+
+
+def other_model(folder, other, root):
+    Run(folder, root).save("a")
+    Run(other, root).load()
+
+
+@pytest.mark.parametrize("change, says", [
+    ({"intermediate_size": 160}, "ize mismatch"),
+    ({"attention_bias": True}, "8 tensors of the model are not in it, the first is model.layers.0.self_attn.k_proj.bias"),
+    ({"layer_types": ["full_attention"], "num_hidden_layers": 1},
+     "11 tensors in it are not of the model, the first is model.layers.1."),
+])
+def test_a_checkpoint_of_another_model_is_an_error(folder, tmp_path, root, change, says):
+    config = Qwen3Config.from_pretrained(folder)
+    config.update(change)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "other")
+    with pytest.raises(RuntimeError, match=rf"{root / 'a'} could not be loaded: rank 0: .*{says}"):
+        run_ranks(2, other_model, folder, str(tmp_path / "other"), root)
+
+
+# -- writing
+
+
+def disk_full(folder, root, bad_rank, limit):
+    run = Run(folder, root)
+    run.steps(0, 1).save("good")
+    before = snapshot(run.strategy, run.model)
+    run.steps(1, 2)
+    if run.strategy.get_rank() == bad_rank:
+        fill_the_disk(limit)
+    try:
+        run.save("bad")
+        raised = ""
+    except RuntimeError as error:
+        raised = str(error)
+    fill_the_disk(resource.RLIM_INFINITY)
+    left = sorted(path.name for path in root.iterdir())
+    path, _ = run.load()
+    found = distance(snapshot(run.strategy, run.model), before)
+    run.save("again")
+    return raised, left, path.name, found, sorted(path.name for path in root.iterdir())
+
+
+@pytest.mark.parametrize("bad_rank, limit", [(0, 100_000), (1, 100_000), (0, 20_000), (0, 1_000), (1, 1_000)])
+def test_a_full_disk_leaves_the_checkpoint_before(folder, root, bad_rank, limit):
+    results = run_ranks(2, disk_full, folder, root, bad_rank, limit)
+    assert results[0] == results[1]
+    raised, left, path, found, finally_there = results[0]
+    assert f"{root / 'bad'} could not be written: rank {bad_rank}: OSError: [Errno 27]" in raised
+    assert (left, path, found) == (["good", "latest"], "good", 0.0)
+    assert finally_there == ["again", "good", "latest"]
+
+
+def leftovers(folder, root):
+    (root / "killed.part").mkdir(parents=True)
+    (root / "killed.part" / "file").write_text("half")
+    run = Run(folder, root)
+    run.save("a")
+    run.steps(0, 1).save("a")
+    tag_again = snapshot(run.strategy, run.model)
+    run.steps(1, 2).load()
+    return sorted(path.name for path in root.iterdir()), distance(snapshot(run.strategy, run.model), tag_again)
+
+
+def test_half_written_folders_go_and_a_tag_can_be_written_again(folder, root):
+    assert run_ranks(1, leftovers, folder, root) == [(["a", "latest"], 0.0)]
+
+
+def rotation(folder, root, max_num, max_mem):
+    (root / "mine").mkdir(parents=True, exist_ok=True)
+    run = Run(folder, root)
+    for number in range(4):
+        run.save(f"step{number}", max_num=max_num, max_mem=max_mem)
+    return sorted(path.name for path in root.iterdir() if path.is_dir())
+
+
+def test_rotates_by_count(folder, root):
+    assert run_ranks(2, rotation, folder, root, 2, 1000)[0] == ["mine", "step2", "step3"]
+
+
+def test_rotates_by_size_and_the_newest_stays(folder, tmp_path):
+    size_of_one = 2.4e6 / 1e9
+    assert run_ranks(1, rotation, folder, tmp_path / "two", 9, 2.5 * size_of_one)[0] == ["mine", "step2", "step3"]
+    assert run_ranks(1, rotation, folder, tmp_path / "one", 9, 0.1 * size_of_one)[0] == ["mine", "step3"]
+
+
+def failed_rotation(folder, root):
+    run = Run(folder, root)
+    run.save("good", max_num=1)
+    fill_the_disk(1000)
+    try:
+        run.save("bad", max_num=1)
+    except RuntimeError:
+        return sorted(path.name for path in root.iterdir())
+
+
+def test_nothing_is_removed_before_the_new_one_is_there(folder, root):
+    assert run_ranks(1, failed_rotation, folder, root) == [["good", "latest"]]
+
+
+def test_manifest_lists_every_other_file(folder, three):
+    manifest = json.loads((three / "c" / "manifest.json").read_text())
+    assert set(manifest["files"]) == {path.name for path in (three / "c").iterdir()} - {"manifest.json"}
+    assert manifest["number"] == 3 and manifest["world_size"] == 2

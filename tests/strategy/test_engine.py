@@ -1,0 +1,156 @@
+"""Engine and trainer agree, whatever the layout. The engine is the embedded one."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from strategy.training import load, one_step, strategy
+
+from lightrft.engine.base import EngineError, Sampling
+from lightrft.strategy import EngineStatus, FSDPStrategy
+from lightrft.strategy.engine_host import replica_seed
+
+PROMPTS = [[50, 55, 43, 53], [49, 48], [57, 43, 49, 61, 50], [51]]
+
+
+def actor_with_engine(folder: str, **args):
+    made = strategy(pretrain=folder, engine_type="hf", prompt_max_len=16, generate_max_len=16, **args)
+    model = load(folder)
+    model, optimizer = made.prepare((model, made.create_optimizer(model, lr=1e-2)))
+    made.setup_inference_engine(actor=model)
+    return made, model, optimizer
+
+
+@torch.no_grad()
+def logprobs_of(model, prompt, token_ids) -> list[float]:
+    ids = torch.tensor(prompt + token_ids)
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0].tolist()
+
+
+def mismatch(folder: str, counts: list[int], args: dict):
+    """Largest difference of log-probs before and after an optimizer step, and how far that step went."""
+    made, model, optimizer = actor_with_engine(folder, **args)
+    prompts = PROMPTS[: counts[made.get_rank()]]
+    differences, versions, first = [], [], []
+    for step in range(2):
+        with made.engine_awake(model):
+            assert made.engine_status is EngineStatus.WAKEUP
+            completions = made.gather_and_generate(Sampling(n=3, max_tokens=8, seed=step), prompts)
+        assert made.engine_status is EngineStatus.SLEEPED
+        assert [len(samples) for samples in completions] == [3] * len(prompts)
+        mine = [(prompt, sample) for prompt, samples in zip(prompts, completions, strict=True) for sample in samples]
+        for index in range(3 * max(counts)):  # every rank takes part in every forward
+            prompt, sample = mine[index] if index < len(mine) else (PROMPTS[0], None)
+            found = logprobs_of(model, prompt, sample.token_ids if sample else [1, 2])
+            if sample:
+                differences.append(max(abs(a - b) for a, b in zip(found, sample.logprobs, strict=True)))
+                versions.append(sample.weight_version)
+                first.append(sample.logprobs[0])
+        one_step(made, model, optimizer, step)
+    return differences, versions, made.engine.version
+
+
+@pytest.mark.parametrize("counts", [[3, 1], [0, 4], [0, 0]])
+@pytest.mark.parametrize("args", [{}, {"engine_sleep_level": 1}, {"enable_engine_sleep": True, "dp_replicate": 2}], ids=str)
+def test_engine_has_the_weights_of_the_actor_after_a_step(folder, counts, args):
+    for rank, (differences, versions, version) in enumerate(run_ranks(2, mismatch, folder, counts, args)):
+        assert max(differences, default=0.0) < 1e-5
+        assert versions == [2] * 3 * counts[rank] + [3] * 3 * counts[rank]
+        assert version == 3
+
+
+def own_results(folder: str):
+    """A prompt of each rank's own, greedy, so that the answer tells whose it is."""
+    made, model, _ = actor_with_engine(folder)
+    mine = PROMPTS[:3] if made.is_rank_0() else PROMPTS[3:]
+    with made.engine_awake(model):
+        got = made.gather_and_generate(Sampling(max_tokens=4, temperature=0), mine)
+        alone = [made.engine_generate_local(Sampling(max_tokens=4, temperature=0), [prompt])[0] for prompt in mine]
+    same_prompt = alone[0].prompt_token_ids == mine[0]
+    return [samples[0].token_ids for samples in got], [one.output_token_ids for one in alone], same_prompt
+
+
+def test_results_come_back_in_order(folder):
+    for got, alone, prompt_kept in run_ranks(2, own_results, folder):
+        assert got == alone and prompt_kept
+
+
+def same_prompts_everywhere(folder: str):
+    made, model, _ = actor_with_engine(folder)
+    with made.engine_awake(model):
+        draw = [made.gather_and_generate(Sampling(n=4, max_tokens=6, seed=seed), PROMPTS[:1]) for seed in (0, 0, 1)]
+    return [[sample.token_ids for sample in samples[0]] for samples in draw]
+
+
+def test_replicas_and_steps_draw_differently_and_a_seed_repeats(folder):
+    (first, again, second), (other, _, _) = run_ranks(2, same_prompts_everywhere, folder)
+    assert first == again
+    assert first != other and first != second
+
+
+def test_replica_seeds_do_not_overlap():
+    seeds = {replica_seed(seed, replica) for seed in range(100) for replica in range(100)}
+    assert len(seeds) == 10_000 and all(0 <= seed < 2**48 for seed in seeds)
+
+
+def awake_without_sleep(folder: str):
+    made, model, optimizer = actor_with_engine(folder, enable_engine_sleep=False)
+    before = made.engine_status
+    made.maybe_sleep_inference_engine()
+    dicts = made.engine_generate_local(Sampling(n=2, max_tokens=3), PROMPTS[:2])
+    return before, made.engine_status, [sorted(one) for one in dicts], made.engine_name
+
+
+def test_an_engine_that_may_not_sleep_stays_awake(folder):
+    keys = ["finish_reason", "output_logprobs", "output_token_ids", "prompt_token_ids", "weight_version"]
+    assert run_ranks(1, awake_without_sleep, folder) == [(EngineStatus.WAKEUP, EngineStatus.WAKEUP, [keys] * 4, "hf")]
+
+
+def wake_and_sleep_twice(folder: str):
+    made, model, optimizer = actor_with_engine(folder)
+    made.maybe_sleep_inference_engine()
+    made.wakeup_inference_engine()
+    version = made.engine.version
+    made.wakeup_inference_engine()
+    return made.engine_status, version, made.engine.version, len(made.engine_generate_local(Sampling(max_tokens=2), PROMPTS))
+
+
+def test_waking_refills_dropped_weights_once(folder):
+    assert run_ranks(2, wake_and_sleep_twice, folder) == [(EngineStatus.WAKEUP, 2, 2, 4)] * 2
+
+
+def without_actor(folder: str):
+    """As evaluation does: the weights of --pretrain, which no sleep may lose."""
+    made = strategy(pretrain=folder, engine_type="hf")
+    status = made.engine_status
+    made.setup_inference_engine()
+    sampling = Sampling(max_tokens=4, temperature=0)
+    first = made.engine_generate_local(sampling, PROMPTS)
+    with made.engine_awake():
+        second = made.engine_generate_local(sampling, PROMPTS)
+    made.close()
+    return status, first == second, made.engine_status
+
+
+def test_an_engine_without_actor_keeps_its_weights(folder):
+    assert run_ranks(1, without_actor, folder) == [(EngineStatus.SLEEPED, True, EngineStatus.SLEEPED)]
+
+
+def failing_inside(folder: str):
+    made, model, _ = actor_with_engine(folder)
+    with pytest.raises(ValueError, match="a reward"), made.engine_awake(model):
+        raise ValueError("a reward")
+    with pytest.raises(EngineError, match="sleeping"):
+        made.engine_generate_local(Sampling(), PROMPTS)
+    return made.engine_status
+
+
+def test_an_error_inside_leaves_the_engine_asleep(folder):
+    assert run_ranks(1, failing_inside, folder) == [EngineStatus.SLEEPED]
+
+
+def test_no_engine_yet():
+    made = FSDPStrategy()
+    assert (made.engine_status, made.engine_name) == (EngineStatus.SLEEPED, "none")
+    with pytest.raises(RuntimeError, match="setup_inference_engine"):
+        made.gather_and_generate(Sampling(), [])

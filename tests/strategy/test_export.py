@@ -1,0 +1,112 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from strategy.training import fill_the_disk, load, snapshot, strategy
+from tiny import byte_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightrft.config import ModelSection
+from lightrft.models.heads import Actor
+from lightrft.models.load import load_model
+from lightrft.strategy import export
+
+
+def exported(folder: str, target: Path, shard_bytes: int, **args):
+    """The exported model is the actor's, role wrapper and all, slightly changed."""
+    export.MAX_SHARD_BYTES = shard_bytes
+    made = strategy(weight_sync_bucket_mb=1, **args)
+    actor = Actor(load_model(ModelSection(pretrain=folder)))
+    with torch.no_grad():
+        for parameter in actor.parameters():
+            parameter.add_(0.01)
+    actor = made.prepare(actor)
+    path = made.save_model(actor, byte_tokenizer(), target)
+    return path, snapshot(made, actor)
+
+
+@pytest.mark.parametrize("world_size, tied, shard_bytes", [(1, False, 10**9), (2, False, 200_000), (2, True, 10**9)])
+def test_from_pretrained_loads_what_was_trained(folder, tied_folder, tmp_path, world_size, tied, shard_bytes):
+    source, target = tied_folder if tied else folder, tmp_path / "model"
+    path, trained = run_ranks(world_size, exported, source, target, shard_bytes)[0]
+    assert path == target
+    loaded = AutoModelForCausalLM.from_pretrained(target)
+    found = dict(loaded.named_parameters())
+    assert found.keys() == trained.keys()
+    assert all(torch.equal(found[name], trained[name]) for name in found)
+    assert loaded.dtype == torch.float32
+    assert AutoTokenizer.from_pretrained(target)("27+58=").input_ids == [50, 55, 43, 53, 56, 61]
+    ids = torch.arange(6)[None]
+    assert torch.isfinite(loaded(input_ids=ids).logits).all()
+
+
+def test_config_is_that_of_the_original(folder, tmp_path):
+    run_ranks(1, exported, folder, tmp_path / "model", 10**9)
+    original, written = (json.loads((Path(place) / "config.json").read_text()) for place in (folder, tmp_path / "model"))
+    assert written == original
+    assert (tmp_path / "model" / "generation_config.json").is_file()
+
+
+def test_shards_keep_to_the_size_and_the_index_covers_all(folder, tmp_path):
+    _, trained = run_ranks(2, exported, folder, tmp_path / "model", 200_000)[0]
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == trained.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in trained.values())
+    files = sorted((tmp_path / "model").glob("*.safetensors"))
+    assert [file.name for file in files] == sorted(set(index["weight_map"].values())) and len(files) > 2
+    assert f"-of-{len(files):05d}" in files[0].name
+    assert all(sum(tensor.nbytes for tensor in load_file(file).values()) <= 200_000 for file in files)
+
+
+def test_bf16_runs_export_bfloat16(folder, tmp_path):
+    run_ranks(2, bf16_export, folder, tmp_path / "model")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model" / "model.safetensors").values()} == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype == torch.bfloat16
+
+
+def bf16_export(folder: str, target: Path):
+    made = strategy(bf16=True)
+    made.save_model(made.prepare(load(folder)), None, target)
+
+
+def exported_twice(folder: str, target: Path):
+    made = strategy()
+    model = made.prepare(load(folder))
+    made.save_model(model, None, target)
+    if made.is_rank_0():
+        fill_the_disk(10_000)
+    try:
+        made.save_model(model, None, target)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_full_disk_leaves_the_model_before(folder, tmp_path):
+    results = run_ranks(2, exported_twice, folder, tmp_path / "model")
+    assert results[0] == results[1] and "model could not be written: rank 0:" in results[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").num_parameters() > 0
+
+
+def test_an_earlier_model_is_replaced_but_nothing_else(folder, tmp_path):
+    for _ in range(2):
+        run_ranks(1, exported, folder, tmp_path / "model", 10**9)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    with pytest.raises(RuntimeError, match="run holds something else than a model; give a folder of its own"):
+        run_ranks(2, exported, folder, tmp_path / "run", 10**9)
+    assert (tmp_path / "run" / "metrics.jsonl").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
+
+
+def export_no_model(target: Path):
+    made = strategy()
+    made.save_model(torch.nn.Linear(2, 2), None, target)
+
+
+def test_only_transformers_models_are_exported(tmp_path):
+    with pytest.raises(RuntimeError, match="Linear is neither a transformers model nor"):
+        run_ranks(1, export_no_model, tmp_path / "model")

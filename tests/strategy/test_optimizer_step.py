@@ -1,0 +1,256 @@
+import math
+
+import pytest
+import torch
+from ranks import run_ranks
+from strategy.training import distance, load, my_rows, one_step, sgd, share_of_loss, snapshot, strategy
+from torch import nn
+
+from lightrft.parallel.grad_norm import global_grad_norm
+from lightrft.strategy.fsdp import blocks, roots
+from lightrft.strategy.optim import create_adamw, create_lr_scheduler
+
+
+def clipped_steps(folder: str, max_norm: float):
+    """Norm of the gradient that the optimizer saw, as SGD shows it: (norm reported, change / learning rate)."""
+    made = strategy(max_norm=max_norm)
+    model = made.prepare(load(folder))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = snapshot(made, model)
+    _, norm, _ = one_step(made, model, optimizer, 0)
+    after = snapshot(made, model)
+    return norm, math.sqrt(sum((after[name] - before[name]).square().sum().item() for name in after))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_clips_by_one_global_norm(folder, world_size):
+    for norm, applied in run_ranks(world_size, clipped_steps, folder, 0.5):
+        assert norm > 1
+        assert applied == pytest.approx(0.5, rel=1e-4)
+
+
+def test_max_norm_0_does_not_clip(folder):
+    for norm, applied in run_ranks(2, clipped_steps, folder, 0.0):
+        assert applied == pytest.approx(norm, rel=1e-4)
+
+
+def two_models(folder: str):
+    """Actor and critic, each with its optimizer: the actor's norm with and without the critic's step in between."""
+    made = strategy(max_norm=0.5)
+    actor, critic = made.prepare(load(folder), load(folder))
+    actor_optimizer, critic_optimizer = sgd(actor), sgd(critic)
+    loss = share_of_loss(actor, my_rows(made, 0), 50)
+    made.backward(loss, actor, actor_optimizer)
+    made.backward(share_of_loss(critic, my_rows(made, 1), 5), critic, critic_optimizer)
+    before = snapshot(made, actor)
+    made.optimizer_step(critic_optimizer, critic, name="critic")
+    untouched = distance(snapshot(made, actor), before)
+    made.optimizer_step(actor_optimizer, actor, name="actor")
+    after = snapshot(made, actor)
+    return untouched, math.sqrt(sum((after[name] - before[name]).square().sum().item() for name in after))
+
+
+def test_each_optimizer_clips_its_own_model(folder):
+    for untouched, applied in run_ranks(2, two_models, folder):
+        assert untouched == 0
+        assert applied == pytest.approx(0.5 * 0.1, rel=1e-4)
+
+
+def poisoned(folder: str, value: float):
+    """One rank's loss is not finite at the second of three steps."""
+    made, model = strategy(), load(folder)
+    optimizer = made.create_optimizer(model, lr=1e-3)
+    scheduler = made.create_scheduler(optimizer, "constant", 4, 10)
+    model, optimizer, scheduler = made.prepare((model, optimizer, scheduler))
+    one_step(made, model, optimizer, 0, scheduler=scheduler)
+    before, rate = snapshot(made, model), scheduler.get_last_lr()
+    loss = share_of_loss(model, my_rows(made, 1), 50)
+    made.backward(loss * (value if made.is_rank_0() else 1.0), model, optimizer)
+    norm = made.optimizer_step(optimizer, model, scheduler)
+    state_steps = {state["step"].item() for state in optimizer.state.values()}
+    same = distance(snapshot(made, model), before) == 0 and scheduler.get_last_lr() == rate
+    skipped = made.skipped_steps
+    _, later, _ = one_step(made, model, optimizer, 2, scheduler=scheduler)
+    return norm.isfinite().item(), same, skipped, made.skipped_steps, state_steps, math.isfinite(later)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_norm_that_is_not_finite_skips_the_step_on_all_ranks(folder, value):
+    for result in run_ranks(2, poisoned, folder, value):
+        assert result == (False, True, 1, 1, {1.0}, True)
+
+
+def forgotten_micro_batch(folder: str):
+    made, model = strategy(), load(folder)
+    model, optimizer = made.prepare((model, sgd(model)))
+    made.backward(share_of_loss(model, my_rows(made, 0), 50), model, optimizer, last=False)
+    made.optimizer_step(optimizer, model, name="actor")
+
+
+def test_a_step_with_unsummed_gradients_is_refused(folder):
+    with pytest.raises(RuntimeError, match=r"optimizer_step\(actor\) after backward\(last=False\)"):
+        run_ranks(2, forgotten_micro_batch, folder)
+
+
+def nothing_leaks(folder: str):
+    """The same rows twice with a learning rate of 0: a leftover would show in the second norm."""
+    made, model = strategy(), load(folder)
+    model, optimizer = made.prepare((model, torch.optim.SGD(model.parameters(), lr=0.0)))
+    norms = [one_step(made, model, optimizer, 0, num_micro)[1] for num_micro in (4, 2, 1)]
+    return norms, all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_no_gradient_leaks_into_the_next_step(folder):
+    for norms, forgotten in run_ranks(2, nothing_leaks, folder):
+        assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+        assert forgotten
+
+
+def frozen_and_forwarded(folder: str):
+    """A forward without gradients leaves only shards behind, so an optimizer made now trains the right tensors."""
+    made = strategy()
+    model = made.prepare(load(folder))
+    with torch.no_grad():
+        share_of_loss(model, my_rows(made, 0), 50)
+    kinds = {type(parameter).__name__ for parameter in model.parameters()}
+    before, optimizer = snapshot(made, model), sgd(model)
+    one_step(made, model, optimizer, 0)
+    return kinds, distance(snapshot(made, model), before)
+
+
+def test_optimizer_after_a_forward_without_gradients(folder):
+    for kinds, change in run_ranks(2, frozen_and_forwarded, folder):
+        assert kinds == {"DTensor"}
+        assert change > 0
+
+
+def norms_of_sharded_and_plain():
+    made = strategy()
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 1)
+    sharded = nn.Linear(5, 3)
+    expected = torch.cat([torch.full((4,), 2.0), torch.full((18,), 3.0)]).norm()
+    made.prepare(sharded)
+    for parameter, value in [(p, 2.0) for p in plain.parameters()] + [(p, 3.0) for p in sharded.parameters()]:
+        parameter.grad = torch.full_like(parameter, value)
+    norm = global_grad_norm([*plain.parameters(), *sharded.parameters()], made.device)
+    return (norm / expected).item(), norm.dtype, norm.shape
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_norm_over_plain_and_unevenly_sharded_parameters(world_size):
+    for ratio, dtype, shape in run_ranks(world_size, norms_of_sharded_and_plain):
+        assert ratio == pytest.approx(1, rel=1e-6)
+        assert (dtype, shape) == (torch.float32, ())
+
+
+# -- what is wrapped
+
+
+def test_blocks_are_the_decoder_layers(folder):
+    assert [type(block).__name__ for block in blocks(load(folder))] == ["Qwen3DecoderLayer"] * 2
+
+
+def test_blocks_fall_back_to_module_lists():
+    model = nn.Sequential(nn.Embedding(4, 8), nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]))
+    assert blocks(model) == list(reversed(model[1]))
+
+
+def test_a_block_with_a_tied_parameter_is_left_to_the_root():
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    model.head = nn.Linear(8, 8)
+    model.head.weight = model.layers[0].weight
+    assert blocks(model) == [model.layers[1]]
+
+
+def roots_of_a_container(folder: str):
+    made = strategy()
+    container = nn.ModuleDict({"inner": made.prepare(load(folder))})
+    return len(list(roots(container)))
+
+
+def test_roots_are_found_inside_a_container(folder):
+    assert run_ranks(1, roots_of_a_container, folder) == [1]
+
+
+def prepared_shapes(folder: str):
+    made, model = strategy(), load(folder)
+    optimizer = sgd(model)
+    scheduler = create_lr_scheduler(optimizer, "constant", 0, 1)
+    triple, nothing, frozen = made.prepare((model, optimizer, scheduler), None, load(folder).requires_grad_(False))
+    same = triple == (model, optimizer, scheduler) and nothing is None and isinstance(frozen, nn.Module)
+    return same, made.prepare(None), scheduler.optimizer is optimizer
+
+
+def test_prepare_returns_what_it_was_given(folder):
+    assert run_ranks(1, prepared_shapes, folder) == [(True, None, True)]
+
+
+def foreign_optimizer(folder: str):
+    strategy().prepare((load(folder), sgd(load(folder))))
+
+
+def test_prepare_refuses_an_optimizer_of_another_model(folder):
+    with pytest.raises(RuntimeError, match="the optimizer trains parameters that are not in"):
+        run_ranks(1, foreign_optimizer, folder)
+
+
+def frozen_dtypes(folder: str):
+    made = strategy(bf16=True)
+    frozen = made.prepare(load(folder).requires_grad_(False))
+    trained = made.prepare(load(folder).bfloat16())
+    return {p.dtype for p in frozen.parameters()}, {p.dtype for p in trained.parameters()}, frozen.model.rotary_emb.inv_freq.dtype
+
+
+def test_bf16_frozen_models_are_half_the_size_and_trained_ones_have_masters(folder):
+    assert run_ranks(1, frozen_dtypes, folder) == [({torch.bfloat16}, {torch.float32}, torch.float32)]
+
+
+# -- optimizer and schedule
+
+
+def test_only_matrices_decay(folder):
+    model = load(folder)
+    model.model.embed_tokens.requires_grad_(False)
+    optimizer = create_adamw(model, 1e-3, (0.9, 0.95), 0.1, 1e-8)
+    decay, rest = optimizer.param_groups
+    assert (decay["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
+    assert all(p.ndim == 2 for p in decay["params"]) and all(p.ndim == 1 for p in rest["params"])
+    assert len(decay["params"]) + len(rest["params"]) == len(list(model.parameters())) - 1
+
+
+def test_nothing_to_train_is_an_error():
+    with pytest.raises(ValueError, match="no parameter of Linear requires a gradient"):
+        create_adamw(nn.Linear(2, 2).requires_grad_(False), 1e-3, (0.9, 0.95), 0.0, 1e-8)
+
+
+def rates(kind: str, warmup: int, total: int, steps: int) -> list[float]:
+    optimizer = sgd(nn.Linear(1, 1))
+    scheduler = create_lr_scheduler(optimizer, kind, warmup, total)
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"] / 0.1)
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def test_warm_up_then_cosine_to_a_tenth():
+    found = rates("cosine", 4, 12, 14)
+    assert found[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert found[8] == pytest.approx(0.55)
+    assert found[12:] == pytest.approx([0.1, 0.1])
+    assert found[4:] == sorted(found[4:], reverse=True)
+
+
+def test_warm_up_then_constant():
+    assert rates("constant", 2, 3, 6) == pytest.approx([0.5, 1, 1, 1, 1, 1])
+
+
+def test_schedule_errors():
+    optimizer = sgd(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="unknown lr_scheduler 'linear'"):
+        create_lr_scheduler(optimizer, "linear", 0, 1)
+    with pytest.raises(ValueError, match="total_steps >= 1"):
+        create_lr_scheduler(optimizer, "cosine", 0, 0)
