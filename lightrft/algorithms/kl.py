@@ -26,4 +26,4 @@ def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """exp(d) - d - 1: unbiased and never negative."""
     d = reference_logprobs - logprobs
-    return d.exp() - d - 1
+    return d.expm1() - d  # exp(d) - 1 of a small d loses its digits, and the result its sign

@@ -15,6 +15,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 """--advantage_estimator name -> configuration fields."""
+PRESETS["group_norm"] = PRESETS["grpo"]
 
 
 def recipe(advantage_estimator: str) -> dict[str, Any]:

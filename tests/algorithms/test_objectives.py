@@ -1,0 +1,108 @@
+"""Why: the loss that `backward` gets is put together here; its value and gradient are checked against the sum by hand."""
+
+import math
+
+import pytest
+import torch
+from torch.autograd import grad
+
+from lightrft.algorithms.objectives import PolicyObjective, mismatch, sft
+from lightrft.algorithms.reduce import Denominator
+from lightrft.config import AlgorithmSection
+from lightrft.types import Batch, Experience
+
+LOG2 = math.log(2)
+# two sequences, `p a b` and `p c`; learned are a, b, c
+MASK = [False, True, True, False, True]
+LOGPROBS = [0.0, -1.0, -2.0, 0.0, -0.5]
+ADVANTAGES = [0.0, 2.0, 2.0, 0.0, -1.0]
+DENOMINATOR = Denominator(torch.tensor(3.0), torch.tensor(2.0), 10)
+
+
+def experience(**columns: list[float]) -> Experience:
+    defaults = {"advantages": ADVANTAGES, "engine_logprobs": LOGPROBS}
+    return Experience(
+        lengths=torch.tensor([3, 2]),
+        input_ids=torch.arange(5),
+        loss_mask=torch.tensor(MASK),
+        rows=torch.arange(2),
+        groups=torch.zeros(2, dtype=torch.int64),
+        rewards=torch.zeros(2),
+        **{name: torch.tensor(values) for name, values in (defaults | columns).items()},
+    )
+
+
+def evaluate(section: AlgorithmSection, batch: Experience, logprobs: list[float] = LOGPROBS):
+    values = torch.tensor(logprobs, requires_grad=True)
+    loss, report = PolicyObjective(section)(values, batch, DENOMINATOR)
+    return loss.item(), grad(loss, values)[0].tolist(), report
+
+
+def test_without_old_logprobs_the_ratio_is_one_and_its_gradient_counts():
+    loss, gradient, report = evaluate(AlgorithmSection(), experience())
+    assert loss == pytest.approx(-(2 + 2 - 1) / 3)
+    assert gradient == pytest.approx([0.0, -2 / 3, -2 / 3, 0.0, 1 / 3])
+    assert report["train/ratio"].tolist() == [1.0] * 5
+    assert not report["train/clip_low"].any() and not report["train/clip_high"].any()
+
+
+def test_with_old_logprobs_the_clipped_ratio():
+    # ratios 2 (A 2: clipped at 1.2), 0.5 (A 2: free), 2 (A -1: free)
+    old = [0.0, -1.0 - LOG2, -2.0 + LOG2, 0.0, -0.5 - LOG2]
+    loss, gradient, report = evaluate(AlgorithmSection(), experience(old_logprobs=old))
+    assert loss == pytest.approx((-2.4 - 1.0 + 2.0) / 3, rel=1e-6)
+    assert gradient == pytest.approx([0.0, 0.0, -1 / 3, 0.0, 2 / 3], rel=1e-6)
+    assert report["train/clip_high"].tolist() == [False, True, False, False, False]
+
+
+def test_bounds_and_aggregation_come_from_the_configuration():
+    old = [0.0, -1.0 - LOG2, -2.0, 0.0, -0.5 - math.log(8)]
+    section = AlgorithmSection(eps_clip_high=0.5, dual_clip=3.0, loss_agg_mode="seq-mean-token-mean")
+    # a: 2 * 1.5, b: 2, mean 2.5; c: ratio 8, A -1, dual clip 3; two sequences
+    loss, gradient, _ = evaluate(section, experience(old_logprobs=old))
+    assert loss == pytest.approx((-2.5 + 3.0) / 2, rel=1e-6)
+    assert gradient == pytest.approx([0.0, 0.0, -0.5, 0.0, 0.0], rel=1e-6)
+
+
+def test_divergence_from_the_reference_is_added():
+    reference = [0.0, -1.0 + LOG2, -2.0, 0.0, -0.5 - 1.0]  # d = log 2, 0, -1
+    section = AlgorithmSection(use_kl_loss=True, init_kl_coef=0.5, kl_estimator="k3")
+    loss, gradient, report = evaluate(section, experience(reference_logprobs=reference))
+    k3 = [1 - LOG2, 0.0, math.exp(-1)]
+    assert report["train/kl"][MASK].tolist() == pytest.approx(k3, abs=1e-6)
+    assert loss == pytest.approx((-3 + 0.5 * sum(k3)) / 3, rel=1e-6)
+    # of k3: 1 - exp(d) = -1, 0, 1 - 1/e
+    expected = [0.0, (-2 - 0.5) / 3, -2 / 3, 0.0, (1 + 0.5 * (1 - math.exp(-1))) / 3]
+    assert gradient == pytest.approx(expected, rel=1e-6)
+
+
+def test_no_reference_no_divergence():
+    assert "train/kl" not in evaluate(AlgorithmSection(use_kl_loss=True), experience())[2]
+
+
+def test_mismatch_is_reported_between_engine_and_old_logprobs_and_has_no_gradient():
+    engine = [0.0, -1.5, -2.0, 0.0, -0.5 + LOG2]
+    for batch in (experience(engine_logprobs=engine), experience(engine_logprobs=engine, old_logprobs=LOGPROBS)):
+        moved = LOGPROBS if batch.old_logprobs is None else [value - 0.1 for value in LOGPROBS]
+        report = evaluate(AlgorithmSection(), batch, moved)[2]
+        assert report["engine/logprob_mismatch"].tolist() == pytest.approx([0.0, 0.5, 0.0, 0.0, LOG2], abs=1e-6)
+        assert report["engine/logprob_mismatch_max"].tolist() == report["engine/logprob_mismatch"].tolist()
+        assert report["engine/probability_ratio"].tolist() == pytest.approx([1.0, math.exp(0.5), 1.0, 1.0, 2.0], abs=1e-6)
+    assert not mismatch(torch.zeros(2, requires_grad=True), torch.ones(2))["engine/logprob_mismatch"].requires_grad
+
+
+def test_sft_is_the_mean_of_negative_log_probs_over_learned_tokens():
+    batch = Batch(lengths=torch.tensor([3, 2]), input_ids=torch.arange(5), loss_mask=torch.tensor(MASK), rows=torch.arange(2))
+    values = torch.tensor(LOGPROBS, requires_grad=True)
+    loss, report = sft(values, batch, DENOMINATOR)
+    assert loss.item() == pytest.approx(3.5 / 3) and report == {}
+    assert grad(loss, values)[0].tolist() == pytest.approx([0.0, -1 / 3, -1 / 3, 0.0, -1 / 3])
+
+
+def double_loss(logprobs, old_logprobs, advantages, *, eps_clip_low, eps_clip_high, dual_clip):
+    return -2 * (logprobs - old_logprobs).exp() * advantages, {}
+
+
+def test_a_users_own_loss():
+    section = AlgorithmSection(policy_loss=f"{__file__}:double_loss")
+    assert evaluate(section, experience())[0] == pytest.approx(-2.0)

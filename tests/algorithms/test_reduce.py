@@ -1,0 +1,109 @@
+"""Why: a loss normalised per micro-batch or per rank trains a different objective for every layout. Here it may not."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.autograd import grad
+
+from lightrft.algorithms.reduce import Denominator, sequence_sums, share_of_mean
+from lightrft.types import Batch
+
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+
+
+def make_batch(masks: list[list[int]]) -> Batch:
+    lengths = [len(mask) for mask in masks]
+    return Batch(
+        lengths=torch.tensor(lengths, dtype=torch.int64),
+        input_ids=torch.zeros(sum(lengths), dtype=torch.int64),
+        loss_mask=torch.tensor([bool(m) for mask in masks for m in mask], dtype=torch.bool),
+        rows=torch.arange(len(masks)),
+    )
+
+
+# sequences 0 1 1, 0 1, 0 0 0 (nothing learned), 0 1 1 1; 999 where nothing is learned
+MASKS = [[0, 1, 1], [0, 1], [0, 0, 0], [0, 1, 1, 1]]
+VALUES = [999.0, 1.0, 2.0, 999.0, 6.0, 999.0, 999.0, 999.0, 999.0, 1.0, 1.0, 4.0]
+DENOMINATOR = Denominator(tokens=torch.tensor(6.0), sequences=torch.tensor(3.0), length=10)
+BY_HAND = {
+    "token-mean": 15 / 6,
+    "seq-mean-token-mean": (1.5 + 6 + 2) / 3,
+    "seq-mean-token-sum": (3 + 6 + 6) / 3,
+    "seq-mean-token-sum-norm": (3 + 6 + 6) / 3 / 10,
+}
+# weight of each learned token of the three sequences that have any
+GRADIENTS = {
+    "token-mean": [1 / 6, 1 / 6, 1 / 6],
+    "seq-mean-token-mean": [1 / 6, 1 / 3, 1 / 9],
+    "seq-mean-token-sum": [1 / 3, 1 / 3, 1 / 3],
+    "seq-mean-token-sum-norm": [1 / 30, 1 / 30, 1 / 30],
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_by_hand(mode):
+    values = torch.tensor(VALUES, requires_grad=True)
+    loss = share_of_mean(values, make_batch(MASKS), mode, DENOMINATOR)
+    assert loss.dtype == torch.float32 and loss.shape == ()
+    assert loss.item() == pytest.approx(BY_HAND[mode], rel=1e-6)
+    a, b, c = GRADIENTS[mode]
+    assert grad(loss, values)[0].tolist() == pytest.approx([0, a, a, 0, b, 0, 0, 0, 0, c, c, c], rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("unlearned", [float("nan"), float("inf")])
+def test_what_is_not_learned_counts_for_nothing_whatever_it_holds(mode, unlearned):
+    batch = make_batch(MASKS)
+    values = torch.where(batch.loss_mask, torch.tensor(VALUES), unlearned).requires_grad_()
+    loss = share_of_mean(values, batch, mode, DENOMINATOR)
+    assert loss.item() == pytest.approx(BY_HAND[mode], rel=1e-6)
+    assert grad(loss, values)[0][~batch.loss_mask].tolist() == [0.0] * 6
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_that_learns_nothing_has_loss_zero(mode):
+    values = torch.ones(3, requires_grad=True)
+    loss = share_of_mean(values, make_batch([[0, 0], [0]]), mode, Denominator(torch.tensor(0.0), torch.tensor(0.0), 10))
+    assert loss.item() == 0.0
+    assert grad(loss, values)[0].tolist() == [0.0, 0.0, 0.0]
+
+
+SEQUENCES = st.lists(
+    st.lists(st.tuples(st.booleans(), st.integers(-8, 8)), min_size=1, max_size=6).map(lambda s: [(False, s[0][1]), *s[1:]]),
+    min_size=1,
+    max_size=8,
+)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=60)
+@given(SEQUENCES, st.integers(1, 5), st.randoms(use_true_random=False))
+def test_shares_add_up_to_the_mean_for_every_split(mode, sequences, parts, random):
+    """Sequences dealt at random over ranks and micro-batches: the sum of shares is the mean in plain Python."""
+    learned = [[value for is_learned, value in sequence if is_learned] for sequence in sequences]
+    tokens, present = sum(len(s) for s in learned), [s for s in learned if s]
+    plain = {
+        "token-mean": sum(map(sum, learned)) / max(tokens, 1),
+        "seq-mean-token-mean": sum(sum(s) / len(s) for s in present) / max(len(present), 1),
+        "seq-mean-token-sum": sum(map(sum, learned)) / max(len(present), 1),
+        "seq-mean-token-sum-norm": sum(map(sum, learned)) / max(len(present), 1) / 7,
+    }[mode]
+    denominator = Denominator(torch.tensor(float(tokens)), torch.tensor(float(len(present))), 7)
+    share = [random.randrange(parts) for _ in sequences]
+    total = 0.0
+    for part in range(parts):
+        mine = [sequence for sequence, owner in zip(sequences, share, strict=True) if owner == part]
+        batch = make_batch([[is_learned for is_learned, _ in sequence] for sequence in mine])
+        values = torch.tensor([float(value) for sequence in mine for _, value in sequence])
+        total += share_of_mean(values, batch, mode, denominator).item()
+    assert total == pytest.approx(plain, rel=1e-5, abs=1e-5)
+
+
+def test_sequence_sums():
+    assert sequence_sums(torch.tensor([1.0, 2.0, 4.0, 8.0]), make_batch([[0], [0, 1], [0]])).tolist() == [1.0, 6.0, 8.0]
+
+
+def test_unknown_mode():
+    with pytest.raises(ValueError, match="unknown loss_agg_mode 'mean'"):
+        share_of_mean(torch.zeros(2), make_batch([[0, 1]]), "mean", DENOMINATOR)
