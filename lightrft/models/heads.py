@@ -10,6 +10,11 @@ from lightrft.models.attention import Layout
 from lightrft.models.logprobs import token_logprobs
 from lightrft.types import Batch
 
+SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+MULTIPLIED = {"cohere", "cohere2"}
+DIVIDED = {"granite", "granitemoe", "granitemoeshared"}
+"""Model types whose logits are multiplied with, or divided by, their entry of SCALES."""
+
 
 class Actor(nn.Module):
     """A causal language model whose forward gives log-probs and entropy of the batch's own tokens.
@@ -20,6 +25,7 @@ class Actor(nn.Module):
     def __init__(self, language_model: PreTrainedModel):
         super().__init__()
         self.language_model = language_model
+        self.logit_scale = logit_scale(language_model)
 
     def forward(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """log p(token | the tokens before it in its sequence) at `temperature`, and the entropy there: [T] float32 each.
@@ -35,10 +41,28 @@ class Actor(nn.Module):
         ).last_hidden_state[0]
         learned = batch.loss_mask.nonzero()[:, 0]
         weight = self.language_model.get_output_embeddings().weight
-        values = token_logprobs(hidden[learned - 1], weight, batch.input_ids[learned], temperature=temperature)
+        values = token_logprobs(hidden[learned - 1], weight, batch.input_ids[learned], temperature=temperature / self.logit_scale)
         zeros = torch.zeros(batch.num_tokens, device=hidden.device)
         return tuple(zeros.index_put((learned,), value) for value in values)
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their Hugging Face names, tied ones once."""
         yield from self.language_model.named_parameters()
+
+
+def logit_scale(model: PreTrainedModel) -> float:
+    """What the model multiplies its logits with: 1 for most. ValueError, with the reason, where its head does something else."""
+    config = model.config.get_text_config()
+    problems = []
+    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
+        if getattr(config, name, None) is not None:
+            problems.append(f"its final logits are soft-capped ({name})")
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        problems.append("its output layer has a bias")
+    scaled = {name: getattr(config, name) for name in SCALES if getattr(config, name, None) is not None}
+    if scaled and config.model_type not in MULTIPLIED | DIVIDED:
+        problems.append(f"its logits are scaled ({', '.join(scaled)})")
+    if problems:
+        raise ValueError(f"{type(model).__name__} is not supported: {'; '.join(problems)}, and log-probs would be wrong")
+    scale = next(iter(scaled.values()), 1.0)
+    return 1 / scale if config.model_type in DIVIDED else scale

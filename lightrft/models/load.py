@@ -17,6 +17,10 @@ def load_model(section: ModelSection) -> PreTrainedModel:
         attn_implementation=ATTENTION,
         trust_remote_code=section.trust_remote_code,
     )
+    problems = _not_flat(model)
+    if problems:
+        name = type(model).__name__
+        raise ValueError(f"--pretrain {section.pretrain}: {name} cannot be trained on flat batches: {'; '.join(problems)}")
     model.config.use_cache = False
     return model
 
@@ -28,11 +32,25 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def _not_flat(model: PreTrainedModel) -> list[str]:
+    """Ways in which tokens of one sequence would see another, or too little of their own; empty when there is none."""
+    config = model.config.get_text_config()
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    reasons = {
+        "its attention is not exchangeable in transformers": not model._supports_attention_backend,
+        "it carries a recurrent state from token to token": model._is_stateful,
+        f"it has layers of type {', '.join(sorted(others))}": bool(others),
+        "its attention is bidirectional": getattr(config, "use_bidirectional_attention", None),
+        "its attention is soft-capped": getattr(config, "attn_logit_softcapping", None) is not None,
+    }
+    return [reason for reason, holds in reasons.items() if holds]
+
+
 def _checked(pretrain: str) -> str:
     """A folder must hold a model; anything else is a hub name."""
-    folder = Path(pretrain)
+    folder = Path(pretrain).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"--pretrain {pretrain}: the folder has no config.json, so it is not a Hugging Face model")
-    if not folder.exists() and pretrain.count("/") != 1:
+    if not folder.exists() and (pretrain.count("/") != 1 or pretrain.startswith((".", "/", "~"))):
         raise ValueError(f"--pretrain {pretrain}: no such folder, and not a hub name (owner/name) either")
-    return pretrain
+    return str(folder)

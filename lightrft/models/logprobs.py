@@ -33,8 +33,9 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows in _chunks(len(hidden), chunk):
             logits = _logits(hidden[rows], weight, temperature)
             log_sums[rows] = logits.logsumexp(-1)
-            logprobs[rows] = _pick(logits, targets[rows]) - log_sums[rows]
-            entropy[rows] = log_sums[rows] - ((logits - log_sums[rows, None]).exp() * logits).sum(-1)
+            logp = logits.sub_(log_sums[rows, None])
+            logprobs[rows] = _pick(logp, targets[rows])
+            entropy[rows] = -logp.exp().mul_(logp).sum(-1)
         ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
         ctx.temperature, ctx.chunk = temperature, chunk
         return torch.where(targets < 0, 0.0, logprobs), entropy
@@ -68,5 +69,5 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     return (hidden @ weight.T).float().div_(temperature)
 
 
-def _pick(logits: Tensor, targets: Tensor) -> Tensor:
-    return logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+def _pick(logp: Tensor, targets: Tensor) -> Tensor:
+    return logp.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
