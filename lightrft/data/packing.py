@@ -4,10 +4,23 @@ A pure function of the lengths of all sequences, so every rank makes the same pl
 """
 
 import heapq
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 ATTENTION_SCALE = 6 * 4096
 """Tokens at which a sequence's attention costs as much as its matrix products: six times the hidden size."""
+
+GOOD_ENOUGH = 1.02
+"""A plan within two percent of perfect balance is taken as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one micro-batch may hold."""
+
+    tokens: int
+    sequences: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +52,11 @@ def plan(
     """
     too_long = next((length for length in lengths if length > max_tokens), None)
     if too_long is not None:
-        raise ValueError(f"a sequence of {too_long} tokens does not fit into a micro-batch of {max_tokens} (--max_tokens_per_microbatch)")
-    limit = max_sequences or len(lengths)
+        limit = f"a micro-batch of {max_tokens} (--max_tokens_per_microbatch)"
+        raise ValueError(f"a sequence of {too_long} tokens does not fit into {limit}")
+    limits = Limits(max_tokens, max_sequences or max(len(lengths), 1))
     steps = [range(start, min(start + minibatch_size, len(lengths))) for start in range(0, len(lengths), minibatch_size)]
-    return Plan([_deal(_bins(lengths, rows, num_ranks, max_tokens, limit), lengths, num_ranks) for rows in steps])
+    return Plan([_deal(_bins(lengths, rows, num_ranks, limits), lengths, num_ranks) for rows in steps])
 
 
 def cost(length: int) -> float:
@@ -50,38 +64,80 @@ def cost(length: int) -> float:
     return length + length * length / ATTENTION_SCALE
 
 
-def _bins(lengths: list[int], rows: range, num_ranks: int, max_tokens: int, max_sequences: int) -> list[list[int]]:
-    """Micro-batches for the rows: as few as fit, a multiple of the ranks, of nearly equal cost."""
-    fewest = max(-(-sum(lengths[row] for row in rows) // max_tokens), -(-len(rows) // max_sequences), 1)
-    count = -(-fewest // num_ranks) * num_ranks
-    while (bins := _longest_first(lengths, rows, count, max_tokens, max_sequences)) is None:
-        count += num_ranks
+def _bins(lengths: list[int], rows: range, num_ranks: int, limits: Limits) -> list[list[int]]:
+    """Micro-batches for the rows, a multiple of the ranks: the cheaper of two ways where the first leaves ranks waiting."""
+    ordered = sorted(rows, key=lambda row: (-lengths[row], row))
+    even = _even(lengths, ordered, num_ranks, limits)
+    perfect = sum(cost(lengths[row]) for row in rows) / num_ranks
+    if _duration(even, lengths, num_ranks) <= GOOD_ENOUGH * perfect:
+        return even
+    staggered = _staggered(lengths, ordered, num_ranks, limits)
+    return min(even, staggered, key=lambda bins: _duration(bins, lengths, num_ranks))
+
+
+def _even(lengths: list[int], rows: list[int], num_ranks: int, limits: Limits) -> list[list[int]]:
+    """As few bins as hold the rows, all of nearly equal cost: best where no sequence is dearer than an average bin."""
+    count, bins, rest = 0, [], rows
+    while rest:
+        count += num_ranks * _fewest(lengths, rest, num_ranks, limits)
+        bins, rest = _fill(lengths, rows, count, limits)
     return bins
 
 
-def _longest_first(
-    lengths: list[int], rows: range, count: int, max_tokens: int, max_sequences: int
-) -> list[list[int]] | None:
-    """Longest sequence first into the cheapest bin that has room; None when one finds no room."""
+def _staggered(lengths: list[int], rows: list[int], num_ranks: int, limits: Limits) -> list[list[int]]:
+    """While a sequence is dearer than an average bin, one bin per rank filled up to its cost; then even ones."""
+    bins = []
+    while rows and cost(lengths[rows[0]]) * num_ranks * _fewest(lengths, rows, num_ranks, limits) > _cost(rows, lengths):
+        filled, rows = _fill(lengths, rows, num_ranks, limits, max_cost=cost(lengths[rows[0]]))
+        bins += filled
+    return bins + _even(lengths, rows, num_ranks, limits)
+
+
+def _fewest(lengths: list[int], rows: list[int], num_ranks: int, limits: Limits) -> int:
+    """Bins per rank without which the rows cannot fit."""
+    by_tokens = -(-sum(lengths[row] for row in rows) // limits.tokens)
+    by_sequences = -(-len(rows) // limits.sequences)
+    alone = sum(2 * lengths[row] > limits.tokens for row in rows)  # no two of them share a bin
+    return -(-max(by_tokens, by_sequences, alone) // num_ranks)
+
+
+def _fill(
+    lengths: list[int], rows: Sequence[int], count: int, limits: Limits, max_cost: float = math.inf
+) -> tuple[list[list[int]], list[int]]:
+    """Rows, longest first, each into the cheapest of `count` bins that has room; and the rows that found none."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    tokens = [0] * count
-    heap = [(0.0, index) for index in range(count)]
-    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
-        passed = []
-        while heap and (tokens[heap[0][1]] + lengths[row] > max_tokens or len(bins[heap[0][1]]) >= max_sequences):
-            passed.append(heapq.heappop(heap))
-        if not heap:
-            return None
-        spent, index = heap[0]
+    room = [limits.tokens] * count
+    cheapest = [(0.0, index) for index in range(count)]
+    parked: list[tuple[int, float, int]] = []  # bins with no room for the rows so far, the roomiest first
+    rest = []
+    for row in rows:
+        length = lengths[row]
+        while parked and -parked[0][0] >= length:
+            heapq.heappush(cheapest, heapq.heappop(parked)[1:])
+        while cheapest and room[cheapest[0][1]] < length:
+            spent, index = heapq.heappop(cheapest)
+            heapq.heappush(parked, (-room[index], spent, index))
+        if not cheapest or cheapest[0][0] + cost(length) > max_cost:
+            rest.append(row)
+            continue
+        spent, index = heapq.heappop(cheapest)
         bins[index].append(row)
-        tokens[index] += lengths[row]
-        heapq.heapreplace(heap, (spent + cost(lengths[row]), index))
-        for item in passed:
-            heapq.heappush(heap, item)
-    return bins
+        room[index] -= length
+        if len(bins[index]) < limits.sequences:
+            heapq.heappush(cheapest, (spent + cost(length), index))
+    return bins, rest
 
 
 def _deal(bins: list[list[int]], lengths: list[int], num_ranks: int) -> list[list[list[int]]]:
     """[rank][m]: bins of similar cost run at the same time on different ranks; the dearest first."""
-    ordered = sorted(bins, key=lambda rows: (-sum(cost(lengths[row]) for row in rows), rows))
+    ordered = sorted(bins, key=lambda rows: (-_cost(rows, lengths), rows))
     return [ordered[rank::num_ranks] for rank in range(num_ranks)]
+
+
+def _duration(bins: list[list[int]], lengths: list[int], num_ranks: int) -> float:
+    """Time of the bins once dealt: the ranks wait for the dearest at every micro-batch."""
+    return sum(sorted((_cost(rows, lengths) for rows in bins), reverse=True)[::num_ranks])
+
+
+def _cost(rows: list[int], lengths: list[int]) -> float:
+    return sum(cost(lengths[row]) for row in rows)
