@@ -1,6 +1,8 @@
 """vLLM inside this process: one engine per rank, or one per `engine_tp_size` consecutive ranks, next to the trainer."""
 
+import atexit
 import gc
+import logging
 import os
 import random
 import uuid
@@ -31,10 +33,10 @@ ENVIRONMENT = {
 """Defaults, read by vLLM at its import; what the user has set stays."""
 for variable, default in ENVIRONMENT.items():
     os.environ.setdefault(variable, default)
+logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # its import speaks before it has read the level
 
 import vllm  # noqa: E402  after its environment
 from vllm import LLM, SamplingParams  # noqa: E402
-from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed  # noqa: E402
 from vllm.distributed.parallel_state import destroy_model_parallel  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
@@ -47,7 +49,10 @@ class _Shim:
     """Everything that is not vLLM's documented offline interface, so that a new version is checked here."""
 
     def __init__(self, llm: LLM):
+        """vLLM shuts itself down when its client is collected and at exit, and then destroys the trainer's process group."""
         self.llm = llm
+        llm.llm_engine.engine_core._finalizer.detach()
+        atexit.register(gc.unfreeze)  # it froze every object; unfrozen ones are collected in order, without complaints
 
     def reload_weights(self, named_tensors: Iterator[Named]) -> None:
         """Full tensors under Hugging Face names; vLLM slices, fuses and repacks them layer by layer.
@@ -68,27 +73,28 @@ class _Shim:
         self.llm.apply_model(_fill_with_nan)
 
     def shutdown(self) -> None:
-        """vLLM's own way, which also runs when its client is collected, destroys the trainer's process group: not that way."""
-        self.llm.llm_engine.engine_core._finalizer.detach()
+        """Its workers and their groups only."""
         self.llm.collective_rpc("shutdown")
         destroy_model_parallel()
 
     @staticmethod
     @contextmanager
-    def named_shared_memory(axis: Axis) -> Iterator[None]:
-        """While an engine starts on CPUs: a name of its own for the shared memory that joins its ranks.
+    def own_shared_memory(axis: Axis) -> Iterator[None]:
+        """While an engine starts on CPUs: a name of its own for the memory through which its ranks exchange tensors.
 
         vLLM's name is the same for every engine on the machine, so two runs meet in it, and what a killed run leaves
         behind stops the next one. Once all ranks have mapped it the name is taken away, and nothing can be left behind.
         """
+        from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
+
         name = axis.broadcast(f"lightrft-{uuid.uuid4().hex}")
-        original = _CPUSHMDistributed.make_group_name
-        _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: f"{name}-{communicator.unique_name}")
+        original = SharedMemory.make_group_name
+        SharedMemory.make_group_name = staticmethod(lambda communicator: f"{name}-{communicator.unique_name}")
         try:
             yield
-        finally:
-            _CPUSHMDistributed.make_group_name = staticmethod(original)
             axis.barrier()
+        finally:
+            SharedMemory.make_group_name = staticmethod(original)
             for file in Path("/dev/shm").glob(f"{name}*"):
                 file.unlink(missing_ok=True)
 
@@ -108,7 +114,8 @@ class VLLMEngine(Engine):
         self.device = setup.device
         self.on_cpu = setup.device.type == "cpu"
         self.end_token_ids = end_token_ids(setup.model_path, config)
-        with _random_state_kept(self.device), _Shim.named_shared_memory(setup.axis), warnings.catch_warnings():
+        memory = _Shim.own_shared_memory(setup.axis) if self.on_cpu else nullcontext()
+        with _random_state_kept(self.device), memory, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._llm = LLM(**_arguments(setup))
         self._shim = _Shim(self._llm)
