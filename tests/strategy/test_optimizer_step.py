@@ -5,6 +5,7 @@ import torch
 from ranks import run_ranks
 from strategy.training import distance, load, my_rows, one_step, sgd, share_of_loss, snapshot, strategy
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 
 from lightrft.parallel.grad_norm import global_grad_norm
 from lightrft.strategy.fsdp import blocks, roots
@@ -90,6 +91,23 @@ def forgotten_micro_batch(folder: str):
 def test_a_step_with_unsummed_gradients_is_refused(folder):
     with pytest.raises(RuntimeError, match=r"optimizer_step\(actor\) after backward\(last=False\)"):
         run_ranks(2, forgotten_micro_batch, folder)
+
+
+def reductions(folder: str):
+    """Gradient reductions in the backward pass of each of two micro-batches."""
+    made, model = strategy(), load(folder)
+    model, optimizer = made.prepare((model, sgd(model)))
+    found = []
+    for last in (False, True):
+        loss = share_of_loss(model, my_rows(made, 0), 50)
+        with CommDebugMode() as traffic:
+            made.backward(loss, model, optimizer, last=last)
+        found.append(sum(count for op, count in traffic.get_comm_counts().items() if "reduce_scatter" in str(op)))
+    return found
+
+
+def test_only_the_last_micro_batch_communicates_gradients(folder):
+    assert run_ranks(2, reductions, folder) == [[0, 3]] * 2  # two layers and the rest
 
 
 def nothing_leaks(folder: str):
