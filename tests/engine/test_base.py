@@ -1,0 +1,76 @@
+"""What the contract does for every adapter, shown on one that does nothing."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightrft.engine.base import Engine, EngineError, Part, Request, Sampling
+from lightrft.types import Completion
+
+EXPECTED = {"a": torch.Size([2]), "b": torch.Size([3])}
+STREAM = [("a", torch.zeros(2)), ("b", torch.zeros(3))]
+
+
+class Idle(Engine):
+    """Reads `reads` tensors of a stream; breaks in the verbs named in `broken`."""
+
+    def __init__(self, *, reads: int = 9, broken: tuple[str, ...] = ()):
+        super().__init__(EXPECTED)
+        self.reads, self.broken = reads, broken
+        self.closings = 0
+
+    def _act(self, verb: str) -> None:
+        if verb in self.broken:
+            raise MemoryError(f"no memory to {verb}")
+
+    def reset_cache(self) -> None: ...
+
+    def _generate(self, requests: list[Request], sampling: Sampling) -> list[list[Completion]]:
+        self._act("generate")
+        return [[] for _ in requests]
+
+    def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+        for _, _ in zip(range(self.reads), named_tensors, strict=False):
+            pass
+
+    def _sleep(self, level: int) -> None:
+        self._act("sleep")
+
+    def _wake(self, part: Part) -> None:
+        self._act("wake")
+
+    def _close(self) -> None:
+        self.closings += 1
+
+
+@pytest.mark.parametrize("verb", ["generate", "sleep", "wake"])
+def test_an_engine_that_broke_is_not_used_again(verb: str) -> None:
+    engine = Idle(broken=(verb,))
+    with pytest.raises(EngineError, match=f"Idle.{verb} failed: no memory") as caught:
+        if verb == "generate":
+            engine.generate([Request([1])], Sampling())
+        else:
+            engine.sleep()
+            engine.wake("weights")
+    assert isinstance(caught.value.__cause__, MemoryError)
+    for call in (lambda: engine.generate([], Sampling()), lambda: engine.load_weights(STREAM, 1), engine.sleep):
+        with pytest.raises(EngineError, match="broke earlier.*no memory"):
+            call()
+    engine.close()
+    engine.close()
+    assert engine.closings == 1
+
+
+def test_a_stream_that_the_adapter_does_not_read_to_its_end_does_not_count() -> None:
+    engine = Idle(reads=1)
+    with pytest.raises(EngineError, match="stopped reading the weight stream at b"):
+        engine.load_weights(STREAM, 1)
+    with pytest.raises(EngineError, match="load_weights"):
+        engine.generate([Request([1])], Sampling())
+
+
+def test_missing_names_are_found_even_if_the_adapter_stops_one_early() -> None:
+    with pytest.raises(ValueError, match="1 weights never came, the first is b"):
+        Idle(reads=1).load_weights(STREAM[:1], 1)
