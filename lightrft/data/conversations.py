@@ -17,9 +17,11 @@ def answer_problem(prompt: Prompt) -> str | None:
 def supervised_batch(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, rows: list[int]) -> Batch:
     """Prompt, answer and end token end to end; answer and end token are learned. `rows`: places in the whole batch."""
     answers = [tokenizer(p.columns["label"], add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for p in prompts]
+    pairs = list(zip((p.token_ids for p in prompts), answers, strict=True))
+    learned = [part for prompt, answer in pairs for part in ([False] * len(prompt), [True] * len(answer))]
     return Batch(
-        lengths=torch.tensor([len(p.token_ids) + len(a) for p, a in zip(prompts, answers, strict=True)]),
-        input_ids=torch.tensor([t for p, a in zip(prompts, answers, strict=True) for t in p.token_ids + a]),
-        loss_mask=torch.tensor([m for p, a in zip(prompts, answers, strict=True) for m in [False] * len(p.token_ids) + [True] * len(a)]),
-        rows=torch.tensor(rows),
+        lengths=torch.tensor([len(prompt) + len(answer) for prompt, answer in pairs], dtype=torch.int64),
+        input_ids=torch.tensor([token for prompt, answer in pairs for token in prompt + answer], dtype=torch.int64),
+        loss_mask=torch.tensor([value for part in learned for value in part], dtype=torch.bool),
+        rows=torch.tensor(rows, dtype=torch.int64),
     )

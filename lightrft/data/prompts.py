@@ -13,7 +13,9 @@ Judge = Callable[[Prompt], str | None]
 """Why a prompt cannot be used; None when it can."""
 
 
-def load_prompts(section: DataSection, tokenizer: PreTrainedTokenizerBase, *, held_out: bool = False, judge: Judge | None = None) -> list[Prompt]:
+def load_prompts(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, *, held_out: bool = False, judge: Judge | None = None
+) -> list[Prompt]:
     """All usable prompts of the training data, or of the held-out data, in file order.
 
     Rows without the input column, or whose prompt is longer than `prompt_max_len` tokens, are bad rows.
@@ -23,11 +25,10 @@ def load_prompts(section: DataSection, tokenizer: PreTrainedTokenizerBase, *, he
         if held_out
         else (section.prompt_data, section.prompt_split, section.max_samples, "--prompt_data")
     )
+    _check_templates(section, tokenizer)
     bad = BadRows(skip=section.bad_rows == "skip", flag=flag)
     prompts: list[Prompt] = []
     for where, row in read_rows(source, split, bad):
-        if limit is not None and len(prompts) >= limit:
-            break
         try:
             prompt = make_prompt(section, tokenizer, row, index=len(prompts))
         except ValueError as error:
@@ -36,12 +37,22 @@ def load_prompts(section: DataSection, tokenizer: PreTrainedTokenizerBase, *, he
         problem = judge(prompt) if judge else None
         if problem:
             bad.add(where, problem)
-        else:
-            prompts.append(prompt)
+            continue
+        prompts.append(prompt)
+        if len(prompts) == limit:
+            break
     bad.report()
     if not prompts:
         raise DataError(f"{flag} {source}: no usable row ({len(bad.reasons)} bad ones left out)")
     return prompts
+
+
+def _check_templates(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
+    """What would be wrong with every row alike."""
+    if section.input_template is not None and "{}" not in section.input_template:
+        raise DataError(f"--input_template {section.input_template!r} has no {{}}, the place of the prompt")
+    if section.apply_chat_template and not tokenizer.chat_template:
+        raise DataError("--apply_chat_template: the tokenizer of --pretrain has no chat template; --input_template needs none")
 
 
 def make_prompt(section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], index: int) -> Prompt:
@@ -66,10 +77,15 @@ def render(section: DataSection, tokenizer: PreTrainedTokenizerBase, value: Any)
     if section.input_template is not None and isinstance(value, str):
         value = section.input_template.replace("{}", value, 1)
     if section.apply_chat_template:
-        messages = [{"role": "user", "content": value}] if isinstance(value, str) else list(value)
+        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise ValueError(f"{section.input_key!r} is neither text nor a list of chat messages: {value!r}")
         if section.system_prompt is not None:
             messages = [{"role": "system", "content": section.system_prompt}, *messages]
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program; it refuses messages with errors of its own
+            raise ValueError(f"the chat template refuses it ({type(error).__name__}: {error})") from error
     if not isinstance(value, str):
         raise ValueError(f"{section.input_key!r} is {type(value).__name__}, not text; chat messages need --apply_chat_template")
     return value

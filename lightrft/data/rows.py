@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import load_dataset
+from datasets.exceptions import DatasetGenerationError
 from loguru import logger
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -69,8 +70,13 @@ def _files_of_split(folder: Path, split: str, flag: str) -> list[Path]:
 def _file_rows(file: Path, bad: BadRows) -> Iterator[Row]:
     if file.suffix == ".jsonl":
         yield from _json_lines(file, bad)
-    elif file.suffix in (".json", ".parquet"):
-        rows = load_dataset(file.suffix[1:], data_files=str(file), split="train")
+    elif file.suffix == ".json":
+        yield from _json_list(file, bad)
+    elif file.suffix == ".parquet":
+        try:
+            rows = load_dataset("parquet", data_files=str(file), split="train")
+        except (DatasetGenerationError, ValueError) as error:
+            raise DataError(f"{bad.flag} {file}: not a valid parquet file ({error.__cause__ or error})") from error
         yield from ((f"{file} row {index + 1}", row) for index, row in enumerate(rows))
     else:
         raise DataError(f"{bad.flag} {file}: unknown kind of file; known are {', '.join(SUFFIXES)}")
@@ -87,7 +93,22 @@ def _json_lines(file: Path, bad: BadRows) -> Iterator[Row]:
             except ValueError as error:  # malformed JSON, or bytes that are not UTF-8
                 bad.add(where, f"not valid JSON ({error})")
                 continue
-            if isinstance(row, dict):
-                yield where, row
-            else:
-                bad.add(where, f"not a JSON object but {type(row).__name__}")
+            yield from _object(where, row, bad)
+
+
+def _json_list(file: Path, bad: BadRows) -> Iterator[Row]:
+    try:
+        rows = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{bad.flag} {file}: not valid JSON ({error}); one object per line belongs in a .jsonl file") from error
+    if not isinstance(rows, list):
+        raise DataError(f"{bad.flag} {file}: not a JSON list of objects but {type(rows).__name__}")
+    for index, row in enumerate(rows):
+        yield from _object(f"{file} row {index + 1}", row, bad)
+
+
+def _object(where: str, row: Any, bad: BadRows) -> Iterator[Row]:
+    if isinstance(row, dict):
+        yield where, row
+    else:
+        bad.add(where, f"not a JSON object but {type(row).__name__}")

@@ -1,0 +1,34 @@
+"""Supervised examples: ids and mask by hand; a mask off by one would learn the prompt or never learn to stop."""
+
+import pytest
+from tiny import EOS, byte_tokenizer
+
+from lightrft.data.conversations import answer_problem, supervised_batch
+from lightrft.types import Prompt
+
+
+def prompt(text: str, label) -> Prompt:
+    return Prompt(index=0, text=text, token_ids=list(text.encode()), columns={"label": label})
+
+
+def test_answer_and_end_token_are_learned():
+    batch = supervised_batch([prompt("ab=", "xy"), prompt("c", "z")], byte_tokenizer(), [4, 9])
+    assert batch.input_ids.tolist() == [97, 98, 61, 120, 121, EOS, 99, 122, EOS]
+    assert batch.loss_mask.tolist() == [False, False, False, True, True, True, False, True, True]
+    assert batch.lengths.tolist() == [6, 3] and batch.rows.tolist() == [4, 9]
+    assert batch.num_loss_tokens.item() == 5
+
+
+def test_no_rows():
+    batch = supervised_batch([], byte_tokenizer(), [])
+    assert len(batch) == 0 and str(batch.input_ids.dtype) == "torch.int64" and str(batch.loss_mask.dtype) == "torch.bool"
+
+
+@pytest.mark.parametrize("label", [None, "", 5, ["a"]])
+def test_an_answer_that_cannot_be_learned(label):
+    assert repr(label) in answer_problem(prompt("a", label)) and "--label_key" in answer_problem(prompt("a", label))
+    assert answer_problem(Prompt(index=0, text="a", token_ids=[97])) is not None
+
+
+def test_a_good_answer():
+    assert answer_problem(prompt("a", "b")) is None

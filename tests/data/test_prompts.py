@@ -1,0 +1,236 @@
+"""What a user's files become, and what is said about rows that cannot be used: always with file and line."""
+
+import json
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+from loguru import logger
+from tiny import byte_tokenizer
+
+from lightrft.config import DataSection
+from lightrft.data.prompts import load_prompts
+from lightrft.data.rows import DataError
+
+ROWS = [{"input": "1+1=", "label": "2", "level": 1}, {"input": "2+3=", "label": "5", "level": 2}]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}<{{ m.role }}>{{ m.content }}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def warnings():
+    messages: list[str] = []
+    handler = logger.add(messages.append, level="WARNING", format="{message}")
+    yield messages
+    logger.remove(handler)
+
+
+def load(source: Path, **options):
+    held_out = options.pop("held_out", False)
+    judge = options.pop("judge", None)
+    template = options.pop("template", None)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    section = DataSection(**{"eval_data" if held_out else "prompt_data": str(source)} | options)
+    return load_prompts(section, tokenizer, held_out=held_out, judge=judge)
+
+
+def write_lines(path: Path, *rows) -> Path:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+def write_jsonl(path: Path) -> None:
+    write_lines(path, *ROWS)
+
+
+def write_json(path: Path) -> None:
+    path.write_text(json.dumps(ROWS, indent=2))
+
+
+def write_parquet(path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+
+
+@pytest.mark.parametrize("suffix, write", [(".jsonl", write_jsonl), (".json", write_json), (".parquet", write_parquet)])
+def test_every_kind_of_file_gives_the_same_prompts(tmp_path, suffix, write):
+    write(tmp_path / f"data{suffix}")
+    prompts = load(tmp_path / f"data{suffix}")
+    assert [(p.index, p.text, p.token_ids) for p in prompts] == [(0, "1+1=", [49, 43, 49, 61]), (1, "2+3=", [50, 43, 51, 61])]
+    assert [p.columns for p in prompts] == [{"label": "2", "level": 1}, {"label": "5", "level": 2}]
+    assert prompts[0].multi_modal == {}
+
+
+def test_a_folder_by_split(tmp_path):
+    write_lines(tmp_path / "train-1.jsonl", {"input": "a"})
+    write_lines(tmp_path / "train-2.jsonl", {"input": "b"})
+    write_lines(tmp_path / "test.jsonl", {"input": "c"})
+    (tmp_path / "README.md").write_text("not data")
+    assert [p.text for p in load(tmp_path)] == ["a", "b"]
+    assert [p.text for p in load(tmp_path, held_out=True)] == ["c"]
+    assert [p.text for p in load(tmp_path, prompt_split="validation")] == ["c", "a", "b"]
+
+
+def test_empty_lines_and_a_byte_order_mark_are_no_rows(tmp_path):
+    (tmp_path / "data.jsonl").write_bytes(b'\xef\xbb\xbf{"input": "a"}\n\n   \n{"input": "b"}')
+    assert [p.text for p in load(tmp_path / "data.jsonl")] == ["a", "b"]
+
+
+BAD_LINES = {
+    "malformed": ('{"input": "a"', "not valid JSON .*Expecting"),
+    "list": ('["a"]', "not a JSON object but list"),
+    "number": ("5", "not a JSON object but int"),
+    "no column": ('{"question": "a", "label": "b"}', "no column 'input' .--input_key.; it has question, label"),
+    "no columns": ("{}", "no column 'input' .--input_key.; it has none"),
+    "null": ('{"input": null}', "'input' is NoneType, not text"),
+    "messages": ('{"input": [{"role": "user"}]}', "'input' is list, not text; chat messages need --apply_chat_template"),
+    "empty": ('{"input": ""}', "the prompt is empty"),
+    "too long": ('{"input": "12345678901"}', "the prompt has 11 tokens, more than --prompt_max_len 10"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_a_bad_line_is_fatal_with_file_and_line(tmp_path, case):
+    line, message = BAD_LINES[case]
+    file = write_lines(tmp_path / "data.jsonl", {"input": "good"}, "", line, {"input": "good"})
+    with pytest.raises(DataError, match=f"--prompt_data: {file}:3: {message}.* --bad_rows skip"):
+        load(file, prompt_max_len=10)
+
+
+def test_bytes_that_are_not_utf8(tmp_path):
+    (tmp_path / "data.jsonl").write_bytes(b'{"input": "a"}\n{"input": "\xff\xe9"}\n')
+    with pytest.raises(DataError, match="data.jsonl:2: not valid JSON .'utf-8' codec can't decode"):
+        load(tmp_path / "data.jsonl")
+
+
+def test_skipped_rows_are_counted_and_shown(tmp_path, warnings):
+    lines = [line for line, _ in BAD_LINES.values()]
+    file = write_lines(tmp_path / "data.jsonl", {"input": "first"}, *lines, {"input": "last"})
+    prompts = load(file, prompt_max_len=10, bad_rows="skip")
+    assert [(p.index, p.text) for p in prompts] == [(0, "first"), (1, "last")]
+    assert len(warnings) == 1 and "9 bad rows of --prompt_data left out" in warnings[0]
+    assert f"{file}:2: not valid JSON" in warnings[0] and warnings[0].count(str(file)) == 5
+
+
+def test_good_data_warns_of_nothing(tmp_path, warnings):
+    assert len(load(write_lines(tmp_path / "data.jsonl", *ROWS), bad_rows="skip")) == 2
+    assert warnings == []
+
+
+def test_no_usable_row(tmp_path):
+    with pytest.raises(DataError, match="--prompt_data .*data.jsonl: no usable row .0 bad ones left out"):
+        load(write_lines(tmp_path / "data.jsonl"))
+    with pytest.raises(DataError, match="no usable row .1 bad ones"):
+        load(write_lines(tmp_path / "data.jsonl", "{"), bad_rows="skip")
+
+
+def test_bad_rows_of_held_out_data_name_its_flag(tmp_path):
+    with pytest.raises(DataError, match="--eval_data: .*:1: not valid JSON"):
+        load(write_lines(tmp_path / "data.jsonl", "{"), held_out=True)
+
+
+def test_limits(tmp_path):
+    file = write_lines(tmp_path / "data.jsonl", *({"input": str(n)} for n in range(5)))
+    assert [p.text for p in load(file, max_samples=2)] == ["0", "1"]
+    assert len(load(file, max_samples=2, held_out=True)) == 5
+    assert len(load(file, max_eval_samples=3, held_out=True)) == 3
+    write_lines(file, {"input": "a"}, "{")
+    assert len(load(file, max_samples=1)) == 1, "rows behind the limit are not looked at"
+
+
+@pytest.mark.parametrize("content, message", [("{", "not valid JSON"), ('{"input": "a"}', "not a JSON list of objects but dict"),
+                                              ('{"input": "a"}\n{"input": "b"}', "belongs in a .jsonl file")])  # fmt: skip
+def test_a_json_file_that_is_no_list(tmp_path, content, message):
+    (tmp_path / "data.json").write_text(content)
+    with pytest.raises(DataError, match=f"--prompt_data .*data.json: .*{message}"):
+        load(tmp_path / "data.json")
+
+
+def test_an_entry_of_a_json_list_that_is_no_object(tmp_path):
+    (tmp_path / "data.json").write_text('[{"input": "a"}, 7]')
+    with pytest.raises(DataError, match="data.json row 2: not a JSON object but int"):
+        load(tmp_path / "data.json")
+
+
+def test_a_parquet_file_that_is_none(tmp_path):
+    (tmp_path / "data.parquet").write_bytes(b"PAR1 and then nothing of the kind")
+    with pytest.raises(DataError, match="--prompt_data .*data.parquet: not a valid parquet file"):
+        load(tmp_path / "data.parquet")
+
+
+def test_sources_that_are_not_there(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "data.csv").write_text("input\na\n")
+    for source, message in [(tmp_path / "empty", "the folder holds no .jsonl, .json, .parquet file"),
+                            (tmp_path / "data.csv", "unknown kind of file"),
+                            (tmp_path / "absent.jsonl", "no such file or folder, and not a hub name"),
+                            ("data/absent.jsonl", "no such file or folder"), ("absent", "no such file or folder")]:  # fmt: skip
+        with pytest.raises(DataError, match=f"--prompt_data {source}: {message}"):
+            load(source)
+
+
+# -- columns and templates
+
+
+def test_label_key_becomes_label(tmp_path):
+    file = write_lines(tmp_path / "data.jsonl", {"question": "a", "answer": 7, "label": "other"})
+    assert load(file, input_key="question", label_key="answer")[0].columns == {"answer": 7, "label": 7}
+    assert load(file, input_key="question", label_key="absent")[0].columns == {"answer": 7, "label": "other"}
+
+
+def test_template_puts_the_prompt_in_its_place_once(tmp_path):
+    file = write_lines(tmp_path / "data.jsonl", {"input": "a{}b"})
+    prompt = load(file, input_template="Q: {}\nA: {}")[0]
+    assert prompt.text == "Q: a{}b\nA: {}" and prompt.token_ids == list(prompt.text.encode())
+
+
+def test_template_without_a_place(tmp_path):
+    with pytest.raises(DataError, match="--input_template 'Question: ' has no {}"):
+        load(write_lines(tmp_path / "data.jsonl", *ROWS), input_template="Question: ", bad_rows="skip")
+
+
+def test_chat_template_of_text_and_of_messages(tmp_path):
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, {"role": "user", "content": "z"}]
+    file = write_lines(tmp_path / "data.jsonl", {"input": "a"}, {"input": messages})
+    texts = [p.text for p in load(file, apply_chat_template=True, template=TEMPLATE)]
+    assert texts == ["<user>a<assistant>", "<user>x<assistant>y<user>z<assistant>"]
+    prompt = load(file, apply_chat_template=True, template=TEMPLATE, system_prompt="s", input_template="[{}]")[0]
+    assert prompt.text == "<system>s<user>[a]<assistant>" and prompt.token_ids == list(prompt.text.encode())
+
+
+def test_messages_from_parquet(tmp_path):
+    rows = [{"input": [{"role": "user", "content": "x"}]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
+    assert load(tmp_path / "data.parquet", apply_chat_template=True, template=TEMPLATE)[0].text == "<user>x<assistant>"
+
+
+def test_tokenizer_without_a_chat_template(tmp_path):
+    with pytest.raises(DataError, match="--apply_chat_template: the tokenizer of --pretrain has no chat template"):
+        load(write_lines(tmp_path / "data.jsonl", *ROWS), apply_chat_template=True, bad_rows="skip")
+
+
+@pytest.mark.parametrize("value", [None, 5, ["a"], {"role": "user", "content": "a"}])
+def test_what_is_neither_text_nor_messages(tmp_path, value):
+    with pytest.raises(DataError, match="data.jsonl:1: 'input' is neither text nor a list of chat messages"):
+        load(write_lines(tmp_path / "data.jsonl", {"input": value}), apply_chat_template=True, template=TEMPLATE)
+
+
+def test_messages_that_the_template_refuses(tmp_path):
+    file = write_lines(tmp_path / "data.jsonl", {"input": [{"role": "tool", "content": "a"}]})
+    with pytest.raises(DataError, match="data.jsonl:1: the chat template refuses it .*no tools"):
+        load(file, apply_chat_template=True, template=TEMPLATE)
+
+
+def test_a_judge_leaves_prompts_out(tmp_path, warnings):
+    file = write_lines(tmp_path / "data.jsonl", *ROWS)
+    prompts = load(file, bad_rows="skip", judge=lambda prompt: "even" if prompt.columns["label"] == "2" else None)
+    assert [(p.index, p.text) for p in prompts] == [(0, "2+3=")] and "data.jsonl:1: even" in warnings[0]

@@ -1,0 +1,52 @@
+"""Micro-batches come back in the batch's order, and an empty one takes part without weight."""
+
+import torch
+
+from lightrft.roles.microbatch import infer, micro_batches
+from lightrft.types import Batch, Experience
+
+CPU = torch.device("cpu")
+
+
+def experience() -> Experience:
+    return Experience(
+        lengths=torch.tensor([2, 3, 1]),
+        input_ids=torch.tensor([10, 11, 20, 21, 22, 30]),
+        loss_mask=torch.tensor([False, True, False, True, True, False]),
+        rows=torch.tensor([7, 8, 9]),
+        groups=torch.tensor([1, 1, 2]),
+        rewards=torch.tensor([0.5, 1.0, 0.0]),
+        engine_logprobs=torch.zeros(6),
+    )
+
+
+def test_infer_restores_the_order_and_leaves_out_the_filler():
+    seen: list[list[int]] = []
+
+    def forward(batch: Batch) -> torch.Tensor:
+        assert not torch.is_grad_enabled()
+        seen.append(batch.input_ids.tolist())
+        return batch.input_ids * 2.0 + batch.position_ids
+
+    values = infer(forward, experience(), [[2, 0], [], [1]], CPU)
+    assert values.tolist() == [20.0, 23.0, 40.0, 43.0, 46.0, 60.0]
+    assert seen == [[30, 10, 11], [0], [20, 21, 22]]
+
+
+def test_rows_that_are_in_no_micro_batch_stay_zero():
+    assert infer(lambda batch: batch.input_ids.float(), experience(), [[1]], CPU).tolist() == [0.0, 0.0, 20.0, 21.0, 22.0, 0.0]
+
+
+def test_an_empty_micro_batch_is_one_unlearned_token_with_every_column():
+    (filler,) = micro_batches(experience(), [[]], CPU)
+    assert type(filler) is Experience and len(filler) == filler.num_tokens == 1
+    assert not filler.loss_mask.any() and filler.loss_mask.dtype == torch.bool
+    assert filler.columns("token").keys() == experience().columns("token").keys()
+    assert filler.columns("sequence").keys() == experience().columns("sequence").keys()
+    assert filler.advantages is None and filler.old_logprobs is None
+
+
+def test_a_rank_without_any_sample_still_has_its_micro_batches():
+    nothing = experience().select([])
+    assert [len(batch) for batch in micro_batches(nothing, [[], []], CPU)] == [1, 1]
+    assert infer(lambda batch: batch.input_ids.float(), nothing, [[], []], CPU).tolist() == []
