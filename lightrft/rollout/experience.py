@@ -53,9 +53,12 @@ class ExperienceMaker:
             self._report_groups(rewards, groups, metrics)
 
     def _report_groups(self, rewards: Tensor, groups: Tensor, metrics: Metrics) -> None:
-        """Shares of groups that teach nothing because all their rewards are equal."""
-        spread = torch.tensor([float(rewards[groups == group].max() - rewards[groups == group].min()) for group in groups.unique()])
-        metrics.mean("rollout/groups_without_signal", (spread == 0).float())
+        """Share of groups that teach nothing because all their rewards are equal."""
+        names, member = groups.unique(return_inverse=True)
+        nothing = rewards.new_zeros(len(names))
+        best = nothing.scatter_reduce(0, member, rewards, "amax", include_self=False)
+        worst = nothing.scatter_reduce(0, member, rewards, "amin", include_self=False)
+        metrics.mean("rollout/groups_without_signal", (best == worst).float())
 
     def _plan(self, experience: Experience) -> Plan:
         return plan(

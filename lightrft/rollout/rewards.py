@@ -17,17 +17,21 @@ from lightrft.types import Sample
 Reward = Callable[..., list[float]]
 rewards = Registry("reward", flag="--reward")
 
+NUMBER = r"(?:(?<![\w)])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+"""1,234.5 and -3 and .5; the dash of 10-3 is no sign, and the commas of 1,2,3 do not join."""
+
 
 @rewards.register("exact_match")
 def exact_match(samples: list[Sample], label: list[str], **_: Any) -> list[float]:
     """1 where the response ended by itself and is the label, else 0."""
-    return [float(not sample.truncated and sample.text == right) for sample, right in zip(samples, label, strict=True)]
+    return [float(not sample.truncated and sample.text == str(right)) for sample, right in zip(samples, label, strict=True)]
 
 
 @rewards.register("gsm8k")
 def gsm8k(samples: list[Sample], label: list[str], **_: Any) -> list[float]:
-    """1 where the last number of the response equals the label as a number, else 0."""
-    return [float(_last_number(sample.text) == _last_number(str(right))) for sample, right in zip(samples, label, strict=True)]
+    """1 where the last number of the response equals the last number of the label, else 0; without a number nothing is right."""
+    pairs = [(_last_number(sample.text), _last_number(str(right))) for sample, right in zip(samples, label, strict=True)]
+    return [float(answer is not None and answer == right) for answer, right in pairs]
 
 
 class Judge:
@@ -44,17 +48,25 @@ class Judge:
         names = set.intersection(*(set(sample.prompt.columns) for sample in samples))
         columns = {name: [sample.prompt.columns[name] for sample in samples] for name in names}
         try:
-            values = list(self.function(samples, **columns))
-        except TypeError as error:
-            raise ValueError(f"--reward {self.name}: {error}. The data has the columns {', '.join(sorted(names)) or 'none'}") from error
-        if len(values) != len(samples):
-            raise ValueError(f"--reward {self.name}: {len(values)} rewards for {len(samples)} samples")
+            values = self.function(samples, **columns)
+        except Exception as error:
+            has = ", ".join(sorted(names)) or "none"
+            raise ValueError(f"--reward {self.name}: {type(error).__name__}: {error}. The data has the columns {has}") from error
+        if not hasattr(values, "__len__") or len(values) != len(samples):
+            raise ValueError(f"--reward {self.name}: {values!r:.200} is not a list of {len(samples)} rewards, one per sample")
         for sample, value in zip(samples, values, strict=True):
-            sample.reward = float(value)
-            if not math.isfinite(sample.reward):
-                raise ValueError(f"--reward {self.name}: {value} is not a finite number, for the response {sample.text!r}")
+            sample.reward = self._number(value, sample)
+
+    def _number(self, value: Any, sample: Sample) -> float:
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise ValueError(f"--reward {self.name}: {value!r} is not a finite number, for the response {sample.text!r:.200}")
+        return number
 
 
 def _last_number(text: str) -> float | None:
-    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    numbers = re.findall(NUMBER, text)
     return float(numbers[-1].replace(",", "")) if numbers else None

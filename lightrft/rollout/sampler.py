@@ -20,10 +20,8 @@ class Sampler:
     def __call__(self, prompts: list[Prompt], *, seed: int) -> list[Sample]:
         """`n_samples_per_prompt` samples for each of this rank's prompts. `prompts` are those of all ranks."""
         section = self.section
-        return self._sample(
-            prompts,
-            Sampling(n=section.n_samples_per_prompt, max_tokens=section.generate_max_len, temperature=section.temperature, seed=seed),
-        )
+        count, longest = section.n_samples_per_prompt, section.generate_max_len
+        return self._sample(prompts, Sampling(n=count, max_tokens=longest, temperature=section.temperature, seed=seed))
 
     def greedy(self, prompts: list[Prompt]) -> list[Sample]:
         """The most likely response to each of this rank's prompts."""

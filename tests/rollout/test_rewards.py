@@ -1,0 +1,144 @@
+"""What a reward may be, what is checked of it, and that every error names the flag and the path."""
+
+import sys
+import textwrap
+
+import pytest
+
+from lightrft.rollout.rewards import Judge, rewards
+from lightrft.types import Prompt, Sample
+
+
+def sample(text: str, finish_reason: str = "stop", **columns) -> Sample:
+    prompt = Prompt(index=0, text="", token_ids=[1], columns=columns)
+    return Sample(prompt=prompt, group=0, token_ids=[1], logprobs=[0.0], text=text, finish_reason=finish_reason)
+
+
+def judged(name: str, *samples: Sample) -> list[float]:
+    Judge(name)(list(samples))
+    return [s.reward for s in samples]
+
+
+def test_exact_match():
+    samples = [sample(text, label="580") for text in ("580", "58", "580 ")]
+    assert judged("exact_match", *samples, sample("580", "length", label="580")) == [1.0, 0.0, 0.0, 0.0]
+    assert judged("exact_match", sample("7", label=7)) == [1.0]  # a number in the data file
+
+
+GSM8K = [
+    ("The answer is 72.", "72", 1.0),
+    ("72", "#### 72", 1.0),
+    ("first 10 and 20, so 30 in all", "30", 1.0),
+    ("30, that is 10 + 20", "30", 0.0),
+    ("It is -5", "-5", 1.0),
+    ("It is 5", "-5", 0.0),
+    ("10-3", "3", 1.0),
+    ("x = 10 - 3 = 7", "7", 1.0),
+    ("$1,234,567.50 in all", "1234567.5", 1.0),
+    ("1234", "1,234", 1.0),
+    ("one of 1, 2, 3", "3", 1.0),
+    ("one of 1,2,3", "3", 1.0),
+    ("5, and no more,", "5", 1.0),
+    ("0.5", ".5", 1.0),
+    ("2.50", "2.5", 1.0),
+    ("2.51", "2.5", 0.0),
+    ("72.0", "72", 1.0),
+    ("no number here", "72", 0.0),
+    ("no number here", "none here either", 0.0),
+    ("", "", 0.0),
+    ("72", "no number", 0.0),
+    ("9" * 400, "72", 0.0),
+]
+
+
+@pytest.mark.parametrize("text, label, reward", GSM8K)
+def test_gsm8k(text, label, reward):
+    assert judged("gsm8k", sample(text, label=label)) == [reward]
+
+
+def test_gsm8k_takes_a_number_as_label():
+    assert judged("gsm8k", sample("so 72", label=72), sample("so 72", label=71.5)) == [1.0, 0.0]
+
+
+def longest(samples, *, label, weight, **columns):
+    """A user's reward: it gets the columns as lists, aligned with the samples."""
+    assert columns == {"level": [1, 2]}
+    return [len(s.text) * w if right == s.text else 0 for s, right, w in zip(samples, label, weight, strict=True)]
+
+
+def test_columns_arrive_by_name_aligned():
+    samples = [sample("ab", label="ab", weight=0.5, level=1), sample("abc", label="abc", weight=2.0, level=2)]
+    assert judged(f"{__file__}:longest", *samples) == [1.0, 6.0]
+
+
+def test_a_column_that_not_every_sample_has_is_left_out():
+    with pytest.raises(ValueError, match="--reward exact_match: TypeError: .*label.* The data has the columns level"):
+        judged("exact_match", sample("a", label="a", level=1), sample("b", level=1))
+
+
+def test_a_reward_by_module_path_and_by_file(tmp_path, monkeypatch):
+    (tmp_path / "mine_for_tests.py").write_text("def half(samples, **columns):\n    return [0.5 for _ in samples]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for path in ("mine_for_tests:half", f"{tmp_path}/mine_for_tests.py:half"):
+        assert judged(path, sample("a"), sample("b")) == [0.5, 0.5]
+    sys.modules.pop("mine_for_tests")
+
+
+def write(tmp_path, body: str) -> str:
+    head = "import torch\nNOT_CALLABLE = 5\ndef f(samples, **columns):\n"
+    (tmp_path / "reward.py").write_text(head + textwrap.indent(body, "    "))
+    return f"{tmp_path}/reward.py:f"
+
+
+def test_numbers_of_any_kind(tmp_path):
+    assert judged(write(tmp_path, "return torch.tensor([1.5, -2.0])"), sample("a"), sample("b")) == [1.5, -2.0]
+    assert type(sample("a").reward) is float
+    path = tmp_path / "other.py"
+    path.write_text("def f(samples, **columns):\n    return [True, 3]\n")
+    found = judged(f"{path}:f", sample("a"), sample("b"))
+    assert found == [1.0, 3.0] and all(type(value) is float for value in found)
+
+
+BROKEN = {
+    "too few": ("return [1.0]", r"\[1.0\] is not a list of 2 rewards, one per sample"),
+    "too many": ("return [1.0, 2.0, 3.0]", r"\[1.0, 2.0, 3.0\] is not a list of 2 rewards"),
+    "nothing": ("pass", "None is not a list of 2 rewards"),
+    "one number": ("return 1.0", "1.0 is not a list of 2 rewards"),
+    "NaN": ("return [1.0, float('nan')]", "nan is not a finite number, for the response 'second'"),
+    "infinity": ("return [float('-inf'), 1.0]", "-inf is not a finite number, for the response 'first'"),
+    "a word": ("return [1.0, 'good']", "'good' is not a finite number"),
+    "None": ("return [None, 1.0]", "None is not a finite number"),
+    "its own error": ("return [1 / 0]", "ZeroDivisionError: division by zero"),
+    "its own key": ("return [columns['answer']]", "KeyError: 'answer'. The data has the columns label"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_a_reward_may_not_return(tmp_path, case):
+    body, message = BROKEN[case]
+    path = write(tmp_path, body)
+    with pytest.raises(ValueError, match=f"--reward {path}: {message}"):
+        judged(path, sample("first", label="x"), sample("second", label="y"))
+
+
+def test_names_that_are_none(tmp_path):
+    path = write(tmp_path, "return []")
+    for name, message in [
+        ("gsm8", "--reward gsm8: no reward of this name; did you mean 'gsm8k'"),
+        ("no_such_package.rewards:f", "--reward no_such_package.rewards:f: cannot import 'no_such_package.rewards'"),
+        ("math:nothing", "--reward math:nothing: 'math' has no object 'nothing'"),
+        (f"{tmp_path}/absent.py:f", "absent.py:f: cannot import .*FileNotFoundError"),
+        (path.replace(":f", ":g"), "reward.py' has no object 'g'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Judge(name)
+    with pytest.raises(ValueError, match="NOT_CALLABLE: .*not callable"):
+        judged(path.replace(":f", ":NOT_CALLABLE"), sample("a"))
+
+
+def test_no_samples_ask_for_nothing(tmp_path):
+    Judge(write(tmp_path, "raise SystemExit"))([])
+
+
+def test_known_names():
+    assert {"exact_match", "gsm8k"} <= set(rewards.names())
