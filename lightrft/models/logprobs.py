@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-HOST_CHUNK, DEVICE_CHUNK = 2**23, 2**27
-"""Logits that exist at the same time: 32 MB in a host's memory, 512 MB on an accelerator, which wants larger products."""
+HOST_CHUNK, DEVICE_CHUNK = 2**25, 2**27
+"""Logits that exist at the same time: 128 MB in a host's memory, 512 MB on an accelerator, which wants larger products."""
 
 
 @dataclass(frozen=True, slots=True)
