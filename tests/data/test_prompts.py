@@ -8,7 +8,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from loguru import logger
-from tiny import byte_tokenizer
+from tiny import BOS, byte_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from lightrft.config import DataSection
 from lightrft.data.prompts import load_prompts
@@ -205,6 +206,16 @@ def test_chat_template_of_text_and_of_messages(tmp_path):
     assert texts == ["<user>a<assistant>", "<user>x<assistant>y<user>z<assistant>"]
     prompt = load(file, apply_chat_template=True, template=TEMPLATE, system_prompt="s", input_template="[{}]")[0]
     assert prompt.text == "<system>s<user>[a]<assistant>" and prompt.token_ids == list(prompt.text.encode())
+
+
+def test_special_tokens_are_the_tokenizers_or_the_templates_never_both(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    tokenizer.chat_template = "{{ bos_token }}" + TEMPLATE
+    section = DataSection(prompt_data=str(write_lines(tmp_path / "data.jsonl", {"input": "ab"})))
+    assert load_prompts(section, tokenizer)[0].token_ids == [BOS, 97, 98]
+    section.apply_chat_template = True
+    assert load_prompts(section, tokenizer)[0].token_ids == [BOS, *b"<user>ab<assistant>"]
 
 
 def test_messages_from_parquet(tmp_path):
