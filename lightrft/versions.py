@@ -5,7 +5,7 @@ Only the standard library at import: setup.py executes this file before anything
 
 CORE = {
     "torch": ">=2.9",
-    "transformers": ">=5.10,<6",
+    "transformers": ">=5.12,<6",
     "accelerate": ">=1.10",
     "safetensors": ">=0.6",
     "datasets": ">=4.0",
