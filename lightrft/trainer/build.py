@@ -109,7 +109,7 @@ def observation(config: Config, strategy: StrategyBase) -> tuple[Observer, Trace
         peak_memory=partial(device.peak_memory, strategy.device),
         memory_in_use=partial(device.memory_in_use, strategy.device),
         synchronize=partial(device.synchronize, strategy.device),
-        on_phase=partial(observer.phase, 0),
+        on_phase=observer.phase,
     )
     return observer, trace
 

@@ -78,7 +78,11 @@ def test_a_folder_by_split(tmp_path):
     (tmp_path / "README.md").write_text("not data")
     assert [p.text for p in load(tmp_path)] == ["a", "b"]
     assert [p.text for p in load(tmp_path, held_out=True)] == ["c"]
-    assert [p.text for p in load(tmp_path, prompt_split="validation")] == ["c", "a", "b"]
+    with pytest.raises(DataError, match="no file name begins with the split 'validation'; it holds test.jsonl, train-1.jsonl"):
+        load(tmp_path, prompt_split="validation")
+    (tmp_path / "only").mkdir()
+    write_lines(tmp_path / "only" / "data.jsonl", {"input": "d"})
+    assert [p.text for p in load(tmp_path / "only")] == ["d"]
 
 
 def test_empty_lines_and_a_byte_order_mark_are_no_rows(tmp_path):

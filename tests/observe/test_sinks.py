@@ -120,7 +120,7 @@ def test_the_observer_tells_all_and_closes_all_even_when_one_fails():
     sinks = [Recorder(), Recorder(fails=True), Recorder()]
     observer = Observer(sinks)
     observer.start({}, 3)
-    observer.phase(1, "train")
+    observer.phase("train")
     observer.log(1, {"train/loss": 2.0})
     with pytest.raises(OSError, match="disk full"):
         observer.close("failed")
@@ -133,7 +133,7 @@ def run_console(terminal, rows):
     sink = Console(RichConsole(file=out, force_terminal=terminal, width=120, height=40))
     sink.start({}, 12)
     for step, row in enumerate(rows, start=1):
-        sink.phase(step, "generate")
+        sink.phase("generate")
         sink.samples(step, [{"prompt": "1+1=", "response": "\x1b]0;owned\x07[red]2\nx", "reward": 1.0}])
         sink.log(step, row)
     sink.close("finished")
