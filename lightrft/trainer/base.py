@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
 import lightrft
@@ -142,7 +141,7 @@ class Trainer(ABC):
             self.policy.actor, self.checkpoints, optimizer=self.policy.optimizer, scheduler=self.policy.scheduler
         )
         if path is None:
-            logger.info(f"no checkpoint in {self.checkpoints}: starting afresh")
+            self.strategy.print(f"no checkpoint in {self.checkpoints}: starting afresh")
             return
         if state["order"] != asdict(self.order):
             raise ValueError(
@@ -150,14 +149,14 @@ class Trainer(ABC):
                 "use the same data, batch size and seed, or another --ckpt_path"
             )
         self.done = state["step"]
-        logger.info(f"continuing after step {self.done} from {path}")
+        self.strategy.print(f"continuing after step {self.done} from {path}")
 
     def _save_interrupted(self) -> None:
         if self.done == 0:
-            logger.warning("interrupted before the first step was complete: nothing to save")
+            self.strategy.print("interrupted before the first step was complete: nothing to save")
             return
         self.save()
-        logger.warning(f"saved step {self.done} in {self.checkpoints}; continue with the same command and --load_checkpoint")
+        self.strategy.print(f"saved step {self.done} in {self.checkpoints}; continue with the same command and --load_checkpoint")
 
     def _describe_run(self, status: str, seconds: float) -> None:
         """`run.json`: what ran, for people and for the report."""
