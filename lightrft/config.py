@@ -71,6 +71,8 @@ class StrategySection:
     """Shard with FSDP2; otherwise DeepSpeed ZeRO."""
     fsdp_cpu_offload: bool = False
     """Keep parameters and optimizer in host memory, move shards in when used."""
+    offload_idle: bool = False
+    """Keep in device memory only what the moment needs; idle models and optimizers wait in host memory."""
     dp_replicate: int = 1
     """Hybrid sharding: so many replicas, each sharded over the other data ranks."""
     timeout_minutes: float = 60.0
@@ -171,6 +173,8 @@ class TrainSection:
     """Most sequences of one forward and backward pass on one rank; unset: max_tokens_per_microbatch alone decides."""
     max_tokens_per_microbatch: int = 16384
     """Most tokens of one forward and backward pass on one rank."""
+    batching: Literal["packed", "dynamic", "plain"] = "packed"
+    """Which sequences meet in one pass: any, so that all ranks finish together; similar lengths; or those next in order."""
     save_path: str = "runs/run"
     """Folder of the run: final model, metrics, report, resolved configuration."""
     ckpt_path: str | None = None

@@ -65,14 +65,13 @@ class EngineHost:
         self.engine.load_weights(weights(), self.engine.version + 1)
         release_cached_memory(self.device)
 
-    def wake(self, weights: Weights | None) -> None:
-        """Weights, then the stream if there is one, then the cache: cache and stream never compete for memory."""
+    def wake_weights(self, weights: Weights | None) -> None:
+        """The engine's weights, and the stream into them if there is one. The cache follows: it never competes with them."""
         if weights is not None:
             self.update_weights(weights)
         else:
             release_cached_memory(self.device)
             self.engine.wake("weights")
-        self.engine.wake("kv_cache")
 
     def sleep(self, *, keep_weights: bool) -> None:
         """If it may. An engine that nobody refills keeps its weights, on the host."""

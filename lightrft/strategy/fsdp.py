@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from lightrft.parallel.grad_norm import clip_gradients, global_grad_norm
 from lightrft.strategy import checkpoint
+from lightrft.strategy.offload import AwayModel, AwayOptimizer, has_gradients
 from lightrft.strategy.strategy_base import StrategyBase
 
 
@@ -25,6 +26,7 @@ class FSDPStrategy(StrategyBase):
         super().__init__(*args, **kwargs)
         self._unsynced: set[FSDPModule] = set()
         """Modules that hold gradients which no other rank has seen."""
+        self._away: dict[nn.Module | Optimizer, AwayModel | AwayOptimizer] = {}
 
     def _prepare_module(self, module: nn.Module, optimizer: Optimizer | None) -> None:
         """Cast, shard block by block and then the rest, and follow the parameters by name into the optimizer."""
@@ -75,12 +77,32 @@ class FSDPStrategy(StrategyBase):
         model.zero_grad(set_to_none=True)
         return norm
 
+    def offload_model(self, model: nn.Module) -> None:
+        if self._unsynced.intersection(roots(model)):
+            raise RuntimeError(has_gradients(model))
+        if model not in self._away and not self.config.fsdp_cpu_offload:
+            self._away[model] = AwayModel(model, self.device)
+
+    def maybe_offload_optimizer(self, optimizer: Optimizer) -> None:
+        if optimizer not in self._away and not self.config.fsdp_cpu_offload:
+            self._away[optimizer] = AwayOptimizer(optimizer, self.device)
+
+    def reload_model(self, model: nn.Module) -> None:
+        self._reload(model)
+
+    def maybe_load_optimizer(self, optimizer: Optimizer) -> None:
+        self._reload(optimizer)
+
+    def _reload(self, item: nn.Module | Optimizer | None) -> None:
+        if item in self._away:
+            self._away.pop(item).reload(self.device)
+
     def save_ckpt(
         self, model: nn.Module, save_dir: str | Path, tag: str, max_num: int = 3, max_mem: float = 1000,
         client_state: Mapping[str, Any] = MappingProxyType({}), save_latest: bool = True,
         optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None,
     ) -> Path:
-        training = checkpoint.Training(model, optimizer, scheduler, self.mesh.world, self.device)
+        training = self._training(model, optimizer, scheduler)
         return checkpoint.save(
             training, Path(save_dir), tag,
             client_state=dict(client_state), max_num=max_num, max_mem=max_mem, save_latest=save_latest,
@@ -90,8 +112,14 @@ class FSDPStrategy(StrategyBase):
         self, model: nn.Module, load_dir: str | Path, tag: str | None = None,
         optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None, load_module_only: bool = False,
     ) -> tuple[Path | None, dict[str, Any]]:
-        training = checkpoint.Training(model, optimizer, scheduler, self.mesh.world, self.device)
+        training = self._training(model, optimizer, scheduler)
         return checkpoint.load(training, Path(load_dir), tag, module_only=load_module_only)
+
+    def _training(self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> checkpoint.Training:
+        """What a checkpoint reads and writes; it must be here for that."""
+        self._reload(model)
+        self._reload(optimizer)
+        return checkpoint.Training(model, optimizer, scheduler, self.mesh.world, self.device)
 
     def _precision(self) -> MixedPrecisionPolicy:
         if not self.config.bf16:

@@ -35,6 +35,7 @@ from lightrft.strategy.export import export
 from lightrft.strategy.launch import join_process_group
 from lightrft.strategy.named import hf_parameters, unwrap
 from lightrft.strategy.optim import create_adamw, create_lr_scheduler
+from lightrft.strategy.phases import Phase, Phases
 from lightrft.types import Completion
 
 GB = 1e9
@@ -68,6 +69,9 @@ class StrategyBase(ABC):
         self._owns_processes = False
         self._host: EngineHost | None = None
         self._engine_actor: nn.Module | None = None
+        self._phases = Phases()
+        self._models: list[nn.Module] = []
+        self._optimizers: list[Optimizer] = []
 
     # -- processes
 
@@ -94,6 +98,7 @@ class StrategyBase(ABC):
     def close(self) -> None:
         """End the engine, and the process group if setup_distributed() made it. May be called at any time."""
         host, self._host, self._engine_actor, self._mesh = self._host, None, None, None
+        self._models, self._optimizers = [], []
         if host is not None:
             host.engine.close()
         if self._owns_processes:
@@ -164,6 +169,7 @@ class StrategyBase(ABC):
             module, optimizer, *_ = (*item, None) if isinstance(item, tuple | list) else (item, None)
             if module is not None:
                 self._prepare_module(module, optimizer)
+                self._know(module, optimizer)
         return models_or_pairs[0] if len(models_or_pairs) == 1 else models_or_pairs
 
     @abstractmethod
@@ -195,13 +201,60 @@ class StrategyBase(ABC):
         """(Hugging Face name, full tensor) of every parameter, tied ones once, in transfer dtype, bucket by bucket.
 
         A tensor is valid until the next one is asked for. dtype None: bfloat16 with --bf16, else float32.
+        An offloaded model comes back for it.
         """
+        self.reload_model(model)
         return weights.stream(hf_parameters(model), dtype or self.dtype, self.config.weight_sync_bucket_mb * 2**20)
 
     @property
     def dtype(self) -> torch.dtype:
         """What models compute in and weights travel in."""
         return torch.bfloat16 if self.config.bf16 else torch.float32
+
+    # -- who is in device memory
+
+    @property
+    def phase(self) -> Phase:
+        return self._phases.current
+
+    def enter(self, phase: Phase, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> None:
+        """Change hands: what the phase needs comes to the device, and with --offload_idle all else leaves it before.
+
+        TRAIN needs the model that learns and its optimizer, LOGPROB the model that is asked, REFIT the actor, GENERATE none.
+        The engine is not moved here: its own verbs wake it and put it to sleep. PhaseError where the way is not legal.
+        """
+        self._phases.enter(phase)
+        self._know(model, optimizer)
+        if self.config.offload_idle:
+            for other in self._models:
+                if other is not model:
+                    self.offload_model(other)
+            for other in self._optimizers:
+                if other is not optimizer:
+                    self.maybe_offload_optimizer(other)
+        if model is not None:
+            self.reload_model(model)
+        if optimizer is not None:
+            self.maybe_load_optimizer(optimizer)
+
+    @abstractmethod
+    def offload_model(self, model: nn.Module) -> None:
+        """Move a prepared model to host memory and free its place on the device; parameters stay the same objects.
+
+        RuntimeError when it holds gradients, and whenever an offloaded model is used. Nothing happens to one that is away.
+        """
+
+    @abstractmethod
+    def reload_model(self, model: nn.Module) -> None:
+        """Bring an offloaded model back, the same bit by bit. Nothing happens to one that is here."""
+
+    @abstractmethod
+    def maybe_offload_optimizer(self, optimizer: Optimizer) -> None:
+        """Move the optimizer's state to host memory, unless it is there already."""
+
+    @abstractmethod
+    def maybe_load_optimizer(self, optimizer: Optimizer) -> None:
+        """Bring an offloaded optimizer back, the same bit by bit. Nothing happens to one that is here."""
 
     # -- data
 
@@ -290,7 +343,9 @@ class StrategyBase(ABC):
         config.check()
         self._host = EngineHost.build(config, mesh=self.mesh, dtype=self.dtype, device=self.device, seed=self.seed,
                                       from_stream=actor is not None)
-        if actor is not None:
+        if actor is None:
+            self._wake_engine(None)
+        else:
             self.update_engine_weights(actor)
             self.maybe_sleep_inference_engine()
         return self.engine
@@ -307,18 +362,22 @@ class StrategyBase(ABC):
         finally:
             self.maybe_sleep_inference_engine()
 
-    def wakeup_inference_engine(self) -> None:
-        """Cached memory is freed first. An engine that is awake stays as it is."""
-        self._wake_engine(None)
+    def wakeup_inference_engine(self, actor: nn.Module | None = None) -> None:
+        """engine_awake() without an end. Cached memory is freed first; an engine that is awake stays as it is."""
+        self._wake_engine(actor)
 
     def maybe_sleep_inference_engine(self) -> None:
-        """Put the engine to sleep, if --enable_engine_sleep."""
+        """The engine's phases end, and it sleeps if --enable_engine_sleep."""
         self._engine_host().sleep(keep_weights=self._engine_actor is None)
+        self._phases.leave_engine()
 
     def update_engine_weights(self, actor: nn.Module) -> None:
         """Stream the actor's weights into the engine under the next version; what was cached with the old ones is dropped."""
-        self._engine_actor = actor
-        self._engine_host().update_weights(lambda: self.full_params(actor))
+        host, self._engine_actor = self._engine_host(), actor
+        self.enter(Phase.REFIT, actor)
+        host.update_weights(lambda: self.full_params(actor))
+        if host.status is EngineStatus.WAKEUP:
+            self.enter(Phase.GENERATE)
 
     def gather_and_generate(self, sampling: Sampling, prompt_token_ids: list[list[int]]) -> list[list[Completion]]:
         """`sampling.n` completions of each of this rank's own prompts, in order; numbers of prompts may differ, also be 0.
@@ -353,4 +412,13 @@ class StrategyBase(ABC):
         host = self._engine_host()
         self._engine_actor = actor if actor is not None else self._engine_actor
         source = actor if host.engine.weights_valid else self._engine_actor
-        host.wake(None if source is None else lambda: self.full_params(source))
+        self.enter(Phase.REFIT, source)
+        host.wake_weights(None if source is None else lambda: self.full_params(source))
+        self.enter(Phase.GENERATE)  # the actor's place is for the cache
+        host.engine.wake("kv_cache")
+
+    def _know(self, model: nn.Module | None, optimizer: Optimizer | None) -> None:
+        if model is not None and all(model is not other for other in self._models):
+            self._models.append(model)
+        if optimizer is not None and all(optimizer is not other for other in self._optimizers):
+            self._optimizers.append(optimizer)

@@ -1,0 +1,165 @@
+"""Offloaded is away: no device memory, no silent use, and back bit by bit."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from strategy.training import load, one_step, snapshot, strategy
+from torch import nn
+
+from lightrft.strategy import FSDPStrategy
+
+
+def local_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    return [tensor._local_tensor for tensor in (*model.parameters(), *states)]
+
+
+def cycle(made: FSDPStrategy, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Away and back, twice, in both orders; twice in a row changes nothing."""
+    for _ in range(2):
+        made.offload_model(model)
+        made.offload_model(model)
+        made.maybe_offload_optimizer(optimizer)
+        made.maybe_load_optimizer(optimizer)
+        made.maybe_offload_optimizer(optimizer)
+        made.reload_model(model)
+        made.reload_model(model)
+        made.maybe_load_optimizer(optimizer)
+
+
+def course(folder: str, args: dict, cycles: bool):
+    """Losses and norms of four steps, and everything that is kept after them."""
+    made, model = strategy(**args), load(folder).train()
+    optimizer = made.create_optimizer(model, lr=1e-2, weight_decay=0.1)
+    scheduler = made.create_scheduler(optimizer, "cosine", 2, 8)
+    made.prepare((model, optimizer, scheduler))
+    before = list(map(id, model.parameters()))
+    numbers = []
+    for step in range(4):
+        if cycles:
+            cycle(made, model, optimizer)
+        numbers.append(one_step(made, model, optimizer, step, num_micro=2, scheduler=scheduler)[:2])
+    assert list(map(id, model.parameters())) == before
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    moments = [tensor.clone() for tensor in local_tensors(model, optimizer)]
+    return numbers, snapshot(made, model), buffers, moments
+
+
+@pytest.mark.parametrize(("world_size", "args"), [(1, {}), (2, {}), (2, {"bf16": True}), (2, {"dp_replicate": 2})], ids=str)
+def test_training_with_cycles_in_between_is_bit_identical(folder, tied_folder, world_size, args):
+    for path in (folder, tied_folder):
+        found = run_ranks(world_size, course, path, args, True)
+        assert_identical(found, run_ranks(world_size, course, path, args, False))
+
+
+def assert_identical(found, expected) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def prepared(folder: str, **args):
+    made, model = strategy(**args), load(folder)
+    optimizer = made.create_optimizer(model, lr=1e-2)
+    made.prepare((model, optimizer))
+    one_step(made, model, optimizer, 0)
+    return made, model, optimizer
+
+
+def where_it_is(folder: str):
+    made, model, optimizer = prepared(folder)
+    storages = [tensor.untyped_storage() for tensor in local_tensors(model, optimizer)]
+    parameters = list(model.parameters())
+    held = len(parameters), sum(storage.nbytes() for storage in storages[: len(parameters)])
+    shared_with_fsdp = storages[: len(parameters)]
+    made.offload_model(model)
+    made.maybe_offload_optimizer(optimizer)
+    tensors = [*model.parameters(), *model.buffers(), *local_tensors(model, optimizer)]
+    devices = {tensor.device.type for tensor in tensors}
+    left = sum(storage.nbytes() for storage in shared_with_fsdp)
+    made.reload_model(model)
+    made.maybe_load_optimizer(optimizer)
+    tensors = [*model.parameters(), *model.buffers(), *local_tensors(model, optimizer)]
+    return held, devices, left, {tensor.device.type for tensor in tensors}
+
+
+def test_memory_is_released(folder):
+    """FSDP keeps the old shards alive, so the device alone would say nothing: their storage must be empty too."""
+    for (count, held), devices, left, after in run_ranks(2, where_it_is, folder):
+        assert count > 20 and held > 10_000
+        assert devices == {"meta"} and left == 0
+        assert after == {"cpu"}
+
+
+def misuse(folder: str):
+    made, model, optimizer = prepared(folder)
+    made.offload_model(model)
+    made.maybe_offload_optimizer(optimizer)
+    errors = []
+    for use in (
+        lambda: model(input_ids=torch.zeros(1, 3, dtype=torch.int64)),
+        lambda: model.state_dict(),
+        lambda: made.optimizer_step(optimizer, model),
+        lambda: optimizer.state_dict(),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            use()
+        errors.append(str(caught.value))
+    streamed = {tensor.device.type for _, tensor in made.full_params(model)}
+    made.maybe_load_optimizer(optimizer)
+    one_step(made, model, optimizer, 1)  # usable again
+    return errors, streamed
+
+
+def test_use_while_away_names_the_way_back(folder):
+    model = "Qwen3ForCausalLM is offloaded: call reload_model() before it is used"
+    optimizer = "AdamW is offloaded: call maybe_load_optimizer() before it is used"
+    assert run_ranks(2, misuse, folder) == [([model, model, optimizer, optimizer], {"cpu"})] * 2
+
+
+def with_gradients(folder: str):
+    made, model, optimizer = prepared(folder)
+    for last in (True, False):
+        loss = model(input_ids=torch.ones(1, 3, dtype=torch.int64), use_cache=False).logits.sum()
+        made.backward(loss, model, optimizer, last=last)
+        with pytest.raises(RuntimeError, match="Qwen3ForCausalLM has gradients, which would be lost"):
+            made.offload_model(model)
+        model.zero_grad()
+    return {parameter.device.type for parameter in model.parameters()}
+
+
+def test_gradients_are_not_lost(folder):
+    assert run_ranks(1, with_gradients, folder) == [{"cpu"}]
+
+
+def checkpoint_while_away(folder: str, root: str):
+    made, model, optimizer = prepared(folder)
+    expected = snapshot(made, model)
+    made.offload_model(model)
+    made.maybe_offload_optimizer(optimizer)
+    made.save_ckpt(model, root, "away", optimizer=optimizer)
+    one_step(made, model, optimizer, 1)
+    made.offload_model(model)
+    made.maybe_offload_optimizer(optimizer)
+    made.load_ckpt(model, root, optimizer=optimizer)
+    return snapshot(made, model), expected
+
+
+def test_a_checkpoint_brings_back_what_it_needs(folder, root):
+    for found, expected in run_ranks(2, checkpoint_while_away, folder, str(root)):
+        assert_identical(found, expected)
+
+
+def with_host_parameters(folder: str):
+    made, model, optimizer = prepared(folder, fsdp_cpu_offload=True)
+    made.offload_model(model)
+    made.maybe_offload_optimizer(optimizer)
+    return {parameter.device.type for parameter in model.parameters()}, one_step(made, model, optimizer, 1)[0] > 0
+
+
+def test_what_lives_in_host_memory_stays(folder):
+    assert run_ranks(1, with_host_parameters, folder) == [({"cpu"}, True)]
+
+
+def test_two_flags_for_the_same_memory():
+    made = FSDPStrategy(args={"fsdp": True, "offload_idle": True, "fsdp_cpu_offload": True})
+    with pytest.raises(ValueError, match="--offload_idle has nothing to move with --fsdp_cpu_offload"):
+        made.setup_distributed()

@@ -1,0 +1,104 @@
+"""One at a time has the device, and what takes turns follows the table."""
+
+from itertools import product
+
+import pytest
+from ranks import run_ranks
+from strategy.training import load, strategy
+from torch import nn
+
+from lightrft.strategy.phases import Phase, PhaseError, Phases
+
+TRAIN, LOGPROB, REFIT, GENERATE = Phase
+LEGAL = {(TRAIN, LOGPROB), (TRAIN, REFIT), (LOGPROB, TRAIN), (LOGPROB, REFIT), (REFIT, GENERATE), (GENERATE, REFIT)}
+"""Without the engine's sleep, which alone leads from REFIT and GENERATE to LOGPROB."""
+
+
+@pytest.mark.parametrize(("here", "there"), list(product(Phase, Phase)))
+def test_every_transition(here, there):
+    phases = Phases()
+    phases.current = here
+    if here is there or (here, there) in LEGAL:
+        phases.enter(there)
+        assert phases.current is there
+    else:
+        with pytest.raises(PhaseError):
+            phases.enter(there)
+        assert phases.current is here
+
+
+@pytest.mark.parametrize(("here", "after"), [(TRAIN, TRAIN), (LOGPROB, LOGPROB), (REFIT, LOGPROB), (GENERATE, LOGPROB)])
+def test_the_engine_sleeps(here, after):
+    phases = Phases()
+    phases.current = here
+    phases.leave_engine()
+    assert phases.current is after
+
+
+def test_the_error_names_both_phases_and_the_ways():
+    phases = Phases()
+    with pytest.raises(PhaseError) as caught:
+        phases.enter(GENERATE)
+    assert str(caught.value) == (
+        "phase GENERATE cannot begin in phase TRAIN; the ways from TRAIN are: LOGPROB by prepare_for_logprobs() or "
+        "finish_training(); REFIT by offload_before_refit() or engine_awake()"
+    )
+    phases.enter(REFIT)
+    phases.enter(GENERATE)
+    with pytest.raises(PhaseError) as caught:
+        phases.enter(TRAIN)
+    assert str(caught.value) == (
+        "phase TRAIN cannot begin in phase GENERATE; the ways from GENERATE are: REFIT by offload_before_refit() or "
+        "update_engine_weights(); LOGPROB by finish_generation(): the engine must sleep"
+    )
+
+
+def here(*models: nn.Module) -> list[bool]:
+    return [next(model.parameters()).device.type != "meta" for model in models]
+
+
+def optimizer_here(optimizer) -> bool:
+    return all(state["exp_avg"].device.type != "meta" for state in optimizer.state.values())
+
+
+def who_is_here(folder: str, flag: bool):
+    """(phase, [actor, reference], optimizer) along one step."""
+    made = strategy(pretrain=folder, engine_type="hf", prompt_max_len=8, generate_max_len=8, offload_idle=flag)
+    actor, reference = load(folder), load(folder).requires_grad_(False)
+    optimizer = made.create_optimizer(actor, lr=1e-2)
+    made.prepare((actor, optimizer), reference)
+    for parameter in actor.parameters():
+        parameter.grad = parameter.detach().clone()
+    made.optimizer_step(optimizer, actor)
+    made.setup_inference_engine(actor=actor)
+    seen = []
+
+    def look():
+        seen.append((made.phase, here(actor, reference), optimizer_here(optimizer)))
+
+    with made.engine_awake(actor):
+        look()
+    look()
+    for model in (actor, reference):
+        made.enter(Phase.LOGPROB, model)
+        look()
+    made.enter(Phase.TRAIN, actor, optimizer)
+    look()
+    made.update_engine_weights(actor)
+    look()
+    return seen
+
+
+def test_idle_models_leave_the_device(folder):
+    assert run_ranks(1, who_is_here, folder, True)[0] == [
+        (GENERATE, [False, False], False),
+        (LOGPROB, [False, False], False),
+        (LOGPROB, [True, False], False),
+        (LOGPROB, [False, True], False),
+        (TRAIN, [True, False], True),
+        (REFIT, [True, False], False),
+    ]
+
+
+def test_without_the_flag_they_stay(folder):
+    assert {(*there, optimizer) for _, there, optimizer in run_ranks(1, who_is_here, folder, False)[0]} == {(True, True, True)}
