@@ -35,7 +35,7 @@ class Truncation:
         return self.top_k > 0 or self.top_p < 1.0
 
     def __call__(self, logits: Tensor, kept: Tensor) -> Tensor:
-        """`logits` [t, V] with -inf outside of the part; `kept` [t, K] stay."""
+        """`logits` [t, V] with -inf outside of the part; `kept` [t, K] stay, as far as they are not negative."""
         threshold = torch.full((len(logits), 1), -torch.inf, device=logits.device)
         if self.top_k > 0:
             threshold = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
@@ -45,7 +45,8 @@ class Truncation:
             before[:, 0] = 0.0
             last = (before < self.top_p).sum(-1, keepdim=True) - 1
             threshold = torch.maximum(threshold, ordered.gather(-1, last))
-        outside = (logits < threshold).scatter_(-1, kept.clamp(min=0), False)
+        kept = torch.where(kept < 0, logits.argmax(-1, keepdim=True), kept)
+        outside = (logits < threshold).scatter_(-1, kept, False)
         return logits.masked_fill_(outside, -torch.inf)
 
 
@@ -87,9 +88,8 @@ def logprobs_of_logits(
 def top_logprobs(hidden: Tensor, weight: Tensor, k: int, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """The k most likely tokens of each position, for distillation: log-probs [T, k] float32 and ids [T, k], likeliest first."""
     values, ids = [], []
-    for rows in _chunks(len(hidden), chunk_rows(weight)):
-        logits = _logits(hidden[rows], weight, temperature)
-        top = logits.topk(k)
+    for rows, logits in _chunks(hidden, len(weight), chunk_rows(weight)):
+        top = _logits(hidden[rows], weight, temperature, out=logits).topk(k)
         values.append(top.values - logits.logsumexp(-1, keepdim=True))
         ids.append(top.indices)
     return torch.cat(values), torch.cat(ids)
@@ -106,9 +106,9 @@ class _FromHidden(torch.autograd.Function):
         ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, truncation: Truncation, chunk: int
     ) -> tuple[Tensor, Tensor]:
         results = _empty_results(hidden, targets)
-        for rows in _chunks(len(hidden), chunk):
-            logits = _logits(hidden[rows], weight, temperature)
-            _write(results, rows, _distribution(logits, targets[rows], truncation))
+        for rows, logits, spare in _chunks(hidden, len(weight), chunk, buffers=2):
+            _logits(hidden[rows], weight, temperature, out=logits)
+            _write(results, rows, _distribution(logits, targets[rows], truncation, spare))
         logprobs, log_sums, entropy = results
         ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
         ctx.options = temperature, truncation, chunk
@@ -122,11 +122,11 @@ class _FromHidden(torch.autograd.Function):
         temperature, truncation, chunk = ctx.options
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for rows in _chunks(len(hidden), chunk):
-            logits = _logits(hidden[rows], weight, temperature)
-            upstream = (None if grad is None else grad[rows] for grad in (grad_logprobs, grad_entropy))
+        for rows, logits in _chunks(hidden, len(weight), chunk):
+            _logits(hidden[rows], weight, temperature, out=logits)
+            upstream = (None if grad is None else grad[rows] / temperature for grad in (grad_logprobs, grad_entropy))
             grad = _gradient(logits, targets[rows], truncation, log_sums[rows], entropy[rows], *upstream)
-            grad = grad.div_(temperature).to(hidden.dtype)
+            grad = grad.to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[rows])
             if grad.dtype == torch.float32:
                 grad_weight.addmm_(grad.T, hidden[rows])
@@ -141,8 +141,9 @@ class _FromLogits(torch.autograd.Function):
         ctx: FunctionCtx, logits: Tensor, targets: Tensor, temperature: float, truncation: Truncation, chunk: int
     ) -> tuple[Tensor, Tensor]:
         results = _empty_results(logits, targets)
-        for rows in _chunks(len(logits), chunk):
-            _write(results, rows, _distribution(_own(logits[rows], temperature), targets[rows], truncation))
+        for rows, own, spare in _chunks(logits, logits.shape[1], chunk, buffers=2):
+            own.copy_(logits[rows]).div_(temperature)
+            _write(results, rows, _distribution(own, targets[rows], truncation, spare))
         logprobs, log_sums, entropy = results
         ctx.save_for_backward(logits, targets, log_sums, entropy)
         ctx.options = temperature, truncation, chunk
@@ -155,23 +156,28 @@ class _FromLogits(torch.autograd.Function):
         logits, targets, log_sums, entropy = ctx.saved_tensors
         temperature, truncation, chunk = ctx.options
         grad_logits = torch.empty_like(logits)
-        for rows in _chunks(len(logits), chunk):
-            upstream = (None if grad is None else grad[rows] for grad in (grad_logprobs, grad_entropy))
-            own = _own(logits[rows], temperature)
-            grad_logits[rows] = _gradient(own, targets[rows], truncation, log_sums[rows], entropy[rows], *upstream).div_(temperature)
+        for rows, own in _chunks(logits, logits.shape[1], chunk):
+            own.copy_(logits[rows]).div_(temperature)
+            upstream = (None if grad is None else grad[rows] / temperature for grad in (grad_logprobs, grad_entropy))
+            grad_logits[rows] = _gradient(own, targets[rows], truncation, log_sums[rows], entropy[rows], *upstream)
         return grad_logits, None, None, None, None
 
 
-def _distribution(logits: Tensor, targets: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs at the targets [t, K], log of the sum of exponentials [t], entropy [t]. `logits` [t, V] are used up."""
+def _distribution(logits: Tensor, targets: Tensor, truncation: Truncation, spare: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs at the targets [t, K], log of the sum of exponentials [t], entropy [t].
+
+    `logits` [t, V] are used up, and so is the memory of `spare` [t, V].
+    """
     if truncation.active:
         logits = truncation(logits, targets)
     top = logits.amax(-1, keepdim=True)
     below = logits.sub_(top)  # at most 0, so nothing overflows and the entropy does not cancel
     picked = below.gather(-1, targets.clamp(min=0))
-    weights = below.exp()
+    weights = torch.exp(below, out=spare)
     total = weights.sum(-1)
-    mean = torch.linalg.vecdot(weights, below.nan_to_num_(neginf=0.0) if truncation.active else below) / total
+    if truncation.active:
+        below.nan_to_num_(neginf=0.0)
+    mean = below.mul_(weights).sum(-1) / total
     log_total = total.log()
     return torch.where(targets < 0, 0.0, picked - log_total[:, None]), top[:, 0] + log_total, log_total - mean
 
@@ -185,7 +191,7 @@ def _gradient(
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient of the logits [t, V], in their memory.
+    """Gradient of the logits [t, V], in their memory; the caller has divided the upstream gradients by the temperature.
 
     With p the softmax: d log p_k / dz = onehot_k - p, and d entropy / dz = -p (log p + entropy).
     """
@@ -216,16 +222,23 @@ def _write(results: tuple[Tensor, ...], rows: slice, values: tuple[Tensor, ...])
         result[rows] = value
 
 
-def _chunks(length: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+def _chunks(like: Tensor, vocabulary: int, size: int, buffers: int = 1) -> Iterator[tuple]:
+    """Rows of `like` [T, ...] chunk by chunk, and for each chunk the same memory again: `buffers` of [t, V] float32.
+
+    All buffers together hold `size` rows. New memory for every chunk would cost a host more than the exponentials,
+    because it is paged in at the first touch.
+    """
+    size = max(1, min(size, len(like)) // buffers)
+    memory = [torch.empty(size, vocabulary, dtype=torch.float32, device=like.device) for _ in range(buffers)]
+    for start in range(0, len(like), size):
+        rows = slice(start, min(start + size, len(like)))
+        yield rows, *(buffer[: rows.stop - start] for buffer in memory)
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """[t, H], [V, H] -> [t, V] float32, in a tensor of their own."""
-    logits = (hidden @ weight.T).float()
-    return logits if temperature == 1.0 else logits.div_(temperature)
-
-
-def _own(logits: Tensor, temperature: float) -> Tensor:
-    """[t, V] float32 at the temperature, in a tensor of their own."""
-    return logits / temperature if logits.dtype == torch.float32 else logits.float().div_(temperature)
+def _logits(hidden: Tensor, weight: Tensor, temperature: float, out: Tensor) -> Tensor:
+    """[t, H], [V, H] -> [t, V] float32, in the memory of `out`."""
+    if hidden.dtype == torch.float32:
+        torch.mm(hidden, weight.T, out=out)
+    else:
+        out.copy_(hidden @ weight.T)
+    return out if temperature == 1.0 else out.div_(temperature)

@@ -3,13 +3,17 @@
 The reference is torch's own autograd through the dense logits.
 """
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from lightrft.models.logprobs import token_logprobs
+from lightrft.models.logprobs import Truncation, logprobs_of_logits, token_logprobs, top_logprobs
 
 T, H, V = 23, 8, 41
 
@@ -140,3 +144,180 @@ def largest_tensor(chunk: int | None) -> int:
 def test_all_logits_never_exist():
     assert largest_tensor(chunk=8) == 8 * 500
     assert largest_tensor(chunk=None) == 96 * 500  # so the measure sees the backward and forward pass
+
+
+def truncated(logits: Tensor, targets: Tensor, top_k: int, top_p: float) -> Tensor:
+    """[T, V] log-probs of truncated sampling, row by row and token by token; targets [T, K] are always kept."""
+    rows = []
+    for row, kept in zip(logits, targets.tolist(), strict=True):
+        order = sorted(range(len(row)), key=(-row).tolist().__getitem__)
+        part = order[:top_k] if top_k > 0 else order
+        probabilities, reached, nucleus = row[part].softmax(-1).tolist(), 0.0, []
+        for token, probability in zip(part, probabilities, strict=True):
+            if reached >= top_p:
+                break
+            nucleus.append(token)
+            reached += probability
+        outside = torch.ones(len(row), dtype=torch.bool)
+        outside[nucleus + [token for token in kept if token >= 0]] = False
+        rows.append(row.masked_fill(outside, -torch.inf).log_softmax(-1))
+    return torch.stack(rows)
+
+
+def dense_truncated(hidden, weight, targets, temperature=1.0, top_k=0, top_p=1.0) -> tuple[Tensor, Tensor]:
+    columns = targets if targets.dim() == 2 else targets[:, None]
+    logp = truncated((hidden @ weight.T).float() / temperature, columns, top_k, top_p)
+    picked = torch.where(columns < 0, 0.0, logp.gather(-1, columns.clamp(min=0)))
+    inside = torch.where(logp.isinf(), 0.0, logp)
+    return picked.view(targets.shape), -(logp.exp() * inside).sum(-1)
+
+
+TRUNCATIONS = {"top-k": {"top_k": 5}, "top-p": {"top_p": 0.7}, "both": {"top_k": 9, "top_p": 0.6}, "best": {"top_k": 1}}
+
+
+@pytest.mark.parametrize("options", TRUNCATIONS.values(), ids=TRUNCATIONS.keys())
+def test_truncated_sampling_equals_the_dense_computation(options):
+    hidden, weight, targets = inputs(scale=0.5)
+    values = token_logprobs(hidden, weight, targets, temperature=0.8, truncation=Truncation(**options), chunk=7)
+    expected = dense_truncated(hidden, weight, targets, temperature=0.8, **options)
+    for value, reference in zip(values, expected, strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-6, atol=2e-6)
+    expected = gradients(dense_truncated, hidden, weight, targets, UPSTREAM, temperature=0.8, **options)
+    actual = gradients(
+        token_logprobs, hidden, weight, targets, UPSTREAM, temperature=0.8, truncation=Truncation(**options), chunk=7
+    )
+    for gradient, reference in zip(actual, expected, strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", TRUNCATIONS.values(), ids=TRUNCATIONS.keys())
+def test_the_kept_part_is_that_of_transformers(options):
+    logits = torch.randn(50, V, generator=torch.Generator().manual_seed(3)) * 2
+    warped = logits
+    if "top_k" in options:
+        warped = TopKLogitsWarper(options["top_k"])(None, warped)
+    if "top_p" in options:
+        warped = TopPLogitsWarper(options["top_p"])(None, warped)
+    best = logits.argmax(-1, keepdim=True)
+    assert torch.equal(Truncation(**options)(logits.clone(), best).isinf(), warped.isinf())
+
+
+def test_tokens_of_equal_probability_stay_together():
+    logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
+    target = torch.tensor([[0]])
+    for truncation in (Truncation(top_k=2), Truncation(top_p=0.5)):  # p of the first is 0.44
+        kept = truncation(logits.clone(), target).isfinite()
+        assert kept.tolist() == [[True, True, True, True, False]]
+
+
+def test_a_target_outside_of_the_part_is_kept_and_gradients_outside_are_zero():
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]], requires_grad=True)
+    logprobs, _ = logprobs_of_logits(logits, torch.tensor([3]), truncation=Truncation(top_k=1))
+    assert logprobs.item() == pytest.approx(-3.04858735, abs=1e-6)  # -log(1 + e^3): the best token and the target
+    (gradient,) = torch.autograd.grad(logprobs.sum(), logits)
+    assert gradient[0, 1:3].tolist() == [0.0, 0.0] and gradient[0, 3] > 0.9
+
+
+def test_truncation_that_keeps_all_changes_nothing():
+    assert not Truncation().active and not Truncation(top_k=-1).active
+    hidden, weight, targets = inputs()
+    expected = token_logprobs(hidden, weight, targets)
+    for truncation in (Truncation(top_k=10 * V), Truncation(top_k=V)):
+        for value, reference in zip(token_logprobs(hidden, weight, targets, truncation=truncation), expected, strict=True):
+            assert torch.equal(value, reference)
+
+
+def several_targets() -> Tensor:
+    targets = torch.randint(V, (T, 3), generator=torch.Generator().manual_seed(2))
+    targets[2] = -100
+    targets[5, 1] = -100
+    targets[7] = 4  # the same token three times
+    return targets
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 6}], ids=["all", "top-k"])
+def test_several_targets_at_each_position(options):
+    hidden, weight, _ = inputs()
+    targets = several_targets()
+    upstream = torch.linspace(-1.0, 2.0, 3 * T).view(T, 3), UPSTREAM[1]
+    expected = dense_truncated(hidden, weight, targets, **options)
+    values = token_logprobs(hidden, weight, targets, truncation=Truncation(**options), chunk=7)
+    assert values[0].shape == (T, 3) and values[1].shape == (T,)
+    for value, reference in zip(values, expected, strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-6, atol=2e-6)
+    expected = gradients(dense_truncated, hidden, weight, targets, upstream, **options)
+    actual = gradients(token_logprobs, hidden, weight, targets, upstream, truncation=Truncation(**options), chunk=7)
+    for gradient, reference in zip(actual, expected, strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [1, 7, None, 0])
+def test_from_logits(dtype, chunk):
+    logits = (torch.randn(T, V, generator=torch.Generator().manual_seed(4)) * 3).to(dtype).requires_grad_()
+    before, targets = logits.detach().clone(), inputs()[2]
+    targets[4] = -100
+    values = logprobs_of_logits(logits, targets, temperature=0.7, chunk=chunk)
+    reference = logits.detach().float().requires_grad_()
+    logp = (reference / 0.7).log_softmax(-1)
+    expected = torch.where(targets < 0, 0.0, logp.gather(-1, targets.clamp(min=0)[:, None])[:, 0]), -(logp.exp() * logp).sum(-1)
+    for value, wanted in zip(values, expected, strict=True):
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, wanted, rtol=1e-6, atol=2e-6)
+    upstream = [UPSTREAM[0], UPSTREAM[1]]
+    (gradient,) = torch.autograd.grad(values, logits, upstream)
+    (wanted,) = torch.autograd.grad(expected, reference, upstream)
+    assert gradient.dtype == dtype
+    torch.testing.assert_close(gradient, wanted.to(dtype), rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-5)
+    assert torch.equal(logits, before)
+
+
+def test_top_logprobs():
+    hidden, weight, _ = inputs()
+    values, ids = top_logprobs(hidden, weight, 5, temperature=0.6)
+    logp = ((hidden @ weight.T) / 0.6).log_softmax(-1)
+    expected = logp.topk(5)
+    assert torch.equal(ids, expected.indices) and not values.requires_grad
+    torch.testing.assert_close(values, expected.values, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(values, token_logprobs(hidden, weight, ids, temperature=0.6)[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("truncation", [Truncation(), Truncation(top_k=6, top_p=0.9)], ids=["all", "truncated"])
+def test_chunk_sizes_agree(truncation):
+    hidden, weight, targets = inputs()
+    upstream = [up.clone() for up in UPSTREAM]
+    results = []
+    for chunk in (1, 7, T, None, 0):
+        values = token_logprobs(hidden, weight, targets, truncation=truncation, chunk=chunk)
+        results.append([*values, *torch.autograd.grad(values, [hidden, weight], upstream)])
+    for result in results[1:]:
+        for tensor, reference in zip(result, results[0], strict=True):
+            assert ((tensor - reference).abs() <= 1e-6 * reference.abs().max()).all()
+
+
+def test_the_weight_gradient_of_bf16_is_summed_in_float32():
+    # 512 chunks that add 1 each: bfloat16 stops counting at 256
+    hidden, weight = torch.ones(512, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    logprobs, _ = token_logprobs(hidden, weight, torch.zeros(512, dtype=torch.int64), chunk=1)
+    (gradient,) = torch.autograd.grad(logprobs, weight, 2 * torch.ones(512))
+    assert gradient.tolist() == [[512.0], [-512.0]]
+
+
+def test_memory_of_the_host_stays_within_a_few_chunks():
+    """Measured in a process of its own: 4096 tokens of 32,000 are 524 MB of logits; the automatic chunk is 134 MB."""
+    result = subprocess.run([sys.executable, "-c", MEASURE_PEAK], capture_output=True, text=True, check=True)
+    assert int(result.stdout) < 250e6
+
+
+MEASURE_PEAK = """
+import resource, torch
+from lightrft.models.logprobs import token_logprobs
+torch.set_num_threads(1)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+hidden, weight = torch.randn(4096, 16, requires_grad=True), torch.randn(32000, 16, requires_grad=True)
+token_logprobs(hidden[:8], weight, torch.arange(8))[0].sum().backward()  # what the first call loads is not counted
+before = peak()
+logprobs, entropy = token_logprobs(hidden, weight, torch.arange(4096))
+(logprobs.sum() + 0.1 * entropy.detach().sum()).backward()
+print(peak() - before)
+"""
