@@ -36,6 +36,13 @@ class Truncation:
 
     def __call__(self, logits: Tensor, kept: Tensor) -> Tensor:
         """`logits` [t, V] with -inf outside of the part; `kept` [t, K] stay, as far as they are not negative."""
+        threshold = self.threshold(logits)
+        kept = torch.where(kept < 0, logits.argmax(-1, keepdim=True), kept)
+        outside = (logits < threshold).scatter_(-1, kept, False)
+        return logits.masked_fill_(outside, -torch.inf)
+
+    def threshold(self, logits: Tensor) -> Tensor:
+        """The smallest of the logits [t, V] that belongs to the part: [t, 1]."""
         threshold = torch.full((len(logits), 1), -torch.inf, device=logits.device)
         if self.top_k > 0:
             threshold = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
@@ -45,9 +52,7 @@ class Truncation:
             before[:, 0] = 0.0
             last = (before < self.top_p).sum(-1, keepdim=True) - 1
             threshold = torch.maximum(threshold, ordered.gather(-1, last))
-        kept = torch.where(kept < 0, logits.argmax(-1, keepdim=True), kept)
-        outside = (logits < threshold).scatter_(-1, kept, False)
-        return logits.masked_fill_(outside, -torch.inf)
+        return threshold
 
 
 ALL = Truncation()
@@ -88,8 +93,8 @@ def logprobs_of_logits(
 def top_logprobs(hidden: Tensor, weight: Tensor, k: int, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """The k most likely tokens of each position, for distillation: log-probs [T, k] float32 and ids [T, k], likeliest first."""
     values, ids = [], []
-    for rows, logits in _chunks(hidden, len(weight), chunk_rows(weight)):
-        top = _logits(hidden[rows], weight, temperature, out=logits).topk(k)
+    for rows, logits in row_chunks(hidden, len(weight), chunk_rows(weight)):
+        top = scaled_logits(hidden[rows], weight, temperature, out=logits).topk(k)
         values.append(top.values - logits.logsumexp(-1, keepdim=True))
         ids.append(top.indices)
     return torch.cat(values), torch.cat(ids)
@@ -106,8 +111,8 @@ class _FromHidden(torch.autograd.Function):
         ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, truncation: Truncation, chunk: int
     ) -> tuple[Tensor, Tensor]:
         results = _empty_results(hidden, targets)
-        for rows, logits, spare in _chunks(hidden, len(weight), chunk, buffers=2):
-            _logits(hidden[rows], weight, temperature, out=logits)
+        for rows, logits, spare in row_chunks(hidden, len(weight), chunk, buffers=2):
+            scaled_logits(hidden[rows], weight, temperature, out=logits)
             _write(results, rows, _distribution(logits, targets[rows], truncation, spare))
         logprobs, log_sums, entropy = results
         ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
@@ -122,8 +127,8 @@ class _FromHidden(torch.autograd.Function):
         temperature, truncation, chunk = ctx.options
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for rows, logits in _chunks(hidden, len(weight), chunk):
-            _logits(hidden[rows], weight, temperature, out=logits)
+        for rows, logits in row_chunks(hidden, len(weight), chunk):
+            scaled_logits(hidden[rows], weight, temperature, out=logits)
             upstream = (None if grad is None else grad[rows] / temperature for grad in (grad_logprobs, grad_entropy))
             grad = _gradient(logits, targets[rows], truncation, log_sums[rows], entropy[rows], *upstream)
             grad = grad.to(hidden.dtype)
@@ -141,7 +146,7 @@ class _FromLogits(torch.autograd.Function):
         ctx: FunctionCtx, logits: Tensor, targets: Tensor, temperature: float, truncation: Truncation, chunk: int
     ) -> tuple[Tensor, Tensor]:
         results = _empty_results(logits, targets)
-        for rows, own, spare in _chunks(logits, logits.shape[1], chunk, buffers=2):
+        for rows, own, spare in row_chunks(logits, logits.shape[1], chunk, buffers=2):
             own.copy_(logits[rows]).div_(temperature)
             _write(results, rows, _distribution(own, targets[rows], truncation, spare))
         logprobs, log_sums, entropy = results
@@ -156,7 +161,7 @@ class _FromLogits(torch.autograd.Function):
         logits, targets, log_sums, entropy = ctx.saved_tensors
         temperature, truncation, chunk = ctx.options
         grad_logits = torch.empty_like(logits)
-        for rows, own in _chunks(logits, logits.shape[1], chunk):
+        for rows, own in row_chunks(logits, logits.shape[1], chunk):
             own.copy_(logits[rows]).div_(temperature)
             upstream = (None if grad is None else grad[rows] / temperature for grad in (grad_logprobs, grad_entropy))
             grad_logits[rows] = _gradient(own, targets[rows], truncation, log_sums[rows], entropy[rows], *upstream)
@@ -222,7 +227,7 @@ def _write(results: tuple[Tensor, ...], rows: slice, values: tuple[Tensor, ...])
         result[rows] = value
 
 
-def _chunks(like: Tensor, vocabulary: int, size: int, buffers: int = 1) -> Iterator[tuple]:
+def row_chunks(like: Tensor, vocabulary: int, size: int, buffers: int = 1) -> Iterator[tuple]:
     """Rows of `like` [T, ...] chunk by chunk, and for each chunk the same memory again: `buffers` of [t, V] float32.
 
     All buffers together hold `size` rows. New memory for every chunk would cost a host more than the exponentials,
@@ -235,7 +240,7 @@ def _chunks(like: Tensor, vocabulary: int, size: int, buffers: int = 1) -> Itera
         yield rows, *(buffer[: rows.stop - start] for buffer in memory)
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float, out: Tensor) -> Tensor:
+def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, out: Tensor) -> Tensor:
     """[t, H], [V, H] -> [t, V] float32, in the memory of `out`."""
     if hidden.dtype == torch.float32:
         torch.mm(hidden, weight.T, out=out)

@@ -1,0 +1,161 @@
+"""Tensor parallelism, applied from outside: attention heads, feed-forward columns and the vocabulary split over ranks.
+
+The plan is ours and the machinery torch's (parallelize_module); the models stay those of transformers and know nothing.
+Each block keeps its residual stream whole on all ranks, sums once after the attention and once after the feed-forward, and
+once for each in the backward pass. Apply it before fully_shard, which then shards what is left over the data ranks.
+
+Tested with torch 2.13 and transformers 5.19. A change of either that concerns tensor parallelism is met in this file.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from transformers import PretrainedConfig, PreTrainedModel
+
+from lightrft.parallel.collectives import Axis
+
+HEAD_DIM: dict[str, int | None] = {"llama": None, "qwen2": None, "qwen3": 2, "gemma3_text": 1}
+"""The supported families by model_type: dim that counts the heads where queries and keys pass their norm; None: no such norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyShard:
+    """This rank's consecutive rows of an output embedding [V, H]."""
+
+    weight: Tensor
+    """[V of this rank, H], plain; its gradient arrives at the sharded parameter. May have no rows."""
+    first: int
+    """The token of its first row."""
+    size: int
+    """V, over all ranks."""
+    axis: Axis
+
+
+def parallelize(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Split every language model inside `module` over the one-dimensional `mesh`, in place. All ranks hold equal weights.
+
+    Tied embeddings stay tied. ValueError for a model that cannot be split, with all reasons.
+    """
+    found = list(_language_models(module))
+    if not found:
+        raise ValueError(f"--tp_size {mesh.size()}: {type(module).__name__} holds no transformers model to split")
+    for model in found:
+        problems = model_problems(model.config, mesh.size())
+        if problems:
+            raise ValueError(f"--tp_size {mesh.size()} cannot split {type(model).__name__}: {'; '.join(problems)}")
+        _split(model, mesh)
+
+
+def model_problems(config: PretrainedConfig, tp: int) -> list[str]:
+    """Why a model of this configuration cannot be split over `tp` ranks, all reasons at once."""
+    config = config.get_text_config()
+    if config.model_type not in HEAD_DIM:
+        return [f"its family {config.model_type!r} has no plan; supported are {', '.join(HEAD_DIM)}"]
+    return head_problems(config.num_attention_heads, config.num_key_value_heads, tp)
+
+
+def head_problems(num_heads: int, num_kv_heads: int, tp: int) -> list[str]:
+    heads = {"attention heads": num_heads, "key-value heads": num_kv_heads}
+    return [f"tp_size {tp} does not divide its {count} {name}" for name, count in heads.items() if count % tp]
+
+
+def vocabulary_shard(weight: Tensor) -> VocabularyShard | None:
+    """This rank's part of an output embedding that parallelize() has split; None when it is whole."""
+    if not isinstance(weight, DTensor):
+        return None
+    mesh = weight.device_mesh
+    if mesh.ndim != 1 or weight.placements != (Shard(0),):
+        raise RuntimeError(f"the output embedding lies as {weight.placements} on {mesh}: use it inside the module's forward")
+    group, rows = mesh.get_group(), -(-weight.shape[0] // mesh.size())
+    axis = Axis("tp", mesh.size(), dist.get_rank(group), group if mesh.size() > 1 else None)
+    return VocabularyShard(weight.to_local(), min(axis.rank * rows, weight.shape[0]), weight.shape[0], axis)
+
+
+def branch(hidden: Tensor, axis: Axis) -> Tensor:
+    """The same tensor, equal on all ranks, where they begin to do different things with it: its gradient is their sum."""
+    return hidden if axis.size == 1 else _Branch.apply(hidden, axis)
+
+
+class _Branch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, hidden: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.axis.sum(gradient), None
+
+
+def _language_models(module: nn.Module) -> Iterator[PreTrainedModel]:
+    """The outermost transformers models."""
+    if isinstance(module, PreTrainedModel):
+        yield module
+    else:
+        for child in module.children():
+            yield from _language_models(child)
+
+
+def _split(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    decoder = model.get_decoder()
+    plan = _block_plan(HEAD_DIM[model.config.get_text_config().model_type])
+    for block in decoder.layers:
+        _apply(block, mesh, plan)
+    _apply(decoder, mesh, {"embed_tokens": RowwiseParallel(input_layouts=Replicate())})
+    if head is not None:
+        _apply(model, mesh, {_name_of(model, head): ColwiseParallel(output_layouts=Replicate())})
+    if tied:
+        head.weight = embedding.weight
+
+
+def _block_plan(head_dim: int | None) -> dict[str, ParallelStyle]:
+    """Column, column, row: the only sums are after the row-wise ones, and of the gradient where a branch begins.
+
+    A norm of queries or keys sees this rank's heads only. Its weight is on all ranks, so that each has a part of its
+    gradient: as a DTensor the gradient knows this, and FSDP sums it.
+    """
+    whole, columns, rows = Replicate(), ColwiseParallel(), RowwiseParallel()
+    plan: dict[str, ParallelStyle] = {
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": whole}, desired_input_kwarg_layouts={"hidden_states": whole}
+        ),
+        "mlp": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
+        "self_attn.o_proj": rows,
+        "mlp.down_proj": rows,
+    }
+    plan |= dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"), columns)
+    if head_dim is not None:
+        norm = SequenceParallel(sequence_dim=head_dim, use_local_output=True)
+        plan |= {"self_attn.q_norm": norm, "self_attn.k_norm": norm}
+    return plan
+
+
+def _apply(module: nn.Module, mesh: DeviceMesh, plan: dict[str, Any]) -> None:
+    """Each rank cuts its own part: nothing is sent. Frozen parameters stay frozen."""
+    frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    parallelize_module(module, mesh, plan, src_data_rank=None)
+    for name, parameter in module.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
+
+
+def _name_of(model: nn.Module, part: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is part)

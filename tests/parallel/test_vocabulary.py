@@ -1,0 +1,156 @@
+"""Log-probs from a split vocabulary are those of the whole one: values, gradients, and how often ranks talk.
+
+The reference is torch's own autograd through dense logits, in one process.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lightrft.models.logprobs import Truncation, token_logprobs
+from lightrft.models.vocabulary import head_logprobs
+from lightrft.parallel.tensor import vocabulary_shard
+
+T, H = 23, 8
+UPSTREAM = torch.linspace(-1.0, 2.0, T), torch.linspace(0.5, -0.7, T)
+
+
+class Collectives:
+    """While entered, notes the name of every collective of this rank."""
+
+    NAMES = ("all_reduce", "all_to_all_single", "all_gather_into_tensor", "all_gather_object")
+
+    def __enter__(self) -> list[str]:
+        self.seen, self.originals = [], {name: getattr(dist, name) for name in self.NAMES}
+        for name in self.NAMES:
+            setattr(dist, name, partial(self._note, name))
+        return self.seen
+
+    def _note(self, name: str, *args: Any, **options: Any) -> Any:
+        self.seen.append(name)
+        return self.originals[name](*args, **options)
+
+    def __exit__(self, *_) -> None:
+        for name, original in self.originals.items():
+            setattr(dist, name, original)
+
+
+def inputs(vocabulary: int, dtype: torch.dtype, num_targets: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(T, H, generator=generator).to(dtype)
+    weight = torch.randn(vocabulary, H, generator=generator).to(dtype)
+    targets = torch.randint(vocabulary, (T, num_targets) if num_targets else (T,), generator=generator)
+    targets[::5] = -100
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+def dense(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    logp = ((hidden @ weight.T).float() / temperature).log_softmax(-1)
+    columns = targets if targets.dim() == 2 else targets[:, None]
+    picked = logp.gather(-1, columns.clamp(min=0)).view(targets.shape)
+    return torch.where(targets < 0, 0.0, picked), -(logp.exp() * logp).sum(-1)
+
+
+def weighted(values: tuple[Tensor, Tensor], use: tuple[bool, bool]) -> Tensor:
+    pairs = zip(values, UPSTREAM, use, strict=True)
+    return sum((value * (up if value.dim() == 1 else up[:, None])).sum() for value, up, used in pairs if used)
+
+
+Result = tuple[list[Tensor], list[Tensor], list[str], list[str]]
+
+
+def split(vocabulary: int, dtype: torch.dtype, use: tuple[bool, bool], num_targets: int, options: dict) -> Result:
+    """On every rank: values, gradients of hidden states and whole weight, collectives of forward and backward pass."""
+    hidden, weight, targets = inputs(vocabulary, dtype, num_targets)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    cut = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
+    with Collectives() as forward:
+        values = head_logprobs(hidden, cut, targets, **options)
+    with Collectives() as backward:
+        weighted(values, use).backward()
+    assert cut.grad.placements == cut.placements
+    return [value.detach() for value in values], [hidden.grad, cut.grad.full_tensor()], list(forward), list(backward)
+
+
+@pytest.mark.parametrize("vocabulary", [96, 97])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_values_and_gradients_equal_dense(tp, vocabulary):
+    for use in [(True, False), (False, True), (True, True)]:
+        hidden, weight, targets = inputs(vocabulary, torch.float32)
+        expected = dense(hidden, weight, targets, 0.7)
+        weighted(expected, use).backward()
+        for values, gradients, forward, backward in run_ranks(
+            tp, split, vocabulary, torch.float32, use, 0, {"temperature": 0.7, "chunk": 7}
+        ):
+            for value, reference in zip(values, expected, strict=True):
+                assert value.dtype == torch.float32
+                torch.testing.assert_close(value, reference.detach(), rtol=1e-6, atol=2e-6)
+            for gradient, reference in zip(gradients, (hidden.grad, weight.grad), strict=True):
+                torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-5)
+            assert forward == ["all_reduce"] * 2, "the largest, then the sums, whatever the number of chunks"
+            assert backward == ["all_reduce"], "of the hidden states' gradient"
+
+
+@pytest.mark.parametrize("vocabulary", [3, 96, 97])
+def test_bf16_and_several_targets(vocabulary):
+    """Three tokens on four ranks: one has none."""
+    hidden, weight, targets = inputs(vocabulary, torch.bfloat16, num_targets=3)
+    expected = dense(hidden, weight, targets, 1.0)
+    weighted(expected, (True, True)).backward()
+    results = run_ranks(4, split, vocabulary, torch.bfloat16, (True, True), 3, {})
+    for values, gradients, _, _ in results:
+        for value, reference in zip(values, expected, strict=True):
+            torch.testing.assert_close(value, reference.detach(), rtol=1e-6, atol=2e-6)
+        for gradient, reference in zip(gradients, (hidden.grad, weight.grad), strict=True):
+            assert gradient.dtype == torch.bfloat16
+            # each rank's part of a hidden gradient is rounded to 2^-8 before the parts are added
+            assert (gradient.float() - reference.float()).norm() <= 2**-7 * reference.float().norm()
+    first = results[0][0] + results[0][1]
+    for values, gradients, _, _ in results[1:]:
+        assert all(torch.equal(mine, its) for mine, its in zip(values + gradients, first, strict=True))
+
+
+@pytest.mark.parametrize("truncation", [Truncation(top_k=5), Truncation(top_p=0.8), Truncation(top_k=30, top_p=0.9)], ids=str)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_truncation_is_that_of_the_whole_vocabulary(tp, truncation):
+    """23 rows do not divide by the number of ranks, nor do 97 tokens."""
+    options = {"temperature": 0.7, "truncation": truncation}
+    hidden, weight, targets = inputs(97, torch.float32, num_targets=2)
+    expected = token_logprobs(hidden, weight, targets, **options)
+    weighted(expected, (True, True)).backward()
+    for values, gradients, _, backward in run_ranks(tp, split, 97, torch.float32, (True, True), 2, options | {"chunk": 10}):
+        for value, reference in zip(values, expected, strict=True):
+            torch.testing.assert_close(value, reference.detach(), rtol=1e-5, atol=1e-5)
+        for gradient, reference in zip(gradients, (hidden.grad, weight.grad), strict=True):
+            torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-5)
+        assert backward == ["all_reduce"]
+
+
+def edge_cases() -> list:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    hidden, weight, targets = inputs(97, torch.float32)
+    cut = distribute_tensor(weight.detach(), mesh, [Shard(0)])
+    nothing = head_logprobs(hidden[:0], cut, targets[:0])
+    large, _ = head_logprobs(hidden * 200, cut, targets)
+    hidden.data[3, 2] = torch.nan
+    poisoned, _ = head_logprobs(hidden, cut, targets)
+    shard = vocabulary_shard(cut)
+    return [[len(value) for value in nothing], large.isfinite().all().item(), poisoned.isnan().nonzero().tolist(),
+            (shard.first, len(shard.weight), shard.size)]
+
+
+def test_edges():
+    results = run_ranks(4, edge_cases)
+    assert [result[:3] for result in results] == [[[0, 0], True, [[3]]]] * 4
+    assert [result[3] for result in results] == [(0, 25, 97), (25, 25, 97), (50, 25, 97), (75, 22, 97)]
+
+
+def test_a_whole_output_embedding_has_no_shard():
+    assert vocabulary_shard(torch.zeros(4, 2)) is None
