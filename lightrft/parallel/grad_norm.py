@@ -1,35 +1,40 @@
-"""One gradient norm over everything that one optimizer trains, however it is sharded."""
+"""One gradient norm over everything that one optimizer trains, however each of it is sharded."""
 
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
-Key = tuple | None
-"""Mesh and sharded mesh dims of a parameter; None for a plain one."""
+Axes = frozenset[str]
+"""Names of the process groups over which a tensor is cut; empty for one that every rank has whole."""
 
 
-def global_grad_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """L2 norm of all gradients over all shards: [] float32 on `device`, equal on all ranks.
+def global_grad_norm(parameters: Iterable[nn.Parameter], device: torch.device, p: float = 2.0) -> Tensor:
+    """The p-norm of all gradients over all shards: [] float32 on `device`, equal on all ranks; p is 1, 2, ... or inf.
 
-    Local squares are summed over the mesh dims that shard, never over those that replicate. All ranks call this with
-    the same parameters; one without a gradient counts as 0. Plain parameters are taken to be equal on all ranks.
+    What counts is where a gradient itself lies: it may be whole where its parameter is cut, and one that is partial is summed
+    first. Local parts add up over the axes that cut them, never over those that repeat them: one collective for each axis,
+    whatever the number of meshes. A parameter without a gradient counts as 0; plain ones are taken to be equal on all ranks.
+    All ranks call this with the same parameters.
     """
-    groups: dict[Key, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        gradients = groups[_key(parameter)]
-        if parameter.grad is not None:
-            gradients.append(_local(parameter.grad))
-    total = torch.zeros((), device=device)
-    for key, gradients in groups.items():
-        squares = torch.zeros((), device=device)
-        if gradients:
-            squares = torch.stack([norm.to(device) for norm in torch._foreach_norm(gradients, 2, torch.float32)]).square().sum()
-        total += squares if key is None else _summed(squares, *key)
-    return total.sqrt()
+    parameters = list(parameters)
+    gradients = [_summed(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    groups = dict(chain.from_iterable(_cuts(tensor) for tensor in chain(parameters, gradients)))
+    by_axes: dict[Axes, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        by_axes[frozenset(name for name, _ in _cuts(gradient))].append(_local(gradient))
+    subsets = _subsets(sorted(groups))
+    totals = torch.stack([_power(by_axes.get(subset, []), p, device) for subset in subsets])
+    for name in sorted(groups):
+        cut = [index for index, subset in enumerate(subsets) if name in subset]
+        part = totals[cut]
+        dist.all_reduce(part, op=dist.ReduceOp.MAX if p == torch.inf else dist.ReduceOp.SUM, group=groups[name])
+        totals[cut] = part
+    return totals.amax() if p == torch.inf else totals.sum() ** (1 / p)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
@@ -40,17 +45,35 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: f
         torch._foreach_mul_(gradients, scale.to(gradients[0].device))
 
 
-def _key(tensor: Tensor) -> Key:
+def _power(gradients: list[Tensor], p: float, device: torch.device) -> Tensor:
+    """Sum of the absolute values to the power of p, or the largest for inf: []. NaN is inf there: a maximum would lose it."""
+    if not gradients:
+        return torch.zeros((), device=device)
+    norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(gradients, p, torch.float32)])
+    return norms.amax().nan_to_num(nan=torch.inf) if p == torch.inf else norms.pow(p).sum()
+
+
+def _cuts(tensor: Tensor) -> list[tuple[str, dist.ProcessGroup]]:
+    """The groups over which it is cut, by name; a group of one cuts nothing."""
     if not isinstance(tensor, DTensor):
-        return None
-    return tensor.device_mesh, tuple(dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Shard))
+        return []
+    mesh = tensor.device_mesh
+    dims = [dim for dim, place in enumerate(tensor.placements) if not place.is_replicate() and mesh.size(dim) > 1]
+    return [(mesh.get_group(dim).group_name, mesh.get_group(dim)) for dim in dims]
 
 
-def _summed(squares: Tensor, mesh: dist.DeviceMesh, dims: tuple[int, ...]) -> Tensor:
-    for dim in dims:
-        if mesh.size(dim) > 1:
-            dist.all_reduce(squares, group=mesh.get_group(dim))
-    return squares
+def _subsets(names: list[str]) -> list[Axes]:
+    """All of them, in one order on every rank."""
+    subsets: list[Axes] = [frozenset()]
+    for name in names:
+        subsets += [subset | {name} for subset in subsets]
+    return subsets
+
+
+def _summed(gradient: Tensor) -> Tensor:
+    if not isinstance(gradient, DTensor) or not any(place.is_partial() for place in gradient.placements):
+        return gradient
+    return gradient.redistribute(placements=[Replicate() if place.is_partial() else place for place in gradient.placements])
 
 
 def _local(gradient: Tensor) -> Tensor:
