@@ -1,0 +1,116 @@
+"""Time and peak memory of log-probs, forward and backward, from hidden states and the weight of the head.
+
+    python scripts/bench/logprobs.py                       # the table in docs/benchmarks.md, about five minutes
+    python scripts/bench/logprobs.py --cases 32000x128 --tokens 512 --repeat 1
+
+Each variant runs in a process of its own, float32, one thread. `cpu_s` is the median of the repetitions in CPU seconds;
+`peak_mb` is how far the process's resident memory rose above what it was before the first pass, gradients included. One
+JSON line per variant; the last one has `time_ratio` and `peak_memory_ratio`: lightrft / full logits, for the first case.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lightrft.models.logprobs import chunk_rows, token_logprobs
+
+
+def lightrft(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return token_logprobs(hidden, weight, targets)[0]
+
+
+def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return (hidden @ weight.T).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+
+def checkpointed(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The same over chunks as large as lightrft's, computed again in the backward pass by torch."""
+    size = chunk_rows(weight)
+    parts = zip(hidden.split(size), targets.split(size), strict=True)
+    return torch.cat([checkpoint(full_logits, part, weight, wanted, use_reentrant=False) for part, wanted in parts])
+
+
+def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """torch's own: only the sum over tokens, whose gradients it computes in the forward pass already."""
+    options = torch.nn.LinearCrossEntropyOptions()
+    return -F.linear_cross_entropy(hidden, weight, targets, reduction="sum", options=options)[None]
+
+
+VARIANTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    f.__name__: f for f in (lightrft, full_logits, checkpointed, torch_chunked)
+}
+
+
+def measure(variant: str, vocabulary: int, width: int, tokens: int, repeat: int) -> dict[str, float]:
+    """CPU seconds and MB of one variant, in this process; the reference value guards against comparing different things."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, width, requires_grad=True)
+    weight = (torch.randn(vocabulary, width) / width**0.5).requires_grad_()
+    targets = torch.randint(vocabulary, (tokens,))
+    VARIANTS[variant](hidden[:2], weight[:64], targets[:2] % 64).sum().backward()  # loads what is loaded once
+    hidden.grad = weight.grad = None
+    before, seconds, value = _peak(), [], 0.0
+    for _ in range(repeat):
+        began = time.process_time()
+        total = VARIANTS[variant](hidden, weight, targets).sum()
+        gradients = torch.autograd.grad(total, [hidden, weight])
+        seconds.append(time.process_time() - began)
+        value = sum(gradient.norm().item() for gradient in gradients) + total.item()
+        del gradients
+    peak = (_peak() - before) / 1e6
+    return {"cpu_s": round(statistics.median(seconds), 4), "peak_mb": round(peak, 1), "value": round(value, 4)}
+
+
+def _peak() -> int:
+    """Bytes, the highest so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def in_process(variant: str, vocabulary: int, width: int, args: argparse.Namespace) -> dict:
+    case = [variant, str(vocabulary), str(width), str(args.tokens), str(args.repeat)]
+    run = subprocess.run([sys.executable, __file__, "--one", *case], capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(f"{variant}: {run.stderr[-2000:]}")
+    return {"variant": variant, "vocabulary": vocabulary, "hidden": width, "tokens": args.tokens, **json.loads(run.stdout)}
+
+
+def compare(vocabulary: int, width: int, args: argparse.Namespace) -> dict[str, float]:
+    """Ratios of lightrft to full logits for one case; one printed line per variant."""
+    rows = {variant: in_process(variant, vocabulary, width, args) for variant in VARIANTS}
+    for row in rows.values():
+        print(json.dumps(row), flush=True)
+    ours, full = rows["lightrft"], rows["full_logits"]
+    for row in rows.values():
+        assert abs(row["value"] - full["value"]) <= 1e-4 * abs(full["value"]), f"{row['variant']} computes something else: {row}"
+    ratios = {"time_ratio": ours["cpu_s"] / full["cpu_s"], "peak_memory_ratio": ours["peak_mb"] / full["peak_mb"]}
+    return {name: round(ratio, 4) for name, ratio in ratios.items()}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=["152000x128", "152000x896", "32000x128", "32000x896"],
+                        help="vocabulary x hidden size")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--one", nargs=5, metavar="CASE", help=argparse.SUPPRESS)  # given to a process by in_process()
+    args = parser.parse_args(argv)
+    if args.one:
+        print(json.dumps(measure(args.one[0], *map(int, args.one[1:]))))
+        return
+    ratios = {case: compare(*map(int, case.split("x")), args) for case in args.cases}
+    print(json.dumps({**ratios[args.cases[0]], "cases": ratios}))
+
+
+if __name__ == "__main__":
+    main()

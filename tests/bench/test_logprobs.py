@@ -1,0 +1,24 @@
+"""Why: the figures in docs/benchmarks.md must stay reproducible, and all variants must compute the same thing."""
+
+import json
+
+import pytest
+
+from scripts.bench import logprobs
+
+
+def test_every_variant_runs_and_agrees(capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", ".")
+    logprobs.main(["--cases", "500x16", "--tokens", "64", "--repeat", "1"])
+    *rows, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["variant"] for row in rows] == list(logprobs.VARIANTS)
+    assert len({round(row["value"], 1) for row in rows}) == 1
+    assert last["time_ratio"] > 0 and last["peak_memory_ratio"] >= 0
+
+
+def test_a_variant_that_computes_something_else_is_refused(monkeypatch):
+    values = iter([1.0, 1.0, 1.0, 1.1])
+    row = {"cpu_s": 1.0, "peak_mb": 1.0}
+    monkeypatch.setattr(logprobs, "in_process", lambda variant, *_: {"variant": variant, **row, "value": next(values)})
+    with pytest.raises(AssertionError, match="torch_chunked computes something else"):
+        logprobs.compare(10, 2, None)

@@ -1,0 +1,43 @@
+"""Why: the step benchmark reaches into the trainer to read the clock; a renamed method must not go unnoticed."""
+
+import json
+import time
+
+import pytest
+
+from scripts.bench.step import PHASES, Clock, digits, main
+
+
+@pytest.mark.slow
+def test_two_ranks_report_every_phase(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", ".")
+    tiny = ["--engine=hf", "--ranks=2", "--steps=3", "--prompts=2", "--samples=4", "--micro=4", "--max-new=4"]
+    main([*tiny, f"--out={tmp_path / 'lines'}"])
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert printed == [json.loads(line) for line in (tmp_path / "lines.rank0").read_text().splitlines()]
+    *rows, summary = printed
+    assert [row["step"] for row in rows] == [1, 2, 3] and summary["summary"] and summary["world"] == 2
+    for row in rows:
+        assert all(row[phase] > 0 and row[f"{phase}_cpu"] >= 0 for phase in PHASES if phase != "old_logp")
+        assert row["total"] == pytest.approx(sum(row[phase] for phase in PHASES[1:]))
+        assert 4 <= row["gen_tokens"] <= 16 and row["prompt_tokens"] > 4 and row["rss_mb"] > 0 and 0 <= row["reward"] <= 1
+    assert (tmp_path / "lines.rank1").exists()
+
+
+def test_time_is_charged_once():
+    clock = Clock()
+    with clock.phase("gen"):
+        time.sleep(0.02)
+        with clock.phase("sync"):
+            time.sleep(0.05)
+    clock.end_of_step({})
+    (row,) = clock.rows
+    assert row["sync"] >= 0.05 > row["gen"] - 0.02 and row["total"] == pytest.approx(row["gen"] + row["sync"])
+
+
+def test_reward():
+    class Sample:
+        def __init__(self, text):
+            self.text = text
+
+    assert digits([Sample("42"), Sample("4x"), Sample("")], ["42", "9", "9"]) == [1.0, 0.05, 0.0]
