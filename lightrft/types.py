@@ -69,11 +69,11 @@ class Sample:
         return len(self.prompt.token_ids) + len(self.token_ids)
 
 
-def _per_token(default: Any = None) -> Any:
+def per_token(default: Any = None) -> Any:
     return field(default=default, metadata={"per": "token"})
 
 
-def _per_sequence(default: Any = None) -> Any:
+def per_sequence(default: Any = None) -> Any:
     return field(default=default, metadata={"per": "sequence"})
 
 
@@ -88,10 +88,10 @@ class Batch:
         lengths    3 2              [N]
     """
 
-    lengths: Tensor = _per_sequence()  # [N] int64
-    input_ids: Tensor = _per_token()  # [T] int64
-    loss_mask: Tensor = _per_token()  # [T] bool, tokens that are learned; never the first of a sequence
-    rows: Tensor = _per_sequence()  # [N] int64, where each sequence stood in the whole batch of all ranks
+    lengths: Tensor = per_sequence()  # [N] int64
+    input_ids: Tensor = per_token()  # [T] int64
+    loss_mask: Tensor = per_token()  # [T] bool, tokens that are learned; never the first of a sequence
+    rows: Tensor = per_sequence()  # [N] int64, where each sequence stood in the whole batch of all ranks
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -145,12 +145,29 @@ class Batch:
 class Experience(Batch):
     """Scored samples: a Batch with what the policy gradient needs."""
 
-    groups: Tensor = _per_sequence()  # [N] int64
-    rewards: Tensor = _per_sequence()  # [N] float32
-    advantages: Tensor | None = _per_token()  # [T] float32
-    engine_logprobs: Tensor = _per_token()  # [T] float32, as sampled
-    old_logprobs: Tensor | None = _per_token()  # [T] float32, of the actor before this step's first update
-    reference_logprobs: Tensor | None = _per_token()  # [T] float32
+    groups: Tensor = per_sequence()  # [N] int64
+    rewards: Tensor = per_sequence()  # [N] float32
+    advantages: Tensor | None = per_token()  # [T] float32
+    engine_logprobs: Tensor = per_token()  # [T] float32, as sampled
+    old_logprobs: Tensor | None = per_token()  # [T] float32, of the actor before this step's first update
+    reference_logprobs: Tensor | None = per_token()  # [T] float32
+
+
+def unpadded(values: Tensor, lengths: Tensor) -> Tensor:
+    """Right-padded rows [B, S] to their tokens end to end: [T]."""
+    return values[_is_token(lengths, values.shape[1])]
+
+
+def padded(values: Tensor, lengths: Tensor, width: int) -> Tensor:
+    """The other way round: tokens [T] to rows [B, width], 0 in the padding."""
+    rows = values.new_zeros(len(lengths), width)
+    rows[_is_token(lengths, width)] = values
+    return rows
+
+
+def _is_token(lengths: Tensor, width: int) -> Tensor:
+    """[B, width] bool, False in the padding."""
+    return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
 def token_index(offsets: Tensor, rows: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from lightrft.data.packing import plan
 from lightrft.parallel.collectives import Axis
 from lightrft.types import Batch
 
@@ -15,6 +16,26 @@ B = TypeVar("B", bound=Batch)
 def share(axis: Axis, values: Tensor) -> Tensor:
     """The [n] values of every rank, end to end in rank order: [N]."""
     return torch.cat(axis.gather(values))
+
+
+def deal(
+    axis: Axis, batch: B, *, minibatch_size: int | None = None, max_tokens: int, max_sequences: int | None = None
+) -> tuple[B, list[list[list[int]]]]:
+    """Plan the sequences of all ranks and move each to the rank that computes it.
+
+    `batch.rows` counts over all ranks, in rank order. Returns this rank's new part, and [k][m]: its rows in micro-batch m
+    of optimizer step k; None is one step for all. Every rank has the same k and m. See packing.plan for the limits.
+    """
+    lengths = share(axis, batch.lengths).tolist()
+    schedule = plan(
+        lengths,
+        num_ranks=axis.size,
+        minibatch_size=minibatch_size or max(len(lengths), 1),
+        max_tokens=max_tokens,
+        max_sequences=max_sequences,
+    )
+    mine = move(axis, batch, [schedule.rows(rank) for rank in range(axis.size)])
+    return mine, schedule.local(axis.rank)
 
 
 def move(axis: Axis, batch: B, owners: list[list[int]]) -> B:

@@ -1,8 +1,9 @@
-"""Language models with the head that training needs: log-probs of given tokens instead of logits."""
+"""Models with the head that training needs: log-probs of given tokens instead of logits, or one number per token."""
 
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -32,13 +33,7 @@ class Actor(nn.Module):
 
         Both are 0 for tokens that are not learned; the head is not even computed there.
         """
-        hidden = self.language_model.base_model(
-            input_ids=batch.input_ids.unsqueeze(0),
-            position_ids=batch.position_ids.unsqueeze(0),
-            attention_mask=None,
-            use_cache=False,
-            layout=Layout.of(batch.lengths, batch.input_ids.device),
-        ).last_hidden_state[0]
+        hidden = hidden_states(self.language_model, batch)
         learned = batch.loss_mask.nonzero()[:, 0]
         weight = self.language_model.get_output_embeddings().weight
         values = token_logprobs(hidden[learned - 1], weight, batch.input_ids[learned], temperature=temperature / self.logit_scale)
@@ -48,6 +43,40 @@ class Actor(nn.Module):
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their Hugging Face names, tied ones once."""
         yield from self.language_model.named_parameters()
+
+
+class Scorer(nn.Module):
+    """A model with one number per token: what critics and reward models are made of."""
+
+    def __init__(self, model: PreTrainedModel):
+        """ValueError unless `model` is a backbone and one linear layer with a single output."""
+        super().__init__()
+        heads = [name for name, child in model.named_children() if child is not model.base_model]
+        linear = [name for name in heads if isinstance(getattr(model, name), nn.Linear)]
+        if len(heads) != 1 or linear != heads or getattr(model, heads[0]).out_features != 1:
+            raise ValueError(f"{type(model).__name__} has {', '.join(heads) or 'nothing'} above its backbone, not one number")
+        self.scored_model, self.head = model, heads[0]
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The head's output after each token: [T] float32, computed in float32."""
+        hidden = hidden_states(self.scored_model, batch).float()
+        head: nn.Linear = getattr(self.scored_model, self.head)
+        return F.linear(hidden, head.weight.float(), None if head.bias is None else head.bias.float())[:, 0]
+
+    def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under their Hugging Face names, tied ones once."""
+        yield from self.scored_model.named_parameters()
+
+
+def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """The backbone's output after each token of its own sequence: [T, H]."""
+    return model.base_model(
+        input_ids=batch.input_ids.unsqueeze(0),
+        position_ids=batch.position_ids.unsqueeze(0),
+        attention_mask=None,
+        use_cache=False,
+        layout=Layout.of(batch.lengths, batch.input_ids.device),
+    ).last_hidden_state[0]
 
 
 def logit_scale(model: PreTrainedModel) -> float:

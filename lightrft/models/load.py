@@ -1,9 +1,16 @@
 """Models and tokenizers from a Hugging Face folder or hub name."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from lightrft.config import ModelSection
 from lightrft.models.attention import ATTENTION
@@ -11,11 +18,21 @@ from lightrft.models.attention import ATTENTION
 
 def load_model(section: ModelSection) -> PreTrainedModel:
     """The causal language model in float32 (the master weights), with attention over flat batches."""
-    model = AutoModelForCausalLM.from_pretrained(
+    return _load(AutoModelForCausalLM, section)
+
+
+def load_scorer(section: ModelSection) -> PreTrainedModel:
+    """The same with one number per token instead of logits; the head is new, and random, where the folder has none."""
+    return _load(AutoModelForSequenceClassification, section, num_labels=1)
+
+
+def _load(kind: type, section: ModelSection, **options: Any) -> PreTrainedModel:
+    model = kind.from_pretrained(
         _checked(section.pretrain),
         dtype=torch.float32,
         attn_implementation=ATTENTION,
         trust_remote_code=section.trust_remote_code,
+        **options,
     )
     problems = _not_flat(model)
     if problems:

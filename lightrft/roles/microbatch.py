@@ -16,20 +16,21 @@ Rows = list[list[int]]
 def micro_batches(batch: B, rows: Rows, device: torch.device) -> Iterator[B]:
     """The micro-batches on the device. An empty one becomes a single unlearned token, so that ranks stay in step."""
     for members in rows:
-        yield (batch.select(members) if members else _filler(batch)).to(device)
+        yield (batch.select(members) if members else filler(batch)).to(device)
 
 
 def infer(forward: Callable[[B], Tensor], batch: B, rows: Rows, device: torch.device) -> Tensor:
     """`forward` over all micro-batches without gradients, one value per token, in the batch's order: [T] on the host."""
-    result = torch.zeros(batch.num_tokens)
     with torch.no_grad():
-        for members, micro_batch in zip(rows, micro_batches(batch, rows, device), strict=True):
-            values = forward(micro_batch)
-            if members:
-                result[token_index(batch.offsets, torch.tensor(members))] = values.cpu()
+        values = [forward(micro_batch) for micro_batch in micro_batches(batch, rows, device)]
+    result = torch.zeros(batch.num_tokens)
+    for members, value in zip(rows, values, strict=True):
+        if members:
+            result[token_index(batch.offsets, torch.tensor(members))] = value.cpu()
     return result
 
 
-def _filler(batch: B) -> B:
+def filler(batch: B) -> B:
+    """One sequence of one token that nobody learns, with the columns of `batch`."""
     zeros = {name: value.new_zeros(1) for name, value in (batch.columns("token") | batch.columns("sequence")).items()}
-    return type(batch)(**zeros | {"lengths": torch.ones(1, dtype=torch.int64)})
+    return type(batch)(**zeros | {"lengths": batch.lengths.new_ones(1)})

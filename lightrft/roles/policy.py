@@ -1,80 +1,219 @@
-"""The policy: the actor that learns, with the reference model it must not stray far from."""
+"""The policy: the actor that learns and generates, with the reference model it must not stray far from."""
 
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedTokenizerBase
 
-from lightrft.algorithms.reduce import Denominator
+from lightrft.engine.base import Sampling
 from lightrft.models.heads import Actor
-from lightrft.observe.metrics import Metrics
-from lightrft.roles.microbatch import Rows, infer, micro_batches
+from lightrft.observe.profiler import Profiler
+from lightrft.roles.microbatch import Rows
+from lightrft.roles.padded import flatten
+from lightrft.roles.role import MAX_TOKENS, Report, Role
 from lightrft.strategy import StrategyBase
-from lightrft.types import Batch
+from lightrft.strategy.named import hf_parameters
+from lightrft.strategy.phases import Phase
+from lightrft.types import Batch, Completion
 
-Objective = Callable[[Tensor, Any, Denominator], tuple[Tensor, dict[str, Tensor]]]
-"""(log-probs [T], batch, denominator) -> this micro-batch's share of the loss [], and reports [T] by metric name."""
+EVERYTHING = 2**62
 
 
-class Policy:
-    """Log-probs and updates of the actor, and log-probs of the frozen reference."""
+class Policy(Role):
+    """Log-probs, updates and samples of the actor, and log-probs of the frozen reference.
+
+        policy.prepare_for_generation()                     # the newest weights go to the engine
+        samples = policy.generate(prompts)
+        policy.finish_generation()                          # the engine sleeps
+        batch |= policy.get_logprobs(batch) | policy.get_reference_logprobs(batch)
+        policy.train(batch, loss_fn, gbs=512)
+    """
 
     def __init__(
         self,
         strategy: StrategyBase,
         actor: Actor,
-        optimizer: torch.optim.Optimizer,
-        scheduler: torch.optim.lr_scheduler.LRScheduler,
+        optimizer: Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
         *,
         reference: Actor | None = None,
         temperature: float = 1.0,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_tokens: int = MAX_TOKENS,
     ):
-        self.strategy = strategy
-        self.actor, self.optimizer, self.scheduler = actor, optimizer, scheduler
+        super().__init__(strategy, actor, optimizer, scheduler, max_tokens=max_tokens)
         self.reference = reference
         self.temperature = temperature
+        self.tokenizer = tokenizer
+        self._generations = 0
+        self._version_before_refit: int | None = None
+        self._profiler: Profiler | None = None
+
+    @property
+    def actor(self) -> Actor:
+        return self.module
+
+    # -- log-probs
+
+    def get_logprobs(self, batch: Mapping[str, Any], mbs: int | None = None) -> dict[str, Tensor]:
+        """`logprobs` [B, S] float32: log p of every token after those before it. Column 0 and the padding are 0."""
+        return {"logprobs": self._answer(batch, self.actor, lambda part: self.actor(part, self.temperature)[0], mbs)}
+
+    def get_reference_logprobs(self, batch: Mapping[str, Any], mbs: int | None = None) -> dict[str, Tensor]:
+        """`reference_logprobs` [B, S]: the same under the reference model."""
+        reference = self._reference()
+        return {"reference_logprobs": self._answer(batch, reference, lambda part: reference(part, self.temperature)[0], mbs)}
 
     def logprobs(self, batch: Batch, rows: Rows) -> Tensor:
-        """log p of every learned token under the actor, 0 elsewhere: [T] float32 on the host."""
-        return self._infer(self.actor, batch, rows)
+        """log p of every learned token of a flat batch under the actor, 0 elsewhere: [T] float32 on the host."""
+        return self._infer(self.actor, lambda part: self.actor(part, self.temperature)[0], batch, rows)
 
     def reference_logprobs(self, batch: Batch, rows: Rows) -> Tensor:
         """The same under the reference model."""
+        reference = self._reference()
+        return self._infer(reference, lambda part: reference(part, self.temperature)[0], batch, rows)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Report]:
+        """Log-probs of learned tokens [T], 0 elsewhere."""
+        logprobs, entropy = self.actor(batch, self.temperature)
+        return logprobs, {"train/entropy": entropy.detach()}
+
+    # -- generation
+
+    def generate(self, batch: Mapping[str, Any], greedy: bool = False) -> dict[str, Tensor]:
+        """One response to each prompt of `input_ids`, of at most --generate_max_len tokens; every call draws anew.
+
+        Returns `output_ids` [B, S_out], prompt and response, then the padding token; `generation_lengths` [B] and
+        `unpadded_sequence_lengths` [B], of the response and of both; `logprobs` [B, S_out] float32 of the response's
+        tokens as sampled, 0 elsewhere. Greedy log-probs are at temperature 1. Needs prepare_for_generation().
+        """
+        if self.strategy.phase is not Phase.GENERATE:
+            raise RuntimeError(f"generate() in phase {self.strategy.phase.value}: call prepare_for_generation() first")
+        flat = flatten(batch, self.strategy.mesh.data).batch
+        prompts = [ids.tolist() for ids in flat.input_ids.split(flat.lengths.tolist())]
+        self._generations += 1
+        sampling = Sampling(
+            max_tokens=self.strategy.config.generate_max_len,
+            temperature=0.0 if greedy else self.temperature,
+            seed=self.strategy.seed * 1_000_003 + self._generations,
+        )
+        completions = self.strategy.gather_and_generate(sampling, prompts)
+        return self._generated(prompts, [samples[0] for samples in completions])
+
+    def _generated(self, prompts: list[list[int]], completions: list[Completion]) -> dict[str, Tensor]:
+        new = torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.int64)
+        whole = new + torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
+        width = max(whole.tolist(), default=0)
+        ids = torch.full((len(prompts), width), self._pad_token_id())
+        logprobs = torch.zeros(len(prompts), width)
+        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            ids[row, : whole[row]] = torch.tensor(prompt + completion.token_ids)
+            logprobs[row, len(prompt) : whole[row]] = torch.tensor(completion.logprobs)
+        return {"output_ids": ids, "generation_lengths": new, "unpadded_sequence_lengths": whole, "logprobs": logprobs}
+
+    # -- who has the device
+
+    def prepare_for_generation(self) -> None:
+        """The engine wakes with the actor's newest weights, streamed in unless that was done since offload_before_refit()."""
+        refitted = self._version_before_refit is not None and self.strategy.engine.version > self._version_before_refit
+        stale = self.strategy.phase in (Phase.TRAIN, Phase.LOGPROB) or (self.strategy.phase is Phase.REFIT and not refitted)
+        self.strategy.wakeup_inference_engine(self.actor if stale else None)
+
+    def prepare_for_training(self) -> None:
+        """The actor and its optimizer are on the device. PhaseError while the engine has it: finish_generation() first."""
+        self.strategy.enter(Phase.TRAIN, self.actor, self.optimizer)
+
+    def prepare_for_logprobs(self) -> None:
+        """The actor is on the device. PhaseError while the engine has it: finish_generation() first."""
+        self.strategy.enter(Phase.LOGPROB, self.actor)
+
+    def finish_generation(self) -> None:
+        """The engine sleeps, if it may, and models can come back."""
+        self.strategy.maybe_sleep_inference_engine()
+
+    def finish_training(self) -> None:
+        """With --offload_idle actor and optimizer leave the device."""
+        if self._step is not None:
+            raise RuntimeError("a train step is open: finish_train_step() or abort_train_step() first")
+        self.strategy.enter(Phase.LOGPROB)
+
+    def finish_inference(self) -> None:
+        """With --offload_idle the model that was asked leaves the device."""
+        self.strategy.enter(Phase.LOGPROB)
+
+    def offload_before_refit(self) -> None:
+        """The optimizer leaves the device; the actor is there for the weight stream."""
+        self._version_before_refit = self.strategy.engine.version
+        self.strategy.enter(Phase.REFIT, self.actor)
+        if self.optimizer is not None:
+            self.strategy.maybe_offload_optimizer(self.optimizer)
+
+    def offload_after_refit(self) -> None:
+        """The actor leaves the device too, and makes room for the engine's cache."""
+        self.strategy.enter(Phase.REFIT)
+        self.strategy.offload_model(self.actor)
+
+    def refit_info(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Hugging Face name -> full shape and dtype of what stream_weights() brings, in its order."""
+        return {name: (parameter.shape, self.strategy.dtype) for name, parameter in hf_parameters(self.actor)}
+
+    def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of the actor; all ranks consume the whole stream."""
+        return self.strategy.full_params(self.actor)
+
+    # -- files
+
+    def save_checkpoint(
+        self, weights_path: str | Path, optimizer_path: str | Path | None = None, tokenizer_path: str | Path | None = None
+    ) -> None:
+        """The actor as a Hugging Face folder, and where asked for, two more folders.
+
+        `optimizer_path` has all that a run needs to continue (weights, optimizer, schedule, random states), for
+        strategy.load_ckpt(actor, its parent, its name, ...). `tokenizer_path` has the tokenizer, also alone.
+        """
+        self.strategy.save_model(self.actor, None, weights_path)
+        if optimizer_path is not None:
+            path = Path(optimizer_path)
+            self.strategy.save_ckpt(
+                self.actor, path.parent, path.name, max_num=EVERYTHING, max_mem=EVERYTHING, save_latest=False,
+                optimizer=self.optimizer, scheduler=self.scheduler,
+            )  # fmt: skip
+        if tokenizer_path is not None:
+            if self.tokenizer is None:
+                raise ValueError("this policy has no tokenizer to save: build it with one")
+            if self.strategy.is_rank_0():
+                self.tokenizer.save_pretrained(tokenizer_path)
+            self.strategy.mesh.world.barrier()
+
+    def start_profiling(self, folder: str | Path) -> None:
+        """Record what this rank computes until stop_profiling()."""
+        if self._profiler is not None:
+            raise RuntimeError("profiling has begun already: stop_profiling() first")
+        self._profiler = Profiler(Path(folder), self.strategy.get_rank())
+
+    def stop_profiling(self) -> Path:
+        """Write the record as a Chrome trace and return its path."""
+        if self._profiler is None:
+            raise RuntimeError("there is nothing to stop: start_profiling() first")
+        profiler, self._profiler = self._profiler, None
+        return profiler.stop()
+
+    def shutdown(self) -> None:
+        """End profiling, the engine, and the process group if the strategy made it. May be called at any time."""
+        if self._profiler is not None:
+            self.stop_profiling()
+        self.strategy.close()
+
+    def _reference(self) -> Actor:
         if self.reference is None:
             raise ValueError("this policy has no reference model; build it with one (--use_kl_loss)")
-        return self._infer(self.reference, batch, rows)
+        return self.reference
 
-    def update(
-        self, batch: Batch, rows: Rows, objective: Objective, denominator: Denominator, metrics: Metrics
-    ) -> tuple[Tensor, Tensor]:
-        """One optimizer step over the given micro-batches; returns the global loss and the gradient norm before clipping.
-
-        Reports are averaged over learned tokens; those whose name ends in `_max` are reduced by max.
-        """
-        self.actor.train()
-        total = torch.zeros((), device=self.strategy.device)
-        for index, micro_batch in enumerate(micro_batches(batch, rows, self.strategy.device)):
-            logprobs, entropy = self.actor(micro_batch, self.temperature)
-            loss, report = objective(logprobs, micro_batch, denominator)
-            self.strategy.backward(loss, self.actor, self.optimizer, last=index == len(rows) - 1)
-            total += loss.detach()
-            for name, values in (report | {"train/entropy": entropy.detach()}).items():
-                if name.endswith("_max"):
-                    metrics.max(name, values, micro_batch.loss_mask)
-                else:
-                    metrics.mean(name, values, micro_batch.loss_mask)
-        norm = self.strategy.optimizer_step(self.optimizer, self.actor, self.scheduler, name="actor")
-        return self.strategy.mesh.data.sum(total), norm
-
-    def denominator(self, batch: Batch, rows: Rows, *, length: int) -> Denominator:
-        """Learned tokens and sequences of one optimizer step over all ranks; one collective."""
-        mine = batch.select([row for members in rows for row in members])
-        learned = torch.zeros(len(mine)).index_add(0, mine.sequence_ids, mine.loss_mask.float())
-        counts = self.strategy.mesh.data.sum(torch.stack([mine.num_loss_tokens, (learned > 0).sum(dtype=torch.float32)]))
-        tokens, sequences = counts.to(self.strategy.device)
-        return Denominator(tokens, sequences, length)
-
-    def _infer(self, model: Actor, batch: Batch, rows: Rows) -> Tensor:
-        model.eval()
-        return infer(lambda micro_batch: model(micro_batch, self.temperature)[0], batch, rows, self.strategy.device)
+    def _pad_token_id(self) -> int:
+        pad = self.tokenizer.pad_token_id if self.tokenizer is not None else None
+        return 0 if pad is None else pad

@@ -45,7 +45,7 @@ class StrategyConfig(ModelSection, DataSection, StrategySection, EngineSection, 
         if self.timeout_minutes <= 0:
             raise ValueError(f"timeout_minutes must be above 0, not {self.timeout_minutes}")
         if self.offload_idle and self.fsdp_cpu_offload:
-            raise ValueError("--offload_idle has nothing to move with --fsdp_cpu_offload, which keeps all in host memory: drop one")
+            raise ValueError("--offload_idle has nothing to move with --fsdp_cpu_offload: all is in host memory, drop one")
 
 
 def flat(args: Arguments) -> dict[str, Any]:

@@ -90,8 +90,15 @@ def build_policy(config: Config, strategy: StrategyBase, *, updates: int, refere
     frozen = None
     if reference:
         frozen = strategy.prepare(Actor(load_model(config.model)).requires_grad_(False))
-    temperature = config.rollout.temperature
-    return Policy(strategy, actor, optimizer, scheduler, reference=frozen, temperature=temperature)
+    return Policy(
+        strategy,
+        actor,
+        optimizer,
+        scheduler,
+        reference=frozen,
+        temperature=config.rollout.temperature,
+        max_tokens=config.train.max_tokens_per_microbatch,
+    )
 
 
 def evaluation(config: Config, strategy: StrategyBase) -> tuple[Sampler, Judge]:

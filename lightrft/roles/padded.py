@@ -1,0 +1,126 @@
+"""The public batches of roles: a mapping of right-padded [B, S] tensors, checked and turned into a flat batch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, make_dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrft.parallel.collectives import Axis
+from lightrft.types import Batch, Experience, per_sequence, per_token, unpadded
+
+IDS, LENGTHS, TOKEN_MASK, SAMPLE_MASK = "input_ids", "input_lengths", "token_mask", "sample_mask"
+MADE_HERE = ("lengths", "rows", "loss_mask")
+PER = {f.name: f.metadata["per"] for f in fields(Experience)}
+SHAPES = {"token": "[B, S]", "sequence": "[B]"}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the caller of this rank gave."""
+
+    batch: Batch
+    width: int
+    """S, to which results are padded."""
+    owners: list[list[int]]
+    """[rank]: the rows that this rank's caller holds, counted over all ranks."""
+
+
+def flatten(given: Mapping[str, Any], axis: Axis, *, required: Sequence[str] = (), columns: bool = False) -> Given:
+    """The rows of `given` end to end. Without `columns` every token but the first of a row is learned.
+
+    With `columns` the masks say which are, and every other tensor travels along under its name: [B, S] per token, [B] per
+    row. ValueError on all ranks when any rank's batch is unfit; they hold any number of rows, also none, and equal columns.
+    """
+    masks = [name for name in (TOKEN_MASK, SAMPLE_MASK) if columns and name in given]
+    others = sorted(set(given) - {IDS, LENGTHS, TOKEN_MASK, SAMPLE_MASK}) if columns else []
+    problem = _problem(given, [IDS, LENGTHS, *required], [*masks, *others])
+    counts = _agree(axis, problem, others, 0 if problem else len(given[IDS]))
+    ids, lengths = given[IDS].cpu(), given[LENGTHS].cpu().long()
+    first = sum(counts[: axis.rank])
+    parts = {name: _column(given[name], lengths, name) for name in others}
+    batch = _batch_type(tuple((name, _per(name, given[name])) for name in others))(
+        lengths=lengths,
+        input_ids=unpadded(ids, lengths).long(),
+        loss_mask=unpadded(_learned(given, masks, ids.shape), lengths),
+        rows=torch.arange(first, first + len(ids)),
+        **parts,
+    )
+    starts = [sum(counts[:rank]) for rank in range(axis.size)]
+    owners = [list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
+    return Given(batch, ids.shape[1], owners)
+
+
+def _agree(axis: Axis, problem: str, columns: list[str], count: int) -> list[int]:
+    """Rows of every rank; the same ValueError everywhere when one cannot take part: the others would wait for it."""
+    everyone = axis.gather((problem, columns, count))
+    for rank, (found, names, _) in enumerate(everyone):
+        if not found and names != everyone[0][1]:
+            found = f"its columns are {', '.join(names) or 'none'}, those of rank 0 {', '.join(everyone[0][1]) or 'none'}"
+        if found:
+            raise ValueError(found if axis.size == 1 else f"batch of rank {rank}: {found}")
+    return [number for _, _, number in everyone]
+
+
+def _problem(given: Mapping[str, Any], required: list[str], optional: list[str]) -> str:
+    """Why this batch cannot be used; empty when it can."""
+    missing = [name for name in required if name not in given]
+    if missing:
+        return f"the batch lacks {', '.join(missing)}; it has {', '.join(sorted(given)) or 'nothing'}"
+    used = [IDS, LENGTHS, *optional]
+    strange = [name for name in used if not isinstance(given[name], Tensor)]
+    if strange:
+        return f"{', '.join(strange)} must be a tensor"
+    if given[IDS].ndim != 2:
+        return f"{IDS} must be [B, S], not {list(given[IDS].shape)}"
+    reserved = [name for name in optional if name in MADE_HERE]
+    if reserved:
+        return f"{', '.join(reserved)} is made from {LENGTHS} and the masks; call the column something else"
+    return _wrong_shapes(given, used) or _wrong_lengths(given[LENGTHS], given[IDS].shape[1])
+
+
+def _wrong_shapes(given: Mapping[str, Any], names: list[str]) -> str:
+    rows, width = given[IDS].shape
+    shapes = {"token": [rows, width], "sequence": [rows]}
+    wrong = []
+    for name in names:
+        expected = shapes[_per(name, given[name])]
+        if list(given[name].shape) != expected:
+            wrong.append(f"{name} must be {SHAPES[_per(name, given[name])]} = {expected}, not {list(given[name].shape)}")
+    return "; ".join(wrong)
+
+
+def _wrong_lengths(lengths: Tensor, width: int) -> str:
+    outside = ((lengths < 1) | (lengths > width)).nonzero()[:, 0].tolist()
+    return f"{LENGTHS} of row {outside[0]} is {int(lengths[outside[0]])}, not within 1 and S = {width}" if outside else ""
+
+
+def _per(name: str, value: Tensor) -> str:
+    """What a column says something about: known by its name, or by its dims."""
+    known = {IDS: "token", TOKEN_MASK: "token", LENGTHS: "sequence", SAMPLE_MASK: "sequence"} | PER
+    return known.get(name, "sequence" if value.ndim == 1 else "token")
+
+
+def _learned(given: Mapping[str, Any], masks: list[str], shape: torch.Size) -> Tensor:
+    """[B, S] bool."""
+    learned = torch.ones(shape, dtype=torch.bool)
+    learned[:, :1] = False
+    if TOKEN_MASK in masks:
+        learned &= given[TOKEN_MASK].cpu().bool()
+    if SAMPLE_MASK in masks:
+        learned &= given[SAMPLE_MASK].cpu().bool()[:, None]
+    return learned
+
+
+def _column(value: Tensor, lengths: Tensor, name: str) -> Tensor:
+    value = value.cpu()
+    return unpadded(value, lengths) if _per(name, value) == "token" else value
+
+
+@lru_cache
+def _batch_type(columns: tuple[tuple[str, str], ...]) -> type[Experience]:
+    """Experience with the caller's own columns beside those it has."""
+    own = [(name, Tensor, per_token() if per == "token" else per_sequence()) for name, per in columns if name not in PER]
+    return make_dataclass("Columns", own, bases=(Experience,), slots=True) if own else Experience

@@ -1,0 +1,32 @@
+"""What was reported of each micro-batch."""
+
+import torch
+from torch import Tensor
+
+from lightrft.parallel.collectives import Axis
+
+
+class MicroBatchReports:
+    """One number per micro-batch and metric, on the device until all are asked for."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Tensor]] = []
+
+    def add(self, report: dict[str, Tensor], weight: Tensor) -> None:
+        """Means of the reports over `weight`, the largest where a name ends in `_max`, and the weight itself as `tokens`."""
+        total = weight.sum(dtype=torch.float32)
+        row = {"tokens": total}
+        for name, values in report.items():
+            values = values.detach().float()
+            if name.endswith("_max"):
+                row[name] = values.masked_fill(weight == 0, -torch.inf).amax()
+            else:
+                row[name] = values.masked_fill(weight == 0, 0.0).mul(weight).sum() / total
+        self._rows.append(row)
+
+    def gather(self, axis: Axis) -> dict[str, list[float]]:
+        """Name -> the numbers of all ranks' micro-batches, in rank order, without those that hold nothing learned."""
+        names = list(self._rows[0])
+        rows = torch.stack([torch.stack([row[name] for name in names]) for row in self._rows]).tolist()
+        everyone = [row for rank in axis.gather([row for row in rows if row[0] > 0]) for row in rank]
+        return {name: [row[column] for row in everyone] for column, name in enumerate(names)}

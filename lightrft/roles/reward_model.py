@@ -1,0 +1,33 @@
+"""The reward model: one number for a whole sequence."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lightrft.algorithms.reduce import sequence_sums
+from lightrft.roles.padded import LENGTHS, SAMPLE_MASK
+from lightrft.roles.role import Report, Role
+from lightrft.types import Batch
+
+
+class RewardModel(Role):
+    """Its module is a models.heads.Scorer, read at the last token of each sequence.
+
+    Objectives of train() get scores [N], and their reports are [N]; they look at rows that are not masked.
+    """
+
+    TRAIN_KEYS = (SAMPLE_MASK,)
+
+    def get_rewards(self, batch: Mapping[str, Any], mbs: int | None = None) -> Tensor:
+        """[B] float32 on the host."""
+        scores = self._answer(batch, self.module, self.module, mbs)
+        return scores.gather(1, batch[LENGTHS].cpu().long()[:, None] - 1)[:, 0]
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Report]:
+        """Scores [N]."""
+        return self.module(batch)[batch.offsets[1:] - 1], {}
+
+    def weight(self, batch: Batch) -> Tensor:
+        """[N]: rows with something to learn."""
+        return sequence_sums(batch.loss_mask.float(), batch) > 0

@@ -1,0 +1,220 @@
+"""What all roles share: a model that is asked or learns in micro-batches, planned over all ranks."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightrft.algorithms.reduce import Denominator
+from lightrft.config import TrainSection
+from lightrft.data.plane import deal, move
+from lightrft.observe.metrics import Metrics
+from lightrft.roles.microbatch import Rows, filler, infer, micro_batches
+from lightrft.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten
+from lightrft.roles.reports import MicroBatchReports
+from lightrft.strategy import StrategyBase
+from lightrft.strategy.phases import Phase
+from lightrft.types import Batch, padded, per_token
+
+Report = dict[str, Tensor]
+Objective = Callable[[Tensor, Any, Denominator], tuple[Tensor, Report]]
+"""(the role's values, batch, denominator) -> this micro-batch's share of the loss [], and reports by metric name."""
+MAX_TOKENS: int = TrainSection.max_tokens_per_microbatch
+
+
+@dataclass(slots=True)
+class Answer(Batch):
+    """What a model said about every token, on its way back to who asked."""
+
+    values: Tensor = per_token()  # [T] float32
+
+
+@dataclass(slots=True)
+class TrainStep:
+    """One optimizer step that has begun."""
+
+    objective: Objective
+    denominator: Denominator
+    num_microbatches: int
+    learn: bool
+    loss: Tensor  # [], this rank's share so far
+    begun: int = 0
+    """Micro-batches that were given."""
+    done: int = 0
+    """Micro-batches whose gradients are in."""
+    batch: Batch | None = None
+    """The last one given."""
+
+
+class Role(ABC):
+    """A model under a strategy. With an optimizer it learns.
+
+    Batches of the public verbs are mappings with `input_ids` [B, S] and `input_lengths` [B], right-padded, and hold this
+    rank's rows: any number, also none. Results are in the caller's order. All ranks call a verb together.
+    """
+
+    TRAIN_KEYS: ClassVar[Sequence[str]] = (TOKEN_MASK, SAMPLE_MASK)
+    """What train() needs beside ids and lengths."""
+
+    def __init__(
+        self,
+        strategy: StrategyBase,
+        module: nn.Module,
+        optimizer: Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+        *,
+        max_tokens: int = MAX_TOKENS,
+    ):
+        self.strategy = strategy
+        self.module, self.optimizer, self.scheduler = module, optimizer, scheduler
+        self.max_tokens = max_tokens
+        """Most tokens of one micro-batch on one rank; a longer row is an error."""
+        self._step: TrainStep | None = None
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> tuple[Tensor, Report]:
+        """What objectives are given, and what to report beside theirs."""
+
+    def weight(self, batch: Batch) -> Tensor:
+        """What each element of forward()'s values and of reports counts in a mean: [T], the learned tokens."""
+        return batch.loss_mask
+
+    # -- training on padded batches
+
+    def train(
+        self,
+        batch: Mapping[str, Any],
+        loss_fn: Objective,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        eval_mode: bool = False,
+    ) -> dict[str, Any]:
+        """An optimizer step for every `gbs` rows of all ranks, counted in rank order; one for all when None.
+
+        The batch also has `token_mask` [B, S] and `sample_mask` [B], which tokens and rows are learned, and any [B, S] or
+        [B] column that `loss_fn` reads. `mbs` bounds the rows of one micro-batch. Returns `loss` [k] and `grad_norm` [k]
+        (before clipping), global, of the k steps, and `metrics`: for each name a list with an entry for each micro-batch of
+        all ranks, its mean over learned tokens, where `tokens` has their number. In eval_mode nothing is learned, no
+        gradient computed, and grad_norm is 0.
+        """
+        flat, steps = self.deal(batch, gbs=gbs, mbs=mbs)
+        if not steps:
+            raise ValueError("there is nothing to train on: the batch has no rows on any rank")
+        numbers, reports = [], MicroBatchReports()
+        for rows in steps:
+            self.begin_train_step(loss_fn, self.denominator(flat, rows), len(rows), eval_mode=eval_mode)
+            for micro_batch in micro_batches(flat, rows, self.strategy.device):
+                reports.add(self.train_microbatch(micro_batch), self.weight(micro_batch))
+            numbers.append(torch.stack(self.finish_train_step()))
+        losses, norms = torch.stack(numbers).cpu().unbind(1)
+        return {"loss": losses, "grad_norm": norms, "metrics": reports.gather(self.strategy.mesh.data)}
+
+    def deal(self, batch: Mapping[str, Any], *, gbs: int | None = None, mbs: int | None = None) -> tuple[Batch, list[Rows]]:
+        """The rows of all ranks planned anew: this rank's as a flat batch, and its micro-batches for each optimizer step."""
+        data = self.strategy.mesh.data
+        given = flatten(batch, data, required=self.TRAIN_KEYS, columns=True)
+        return deal(data, given.batch, minibatch_size=gbs, max_tokens=self.max_tokens, max_sequences=mbs)
+
+    # -- one optimizer step on flat batches
+
+    def update(
+        self, batch: Batch, rows: Rows, objective: Objective, denominator: Denominator, metrics: Metrics
+    ) -> tuple[Tensor, Tensor]:
+        """One optimizer step over the given micro-batches; returns the global loss and the gradient norm before clipping.
+
+        Reports are averaged over learned tokens; those whose name ends in `_max` are reduced by max.
+        """
+        self.begin_train_step(objective, denominator, len(rows))
+        for micro_batch in micro_batches(batch, rows, self.strategy.device):
+            report, weight = self.train_microbatch(micro_batch), self.weight(micro_batch)
+            for name, values in report.items():
+                (metrics.max if name.endswith("_max") else metrics.mean)(name, values, weight)
+        return self.finish_train_step()
+
+    def begin_train_step(
+        self, objective: Objective, denominator: Denominator, num_microbatches: int, *, eval_mode: bool = False
+    ) -> None:
+        """Open an optimizer step of so many micro-batches, the same number on every rank."""
+        if self._step is not None:
+            raise RuntimeError("a train step is open: finish_train_step() or abort_train_step() first")
+        if not eval_mode and self.optimizer is None:
+            raise ValueError(f"this {type(self).__name__} has no optimizer: build it with one, or pass eval_mode=True")
+        self.strategy.enter(Phase.LOGPROB if eval_mode else Phase.TRAIN, self.module, None if eval_mode else self.optimizer)
+        self.module.train(not eval_mode)
+        loss = torch.zeros((), device=self.strategy.device)
+        self._step = TrainStep(objective, denominator, num_microbatches, not eval_mode, loss)
+
+    def train_microbatch(self, batch: Batch) -> Report:
+        """Add the gradients of one micro-batch, which is on the device; returns what there is to report, on the device."""
+        step = self._open_step()
+        if step.begun == step.num_microbatches:
+            raise RuntimeError(f"the train step was begun with {step.num_microbatches} micro-batches; this is one more")
+        step.begun, step.batch = step.begun + 1, batch
+        with torch.set_grad_enabled(step.learn):
+            values, report = self.forward(batch)
+            loss, more = step.objective(values, batch, step.denominator)
+        if step.learn:
+            self.strategy.backward(loss, self.module, self.optimizer, last=step.begun == step.num_microbatches)
+        step.loss += loss.detach()
+        step.done += 1
+        return more | report
+
+    def finish_train_step(self) -> tuple[Tensor, Tensor]:
+        """Step the optimizer; returns the global loss and the gradient norm before clipping, [] each, on the device."""
+        step = self._open_step()
+        if step.done < step.num_microbatches:
+            raise RuntimeError(f"finish_train_step() after {step.done} of {step.num_microbatches} micro-batches")
+        self._step = None
+        norm = torch.zeros_like(step.loss)
+        if step.learn:
+            norm = self.strategy.optimizer_step(self.optimizer, self.module, self.scheduler, name=type(self).__name__.lower())
+        return self.strategy.mesh.data.sum(step.loss), norm.to(step.loss.device)
+
+    def abort_train_step(self) -> None:
+        """Forget the open step as if it had not begun: parameters, optimizer and schedule stay, no gradient is left."""
+        step, self._step = self._open_step(), None
+        if step.learn and step.begun and step.done < step.num_microbatches:
+            # Gradients that await the last micro-batch are inside the strategy: an empty one brings them out.
+            values, _ = self.forward(filler(step.batch))
+            self.strategy.backward(values.sum() * 0, self.module, self.optimizer)
+        self.module.zero_grad(set_to_none=True)
+
+    def denominator(self, batch: Batch, rows: Rows, *, length: int | None = None) -> Denominator:
+        """Learned tokens and sequences of one optimizer step over all ranks; one collective.
+
+        `length` is the constant of seq-mean-token-sum-norm: --generate_max_len when None.
+        """
+        mine = batch.select([row for members in rows for row in members])
+        learned = torch.zeros(len(mine)).index_add(0, mine.sequence_ids, mine.loss_mask.float())
+        counts = self.strategy.mesh.data.sum(torch.stack([mine.num_loss_tokens, (learned > 0).sum(dtype=torch.float32)]))
+        tokens, sequences = counts.to(self.strategy.device)
+        return Denominator(tokens, sequences, self.strategy.config.generate_max_len if length is None else length)
+
+    # -- inference
+
+    def _infer(self, module: nn.Module, forward: Callable[[Batch], Tensor], batch: Batch, rows: Rows) -> Tensor:
+        """One value per token, in the batch's order: [T] float32 on the host."""
+        self.strategy.enter(Phase.LOGPROB, module)
+        module.eval()
+        return infer(forward, batch, rows, self.strategy.device)
+
+    def _answer(
+        self, batch: Mapping[str, Any], module: nn.Module, forward: Callable[[Batch], Tensor], mbs: int | None
+    ) -> Tensor:
+        """One value per token of the caller's rows: [B, S] float32 on the host, 0 in the padding."""
+        data = self.strategy.mesh.data
+        given = flatten(batch, data)
+        mine, steps = deal(data, given.batch, max_tokens=self.max_tokens, max_sequences=mbs)
+        values = self._infer(module, forward, mine, steps[0] if steps else [])
+        answer = Answer(lengths=mine.lengths, input_ids=mine.input_ids, loss_mask=mine.loss_mask, rows=mine.rows, values=values)
+        return padded(move(data, answer, given.owners).values, given.batch.lengths, given.width)
+
+    def _open_step(self) -> TrainStep:
+        if self._step is None:
+            raise RuntimeError("there is no open train step: begin_train_step() first")
+        return self._step

@@ -1,0 +1,82 @@
+"""What models say about padded rows is what plain torch says about each row alone, in the caller's order, on any ranks."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from roles import rows
+
+LIMITS = [{}, {"mbs": 1}, {"mbs": 2}, {"max_tokens": 20}, {"max_tokens": 33, "mbs": 2}]
+
+
+def answers(folder: str, reference_folder: str, scorer_folder: str, limits: list[dict]):
+    """[limit]: log-probs, reference log-probs, values and rewards of this rank's rows."""
+    made = rows.strategy()
+    policy = rows.policy(made, folder, reference_folder)
+    critic, judge = rows.critic(made, scorer_folder), rows.reward_model(made, scorer_folder)
+    mine = rows.share(rows.whole(), made.get_rank(), made.mesh.data.size)
+    found = []
+    for limit in limits:
+        mbs = limit.get("mbs")
+        for role in (policy, critic, judge):
+            role.max_tokens = limit.get("max_tokens", 1000)
+        found.append([
+            policy.get_logprobs(mine, mbs=mbs)["logprobs"],
+            policy.get_reference_logprobs(mine, mbs=mbs)["reference_logprobs"],
+            critic.get_values(mine, mbs=mbs)["values"],
+            judge.get_rewards(mine, mbs=mbs),
+        ])
+    return found
+
+
+def plain(folder: str, reference_folder: str, scorer_folder: str) -> list[torch.Tensor]:
+    actor, reference = rows.plain_model(folder), rows.plain_model(reference_folder)
+    scorer = rows.plain_scorer(scorer_folder)
+    scores = rows.every_row(lambda ids: rows.plain_scores(scorer, ids))
+    before = rows.every_row(lambda ids: torch.cat([torch.zeros(1), rows.plain_scores(scorer, ids)[:-1]]))
+    last = torch.tensor(rows.LENGTHS) - 1
+    return [
+        rows.every_row(lambda ids: rows.plain_logprobs(actor, ids)),
+        rows.every_row(lambda ids: rows.plain_logprobs(reference, ids)),
+        before,
+        scores[torch.arange(len(last)), last],
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_layout_is_plain_torch(folder, reference_folder, scorer_folder, world_size):
+    expected = plain(folder, reference_folder, scorer_folder)
+    assert expected[0].abs().max() > 4 and expected[2].abs().max() > 0.5  # there is something to get wrong
+    assert (expected[0] - expected[1]).abs().max() > 1
+    per_rank = run_ranks(world_size, answers, folder, reference_folder, scorer_folder, LIMITS)
+    for limit in range(len(LIMITS)):
+        for kind, values in enumerate(expected):
+            parts = [found[limit][kind] for found in per_rank]
+            assert [len(part) for part in parts] == rows.SHARES[world_size]
+            assert all(part.dtype == torch.float32 and part.device.type == "cpu" for part in parts)
+            torch.testing.assert_close(torch.cat(parts), values, rtol=0, atol=1e-5)
+
+
+def test_the_first_column_and_the_padding_are_zero(folder, reference_folder, scorer_folder):
+    found = run_ranks(2, answers, folder, reference_folder, scorer_folder, [{}])
+    padding = torch.arange(rows.WIDTH) >= torch.tensor(rows.LENGTHS)[:, None]
+    for kind in range(3):
+        values = torch.cat([rank[0][kind] for rank in found])
+        assert (values[:, 0] == 0).all() and (values[padding] == 0).all()
+        assert (values[:, 1:][~padding[:, 1:]] != 0).all()
+
+
+def odd_batches(folder: str):
+    made = rows.strategy()
+    policy = rows.policy(made, folder)
+    nothing = {name: value[:0] for name, value in rows.whole().items()}
+    as_lists = {name: value.int() for name, value in rows.whole().items()}  # int32, as some tokenizers make them
+    first = policy.get_logprobs(as_lists)["logprobs"]
+    short = {"input_ids": as_lists["input_ids"][:2, :1], "input_lengths": torch.ones(2)}
+    return policy.get_logprobs(nothing)["logprobs"].shape, first, policy.get_logprobs(short)["logprobs"]
+
+
+def test_no_rows_anywhere_and_rows_of_one_token(folder):
+    shape, logprobs, short = run_ranks(1, odd_batches, folder)[0]
+    assert shape == (0, rows.WIDTH)
+    assert logprobs.shape == (10, rows.WIDTH)
+    assert short.tolist() == [[0.0], [0.0]]
