@@ -1,10 +1,12 @@
 """The weight stream: every parameter under its Hugging Face name, full, in the transfer dtype, bucket by bucket.
 
-A shard is cast before it is gathered, so the bytes moved are parameters x transfer dtype, once. At most one bucket and
-one full tensor exist beside the model at any time.
+A shard is cast before it is gathered, so the bytes moved are parameters x transfer dtype, once for every axis that cuts them.
+At most two buckets exist beside the model at any time: what was gathered, and the full tensors made of it.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,62 +20,112 @@ def stream(parameters: Iterable[Named], dtype: torch.dtype, bucket_bytes: int) -
     """Yield (name, full tensor of `dtype`) for plain and sharded parameters, in their order.
 
     All ranks of the sharding mesh must consume the whole stream. A yielded tensor stays valid as long as it is held, and
-    holding it holds its bucket; a plain parameter that already has the dtype is yielded itself. A tensor larger than a
-    bucket travels alone.
+    holding it holds its bucket; a parameter that nothing cuts and that already has the dtype is yielded itself. A tensor larger
+    than a bucket travels alone. ValueError for a parameter that is not yet summed (partial).
     """
     for bucket in _buckets(parameters, dtype, bucket_bytes):
-        if isinstance(bucket[0][1], DTensor):
-            yield from _gathered(bucket, dtype)
-        else:
-            yield from ((name, tensor.detach().to(dtype)) for name, tensor in bucket)
+        names, tensors = zip(*bucket, strict=True)
+        yield from zip(names, _whole(tensors, dtype), strict=True)
 
 
 def _buckets(parameters: Iterable[Named], dtype: torch.dtype, bucket_bytes: int) -> Iterator[list[Named]]:
-    """Consecutive parameters of one kind (plain, or sharded over one mesh) that fit into one bucket."""
+    """Consecutive parameters that fit into one bucket when whole."""
     bucket: list[Named] = []
-    size, kind = 0, None
+    size = 0
     for name, tensor in parameters:
         nbytes = tensor.numel() * dtype.itemsize
-        its_kind = tensor.device_mesh if isinstance(tensor, DTensor) else None
-        if bucket and (size + nbytes > bucket_bytes or its_kind != kind):
+        if bucket and size + nbytes > bucket_bytes:
             yield bucket
             bucket, size = [], 0
         bucket.append((name, tensor))
-        size, kind = size + nbytes, its_kind
+        size += nbytes
     if bucket:
         yield bucket
 
 
-def _gathered(bucket: list[Named], dtype: torch.dtype) -> Iterator[Named]:
-    """One all-gather for the whole bucket. Every parameter is cut along its first dim into equal, zero-filled pieces."""
-    group, world = _shard_group(bucket[0][1])
-    pieces = [_piece(tensor, world) for _, tensor in bucket]
-    mine = torch.empty(sum(rows * width for rows, width in pieces), dtype=dtype, device=bucket[0][1].to_local().device)
-    start = 0
-    for (_, tensor), (rows, width) in zip(bucket, pieces, strict=True):
-        local = tensor.to_local().detach().reshape(-1)
-        mine[start : start + local.numel()].copy_(local)  # the cast happens here, before the gather
-        start += rows * width
-    everyone = mine.view(1, -1)
-    if world > 1:
-        everyone = torch.empty(world, mine.numel(), dtype=dtype, device=mine.device)
-        dist.all_gather_into_tensor(everyone.view(-1), mine, group=group)
-    start = 0
-    for (name, tensor), (rows, width) in zip(bucket, pieces, strict=True):
-        full = everyone[:, start : start + rows * width].reshape(-1)[: tensor.numel()].view(tensor.shape)
-        start += rows * width
-        yield name, full
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """One way in which a tensor is cut: along its dim, over the ranks of a group. `shape` is that before the cut."""
+
+    dim: int
+    shape: torch.Size
+    group: dist.ProcessGroup
+
+    @property
+    def pieces(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
+    def rows(self) -> int:
+        """Of a full piece; the last ones are shorter, or empty."""
+        return -(-self.shape[self.dim] // self.pieces)
+
+    @property
+    def rest(self) -> torch.Size:
+        return self.shape[: self.dim] + self.shape[self.dim + 1 :]
+
+    @property
+    def numel(self) -> int:
+        """Elements of a full piece."""
+        return self.rows * self.rest.numel()
 
 
-def _shard_group(tensor: DTensor) -> tuple[dist.ProcessGroup, int]:
-    sharded = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
-    if len(sharded) != 1 or tensor.placements[sharded[0]].dim != 0:
-        raise ValueError(f"the weight stream knows parameters sharded once along dim 0, not {tensor.placements}")
-    group = tensor.device_mesh.get_group(sharded[0])
-    return group, dist.get_world_size(group)
+def _whole(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> list[Tensor]:
+    """The tensors of one bucket, cut by cut, from the last cut to the first; one all-gather for each group and turn."""
+    cuts = [_cuts(tensor) for tensor in tensors]
+    parts = [tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach().to(dtype) for tensor in tensors]
+    for turn in range(max(map(len, cuts))):
+        by_group: dict[str, list[int]] = defaultdict(list)
+        for index, its_cuts in enumerate(cuts):
+            if turn < len(its_cuts):
+                by_group[its_cuts[turn].group.group_name].append(index)
+        for members in by_group.values():
+            joined = _gathered([parts[index] for index in members], [cuts[index][turn] for index in members], dtype)
+            for index, tensor in zip(members, joined, strict=True):
+                parts[index] = tensor
+    return [part.to(dtype) for part in parts]
 
 
-def _piece(tensor: DTensor, world: int) -> tuple[int, int]:
-    """Rows of each rank's piece, the last ones padded, and elements per row."""
-    rows = tensor.shape[0] if tensor.dim() else 1
-    return -(-rows // world), tensor.numel() // max(rows, 1)
+def _cuts(tensor: Tensor) -> list[_Cut]:
+    """The last one made comes first: of FSDP and tensor parallelism that is FSDP's, although its mesh dim stands to the left."""
+    if not isinstance(tensor, DTensor):
+        return []
+    mesh, shape, cuts = tensor.device_mesh, list(tensor.shape), []
+    for mesh_dim in _cutting(tensor):
+        cut = _Cut(tensor.placements[mesh_dim].dim, torch.Size(shape), mesh.get_group(mesh_dim))
+        first = mesh.get_local_rank(mesh_dim) * cut.rows
+        shape[cut.dim] = max(0, min(cut.rows, shape[cut.dim] - first))
+        cuts.append(cut)
+    return cuts[::-1]
+
+
+def _cutting(tensor: DTensor) -> list[int]:
+    """The mesh dims that cut it, in the order in which they did.
+
+    FSDP cuts what tensor parallelism has left, and says so with a strided placement where both cut one dim; elsewhere the
+    order is free. Plain shards of one dim were made from left to right.
+    """
+    mesh = tensor.device_mesh
+    dims = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate() and mesh.size(dim) > 1]
+    cuts = [tensor.placements[dim] for dim in dims]
+    if len(dims) > 2 or any(cut.is_partial() for cut in cuts):
+        raise ValueError(f"the weight stream knows replicated parameters and those sharded up to twice, not {tensor.placements}")
+    plain_on_one_dim = len({cut.dim for cut in cuts}) < len(cuts) and all(type(cut) is Shard for cut in cuts)
+    return dims if plain_on_one_dim else dims[::-1]
+
+
+def _gathered(parts: list[Tensor], cuts: list[_Cut], dtype: torch.dtype) -> list[Tensor]:
+    """Undo one cut of each tensor; all are cut over one group. The cast happens here, before the gather."""
+    sizes = [cut.numel for cut in cuts]
+    mine = torch.empty(sum(sizes), dtype=dtype, device=parts[0].device)
+    for room, part, cut in zip(mine.split(sizes), parts, cuts, strict=True):
+        room[: part.numel()].copy_(part.movedim(cut.dim, 0).reshape(-1))
+    everyone = torch.empty(cuts[0].pieces, mine.numel(), dtype=dtype, device=mine.device)
+    dist.all_gather_into_tensor(everyone.view(-1), mine, group=cuts[0].group)
+    return [_joined(pieces, cut) for pieces, cut in zip(everyone.split(sizes, dim=1), cuts, strict=True)]
+
+
+def _joined(pieces: Tensor, cut: _Cut) -> Tensor:
+    """`pieces` [ranks, elements of a full piece] as one tensor, in order, without what fills the last ones."""
+    rows = pieces.reshape(cut.pieces * cut.rows, *cut.rest)[: cut.shape[cut.dim]]
+    return rows.movedim(0, cut.dim).contiguous()

@@ -7,7 +7,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lightrft.engine.weights import stream
 
@@ -130,16 +130,72 @@ def test_plain_and_sharded_parameters_in_turns() -> None:
     run_ranks(2, _mixed)
 
 
-def _unsupported() -> list[str]:
+class Split(nn.Module):
+    """Cut over tensor-parallel ranks along dim 0, dim 1 and not at all; even and uneven, with parts that are empty."""
+
+    CUTS = [
+        *[((8, 4), Shard(0)), ((7, 5), Shard(0)), ((1, 3), Shard(0)), ((6, 4), Shard(1)), ((5, 3), Shard(1)), ((4, 1), Shard(1))],
+        *[((9,), Replicate()), ((13,), Shard(0)), ((3, 2), Replicate()), ((11, 2), None), ((4,), None)],
+    ]
+
+    def __init__(self, mesh: dist.DeviceMesh | None = None):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for index, (shape, placement) in enumerate(self.CUTS):
+            weight = torch.randn(shape, generator=generator)
+            if mesh is not None and placement is not None:
+                weight = distribute_tensor(weight, mesh, [placement])
+            self.register_parameter(f"weight{index}", nn.Parameter(weight))
+
+    def forward(self) -> None: ...
+
+
+def _compare_split(sizes: tuple[int, int, int]) -> list[int]:
+    """All-gathers of one large bucket, after comparing every tensor with the whole model's, for every bucket size."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "tp"))
+    expected, model = dict(Split().named_parameters()), Split(mesh["tp"])
+    fully_shard(model, mesh=mesh["shard"] if sizes[0] == 1 else mesh["replicate", "shard"])
+    counts = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for bucket_bytes in BUCKETS:
+            with Gathers() as gathers:
+                received = list(stream(model.named_parameters(), dtype, bucket_bytes))
+            assert {part.dtype for part in gathers} == {dtype}, "cast before it is gathered"
+            assert [name for name, _ in received] == list(expected)
+            for name, tensor in received:
+                assert not isinstance(tensor, DTensor) and tensor.is_contiguous() and tensor.dtype == dtype
+                assert torch.equal(tensor, expected[name].detach().to(dtype)), name
+        counts.append(len(gathers))
+    return counts
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 2), (1, 2, 2), (2, 1, 2), (1, 1, 4), (1, 4, 1)], ids=str)
+def test_tensor_parallel_parameters_arrive_bit_for_bit(sizes) -> None:
+    """One all-gather of the bucket for each axis that cuts."""
+    gathers = sum(size > 1 for size in sizes[1:])
+    world_size = sizes[0] * sizes[1] * sizes[2]
+    assert run_ranks(world_size, _compare_split, sizes) == [[gathers] * 2] * world_size
+
+
+def _on_one_axis() -> None:
+    """Without FSDP, as a plain DTensor: along dim 1, whole, and cut twice in the order of the mesh."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(35.0).reshape(7, 5)
+    for placements in ((Shard(1), Replicate()), (Replicate(), Replicate()), (Shard(0), Shard(0)), (Shard(0), Shard(1))):
+        received = dict(stream([("a", distribute_tensor(whole, mesh, placements))], torch.float32, 100))
+        assert torch.equal(received["a"], whole), placements
+
+
+def test_plain_placements() -> None:
+    run_ranks(4, _on_one_axis)
+
+
+def _partial() -> str:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    messages = []
-    for placement in (Shard(1), Replicate()):
-        with pytest.raises(ValueError) as caught:
-            list(stream([("a", distribute_tensor(torch.zeros(4, 4), mesh, [placement]))], torch.float32, 100))
-        messages.append(str(caught.value))
-    return messages
+    with pytest.raises(ValueError) as caught:
+        list(stream([("a", DTensor.from_local(torch.zeros(4, 4), mesh, [Partial()]))], torch.float32, 100))
+    return str(caught.value)
 
 
-def test_other_placements_are_refused() -> None:
-    for message in run_ranks(2, _unsupported)[0]:
-        assert "dim 0" in message
+def test_what_is_not_summed_is_refused() -> None:
+    assert "sharded up to twice" in run_ranks(2, _partial)[0]
