@@ -204,7 +204,7 @@ def launch(args: argparse.Namespace, argv: list[str]) -> None:
         if not args.data:
             make_prompts(folder / "prompts.jsonl")
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
-        subprocess.run([*torchrun, __file__, *argv, f"--folder={folder}"], check=True, stdout=2)  # only the result belongs into stdout
+        subprocess.run([*torchrun, __file__, *argv, f"--folder={folder}"], check=True, stdout=2)
         lines = [(folder / f"rank{rank}.jsonl").read_text() for rank in range(args.ranks)]
     for rank, text in enumerate(lines if args.out else ()):
         Path(f"{args.out}.rank{rank}" if args.ranks > 1 else args.out).write_text(text)
