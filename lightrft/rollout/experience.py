@@ -67,6 +67,7 @@ class ExperienceMaker:
             minibatch_size=self.train.train_batch_size,
             max_tokens=self.train.max_tokens_per_microbatch,
             max_sequences=self.train.micro_train_batch_size,
+            batching=self.train.batching,
         )
 
     def _set_logprobs(self, experience: Experience, minibatches: list[list[list[int]]]) -> None:

@@ -46,5 +46,6 @@ class SFTTrainer(Trainer):
             minibatch_size=len(batch),
             max_tokens=train.max_tokens_per_microbatch,
             max_sequences=train.micro_train_batch_size,
+            batching=train.batching,
         )
         return batch.select(schedule.rows(data.rank)), schedule.local(data.rank)[0]
