@@ -1,8 +1,11 @@
 """Why: a loss that is normalised per micro-batch or per rank trains differently for every way of splitting the batch.
 
-Here three GRPO updates of a fixed experience are computed by a loop in plain torch, one sequence at a time, and must come
-out the same for every number of ranks, micro-batch size, and aggregation.
+Here five GRPO updates of a fixed experience are computed by a loop in plain torch, one sequence at a time: the canonical
+trajectory of losses, gradient norms and parameters. It must come out the same for every number of ranks, way of batching,
+size of micro-batch, with activations recomputed, and for every chunk of the log-probs.
 """
+
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,12 +17,13 @@ from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.config import Config
 from lightrft.data.packing import plan
 from lightrft.data.plane import move
+from lightrft.models import logprobs
 from lightrft.observe.metrics import Metrics
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import build_policy
 from lightrft.types import Experience
 
-PROMPT, STEPS, LEARNING_RATE, MAX_NORM, TEMPERATURE = 3, 3, 3e-4, 0.5, 0.8
+PROMPT, STEPS, LEARNING_RATE, MAX_NORM, TEMPERATURE = 3, 5, 3e-4, 0.5, 0.8
 RESPONSES = [1, 9, 4, 17, 2, 6, 6, 12, 3, 5]
 LONGEST = 20
 
@@ -61,18 +65,48 @@ def configuration(folder: str, mode: str) -> Config:
     return config
 
 
+@dataclass(frozen=True)
+class Layout:
+    """One way to compute the trajectory."""
+
+    ranks: int = 1
+    batching: str = "packed"
+    tokens: int = 1000
+    sequences: int | None = None
+    checkpointing: bool = False
+    chunk: int = 2**25  # logits at a time; the vocabulary has 384
+
+
+LAYOUTS = [
+    Layout(),
+    Layout(sequences=1),
+    Layout(sequences=2, batching="plain", checkpointing=True),
+    Layout(tokens=40, batching="dynamic", chunk=7 * 384),
+    Layout(2, sequences=4, batching="plain", chunk=1),
+    Layout(2, tokens=24),
+    Layout(4, tokens=30, batching="dynamic", checkpointing=True),
+    Layout(4),
+]
+
 Trained = tuple[list[list[float]], dict[str, torch.Tensor]]
 
 
-def trained(folder: str, mode: str, max_tokens: int, max_sequences: int | None) -> Trained:
+def trained(folder: str, mode: str, layout: Layout) -> Trained:
     """Loss and gradient norm of each update, and the parameters after them."""
     config = configuration(folder, mode)
+    config.model.gradient_checkpointing = layout.checkpointing
+    logprobs.HOST_CHUNK = layout.chunk
     strategy = get_strategy(config)
     strategy.setup_distributed()
     policy = build_policy(config, strategy, updates=STEPS, reference=False)
     data, whole = strategy.mesh.data, experience()
     schedule = plan(
-        whole.lengths.tolist(), num_ranks=data.size, minibatch_size=len(whole), max_tokens=max_tokens, max_sequences=max_sequences
+        whole.lengths.tolist(),
+        num_ranks=data.size,
+        minibatch_size=len(whole),
+        max_tokens=layout.tokens,
+        max_sequences=layout.sequences,
+        batching=layout.batching,
     )
     here = whole.select([row for row in range(len(whole)) if row % data.size == data.rank])
     mine, rows = move(data, here, [schedule.rows(rank) for rank in range(data.size)]), schedule.local(data.rank)[0]
@@ -124,9 +158,8 @@ def sequence_loss(model: torch.nn.Module, whole: Experience, index: int) -> torc
 def test_every_layout_is_plain_torch(folder, mode):
     expected_numbers, expected = plain_torch(folder, mode)
     start = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
-    layouts = [(1, 1000, None), (1, 24, None), (2, 1000, None), (2, 1000, 1), (4, 30, 2)]
-    for world_size, max_tokens, max_sequences in layouts:
-        numbers, parameters = run_ranks(world_size, trained, folder, mode, max_tokens, max_sequences)[0]
+    for layout in LAYOUTS if mode == "token-mean" else LAYOUTS[-2:]:
+        numbers, parameters = run_ranks(layout.ranks, trained, folder, mode, layout)[0]
         torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected_numbers), rtol=1e-5, atol=1e-6)
         assert parameters.keys() == expected.keys()
         for name, tensor in parameters.items():
@@ -140,7 +173,7 @@ def test_more_ranks_than_sequences(folder):
     RESPONSES, kept = [3, 8], RESPONSES
     try:
         expected_numbers, _ = plain_torch(folder, "token-mean")
-        numbers, _ = run_ranks(4, trained, folder, "token-mean", 1000, None)[0]
+        numbers, _ = run_ranks(4, trained, folder, "token-mean", Layout(4))[0]
     finally:
         RESPONSES = kept
     torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected_numbers), rtol=1e-5, atol=1e-6)
