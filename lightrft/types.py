@@ -113,13 +113,14 @@ class Batch:
     @property
     def position_ids(self) -> Tensor:
         """[T] int64, restarting at every sequence."""
-        starts = torch.repeat_interleave(self.offsets[:-1], self.lengths)
+        starts = torch.repeat_interleave(self.offsets[:-1], self.lengths, output_size=self.num_tokens)
         return torch.arange(self.num_tokens, device=starts.device) - starts
 
     @property
     def sequence_ids(self) -> Tensor:
         """[T] int64, the sequence of each token."""
-        return torch.repeat_interleave(torch.arange(len(self), device=self.lengths.device), self.lengths)
+        rows = torch.arange(len(self), device=self.lengths.device)
+        return torch.repeat_interleave(rows, self.lengths, output_size=self.num_tokens)  # else the host waits for the sum
 
     def columns(self, per: str) -> dict[str, Tensor]:
         """The tensors that are present, `per` "token" or "sequence"."""

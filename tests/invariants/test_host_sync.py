@@ -1,0 +1,58 @@
+"""Why: a host that waits for the device between micro-batches leaves the device idle while it prepares the next one.
+
+Tensors on the meta device have shapes and no values: whatever reads a value on the host (item, tolist, nonzero, a copy to
+the host, a size that depends on values) fails on them.
+"""
+
+import pytest
+import torch
+
+from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.algorithms.reduce import Denominator
+from lightrft.config import AlgorithmSection
+from lightrft.models.logprobs import Truncation, logprobs_of_logits, token_logprobs
+from lightrft.observe.metrics import Metrics
+from lightrft.types import Experience
+
+T, N, H, V = 12, 3, 4, 20
+
+
+def on_device(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
+
+
+def batch() -> Experience:
+    token, sequence = on_device(T), on_device(N, dtype=torch.int64)
+    return Experience(
+        lengths=sequence, input_ids=on_device(T, dtype=torch.int64), loss_mask=on_device(T, dtype=torch.bool), rows=sequence,
+        groups=sequence, rewards=on_device(N), advantages=token, engine_logprobs=token, old_logprobs=token,
+        reference_logprobs=token,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
+def test_a_micro_batch_never_waits_for_the_device(mode):
+    hidden, weight, part, metrics = on_device(T, H, grad=True), on_device(V, H, grad=True), batch(), Metrics()
+    objective = PolicyObjective(AlgorithmSection(loss_agg_mode=mode, use_kl_loss=True, dual_clip=3.0))
+    logprobs, entropy = token_logprobs(hidden, weight, part.input_ids, temperature=0.7, chunk=5)
+    loss, report = objective(logprobs, part, Denominator(on_device(), on_device(), 8))
+    loss.backward()
+    for name, values in (report | {"train/entropy": entropy.detach()}).items():
+        (metrics.max if name.endswith("_max") else metrics.mean)(name, values, part.loss_mask)
+    assert hidden.grad.shape == (T, H) and weight.grad.shape == (V, H)
+    assert part.position_ids.shape == part.sequence_ids.shape == (T,)
+
+
+def test_truncated_log_probs_and_those_of_logits_never_wait():
+    hidden, logits = on_device(T, H, grad=True), on_device(T, V, grad=True)
+    targets, truncation = on_device(T, 2, dtype=torch.int64), Truncation(top_k=3, top_p=0.9)
+    values = token_logprobs(hidden, on_device(V, H), targets, truncation=truncation, chunk=5)
+    values += logprobs_of_logits(logits, targets, truncation=truncation, chunk=5)
+    sum(value.sum() for value in values).backward()
+    assert hidden.grad.shape == (T, H) and logits.grad.shape == (T, V)
+
+
+def test_reading_a_value_fails():
+    for read in (torch.Tensor.item, torch.Tensor.nonzero, torch.Tensor.cpu, torch.Tensor.tolist):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            read(on_device())
