@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from runs import PPO, prepare, train
+from runs import PPO, prepare, repeatable, train
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +38,15 @@ def test_every_engine_starts_and_steps(inputs, tmp_path, engine, world_size):
     rows = train("train_ppo", world_size, [*inputs, *PPO, *flags], tmp_path)
     assert len(rows) == 3
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0 for row in rows)
+
+
+def test_idle_models_in_host_memory_change_nothing(inputs, tmp_path):
+    """The same run with and without, over several updates, a reference model, an evaluation and a checkpoint."""
+    flags = [
+        "--train_batch_size=16", "--use_kl_loss", "--max_steps=3", "--enable_engine_sleep", "--save_steps=2",
+        f"--eval_data={inputs[2].partition('=')[2]}", "--eval_split=train", "--eval_steps=1",
+    ]  # fmt: skip
+    plain = train("train_ppo", 2, [*inputs, *PPO, *flags], tmp_path / "plain")
+    idle = train("train_ppo", 2, [*inputs, *PPO, *flags, "--offload_idle"], tmp_path / "idle")
+    assert len(idle) == 3 and "eval/accuracy" in idle[0]
+    assert repeatable(idle) == repeatable(plain)
