@@ -7,6 +7,7 @@ The file gives defaults, flags override it. The text under a field is its help.
 
 import ast
 import inspect
+import json
 import os
 import sys
 import textwrap
@@ -75,6 +76,8 @@ class StrategySection:
     """Keep in device memory only what the moment needs; idle models and optimizers wait in host memory."""
     dp_replicate: int = 1
     """Hybrid sharding: so many replicas, each sharded over the other data ranks."""
+    tp_size: int = 1
+    """Tensor parallelism: so many consecutive ranks split each layer of the trained models and share their data."""
     timeout_minutes: float = 60.0
     """A collective that waits longer ends the run."""
 
@@ -266,7 +269,7 @@ def parse(argv: list[str] | None = None, description: str = "") -> tuple[Config,
 COUNTS = (
     *("rollout_batch_size", "n_samples_per_prompt", "generate_max_len", "prompt_max_len", "train_batch_size", "max_epochs"),
     *("num_episodes", "max_tokens_per_microbatch", "logging_steps", "max_ckpt_num", "weight_sync_bucket_mb"),
-    *("micro_rollout_batch_size", "engine_tp_size", "dp_replicate"),
+    *("micro_rollout_batch_size", "engine_tp_size", "dp_replicate", "tp_size"),
 )
 """Fields that count things and cannot be 0."""
 
@@ -399,12 +402,27 @@ def _missing_inputs(config: Config, door: str) -> list[str]:
 
 
 def _layout_problems(config: Config, world_size: int) -> list[str]:
+    engine_tp, replicate, tp = config.engine.engine_tp_size, config.strategy.dp_replicate, config.strategy.tp_size
     problems = []
-    if world_size % config.engine.engine_tp_size:
-        problems.append(f"--engine_tp_size {config.engine.engine_tp_size} does not divide the {world_size} processes")
-    if world_size % config.strategy.dp_replicate:
-        problems.append(f"--dp_replicate {config.strategy.dp_replicate} does not divide the {world_size} processes")
-    return problems
+    if world_size % engine_tp:
+        problems.append(f"--engine_tp_size {engine_tp} does not divide the {world_size} processes")
+    if world_size % (replicate * tp):
+        sizes = [f"--{name} {size}" for name, size in (("dp_replicate", replicate), ("tp_size", tp)) if size > 1]
+        problems.append(f"{' x '.join(sizes)} does not divide the {world_size} processes")
+    counts = _heads(config.model.pretrain) if tp > 1 else {}
+    return problems + [f"--tp_size {tp} does not divide the model's {n} {heads}" for heads, n in counts.items() if n % tp]
+
+
+def _heads(pretrain: str) -> dict[str, int]:
+    """What tensor parallelism divides, as far as a local folder says it; a model from the hub is checked when it is there."""
+    file = Path(pretrain).expanduser() / "config.json"
+    if not file.is_file():
+        return {}
+    content = json.loads(file.read_text())
+    content = content.get("text_config", content)
+    heads = content.get("num_attention_heads")
+    counts = {"attention heads": heads, "key-value heads": content.get("num_key_value_heads", heads)}
+    return {name: count for name, count in counts.items() if isinstance(count, int)}
 
 
 def _batch_problems(config: Config) -> list[str]:

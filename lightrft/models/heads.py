@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightrft.models.attention import Layout
-from lightrft.models.logprobs import token_logprobs
+from lightrft.models.vocabulary import head_logprobs
 from lightrft.types import Batch
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -36,7 +36,7 @@ class Actor(nn.Module):
         hidden = hidden_states(self.language_model, batch)
         learned = batch.loss_mask.nonzero()[:, 0]
         weight = self.language_model.get_output_embeddings().weight
-        values = token_logprobs(hidden[learned - 1], weight, batch.input_ids[learned], temperature=temperature / self.logit_scale)
+        values = head_logprobs(hidden[learned - 1], weight, batch.input_ids[learned], temperature=temperature / self.logit_scale)
         zeros = torch.zeros(batch.num_tokens, device=hidden.device)
         return tuple(zeros.index_put((learned,), value) for value in values)
 

@@ -15,7 +15,8 @@ class Mesh:
     """All processes as dp_replicate x dp_shard x sp x tp, tp fastest.
 
     `data` joins dp_replicate and dp_shard: its size is the number of replicas of data, which is what samplers,
-    accumulation and denominators count. `world` joins everything.
+    accumulation, denominators and metrics count. `siblings` joins sp and tp: the ranks of one replica of data, which hold the
+    same prompts and samples; its rank 0 speaks for them where only one may. `world` joins everything.
     """
 
     def __init__(
@@ -33,9 +34,11 @@ class Mesh:
         self.data = self._axis("data", ("dp_replicate", "dp_shard"))
         self.shard = self._axis("shard", ("dp_shard", "sp"))
         self.replicate = self._axis("dp_replicate", ("dp_replicate",))
+        self.tp = self._axis("tp", ("tp",))
+        self.siblings = self._axis("siblings", ("sp", "tp"))
         self._engine_axes: dict[int, Axis] = {}
         self._timeout = timeout
-        for axis in (self.world, self.data, self.shard, self.replicate):
+        for axis in (self.world, self.data, self.shard, self.replicate, self.tp, self.siblings):
             if timeout is not None and axis.group is not None:
                 _set_pg_timeout(timeout, axis.group)
 
@@ -44,6 +47,11 @@ class Mesh:
         """The mesh over which FSDP shards: [shard], or [replicate, shard] for hybrid sharding."""
         shard = self.device_mesh["dp_shard", "sp"]._flatten("dp_shard_sp")
         return shard if self.replicate.size == 1 else self.device_mesh["dp_replicate", "dp_shard_sp"]
+
+    @property
+    def tensor(self) -> DeviceMesh:
+        """The one-dimensional mesh over which tensor parallelism splits layers."""
+        return self.device_mesh["tp"]
 
     def engine(self, size: int) -> Axis:
         """The engine's tensor-parallel axis: `size` consecutive ranks of the world, whatever the training layout."""

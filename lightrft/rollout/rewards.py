@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from lightrft.parallel.collectives import Axis
 from lightrft.registry import Registry
 from lightrft.types import Sample
 
@@ -37,12 +38,31 @@ def gsm8k(samples: list[Sample], label: list[str], **_: Any) -> list[float]:
 class Judge:
     """A reward function and the checks on what it returns."""
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, name: str, siblings: Axis | None = None):
+        """`siblings`: ranks that hold the same samples. The first of them judges for all; a judge need not repeat itself."""
+        self.name, self.siblings = name, siblings
         self.function: Reward = rewards[name]
 
     def __call__(self, samples: list[Sample]) -> None:
-        """Set `reward` of every sample."""
+        """Set `reward` of every sample. ValueError, on all siblings, for a reward that fails or is no number."""
+        if self.siblings is None or self.siblings.size == 1:
+            self._judge(samples)
+            return
+        failure = self._failure(samples) if self.siblings.rank == 0 else None
+        values, message = self.siblings.broadcast(([sample.reward for sample in samples], failure and str(failure)))
+        if message is not None:
+            raise failure or ValueError(message)
+        for sample, value in zip(samples, values, strict=True):
+            sample.reward = value
+
+    def _failure(self, samples: list[Sample]) -> ValueError | None:
+        try:
+            self._judge(samples)
+        except ValueError as error:
+            return error
+        return None
+
+    def _judge(self, samples: list[Sample]) -> None:
         if not samples:
             return
         names = set.intersection(*(set(sample.prompt.columns) for sample in samples))

@@ -10,6 +10,7 @@ import torch
 from easydict import EasyDict
 from torch import Tensor
 
+from lightrft.data.loader import share_of
 from lightrft.engine.base import Engine, Request, Sampling
 from lightrft.engine.build import build_engine
 from lightrft.parallel.collectives import Axis
@@ -30,9 +31,10 @@ class EngineStatus(Enum):
 class EngineHost:
     """One engine, or this rank's part of one, and its place among the replicas."""
 
-    def __init__(self, engine: Engine, *, axis: Axis, world: Axis, device: torch.device, sleeps: bool):
+    def __init__(self, engine: Engine, *, axis: Axis, mesh: Mesh, device: torch.device, sleeps: bool):
         self.engine, self.axis, self.device, self.sleeps = engine, axis, device, sleeps
-        self.replica = world.rank // axis.size
+        self.siblings = mesh.siblings
+        self.replica = mesh.world.rank // axis.size
 
     @classmethod
     def build(
@@ -46,7 +48,7 @@ class EngineHost:
             seed=replica_seed(seed, mesh.world.rank // axis.size) % 2**31,  # vLLM takes 32 bits here
             trust_remote_code=config.trust_remote_code, from_stream=from_stream,
         )
-        return cls(engine, axis=axis, world=mesh.world, device=device, sleeps=config.enable_engine_sleep)
+        return cls(engine, axis=axis, mesh=mesh, device=device, sleeps=config.enable_engine_sleep)
 
     @property
     def name(self) -> str:
@@ -93,11 +95,17 @@ class EngineHost:
         ]
 
     def gather_and_generate(self, sampling: Sampling, prompt_token_ids: list[list[int]]) -> list[list[Completion]]:
-        """The engine gets the prompts of all its ranks; each rank takes back its own, in order. Any numbers of prompts."""
-        everyone = self.axis.gather(prompt_token_ids)
+        """The engine gets the prompts of all its ranks; each rank takes back its own, in order. Any numbers of prompts.
+
+        Ranks that share a replica of data pass the same prompts: each has its part of them answered, and all get all answers.
+        Which ranks share an engine is another matter.
+        """
+        mine = [prompt_token_ids[index] for index in share_of(self.siblings.rank, self.siblings.size, len(prompt_token_ids))]
+        everyone = self.axis.gather(mine)
         first = sum(len(prompts) for prompts in everyone[: self.axis.rank])
         completions = self.generate(sampling, [ids for prompts in everyone for ids in prompts])
-        return completions[first : first + len(prompt_token_ids)]
+        answered = self.siblings.gather(completions[first : first + len(mine)])
+        return [samples for part in answered for samples in part]
 
 
 def replica_seed(seed: int, replica: int) -> int:

@@ -1,4 +1,4 @@
-"""FSDP2: every block's parameters sharded over all ranks, gathered while the block computes."""
+"""FSDP2: every block's parameters sharded over the data ranks, gathered while the block computes; inside of it --tp_size."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,8 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from lightrft.parallel.grad_norm import clip_gradients, global_grad_norm
+from lightrft.parallel.tensor import parallelize
 from lightrft.strategy import checkpoint
 from lightrft.strategy.offload import AwayModel, AwayOptimizer, has_gradients
+from lightrft.strategy.optim import step
 from lightrft.strategy.strategy_base import StrategyBase
 
 
@@ -29,11 +31,13 @@ class FSDPStrategy(StrategyBase):
         self._away: dict[nn.Module | Optimizer, AwayModel | AwayOptimizer] = {}
 
     def _prepare_module(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        """Cast, shard block by block and then the rest, and follow the parameters by name into the optimizer."""
+        """Split, cast, shard block by block and then the rest, and follow the parameters by name into the optimizer."""
         names = _optimizer_names(module, optimizer)
         trained = any(parameter.requires_grad for parameter in module.parameters())
         if trained and self.config.gradient_checkpointing:
             _checkpoint_activations(module)
+        if self.mesh.tp.size > 1:
+            parallelize(module, self.mesh.tensor)
         _cast(module, torch.float32 if trained else self.dtype)
         options = {
             "mesh": self.mesh.parameters,
@@ -67,7 +71,7 @@ class FSDPStrategy(StrategyBase):
         if torch.isfinite(norm):
             if self.max_norm > 0:
                 clip_gradients(parameters, norm, self.max_norm)
-            optimizer.step()
+            step(optimizer)
             if scheduler is not None:
                 scheduler.step()
         else:

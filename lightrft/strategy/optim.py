@@ -4,6 +4,8 @@ import math
 from typing import Literal
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -24,6 +26,27 @@ def create_adamw(model: nn.Module, lr: float, betas: tuple[float, float], weight
     ]
     fused = all(p.device.type in FUSED_ON for p in trainable)
     return AdamW([group for group in groups if group["params"]], lr=lr, betas=tuple(betas), eps=eps, fused=fused or None)
+
+
+def step(optimizer: Optimizer) -> None:
+    """One step. Kernels over many parameters take those of one mesh at a time; each state is its parameter's own."""
+    groups = optimizer.param_groups
+    meshes = dict.fromkeys(_mesh(parameter) for group in groups for parameter in group["params"])
+    if len(meshes) == 1:
+        optimizer.step()
+        return
+    try:
+        for mesh in meshes:
+            optimizer.param_groups = [
+                group | {"params": [parameter for parameter in group["params"] if _mesh(parameter) == mesh]} for group in groups
+            ]
+            optimizer.step()
+    finally:
+        optimizer.param_groups = groups
+
+
+def _mesh(parameter: nn.Parameter) -> DeviceMesh | None:
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
 def create_lr_scheduler(

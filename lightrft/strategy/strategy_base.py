@@ -90,7 +90,7 @@ class StrategyBase(ABC):
         timeout = timeout or timedelta(minutes=self.config.timeout_minutes)
         self._owns_processes = join_process_group(select_device(), timeout)
         self.device = current_device()
-        self._mesh = Mesh(self.device.type, dp_replicate=self.config.dp_replicate, timeout=timeout)
+        self._mesh = Mesh(self.device.type, dp_replicate=self.config.dp_replicate, tp=self.config.tp_size, timeout=timeout)
         self.mesh.engine(self.config.engine_tp_size)
         self._check_batch_sizes()
         self.set_seed(self.seed)
@@ -132,18 +132,19 @@ class StrategyBase(ABC):
     # -- numbers of all ranks
 
     def all_reduce(self, data: Any, op: reduce.Op = "mean") -> Any:
-        """A number, a tensor, or a flat dict of both, over all ranks; same type, dtype and device back, as a new object.
+        """A number, a tensor, or a flat dict of both, over all data ranks; same type, dtype and device back, as a new object.
 
-        A mean of whole numbers is a float. A dict travels in one collective and has the same keys and shapes on all ranks.
+        Ranks that share a replica of data hold the same and count once. A mean of whole numbers is a float. A dict travels in one
+        collective and has the same keys and shapes on all ranks.
         """
-        return reduce.all_reduce(data, op, self._world())
+        return reduce.all_reduce(data, op, self._data())
 
     def all_gather(self, data: Any) -> Any:
-        """Tensors joined along the first dim in rank order (a 0-dim one becomes [world]), numbers as a list, dicts by key.
+        """Tensors of all data ranks joined along the first dim, in order (0-dim ones too), numbers as a list, dicts by key.
 
         First dims may differ between ranks. For metrics and plans: everything passes through the host.
         """
-        return reduce.all_gather(data, self._world())
+        return reduce.all_gather(data, self._data())
 
     # -- models and optimizers
 
@@ -394,6 +395,9 @@ class StrategyBase(ABC):
 
     def _world(self) -> Axis:
         return self._mesh.world if self._mesh else Axis("world", 1, 0, None)
+
+    def _data(self) -> Axis:
+        return self._mesh.data if self._mesh else Axis("data", 1, 0, None)
 
     def _check_batch_sizes(self) -> None:
         micro, data = self.micro_train_batch_size, self.mesh.data.size

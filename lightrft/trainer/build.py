@@ -25,7 +25,7 @@ from lightrft.trainer.sft import SFTTrainer
 
 def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     tokenizer = load_tokenizer(config.model)
-    judge = Judge(config.reward.reward)
+    judge = Judge(config.reward.reward, strategy.mesh.siblings)
     prompts = load_prompts(config.data, tokenizer)
     eval_prompts = load_prompts(config.data, tokenizer, held_out=True) if config.data.eval_data else []
     order = StepOrder(len(prompts), config.rollout.rollout_batch_size, config.train.seed)
@@ -103,7 +103,7 @@ def build_policy(config: Config, strategy: StrategyBase, *, updates: int, refere
 
 def evaluation(config: Config, strategy: StrategyBase) -> tuple[Sampler, Judge]:
     """An engine with the weights of `pretrain`, and what judges its responses."""
-    judge = Judge(config.reward.reward)
+    judge = Judge(config.reward.reward, strategy.mesh.siblings)
     config.engine.enable_engine_sleep = False  # nothing else needs the device
     strategy.setup_inference_engine(config, config.engine.engine_type)
     return Sampler(strategy, load_tokenizer(config.model), config.rollout), judge
