@@ -50,7 +50,7 @@ def _power(gradients: list[Tensor], p: float, device: torch.device) -> Tensor:
     if not gradients:
         return torch.zeros((), device=device)
     norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(gradients, p, torch.float32)])
-    return norms.amax().nan_to_num(nan=torch.inf) if p == torch.inf else norms.pow(p).sum()
+    return norms.amax().nan_to_num(nan=torch.inf, posinf=torch.inf) if p == torch.inf else norms.pow(p).sum()
 
 
 def _cuts(tensor: Tensor) -> list[tuple[str, dist.ProcessGroup]]:

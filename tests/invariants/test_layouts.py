@@ -70,6 +70,8 @@ class Layout:
     """One way to compute the trajectory."""
 
     ranks: int = 1
+    tp: int = 1
+    replicas: int = 1
     batching: str = "packed"
     tokens: int = 1000
     sequences: int | None = None
@@ -95,6 +97,7 @@ def trained(folder: str, mode: str, layout: Layout) -> Trained:
     """Loss and gradient norm of each update, and the parameters after them."""
     config = configuration(folder, mode)
     config.model.gradient_checkpointing = layout.checkpointing
+    config.strategy.tp_size, config.strategy.dp_replicate = layout.tp, layout.replicas
     logprobs.HOST_CHUNK = layout.chunk
     strategy = get_strategy(config)
     strategy.setup_distributed()

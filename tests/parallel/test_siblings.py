@@ -1,0 +1,98 @@
+"""Ranks that share a replica of data have one set of prompts, samples and rewards, whoever shares an engine with whom."""
+
+import random
+
+import pytest
+import torch
+from parallel.families import family_model
+from ranks import run_ranks
+from transformers import AutoModelForCausalLM
+
+from lightrft.engine.base import Sampling
+from lightrft.rollout.rewards import Judge, rewards
+from lightrft.strategy import FSDPStrategy
+from lightrft.strategy.engine_host import EngineHost
+from lightrft.types import Prompt, Sample
+
+PROMPTS = [[50, 55, 43, 53], [49, 48], [57, 43, 49, 61, 50], [51], [60, 61, 62]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return family_model(tmp_path_factory.mktemp("model"), "qwen3", tie=True)
+
+
+def strategy(**args) -> FSDPStrategy:
+    made = FSDPStrategy(args={"fsdp": True, "tp_size": 2, "prompt_max_len": 16, "generate_max_len": 16, **args})
+    made.setup_distributed()
+    return made
+
+
+def places() -> tuple:
+    made = strategy()
+    mesh = made.mesh
+    sizes = [axis.size for axis in (mesh.world, mesh.data, mesh.shard, mesh.tp, mesh.siblings)]
+    total = made.all_reduce(1.0, "sum"), made.all_gather(torch.tensor([mesh.data.rank])).tolist()
+    rows = [row for batch in made.setup_dataloader(list(range(8)), 2, shuffle=False) for row in batch]
+    return sizes, mesh.data.rank, mesh.tp.rank, mesh.siblings.rank, *total, rows
+
+
+def test_what_is_counted_are_replicas_of_data():
+    rows = ([0, 1, 4, 5], [2, 3, 6, 7])
+    expected = [([4, 2, 2, 2, 2], rank // 2, rank % 2, rank % 2, 2.0, [0, 1], rows[rank // 2]) for rank in range(4)]
+    assert run_ranks(4, places) == expected
+
+
+def generated(folder: str, engine_tp_size: int) -> tuple:
+    """Greedy answers, what a local engine says to the same prompts, samples, and how many prompts this rank's engine answered."""
+    made = strategy(pretrain=folder, engine_type="hf", enable_engine_sleep=False)
+    model = made.prepare(AutoModelForCausalLM.from_pretrained(folder))
+    engine = made.setup_inference_engine(actor=model)
+    axis = made.mesh.engine(engine_tp_size)  # its ranks compute the same, as those of one engine do
+    made._host = EngineHost(engine, axis=axis, mesh=made.mesh, device=made.device, sleeps=False)
+    mine = PROMPTS[:2] if made.mesh.data.rank == 0 else PROMPTS[2:]
+    counts, generate = [], made.engine.generate
+    made.engine.generate = lambda requests, sampling: (counts.append(len(requests)), generate(requests, sampling))[1]
+    greedy = made.gather_and_generate(Sampling(max_tokens=4, temperature=0.0), mine)
+    drawn = made.gather_and_generate(Sampling(n=3, max_tokens=6, seed=5), mine)
+    alone = made.engine_generate_local(Sampling(max_tokens=4, temperature=0.0), PROMPTS)
+    answers = {tuple(one.prompt_token_ids): one.output_token_ids for one in alone}
+    right = [samples[0].token_ids == answers[tuple(prompt)] for samples, prompt in zip(greedy, mine, strict=True)]
+    return right, [[sample.token_ids for sample in samples] for samples in drawn], counts[0]
+
+
+@pytest.mark.parametrize(("engine_tp_size", "counts"), [(1, [1, 1, 1, 2]), (2, [2, 2, 3, 3]), (4, [5, 5, 5, 5])])
+def test_samples_return_to_all_ranks_that_own_the_prompts(folder, engine_tp_size, counts):
+    results = run_ranks(4, generated, folder, engine_tp_size)
+    assert [right for right, _, _ in results] == [[True] * 2] * 2 + [[True] * 3] * 2
+    assert [count for _, _, count in results] == counts, "no prompt is answered twice"
+    drawn = [samples for _, samples, _ in results]
+    assert drawn[0] == drawn[1] and drawn[2] == drawn[3]
+    assert [len(samples) for samples in drawn[0] + drawn[2]] == [3] * 5
+
+
+def judged(fail: bool) -> list[float]:
+    """A judge that never says the same twice."""
+    mesh = strategy().mesh
+    random.seed(mesh.world.rank)
+
+    def moody(samples, **columns):
+        if fail:
+            raise KeyError("answer")
+        return [random.random() for _ in samples]
+
+    rewards.register("moody")(moody)
+    samples = [Sample(Prompt(0, "", [1]), 0, [1], [0.0], "", "stop") for _ in range(3)]
+    Judge("moody", mesh.siblings)(samples)
+    return [sample.reward for sample in samples]
+
+
+def test_one_judges_for_all_siblings():
+    first, its_sibling, other, its_other = run_ranks(4, judged, False)
+    assert first == its_sibling and other == its_other and first != other
+
+
+def test_a_failing_judge_fails_on_all_siblings():
+    with pytest.raises(RuntimeError) as caught:
+        run_ranks(2, judged, True)
+    assert str(caught.value).count("ValueError: --reward moody: KeyError: 'answer'") == 2

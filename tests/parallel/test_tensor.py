@@ -1,0 +1,177 @@
+"""Why: a plan that forgets one sum trains silently wrong. Every family, tied and untied, must give the log-probs, the logits and
+EVERY gradient of the plain model in one process, on every rank, with a vocabulary that does not divide.
+"""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from parallel.families import FAMILIES, family_model
+from ranks import run_ranks
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+
+from lightrft.config import ModelSection
+from lightrft.models.heads import Actor
+from lightrft.models.load import load_model
+from lightrft.parallel.tensor import model_problems, parallelize
+from lightrft.strategy import FSDPStrategy
+from lightrft.types import Batch
+
+LENGTHS = [5, 12, 2, 9]
+TEMPERATURE = 0.7
+
+Values = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    names = {f"{family}{suffix}": (family, tie) for family in FAMILIES for suffix, tie in (("", False), ("-tied", True))}
+    return {name: family_model(tmp_path_factory.mktemp(name), family, tie=tie) for name, (family, tie) in names.items()}
+
+
+def sequences() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 261, (length,), generator=generator) for length in LENGTHS]
+
+
+def loss_of(logprobs: Tensor, entropy: Tensor) -> Tensor:
+    """Both matter, and no two tokens the same."""
+    weights = torch.linspace(-1.0, 2.0, len(logprobs))
+    return (logprobs * weights).sum() + 0.3 * (entropy * weights.flip(0)).sum()
+
+
+def plain(folder: str) -> tuple[list[Tensor], Values, Tensor]:
+    """Log-probs of each sequence, gradients, and the logits of the first sequence, without anything of ours."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    logprobs = []
+    for ids in sequences():
+        logp = (model(ids[None], use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        logprobs.append(logp.gather(1, ids[1:, None])[:, 0])
+        loss_of(logprobs[-1], -(logp.exp() * logp).sum(-1)).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return [values.detach() for values in logprobs], gradients, model(sequences()[0][None]).logits[0].detach()
+
+
+def batch_of(rows: list[Tensor]) -> Batch:
+    return Batch(
+        lengths=torch.tensor([len(ids) for ids in rows]),
+        input_ids=torch.cat(rows),
+        loss_mask=torch.cat([torch.arange(len(ids)) > 0 for ids in rows]),
+        rows=torch.arange(len(rows)),
+    )
+
+
+def strategy(**args) -> FSDPStrategy:
+    made = FSDPStrategy(args={"fsdp": True, **args})
+    made.setup_distributed()
+    return made
+
+
+def split(folders: dict[str, str], args: dict) -> tuple[int, dict[str, tuple[list[Tensor], Values, Tensor]]]:
+    """On every rank: its place among the data ranks, and for each model what plain() gives, of its own sequences."""
+    made, results = strategy(**args), {}
+    data = made.mesh.data
+    for name, folder in folders.items():
+        actor = made.prepare(Actor(load_model(ModelSection(pretrain=folder))).train())
+        mine = sequences()[data.rank :: data.size]
+        logprobs, entropy = actor(batch_of(mine), TEMPERATURE)
+        parts = [values.split([len(ids) for ids in mine]) for values in (logprobs, entropy)]
+        loss = sum(loss_of(values[1:], its_entropy[1:]) for values, its_entropy in zip(*parts, strict=True))
+        made.backward(loss, actor)
+        gradients = {key: p.grad.full_tensor() for key, p in actor.hf_parameters()}
+        model = made.prepare(AutoModelForCausalLM.from_pretrained(folder))
+        logits = model(sequences()[0][None]).logits[0].detach().clone()
+        results[name] = [part[1:].detach() for part in parts[0]], gradients, logits
+    return data.rank, results
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize(("world_size", "args"), [(2, {}), (4, {}), (4, {"dp_replicate": 2})], ids=["tp", "fsdp", "hsdp"])
+def test_every_gradient_of_every_family_is_that_of_the_plain_model(folders, world_size, args):
+    by_rank = run_ranks(world_size, split, folders, {"tp_size": 2, **args}, timeout=300)
+    for name, folder in folders.items():
+        logprobs, gradients, logits = plain(folder)
+        assert min(gradient.norm() for gradient in gradients.values()) > 1e-3, "a gradient of nothing proves nothing"
+        for data_rank, results in by_rank:
+            its_logprobs, its_gradients, its_logits = results[name]
+            for found, expected in zip(its_logprobs, logprobs[data_rank :: world_size // 2], strict=True):
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+            torch.testing.assert_close(its_logits, logits, rtol=0, atol=1e-5)
+            assert its_gradients.keys() == gradients.keys()
+            wrong = {key: distance(its_gradients[key], gradients[key]) for key in gradients}
+            assert max(wrong.values()) < 1e-4, (name, wrong)
+            first = by_rank[0][1][name][1]
+            assert all(torch.equal(its_gradients[key], first[key]) for key in gradients), "replicas would drift apart"
+
+
+def test_four_ranks_and_recomputed_activations(tmp_path):
+    folder = family_model(tmp_path, "qwen3", tie=True, heads=8, kv_heads=4)
+    _, gradients, _ = plain(folder)
+    for _, results in run_ranks(4, split, {"one": folder}, {"tp_size": 4, "gradient_checkpointing": True}):
+        assert max(distance(results["one"][1][key], gradients[key]) for key in gradients) < 1e-4
+
+
+def test_bf16_stays_near_float32(folders):
+    chosen = {name: folders[name] for name in ("qwen3", "gemma3-tied")}
+    for name, folder in chosen.items():
+        _, gradients, _ = plain(folder)
+        for _, results in run_ranks(2, split, {name: folder}, {"tp_size": 2, "bf16": True}):
+            assert all(gradient.dtype == torch.float32 for gradient in results[name][1].values())
+            assert 0 < max(distance(results[name][1][key], gradients[key]) for key in gradients) < 0.1
+
+
+def frozen_and_poisoned(folder: str) -> tuple:
+    """A frozen copy stays frozen; a loss that is not a number on one rank of a group skips the step on all."""
+    made = strategy(tp_size=2)
+    frozen = made.prepare(Actor(load_model(ModelSection(pretrain=folder))).requires_grad_(False))
+    trained = [name for name, parameter in frozen.named_parameters() if parameter.requires_grad]
+    actor = Actor(load_model(ModelSection(pretrain=folder)))
+    actor, optimizer = made.prepare((actor, made.create_optimizer(actor, lr=0.1)))
+    before = {name: tensor.clone() for name, tensor in made.full_params(actor)}
+    logprobs, _ = actor(batch_of(sequences()), 1.0)
+    made.backward(logprobs.sum() * (math.nan if made.mesh.tp.rank == 1 else 1.0), actor, optimizer)
+    norm = made.optimizer_step(optimizer, actor)
+    same = all(torch.equal(tensor, before[name]) for name, tensor in made.full_params(actor))
+    return trained, norm.isfinite().item(), made.skipped_steps, same
+
+
+def test_frozen_models_and_steps_that_are_not_finite(folders):
+    assert run_ranks(2, frozen_and_poisoned, folders["qwen3-tied"]) == [([], False, 1, True)] * 2
+
+
+# -- what cannot be split
+
+
+def test_all_problems_of_a_model_at_once():
+    config = FAMILIES["llama"][0](hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
+    assert model_problems(config, 3) == []
+    assert model_problems(config, 4) == [
+        "tp_size 4 does not divide its 6 attention heads", "tp_size 4 does not divide its 3 key-value heads",
+    ]  # fmt: skip
+
+
+def mistral(folder: str) -> None:
+    config = MistralConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=16, vocab_size=32
+    )
+    strategy(tp_size=2).prepare(MistralForCausalLM(config))
+
+
+def test_an_unknown_family_is_refused_by_name(tmp_path: Path):
+    with pytest.raises(RuntimeError, match="'mistral' has no plan; supported are llama, qwen2, qwen3, gemma3_text"):
+        run_ranks(2, mistral, str(tmp_path))
+
+
+def other_module() -> None:
+    made = strategy(tp_size=2)
+    parallelize(nn.Linear(2, 2), made.mesh.tensor)
+
+
+def test_what_is_no_transformers_model_is_refused():
+    with pytest.raises(RuntimeError, match="--tp_size 2: Linear holds no transformers model"):
+        run_ranks(2, other_module)
