@@ -198,6 +198,16 @@ def test_layouts_that_do_not_divide():
     assert "--dp_replicate 5 does not divide the 6 processes" in message
 
 
+def test_all_that_tensor_parallelism_does_not_divide(tmp_path):
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 6, "num_key_value_heads": 2}')
+    flags = ["--pretrain", str(tmp_path), "--prompt_data", "x", "--tp_size", "4", "--dp_replicate", "2", "--engine_tp_size", "4"]
+    message = problems(*flags, world_size=6)
+    assert "--engine_tp_size 4 does not divide the 6 processes" in message
+    assert "--dp_replicate 2 x --tp_size 4 does not divide the 6 processes" in message
+    assert "--tp_size 4 does not divide the model's 6 attention heads" in message
+    assert "--tp_size 4 does not divide the model's 2 key-value heads" in message
+
+
 def test_batches_that_do_not_divide_show_all_numbers():
     message = problems(*RUNNABLE, "--rollout_batch_size", "10", "--n_samples_per_prompt", "3", "--train_batch_size", "7")
     assert "rollout_batch_size 10 x n_samples_per_prompt 3 = 30 samples are not a multiple of train_batch_size 7" in message

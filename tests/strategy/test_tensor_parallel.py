@@ -1,0 +1,45 @@
+"""What a run leaves behind does not depend on its layout: checkpoints load into any other, the exported model is whole."""
+
+import pytest
+import torch
+from parallel.families import family_model
+from ranks import run_ranks
+from strategy.test_checkpoint import Run
+from strategy.training import distance
+from transformers import AutoModelForCausalLM
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def split_folder(tmp_path_factory, request) -> str:
+    """Its vocabulary of 261 divides by no layout."""
+    return family_model(tmp_path_factory.mktemp("model"), "qwen3", tie=request.param)
+
+
+def saved(folder, root, args):
+    run = Run(folder, root, **args).steps(0, 2)
+    run.save("step2")
+    run.strategy.save_model(run.model, None, root / "model")
+    return run.state(), run.steps(2, 3).metrics[-1][:2]
+
+
+def loaded(folder, root, args):
+    run = Run(folder, root, **args)
+    run.load()
+    return run.state(), run.steps(2, 3).metrics[-1][:2]
+
+
+LAYOUTS = {"tp": (2, {"tp_size": 2}), "fsdp x tp": (4, {"tp_size": 2}), "fsdp": (4, {}), "one": (1, {})}
+
+
+CHANGES = [("fsdp", "tp"), ("fsdp x tp", "one"), ("tp", "fsdp x tp"), ("fsdp x tp", "fsdp x tp")]
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+def test_a_checkpoint_loads_into_another_layout(split_folder, root, before, after):
+    (world_size, args), (other_size, other_args) = LAYOUTS[before], LAYOUTS[after]
+    state, going_on = run_ranks(world_size, saved, split_folder, root, args)[0]
+    for its_state, its_going_on in run_ranks(other_size, loaded, split_folder, root, other_args):
+        assert distance(its_state, state) == 0
+        assert its_going_on == pytest.approx(going_on, rel=1e-5)
+    exported = dict(AutoModelForCausalLM.from_pretrained(root / "model").named_parameters())
+    assert all(torch.equal(parameter, state[name]) for name, parameter in exported.items())

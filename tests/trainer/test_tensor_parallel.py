@@ -1,0 +1,26 @@
+"""Whole runs of GRPO with layers split over ranks, with engines that share the training layout and engines that do not."""
+
+import pytest
+
+from runs import PPO, prepare, train
+
+
+@pytest.mark.parametrize(
+    ("engine", "world_size", "engine_tp_size"),
+    [
+        ("hf", 2, 1),
+        ("hf", 4, 1),
+        pytest.param("vllm", 2, 1, marks=pytest.mark.slow),
+        pytest.param("vllm", 2, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_three_steps(tmp_path, engine, world_size, engine_tp_size):
+    flags = [*prepare(tmp_path), *PPO, "--tp_size=2", "--use_kl_loss", "--max_steps=3"]
+    flags += [f"--engine_type={engine}", f"--engine_tp_size={engine_tp_size}", "--enable_engine_sleep"]
+    rows = train("train_ppo", world_size, flags, tmp_path / "run", timeout=400)
+    assert len(rows) == 3
+    for row in rows:
+        assert row["engine/logprob_mismatch_max"] < 1e-4
+        assert row["train/ratio"] == 1 and row["train/grad_norm"] > 0
+        assert 32 * 2 < row["rollout/tokens"] <= 32 * (8 + 6), "each of the 32 samples counts once"
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
