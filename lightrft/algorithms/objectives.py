@@ -32,6 +32,9 @@ class PolicyObjective:
 
         Without `old_logprobs` the actor has not moved since the step began, so the ratio is 1 and only its gradient counts.
         """
+        missing = [name for name in ("advantages", "engine_logprobs") if getattr(batch, name) is None]
+        if missing:
+            raise ValueError(f"the policy gradient needs {', '.join(missing)} in the batch")
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         values, report = self.policy_loss(logprobs, old, batch.advantages, **self.policy_loss_options)
         if batch.reference_logprobs is not None:

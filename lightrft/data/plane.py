@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightrft.data.packing import plan
+from lightrft.data.packing import Batching, plan
 from lightrft.parallel.collectives import Axis
 from lightrft.types import Batch
 
@@ -19,7 +19,13 @@ def share(axis: Axis, values: Tensor) -> Tensor:
 
 
 def deal(
-    axis: Axis, batch: B, *, minibatch_size: int | None = None, max_tokens: int, max_sequences: int | None = None
+    axis: Axis,
+    batch: B,
+    *,
+    minibatch_size: int | None = None,
+    max_tokens: int,
+    max_sequences: int | None = None,
+    batching: Batching = "packed",
 ) -> tuple[B, list[list[list[int]]]]:
     """Plan the sequences of all ranks and move each to the rank that computes it.
 
@@ -33,6 +39,7 @@ def deal(
         minibatch_size=minibatch_size or max(len(lengths), 1),
         max_tokens=max_tokens,
         max_sequences=max_sequences,
+        batching=batching,
     )
     mine = move(axis, batch, [schedule.rows(rank) for rank in range(axis.size)])
     return mine, schedule.local(axis.rank)

@@ -15,7 +15,7 @@ from lightrft.models.heads import Actor
 from lightrft.observe.profiler import Profiler
 from lightrft.roles.microbatch import Rows
 from lightrft.roles.padded import flatten
-from lightrft.roles.role import MAX_TOKENS, Report, Role
+from lightrft.roles.role import Report, Role
 from lightrft.strategy import StrategyBase
 from lightrft.strategy.named import hf_parameters
 from lightrft.strategy.phases import Phase
@@ -44,9 +44,10 @@ class Policy(Role):
         reference: Actor | None = None,
         temperature: float = 1.0,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        max_tokens: int = MAX_TOKENS,
+        **limits: Any,
     ):
-        super().__init__(strategy, actor, optimizer, scheduler, max_tokens=max_tokens)
+        """`limits` are those of Role: max_tokens, batching."""
+        super().__init__(strategy, actor, optimizer, scheduler, **limits)
         self.reference = reference
         self.temperature = temperature
         self.tokenizer = tokenizer

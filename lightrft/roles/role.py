@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.algorithms.reduce import Denominator
 from lightrft.config import TrainSection
+from lightrft.data.packing import Batching
 from lightrft.data.plane import deal, move
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.microbatch import Rows, filler, infer, micro_batches
@@ -69,11 +70,14 @@ class Role(ABC):
         scheduler: LRScheduler | None = None,
         *,
         max_tokens: int = MAX_TOKENS,
+        batching: Batching = "packed",
     ):
         self.strategy = strategy
         self.module, self.optimizer, self.scheduler = module, optimizer, scheduler
         self.max_tokens = max_tokens
         """Most tokens of one micro-batch on one rank; a longer row is an error."""
+        self.batching = batching
+        """Which rows meet in a micro-batch; see packing.plan."""
         self._step: TrainStep | None = None
 
     @abstractmethod
@@ -116,9 +120,8 @@ class Role(ABC):
 
     def deal(self, batch: Mapping[str, Any], *, gbs: int | None = None, mbs: int | None = None) -> tuple[Batch, list[Rows]]:
         """The rows of all ranks planned anew: this rank's as a flat batch, and its micro-batches for each optimizer step."""
-        data = self.strategy.mesh.data
-        given = flatten(batch, data, required=self.TRAIN_KEYS, columns=True)
-        return deal(data, given.batch, minibatch_size=gbs, max_tokens=self.max_tokens, max_sequences=mbs)
+        given = flatten(batch, self.strategy.mesh.data, required=self.TRAIN_KEYS, columns=True)
+        return self._deal(given.batch, gbs, mbs)
 
     # -- one optimizer step on flat batches
 
@@ -209,10 +212,20 @@ class Role(ABC):
         """One value per token of the caller's rows: [B, S] float32 on the host, 0 in the padding."""
         data = self.strategy.mesh.data
         given = flatten(batch, data)
-        mine, steps = deal(data, given.batch, max_tokens=self.max_tokens, max_sequences=mbs)
+        mine, steps = self._deal(given.batch, None, mbs)
         values = self._infer(module, forward, mine, steps[0] if steps else [])
         answer = Answer(lengths=mine.lengths, input_ids=mine.input_ids, loss_mask=mine.loss_mask, rows=mine.rows, values=values)
         return padded(move(data, answer, given.owners).values, given.batch.lengths, given.width)
+
+    def _deal(self, batch: Batch, gbs: int | None, mbs: int | None) -> tuple[Batch, list[Rows]]:
+        return deal(
+            self.strategy.mesh.data,
+            batch,
+            minibatch_size=gbs,
+            max_tokens=self.max_tokens,
+            max_sequences=mbs,
+            batching=self.batching,
+        )
 
     def _open_step(self) -> TrainStep:
         if self._step is None:

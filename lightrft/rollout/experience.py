@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lightrft.algorithms.advantage import estimators
 from lightrft.config import AlgorithmSection, TrainSection
-from lightrft.data.packing import Plan, plan
-from lightrft.data.plane import move, share
+from lightrft.data.plane import deal, share
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
 from lightrft.types import Experience, Sample
@@ -37,9 +36,14 @@ class ExperienceMaker:
     def __call__(self, samples: list[Sample], metrics: Metrics) -> Planned:
         experience = flatten(samples, first_row=sum(self.data.gather(len(samples))[: self.data.rank]))
         self._set_advantages(experience, metrics)
-        schedule = self._plan(experience)
-        experience = move(self.data, experience, [schedule.rows(rank) for rank in range(self.data.size)])
-        minibatches = schedule.local(self.data.rank)
+        experience, minibatches = deal(
+            self.data,
+            experience,
+            minibatch_size=self.train.train_batch_size,
+            max_tokens=self.train.max_tokens_per_microbatch,
+            max_sequences=self.train.micro_train_batch_size,
+            batching=self.train.batching,
+        )
         self._set_logprobs(experience, minibatches)
         return Planned(experience, minibatches)
 
@@ -59,16 +63,6 @@ class ExperienceMaker:
         best = nothing.scatter_reduce(0, member, rewards, "amax", include_self=False)
         worst = nothing.scatter_reduce(0, member, rewards, "amin", include_self=False)
         metrics.mean("rollout/groups_without_signal", (best == worst).float())
-
-    def _plan(self, experience: Experience) -> Plan:
-        return plan(
-            share(self.data, experience.lengths).tolist(),
-            num_ranks=self.data.size,
-            minibatch_size=self.train.train_batch_size,
-            max_tokens=self.train.max_tokens_per_microbatch,
-            max_sequences=self.train.micro_train_batch_size,
-            batching=self.train.batching,
-        )
 
     def _set_logprobs(self, experience: Experience, minibatches: list[list[list[int]]]) -> None:
         """Old and reference log-probs. With a single update the old ones are the update's own, so nothing is computed."""

@@ -98,6 +98,7 @@ def build_policy(config: Config, strategy: StrategyBase, *, updates: int, refere
         reference=frozen,
         temperature=config.rollout.temperature,
         max_tokens=config.train.max_tokens_per_microbatch,
+        batching=config.train.batching,
     )
 
 

@@ -6,6 +6,7 @@ from ranks import run_ranks
 from roles import rows
 
 LIMITS = [{}, {"mbs": 1}, {"mbs": 2}, {"max_tokens": 20}, {"max_tokens": 33, "mbs": 2}]
+BATCHING = ["packed", "packed", "plain", "dynamic", "dynamic"]
 
 
 def answers(folder: str, reference_folder: str, scorer_folder: str, limits: list[dict]):
@@ -15,10 +16,10 @@ def answers(folder: str, reference_folder: str, scorer_folder: str, limits: list
     critic, judge = rows.critic(made, scorer_folder), rows.reward_model(made, scorer_folder)
     mine = rows.share(rows.whole(), made.get_rank(), made.mesh.data.size)
     found = []
-    for limit in limits:
+    for limit, batching in zip(limits, BATCHING, strict=False):
         mbs = limit.get("mbs")
         for role in (policy, critic, judge):
-            role.max_tokens = limit.get("max_tokens", 1000)
+            role.max_tokens, role.batching = limit.get("max_tokens", 1000), batching
         found.append([
             policy.get_logprobs(mine, mbs=mbs)["logprobs"],
             policy.get_reference_logprobs(mine, mbs=mbs)["reference_logprobs"],

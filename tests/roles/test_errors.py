@@ -5,7 +5,8 @@ import torch
 from ranks import run_ranks
 from roles import rows
 
-from lightrft.algorithms.objectives import sft
+from lightrft.algorithms.objectives import PolicyObjective, sft
+from lightrft.config import Config
 
 CASES = {
     "missing keys": (
@@ -116,6 +117,19 @@ def nothing_to_train(folder: str):
 def test_no_rows_is_an_error_and_no_learned_token_is_a_loss_of_zero(folder):
     text = "there is nothing to train on: the batch has no rows on any rank"
     assert run_ranks(2, nothing_to_train, folder) == [(text, [0.0], [0.0], [])] * 2
+
+
+def missing_column(folder: str):
+    policy = rows.policy(rows.strategy(), folder)
+    with pytest.raises(ValueError) as caught:
+        policy.train(rows.whole(), PolicyObjective(Config().algorithm))
+    policy.abort_train_step()
+    return str(caught.value), policy.train(rows.whole(), sft)["loss"].item() > 0
+
+
+def test_a_column_that_the_loss_needs(folder):
+    text = "the policy gradient needs advantages, engine_logprobs in the batch"
+    assert run_ranks(2, missing_column, folder) == [(text, True)] * 2
 
 
 def no_reference(folder: str):

@@ -16,6 +16,7 @@ from lightrft.roles.role import Role
 GBS = 4
 STEPS = [range(0, 4), range(4, 8), range(8, 10)]
 LIMITS = [{"mbs": None}, {"mbs": 1}, {"mbs": 2}, {"mbs": 2, "max_tokens": 33}, {"max_tokens": 20}]
+LIMITS += [{"mbs": 2, "batching": "plain"}, {"max_tokens": 33, "batching": "dynamic"}]
 Trained = tuple[list[Tensor], dict[str, Tensor]]
 
 
@@ -73,7 +74,7 @@ def trained(kind: str, folder: str, limits: list[dict]) -> list[Trained]:
     made, results = rows.strategy(), []
     mine = rows.share(batch_of(kind), made.get_rank(), made.mesh.data.size)
     for limit in limits:
-        role = role_for(kind, made, folder, max_tokens=limit.get("max_tokens", 1000))
+        role = role_for(kind, made, folder, max_tokens=limit.get("max_tokens", 1000), batching=limit.get("batching", "packed"))
         result = role.train(mine, LOSSES[kind], gbs=GBS, mbs=limit.get("mbs"))
         numbers = torch.stack([result["loss"], result["grad_norm"]], 1)
         results.append((numbers, {name: tensor.clone() for name, tensor in made.full_params(role.module)}))
@@ -143,7 +144,7 @@ def test_every_layout_is_plain_torch(folder, scorer_folder, kind):
     expected, parameters = plain(kind, path)
     assert (expected[:, 1] > 0.5).any()  # clipping matters
     for world_size in (1, 2, 4):
-        for numbers, found in run_ranks(world_size, trained, kind, path, LIMITS if kind == "sft" else LIMITS[2:4])[0]:
+        for numbers, found in run_ranks(world_size, trained, kind, path, LIMITS if kind == "sft" else LIMITS[3:6])[0]:
             torch.testing.assert_close(numbers, expected, rtol=1e-5, atol=1e-6)
             assert found.keys() == parameters.keys()
             for name, tensor in found.items():

@@ -1,0 +1,30 @@
+"""One number per token: what may be a scorer, and that it has the names and the head of its folder."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from lightrft.config import ModelSection
+from lightrft.models.heads import Scorer
+from lightrft.models.load import load_scorer
+
+
+def test_the_head_of_the_folder_is_used(scorer_folder):
+    expected = AutoModelForSequenceClassification.from_pretrained(scorer_folder)
+    found = dict(Scorer(load_scorer(ModelSection(pretrain=scorer_folder))).hf_parameters())
+    assert found.keys() == dict(expected.named_parameters()).keys()
+    assert all(torch.equal(found[name], parameter) for name, parameter in expected.named_parameters())
+
+
+def test_a_language_model_gets_a_new_head(folder):
+    model = load_scorer(ModelSection(pretrain=folder))
+    assert model.score.weight.shape == (1, 64) and model.score.weight.abs().max() > 0
+    backbone = AutoModelForCausalLM.from_pretrained(folder).model.state_dict()
+    assert all(torch.equal(tensor, backbone[name]) for name, tensor in model.model.state_dict().items())
+
+
+def test_other_heads_are_refused(folder):
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM has lm_head above its backbone, not one number"):
+        Scorer(AutoModelForCausalLM.from_pretrained(folder))
+    with pytest.raises(ValueError, match="has score above its backbone"):
+        Scorer(AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2))
