@@ -88,7 +88,7 @@ class Batch:
         lengths    3 2              [N]
     """
 
-    lengths: Tensor = per_sequence()  # [N] int64
+    lengths: Tensor = per_sequence()  # [N] int64, left on the host by `to`: shapes follow without waiting
     input_ids: Tensor = per_token()  # [T] int64
     loss_mask: Tensor = per_token()  # [T] bool, tokens that are learned; never the first of a sequence
     rows: Tensor = per_sequence()  # [N] int64, where each sequence stood in the whole batch of all ranks
@@ -114,13 +114,14 @@ class Batch:
     def position_ids(self) -> Tensor:
         """[T] int64, restarting at every sequence."""
         starts = torch.repeat_interleave(self.offsets[:-1], self.lengths, output_size=self.num_tokens)
-        return torch.arange(self.num_tokens, device=starts.device) - starts
+        return (torch.arange(self.num_tokens, device=starts.device) - starts).to(self.input_ids.device, non_blocking=True)
 
     @property
     def sequence_ids(self) -> Tensor:
         """[T] int64, the sequence of each token."""
         rows = torch.arange(len(self), device=self.lengths.device)
-        return torch.repeat_interleave(rows, self.lengths, output_size=self.num_tokens)  # else the host waits for the sum
+        rows = torch.repeat_interleave(rows, self.lengths, output_size=self.num_tokens)  # else the host waits for the sum
+        return rows.to(self.input_ids.device, non_blocking=True)
 
     def columns(self, per: str) -> dict[str, Tensor]:
         """The tensors that are present, `per` "token" or "sequence"."""
@@ -138,7 +139,8 @@ class Batch:
         )
 
     def to(self, device: torch.device | str) -> Self:
-        moved = self.columns("sequence") | self.columns("token")
+        """All but the lengths, which stay on the host."""
+        moved = {name: value for name, value in (self.columns("sequence") | self.columns("token")).items() if name != "lengths"}
         return replace(self, **{name: value.to(device, non_blocking=True) for name, value in moved.items()})
 
 

@@ -1,10 +1,13 @@
 """Attention over flat batches: sequences end to end, none sees another.
 
-One function, registered with transformers under the name `lightrft`. Sequences of similar length are gathered into
-right-padded blocks, where plain causal attention is already right: padding stands behind every token that counts.
+One function, registered with transformers under the name `lightrft`. Two kernels do the work: variable-length flash attention
+where the device has it; elsewhere torch's own, over blocks of sequences of similar length, padded on the right. There plain
+causal attention is already right: padding stands behind every token that counts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,40 +15,89 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from lightrft.parallel.device import has_flash_attention
+
 ATTENTION = "lightrft"
 
+ALONE = 64
+"""A sequence longer than this is computed alone: one more call costs less than padding."""
 
-@dataclass(frozen=True, slots=True)
+Kernel = Callable[..., Tensor]
+"""(query [T, H, D], key and value [T, H_kv, D], layout, scaling=, window=, dropout=) -> [T, H, D]"""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The sequences in blocks of one width, end to end."""
+
+    shapes: list[tuple[int, int]]
+    """(sequences, width) of each block."""
+    source: Tensor | None
+    """[P] int64: the flat token at each place of the blocks; padding repeats the last token. None: blocks are flat already."""
+    places: Tensor | None
+    """[T] int64: where each flat token stands in the blocks."""
+
+
+@dataclass(frozen=True)
 class Layout:
-    """Where the sequences of a flat batch lie; made once per micro-batch, used by every layer."""
+    """Where the sequences of a flat batch lie; made once per micro-batch, used by every layer.
 
-    blocks: list[Tensor]
-    """Each [n, S] int64: flat positions of n sequences of up to S tokens; padding repeats the last token."""
-    places: Tensor
-    """[T] int64: where each flat token stands in the concatenation of all blocks."""
+    Made on the host from lengths that are there, so that nobody waits for the device.
+    """
+
+    lengths: Tensor
+    """[N] int64 on the host."""
+    device: torch.device
+    """Where the batch is."""
 
     @classmethod
     def of(cls, lengths: Tensor, device: torch.device) -> "Layout":
-        """Layout of sequences of these lengths [N]. Blocks hold lengths of one power of two: padding is under a half."""
-        lengths = lengths.cpu()
-        starts = lengths.cumsum(0) - lengths
-        places = torch.empty(int(lengths.sum()), dtype=torch.int64)
-        blocks, filled = [], 0
-        for size in torch.unique(_power_of_two(lengths)).tolist():
-            members = (_power_of_two(lengths) == size).nonzero()[:, 0]
-            longest = int(lengths[members].max())
-            steps = torch.arange(longest)
-            real = steps < lengths[members, None]
-            block = starts[members, None] + torch.minimum(steps, lengths[members, None] - 1)
-            places[block[real]] = filled + torch.arange(block.numel()).view(block.shape)[real]
-            blocks.append(block.to(device))
-            filled += block.numel()
-        return cls(blocks, places.to(device))
+        return cls(lengths.cpu(), device)
+
+    @cached_property
+    def longest(self) -> int:
+        return int(self.lengths.max())
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """[N + 1] int32 on the device: where each sequence begins; the last entry is T."""
+        return F.pad(self.lengths.cumsum(0), (1, 0)).int().to(self.device, non_blocking=True)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """Long sequences alone, short ones with those of the same power of two: padding is under a half."""
+        lengths, count = self.lengths, len(self.lengths)
+        similar = lengths.double().log2().ceil().long()
+        similar[lengths > ALONE] = 64 + torch.arange(count)[lengths > ALONE]  # above every exponent
+        if bool((lengths == lengths[0]).all()):
+            return Blocks([(count, int(lengths[0]))], None, None)
+        _, block, sizes = similar.unique(return_inverse=True, return_counts=True)
+        widths = torch.zeros_like(sizes).scatter_reduce(0, block, lengths, "amax")
+        shapes = list(zip(sizes.tolist(), widths.tolist(), strict=True))
+        order = block.argsort(stable=True)
+        width, starts = widths[block], lengths.cumsum(0) - lengths
+        place = torch.empty_like(starts)
+        place[order] = width[order].cumsum(0) - width[order]
+        source = (starts[order].repeat_interleave(width[order])
+                  + torch.minimum(_steps(width[order]), (lengths[order] - 1).repeat_interleave(width[order])))  # fmt: skip
+        places = place.repeat_interleave(lengths) + _steps(lengths)
+        if torch.equal(source, torch.arange(len(places))):
+            return Blocks(shapes, None, None)
+        return Blocks(shapes, *(index.to(self.device, non_blocking=True) for index in (source, places)))
 
 
-def _power_of_two(lengths: Tensor) -> Tensor:
-    """The exponent of the smallest power of two that holds each length."""
-    return lengths.double().log2().ceil().long()
+def _steps(lengths: Tensor) -> Tensor:
+    """0, 1, ... of every sequence, end to end."""
+    return torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+
+
+def attention_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
+    """The one place that chooses."""
+    if not has_flash_attention(device) or dtype not in (torch.bfloat16, torch.float16):
+        return block_attention
+    from lightrft.models.flash_attn import flash_kernel
+
+    return flash_kernel() or block_attention
 
 
 def flat_attention(
@@ -63,25 +115,35 @@ def flat_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, T, D], key and value [1, H_kv, T, D] -> ([1, T, H, D], None)."""
+    """query [1, H, T, D], key and value [1, H_kv, T, D] -> ([1, T, H, D], None). A token sees `sliding_window` with itself."""
     if softcap is not None or s_aux is not None:
         raise ValueError(f"{type(module).__name__} uses soft-capped or sink attention, which flat batches do not support")
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    outputs = []
-    for block in layout.blocks:
-        size = block.shape[1]
-        mask = _window_mask(size, sliding_window, query.device) if sliding_window and size > sliding_window else None
-        q, k, v = (_rows(x, block) for x in (query, key, value))
+    window = sliding_window if sliding_window and sliding_window < layout.longest else None
+    kernel = attention_kernel(query.device, query.dtype)
+    return kernel(query, key, value, layout, scaling=scaling, window=window, dropout=dropout).unsqueeze(0), None
+
+
+def block_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, scaling: float | None, window: int | None, dropout: float
+) -> Tensor:
+    """torch's scaled dot product attention, block by block."""
+    blocks, outputs = layout.blocks, []
+    for (size, width), q, k, v in zip(blocks.shapes, *(_split(x, blocks) for x in (query, key, value)), strict=True):
+        q, k, v = (x.view(size, width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        mask = _window_mask(width, window, query.device) if window and width > window else None
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, layout.places).unsqueeze(0), None
+    output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    return output if blocks.places is None else output.index_select(0, blocks.places)
 
 
-def _rows(x: Tensor, block: Tensor) -> Tensor:
-    """[T, H, D] at [n, S] -> [n, H, S, D]."""
-    return x.index_select(0, block.flatten()).view(*block.shape, *x.shape[1:]).transpose(1, 2)
+def _split(x: Tensor, blocks: Blocks) -> tuple[Tensor, ...]:
+    """[T, H, D] -> of each block [n * S, H, D]. One split: its gradient is one concatenation, that of slices one sum each."""
+    x = x if blocks.source is None else x.index_select(0, blocks.source)
+    return x.split([size * width for size, width in blocks.shapes])
 
 
 def _window_mask(size: int, window: int, device: torch.device) -> Tensor:

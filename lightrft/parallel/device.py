@@ -32,6 +32,11 @@ def collective_backend(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{torch.distributed.get_default_backend_for_device(device)}"
 
 
+def has_flash_attention(device: torch.device) -> bool:
+    """Whether flash attention's kernels run there: NVIDIA's Ampere and later."""
+    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def peak_memory(device: torch.device) -> int:
     """Peak bytes of the accelerator since start, or of the process (resident set) on the CPU."""
     if device.type != "cpu":

@@ -7,89 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+from flat_models import (
+    LENGTHS,
+    MODELS,
+    SIZES,
+    TEMPERATURE,
+    assert_same_gradients,
+    gradients_of,
+    make_batch,
+    make_model,
+    one_by_one,
+    weighted,
+)
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lightrft.models.attention import ATTENTION, Layout
+from lightrft.models.attention import ALONE, ATTENTION, Layout, attention_kernel, block_attention
 from lightrft.models.heads import Actor
 from lightrft.types import Batch
-
-SIZES = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48,
-    "vocab_size": 61, "max_position_embeddings": 64, "initializer_range": 0.2,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama tied": ("llama", {"tie_word_embeddings": True}),
-    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen2 window": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
-    "mistral window": ("mistral", {"sliding_window": 3, "head_dim": 8}),
-    "qwen3": ("qwen3", {"head_dim": 12}),
-    "gemma3": ("gemma3_text", {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
-                               "query_pre_attn_scalar": 16, "tie_word_embeddings": True}),
-    "gemma3 untied": ("gemma3_text", {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
-                                      "query_pre_attn_scalar": 16, "tie_word_embeddings": False}),
-    "cohere": ("cohere", {"logit_scale": 0.25, "use_qk_norm": False}),
-    "granite": ("granite", {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}),
-}  # fmt: skip
-LENGTHS = [5, 1, 11, 8, 2, 9, 1, 16]
-TEMPERATURE = 0.8
-
-
-def make_model(name: str, attention: str) -> PreTrainedModel:
-    kind, extra = MODELS[name]
-    config = AutoConfig.for_model(kind, **(SIZES | {"tie_word_embeddings": False} | extra))
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for parameter in model.parameters():  # norms and biases too, so that an error there shows
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return model
-
-
-def make_batch(lengths: list[int] = LENGTHS) -> Batch:
-    generator = torch.Generator().manual_seed(5)
-    total = sum(lengths)
-    mask = torch.rand(total, generator=generator) < 0.7
-    starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
-    mask[starts] = False
-    return Batch(
-        lengths=torch.tensor(lengths),
-        input_ids=torch.randint(3, 61, (total,), generator=generator),
-        loss_mask=mask,
-        rows=torch.arange(len(lengths)),
-    )
-
-
-def one_by_one(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy of learned tokens from the model's own logits, each sequence alone; 0 elsewhere."""
-    logprobs, entropies = [], []
-    for ids in batch.input_ids.split(batch.lengths.tolist()):
-        logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / TEMPERATURE
-        logp = logits.log_softmax(-1)[:-1]
-        logprobs.append(torch.cat([torch.zeros(1), logp.gather(-1, ids[1:, None])[:, 0]]))
-        entropies.append(torch.cat([torch.zeros(1), -(logp.exp() * logp).sum(-1)]))
-    return tuple(torch.where(batch.loss_mask, torch.cat(values), 0.0) for values in (logprobs, entropies))
-
-
-def weighted(values: tuple[Tensor, Tensor]) -> Tensor:
-    """A loss that weighs every token, and both results, differently."""
-    logprobs, entropy = values
-    return (logprobs * torch.linspace(-1, 1, len(logprobs))).sum() + 0.3 * (entropy * torch.linspace(1, -2, len(entropy))).sum()
-
-
-def gradients_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert actual[name] is not None, f"no gradient for {name}"
-        difference = (actual[name] - gradient).norm().item()
-        assert difference <= 1e-4 * gradient.norm().item() + 1e-7, f"{name}: off by {difference} of {gradient.norm().item()}"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -179,19 +114,83 @@ def count_calls(module: torch.nn.Module) -> list[str]:
     return calls
 
 
+CPU = torch.device("cpu")
+
+
 def test_layout_by_hand():
     """Lengths 3, 1, 4: a block of the single token, a block of the two that fit in four."""
-    layout = Layout.of(torch.tensor([3, 1, 4]), torch.device("cpu"))
-    assert [block.tolist() for block in layout.blocks] == [[[3]], [[0, 1, 2, 2], [4, 5, 6, 7]]]
-    assert layout.places.tolist() == [1, 2, 3, 0, 5, 6, 7, 8]
+    blocks = Layout.of(torch.tensor([3, 1, 4]), CPU).blocks
+    assert blocks.shapes == [(1, 1), (2, 4)]
+    assert blocks.source.tolist() == [3, 0, 1, 2, 2, 4, 5, 6, 7]
+    assert blocks.places.tolist() == [1, 2, 3, 0, 5, 6, 7, 8]
 
 
-def test_padding_stays_under_a_half():
-    lengths = torch.arange(1, 200)
-    layout = Layout.of(lengths, torch.device("cpu"))
-    assert sum(block.numel() for block in layout.blocks) < 2 * int(lengths.sum())
-    flat = torch.cat([block.flatten() for block in layout.blocks])
-    assert torch.equal(flat[layout.places], torch.arange(int(lengths.sum())))
+def test_long_sequences_stand_alone_without_padding():
+    blocks = Layout.of(torch.tensor([ALONE + 3, 2, ALONE + 1, ALONE + 3]), CPU).blocks
+    assert blocks.shapes == [(1, 2), (1, ALONE + 3), (1, ALONE + 1), (1, ALONE + 3)]
+    assert len(blocks.source) == len(blocks.places) == 3 * ALONE + 9
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shapes"), [([5, 5, 5], [(3, 5)]), ([1], [(1, 1)]), ([1, 2, 90, 70], [(1, 1), (1, 2), (1, 90), (1, 70)])]
+)
+def test_blocks_that_are_flat_already_are_not_gathered(lengths, shapes):
+    blocks = Layout.of(torch.tensor(lengths), CPU).blocks
+    assert (blocks.shapes, blocks.source, blocks.places) == (shapes, None, None)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_token_is_found_again_and_padding_stays_under_a_half(seed):
+    lengths = torch.randint(1, 3 * ALONE, (100,), generator=torch.Generator().manual_seed(seed))
+    blocks = Layout.of(lengths, CPU).blocks
+    size = sum(count * width for count, width in blocks.shapes)
+    assert len(blocks.source) == size < 2 * int(lengths.sum())
+    assert torch.equal(blocks.source[blocks.places], torch.arange(int(lengths.sum())))
+    assert sum(count for count, _ in blocks.shapes) == len(lengths)
+
+
+def test_the_layout_never_reads_from_the_device():
+    """What a batch is made of moves; the lengths stay on the host, so nobody waits for an accelerator to tell them."""
+    batch = make_batch().to("meta")
+    assert batch.input_ids.is_meta and batch.position_ids.is_meta and batch.sequence_ids.is_meta
+    layout = Layout.of(batch.lengths, batch.input_ids.device)
+    assert layout.blocks.source.is_meta and layout.offsets.is_meta and layout.longest == 16
+
+
+def test_no_accelerator_means_blocks():
+    for dtype in (torch.float32, torch.bfloat16):
+        assert attention_kernel(CPU, dtype) is block_attention
+
+
+def packed(model: PreTrainedModel, batch: Batch, **call: Any) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], **call).logits[0]
+
+
+def alone(model: PreTrainedModel, batch: Batch) -> Tensor:
+    with torch.no_grad():
+        return torch.cat([model(ids[None], use_cache=False).logits[0] for ids in batch.input_ids.split(batch.lengths.tolist())])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_transformers_own_attention_over_restarting_positions_agrees(name, attention):
+    batch = make_batch()
+    theirs = packed(make_model(name, attention), batch, attention_mask=None, use_cache=False)
+    ours = packed(make_model(name, ATTENTION), batch, layout=Layout.of(batch.lengths, CPU), use_cache=False)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [{"use_cache": True}, {}, {"attention_mask": torch.ones(1, sum(LENGTHS), dtype=torch.int64), "use_cache": False}],
+    ids=["cache", "cache by default", "mask of ones"],
+)
+def test_calls_that_make_sequences_see_each_other_elsewhere_do_not_here(call):
+    """Over transformers' own attention each of these joins packed sequences, without a word."""
+    batch = make_batch()
+    ours = packed(make_model("qwen3", ATTENTION), batch, layout=Layout.of(batch.lengths, CPU), **call)
+    torch.testing.assert_close(ours, alone(make_model("qwen3", "eager"), batch), rtol=1e-5, atol=1e-5)
 
 
 def test_attention_that_blocks_cannot_hold_is_refused_by_name():
