@@ -1,0 +1,157 @@
+"""Tokens per second of a training step, packed against padded, and the planner: its time and how long ranks wait.
+
+    python scripts/bench/packing.py                                    # the table in docs/benchmarks.md, about a minute
+    python scripts/bench/packing.py --sequences 8 --longest 64 --rows 64 --repeat 1
+
+Forward and backward of a small random Qwen3, float32, one thread, over sequences of log-normal length. `packed` is lightrft:
+flat micro-batches from the planner. `padded` is plain transformers with sdpa: rows in the order in which they come, padded
+to the longest of their micro-batch, which holds so many rows that the longest sequences would still fit; `sorted` first sorts
+them by length. All three compute the same loss, which is checked. Rates count real tokens, per CPU second, best of the
+repetitions. The planner's overhead is modelled: time over that of perfect balance when ranks wait at every micro-batch.
+"""
+
+import argparse
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from lightrft.data.packing import Plan, plan
+from lightrft.models.attention import ATTENTION
+from lightrft.models.heads import Actor
+from lightrft.types import Batch
+
+CAPACITY = 8192
+DISTRIBUTIONS: dict[str, Callable[[random.Random], int]] = {
+    "uniform": lambda r: r.randint(50, 5461),
+    "log_normal": lambda r: min(CAPACITY, max(50, int(r.lognormvariate(7.5, 0.8)))),
+    "truncated_bimodal": lambda r: min(5461, max(50, int(r.gauss(1000, 300) if r.random() < 0.5 else r.gauss(5000, 1000)))),
+}
+
+
+def make_model(attention: str) -> PreTrainedModel:
+    config = Qwen3Config(
+        hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=384,
+        vocab_size=2048, max_position_embeddings=8192, use_cache=False, attn_implementation=attention,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(config)
+
+
+def make_batch(count: int, median: int, sigma: float, longest: int) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    lengths = (torch.randn(count, generator=generator) * sigma + math.log(median)).exp().long().clamp(2, longest)
+    mask = torch.ones(int(lengths.sum()), dtype=torch.bool)
+    mask[lengths.cumsum(0) - lengths] = False
+    ids = torch.randint(2048, mask.shape, generator=generator)
+    return Batch(lengths=lengths, input_ids=ids, loss_mask=mask, rows=torch.arange(count))
+
+
+def packed_step(batch: Batch, tokens: int) -> Callable[[], float]:
+    actor, lengths = Actor(make_model(ATTENTION)), batch.lengths.tolist()
+
+    def step() -> float:
+        made = plan(lengths, num_ranks=1, minibatch_size=len(lengths), max_tokens=tokens)
+        return sum(_backward(-actor(batch.select(rows), 1.0)[0].sum()) for rows in made.minibatches[0][0])
+
+    return step
+
+
+def padded_step(batch: Batch, rows: int, by_length: bool) -> Callable[[], float]:
+    model, sequences = make_model("sdpa"), batch.input_ids.split(batch.lengths.tolist())
+    sequences = sorted(sequences, key=len, reverse=True) if by_length else sequences
+
+    def step() -> float:
+        return sum(_backward(padded_loss(model, sequences[start : start + rows])) for start in range(0, len(sequences), rows))
+
+    return step
+
+
+def padded_loss(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
+    """Negative log-likelihood of all tokens but the first ones, over [B, S] rows padded on the right."""
+    ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(sequence) for sequence in sequences], batch_first=True)
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].masked_fill(mask[:, 1:] == 0, -100).flatten(), reduction="sum")
+
+
+def _backward(loss: Tensor) -> float:
+    loss.backward()
+    return loss.item()
+
+
+def tokens_per_second(steps: dict[str, Callable[[], float]], num_tokens: int, repeat: int) -> dict[str, float]:
+    """Real tokens per CPU second of each, taken in turn."""
+    seconds = {name: math.inf for name in steps}
+    losses = {name: step() for name, step in steps.items()}
+    assert max(losses.values()) - min(losses.values()) < 1e-4 * max(losses.values()), losses
+    for _ in range(repeat):
+        for name, step in steps.items():
+            start = time.process_time()
+            step()
+            seconds[name] = min(seconds[name], time.process_time() - start)
+    return {f"{name}_tokens_per_s": num_tokens / seconds[name] for name in steps}
+
+
+def overhead(made: Plan, lengths: list[int], ranks: int) -> float:
+    """A sequence costs L + L^2 / (6 x 4096)."""
+    work = [length + length**2 / (6 * 4096) for length in lengths]
+    per_rank = made.minibatches[0]
+    waited = sum(max(sum(work[row] for row in rank[m]) for rank in per_rank) for m in range(len(per_rank[0])))
+    return waited / (sum(work) / ranks)
+
+
+def planner(rows: int, ranks: int, repeat: int) -> dict[str, float]:
+    seconds: dict[str, list[float]] = {name: [] for name in DISTRIBUTIONS}
+    found = {}
+    for name, draw in DISTRIBUTIONS.items():
+        for dp in (8, 32):
+            seeds = [[draw(random.Random(f"{seed} {index}")) for index in range(512)] for seed in range(5)]
+            plans = [plan(lengths, num_ranks=dp, minibatch_size=512, max_tokens=CAPACITY) for lengths in seeds]
+            each = [overhead(made, lengths, dp) for made, lengths in zip(plans, seeds, strict=True)]
+            found[f"overhead_{name}_dp{dp}"] = round(statistics.mean(each), 4)
+        generator = random.Random(0)
+        lengths = [draw(generator) for _ in range(rows)]
+        for _ in range(repeat):
+            start = time.process_time()
+            plan(lengths, num_ranks=ranks, minibatch_size=rows, max_tokens=CAPACITY)
+            seconds[name].append(time.process_time() - start)
+    return {f"plan_{rows}_s": round(max(statistics.median(times) for times in seconds.values()), 3)} | found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=32, help="sequences of the step")
+    parser.add_argument("--median", type=int, default=250, help="median length")
+    parser.add_argument("--sigma", type=float, default=1.0, help="standard deviation of the logarithm of the length")
+    parser.add_argument("--longest", type=int, default=2048, help="lengths are cut to this")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens of a micro-batch, padding included")
+    parser.add_argument("--rows", type=int, default=65536, help="rows of the large plan")
+    parser.add_argument("--ranks", type=int, default=64, help="ranks of the large plan")
+    parser.add_argument("--repeat", type=int, default=3, help="repetitions")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    batch = make_batch(args.sequences, args.median, args.sigma, args.longest)
+    rows = args.tokens // args.longest
+    steps = {
+        "packed": packed_step(batch, args.tokens),
+        "padded": padded_step(batch, rows, by_length=False),
+        "sorted": padded_step(batch, rows, by_length=True),
+    }
+    rates = tokens_per_second(steps, batch.num_tokens, args.repeat)
+    report = {name: round(rate, 1) for name, rate in rates.items()}
+    report["packed_over_padded"] = round(rates["packed_tokens_per_s"] / rates["padded_tokens_per_s"], 2)
+    report["packed_over_sorted"] = round(rates["packed_tokens_per_s"] / rates["sorted_tokens_per_s"], 2)
+    shape = {"tokens": batch.num_tokens, "longest": int(batch.lengths.max()), "rows_per_padded_micro_batch": rows}
+    print(json.dumps(shape | report | planner(args.rows, args.ranks, args.repeat)))
+
+
+if __name__ == "__main__":
+    main()
