@@ -78,6 +78,10 @@ class StrategySection:
     """Hybrid sharding: so many replicas, each sharded over the other data ranks."""
     tp_size: int = 1
     """Tensor parallelism: so many consecutive ranks split each layer of the trained models and share their data."""
+    sp_size: int = 1
+    """Sequence parallelism: so many ranks divide the tokens of each micro-batch of the trained models and share their data."""
+    sp_impl: Literal["ulysses", "zigzag"] = "ulysses"
+    """How attention sees the others' tokens: ulysses exchanges them for heads, zigzag gathers keys and values."""
     timeout_minutes: float = 60.0
     """A collective that waits longer ends the run."""
 
@@ -175,7 +179,7 @@ class TrainSection:
     micro_train_batch_size: int | None = None
     """Most sequences of one forward and backward pass on one rank; unset: max_tokens_per_microbatch alone decides."""
     max_tokens_per_microbatch: int = 16384
-    """Most tokens of one forward and backward pass on one rank."""
+    """Most tokens of one forward and backward pass on one rank; --sp_size ranks divide so many among them."""
     batching: Literal["packed", "dynamic", "plain"] = "packed"
     """Which sequences meet in one pass: any, so that all ranks finish together; similar lengths; or those next in order."""
     save_path: str = "runs/run"
@@ -269,7 +273,7 @@ def parse(argv: list[str] | None = None, description: str = "") -> tuple[Config,
 COUNTS = (
     *("rollout_batch_size", "n_samples_per_prompt", "generate_max_len", "prompt_max_len", "train_batch_size", "max_epochs"),
     *("num_episodes", "max_tokens_per_microbatch", "logging_steps", "max_ckpt_num", "weight_sync_bucket_mb"),
-    *("micro_rollout_batch_size", "engine_tp_size", "dp_replicate", "tp_size"),
+    *("micro_rollout_batch_size", "engine_tp_size", "dp_replicate", "sp_size", "tp_size"),
 )
 """Fields that count things and cannot be 0."""
 
@@ -304,6 +308,7 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
         "wandb_project": (config.observe.use_wandb, "--use_wandb"),
         "wandb_run_name": (config.observe.use_wandb, "--use_wandb"),
         "stop_loss": (door == "train_sft", "train_sft"),
+        "sp_impl": (config.strategy.sp_size > 1, "--sp_size"),
         "system_prompt": (config.data.apply_chat_template, "--apply_chat_template"),
     }
     return unused + [f"--{name} has no effect without {needs}" for name, (active, needs) in conditional.items()
@@ -402,19 +407,26 @@ def _missing_inputs(config: Config, door: str) -> list[str]:
 
 
 def _layout_problems(config: Config, world_size: int) -> list[str]:
-    engine_tp, replicate, tp = config.engine.engine_tp_size, config.strategy.dp_replicate, config.strategy.tp_size
+    engine_tp, strategy = config.engine.engine_tp_size, config.strategy
+    replicate, sp, tp = strategy.dp_replicate, strategy.sp_size, strategy.tp_size
     problems = []
     if world_size % engine_tp:
         problems.append(f"--engine_tp_size {engine_tp} does not divide the {world_size} processes")
-    if world_size % (replicate * tp):
-        sizes = [f"--{name} {size}" for name, size in (("dp_replicate", replicate), ("tp_size", tp)) if size > 1]
+    if world_size % (replicate * sp * tp):
+        named = (("dp_replicate", replicate), ("sp_size", sp), ("tp_size", tp))
+        sizes = [f"--{name} {size}" for name, size in named if size > 1]
         problems.append(f"{' x '.join(sizes)} does not divide the {world_size} processes")
-    counts = _heads(config.model.pretrain) if tp > 1 else {}
-    return problems + [f"--tp_size {tp} does not divide the model's {n} {heads}" for heads, n in counts.items() if n % tp]
+    counts = _heads(config.model.pretrain) if sp * tp > 1 else {}
+    problems += [f"--tp_size {tp} does not divide the model's {n} {heads}" for heads, n in counts.items() if n % tp]
+    heads = counts.get("attention heads", 0)
+    if strategy.sp_impl == "ulysses" and heads % tp == 0 and heads // tp % sp:
+        each = f"{heads} attention heads" if tp == 1 else f"{heads // tp} attention heads on each rank of --tp_size {tp}"
+        problems.append(f"--sp_size {sp} does not divide the model's {each}; --sp_impl zigzag needs no such thing")
+    return problems
 
 
 def _heads(pretrain: str) -> dict[str, int]:
-    """What tensor parallelism divides, as far as a local folder says it; a model from the hub is checked when it is there."""
+    """What --tp_size and Ulysses divide, as far as a local folder says it; a model from the hub is checked when it is there."""
     file = Path(pretrain).expanduser() / "config.json"
     if not file.is_file():
         return {}

@@ -208,6 +208,20 @@ def test_all_that_tensor_parallelism_does_not_divide(tmp_path):
     assert "--tp_size 4 does not divide the model's 2 key-value heads" in message
 
 
+def test_heads_that_do_not_divide_are_named_with_the_way_out(tmp_path):
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 6, "num_key_value_heads": 2}')
+    flags = ["--pretrain", str(tmp_path), "--prompt_data", "train.jsonl"]
+    message = problems(*flags, "--sp_size", "4", "--engine_tp_size", "3", world_size=4)
+    assert "--sp_size 4 does not divide the model's 6 attention heads; --sp_impl zigzag needs no such thing" in message
+    assert "--engine_tp_size 3 does not divide" in message
+    message = problems(*flags, "--sp_size", "2", "--tp_size", "2", world_size=4)
+    assert "--sp_size 2 does not divide the model's 3 attention heads on each rank of --tp_size 2" in message
+    for free in (["--sp_size", "4", "--sp_impl", "zigzag"], ["--sp_size", "3"]):
+        validate(parsed(*flags, *free), door="train_ppo", world_size=12)
+    message = problems(*flags, "--sp_size", "2", "--tp_size", "2", world_size=6)
+    assert "--sp_size 2 x --tp_size 2 does not divide the 6 processes" in message
+
+
 def test_batches_that_do_not_divide_show_all_numbers():
     message = problems(*RUNNABLE, "--rollout_batch_size", "10", "--n_samples_per_prompt", "3", "--train_batch_size", "7")
     assert "rollout_batch_size 10 x n_samples_per_prompt 3 = 30 samples are not a multiple of train_batch_size 7" in message
@@ -232,6 +246,7 @@ def test_sft_asks_nothing_about_rollouts():
         ("train_ppo", ["--kl_estimator", "k1"], "--kl_estimator has no effect without --use_kl_loss"),
         ("train_ppo", ["--eval_steps", "5"], "--eval_steps has no effect without --eval_data"),
         ("train_ppo", ["--no_enable_engine_sleep", "--engine_sleep_level", "1"], "--engine_sleep_level has no effect without"),
+        ("train_ppo", ["--sp_impl", "zigzag"], "--sp_impl has no effect without --sp_size"),
         ("train_ppo", ["--system_prompt", "Be brief."], "--system_prompt has no effect without --apply_chat_template"),
     ],
 )

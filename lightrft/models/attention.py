@@ -7,15 +7,17 @@ causal attention is already right: padding stands behind every token that counts
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
 from lightrft.parallel.device import has_flash_attention
+from lightrft.parallel.sequence import UNDIVIDED, Undivided
 
 ATTENTION = "lightrft"
 
@@ -49,14 +51,29 @@ class Layout:
     """[N] int64 on the host."""
     device: torch.device
     """Where the batch is."""
+    sequence: Undivided = UNDIVIDED
+    """How ranks divide its tokens."""
 
     @classmethod
-    def of(cls, lengths: Tensor, device: torch.device) -> "Layout":
-        return cls(lengths.cpu(), device)
+    def of(cls, lengths: Tensor, device: torch.device, sequence: Undivided = UNDIVIDED) -> "Layout":
+        return cls(lengths.cpu(), device, sequence)
 
     @cached_property
     def longest(self) -> int:
         return int(self.lengths.max())
+
+    @cached_property
+    def runs(self) -> "list[Run]":
+        """The runs of tokens whose queries this rank has, where those are not all."""
+        stops = self.lengths.cumsum(0)
+        begins, runs = stops - self.lengths, []
+        for first, stop in self.sequence.queries(int(stops[-1])):
+            inside = (begins >= first) & (begins < stop)
+            rest = stops[inside].clamp(max=stop) - begins[inside]
+            middle = stop - int(rest.sum())
+            begin = int(begins[begins <= first][-1])
+            runs.append(Run(begin, first, middle, stop, Layout(rest, self.device) if len(rest) else None))
+        return runs
 
     @cached_property
     def offsets(self) -> Tensor:
@@ -84,6 +101,19 @@ class Layout:
         if torch.equal(source, torch.arange(len(places))):
             return Blocks(shapes, None, None)
         return Blocks(shapes, *(index.to(self.device, non_blocking=True) for index in (source, places)))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive queries, by flat position: first to middle end a sequence that begins before, middle to stop are the rest."""
+
+    begin: int
+    """Where the sequence begins to which the first token belongs."""
+    first: int
+    middle: int
+    stop: int
+    rest: Layout | None
+    """Of the sequences that begin here, as far as the run goes; None where there are none."""
 
 
 def _steps(lengths: Tensor) -> Tensor:
@@ -115,13 +145,53 @@ def flat_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, T, D], key and value [1, H_kv, T, D] -> ([1, T, H, D], None). A token sees `sliding_window` with itself."""
+    """query [1, H, t, D], key and value [1, H_kv, t, D] of this rank's tokens -> ([1, t, H, D], None).
+
+    A token sees `sliding_window` with itself.
+    """
     if softcap is not None or s_aux is not None:
         raise ValueError(f"{type(module).__name__} uses soft-capped or sink attention, which flat batches do not support")
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    query, key, value = layout.sequence.enter(*(x[0].transpose(0, 1) for x in (query, key, value)))
     window = sliding_window if sliding_window and sliding_window < layout.longest else None
     kernel = attention_kernel(query.device, query.dtype)
-    return kernel(query, key, value, layout, scaling=scaling, window=window, dropout=dropout).unsqueeze(0), None
+    if len(query) != len(key):
+        kernel = partial(run_attention, kernel)
+    output = kernel(query, key, value, layout, scaling=scaling, window=window, dropout=dropout)
+    return layout.sequence.leave(output).unsqueeze(0), None
+
+
+def run_attention(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, layout: Layout, **options: Any) -> Tensor:
+    """This rank's queries [t, H, D] in the keys and values [T, H_kv, D] of all tokens: [t, H, D].
+
+    A sequence that begins in a run is an ordinary one, as far as it goes; only one that began before is seen from its end.
+    """
+    outputs = []
+    for run, queries in zip(layout.runs, query.split([run.stop - run.first for run in layout.runs]), strict=True):
+        ending, rest = queries.split([run.middle - run.first, run.stop - run.middle])
+        if len(ending):
+            outputs.append(end_attention(ending, key[run.begin : run.middle], value[run.begin : run.middle], **options))
+        if run.rest is not None:
+            outputs.append(kernel(rest, key[run.middle : run.stop], value[run.middle : run.stop], run.rest, **options))
+    return torch.cat(outputs)
+
+
+def end_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None, dropout: float
+) -> Tensor:
+    """The last S tokens of one sequence: query [S, H, D], key and value [longer, H_kv, D] -> [S, H, D]."""
+    size = len(query)
+    if window:
+        key, value = key[-(size + window - 1) :], value[-(size + window - 1) :]
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    if window and len(key) > window:
+        mask = _window_mask(size, window, query.device, num_keys=len(key))
+    else:
+        mask = causal_lower_right(size, len(key))  # not for grouped heads
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, scale=scaling, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out[0].transpose(0, 1)
 
 
 def block_attention(
@@ -146,10 +216,10 @@ def _split(x: Tensor, blocks: Blocks) -> tuple[Tensor, ...]:
     return x.split([size * width for size, width in blocks.shapes])
 
 
-def _window_mask(size: int, window: int, device: torch.device) -> Tensor:
-    """[S, S] bool: each token sees itself and the window - 1 before it."""
-    steps = torch.arange(size, device=device)
-    distance = steps[:, None] - steps
+def _window_mask(size: int, window: int, device: torch.device, num_keys: int | None = None) -> Tensor:
+    """[S, keys] bool, S keys when None: each of the last S tokens sees itself and the window - 1 before it."""
+    steps = torch.arange(num_keys or size, device=device)
+    distance = steps[-size:, None] - steps
     return (distance >= 0) & (distance < window)
 
 

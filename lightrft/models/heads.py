@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from lightrft.models.attention import Layout
 from lightrft.models.vocabulary import head_logprobs
+from lightrft.parallel.sequence import UNDIVIDED, Undivided
 from lightrft.types import Batch
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -26,6 +27,7 @@ class Actor(nn.Module):
     def __init__(self, language_model: PreTrainedModel):
         super().__init__()
         self.language_model = language_model
+        self.sequence: Undivided = UNDIVIDED
         self.logit_scale = logit_scale(language_model)
 
     def forward(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
@@ -33,12 +35,16 @@ class Actor(nn.Module):
 
         Both are 0 for tokens that are not learned; the head is not even computed there.
         """
-        hidden = hidden_states(self.language_model, batch)
-        learned = batch.loss_mask.nonzero()[:, 0]
-        weight = self.language_model.get_output_embeddings().weight
-        values = head_logprobs(hidden[learned - 1], weight, batch.input_ids[learned], temperature=temperature / self.logit_scale)
-        zeros = torch.zeros(batch.num_tokens, device=hidden.device)
-        return tuple(zeros.index_put((learned,), value) for value in values)
+        whole = filled(batch, self.sequence.multiple)
+        hidden = hidden_states(self.language_model, whole, self.sequence)
+        here = self.sequence.positions(whole.num_tokens, hidden.device)
+        following = (here + 1) % whole.num_tokens  # each token says what it expects of the next; the first is never learned
+        asked = whole.loss_mask[following].nonzero()[:, 0]
+        weight, targets = self.language_model.get_output_embeddings().weight, whole.input_ids[following[asked]]
+        values = head_logprobs(hidden[asked], weight, targets, temperature=temperature / self.logit_scale)
+        zeros = torch.zeros(len(here), device=hidden.device)
+        mine = torch.stack([zeros.index_put((asked,), value) for value in values], dim=1)
+        return self.sequence.gather(mine).roll(1, 0)[: batch.num_tokens].unbind(1)
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their Hugging Face names, tied ones once."""
@@ -56,27 +62,65 @@ class Scorer(nn.Module):
         if len(heads) != 1 or linear != heads or getattr(model, heads[0]).out_features != 1:
             raise ValueError(f"{type(model).__name__} has {', '.join(heads) or 'nothing'} above its backbone, not one number")
         self.scored_model, self.head = model, heads[0]
+        self.sequence: Undivided = UNDIVIDED
 
     def forward(self, batch: Batch) -> Tensor:
         """The head's output after each token: [T] float32, computed in float32."""
-        hidden = hidden_states(self.scored_model, batch).float()
+        whole = filled(batch, self.sequence.multiple)
+        hidden = hidden_states(self.scored_model, whole, self.sequence).float()
         head: nn.Linear = getattr(self.scored_model, self.head)
-        return F.linear(hidden, head.weight.float(), None if head.bias is None else head.bias.float())[:, 0]
+        scores = F.linear(hidden, head.weight.float(), None if head.bias is None else head.bias.float())[:, 0]
+        return self.sequence.gather(scores)[: batch.num_tokens]
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their Hugging Face names, tied ones once."""
         yield from self.scored_model.named_parameters()
 
 
-def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """The backbone's output after each token of its own sequence: [T, H]."""
+def hidden_states(model: PreTrainedModel, batch: Batch, sequence: Undivided = UNDIVIDED) -> Tensor:
+    """The backbone's output after each token of this rank, in its own sequence: [t, H]; [T, H] for an undivided batch."""
+    here = sequence.positions(batch.num_tokens, batch.input_ids.device)
     return model.base_model(
-        input_ids=batch.input_ids.unsqueeze(0),
-        position_ids=batch.position_ids.unsqueeze(0),
+        input_ids=batch.input_ids[here].unsqueeze(0),
+        position_ids=batch.position_ids[here].unsqueeze(0),
         attention_mask=None,
         use_cache=False,
-        layout=Layout.of(batch.lengths, batch.input_ids.device),
+        layout=Layout.of(batch.lengths, batch.input_ids.device, sequence),
     ).last_hidden_state[0]
+
+
+def filled(batch: Batch, multiple: int) -> Batch:
+    """The batch with one more sequence that nobody learns, where its tokens are not a multiple."""
+    missing = -batch.num_tokens % multiple
+    if not missing:
+        return batch
+    ids, mask, rows = (F.pad(x, (0, n)) for x, n in ((batch.input_ids, missing), (batch.loss_mask, missing), (batch.rows, 1)))
+    return Batch(lengths=F.pad(batch.lengths, (0, 1), value=missing), input_ids=ids, loss_mask=mask, rows=rows)
+
+
+def divide(module: nn.Module, sequence: Undivided, *, tp: int = 1) -> None:
+    """Have every Actor and Scorer inside `module`, whose heads `tp` ranks divide, share its batches as `sequence` says.
+
+    ValueError where there is none, and for a model that cannot be run so, with all reasons.
+    """
+    name = f"--sp_size {sequence.axis.size} --sp_impl {type(sequence).__name__.lower()}"
+    found = [part for part in module.modules() if isinstance(part, Actor | Scorer)]
+    if not found:
+        raise ValueError(f"{name}: {type(module).__name__} is neither an Actor nor a Scorer, and holds none")
+    for part in found:
+        model = part.language_model if isinstance(part, Actor) else part.scored_model
+        problems = sequence.problems(model.config.get_text_config().num_attention_heads // tp) + rope_problems(model)
+        if problems:
+            raise ValueError(f"{name} cannot divide {type(model).__name__}: {'; '.join(problems)}")
+        part.sequence = sequence
+
+
+def rope_problems(model: PreTrainedModel) -> list[str]:
+    """Rotary frequencies that follow the longest position at hand would differ between ranks."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    each = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    kinds = sorted({parameters.get("rope_type") for parameters in each} & {"dynamic", "longrope"})
+    return [f"its rotary embedding is of type {kind}, which looks at all positions at once" for kind in kinds]
 
 
 def logit_scale(model: PreTrainedModel) -> float:

@@ -34,11 +34,12 @@ class Mesh:
         self.data = self._axis("data", ("dp_replicate", "dp_shard"))
         self.shard = self._axis("shard", ("dp_shard", "sp"))
         self.replicate = self._axis("dp_replicate", ("dp_replicate",))
+        self.sp = self._axis("sp", ("sp",))
         self.tp = self._axis("tp", ("tp",))
         self.siblings = self._axis("siblings", ("sp", "tp"))
         self._engine_axes: dict[int, Axis] = {}
         self._timeout = timeout
-        for axis in (self.world, self.data, self.shard, self.replicate, self.tp, self.siblings):
+        for axis in (self.world, self.data, self.shard, self.replicate, self.sp, self.tp, self.siblings):
             if timeout is not None and axis.group is not None:
                 _set_pg_timeout(timeout, axis.group)
 

@@ -39,9 +39,10 @@ class StrategyConfig(ModelSection, DataSection, StrategySection, EngineSection, 
 
     def check(self) -> None:
         """ValueError for values that no run can use."""
-        engines = get_args(get_type_hints(EngineSection)["engine_type"])
-        if self.engine_type not in engines:
-            raise ValueError(f"unknown engine_type {self.engine_type!r}; known: {', '.join(engines)}")
+        for section, name in ((EngineSection, "engine_type"), (StrategySection, "sp_impl")):
+            known = get_args(get_type_hints(section)[name])
+            if getattr(self, name) not in known:
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
         if self.timeout_minutes <= 0:
             raise ValueError(f"timeout_minutes must be above 0, not {self.timeout_minutes}")
         if self.offload_idle and self.fsdp_cpu_offload:

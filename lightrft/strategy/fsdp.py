@@ -1,4 +1,4 @@
-"""FSDP2: every block's parameters sharded over the data ranks, gathered while the block computes; inside of it --tp_size."""
+"""FSDP2: every block's parameters sharded over the data ranks, gathered while it computes; with --tp_size and --sp_size."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,12 +13,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
+from lightrft.models.heads import divide
 from lightrft.parallel.grad_norm import clip_gradients, global_grad_norm
+from lightrft.parallel.sequence import Undivided
 from lightrft.parallel.tensor import parallelize
+from lightrft.parallel.ulysses import Ulysses
+from lightrft.parallel.zigzag import Zigzag
 from lightrft.strategy import checkpoint
 from lightrft.strategy.offload import AwayModel, AwayOptimizer, has_gradients
 from lightrft.strategy.optim import step
 from lightrft.strategy.strategy_base import StrategyBase
+
+SEQUENCES: dict[str, type[Undivided]] = {"ulysses": Ulysses, "zigzag": Zigzag}
+"""How ranks share the tokens of a batch, by --sp_impl."""
 
 
 class FSDPStrategy(StrategyBase):
@@ -36,6 +43,8 @@ class FSDPStrategy(StrategyBase):
         trained = any(parameter.requires_grad for parameter in module.parameters())
         if trained and self.config.gradient_checkpointing:
             _checkpoint_activations(module)
+        if self.mesh.sp.size > 1:
+            divide(module, SEQUENCES[self.config.sp_impl](self.mesh.sp), tp=self.mesh.tp.size)
         if self.mesh.tp.size > 1:
             parallelize(module, self.mesh.tensor)
         _cast(module, torch.float32 if trained else self.dtype)

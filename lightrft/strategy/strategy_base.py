@@ -90,7 +90,8 @@ class StrategyBase(ABC):
         timeout = timeout or timedelta(minutes=self.config.timeout_minutes)
         self._owns_processes = join_process_group(select_device(), timeout)
         self.device = current_device()
-        self._mesh = Mesh(self.device.type, dp_replicate=self.config.dp_replicate, tp=self.config.tp_size, timeout=timeout)
+        sizes = {"dp_replicate": self.config.dp_replicate, "sp": self.config.sp_size, "tp": self.config.tp_size}
+        self._mesh = Mesh(self.device.type, **sizes, timeout=timeout)
         self.mesh.engine(self.config.engine_tp_size)
         self._check_batch_sizes()
         self.set_seed(self.seed)

@@ -72,6 +72,8 @@ class Layout:
     ranks: int = 1
     tp: int = 1
     replicas: int = 1
+    sp: int = 1
+    impl: str = "ulysses"
     batching: str = "packed"
     tokens: int = 1000
     sequences: int | None = None
@@ -86,6 +88,14 @@ LAYOUTS = [
     Layout(tokens=40, batching="dynamic", chunk=7 * 384),
     Layout(2, sequences=4, batching="plain", chunk=1),
     Layout(2, tokens=24),
+    Layout(2, tokens=40, sp=2),
+    Layout(4, tokens=24, sp=2, checkpointing=True),
+    Layout(4, tokens=60, sp=2, tp=2),
+    Layout(4, tokens=60, sp=2, tp=2, impl="zigzag"),
+    Layout(4, tokens=40, sp=2, replicas=2),
+    Layout(2, tokens=40, sp=2, impl="zigzag", checkpointing=True),
+    Layout(4, tokens=24, sp=2, impl="zigzag"),
+    Layout(4, sp=4, impl="zigzag"),
     Layout(4, tokens=30, batching="dynamic", checkpointing=True),
     Layout(4),
 ]
@@ -98,6 +108,7 @@ def trained(folder: str, mode: str, layout: Layout) -> Trained:
     config = configuration(folder, mode)
     config.model.gradient_checkpointing = layout.checkpointing
     config.strategy.tp_size, config.strategy.dp_replicate = layout.tp, layout.replicas
+    config.strategy.sp_size, config.strategy.sp_impl = layout.sp, layout.impl
     logprobs.HOST_CHUNK = layout.chunk
     strategy = get_strategy(config)
     strategy.setup_distributed()

@@ -51,6 +51,7 @@ def test_copies_and_pickles():
 
 @pytest.mark.parametrize("values, says", [
     ({"engine_type": "tgi"}, "unknown engine_type 'tgi'; known: auto"), ({"timeout_minutes": 0}, "above 0"),
+    ({"sp_impl": "ring"}, "unknown sp_impl 'ring'; known: ulysses, zigzag"),
 ])
 def test_check(values, says):
     with pytest.raises(ValueError, match=says):

@@ -40,6 +40,18 @@ def test_every_engine_starts_and_steps(inputs, tmp_path, engine, world_size):
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0 for row in rows)
 
 
+@pytest.mark.parametrize("impl", ["ulysses", "zigzag"])
+def test_ranks_that_divide_sequences_train_as_one(inputs, tmp_path, impl):
+    """Two engines draw the same samples whether their ranks share data or not: what is learned from them is the same too."""
+    flags = ["--max_steps=2", "--use_kl_loss", "--init_kl_coef=0.1", "--train_batch_size=16"]
+    divided = train("train_ppo", 2, [*inputs, *PPO, *flags, "--sp_size=2", f"--sp_impl={impl}"], tmp_path / "divided")
+    plain = train("train_ppo", 2, [*inputs, *PPO, *flags], tmp_path / "plain")
+    assert len(divided) == 2
+    for mine, other in zip(repeatable(divided), repeatable(plain), strict=True):
+        assert mine.pop("engine/logprob_mismatch_max") < 1e-4
+        assert mine == pytest.approx({name: other[name] for name in mine}, rel=2e-3, abs=1e-5)
+
+
 def test_idle_models_in_host_memory_change_nothing(inputs, tmp_path):
     """The same run with and without, over several updates, a reference model, an evaluation and a checkpoint."""
     flags = [

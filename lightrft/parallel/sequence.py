@@ -1,0 +1,94 @@
+"""Which tokens of a flat batch a rank computes, and how the ranks of one sequence put their results together.
+
+Shapes: T tokens of the whole batch, t = T / ranks of one rank, H heads, D their size.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from lightrft.parallel.collectives import Axis
+
+
+class Undivided:
+    """All tokens on one rank: the base of what divides them."""
+
+    chunks_per_rank = 1
+
+    def __init__(self, axis: Axis | None = None):
+        self.axis = axis or Axis("sp", 1, 0, None)
+
+    @property
+    def multiple(self) -> int:
+        """What the number of tokens must be a multiple of."""
+        return self.axis.size * self.chunks_per_rank
+
+    def chunks(self, rank: int) -> list[int]:
+        """Which of the `multiple` equal chunks of the batch the rank has, in its order."""
+        return [rank]
+
+    def problems(self, num_heads: int) -> list[str]:
+        """Why a model with so many attention heads on a rank cannot be run this way, all reasons at once."""
+        return []
+
+    def spans(self, num_tokens: int) -> list[tuple[int, int]]:
+        """Begin and end of each chunk of this rank among `num_tokens` tokens. ValueError unless they are a multiple."""
+        if num_tokens % self.multiple:
+            raise ValueError(f"{num_tokens} tokens are not a multiple of {self.multiple}, as {self.axis.size} ranks need")
+        size = num_tokens // self.multiple
+        return [(chunk * size, (chunk + 1) * size) for chunk in self.chunks(self.axis.rank)]
+
+    def positions(self, num_tokens: int, device: torch.device) -> Tensor:
+        """[t] int64: the positions of this rank's tokens in the whole batch."""
+        return torch.cat([torch.arange(*span, device=device) for span in self.spans(num_tokens)])
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Values [t, ...] of this rank's tokens -> [T, ...] of all tokens in their order, equal on all ranks.
+
+        The gradient of a rank's values is its own slice: where all ranks compute the same loss, the sum over them of what
+        follows is the gradient of that loss, once.
+        """
+        return values if self.axis.size == 1 else self.in_order(_Gather.apply(values, self.axis))
+
+    def in_order(self, gathered: Tensor) -> Tensor:
+        """[T, ...] as the ranks have them, one rank after the other -> in the order of the batch."""
+        numbers = [number for rank in range(self.axis.size) for number in self.chunks(rank)]
+        if numbers == sorted(numbers):
+            return gathered
+        chunks = dict(zip(numbers, gathered.chunk(len(numbers)), strict=True))
+        return torch.cat([chunks[number] for number in range(len(numbers))])
+
+    def queries(self, num_tokens: int) -> list[tuple[int, int]]:
+        """Begin and end of the runs of tokens whose queries this rank has in attention; keys are those of all tokens."""
+        return [(0, num_tokens)]
+
+    def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[t, H, D] of this rank's tokens -> what its attention computes with."""
+        return query, key, value
+
+    def leave(self, output: Tensor) -> Tensor:
+        """What its attention gave -> [t, H, D] of this rank's tokens."""
+        return output
+
+
+UNDIVIDED = Undivided()
+
+
+def gathered(values: Tensor, axis: Axis) -> Tensor:
+    """[t, ...] of each rank -> [T, ...], one rank after the other. No gradient."""
+    whole = values.new_empty(axis.size * len(values), *values.shape[1:])
+    dist.all_gather_into_tensor(whole, values.contiguous(), group=axis.group)
+    return whole
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, values: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return gathered(values, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.chunk(ctx.axis.size)[ctx.axis.rank], None

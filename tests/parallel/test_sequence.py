@@ -1,0 +1,200 @@
+"""Why: ranks that divide a sequence must give what one rank gives, values and gradients, whatever the lengths and heads.
+
+The reference is the same model, or the same attention, in one process.
+"""
+
+import pytest
+import torch
+from flat_models import LENGTHS, TEMPERATURE, gradients_of, make_batch, make_model, weighted
+from ranks import run_ranks
+from roles import rows
+from tiny import tiny_model
+from torch import Tensor, nn
+
+from lightrft.models.attention import ATTENTION, Layout, flat_attention
+from lightrft.models.heads import Actor, divide
+from lightrft.parallel.collectives import Axis
+from lightrft.parallel.mesh import Mesh
+from lightrft.strategy import FSDPStrategy
+from lightrft.strategy.fsdp import SEQUENCES
+
+KINDS = list(SEQUENCES)
+PACKED, SINGLE = [24, 48, 16, 40, 8], [136]
+NUM_HEADS, HEAD_DIM = 4, 8
+
+
+def sequence_of(kind: str):
+    return SEQUENCES[kind](Mesh("cpu", sp=torch.distributed.get_world_size()).sp)
+
+
+def attention_inputs(num_tokens: int, num_kv_heads: int) -> tuple[list[Tensor], Tensor]:
+    """Query, key, value [T, H, D], and the upstream gradient of the output [T, H, D]."""
+    generator = torch.Generator().manual_seed(num_kv_heads)
+    shapes = [(num_tokens, heads, HEAD_DIM) for heads in (NUM_HEADS, num_kv_heads, num_kv_heads, NUM_HEADS)]
+    *inputs, upstream = (torch.randn(shape, generator=generator) for shape in shapes)
+    return inputs, upstream
+
+
+def attend(inputs: list[Tensor], upstream: Tensor, layout: Layout, window: int | None) -> list[Tensor]:
+    """Output [T, H, D] and the gradients of query, key and value."""
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    flat = [x.transpose(0, 1).unsqueeze(0) for x in inputs]
+    output = flat_attention(nn.Module(), *flat, None, layout=layout, sliding_window=window)[0][0]
+    (output * upstream).sum().backward()
+    return [output.detach(), *(x.grad for x in inputs)]
+
+
+HEADS_AND_WINDOWS = [(2, None), (4, 13), (1, None), (2, 60)]
+CASES = [(lengths, num_kv_heads, window) for lengths in (PACKED, SINGLE) for num_kv_heads, window in HEADS_AND_WINDOWS]
+
+
+def attention_of_ranks(kind: str) -> list[list[Tensor]]:
+    """Per case, the four tensors in the order of the whole batch."""
+    sequence, results, cpu = sequence_of(kind), [], torch.device("cpu")
+    for lengths, num_kv_heads, window in CASES:
+        inputs, upstream = attention_inputs(sum(lengths), num_kv_heads)
+        here = sequence.positions(sum(lengths), cpu)
+        layout = Layout.of(torch.tensor(lengths), cpu, sequence)
+        mine = attend([x[here] for x in inputs], upstream[here], layout, window)
+        results.append([sequence.gather(x) for x in mine])
+    return results
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sp", [2, 4])
+def test_attention_is_that_of_one_rank(sp, kind):
+    results = run_ranks(sp, attention_of_ranks, kind)
+    for index, (lengths, num_kv_heads, window) in enumerate(CASES):
+        layout = Layout.of(torch.tensor(lengths), torch.device("cpu"))
+        expected = attend(*attention_inputs(sum(lengths), num_kv_heads), layout, window)
+        for result in results:
+            for found, known in zip(result[index], expected, strict=True):
+                torch.testing.assert_close(found, known, rtol=1e-5, atol=1e-5)
+
+
+def round_trip(kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions of this rank, what a gather makes of them, and the gradient of this rank's slice."""
+    sequence = sequence_of(kind)
+    here = sequence.positions(24, torch.device("cpu"))
+    mine = torch.stack([here, -here], 1).float().requires_grad_()
+    whole = sequence.gather(mine)
+    (whole * torch.arange(48.0).view(24, 2)).sum().backward()
+    return here, whole.detach(), mine.grad
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sp", [2, 4])
+def test_a_gather_restores_the_order_and_keeps_its_own_gradient(sp, kind):
+    results = run_ranks(sp, round_trip, kind)
+    assert torch.cat([here for here, _, _ in results]).sort().values.tolist() == list(range(24))
+    for here, whole, gradient in results:
+        assert torch.equal(whole, torch.stack([torch.arange(24), -torch.arange(24)], 1).float())
+        assert torch.equal(gradient, torch.arange(48.0).view(24, 2)[here]), "its own slice, once"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_that_do_not_divide_are_named(kind):
+    with pytest.raises(ValueError, match="25 tokens are not a multiple of"):
+        SEQUENCES[kind](Axis("sp", 2, 0, None)).spans(25)
+
+
+MODELS = ["llama", "qwen3", "qwen2 window", "gemma3"]
+BATCHES = [LENGTHS, [24, 48, 16, 40, 7], [1], [57]]
+
+
+def model_of_ranks(kind: str, checkpointing: bool) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
+    """Per model and batch: values, and gradients summed over the ranks."""
+    sequence, results = sequence_of(kind), []
+    for name in MODELS:
+        for lengths in BATCHES:
+            model = make_model(name, ATTENTION)
+            if checkpointing:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            actor = Actor(model).train()
+            divide(actor, sequence)
+            values = actor(make_batch(lengths), TEMPERATURE)
+            weighted(values).backward()
+            gradients = {name: sequence.axis.sum(gradient) for name, gradient in gradients_of(model).items()}
+            results.append(([value.detach() for value in values], gradients))
+    return results
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("sp", "checkpointing"), [(2, False), (4, True)])
+def test_an_actor_on_several_ranks_is_that_of_one(sp, checkpointing, kind):
+    """Lengths that do not divide, a batch of one token, one long sequence; two key-value heads on four ranks."""
+    results = run_ranks(sp, model_of_ranks, kind, checkpointing)
+    cases = [(name, lengths) for name in MODELS for lengths in BATCHES]
+    for index, (name, lengths) in enumerate(cases):
+        model = make_model(name, ATTENTION)
+        expected = Actor(model)(make_batch(lengths), TEMPERATURE)
+        weighted(expected).backward()
+        for result in results:
+            values, gradients = result[index]
+            for value, known in zip(values, expected, strict=True):
+                torch.testing.assert_close(value, known, rtol=1e-5, atol=1e-5)
+            for parameter, known in gradients_of(model).items():
+                assert (gradients[parameter] - known).norm() <= 1e-4 * known.norm() + 1e-6, (name, lengths, parameter)
+
+
+def scores_of_ranks(kind: str, folder: str) -> tuple[Tensor, dict[str, Tensor]]:
+    scorer, sequence = rows.scorer(folder), sequence_of(kind)
+    divide(scorer, sequence)
+    scores = scorer(make_batch())
+    (scores * torch.linspace(-1, 1, len(scores))).sum().backward()
+    return scores.detach(), {name: sequence.axis.sum(gradient) for name, gradient in gradients_of(scorer).items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scorer_on_two_ranks_is_that_of_one(tmp_path, kind):
+    folder = rows.dense_scorer(tiny_model(tmp_path), seed=1)
+    scorer = rows.scorer(folder)
+    expected = scorer(make_batch())
+    (expected * torch.linspace(-1, 1, len(expected))).sum().backward()
+    for scores, gradients in run_ranks(2, scores_of_ranks, kind, folder):
+        torch.testing.assert_close(scores, expected.detach(), rtol=1e-5, atol=1e-5)
+        for name, known in gradients_of(scorer).items():
+            assert (gradients[name] - known).norm() <= 1e-4 * known.norm() + 1e-6, name
+
+
+def test_zigzag_by_hand():
+    """Lengths 3, 1, 4 on two ranks. The first has tokens 0 1 and 6 7, the last two of which see the two before them."""
+    zigzag = SEQUENCES["zigzag"](Axis("sp", 2, 0, None))
+    assert zigzag.positions(8, torch.device("cpu")).tolist() == [0, 1, 6, 7]
+    layout = Layout.of(torch.tensor([3, 1, 4]), torch.device("cpu"), zigzag)
+    assert [(run.begin, run.first, run.middle, run.stop) for run in layout.runs] == [(0, 0, 0, 2), (4, 6, 8, 8)]
+    assert layout.runs[0].rest.lengths.tolist() == [2] and layout.runs[1].rest is None
+
+
+# -- errors
+
+
+def test_heads_that_do_not_divide():
+    actor = Actor(make_model("llama", ATTENTION))
+    with pytest.raises(ValueError, match="--sp_size 3 --sp_impl ulysses cannot divide LlamaForCausalLM: .* 4 attention heads"):
+        divide(actor, SEQUENCES["ulysses"](Axis("sp", 3, 0, None)))
+    with pytest.raises(ValueError, match="sp_size 2 does not divide its 1 attention heads"):
+        divide(actor, SEQUENCES["ulysses"](Axis("sp", 2, 0, None)), tp=4)
+
+
+def test_a_rotary_embedding_that_looks_at_all_positions():
+    model = make_model("llama", ATTENTION)
+    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(ValueError, match="of type dynamic"):
+        divide(Actor(model), SEQUENCES["ulysses"](Axis("sp", 2, 0, None)))
+
+
+def refused() -> tuple[str, str]:
+    made = FSDPStrategy(args={"fsdp": True, "sp_size": 2})
+    made.setup_distributed()
+    with pytest.raises(ValueError) as plain:
+        made.prepare(make_model("llama", ATTENTION))
+    with pytest.raises(ValueError) as sizes:
+        Mesh("cpu", sp=3)
+    return str(plain.value), str(sizes.value)
+
+
+def test_what_cannot_be_divided_is_refused():
+    plain, sizes = run_ranks(2, refused)[0]
+    assert "LlamaForCausalLM is neither an Actor nor a Scorer" in plain
+    assert "2 processes cannot be split into" in sizes and "sp_size 3" in sizes
