@@ -1,6 +1,6 @@
 """Time and peak memory of log-probs, forward and backward, from hidden states and the weight of the head.
 
-    python scripts/bench/logprobs.py                       # the table in docs/benchmarks.md, about five minutes
+    python scripts/bench/logprobs.py        # the table in docs/benchmarks.md: half an hour, most of it torch_chunked
     python scripts/bench/logprobs.py --cases 32000x128 --tokens 512 --repeat 1
 
 Each variant runs in a process of its own, float32, one thread. `cpu_s` is the median of the repetitions in CPU seconds;
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -56,11 +57,11 @@ def measure(variant: str, vocabulary: int, width: int, tokens: int, repeat: int)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, requires_grad=True)
-    weight = (torch.randn(vocabulary, width) / width**0.5).requires_grad_()
+    weight = torch.randn(vocabulary, width).div_(width**0.5).requires_grad_()  # in place: nothing before sets a peak
     targets = torch.randint(vocabulary, (tokens,))
-    VARIANTS[variant](hidden[:2], weight[:64], targets[:2] % 64).sum().backward()  # loads what is loaded once
-    hidden.grad = weight.grad = None
-    before, seconds, value = _peak(), [], 0.0
+    few = torch.randn(2, width, requires_grad=True), torch.randn(64, width, requires_grad=True)
+    VARIANTS[variant](*few, targets[:2] % 64).sum().backward()  # loads what is loaded once
+    before, seconds, value = psutil.Process().memory_info().rss, [], 0.0
     for _ in range(repeat):
         began = time.process_time()
         total = VARIANTS[variant](hidden, weight, targets).sum()
@@ -87,9 +88,10 @@ def in_process(variant: str, vocabulary: int, width: int, args: argparse.Namespa
 
 def compare(vocabulary: int, width: int, args: argparse.Namespace) -> dict[str, float]:
     """Ratios of lightrft to full logits for one case; one printed line per variant."""
-    rows = {variant: in_process(variant, vocabulary, width, args) for variant in VARIANTS}
-    for row in rows.values():
-        print(json.dumps(row), flush=True)
+    rows = {}
+    for variant in args.variants:
+        rows[variant] = in_process(variant, vocabulary, width, args)
+        print(json.dumps(rows[variant]), flush=True)
     ours, full = rows["lightrft"], rows["full_logits"]
     for row in rows.values():
         assert abs(row["value"] - full["value"]) <= 1e-4 * abs(full["value"]), f"{row['variant']} computes something else: {row}"
@@ -101,6 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=["152000x128", "152000x896", "32000x128", "32000x896"],
                         help="vocabulary x hidden size")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="the first two are needed")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--one", nargs=5, metavar="CASE", help=argparse.SUPPRESS)  # given to a process by in_process()

@@ -1,6 +1,7 @@
 """Why: the figures in docs/benchmarks.md must stay reproducible, and all variants must compute the same thing."""
 
 import json
+from argparse import Namespace
 
 import pytest
 
@@ -21,4 +22,4 @@ def test_a_variant_that_computes_something_else_is_refused(monkeypatch):
     row = {"cpu_s": 1.0, "peak_mb": 1.0}
     monkeypatch.setattr(logprobs, "in_process", lambda variant, *_: {"variant": variant, **row, "value": next(values)})
     with pytest.raises(AssertionError, match="torch_chunked computes something else"):
-        logprobs.compare(10, 2, None)
+        logprobs.compare(10, 2, Namespace(variants=list(logprobs.VARIANTS)))
