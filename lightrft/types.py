@@ -92,6 +92,7 @@ class Batch:
     input_ids: Tensor = per_token()  # [T] int64
     loss_mask: Tensor = per_token()  # [T] bool, tokens that are learned; never the first of a sequence
     rows: Tensor = per_sequence()  # [N] int64, where each sequence stood in the whole batch of all ranks
+    learned: Tensor | None = field(default=None, metadata={"per": "batch"})  # [M] int64, see learned_tokens; made by `to`
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -106,6 +107,11 @@ class Batch:
         return self.loss_mask.sum(dtype=torch.float32)
 
     @property
+    def learned_tokens(self) -> Tensor:
+        """[M] int64, the positions of learned tokens in ascending order; on the host, as their number is a shape."""
+        return self.loss_mask.nonzero()[:, 0].cpu() if self.learned is None else self.learned
+
+    @property
     def offsets(self) -> Tensor:
         """[N + 1] int64, where each sequence begins; the last entry is T."""
         return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
@@ -114,14 +120,14 @@ class Batch:
     def position_ids(self) -> Tensor:
         """[T] int64, restarting at every sequence."""
         starts = torch.repeat_interleave(self.offsets[:-1], self.lengths, output_size=self.num_tokens)
-        return (torch.arange(self.num_tokens, device=starts.device) - starts).to(self.input_ids.device, non_blocking=True)
+        return send(torch.arange(self.num_tokens, device=starts.device) - starts, self.input_ids.device)
 
     @property
     def sequence_ids(self) -> Tensor:
         """[T] int64, the sequence of each token."""
         rows = torch.arange(len(self), device=self.lengths.device)
         rows = torch.repeat_interleave(rows, self.lengths, output_size=self.num_tokens)  # else the host waits for the sum
-        return rows.to(self.input_ids.device, non_blocking=True)
+        return send(rows, self.input_ids.device)
 
     def columns(self, per: str) -> dict[str, Tensor]:
         """The tensors that are present, `per` "token" or "sequence"."""
@@ -134,14 +140,16 @@ class Batch:
         tokens = token_index(self.offsets, rows)
         return replace(
             self,
+            learned=None,
             **{name: value[rows] for name, value in self.columns("sequence").items()},
             **{name: value[tokens] for name, value in self.columns("token").items()},
         )
 
     def to(self, device: torch.device | str) -> Self:
-        """All but the lengths, which stay on the host."""
+        """All but the lengths and the positions of learned tokens, which stay on the host."""
         moved = {name: value for name, value in (self.columns("sequence") | self.columns("token")).items() if name != "lengths"}
-        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in moved.items()})
+        device = torch.device(device)
+        return replace(self, learned=self.learned_tokens, **{name: send(value, device) for name, value in moved.items()})
 
 
 @dataclass(slots=True)
@@ -154,6 +162,13 @@ class Experience(Batch):
     engine_logprobs: Tensor = per_token()  # [T] float32, as sampled
     old_logprobs: Tensor | None = per_token()  # [T] float32, of the actor before this step's first update
     reference_logprobs: Tensor | None = per_token()  # [T] float32
+
+
+def send(value: Tensor, device: torch.device) -> Tensor:
+    """To the device without waiting for what it computes: an accelerator copies in its own time from pinned memory only."""
+    if torch.accelerator.is_available() and value.device.type == "cpu" and device.type != "cpu":
+        value = value.pin_memory()
+    return value.to(device, non_blocking=True)
 
 
 def unpadded(values: Tensor, lengths: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 
 from lightrft.parallel.device import has_flash_attention
 from lightrft.parallel.sequence import UNDIVIDED, Undivided
+from lightrft.types import send
 
 ATTENTION = "lightrft"
 
@@ -78,7 +79,7 @@ class Layout:
     @cached_property
     def offsets(self) -> Tensor:
         """[N + 1] int32 on the device: where each sequence begins; the last entry is T."""
-        return F.pad(self.lengths.cumsum(0), (1, 0)).int().to(self.device, non_blocking=True)
+        return send(F.pad(self.lengths.cumsum(0), (1, 0)).int(), self.device)
 
     @cached_property
     def blocks(self) -> Blocks:
@@ -100,7 +101,7 @@ class Layout:
         places = place.repeat_interleave(lengths) + _steps(lengths)
         if torch.equal(source, torch.arange(len(places))):
             return Blocks(shapes, None, None)
-        return Blocks(shapes, *(index.to(self.device, non_blocking=True) for index in (source, places)))
+        return Blocks(shapes, *(send(index, self.device) for index in (source, places)))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from lightrft.models.attention import Layout
 from lightrft.models.vocabulary import head_logprobs
 from lightrft.parallel.sequence import UNDIVIDED, Undivided
-from lightrft.types import Batch
+from lightrft.types import Batch, send
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 MULTIPLIED = {"cohere", "cohere2"}
@@ -37,12 +37,12 @@ class Actor(nn.Module):
         """
         whole = filled(batch, self.sequence.multiple)
         hidden = hidden_states(self.language_model, whole, self.sequence)
+        before = whole.learned_tokens - 1  # each token says what it expects of the next; the first is never learned
+        asked = send(self.sequence.own(before, whole.num_tokens), hidden.device)
         here = self.sequence.positions(whole.num_tokens, hidden.device)
-        following = (here + 1) % whole.num_tokens  # each token says what it expects of the next; the first is never learned
-        asked = whole.loss_mask[following].nonzero()[:, 0]
-        weight, targets = self.language_model.get_output_embeddings().weight, whole.input_ids[following[asked]]
+        weight, targets = self.language_model.get_output_embeddings().weight, whole.input_ids[here[asked] + 1]
         values = head_logprobs(hidden[asked], weight, targets, temperature=temperature / self.logit_scale)
-        zeros = torch.zeros(len(here), device=hidden.device)
+        zeros = torch.zeros(len(hidden), device=hidden.device)
         mine = torch.stack([zeros.index_put((asked,), value) for value in values], dim=1)
         return self.sequence.gather(mine).roll(1, 0)[: batch.num_tokens].unbind(1)
 
@@ -95,7 +95,8 @@ def filled(batch: Batch, multiple: int) -> Batch:
     if not missing:
         return batch
     ids, mask, rows = (F.pad(x, (0, n)) for x, n in ((batch.input_ids, missing), (batch.loss_mask, missing), (batch.rows, 1)))
-    return Batch(lengths=F.pad(batch.lengths, (0, 1), value=missing), input_ids=ids, loss_mask=mask, rows=rows)
+    lengths = F.pad(batch.lengths, (0, 1), value=missing)
+    return Batch(lengths=lengths, input_ids=ids, loss_mask=mask, rows=rows, learned=batch.learned)
 
 
 def divide(module: nn.Module, sequence: Undivided, *, tp: int = 1) -> None:

@@ -43,6 +43,14 @@ class Undivided:
         """[t] int64: the positions of this rank's tokens in the whole batch."""
         return torch.cat([torch.arange(*span, device=device) for span in self.spans(num_tokens)])
 
+    def own(self, positions: Tensor, num_tokens: int) -> Tensor:
+        """Of positions in the whole batch, ascending, those of this rank's tokens, as positions among these: [m] int64."""
+        found, before = [], 0
+        for start, end in self.spans(num_tokens):
+            found.append(positions[(positions >= start) & (positions < end)] - start + before)
+            before += end - start
+        return torch.cat(found)
+
     def gather(self, values: Tensor) -> Tensor:
         """Values [t, ...] of this rank's tokens -> [T, ...] of all tokens in their order, equal on all ranks.
 

@@ -6,12 +6,17 @@ the host, a size that depends on values) fails on them.
 
 import pytest
 import torch
+from flat_models import make_batch, make_model
+from transformers import AutoModelForSequenceClassification
 
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.algorithms.reduce import Denominator
 from lightrft.config import AlgorithmSection
+from lightrft.models.attention import ATTENTION
+from lightrft.models.heads import Actor, Scorer
 from lightrft.models.logprobs import Truncation, logprobs_of_logits, token_logprobs
 from lightrft.observe.metrics import Metrics
+from lightrft.roles.microbatch import micro_batches
 from lightrft.types import Experience
 
 T, N, H, V = 12, 3, 4, 20
@@ -41,6 +46,20 @@ def test_a_micro_batch_never_waits_for_the_device(mode):
         (metrics.max if name.endswith("_max") else metrics.mean)(name, values, part.loss_mask)
     assert hidden.grad.shape == (T, H) and weight.grad.shape == (V, H)
     assert part.position_ids.shape == part.sequence_ids.shape == (T,)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2 window", "qwen3", "gemma3"])
+def test_models_never_wait(family):
+    """Micro-batches are chosen on the host, where lengths and masks have values; then everything happens on the device."""
+    model = make_model(family, ATTENTION)
+    actor = Actor(model.to("meta"))
+    model.config.num_labels = 1
+    critic = Scorer(AutoModelForSequenceClassification.from_config(model.config).to("meta"))
+    for part in micro_batches(make_batch(), [[2, 0], [], [7, 1, 3]], torch.device("meta")):
+        logprobs, entropy = actor(part, 0.7)
+        (logprobs.sum() + entropy.sum() + critic(part).sum()).backward()
+        assert logprobs.shape == entropy.shape == (part.num_tokens,)
+    assert all(parameter.grad is not None for parameter in actor.parameters())
 
 
 def test_truncated_log_probs_and_those_of_logits_never_wait():

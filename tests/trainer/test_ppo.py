@@ -3,7 +3,6 @@
 import math
 
 import pytest
-
 from runs import PPO, prepare, repeatable, train
 
 

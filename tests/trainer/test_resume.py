@@ -7,7 +7,6 @@ import sys
 import time
 
 import pytest
-
 from runs import PPO, prepare, repeatable, rows_of, train
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -1,7 +1,6 @@
 """Whole runs of GRPO with layers split over ranks, with engines that share the training layout and engines that do not."""
 
 import pytest
-
 from runs import PPO, prepare, train
 
 
