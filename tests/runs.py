@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ranks import run_ranks
 
 from lightrft.cli.door import read_config
 from lightrft.config import Config
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import ppo_trainer, sft_trainer
+from ranks import run_ranks
 from scripts.prepare_quickstart import tiny_qwen3
 
 ASCII_REWARD = '''

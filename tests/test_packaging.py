@@ -122,6 +122,7 @@ def normal(table: dict[str, str]) -> dict[str, str]:
     return {name: str(Requirement(name + specifier).specifier) for name, specifier in table.items()}
 
 
+@pytest.mark.slow
 def test_every_module_imports_without_extras(wheel, installed, tmp_path):
     result = run(installed, "-c", IMPORT_ALL, *modules(wheel), cwd=tmp_path)
     assert result.returncode == 0, result.stderr

@@ -8,6 +8,7 @@ import pytest
 from scripts.bench import logprobs
 
 
+@pytest.mark.slow
 def test_every_variant_runs_and_agrees(capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", ".")
     logprobs.main(["--cases", "4000x16", "--tokens", "512", "--repeat", "1"])

@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--sequences=6", "--median=20", "--longest=64", "--tokens=128", "--rows=64", "--ranks=4", "--repeat=1"]
 
 
+@pytest.mark.slow
 def test_packed_against_padded_runs_and_both_compute_the_same_loss():
     command = [sys.executable, ROOT / "scripts" / "bench" / "packing.py", *SMALL]
     ran = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)

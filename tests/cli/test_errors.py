@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from runs import PPO, prepare
 
 from lightrft.cli import evaluate, train_ppo, train_sft
+from runs import PPO, prepare
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,10 @@
 """Supervised examples: ids and mask by hand; a mask off by one would learn the prompt or never learn to stop."""
 
 import pytest
-from tiny import EOS, byte_tokenizer
 
 from lightrft.data.conversations import answer_problem, supervised_batch
 from lightrft.types import Prompt
+from tiny import EOS, byte_tokenizer
 
 
 def prompt(text: str, label) -> Prompt:

@@ -5,11 +5,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 
 from lightrft.data.plane import move, share
 from lightrft.parallel.collectives import Axis
 from lightrft.types import Experience, token_index
+from ranks import run_ranks
 
 
 def whole(lengths: list[int]) -> Experience:

@@ -8,12 +8,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from loguru import logger
-from tiny import BOS, byte_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from lightrft.config import DataSection
 from lightrft.data.prompts import load_prompts
 from lightrft.data.rows import DataError
+from tiny import BOS, byte_tokenizer
 
 ROWS = [{"input": "1+1=", "label": "2", "level": 1}, {"input": "2+3=", "label": "5", "level": 2}]
 TEMPLATE = (

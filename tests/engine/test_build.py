@@ -4,15 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from engine.contract import start
 from loguru import logger
-from tiny import EOS, tiny_model
 from transformers import AutoConfig
 
+from engine.contract import start
 from lightrft.engine import build
 from lightrft.engine.expected import end_token_ids, expected_parameters
 from lightrft.engine.hf import HFEngine
 from lightrft.parallel.collectives import Axis
+from tiny import EOS, tiny_model
 
 ALONE = Axis("engine", 1, 0, None)
 

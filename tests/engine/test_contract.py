@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from engine.contract import CASES, STREAM_ONLY_CASES, run_contract
 from ranks import run_ranks
 from tiny import tiny_model

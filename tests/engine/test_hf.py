@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.contract import PROMPTS, reference_greedy, start
-from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
+from engine.contract import PROMPTS, reference_greedy, start
 from lightrft.engine.base import Request, Sampling
 from lightrft.engine.hf import HFEngine, sample_tokens
 from lightrft.parallel.collectives import Axis
+from tiny import tiny_model
 
 ALONE = Axis("engine", 1, 0, None)
 REQUESTS = [Request(prompt) for prompt in PROMPTS]

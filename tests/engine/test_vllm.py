@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-from engine.contract import Bench, reference_greedy, start
 from loguru import logger
-from ranks import run_ranks
-from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
+from engine.contract import Bench, reference_greedy, start
 from lightrft.parallel.mesh import Mesh
+from ranks import run_ranks
+from tiny import tiny_model
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 pytestmark = pytest.mark.slow

@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lightrft.engine.weights import stream
+from ranks import run_ranks
 
 BUCKETS = [1, 100, 1000, 10**9]
 

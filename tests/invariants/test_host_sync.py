@@ -6,9 +6,9 @@ the host, a size that depends on values) fails on them.
 
 import pytest
 import torch
-from flat_models import make_batch, make_model
 from transformers import AutoModelForSequenceClassification
 
+from flat_models import make_batch, make_model
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.algorithms.reduce import Denominator
 from lightrft.config import AlgorithmSection

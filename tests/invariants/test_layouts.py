@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from ranks import run_ranks
-from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
 from lightrft.algorithms.objectives import PolicyObjective
@@ -22,6 +20,8 @@ from lightrft.observe.metrics import Metrics
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import build_policy
 from lightrft.types import Experience
+from ranks import run_ranks
+from tiny import tiny_model
 
 PROMPT, STEPS, LEARNING_RATE, MAX_NORM, TEMPERATURE = 3, 5, 3e-4, 0.5, 0.8
 RESPONSES = [1, 9, 4, 17, 2, 6, 6, 12, 3, 5]
@@ -168,7 +168,10 @@ def sequence_loss(model: torch.nn.Module, whole: Experience, index: int) -> torc
     return loss + 0.1 * (difference.exp() - difference - 1)
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
+ALL_LAYOUTS = pytest.param("token-mean", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("mode", [ALL_LAYOUTS, "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
 def test_every_layout_is_plain_torch(folder, mode):
     expected_numbers, expected = plain_torch(folder, mode)
     start = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())

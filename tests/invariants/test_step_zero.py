@@ -4,6 +4,7 @@ else is a bug in log-probs, packing or the moving of rows. Without learning that
 """
 
 import pytest
+
 from runs import PPO, prepare, train
 
 STILL = ["--actor_learning_rate=0", "--use_kl_loss", "--max_steps=4", "--max_epochs=2", "--train_batch_size=16"]

@@ -4,10 +4,11 @@ four ranks come out as those of the loop in plain torch, and the copies of every
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from invariants.test_layouts import Layout, plain_torch, trained
 from parallel.families import family_model
 from ranks import run_ranks
-from transformers import AutoModelForCausalLM
 
 LAYOUTS = [
     Layout(2, tp=2, tokens=30),
@@ -18,6 +19,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "tie"), [("qwen3", False), ("gemma3", True)])
 def test_every_tensor_parallel_layout_is_plain_torch(tmp_path, family, tie):
     folder = family_model(tmp_path, family, tie=tie, vocabulary=261, heads=4, kv_heads=4)

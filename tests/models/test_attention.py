@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
 from flat_models import (
     LENGTHS,
     MODELS,
@@ -19,9 +22,6 @@ from flat_models import (
     one_by_one,
     weighted,
 )
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-
 from lightrft.models.attention import ALONE, ATTENTION, Layout, attention_kernel, block_attention
 from lightrft.models.heads import Actor
 from lightrft.types import Batch

@@ -10,9 +10,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from flat_models import MODELS, TEMPERATURE, assert_same_gradients, gradients_of, make_batch, make_model, one_by_one, weighted
 from torch import Tensor
 
+from flat_models import MODELS, TEMPERATURE, assert_same_gradients, gradients_of, make_batch, make_model, one_by_one, weighted
 from lightrft.models import attention, flash_attn
 from lightrft.models.attention import ATTENTION, Layout, block_attention
 from lightrft.models.heads import Actor

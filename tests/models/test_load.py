@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import byte_tokenizer, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightrft.config import ModelSection
 from lightrft.models.attention import ATTENTION
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model, load_tokenizer
+from tiny import byte_tokenizer, tiny_model
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 40}
 

@@ -303,6 +303,7 @@ def test_the_weight_gradient_of_bf16_is_summed_in_float32():
     assert gradient.tolist() == [[512.0], [-512.0]]
 
 
+@pytest.mark.slow
 def test_memory_of_the_host_stays_within_a_few_chunks():
     """Measured in a process of its own: 4096 tokens of 32,000 are 524 MB of logits; the automatic chunk is 134 MB."""
     result = subprocess.run([sys.executable, "-c", MEASURE_PEAK], capture_output=True, text=True, check=True)

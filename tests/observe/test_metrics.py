@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from ranks import run_ranks
 
 from lightrft.observe.metrics import Metrics
+from ranks import run_ranks
 
 
 class One:

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-from tiny import BOS, EOS, PAD, byte_tokenizer
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -15,6 +14,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from tiny import BOS, EOS, PAD, byte_tokenizer
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),

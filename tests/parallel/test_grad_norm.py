@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lightrft.parallel.grad_norm import clip_gradients, global_grad_norm
+from ranks import run_ranks
 
 CPU = torch.device("cpu")
 SHAPES = [(7, 5), (6, 4), (9,), (3, 3), (5, 2), (4, 4), (8,)]

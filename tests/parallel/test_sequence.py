@@ -5,18 +5,18 @@ The reference is the same model, or the same attention, in one process.
 
 import pytest
 import torch
-from flat_models import LENGTHS, TEMPERATURE, gradients_of, make_batch, make_model, weighted
-from ranks import run_ranks
-from roles import rows
-from tiny import tiny_model
 from torch import Tensor, nn
 
+from flat_models import LENGTHS, TEMPERATURE, gradients_of, make_batch, make_model, weighted
 from lightrft.models.attention import ATTENTION, Layout, flat_attention
 from lightrft.models.heads import Actor, divide
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 from lightrft.strategy import FSDPStrategy
 from lightrft.strategy.fsdp import SEQUENCES
+from ranks import run_ranks
+from roles import rows
+from tiny import tiny_model
 
 KINDS = list(SEQUENCES)
 PACKED, SINGLE = [24, 48, 16, 40, 8], [136]
@@ -119,6 +119,7 @@ def model_of_ranks(kind: str, checkpointing: bool) -> list[tuple[list[Tensor], d
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("sp", "checkpointing"), [(2, False), (4, True)])
 def test_an_actor_on_several_ranks_is_that_of_one(sp, checkpointing, kind):

@@ -4,8 +4,6 @@ import random
 
 import pytest
 import torch
-from parallel.families import family_model
-from ranks import run_ranks
 from transformers import AutoModelForCausalLM
 
 from lightrft.engine.base import Sampling
@@ -13,6 +11,8 @@ from lightrft.rollout.rewards import Judge, rewards
 from lightrft.strategy import FSDPStrategy
 from lightrft.strategy.engine_host import EngineHost
 from lightrft.types import Prompt, Sample
+from parallel.families import family_model
+from ranks import run_ranks
 
 PROMPTS = [[50, 55, 43, 53], [49, 48], [57, 43, 49, 61, 50], [51], [60, 61, 62]]
 

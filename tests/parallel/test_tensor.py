@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from parallel.families import FAMILIES, family_model
-from ranks import run_ranks
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
@@ -18,6 +16,8 @@ from lightrft.models.load import load_model
 from lightrft.parallel.tensor import model_problems, parallelize
 from lightrft.strategy import FSDPStrategy
 from lightrft.types import Batch
+from parallel.families import FAMILIES, family_model
+from ranks import run_ranks
 
 LENGTHS = [5, 12, 2, 9]
 TEMPERATURE = 0.7
@@ -91,6 +91,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "args"), [(2, {}), (4, {}), (4, {"dp_replicate": 2})], ids=["tp", "fsdp", "hsdp"])
 def test_every_gradient_of_every_family_is_that_of_the_plain_model(folders, world_size, args):
     by_rank = run_ranks(world_size, split, folders, {"tp_size": 2, **args}, timeout=300)

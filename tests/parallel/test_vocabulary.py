@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -17,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lightrft.models.logprobs import Truncation, token_logprobs
 from lightrft.models.vocabulary import head_logprobs
 from lightrft.parallel.tensor import vocabulary_shard
+from ranks import run_ranks
 
 T, H = 23, 8
 UPSTREAM = torch.linspace(-1.0, 2.0, T), torch.linspace(0.5, -0.7, T)

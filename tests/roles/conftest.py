@@ -1,4 +1,5 @@
 import pytest
+
 from roles.rows import dense_scorer
 from tiny import tiny_model
 

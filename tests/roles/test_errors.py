@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from ranks import run_ranks
-from roles import rows
 
 from lightrft.algorithms.objectives import PolicyObjective, sft
 from lightrft.config import Config
+from ranks import run_ranks
+from roles import rows
 
 CASES = {
     "missing keys": (

@@ -4,14 +4,14 @@ import json
 
 import pytest
 import torch
-from ranks import run_ranks
-from roles import rows
-from tiny import EOS, PAD, byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrft.algorithms.objectives import sft
 from lightrft.engine.base import EngineError, Sampling
 from lightrft.strategy.phases import Phase, PhaseError
+from ranks import run_ranks
+from roles import rows
+from tiny import EOS, PAD, byte_tokenizer
 
 NEW = 6
 

@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ranks import run_ranks
-from roles import rows
 from torch import Tensor, nn
 
 from lightrft.algorithms.objectives import PolicyObjective, sft
 from lightrft.algorithms.reduce import share_of_mean
 from lightrft.config import Config
 from lightrft.roles.role import Role
+from ranks import run_ranks
+from roles import rows
 
 GBS = 4
 STEPS = [range(0, 4), range(4, 8), range(8, 10)]
@@ -138,6 +138,7 @@ def plain_reward(model, batch, members):
 PLAIN = {"sft": plain_sft, "grpo": plain_grpo, "own": plain_own, "critic": plain_critic, "reward": plain_reward}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(PLAIN))
 def test_every_layout_is_plain_torch(folder, scorer_folder, kind):
     path = scorer_folder if kind in ("critic", "reward") else folder

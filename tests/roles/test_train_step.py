@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from ranks import run_ranks
-from roles import rows
 
 from lightrft.algorithms.objectives import sft
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.microbatch import micro_batches
 from lightrft.roles.policy import Policy
+from ranks import run_ranks
+from roles import rows
 
 
 def start(folder: str, **args) -> tuple[Policy, rows.Padded]:

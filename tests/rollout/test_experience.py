@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
 from lightrft.config import AlgorithmSection, ModelSection, TrainSection
@@ -19,6 +17,8 @@ from lightrft.roles.policy import Policy
 from lightrft.rollout.experience import ExperienceMaker, flatten
 from lightrft.strategy import get_strategy
 from lightrft.types import Prompt, Sample
+from ranks import run_ranks
+from tiny import tiny_model
 
 TEMPERATURE = 0.7
 

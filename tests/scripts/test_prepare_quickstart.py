@@ -83,6 +83,7 @@ def test_problems_depend_on_the_seed_alone(task):
     assert TASKS[task](3) == TASKS[task](3) != TASKS[task](4)
 
 
+@pytest.mark.slow
 def test_command_writes_everything(tmp_path):
     command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--seed", "5", "--task", "sorting"]
     subprocess.run(command, check=True, capture_output=True, timeout=120)

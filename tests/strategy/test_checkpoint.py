@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from loguru import logger
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
 from ranks import run_ranks
 from strategy.training import distance, fill_the_disk, load, one_step, snapshot, strategy
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 
 class Run:
@@ -109,6 +110,7 @@ def test_another_layout_continues(folder, root, before, after, args):
         assert [row[:3] for row in metrics] == [pytest.approx(row[:3], rel=1e-5) for row in expected[2:]]
 
 
+@pytest.mark.slow
 def test_tied_model_resumes(tied_folder, root):
     expected = run_ranks(2, uninterrupted, tied_folder, root)
     assert run_ranks(2, interrupted, tied_folder, root)[0][0] == expected[0][0][2:]
@@ -186,6 +188,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage, name, says", [
     (truncate, "__1_0.distcp", "__1_0.distcp has "),
     (flip, "__0_0.distcp", "__0_0.distcp has changed"),

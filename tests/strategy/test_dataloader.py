@@ -1,9 +1,9 @@
 import pytest
-from ranks import run_ranks
 
 from lightrft.parallel.collectives import Axis
 from lightrft.strategy import FSDPStrategy
 from lightrft.strategy.dataloader import ResumableBatchSampler
+from ranks import run_ranks
 
 ROWS = list(range(100, 120))
 

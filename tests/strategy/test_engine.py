@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from ranks import run_ranks
-from strategy.training import load, one_step, strategy
 
 from lightrft.engine.base import EngineError, Sampling
 from lightrft.strategy import EngineStatus, FSDPStrategy
 from lightrft.strategy.engine_host import replica_seed
+from ranks import run_ranks
+from strategy.training import load, one_step, strategy
 
 PROMPTS = [[50, 55, 43, 53], [49, 48], [57, 43, 49, 61, 50], [51]]
 

@@ -3,16 +3,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
 from safetensors.torch import load_file
-from strategy.training import fill_the_disk, load, snapshot, strategy
-from tiny import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrft.config import ModelSection
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.strategy import export
+from ranks import run_ranks
+from strategy.training import fill_the_disk, load, snapshot, strategy
+from tiny import byte_tokenizer
 
 
 def exported(folder: str, target: Path, shard_bytes: int, **args):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from ranks import run_ranks
-from strategy.training import adamw, assert_equal_courses, distance, plain_course, sgd, strategy_course
 from torch import nn
 
 from lightrft.strategy.optim import create_adamw
+from ranks import run_ranks
+from strategy.training import adamw, assert_equal_courses, distance, plain_course, sgd, strategy_course
 
 LAYOUTS = {"1": (1, {}), "2": (2, {}), "2x2": (4, {"dp_replicate": 2}), "2 replicas": (2, {"dp_replicate": 2})}
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from ranks import run_ranks
-from strategy.training import load, one_step, snapshot, strategy
 from torch import nn
 
 from lightrft.strategy import FSDPStrategy
+from ranks import run_ranks
+from strategy.training import load, one_step, snapshot, strategy
 
 
 def local_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -45,6 +45,7 @@ def course(folder: str, args: dict, cycles: bool):
     return numbers, snapshot(made, model), buffers, moments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "args"), [(1, {}), (2, {}), (2, {"bf16": True}), (2, {"dp_replicate": 2})], ids=str)
 def test_training_with_cycles_in_between_is_bit_identical(folder, tied_folder, world_size, args):
     for path in (folder, tied_folder):

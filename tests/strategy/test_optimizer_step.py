@@ -2,14 +2,14 @@ import math
 
 import pytest
 import torch
-from ranks import run_ranks
-from strategy.training import distance, load, my_rows, one_step, sgd, share_of_loss, snapshot, strategy
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from lightrft.parallel.grad_norm import global_grad_norm
 from lightrft.strategy.fsdp import blocks, roots
 from lightrft.strategy.optim import create_adamw, create_lr_scheduler
+from ranks import run_ranks
+from strategy.training import distance, load, my_rows, one_step, sgd, share_of_loss, snapshot, strategy
 
 
 def clipped_steps(folder: str, max_norm: float):

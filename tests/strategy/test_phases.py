@@ -3,11 +3,11 @@
 from itertools import product
 
 import pytest
-from ranks import run_ranks
-from strategy.training import load, strategy
 from torch import nn
 
 from lightrft.strategy.phases import Phase, PhaseError, Phases
+from ranks import run_ranks
+from strategy.training import load, strategy
 
 TRAIN, LOGPROB, REFIT, GENERATE = Phase
 LEGAL = {(TRAIN, LOGPROB), (TRAIN, REFIT), (LOGPROB, TRAIN), (LOGPROB, REFIT), (REFIT, GENERATE), (GENERATE, REFIT)}

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from ranks import run_ranks
-from strategy.training import strategy
 
 from lightrft.strategy import FSDPStrategy
+from ranks import run_ranks
+from strategy.training import strategy
 
 
 def reduced():

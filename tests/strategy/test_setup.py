@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from strategy.training import strategy
 
 from lightrft.strategy import FSDPStrategy
 from lightrft.strategy.launch import adopt_slurm
+from ranks import run_ranks
+from strategy.training import strategy
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID",
                "SLURM_NTASKS", "SLURM_LOCALID")

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from parallel.families import family_model
 from ranks import run_ranks
 from strategy.test_checkpoint import Run
 from strategy.training import distance
-from transformers import AutoModelForCausalLM
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -34,6 +35,7 @@ LAYOUTS = {"tp": (2, {"tp_size": 2}), "fsdp x tp": (4, {"tp_size": 2}), "fsdp": 
 CHANGES = [("fsdp", "tp"), ("fsdp x tp", "one"), ("tp", "fsdp x tp"), ("fsdp x tp", "fsdp x tp")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), CHANGES)
 def test_a_checkpoint_loads_into_another_layout(split_folder, root, before, after):
     (world_size, args), (other_size, other_args) = LAYOUTS[before], LAYOUTS[after]

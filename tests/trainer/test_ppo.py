@@ -3,6 +3,7 @@
 import math
 
 import pytest
+
 from runs import PPO, prepare, repeatable, train
 
 

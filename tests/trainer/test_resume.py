@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+
 from runs import PPO, prepare, repeatable, rows_of, train
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -52,6 +53,7 @@ def test_changed_data_order_is_an_error(inputs, tmp_path):
         train("train_ppo", 1, [*flags, "--load_checkpoint", "--seed=7"], tmp_path)
 
 
+@pytest.mark.slow
 def test_interrupt_saves_and_resumes(inputs, tmp_path):
     """Ctrl-C under torchrun: every rank stops at the same step, a checkpoint is there, the run goes on from it."""
     flags = [*inputs, *PPO, "--save_steps=-1", f"--save_path={tmp_path}"]

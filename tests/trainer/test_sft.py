@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from runs import prepare, repeatable, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from runs import prepare, repeatable, train
 
 SFT = ["--train_batch_size=8", "--num_episodes=20", "--actor_learning_rate=3e-3", "--lr_scheduler=constant"]
 

@@ -1,9 +1,11 @@
 """Whole runs of GRPO with layers split over ranks, with engines that share the training layout and engines that do not."""
 
 import pytest
+
 from runs import PPO, prepare, train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "world_size", "engine_tp_size"),
     [
