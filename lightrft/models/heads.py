@@ -44,7 +44,8 @@ class Actor(nn.Module):
         values = head_logprobs(hidden[asked], weight, targets, temperature=temperature / self.logit_scale)
         zeros = torch.zeros(len(hidden), device=hidden.device)
         mine = torch.stack([zeros.index_put((asked,), value) for value in values], dim=1)
-        return self.sequence.gather(mine).roll(1, 0)[: batch.num_tokens].unbind(1)
+        logprobs, entropy = self.sequence.gather(mine).roll(1, 0)[: batch.num_tokens].unbind(1)
+        return logprobs.clone(), entropy.clone()  # FSDP2 hooks what is returned, and views lose hooks
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their Hugging Face names, tied ones once."""
@@ -70,7 +71,7 @@ class Scorer(nn.Module):
         hidden = hidden_states(self.scored_model, whole, self.sequence).float()
         head: nn.Linear = getattr(self.scored_model, self.head)
         scores = F.linear(hidden, head.weight.float(), None if head.bias is None else head.bias.float())[:, 0]
-        return self.sequence.gather(scores)[: batch.num_tokens]
+        return self.sequence.gather(scores)[: batch.num_tokens].clone()
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their Hugging Face names, tied ones once."""

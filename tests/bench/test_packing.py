@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--sequences=6", "--median=20", "--longest=64", "--tokens=128", "--rows=64", "--ranks=4", "--repeat=1"]
 
