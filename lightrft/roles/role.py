@@ -185,7 +185,7 @@ class Role(ABC):
             # Gradients that await the last micro-batch are inside the strategy: an empty one brings them out.
             values, _ = self.forward(filler(step.batch))
             self.strategy.backward(values.sum() * 0, self.module, self.optimizer)
-        self.module.zero_grad(set_to_none=True)
+        self.strategy.clear_gradients(self.module)
 
     def denominator(self, batch: Batch, rows: Rows, *, length: int | None = None) -> Denominator:
         """Learned tokens and sequences of one optimizer step over all ranks; one collective.

@@ -34,6 +34,20 @@ class Training:
     world: Axis
     device: torch.device
 
+    def tensors(self, *, module_only: bool = False) -> dict[str, Any]:
+        """The parameters under `model` and, by parameter, the state of its optimizer under `optimizer`, sharded as they lie."""
+        state = {"model": sharded.get_model_state_dict(self.model)}
+        if self.optimizer is not None and not module_only:
+            state["optimizer"] = sharded.get_optimizer_state_dict(self.model, self.optimizer)
+        return state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over what was read into tensors(). Parameters without optimizer state there never had a gradient."""
+        sharded.set_model_state_dict(self.model, state["model"])
+        if "optimizer" in state:
+            lenient = sharded.StateDictOptions(strict=False)
+            sharded.set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=lenient)
+
 
 def save(
     training: Training, root: Path, tag: str, *, client_state: dict[str, Any], max_num: int, max_mem: float, save_latest: bool
@@ -83,10 +97,7 @@ def load(training: Training, root: Path, tag: str | None, *, module_only: bool) 
 
 
 def _write_tensors(training: Training, path: Path) -> None:
-    state = {"model": sharded.get_model_state_dict(training.model)}
-    if training.optimizer is not None:
-        state["optimizer"] = sharded.get_optimizer_state_dict(training.model, training.optimizer)
-    dcp.save(state, storage_writer=_Writer(path, sync_files=True))
+    dcp.save(training.tensors(), storage_writer=_Writer(path, sync_files=True))
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -101,19 +112,14 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def _read_tensors(training: Training, path: Path, module_only: bool) -> None:
-    model, optimizer = training.model, None if module_only else training.optimizer
     reader = dcp.FileSystemReader(path)
     saved = set(reader.read_metadata().state_dict_metadata)
-    state = {"model": sharded.get_model_state_dict(model)}
+    state = training.tensors(module_only=module_only)
     _check_names({f"model.{name}" for name in state["model"]}, {name for name in saved if name.startswith("model.")})
-    if optimizer is not None:
-        state["optimizer"] = sharded.get_optimizer_state_dict(model, optimizer)
+    if "optimizer" in state:
         _forget_untouched(state["optimizer"]["state"], saved)
     dcp.load(state, storage_reader=reader)
-    sharded.set_model_state_dict(model, state["model"])
-    if optimizer is not None:
-        lenient = sharded.StateDictOptions(strict=False)  # for the untouched
-        sharded.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=lenient)
+    training.restore(state)
 
 
 def _check_names(wanted: set[str], saved: set[str]) -> None:

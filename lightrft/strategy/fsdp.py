@@ -1,27 +1,18 @@
 """FSDP2: every block's parameters sharded over the data ranks, gathered while it computes; with --tp_size and --sp_size."""
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from loguru import logger
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from lightrft.models.heads import divide
-from lightrft.parallel.grad_norm import clip_gradients, global_grad_norm
 from lightrft.parallel.sequence import Undivided
 from lightrft.parallel.tensor import parallelize
 from lightrft.parallel.ulysses import Ulysses
 from lightrft.parallel.zigzag import Zigzag
-from lightrft.strategy import checkpoint
-from lightrft.strategy.offload import AwayModel, AwayOptimizer, has_gradients
-from lightrft.strategy.optim import step
 from lightrft.strategy.strategy_base import StrategyBase
 
 SEQUENCES: dict[str, type[Undivided]] = {"ulysses": Ulysses, "zigzag": Zigzag}
@@ -31,13 +22,7 @@ SEQUENCES: dict[str, type[Undivided]] = {"ulysses": Ulysses, "zigzag": Zigzag}
 class FSDPStrategy(StrategyBase):
     """Sharded, or with --dp_replicate sharded inside each replica. Gradients are summed over everything, never averaged."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._unsynced: set[FSDPModule] = set()
-        """Modules that hold gradients which no other rank has seen."""
-        self._away: dict[nn.Module | Optimizer, AwayModel | AwayOptimizer] = {}
-
-    def _prepare_module(self, module: nn.Module, optimizer: Optimizer | None) -> None:
+    def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
         """Split, cast, shard block by block and then the rest, and follow the parameters by name into the optimizer."""
         names = _optimizer_names(module, optimizer)
         trained = any(parameter.requires_grad for parameter in module.parameters())
@@ -63,76 +48,19 @@ class FSDPStrategy(StrategyBase):
                 part.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, which is the other way to divide by 1
         _follow(module, optimizer, names)
 
-    def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer | None = None, *, last: bool = True) -> None:
+    def accumulate(self, loss: Tensor, model: nn.Module, last: bool) -> None:
         for root in roots(model):
             root.set_requires_gradient_sync(last)
             root.set_is_last_backward(last)
-            (self._unsynced.discard if last else self._unsynced.add)(root)
         loss.backward()
 
-    def optimizer_step(
-        self, optimizer: Optimizer, model: nn.Module, scheduler: LRScheduler | None = None, name: str = "model"
-    ) -> Tensor:
-        if self._unsynced.intersection(roots(model)):
-            raise RuntimeError(f"optimizer_step({name}) after backward(last=False): gradients were not summed over the ranks yet")
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norm = global_grad_norm(parameters, self.device)
-        if torch.isfinite(norm):
-            if self.max_norm > 0:
-                clip_gradients(parameters, norm, self.max_norm)
-            step(optimizer)
-            if scheduler is not None:
-                scheduler.step()
-        else:
-            self.skipped_steps += 1
-            if self.is_rank_0():
-                logger.warning("{}: gradient norm is {}, step skipped ({} so far)", name, norm.item(), self.skipped_steps)
-        model.zero_grad(set_to_none=True)
-        return norm
-
     def offload_model(self, model: nn.Module) -> None:
-        if self._unsynced.intersection(roots(model)):
-            raise RuntimeError(has_gradients(model))
-        if model not in self._away and not self.config.fsdp_cpu_offload:
-            self._away[model] = AwayModel(model, self.device)
+        if not self.config.fsdp_cpu_offload:  # else it is in host memory
+            super().offload_model(model)
 
     def maybe_offload_optimizer(self, optimizer: Optimizer) -> None:
-        if optimizer not in self._away and not self.config.fsdp_cpu_offload:
-            self._away[optimizer] = AwayOptimizer(optimizer, self.device)
-
-    def reload_model(self, model: nn.Module) -> None:
-        self._reload(model)
-
-    def maybe_load_optimizer(self, optimizer: Optimizer) -> None:
-        self._reload(optimizer)
-
-    def _reload(self, item: nn.Module | Optimizer | None) -> None:
-        if item in self._away:
-            self._away.pop(item).reload(self.device)
-
-    def save_ckpt(
-        self, model: nn.Module, save_dir: str | Path, tag: str, max_num: int = 3, max_mem: float = 1000,
-        client_state: Mapping[str, Any] = MappingProxyType({}), save_latest: bool = True,
-        optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None,
-    ) -> Path:
-        training = self._training(model, optimizer, scheduler)
-        return checkpoint.save(
-            training, Path(save_dir), tag,
-            client_state=dict(client_state), max_num=max_num, max_mem=max_mem, save_latest=save_latest,
-        )
-
-    def load_ckpt(
-        self, model: nn.Module, load_dir: str | Path, tag: str | None = None,
-        optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None, load_module_only: bool = False,
-    ) -> tuple[Path | None, dict[str, Any]]:
-        training = self._training(model, optimizer, scheduler)
-        return checkpoint.load(training, Path(load_dir), tag, module_only=load_module_only)
-
-    def _training(self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> checkpoint.Training:
-        """What a checkpoint reads and writes; it must be here for that."""
-        self._reload(model)
-        self._reload(optimizer)
-        return checkpoint.Training(model, optimizer, scheduler, self.mesh.world, self.device)
+        if not self.config.fsdp_cpu_offload:
+            super().maybe_offload_optimizer(optimizer)
 
     def _precision(self) -> MixedPrecisionPolicy:
         if not self.config.bf16:

@@ -2,10 +2,7 @@
 
 import os
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +11,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from easydict import EasyDict
 from loguru import logger
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,26 +18,25 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.engine import weights
-from lightrft.engine.base import Engine, Sampling
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import current_device, memory_in_use, peak_memory, select_device
 from lightrft.parallel.mesh import Mesh
-from lightrft.strategy import reduce
+from lightrft.strategy import checkpoint, reduce
+from lightrft.strategy.backend import Away
 from lightrft.strategy.config import Arguments, StrategyConfig
 from lightrft.strategy.dataloader import ResumableBatchSampler
-from lightrft.strategy.engine_host import EngineHost, EngineStatus
+from lightrft.strategy.engine_verbs import EngineVerbs
 from lightrft.strategy.export import export
 from lightrft.strategy.launch import join_process_group
-from lightrft.strategy.named import hf_parameters, unwrap
+from lightrft.strategy.named import unwrap
+from lightrft.strategy.offload import has_gradients
 from lightrft.strategy.optim import create_adamw, create_lr_scheduler
-from lightrft.strategy.phases import Phase, Phases
-from lightrft.types import Completion
+from lightrft.strategy.phases import Phase
 
 GB = 1e9
 
 
-class StrategyBase(ABC):
+class StrategyBase(EngineVerbs):
     """Verbs of distribution. All ranks call every verb together, in the same order, unless it says otherwise.
 
         strategy = get_strategy(args)
@@ -59,6 +54,7 @@ class StrategyBase(ABC):
         train_batch_size: int = 1024,
         args: Arguments = None,
     ):
+        super().__init__()
         self.seed, self.max_norm = seed, max_norm
         self.micro_train_batch_size, self.train_batch_size = micro_train_batch_size, train_batch_size
         self.config = StrategyConfig.from_args(args)
@@ -67,11 +63,11 @@ class StrategyBase(ABC):
         """Optimizer steps left out because the gradient norm was not finite."""
         self._mesh: Mesh | None = None
         self._owns_processes = False
-        self._host: EngineHost | None = None
-        self._engine_actor: nn.Module | None = None
-        self._phases = Phases()
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
+        self._unsummed: set[nn.Module] = set()
+        """Models with gradients that no other rank has seen."""
+        self._away: dict[nn.Module | Optimizer, Away] = {}
 
     # -- processes
 
@@ -98,10 +94,8 @@ class StrategyBase(ABC):
 
     def close(self) -> None:
         """End the engine, and the process group if setup_distributed() made it. May be called at any time."""
-        host, self._host, self._engine_actor, self._mesh = self._host, None, None, None
-        self._models, self._optimizers = [], []
-        if host is not None:
-            host.engine.close()
+        self._mesh, self._models, self._optimizers = None, [], []
+        self.close_engine()
         if self._owns_processes:
             dist.destroy_process_group()
             self._owns_processes = False
@@ -170,23 +164,19 @@ class StrategyBase(ABC):
         for item in models_or_pairs:
             module, optimizer, *_ = (*item, None) if isinstance(item, tuple | list) else (item, None)
             if module is not None:
-                self._prepare_module(module, optimizer)
+                self.distribute(module, optimizer)
                 self._know(module, optimizer)
         return models_or_pairs[0] if len(models_or_pairs) == 1 else models_or_pairs
 
-    @abstractmethod
-    def _prepare_module(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        """Distribute one module in place and point its optimizer at the new parameters."""
-
-    @abstractmethod
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer | None = None, *, last: bool = True) -> None:
         """Add the gradients of one micro-batch.
 
         `loss` is this rank's share of the global mean: gradients are summed over ranks and micro-batches, nothing divides
         them. Only the `last` micro-batch of an optimizer step communicates. All ranks have the same number of micro-batches.
         """
+        (self._unsummed.discard if last else self._unsummed.add)(model)
+        self.accumulate(loss, model, last)
 
-    @abstractmethod
     def optimizer_step(
         self, optimizer: Optimizer, model: nn.Module, scheduler: LRScheduler | None = None, name: str = "model"
     ) -> Tensor:
@@ -194,6 +184,19 @@ class StrategyBase(ABC):
 
         A norm that is not finite skips step and schedule on all ranks, and is counted in `skipped_steps`.
         """
+        if model in self._unsummed:
+            raise RuntimeError(f"optimizer_step({name}) after backward(last=False): gradients were not summed over the ranks yet")
+        norm = self.gradient_norm(model, optimizer)
+        if torch.isfinite(norm):
+            self.apply_gradients(model, optimizer, norm)
+            if scheduler is not None:
+                scheduler.step()
+        else:
+            self.skipped_steps += 1
+            if self.is_rank_0():
+                logger.warning("{}: gradient norm is {}, step skipped ({} so far)", name, norm.item(), self.skipped_steps)
+        self.clear_gradients(model)
+        return norm
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The Hugging Face model inside a role's wrapper, or the module itself."""
@@ -206,12 +209,7 @@ class StrategyBase(ABC):
         An offloaded model comes back for it.
         """
         self.reload_model(model)
-        return weights.stream(hf_parameters(model), dtype or self.dtype, self.config.weight_sync_bucket_mb * 2**20)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What models compute in and weights travel in."""
-        return torch.bfloat16 if self.config.bf16 else torch.float32
+        return self.stream(model, dtype or self.dtype)
 
     # -- who is in device memory
 
@@ -239,24 +237,28 @@ class StrategyBase(ABC):
         if optimizer is not None:
             self.maybe_load_optimizer(optimizer)
 
-    @abstractmethod
     def offload_model(self, model: nn.Module) -> None:
         """Move a prepared model to host memory and free its place on the device; parameters stay the same objects.
 
         RuntimeError when it holds gradients, and whenever an offloaded model is used. Nothing happens to one that is away.
         """
+        if model in self._unsummed:
+            raise RuntimeError(has_gradients(model))
+        if model not in self._away:
+            self._away[model] = self.send_model_away(model)
 
-    @abstractmethod
     def reload_model(self, model: nn.Module) -> None:
         """Bring an offloaded model back, the same bit by bit. Nothing happens to one that is here."""
+        self._bring_back(model)
 
-    @abstractmethod
     def maybe_offload_optimizer(self, optimizer: Optimizer) -> None:
         """Move the optimizer's state to host memory, unless it is there already."""
+        if optimizer not in self._away:
+            self._away[optimizer] = self.send_optimizer_away(optimizer)
 
-    @abstractmethod
     def maybe_load_optimizer(self, optimizer: Optimizer) -> None:
         """Bring an offloaded optimizer back, the same bit by bit. Nothing happens to one that is here."""
+        self._bring_back(optimizer)
 
     # -- data
 
@@ -285,7 +287,6 @@ class StrategyBase(ABC):
 
     # -- checkpoints
 
-    @abstractmethod
     def save_ckpt(
         self, model: nn.Module, save_dir: str | Path, tag: str, max_num: int = 3, max_mem: float = 1000,
         client_state: Mapping[str, Any] = MappingProxyType({}), save_latest: bool = True,
@@ -296,8 +297,11 @@ class StrategyBase(ABC):
         At most `max_num` checkpoints and `max_mem` GB of them stay. One without `save_latest` is loaded by its tag only.
         CheckpointError on all ranks when one cannot write (disk full); what was there before is then untouched.
         """
+        return checkpoint.save(
+            self._here(model, optimizer, scheduler), Path(save_dir), tag,
+            client_state=dict(client_state), max_num=max_num, max_mem=max_mem, save_latest=save_latest,
+        )
 
-    @abstractmethod
     def load_ckpt(
         self, model: nn.Module, load_dir: str | Path, tag: str | None = None,
         optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None, load_module_only: bool = False,
@@ -306,6 +310,7 @@ class StrategyBase(ABC):
 
         Any number of ranks may load what any other has saved.
         """
+        return checkpoint.load(self._here(model, optimizer, scheduler), Path(load_dir), tag, module_only=load_module_only)
 
     def save_model(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path, dtype: torch.dtype | None = None
@@ -316,81 +321,6 @@ class StrategyBase(ABC):
         """
         stream = self.full_params(model, dtype)
         return export(unwrap(model), stream, tokenizer, Path(folder), dtype or self.dtype, self._world())
-
-    # -- the engine on the same devices
-
-    @property
-    def engine(self) -> Engine:
-        return self._engine_host().engine
-
-    @property
-    def engine_name(self) -> str:
-        """hf, vllm, ...; none until an engine exists."""
-        return self._host.name if self._host else "none"
-
-    @property
-    def engine_status(self) -> EngineStatus:
-        """SLEEPED until an engine exists."""
-        return self._host.status if self._host else EngineStatus.SLEEPED
-
-    def setup_inference_engine(
-        self, args: Arguments = None, engine_type: str | None = None, actor: nn.Module | None = None
-    ) -> Engine:
-        """Build the engine. With an actor it gets those weights and sleeps, if it may; else it stays awake with --pretrain's.
-
-        The actor is remembered: it refills an engine whose sleep dropped the weights. An engine without one keeps them.
-        """
-        config = self.config if args is None else StrategyConfig.from_args(args)
-        config = replace(config, engine_type=engine_type or config.engine_type)
-        config.check()
-        self._host = EngineHost.build(config, mesh=self.mesh, dtype=self.dtype, device=self.device, seed=self.seed,
-                                      from_stream=actor is not None)
-        if actor is None:
-            self._wake_engine(None)
-        else:
-            self.update_engine_weights(actor)
-            self.maybe_sleep_inference_engine()
-        return self.engine
-
-    @contextmanager
-    def engine_awake(self, actor: nn.Module | None = None) -> Iterator[Engine]:
-        """The engine ready to generate with the newest weights of `actor`; asleep again afterwards if it may sleep.
-
-        Without an actor the engine keeps its weights, and takes those of the actor it was set up with if it has none.
-        """
-        self._wake_engine(actor)
-        try:
-            yield self.engine
-        finally:
-            self.maybe_sleep_inference_engine()
-
-    def wakeup_inference_engine(self, actor: nn.Module | None = None) -> None:
-        """engine_awake() without an end. Cached memory is freed first; an engine that is awake stays as it is."""
-        self._wake_engine(actor)
-
-    def maybe_sleep_inference_engine(self) -> None:
-        """The engine's phases end, and it sleeps if --enable_engine_sleep."""
-        self._engine_host().sleep(keep_weights=self._engine_actor is None)
-        self._phases.leave_engine()
-
-    def update_engine_weights(self, actor: nn.Module) -> None:
-        """Stream the actor's weights into the engine under the next version; what was cached with the old ones is dropped."""
-        host, self._engine_actor = self._engine_host(), actor
-        self.enter(Phase.REFIT, actor)
-        host.update_weights(lambda: self.full_params(actor))
-        if host.status is EngineStatus.WAKEUP:
-            self.enter(Phase.GENERATE)
-
-    def gather_and_generate(self, sampling: Sampling, prompt_token_ids: list[list[int]]) -> list[list[Completion]]:
-        """`sampling.n` completions of each of this rank's own prompts, in order; numbers of prompts may differ, also be 0.
-
-        Ranks that share an engine gather their prompts. `sampling.seed` is equal on all ranks; replicas draw differently.
-        """
-        return self._engine_host().gather_and_generate(sampling, prompt_token_ids)
-
-    def engine_generate_local(self, sampling_params: Sampling, prompt_token_ids: list[list[int]]) -> list[EasyDict]:
-        """One EasyDict for each sample, a prompt's samples side by side. Ranks that share an engine pass the same prompts."""
-        return self._engine_host().generate_dicts(sampling_params, prompt_token_ids)
 
     # -- inside
 
@@ -408,22 +338,17 @@ class StrategyBase(ABC):
                 f"micro_train_batch_size {micro} x data-parallel size {data} = {micro * data}"
             )
 
-    def _engine_host(self) -> EngineHost:
-        if self._host is None:
-            raise RuntimeError("there is no engine: call setup_inference_engine() first")
-        return self._host
-
-    def _wake_engine(self, actor: nn.Module | None) -> None:
-        host = self._engine_host()
-        self._engine_actor = actor if actor is not None else self._engine_actor
-        source = actor if host.engine.weights_valid else self._engine_actor
-        self.enter(Phase.REFIT, source)
-        host.wake_weights(None if source is None else lambda: self.full_params(source))
-        self.enter(Phase.GENERATE)  # the actor's place is for the cache
-        host.engine.wake("kv_cache")
-
     def _know(self, model: nn.Module | None, optimizer: Optimizer | None) -> None:
         if model is not None and all(model is not other for other in self._models):
             self._models.append(model)
         if optimizer is not None and all(optimizer is not other for other in self._optimizers):
             self._optimizers.append(optimizer)
+
+    def _bring_back(self, item: nn.Module | Optimizer | None) -> None:
+        if item in self._away:
+            self._away.pop(item).reload(self.device)
+
+    def _here(self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> checkpoint.Training:
+        self._bring_back(model)
+        self._bring_back(optimizer)
+        return self.training(model, optimizer, scheduler)

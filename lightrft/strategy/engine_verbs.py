@@ -1,0 +1,130 @@
+"""The verbs of the engine on the same devices: who wakes it, with whose weights, and when it sleeps."""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from easydict import EasyDict
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightrft.engine.base import Engine, Sampling
+from lightrft.strategy.backend import Backend
+from lightrft.strategy.config import Arguments, StrategyConfig
+from lightrft.strategy.engine_host import EngineHost, EngineStatus
+from lightrft.strategy.phases import Phase, Phases
+from lightrft.types import Completion
+
+
+class EngineVerbs(Backend):
+    """A part of StrategyBase. Ranks that share an engine call every verb together."""
+
+    seed: int
+
+    def __init__(self) -> None:
+        self._host: EngineHost | None = None
+        self._engine_actor: nn.Module | None = None
+        self._phases = Phases()
+
+    @abstractmethod
+    def enter(self, phase: Phase, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> None:
+        """Change hands; see StrategyBase."""
+
+    @abstractmethod
+    def full_params(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The weight stream; see StrategyBase."""
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine_host().engine
+
+    @property
+    def engine_name(self) -> str:
+        """hf, vllm, ...; none until an engine exists."""
+        return self._host.name if self._host else "none"
+
+    @property
+    def engine_status(self) -> EngineStatus:
+        """SLEEPED until an engine exists."""
+        return self._host.status if self._host else EngineStatus.SLEEPED
+
+    def setup_inference_engine(
+        self, args: Arguments = None, engine_type: str | None = None, actor: nn.Module | None = None
+    ) -> Engine:
+        """Build the engine. With an actor it gets those weights and sleeps, if it may; else it stays awake with --pretrain's.
+
+        The actor is remembered: it refills an engine whose sleep dropped the weights. An engine without one keeps them.
+        """
+        config = self.config if args is None else StrategyConfig.from_args(args)
+        config = replace(config, engine_type=engine_type or config.engine_type)
+        config.check()
+        self._host = EngineHost.build(config, mesh=self.mesh, dtype=self.dtype, device=self.device, seed=self.seed,
+                                      from_stream=actor is not None)
+        if actor is None:
+            self._wake_engine(None)
+        else:
+            self.update_engine_weights(actor)
+            self.maybe_sleep_inference_engine()
+        return self.engine
+
+    @contextmanager
+    def engine_awake(self, actor: nn.Module | None = None) -> Iterator[Engine]:
+        """The engine ready to generate with the newest weights of `actor`; asleep again afterwards if it may sleep.
+
+        Without an actor the engine keeps its weights, and takes those of the actor it was set up with if it has none.
+        """
+        self._wake_engine(actor)
+        try:
+            yield self.engine
+        finally:
+            self.maybe_sleep_inference_engine()
+
+    def wakeup_inference_engine(self, actor: nn.Module | None = None) -> None:
+        """engine_awake() without an end. Cached memory is freed first; an engine that is awake stays as it is."""
+        self._wake_engine(actor)
+
+    def maybe_sleep_inference_engine(self) -> None:
+        """The engine's phases end, and it sleeps if --enable_engine_sleep."""
+        self._engine_host().sleep(keep_weights=self._engine_actor is None)
+        self._phases.leave_engine()
+
+    def update_engine_weights(self, actor: nn.Module) -> None:
+        """Stream the actor's weights into the engine under the next version; what was cached with the old ones is dropped."""
+        host, self._engine_actor = self._engine_host(), actor
+        self.enter(Phase.REFIT, actor)
+        host.update_weights(lambda: self.full_params(actor))
+        if host.status is EngineStatus.WAKEUP:
+            self.enter(Phase.GENERATE)
+
+    def gather_and_generate(self, sampling: Sampling, prompt_token_ids: list[list[int]]) -> list[list[Completion]]:
+        """`sampling.n` completions of each of this rank's own prompts, in order; numbers of prompts may differ, also be 0.
+
+        Ranks that share an engine gather their prompts. `sampling.seed` is equal on all ranks; replicas draw differently.
+        """
+        return self._engine_host().gather_and_generate(sampling, prompt_token_ids)
+
+    def engine_generate_local(self, sampling_params: Sampling, prompt_token_ids: list[list[int]]) -> list[EasyDict]:
+        """One EasyDict for each sample, a prompt's samples side by side. Ranks that share an engine pass the same prompts."""
+        return self._engine_host().generate_dicts(sampling_params, prompt_token_ids)
+
+    def close_engine(self) -> None:
+        """Also when there is none."""
+        host, self._host, self._engine_actor = self._host, None, None
+        if host is not None:
+            host.engine.close()
+
+    def _engine_host(self) -> EngineHost:
+        if self._host is None:
+            raise RuntimeError("there is no engine: call setup_inference_engine() first")
+        return self._host
+
+    def _wake_engine(self, actor: nn.Module | None) -> None:
+        host = self._engine_host()
+        self._engine_actor = actor if actor is not None else self._engine_actor
+        source = actor if host.engine.weights_valid else self._engine_actor
+        self.enter(Phase.REFIT, source)
+        host.wake_weights(None if source is None else lambda: self.full_params(source))
+        self.enter(Phase.GENERATE)  # the actor's place is for the cache
+        host.engine.wake("kv_cache")
