@@ -6,12 +6,13 @@ At most two buckets exist beside the model at any time: what was gathered, and t
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+
+from lightrft.parallel.cuts import Cut, cuts_of
 
 Named = tuple[str, Tensor]
 
@@ -43,36 +44,9 @@ def _buckets(parameters: Iterable[Named], dtype: torch.dtype, bucket_bytes: int)
         yield bucket
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """One way in which a tensor is cut: along its dim, over the ranks of a group. `shape` is that before the cut."""
-
-    dim: int
-    shape: torch.Size
-    group: dist.ProcessGroup
-
-    @property
-    def pieces(self) -> int:
-        return dist.get_world_size(self.group)
-
-    @property
-    def rows(self) -> int:
-        """Of a full piece; the last ones are shorter, or empty."""
-        return -(-self.shape[self.dim] // self.pieces)
-
-    @property
-    def rest(self) -> torch.Size:
-        return self.shape[: self.dim] + self.shape[self.dim + 1 :]
-
-    @property
-    def numel(self) -> int:
-        """Elements of a full piece."""
-        return self.rows * self.rest.numel()
-
-
 def _whole(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> list[Tensor]:
     """The tensors of one bucket, cut by cut, from the last cut to the first; one all-gather for each group and turn."""
-    cuts = [_cuts(tensor) for tensor in tensors]
+    cuts = [cuts_of(tensor) for tensor in tensors]
     parts = [tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach().to(dtype) for tensor in tensors]
     for turn in range(max(map(len, cuts))):
         by_group: dict[str, list[int]] = defaultdict(list)
@@ -86,35 +60,7 @@ def _whole(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> list[Tensor]:
     return [part.to(dtype) for part in parts]
 
 
-def _cuts(tensor: Tensor) -> list[_Cut]:
-    """The last one made comes first: of FSDP and tensor parallelism that is FSDP's, although its mesh dim stands to the left."""
-    if not isinstance(tensor, DTensor):
-        return []
-    mesh, shape, cuts = tensor.device_mesh, list(tensor.shape), []
-    for mesh_dim in _cutting(tensor):
-        cut = _Cut(tensor.placements[mesh_dim].dim, torch.Size(shape), mesh.get_group(mesh_dim))
-        first = mesh.get_local_rank(mesh_dim) * cut.rows
-        shape[cut.dim] = max(0, min(cut.rows, shape[cut.dim] - first))
-        cuts.append(cut)
-    return cuts[::-1]
-
-
-def _cutting(tensor: DTensor) -> list[int]:
-    """The mesh dims that cut it, in the order in which they did.
-
-    FSDP cuts what tensor parallelism has left, and says so with a strided placement where both cut one dim; elsewhere the
-    order is free. Plain shards of one dim were made from left to right.
-    """
-    mesh = tensor.device_mesh
-    dims = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate() and mesh.size(dim) > 1]
-    cuts = [tensor.placements[dim] for dim in dims]
-    if len(dims) > 2 or any(cut.is_partial() for cut in cuts):
-        raise ValueError(f"the weight stream knows replicated parameters and those sharded up to twice, not {tensor.placements}")
-    plain_on_one_dim = len({cut.dim for cut in cuts}) < len(cuts) and all(type(cut) is Shard for cut in cuts)
-    return dims if plain_on_one_dim else dims[::-1]
-
-
-def _gathered(parts: list[Tensor], cuts: list[_Cut], dtype: torch.dtype) -> list[Tensor]:
+def _gathered(parts: list[Tensor], cuts: list[Cut], dtype: torch.dtype) -> list[Tensor]:
     """Undo one cut of each tensor; all are cut over one group. The cast happens here, before the gather."""
     sizes = [cut.numel for cut in cuts]
     mine = torch.empty(sum(sizes), dtype=dtype, device=parts[0].device)
@@ -125,7 +71,7 @@ def _gathered(parts: list[Tensor], cuts: list[_Cut], dtype: torch.dtype) -> list
     return [_joined(pieces, cut) for pieces, cut in zip(everyone.split(sizes, dim=1), cuts, strict=True)]
 
 
-def _joined(pieces: Tensor, cut: _Cut) -> Tensor:
+def _joined(pieces: Tensor, cut: Cut) -> Tensor:
     """`pieces` [ranks, elements of a full piece] as one tensor, in order, without what fills the last ones."""
     rows = pieces.reshape(cut.pieces * cut.rows, *cut.rest)[: cut.shape[cut.dim]]
     return rows.movedim(0, cut.dim).contiguous()

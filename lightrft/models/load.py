@@ -4,20 +4,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from loguru import logger
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from lightrft.config import ModelSection
 from lightrft.models.attention import ATTENTION
+from lightrft.models.empty import makes_empty, real_parameters
+from lightrft.models.weight_files import WeightFiles, is_backbone, missing_and_unexpected
 
 
 def load_model(section: ModelSection) -> PreTrainedModel:
-    """The causal language model in float32 (the master weights), with attention over flat batches."""
+    """The causal language model in float32 (the master weights), with attention over flat batches.
+
+    Inside init_model_context() it may be empty: its parameters get memory when it is sharded. ValueError for weights that
+    are missing in the folder, or that the model does not know.
+    """
     return _load(AutoModelForCausalLM, section)
 
 
@@ -27,19 +37,73 @@ def load_scorer(section: ModelSection) -> PreTrainedModel:
 
 
 def _load(kind: type, section: ModelSection, **options: Any) -> PreTrainedModel:
-    model = kind.from_pretrained(
-        _checked(section.pretrain),
-        dtype=torch.float32,
-        attn_implementation=ATTENTION,
-        trust_remote_code=section.trust_remote_code,
-        **options,
-    )
+    options |= {"trust_remote_code": section.trust_remote_code}
+    name = _checked(section.pretrain)
+    model = _empty(kind, name, options) if makes_empty() else None
+    if model is None:
+        with real_parameters():
+            model = _whole(kind, name, options)
     problems = _not_flat(model)
     if problems:
         name = type(model).__name__
         raise ValueError(f"--pretrain {section.pretrain}: {name} cannot be trained on flat batches: {'; '.join(problems)}")
     model.config.use_cache = False
     return model
+
+
+def _whole(kind: type, name: str, options: dict[str, Any]) -> PreTrainedModel:
+    """All of it on this rank, converted where transformers knows how."""
+    model, found = kind.from_pretrained(
+        name, dtype=torch.float32, attn_implementation=ATTENTION, output_loading_info=True, **options
+    )
+    missing, unexpected = _without_new_head(model, found["missing_keys"], found["unexpected_keys"])
+    for names, what in ((missing, "of the model are not there"), (unexpected, "there are not of the model")):
+        if names:
+            raise ValueError(f"--pretrain {name}: {len(names)} tensors {what}, the first is {min(names)}")
+    return model
+
+
+def _empty(kind: type, name: str, options: dict[str, Any]) -> PreTrainedModel | None:
+    """The model without memory for what the folder holds; None where the folder has to be read as a whole to make sense."""
+    folder = _local_folder(name)
+    files = WeightFiles.of(folder)
+    config = AutoConfig.from_pretrained(folder, **options)
+    if files is None or getattr(config, "quantization_config", None) is not None:
+        logger.info("{} has no plain safetensors files: every rank reads all of it", name)
+        return None
+    model = kind.from_config(
+        config, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=options["trust_remote_code"]
+    )
+    missing, unexpected = missing_and_unexpected(model, files.files)
+    new_head = {name for name in missing if not is_backbone(model, name)}
+    if any(_without_new_head(model, missing, unexpected)):
+        logger.info("{} has other names than {}: every rank reads all of it, and converts it", name, type(model).__name__)
+        return None
+    for child_name in {name.split(".")[0] for name in new_head}:
+        _fill_new_head(model, child_name)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def _without_new_head(model: PreTrainedModel, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
+    """A scorer's head may be missing; it then takes the place of another."""
+    head = {name for name in missing if not is_backbone(model, name)}
+    if model.can_generate() or not head:
+        return missing, unexpected
+    return missing - head, {name for name in unexpected if is_backbone(model, name)}
+
+
+def _fill_new_head(model: PreTrainedModel, name: str) -> None:
+    """As from_pretrained does for a head that it does not find, with the same random numbers."""
+    model._init_weights(getattr(model, name).to_empty(device="cpu"))
+
+
+def _local_folder(name: str) -> Path:
+    """The folder itself, or where the hub's files lie on this machine."""
+    if Path(name).is_dir():
+        return Path(name)
+    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.py"]))
 
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:

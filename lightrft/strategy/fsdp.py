@@ -1,6 +1,7 @@
 """FSDP2: every block's parameters sharded over the data ranks, gathered while it computes; with --tp_size and --sp_size."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -8,11 +9,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from lightrft.models.empty import empty_parameters
 from lightrft.models.heads import divide
 from lightrft.parallel.sequence import Undivided
 from lightrft.parallel.tensor import parallelize
 from lightrft.parallel.ulysses import Ulysses
 from lightrft.parallel.zigzag import Zigzag
+from lightrft.strategy.materialize import materialize
 from lightrft.strategy.strategy_base import StrategyBase
 
 SEQUENCES: dict[str, type[Undivided]] = {"ulysses": Ulysses, "zigzag": Zigzag}
@@ -46,7 +49,12 @@ class FSDPStrategy(StrategyBase):
             if isinstance(part, FSDPModule):
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, which is the other way to divide by 1
+        materialize(module, torch.device("cpu") if self.config.fsdp_cpu_offload else self.device, self.mesh.world)
         _follow(module, optimizer, names)
+
+    def init_model_context(self) -> AbstractContextManager[None]:
+        """Models made inside are empty until prepare(): each rank then reads its own part from their folder."""
+        return empty_parameters()
 
     def accumulate(self, loss: Tensor, model: nn.Module, last: bool) -> None:
         for root in roots(model):

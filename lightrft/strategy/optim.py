@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightrft.parallel.device import current_device
+
 FUSED_ON = ("cpu", "cuda", "xpu")
 """Devices with an AdamW in one kernel; elsewhere torch's own choice."""
 FLOOR = 0.1
@@ -24,7 +26,8 @@ def create_adamw(model: nn.Module, lr: float, betas: tuple[float, float], weight
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    fused = all(p.device.type in FUSED_ON for p in trainable)
+    devices = {current_device() if p.is_meta else p.device for p in trainable}  # empty ones will be there
+    fused = all(device.type in FUSED_ON for device in devices)
     return AdamW([group for group in groups if group["params"]], lr=lr, betas=tuple(betas), eps=eps, fused=fused or None)
 
 

@@ -3,6 +3,7 @@
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -142,6 +143,17 @@ class StrategyBase(EngineVerbs):
         return reduce.all_gather(data, self._data())
 
     # -- models and optimizers
+
+    def init_model_context(self) -> AbstractContextManager[None]:
+        """Where to make a model that prepare() will distribute, so that it never exists whole in a rank's host memory.
+
+            with strategy.init_model_context():
+                actor = Actor(load_model(config.model))
+            actor = strategy.prepare(actor)
+
+        Use it for models whose weights come from a Hugging Face folder. A backend that has no such way makes them as ever.
+        """
+        return nullcontext()
 
     def create_optimizer(
         self, model: nn.Module, lr: float, betas: Sequence[float] = (0.9, 0.95), weight_decay: float = 0.0, eps: float = 1e-8

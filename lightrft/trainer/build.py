@@ -83,13 +83,16 @@ def total_steps(config: Config, order: StepOrder) -> int:
 def build_policy(config: Config, strategy: StrategyBase, *, updates: int, reference: bool) -> Policy:
     """The sharded actor with its optimizer and schedule over `updates` optimizer steps, and the frozen reference."""
     optim = config.optim
-    actor = Actor(load_model(config.model))
+    with strategy.init_model_context():
+        actor = Actor(load_model(config.model))
     optimizer = strategy.create_optimizer(actor, optim.actor_learning_rate, optim.adam_betas, optim.l2)
     scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
     actor, optimizer, scheduler = strategy.prepare((actor, optimizer, scheduler))
     frozen = None
     if reference:
-        frozen = strategy.prepare(Actor(load_model(config.model)).requires_grad_(False))
+        with strategy.init_model_context():
+            frozen = Actor(load_model(config.model)).requires_grad_(False)
+        frozen = strategy.prepare(frozen)
     return Policy(
         strategy,
         actor,

@@ -1,0 +1,63 @@
+"""The safetensors files of a Hugging Face folder: which tensors they hold, and any part of one."""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Self
+
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+NAME, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class WeightFiles:
+    """One file, or several with an index."""
+
+    def __init__(self, files: dict[str, Path]):
+        self.files = files
+        """Tensor name -> the file that holds it."""
+
+    @classmethod
+    def of(cls, folder: Path | str) -> Self | None:
+        """None for a folder without safetensors files."""
+        folder = Path(folder)
+        if (folder / INDEX).is_file():
+            weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+            return cls({name: folder / file for name, file in weight_map.items()})
+        if (folder / NAME).is_file():
+            with safe_open(folder / NAME, framework="pt") as file:
+                return cls(dict.fromkeys(file.keys(), folder / NAME))
+        return None
+
+    def read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...]) -> Tensor:
+        """This part of a tensor of `shape`, on the host. Nothing else is read, and the file is mapped no longer than that."""
+        with safe_open(self.files[name], framework="pt") as file:
+            lazy = file.get_slice(name)
+            if tuple(lazy.get_shape()) != shape:
+                raise ValueError(f"{name} has shape {tuple(lazy.get_shape())} in {self.files[name].name}, the model's is {shape}")
+            return lazy[part] if part else file.get_tensor(name)
+
+
+def tied_names(model: PreTrainedModel) -> list[list[str]]:
+    """The names of all that a folder of `model` holds, parameters and persistent buffers; those of one tensor together."""
+    together: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        together[id(tensor)].append(name)
+    return list(together.values())
+
+
+def missing_and_unexpected(model: PreTrainedModel, stored: Iterable[str]) -> tuple[set[str], set[str]]:
+    """Names of `model` that are not stored, of tied ones none, and stored names that it does not know, nor may ignore."""
+    stored, groups = set(stored), tied_names(model)
+    missing = {group[0] for group in groups if stored.isdisjoint(group)}
+    ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ()) or "$^")
+    return missing, {name for name in stored.difference(*groups) if not ignored.search(name)}
+
+
+def is_backbone(model: PreTrainedModel, name: str) -> bool:
+    """Whether a parameter is below the head."""
+    return name.startswith(f"{model.base_model_prefix}.")

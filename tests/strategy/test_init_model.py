@@ -1,0 +1,261 @@
+"""Models that are empty until they are sharded: the same bit for bit as models that every rank loads whole."""
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from lightrft.config import ModelSection
+from lightrft.models.empty import is_empty
+from lightrft.models.heads import Actor, Scorer
+from lightrft.models.load import load_model, load_scorer
+from ranks import run_ranks
+from strategy.training import one_step, snapshot, strategy
+
+LAYOUTS = {
+    "1": (1, {}),
+    "2": (2, {}),
+    "bf16": (2, {"bf16": True}),
+    "cpu offload": (2, {"fsdp_cpu_offload": True}),
+    "2 tensor": (2, {"tp_size": 2}),
+    "2 replicas": (4, {"dp_replicate": 2}),
+    "2 tensor x 2": (4, {"tp_size": 2}),
+}
+
+
+def sharded(folder: Path | str) -> str:
+    """The same model in many files with an index."""
+    target = f"{folder}-sharded"
+    if not Path(target).exists():
+        AutoModelForCausalLM.from_pretrained(folder).save_pretrained(target, max_shard_size="100KB")
+        assert len(list(Path(target).glob("*.safetensors"))) > 3
+    return target
+
+
+def parts(module: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's part of parameters, and buffers, those outside the folder too."""
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    return {name: getattr(t, "_local_tensor", t).detach().clone() for name, t in tensors.items()}
+
+
+def loaded(made, section: ModelSection, empty: bool, frozen: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)  # of the scorer's new head
+    models = []
+    for kind, load in ((Actor, load_model), (Scorer, load_scorer)):
+        if empty:
+            with made.init_model_context():
+                models.append(kind(load(section)))
+            assert is_empty(models[-1])
+        else:
+            models.append(kind(load(section)))
+    module = nn.ModuleList(models)
+    assert len({id(p) for p in models[0].parameters()}) == len(list(models[0].parameters()))
+    for model in models:
+        made.prepare(model.requires_grad_(not frozen))
+    return parts(module)
+
+
+def both_ways(folders: list[str], args: dict) -> list[str]:
+    """Names of tensors that differ."""
+    made, wrong = strategy(**args), []
+    for folder in folders:
+        for frozen in (False, True):
+            section = ModelSection(pretrain=folder)
+            whole, empty = (loaded(made, section, way, frozen) for way in (False, True))
+            assert whole.keys() == empty.keys() and len(whole) > 40
+            wrong += [name for name in whole if whole[name].dtype != empty[name].dtype]
+            wrong += [name for name in whole if not torch.equal(whole[name], empty[name])]
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_part_of_every_rank_is_equal(folder, tied_folder, layout):
+    world_size, args = LAYOUTS[layout]
+    assert run_ranks(world_size, both_ways, [folder, sharded(folder), tied_folder], args) == [[]] * world_size
+
+
+def three_steps(folder: str, way: str):
+    """Ways in which a user may make a model."""
+    made = strategy()
+    with nullcontext() if way == "whole" else made.init_model_context():
+        if way == "from_config":
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        else:
+            model = AutoModelForCausalLM.from_pretrained(folder)
+    assert is_empty(model) == (way != "whole")
+    optimizer = made.create_optimizer(model, lr=1e-3, weight_decay=0.1)
+    model, optimizer = made.prepare((model, optimizer))
+    numbers = [one_step(made, model, optimizer, step)[:2] for step in range(3)]
+    return numbers, snapshot(made, model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_training_is_the_same_bit_by_bit(folder, tied_folder, tied):
+    source = tied_folder if tied else folder
+    whole_numbers, whole_state = run_ranks(2, three_steps, source, "whole")[0]
+    for way in ("from_config", "from_pretrained"):
+        numbers, state = run_ranks(2, three_steps, source, way)[0]
+        assert numbers == whole_numbers
+        assert all(torch.equal(state[name], whole_state[name]) for name in whole_state)
+
+
+# -- what a folder can look like
+
+
+def load_empty(folder: str, scorer: bool):
+    made = strategy()
+    with made.init_model_context():
+        model = (load_scorer if scorer else load_model)(ModelSection(pretrain=folder))
+    empty = is_empty(model)
+    model = made.prepare(model)
+    return empty, snapshot(made, model), model.generation_config.temperature if model.can_generate() else None, model.training
+
+
+def save_as(folder: str, target: Path, change, **config) -> str:
+    """A copy whose tensors `change` has changed."""
+    settings = json.loads((Path(folder) / "config.json").read_text()) | config
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(settings))
+    tensors = load_file(Path(folder) / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return str(target)
+
+
+def test_a_trained_head_is_read_and_not_made(folder, tmp_path):
+    torch.manual_seed(5)
+    AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).save_pretrained(tmp_path / "scorer")
+    head = load_file(tmp_path / "scorer" / "model.safetensors")["score.weight"]
+    for empty, found, *_ in run_ranks(2, load_empty, str(tmp_path / "scorer"), True):
+        assert empty and torch.equal(found["score.weight"], head)
+
+
+def test_settings_of_generation_come_along(folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.generation_config.update(temperature=0.31, do_sample=True)
+    model.save_pretrained(tmp_path / "model")
+    assert run_ranks(1, load_empty, str(tmp_path / "model"), False)[0][2:] == (0.31, False)
+
+
+def test_pickled_weights_are_read_whole(folder, tmp_path):
+    expected = load_file(Path(folder) / "model.safetensors")
+    target = Path(save_as(folder, tmp_path / "bin", lambda tensors: None))
+    (target / "model.safetensors").unlink()
+    torch.save(expected, target / "pytorch_model.bin")
+    empty, found, *_ = run_ranks(2, load_empty, str(target), False)[0]
+    assert not empty and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_names_that_transformers_converts_are_read_whole(folder, tmp_path):
+    """A folder saved from the backbone alone, with a head of its own beside it."""
+    def without_prefix(tensors):
+        for name in [name for name in tensors if name.startswith("model.")]:
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    expected = load_file(Path(folder) / "model.safetensors")
+    target = save_as(folder, tmp_path / "backbone", without_prefix)
+    empty, found, *_ = run_ranks(2, load_empty, target, False)[0]
+    assert not empty and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+WRONG = {
+    "missing": (lambda tensors: tensors.pop(NORM), False, f"1 tensors of the model are not there, the first is {NORM}"),
+    "unexpected": (lambda tensors: tensors.update(extra=torch.ones(3)), False, "1 tensors there are not of the model, .* extra"),
+    "no head": (lambda tensors: tensors.pop("lm_head.weight"), False, "the first is lm_head.weight"),
+    "scorer": (lambda tensors: tensors.pop(NORM), True, f"the first is {NORM}"),
+    "shape": (lambda tensors: tensors.update({NORM: torch.ones(65)}), False,
+              r"has shape \(65,\) in model.safetensors, the model's is \(64,\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_folder_that_does_not_fit_is_an_error(folder, tmp_path, case):
+    change, scorer, says = WRONG[case]
+    with pytest.raises(RuntimeError, match=says):
+        run_ranks(2, load_empty, save_as(folder, tmp_path / "wrong", change), scorer)
+
+
+def own_model(folder: str, config_of: str):
+    made = strategy()
+    with made.init_model_context():
+        config = AutoConfig.from_pretrained(config_of)
+        config._name_or_path = folder
+        model = AutoModelForCausalLM.from_config(config)
+    made.prepare(model)
+
+
+@pytest.mark.parametrize("layers, says", [
+    (1, "11 tensors in it are not of the model, the first is model.layers.1."),
+    (3, "11 tensors of the model are not in it, the first is model.layers.2."),
+])
+def test_a_model_of_ones_own_that_does_not_fit_is_an_error(folder, tmp_path, layers, says):
+    config = AutoConfig.from_pretrained(folder, num_hidden_layers=layers, layer_types=["full_attention"] * layers)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match=f"{folder} could not be loaded: rank 0: ValueError: {says}"):
+        run_ranks(2, own_model, folder, str(tmp_path))
+
+
+def stray(folder: str, inside: bool):
+    made = strategy()
+    with made.init_model_context():
+        module = Actor(load_model(ModelSection(pretrain=folder))) if inside else nn.Linear(2, 2)
+        module.add_module("mine", nn.Linear(2, 2))
+    made.prepare(module)
+
+
+@pytest.mark.parametrize("inside, says", [
+    (True, "mine.weight is empty and no part of .*Qwen3ForCausalLM: make it outside of init_model_context"),
+    (False, "Linear is empty and names no folder to be filled from: make it outside of init_model_context"),
+])
+def test_what_no_folder_can_fill_is_an_error(folder, inside, says):
+    with pytest.raises(RuntimeError, match=says):
+        run_ranks(1, stray, folder, inside)
+
+
+# -- memory
+
+
+def peak_of(action) -> int:
+    """Bytes by which this process's resident memory grew at most, while `action` ran."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is there
+    before = resident("VmHWM")
+    action()
+    return resident("VmHWM") - before
+
+
+def resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+def peak_of_loading(folder: str, empty: bool) -> int:
+    made = strategy()
+
+    def load():
+        with made.init_model_context() if empty else nullcontext():
+            model = load_model(ModelSection(pretrain=folder))
+        made.prepare(model)
+
+    return peak_of(load)
+
+
+@pytest.mark.slow
+def test_a_rank_never_holds_the_whole_model(folder, tmp_path):
+    """bfloat16 in the folder, as models are published, and float32 masters in training."""
+    config = AutoConfig.from_pretrained(folder, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, vocab_size=30_000)
+    config.layer_types = ["full_attention"] * 8
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "model", max_shard_size="30MB")
+    size = 4 * model.num_parameters()
+    assert size > 200e6
+    for empty, share in ((True, 0.5), (False, 1.0)):
+        found = run_ranks(4, peak_of_loading, str(tmp_path / "model"), empty)
+        print(f"{size / 1e6:.0f} MB of parameters, empty {empty}: {[round(peak / 1e6) for peak in found]} MB")
+        assert all(peak < share * size if empty else peak > share * size for peak in found)
