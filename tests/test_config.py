@@ -222,6 +222,17 @@ def test_heads_that_do_not_divide_are_named_with_the_way_out(tmp_path):
     assert "--sp_size 2 x --tp_size 2 does not divide the 6 processes" in message
 
 
+def test_cp_size_is_short_for_zigzag(tmp_path):
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 6, "num_key_value_heads": 2}')
+    flags = ["--pretrain", str(tmp_path), "--prompt_data", "train.jsonl", "--cp_size", "4"]
+    for agreeing in ([], ["--sp_size", "4"], ["--sp_impl", "zigzag"], ["--sp_size", "4", "--sp_impl", "zigzag"]):
+        validate(parsed(*flags, *agreeing), door="train_ppo", world_size=8)
+    assert "--cp_size 4 does not divide the 6 processes" in problems(*flags, world_size=6)
+    message = problems(*flags, "--sp_size", "2", "--sp_impl", "ulysses", world_size=8)
+    assert "--cp_size 4 is short for --sp_size 4 --sp_impl zigzag" in message
+    assert "contradicts --sp_size 2 --sp_impl ulysses: drop one" in message
+
+
 def test_batches_that_do_not_divide_show_all_numbers():
     message = problems(*RUNNABLE, "--rollout_batch_size", "10", "--n_samples_per_prompt", "3", "--train_batch_size", "7")
     assert "rollout_batch_size 10 x n_samples_per_prompt 3 = 30 samples are not a multiple of train_batch_size 7" in message
@@ -247,6 +258,7 @@ def test_sft_asks_nothing_about_rollouts():
         ("train_ppo", ["--eval_steps", "5"], "--eval_steps has no effect without --eval_data"),
         ("train_ppo", ["--no_enable_engine_sleep", "--engine_sleep_level", "1"], "--engine_sleep_level has no effect without"),
         ("train_ppo", ["--sp_impl", "zigzag"], "--sp_impl has no effect without --sp_size"),
+        ("train_ppo", ["--tp_sequence_parallel"], "--tp_sequence_parallel has no effect without --tp_size"),
         ("train_ppo", ["--system_prompt", "Be brief."], "--system_prompt has no effect without --apply_chat_template"),
     ],
 )

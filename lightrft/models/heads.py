@@ -105,13 +105,15 @@ def divide(module: nn.Module, sequence: Undivided, *, tp: int = 1) -> None:
 
     ValueError where there is none, and for a model that cannot be run so, with all reasons.
     """
-    name = f"--sp_size {sequence.axis.size} --sp_impl {type(sequence).__name__.lower()}"
+    divided = sequence.axis.size > 1
+    name = f"--sp_size {sequence.axis.size} --sp_impl {type(sequence).__name__.lower()}" if divided else "--tp_sequence_parallel"
     found = [part for part in module.modules() if isinstance(part, Actor | Scorer)]
     if not found:
         raise ValueError(f"{name}: {type(module).__name__} is neither an Actor nor a Scorer, and holds none")
     for part in found:
         model = part.language_model if isinstance(part, Actor) else part.scored_model
-        problems = sequence.problems(model.config.get_text_config().num_attention_heads // tp) + rope_problems(model)
+        problems = sequence.problems(model.config.get_text_config().num_attention_heads // tp)
+        problems += rope_problems(model) if divided else []
         if problems:
             raise ValueError(f"{name} cannot divide {type(model).__name__}: {'; '.join(problems)}")
         part.sequence = sequence

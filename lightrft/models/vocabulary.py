@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lightrft.models.logprobs import ALL, Truncation, chunk_rows, row_chunks, scaled_logits, token_logprobs
+from lightrft.models.logprobs import ALL, Truncation, chunk_rows, row_chunks, scaled_logits, token_logprobs, top_logprobs
 from lightrft.parallel.collectives import Axis
+from lightrft.parallel.sequence import gathered
 from lightrft.parallel.tensor import VocabularyShard, branch, vocabulary_shard
 
 
@@ -25,6 +26,14 @@ def head_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, **options: An
     if shard is None:
         return token_logprobs(hidden, weight, targets, **options)
     return shard_logprobs(hidden, shard, targets, **options)
+
+
+def head_top_logprobs(hidden: Tensor, weight: Tensor, k: int, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """top_logprobs() with the output embedding as it lies."""
+    shard = vocabulary_shard(weight)
+    if shard is None:
+        return top_logprobs(hidden, weight, k, temperature=temperature)
+    return shard_top_logprobs(hidden, shard, k, temperature=temperature)
 
 
 def shard_logprobs(
@@ -42,11 +51,38 @@ def shard_logprobs(
     in the forward pass: it is decided on whole rows, which the ranks divide among them.
     """
     columns = targets if targets.dim() == 2 else targets[:, None]
-    rows = len(hidden) if chunk is None else chunk or chunk_rows(hidden.new_empty(1).expand(-(-shard.size // shard.axis.size)))
+    rows = len(hidden) if chunk is None else chunk or shard_rows(hidden, shard)
     logprobs, entropy = _FromShard.apply(
         branch(hidden, shard.axis), shard.weight, columns, shard.first, shard.axis, temperature, truncation, max(rows, 1)
     )
     return logprobs.view(targets.shape), entropy
+
+
+@torch.no_grad()
+def shard_top_logprobs(hidden: Tensor, shard: VocabularyShard, k: int, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """top_logprobs() of `hidden` [T, H] that are equal on all ranks of the shard's axis, as the results are.
+
+    The k likeliest of all are among the k likeliest of each rank: three collectives bring those and the sums together.
+    """
+    if k > shard.size:
+        raise ValueError(f"the {k} likeliest of a vocabulary of {shard.size} tokens were asked for")
+    axis, size = shard.axis, len(shard.weight)
+    values = torch.full((len(hidden), k), -torch.inf, device=hidden.device)  # so it stays where a rank has fewer than k
+    ids = torch.zeros(len(hidden), k, dtype=torch.int64, device=hidden.device)
+    sums = torch.full((len(hidden),), -torch.inf, device=hidden.device)
+    for rows, logits in row_chunks(hidden, size, shard_rows(hidden, shard)):
+        scaled_logits(hidden[rows], shard.weight, temperature, out=logits)
+        here = min(k, size)
+        values[rows, :here], ids[rows, :here] = logits.topk(here)
+        sums[rows] = logits.logsumexp(-1)
+    values, ids, sums = (gathered(x, axis).view(axis.size, *x.shape) for x in (values, ids + shard.first, sums))
+    top, places = values.transpose(0, 1).flatten(1).topk(k)
+    return top - sums.logsumexp(0)[:, None], ids.transpose(0, 1).flatten(1).gather(1, places)
+
+
+def shard_rows(hidden: Tensor, shard: VocabularyShard) -> int:
+    """Tokens of one chunk, equal on all ranks."""
+    return chunk_rows(hidden.new_empty(1).expand(-(-shard.size // shard.axis.size)))
 
 
 class _FromShard(torch.autograd.Function):

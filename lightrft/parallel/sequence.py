@@ -3,6 +3,8 @@
 Shapes: T tokens of the whole batch, t = T / ranks of one rank, H heads, D their size.
 """
 
+from math import lcm
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,16 +18,21 @@ class Undivided:
 
     chunks_per_rank = 1
 
-    def __init__(self, axis: Axis | None = None):
-        self.axis = axis or Axis("sp", 1, 0, None)
+    def __init__(self, axis: Axis | None = None, *, parts: int = 1):
+        """`parts`: a rank's tokens must divide by so many, too, because others keep parts of them between two attentions."""
+        self.axis, self.parts = axis or Axis("sp", 1, 0, None), parts
+
+    @property
+    def num_chunks(self) -> int:
+        return self.axis.size * self.chunks_per_rank
 
     @property
     def multiple(self) -> int:
         """What the number of tokens must be a multiple of."""
-        return self.axis.size * self.chunks_per_rank
+        return lcm(self.num_chunks, self.axis.size * self.parts)
 
     def chunks(self, rank: int) -> list[int]:
-        """Which of the `multiple` equal chunks of the batch the rank has, in its order."""
+        """Which of the `num_chunks` equal chunks of the batch the rank has, in its order."""
         return [rank]
 
     def problems(self, num_heads: int) -> list[str]:
@@ -36,7 +43,7 @@ class Undivided:
         """Begin and end of each chunk of this rank among `num_tokens` tokens. ValueError unless they are a multiple."""
         if num_tokens % self.multiple:
             raise ValueError(f"{num_tokens} tokens are not a multiple of {self.multiple}, as {self.axis.size} ranks need")
-        size = num_tokens // self.multiple
+        size = num_tokens // self.num_chunks
         return [(chunk * size, (chunk + 1) * size) for chunk in self.chunks(self.axis.rank)]
 
     def positions(self, num_tokens: int, device: torch.device) -> Tensor:
@@ -85,6 +92,8 @@ UNDIVIDED = Undivided()
 
 def gathered(values: Tensor, axis: Axis) -> Tensor:
     """[t, ...] of each rank -> [T, ...], one rank after the other. No gradient."""
+    if axis.size == 1:
+        return values
     whole = values.new_empty(axis.size * len(values), *values.shape[1:])
     dist.all_gather_into_tensor(whole, values.contiguous(), group=axis.group)
     return whole

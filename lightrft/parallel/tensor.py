@@ -2,9 +2,11 @@
 
 The plan is ours and the machinery torch's (parallelize_module); the models stay those of transformers and know nothing.
 Each block keeps its residual stream whole on all ranks, sums once after the attention and once after the feed-forward, and
-once for each in the backward pass. Apply it before fully_shard, which then shards what is left over the data ranks.
+once for each in the backward pass. With sequence parallelism (arXiv 2205.05198) each rank keeps a part of the tokens instead:
+the sums become reduce-scatters, gathers precede attention and feed-forward, and norms see a part of the tokens. Apply it before
+fully_shard, which then shards what is left over the data ranks.
 
-Tested with torch 2.13 and transformers 5.19. A change of either that concerns tensor parallelism is met in this file.
+A change of torch or transformers that concerns tensor parallelism is met in this file; versions.py has what was tested.
 """
 
 from collections.abc import Iterator
@@ -16,11 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -31,6 +34,10 @@ from lightrft.parallel.collectives import Axis
 
 HEAD_DIM: dict[str, int | None] = {"llama": None, "qwen2": None, "qwen3": 2, "gemma3_text": 1}
 """The supported families by model_type: dim that counts the heads where queries and keys pass their norm; None: no such norm."""
+
+
+CALLED = ("self_attn", "mlp")
+"""Parts of a block that have no parameters of their own, and whose input is prepared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +53,20 @@ class VocabularyShard:
     axis: Axis
 
 
-def parallelize(module: nn.Module, mesh: DeviceMesh) -> None:
+def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -> None:
     """Split every language model inside `module` over the one-dimensional `mesh`, in place. All ranks hold equal weights.
 
-    Tied embeddings stay tied. ValueError for a model that cannot be split, with all reasons.
+    Tied embeddings stay tied. With `sequence` the tokens of a batch must be a multiple of the ranks. ValueError for a model that
+    cannot be split, with all reasons.
     """
     found = list(_language_models(module))
     if not found:
         raise ValueError(f"--tp_size {mesh.size()}: {type(module).__name__} holds no transformers model to split")
     for model in found:
-        problems = model_problems(model.config, mesh.size())
+        problems = model_problems(model.config, mesh.size()) or plan_problems(model)
         if problems:
             raise ValueError(f"--tp_size {mesh.size()} cannot split {type(model).__name__}: {'; '.join(problems)}")
-        _split(model, mesh)
+        _split(model, mesh, Shard(1) if sequence else Replicate())
 
 
 def model_problems(config: PretrainedConfig, tp: int) -> list[str]:
@@ -72,6 +80,18 @@ def model_problems(config: PretrainedConfig, tp: int) -> list[str]:
 def head_problems(num_heads: int, num_kv_heads: int, tp: int) -> list[str]:
     heads = {"attention heads": num_heads, "key-value heads": num_kv_heads}
     return [f"tp_size {tp} does not divide its {count} {name}" for name, count in heads.items() if count % tp]
+
+
+def plan_problems(model: PreTrainedModel) -> list[str]:
+    """Where the blocks are not those that the plan was written for: another version of transformers may have renamed parts."""
+    head_dim = HEAD_DIM[model.config.get_text_config().model_type]
+    problems = []
+    for block in model.get_decoder().layers[:1]:
+        there = {name for name, part in block.named_modules() if next(part.parameters(recurse=False), None) is not None}
+        planned = {name for name in _block_plan(block, head_dim, Shard(1)) if name not in CALLED}
+        if there != planned:
+            problems.append(f"its blocks have {', '.join(sorted(there))}, the plan is for {', '.join(sorted(planned))}")
+    return problems
 
 
 def vocabulary_shard(weight: Tensor) -> VocabularyShard | None:
@@ -112,32 +132,36 @@ def _language_models(module: nn.Module) -> Iterator[PreTrainedModel]:
             yield from _language_models(child)
 
 
-def _split(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+def _split(model: PreTrainedModel, mesh: DeviceMesh, stream: Placement) -> None:
+    """`stream`: how the residual stream [1, T, H] lies between the parts, whole or cut into tokens."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     decoder = model.get_decoder()
-    plan = _block_plan(HEAD_DIM[model.config.get_text_config().model_type])
+    head_dim = HEAD_DIM[model.config.get_text_config().model_type]
     for block in decoder.layers:
-        _apply(block, mesh, plan)
-    _apply(decoder, mesh, {"embed_tokens": RowwiseParallel(input_layouts=Replicate())})
+        _apply(block, mesh, _block_plan(block, head_dim, stream))
+    _apply(decoder, mesh, {"embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)})
+    if stream.is_shard():
+        _apply(decoder, mesh, {"norm": SequenceParallel(use_local_output=True)})
+        _apply(decoder, mesh, {"norm": PrepareModuleOutput(output_layouts=stream, desired_output_layouts=Replicate())})
     if head is not None:
         _apply(model, mesh, {_name_of(model, head): ColwiseParallel(output_layouts=Replicate())})
     if tied:
         head.weight = embedding.weight
 
 
-def _block_plan(head_dim: int | None) -> dict[str, ParallelStyle]:
+def _block_plan(block: nn.Module, head_dim: int | None, stream: Placement) -> dict[str, ParallelStyle]:
     """Column, column, row: the only sums are after the row-wise ones, and of the gradient where a branch begins.
 
-    A norm of queries or keys sees this rank's heads only. Its weight is on all ranks, so that each has a part of its
-    gradient: as a DTensor the gradient knows this, and FSDP sums it.
+    A norm sees a part of the tokens, or, of queries and keys, this rank's heads only. Its weight is on all ranks, so that each
+    has a part of its gradient: as a DTensor the gradient knows this, and FSDP sums it.
     """
-    whole, columns, rows = Replicate(), ColwiseParallel(), RowwiseParallel()
+    whole, columns, rows = Replicate(), ColwiseParallel(), RowwiseParallel(output_layouts=stream)
     plan: dict[str, ParallelStyle] = {
         "self_attn": PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": whole}, desired_input_kwarg_layouts={"hidden_states": whole}
+            input_kwarg_layouts={"hidden_states": stream}, desired_input_kwarg_layouts={"hidden_states": whole}
         ),
-        "mlp": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
+        "mlp": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(whole,)),
         "self_attn.o_proj": rows,
         "mlp.down_proj": rows,
     }
@@ -145,6 +169,9 @@ def _block_plan(head_dim: int | None) -> dict[str, ParallelStyle]:
     if head_dim is not None:
         norm = SequenceParallel(sequence_dim=head_dim, use_local_output=True)
         plan |= {"self_attn.q_norm": norm, "self_attn.k_norm": norm}
+    if stream.is_shard():
+        norms = [name for name, _ in block.named_children() if name.endswith("layernorm")]
+        plan |= dict.fromkeys(norms, SequenceParallel(use_local_output=True))
     return plan
 
 

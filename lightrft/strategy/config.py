@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self, get_args, get_type_hints
 
-from lightrft.config import Config, DataSection, EngineSection, ModelSection, RolloutSection, StrategySection
+from lightrft.config import Config, DataSection, EngineSection, ModelSection, RolloutSection, StrategySection, cp_problems
 
 Arguments = Config | Namespace | Mapping[str, Any] | None
 """What users hand to a strategy: the typed configuration, parsed flags, a dict or an EasyDict."""
@@ -43,10 +43,20 @@ class StrategyConfig(ModelSection, DataSection, StrategySection, EngineSection, 
             known = get_args(get_type_hints(section)[name])
             if getattr(self, name) not in known:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
+        problems = cp_problems(self)
+        if problems:
+            raise ValueError("; ".join(problems))
         if self.timeout_minutes <= 0:
             raise ValueError(f"timeout_minutes must be above 0, not {self.timeout_minutes}")
         if self.offload_idle and self.fsdp_cpu_offload:
             raise ValueError("--offload_idle has nothing to move with --fsdp_cpu_offload: all is in host memory, drop one")
+
+
+def sequence_layout(config: StrategyConfig) -> tuple[int, str]:
+    """How many ranks divide a sequence, and how: what --sp_size, --sp_impl and the short form --cp_size say together."""
+    if config.cp_size > 1:
+        return config.cp_size, "zigzag"
+    return config.sp_size, "ulysses" if config.sp_impl == "auto" else config.sp_impl
 
 
 def flat(args: Arguments) -> dict[str, Any]:

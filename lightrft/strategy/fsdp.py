@@ -15,6 +15,7 @@ from lightrft.parallel.sequence import Undivided
 from lightrft.parallel.tensor import parallelize
 from lightrft.parallel.ulysses import Ulysses
 from lightrft.parallel.zigzag import Zigzag
+from lightrft.strategy.config import sequence_layout
 from lightrft.strategy.materialize import materialize
 from lightrft.strategy.strategy_base import StrategyBase
 
@@ -31,10 +32,11 @@ class FSDPStrategy(StrategyBase):
         trained = any(parameter.requires_grad for parameter in module.parameters())
         if trained and self.config.gradient_checkpointing:
             _checkpoint_activations(module)
-        if self.mesh.sp.size > 1:
-            divide(module, SEQUENCES[self.config.sp_impl](self.mesh.sp), tp=self.mesh.tp.size)
+        sequence = self._sequence()
+        if sequence.multiple > 1:
+            divide(module, sequence, tp=self.mesh.tp.size)
         if self.mesh.tp.size > 1:
-            parallelize(module, self.mesh.tensor)
+            parallelize(module, self.mesh.tensor, sequence=self.config.tp_sequence_parallel)
         _cast(module, torch.float32 if trained else self.dtype)
         options = {
             "mesh": self.mesh.parameters,
@@ -69,6 +71,11 @@ class FSDPStrategy(StrategyBase):
     def maybe_offload_optimizer(self, optimizer: Optimizer) -> None:
         if not self.config.fsdp_cpu_offload:
             super().maybe_offload_optimizer(optimizer)
+
+    def _sequence(self) -> Undivided:
+        """How the ranks of a replica of data share a batch."""
+        kind = SEQUENCES[sequence_layout(self.config)[1]] if self.mesh.sp.size > 1 else Undivided
+        return kind(self.mesh.sp, parts=self.mesh.tp.size if self.config.tp_sequence_parallel else 1)
 
     def _precision(self) -> MixedPrecisionPolicy:
         if not self.config.bf16:

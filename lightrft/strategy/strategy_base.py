@@ -24,7 +24,7 @@ from lightrft.parallel.device import current_device, memory_in_use, peak_memory,
 from lightrft.parallel.mesh import Mesh
 from lightrft.strategy import checkpoint, reduce
 from lightrft.strategy.backend import Away
-from lightrft.strategy.config import Arguments, StrategyConfig
+from lightrft.strategy.config import Arguments, StrategyConfig, sequence_layout
 from lightrft.strategy.dataloader import ResumableBatchSampler
 from lightrft.strategy.engine_verbs import EngineVerbs
 from lightrft.strategy.export import export
@@ -33,6 +33,7 @@ from lightrft.strategy.named import unwrap
 from lightrft.strategy.offload import has_gradients
 from lightrft.strategy.optim import create_adamw, create_lr_scheduler
 from lightrft.strategy.phases import Phase
+from lightrft.versions import TENSOR_PARALLEL, untested_versions
 
 GB = 1e9
 
@@ -87,10 +88,11 @@ class StrategyBase(EngineVerbs):
         timeout = timeout or timedelta(minutes=self.config.timeout_minutes)
         self._owns_processes = join_process_group(select_device(), timeout)
         self.device = current_device()
-        sizes = {"dp_replicate": self.config.dp_replicate, "sp": self.config.sp_size, "tp": self.config.tp_size}
+        sizes = {"dp_replicate": self.config.dp_replicate, "sp": sequence_layout(self.config)[0], "tp": self.config.tp_size}
         self._mesh = Mesh(self.device.type, **sizes, timeout=timeout)
         self.mesh.engine(self.config.engine_tp_size)
         self._check_batch_sizes()
+        self._warn_of_versions()
         self.set_seed(self.seed)
 
     def close(self) -> None:
@@ -349,6 +351,11 @@ class StrategyBase(EngineVerbs):
                 f"train_batch_size {self.train_batch_size} is not a multiple of "
                 f"micro_train_batch_size {micro} x data-parallel size {data} = {micro * data}"
             )
+
+    def _warn_of_versions(self) -> None:
+        untested = untested_versions(TENSOR_PARALLEL) if self.mesh.tp.size > 1 else []
+        if untested and self.is_rank_0():
+            logger.warning("--tp_size is not tested with {}: compare first steps with --tp_size 1", ", ".join(untested))
 
     def _know(self, model: nn.Module | None, optimizer: Optimizer | None) -> None:
         if model is not None and all(model is not other for other in self._models):

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from lightrft.models import logprobs
 from lightrft.models.logprobs import Truncation, token_logprobs
-from lightrft.models.vocabulary import head_logprobs
+from lightrft.models.vocabulary import head_logprobs, head_top_logprobs
 from lightrft.parallel.tensor import vocabulary_shard
 from ranks import run_ranks
 
@@ -131,6 +132,28 @@ def test_a_truncation_is_that_of_the_whole_vocabulary(tp, truncation):
         for gradient, reference in zip(gradients, (hidden.grad, weight.grad), strict=True):
             torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-5)
         assert backward == ["all_reduce"]
+
+
+def likeliest(vocabulary: int, k: int) -> tuple[Tensor, Tensor, list[str]]:
+    hidden, weight, _ = inputs(vocabulary, torch.float32)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    cut = distribute_tensor(weight.detach(), mesh, [Shard(0)])
+    with Collectives() as seen:
+        values, ids = head_top_logprobs(hidden, cut, k, temperature=0.6)
+    assert [len(part) for part in head_top_logprobs(hidden[:0], cut, k)] == [0, 0]
+    return values, ids, list(seen)
+
+
+@pytest.mark.parametrize(("vocabulary", "k"), [(97, 5), (96, 40), (3, 3)])
+def test_the_likeliest_tokens_of_all_ranks(vocabulary, k, monkeypatch):
+    """Ranks with fewer tokens than asked for, one with none; several chunks."""
+    hidden, weight, _ = inputs(vocabulary, torch.float32)
+    expected = ((hidden @ weight.T) / 0.6).log_softmax(-1).topk(k)
+    monkeypatch.setattr(logprobs, "HOST_CHUNK", 7 * vocabulary)
+    for values, ids, seen in run_ranks(4, likeliest, vocabulary, k):
+        assert torch.equal(ids, expected.indices) and not values.requires_grad
+        torch.testing.assert_close(values, expected.values, rtol=1e-6, atol=1e-6)
+        assert seen == ["all_gather_into_tensor"] * 3, "whatever the number of chunks"
 
 
 def edge_cases() -> list:

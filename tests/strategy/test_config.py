@@ -8,6 +8,7 @@ from easydict import EasyDict
 
 from lightrft.config import SECTIONS, Config
 from lightrft.strategy import FSDPStrategy, StrategyConfig, get_strategy
+from lightrft.strategy.config import sequence_layout
 
 VALUES = {"fsdp": True, "bf16": True, "engine_tp_size": 2, "my_flag": 3}
 
@@ -51,11 +52,22 @@ def test_copies_and_pickles():
 
 @pytest.mark.parametrize("values, says", [
     ({"engine_type": "tgi"}, "unknown engine_type 'tgi'; known: auto"), ({"timeout_minutes": 0}, "above 0"),
-    ({"sp_impl": "ring"}, "unknown sp_impl 'ring'; known: ulysses, zigzag"),
+    ({"sp_impl": "ring"}, "unknown sp_impl 'ring'; known: auto, ulysses, zigzag"),
+    ({"cp_size": 2, "sp_impl": "ulysses"}, "--cp_size 2 is short for .* contradicts --sp_impl ulysses: drop one"),
 ])
 def test_check(values, says):
     with pytest.raises(ValueError, match=says):
         StrategyConfig.from_args(values).check()
+
+
+@pytest.mark.parametrize(("values", "layout"), [
+    ({}, (1, "ulysses")), ({"sp_size": 2}, (2, "ulysses")), ({"sp_size": 2, "sp_impl": "zigzag"}, (2, "zigzag")),
+    ({"cp_size": 4}, (4, "zigzag")), ({"cp_size": 4, "sp_size": 4, "sp_impl": "zigzag"}, (4, "zigzag")),
+])
+def test_cp_size_is_short_for_zigzag(values, layout):
+    config = StrategyConfig.from_args(values)
+    config.check()
+    assert sequence_layout(config) == layout
 
 
 def test_get_strategy():
