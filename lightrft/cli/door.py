@@ -1,18 +1,20 @@
 """What every door does around its work: read the configuration, start the strategy, end cleanly with an exit code."""
 
+import faulthandler
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
 from loguru import logger
-from torch.distributed.elastic.multiprocessing.errors import record
 from transformers.utils import logging as transformers_logging
 
 from lightrft.algorithms.presets import recipe
 from lightrft.config import Config, ConfigError, flags_without_effect, parse, validate
 from lightrft.strategy import StrategyBase, get_strategy
+from lightrft.strategy.launch import adopt_slurm, tell_launcher
 from lightrft.trainer.interruption import Interrupted
 from lightrft.versions import check_versions
 
@@ -27,17 +29,25 @@ Build = Callable[[Config, StrategyBase], Callable[[], None]]
 
 def enter(door: str, build: Build, description: str | None, argv: list[str] | None = None) -> None:
     """Build, run, and leave the process: 0, 2 for what the user can mend, 128 + signal when interrupted, 1 otherwise."""
+    if not faulthandler.is_enabled():
+        faulthandler.enable()
+    adopt_slurm(os.environ)
     _set_up_logging()
     try:
-        code = record(_run)(door, build, description, argv)
+        code = _run(door, build, description, argv)
     except ConfigError as error:
         _say_once(str(error))
+        tell_launcher(str(error))
         code = USER_ERROR
     except Interrupted as interrupted:
         _say_once(str(interrupted))
+        tell_launcher(str(interrupted))
         code = interrupted.exit_code
     except KeyboardInterrupt:
         code = 130
+    except Exception:
+        tell_launcher(traceback.format_exc())
+        raise
     sys.exit(code)
 
 
@@ -59,9 +69,19 @@ def _run(door: str, build: Build, description: str | None, argv: list[str] | Non
     try:
         _for_the_user(strategy.setup_distributed)
         _for_the_user(build, config, strategy)()
+    except Exception as error:
+        _end_all(strategy, error)
+        raise
     finally:
         strategy.close()
     return 0
+
+
+def _end_all(strategy: StrategyBase, error: Exception) -> None:
+    """Before anything is closed: other ranks may wait for this one. An interruption is met by all of them together."""
+    of_the_user = isinstance(error, ConfigError)
+    if not isinstance(error, Interrupted):
+        strategy.fail(error, code=USER_ERROR if of_the_user else 1, brief=of_the_user)
 
 
 def _for_the_user(step: Callable[..., T], *arguments: object) -> T:

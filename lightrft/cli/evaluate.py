@@ -30,6 +30,7 @@ def build(config: Config, strategy: StrategyBase) -> Callable[[], None]:
 
 def run(config: Config, strategy: StrategyBase, prompts: list[Prompt], sampler: Sampler, judge: Judge) -> None:
     metrics = Metrics()
+    strategy.announce("evaluate")
     with strategy.engine_awake():
         evaluate(sampler, judge, prompts, metrics)
     result = {name.removeprefix("eval/"): value for name, value in metrics.reduce(strategy.mesh.data).items()}

@@ -33,7 +33,7 @@ class Trace:
         on_phase: Callable[[str], None] | None = None,
     ):
         """Memory in bytes. `synchronize` waits for the device, so that a phase is charged with the kernels it launched;
-        `on_phase` is called with the path of the phase that is current from now on."""
+        `on_phase` is called with the path of the phase that is current from now on, empty between phases."""
         self.failed = ""
         """Path of the innermost phase that an exception left; empty while all is well."""
         self._peak_memory, self._memory_in_use = peak_memory, memory_in_use
@@ -77,5 +77,5 @@ class Trace:
         return row
 
     def _announce(self) -> None:
-        if self._on_phase and self._path:
+        if self._on_phase:
             self._on_phase(self.current)

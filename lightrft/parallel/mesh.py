@@ -2,9 +2,10 @@
 
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from lightrft.parallel.collectives import Axis
 
@@ -61,13 +62,35 @@ class Mesh:
         if size not in self._engine_axes:
             first = self.world.rank // size * size
             starts = range(0, self.world.size, size)
-            groups = [dist.new_group(list(range(start, start + size)), timeout=self._timeout) for start in starts]
+            groups = [dist.new_group(list(range(start, start + size)), timeout=self._timeout, group_desc="engine")
+                      for start in starts]
             self._engine_axes[size] = _axis("engine", groups[first // size])
         return self._engine_axes[size]
 
     def _axis(self, name: str, dims: tuple[str, ...]) -> Axis:
         mesh = self.device_mesh[dims] if len(dims) == 1 else self.device_mesh[dims]._flatten("_".join(dims))
         return _axis(name, mesh.get_group())
+
+
+def collectives_begun() -> dict[str, int]:
+    """Group and kind of device -> collectives that this process has begun there; of all groups, those of libraries too.
+
+    A group has the same name on all its ranks, and they begin the same collectives: a lower count is a rank that is late.
+    """
+    groups = [group for group in list(_world.pg_map) if group.size() > 1]
+    counts = {
+        f"{group.group_desc} #{group.group_name} ({device.type})": _begun(group, device)
+        for group in groups for device in group._device_types
+    }
+    return {name: count for name, count in counts.items() if count is not None}
+
+
+def _begun(group: dist.ProcessGroup, device: torch.device) -> int | None:
+    """None where the backend does not count."""
+    try:
+        return group._get_backend(device)._get_sequence_number_for_group()
+    except RuntimeError:
+        return None
 
 
 def mesh_problems(world_size: int, *, dp_replicate: int, sp: int, tp: int) -> list[str]:

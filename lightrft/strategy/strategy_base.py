@@ -33,6 +33,7 @@ from lightrft.strategy.named import unwrap
 from lightrft.strategy.offload import has_gradients
 from lightrft.strategy.optim import create_adamw, create_lr_scheduler
 from lightrft.strategy.phases import Phase
+from lightrft.strategy.watchdog import MARGIN, Watchdog
 from lightrft.versions import TENSOR_PARALLEL, untested_versions
 
 GB = 1e9
@@ -65,6 +66,7 @@ class StrategyBase(EngineVerbs):
         """Optimizer steps left out because the gradient norm was not finite."""
         self._mesh: Mesh | None = None
         self._owns_processes = False
+        self._watchdog: Watchdog | None = None
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self._unsummed: set[nn.Module] = set()
@@ -88,8 +90,9 @@ class StrategyBase(EngineVerbs):
         timeout = timeout or timedelta(minutes=self.config.timeout_minutes)
         self._owns_processes = join_process_group(select_device(), timeout)
         self.device = current_device()
+        self._watchdog = Watchdog.start(timeout)
         sizes = {"dp_replicate": self.config.dp_replicate, "sp": sequence_layout(self.config)[0], "tp": self.config.tp_size}
-        self._mesh = Mesh(self.device.type, **sizes, timeout=timeout)
+        self._mesh = Mesh(self.device.type, **sizes, timeout=timeout + MARGIN)
         self.mesh.engine(self.config.engine_tp_size)
         self._check_batch_sizes()
         self._warn_of_versions()
@@ -99,9 +102,25 @@ class StrategyBase(EngineVerbs):
         """End the engine, and the process group if setup_distributed() made it. May be called at any time."""
         self._mesh, self._models, self._optimizers = None, [], []
         self.close_engine()
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
         if self._owns_processes:
             dist.destroy_process_group()
             self._owns_processes = False
+
+    def announce(self, phase: str) -> None:
+        """What this rank does from now on: named when a rank fails, dies or is late."""
+        if self._watchdog is not None:
+            self._watchdog.enter(phase)
+
+    def fail(self, error: BaseException, *, code: int = 1, brief: bool = False) -> None:
+        """End the processes of all ranks with this cause, said briefly or with its traceback. Returns where there is one rank.
+
+        What nobody catches does the same by itself.
+        """
+        if self._watchdog is not None:
+            self._watchdog.fail(error, code=code, brief=brief)
 
     @property
     def mesh(self) -> Mesh:

@@ -66,9 +66,11 @@ class Trainer(ABC):
         try:
             with self.interruption:
                 self._loop()
+            self.strategy.announce("save_model")
             self.strategy.save_model(self.policy.actor, self.tokenizer, self.folder / "model")
             status = "finished"
         except Interrupted:
+            self.strategy.announce("checkpoint")
             self._save_interrupted()
             status = "interrupted"
             raise
@@ -83,6 +85,7 @@ class Trainer(ABC):
 
     def _start(self) -> None:
         if self.config.train.load_checkpoint:
+            self.strategy.announce("load_checkpoint")
             self._resume()
         if self.strategy.is_rank_0():
             self.config.write(self.folder / "config.yaml")

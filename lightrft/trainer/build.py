@@ -33,6 +33,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     updates = samples // config.train.train_batch_size * config.train.max_epochs
     policy = build_policy(config, strategy, updates=steps * updates, reference=config.algorithm.use_kl_loss)
+    strategy.announce("start_engine")
     strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
     observer, trace = observation(config, strategy)
     return PPOTrainer(
@@ -83,6 +84,7 @@ def total_steps(config: Config, order: StepOrder) -> int:
 def build_policy(config: Config, strategy: StrategyBase, *, updates: int, reference: bool) -> Policy:
     """The sharded actor with its optimizer and schedule over `updates` optimizer steps, and the frozen reference."""
     optim = config.optim
+    strategy.announce("load_models")
     with strategy.init_model_context():
         actor = Actor(load_model(config.model))
     optimizer = strategy.create_optimizer(actor, optim.actor_learning_rate, optim.adam_betas, optim.l2)
@@ -109,6 +111,7 @@ def evaluation(config: Config, strategy: StrategyBase) -> tuple[Sampler, Judge]:
     """An engine with the weights of `pretrain`, and what judges its responses."""
     judge = Judge(config.reward.reward, strategy.mesh.siblings)
     config.engine.enable_engine_sleep = False  # nothing else needs the device
+    strategy.announce("start_engine")
     strategy.setup_inference_engine(config, config.engine.engine_type)
     return Sampler(strategy, load_tokenizer(config.model), config.rollout), judge
 
@@ -116,11 +119,17 @@ def evaluation(config: Config, strategy: StrategyBase) -> tuple[Sampler, Judge]:
 def observation(config: Config, strategy: StrategyBase) -> tuple[Observer, Trace]:
     """Sinks on rank 0, none elsewhere; a clock on every rank."""
     observer = Observer(_sinks(config) if strategy.is_rank_0() else [])
+
+    def on_phase(path: str) -> None:
+        strategy.announce(path or "between phases")
+        if path:
+            observer.phase(path)
+
     trace = Trace(
         peak_memory=partial(device.peak_memory, strategy.device),
         memory_in_use=partial(device.memory_in_use, strategy.device),
         synchronize=partial(device.synchronize, strategy.device),
-        on_phase=observer.phase,
+        on_phase=on_phase,
     )
     return observer, trace
 

@@ -44,4 +44,5 @@ class Interruption:
         if self._signal:
             raise KeyboardInterrupt
         self._signal = number
-        logger.warning("stopping at the next safe point, with a checkpoint; once more to stop at once without one")
+        if number == signal.SIGINT:  # a launcher sends SIGTERM to the others when a rank has ended: nobody waits for an answer
+            logger.warning("stopping at the next safe point, with a checkpoint; once more to stop at once without one")

@@ -38,7 +38,7 @@ def test_phases_add_up_and_the_step_starts_anew(clock):
     assert trace.step() == {
         "time/generate/weight_sync": 2.0, "time/generate": 6.0, "time/step": 10.0, "memory/peak_gb": 3.0, "memory/now_gb": 0.5,
     }  # fmt: skip
-    assert seen == ["generate", "generate/weight_sync", "generate"] * 2
+    assert seen == ["generate", "generate/weight_sync", "generate", ""] * 2
     clock.now += 1
     assert trace.step()["time/step"] == 1.0
 

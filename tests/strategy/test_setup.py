@@ -2,7 +2,6 @@ import multiprocessing
 import os
 import random
 import socket
-import time
 from datetime import timedelta
 
 import numpy as np
@@ -15,8 +14,9 @@ from lightrft.strategy.launch import adopt_slurm
 from ranks import run_ranks
 from strategy.training import strategy
 
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID",
-               "SLURM_NTASKS", "SLURM_LOCALID")
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
+ENVIRONMENT = TORCHRUN + SLURM
 
 
 def one_step() -> tuple[int, float]:
@@ -71,12 +71,46 @@ def test_one_process_without_a_launcher():
     assert launch()() == ((1, 2.828), "")
 
 
-@pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")])
-def test_two_processes_of_torchrun_and_slurm(names):
-    port = free_port()
-    results = [launch(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **dict(zip(names, (str(rank), "2", str(rank)), strict=True)))
-               for rank in range(2)]
+def test_two_processes_of_torchrun():
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    results = [launch(RANK=str(rank), LOCAL_RANK=str(rank), **given) for rank in range(2)]
     assert [result() for result in results] == [((2, 5.657), "")] * 2
+
+
+def test_two_tasks_of_slurm_meet_at_the_first_node():
+    job = next(port for port in range(20000, 30000) if is_free(port)) - 20000 + 1_230_000
+    given = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost,elsewhere", "SLURM_JOB_ID": str(job)}
+    results = [launch(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **given) for rank in range(2)]
+    assert [result() for result in results] == [((2, 5.657), "")] * 2
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as trying:
+        return trying.connect_ex(("localhost", port)) != 0
+
+
+@pytest.mark.parametrize(("nodes", "first"), [
+    ("gpu7", "gpu7"), ("gpu7,fat1", "gpu7"), ("gpu[07-09,12],fat1", "gpu07"), ("r[2-3]n[1-8].x", "r2n1.x"), ("n[3,5]", "n3"),
+])
+def test_the_first_node_of_a_list(nodes, first):
+    environment = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": nodes,
+                   "SLURM_JOB_ID": "54321"}
+    adopt_slurm(environment)
+    assert environment["MASTER_ADDR"] == first and environment["MASTER_PORT"] == "24321"
+
+
+def test_a_meeting_point_of_the_user_is_kept():
+    environment = dict.fromkeys(SLURM, "2") | {"MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    adopt_slurm(environment)
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"], environment["RANK"]) == ("here", "1", "2")
+
+
+def test_a_rank_that_never_starts_is_missed(monkeypatch):
+    """Its launcher died on the other node, say."""
+    monkeypatch.setattr("lightrft.strategy.launch.ARRIVAL", timedelta(seconds=2))
+    port = free_port()
+    _, error = launch(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK="0", WORLD_SIZE="2")()
+    assert f"RuntimeError: rank 0 did not meet the other 1 at 127.0.0.1:{port} within 2 s" in error and "MASTER_ADDR" in error
 
 
 def test_a_port_in_use_is_named():
@@ -111,12 +145,16 @@ def test_a_rank_that_is_no_number_is_an_error(clean_environment):
         FSDPStrategy().setup_distributed()
 
 
-def test_slurm_without_a_meeting_point_is_an_error():
-    with pytest.raises(RuntimeError, match="MASTER_ADDR, MASTER_PORT is not set. Start the processes with srun"):
-        adopt_slurm({"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
+def test_part_of_what_srun_says_is_an_error():
+    with pytest.raises(RuntimeError, match="SLURM_STEP_NODELIST, SLURM_JOB_ID is not set: let srun pass its variables on"):
+        adopt_slurm({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
 
 
-@pytest.mark.parametrize("given", [{"SLURM_NTASKS": "2", "RANK": "1"}, {"SLURM_NTASKS": "1"}, {}])
+BATCH_SCRIPT = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "1"}
+"""What a program sees that an sbatch script starts without srun."""
+
+
+@pytest.mark.parametrize("given", [{"SLURM_STEP_NUM_TASKS": "2", "RANK": "1"}, {"SLURM_STEP_NUM_TASKS": "1"}, BATCH_SCRIPT, {}])
 def test_slurm_is_left_alone_where_torchrun_or_one_process_runs(given):
     before = dict(given)
     adopt_slurm(given)
@@ -160,20 +198,6 @@ def seeded():
 def test_seeds_are_equal_on_all_ranks_and_repeat():
     results = run_ranks(2, seeded)
     assert results[0] == results[1] and results[0][0] == results[0][1]
-
-
-def late():
-    made = FSDPStrategy(args={"fsdp": True})
-    made.setup_distributed(timedelta(seconds=2))
-    if made.is_rank_0():
-        made.mesh.data.sum(torch.ones(1))
-    else:
-        time.sleep(30)
-
-
-def test_a_rank_that_never_comes_ends_the_run_within_the_timeout():
-    with pytest.raises(RuntimeError, match="(?i)timed out"):
-        run_ranks(2, late, timeout=25)
 
 
 def test_before_setup():

@@ -1,0 +1,221 @@
+"""Rank 0 listens to all ranks: where each one is, who has gone, who is late. Its one verdict ends the run on all of them."""
+
+import selectors
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightrft.strategy.connection import Connection, Gone, keep_from_children
+
+PATIENCE = 5.0
+"""Seconds that a failed collective waits for its cause: the rank that failed by itself, or died."""
+ARRIVAL = 60.0
+"""Seconds until every rank must have come, after all have met in the process group."""
+
+
+@dataclass
+class Seat:
+    """What is known of one rank. Times are this process's monotonic clock."""
+
+    rank: int
+    host: str
+    pid: int
+    connection: Connection
+    phase: str = "start-up"
+    phase_began: float = field(default_factory=time.monotonic)
+    place: str = ""
+    """Where in our code or the user's its main thread was at its last beat."""
+    issued: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Group -> collectives that this rank has begun in it, and when it was first seen to have begun the newest."""
+    heard: float = field(default_factory=time.monotonic)
+    left: bool = False
+    """It ended in order."""
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (pid {self.pid} on {self.host})"
+
+    def observe(self, state: dict[str, Any]) -> None:
+        before, now = self.issued, time.monotonic()
+        self.place, self.heard = state["place"], now
+        self.issued = {
+            group: before[group] if group in before and before[group][0] == count else (count, now)
+            for group, count in state["issued"].items()
+        }
+
+
+class Monitor:
+    """A thread of rank 0, which is idle but for a line from every rank at every beat."""
+
+    def __init__(self, world_size: int, *, limit: float, beat: float, token: str):
+        """`limit`: seconds that a collective may wait. `beat`: seconds between two looks."""
+        self.world_size, self.limit, self.beat, self.token = world_size, limit, beat, token
+        self.seats: dict[int, Seat] = {}
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._listening = socket.create_server(("", 0), family=family, backlog=world_size, dualstack_ipv6=both)
+        keep_from_children(self._listening)
+        self.port: int = self._listening.getsockname()[1]
+        self._began = time.monotonic()
+        self._verdict: dict[str, Any] | None = None
+        self._echo: tuple[float, dict[str, Any]] | None = None
+        self.closing = threading.Event()
+        """Set it before rank 0 says that it leaves: the others then hear that nobody watches any more."""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listening, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join(2 * self.beat)
+
+    def _run(self) -> None:
+        while not self.closing.is_set():
+            for key, _ in self._selector.select(min(self.beat, PATIENCE / 5)):
+                if key.fileobj is self._listening:
+                    connection = Connection(self._listening.accept()[0])
+                    self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+                else:
+                    self._hear(key.data)
+            if self._verdict is None:
+                self._judge(time.monotonic())
+        self._tell_all({"bye": True})
+        for connection in [self._listening, *(seat.connection for seat in self.seats.values())]:
+            connection.close()
+
+    # -- hearing
+
+    def _hear(self, connection: Connection) -> None:
+        seat = next((seat for seat in self.seats.values() if seat.connection is connection), None)
+        try:
+            for message in connection.receive():
+                if seat is None:
+                    seat = self._admit(message["hello"], connection)
+                else:
+                    self._note(seat, message)
+        except (Gone, ValueError, KeyError, TypeError) as reason:  # what is no message of ours comes from a stranger
+            self._selector.unregister(connection.socket)
+            connection.close()
+            if seat is not None and not seat.left:
+                self._end(_death(seat, reason), root=seat.rank)
+
+    def _admit(self, hello: dict[str, Any], connection: Connection) -> Seat:
+        if hello["token"] != self.token:
+            raise ValueError("a stranger")
+        seat = Seat(hello["rank"], hello["host"], hello["pid"], connection)
+        self.seats[seat.rank] = seat
+        return seat
+
+    def _note(self, seat: Seat, message: dict[str, Any]) -> None:
+        if "state" in message:
+            seat.observe(message["state"])
+        elif "phase" in message:
+            seat.phase, seat.phase_began = message["phase"], time.monotonic()
+            if seat.rank == 0:  # should it die, the others have to say where it was
+                self._tell_all(message)
+        elif "failed" in message:
+            self._failed(seat, message["failed"])
+        elif "bye" in message:
+            seat.left = True
+
+    # -- judging
+
+    def _failed(self, seat: Seat, failure: dict[str, Any]) -> None:
+        verdict = {"root": seat.rank, "code": failure["code"], "brief": failure["brief"],
+                   "cause": f"{seat.name} failed in {_phase(seat)}: {failure['error']}"}
+        if not failure["echo"]:
+            self._end(**verdict)
+        elif self._echo is None:
+            self._echo = time.monotonic() + PATIENCE, verdict
+            self._tell_all({"ask": "state"})
+
+    def _judge(self, now: float) -> None:
+        if self._echo and now > self._echo[0]:
+            verdict = self._echo[1]
+            verdict["cause"] += f"\nNo rank died or failed otherwise. {self._report(self._behind(), now)}"
+            self._end(**verdict)
+        elif self._longest_wait(now) > self.limit:
+            behind = self._behind()
+            headline = f"a collective has waited for more than {self.limit:.0f} s (--timeout_minutes)"
+            root = min((seat.rank for seat in self.seats.values() if seat.rank not in behind and not seat.left), default=0)
+            self._end(f"{headline}. {self._report(behind, now)}", root=root)
+        elif now - self._began > ARRIVAL and len(self.seats) < self.world_size:
+            absent = _ranks(set(range(self.world_size)) - set(self.seats))
+            self._end(f"{absent} ended, or hung, before it could say where it is", root=0)
+
+    def _counts(self) -> dict[str, dict[int, tuple[int, float]]]:
+        """Group -> rank -> (collectives begun, since when)."""
+        groups: dict[str, dict[int, tuple[int, float]]] = {}
+        for seat in self.seats.values():
+            for group, count in seat.issued.items():
+                groups.setdefault(group, {})[seat.rank] = count
+        return groups
+
+    def _longest_wait(self, now: float) -> float:
+        """Seconds that the collective has waited which some of its group's ranks have begun and others have not."""
+        waits = [0.0]
+        for members in self._counts().values():
+            fewest = min(count for count, _ in members.values())
+            waits += [now - since for count, since in members.values() if count > fewest]
+        return max(waits)
+
+    def _behind(self) -> dict[int, str]:
+        """Rank -> what it has not begun though others of its group have."""
+        late = {}
+        for group, members in self._counts().items():
+            most = max(count for count, _ in members.values())
+            late.update({rank: f"has begun {count} of {most} collectives in {group}"
+                         for rank, (count, _) in members.items() if count < most})
+        return late
+
+    def _report(self, behind: dict[int, str], now: float) -> str:
+        """Who is late, and where everybody is; ranks at the same place share a line."""
+        groups: dict[str, list[Seat]] = {}
+        for seat in self.seats.values():
+            lateness = f"late: {behind[seat.rank]}; " if seat.rank in behind else ""
+            silent = f"; silent for {now - seat.heard:.0f} s" if now - seat.heard > 3 * self.beat else ""
+            where = "has left the run" if seat.left else f"{lateness}in {_phase(seat)}, at {seat.place}{silent}"
+            groups.setdefault(where, []).append(seat)
+        lines = [f"  {_who(seats)}: {where} (for {now - min(seat.phase_began for seat in seats):.0f} s in this phase)"
+                 for where, seats in groups.items()]
+        headline = f"Late: {_ranks(behind)}." if behind else "No rank is behind the others."
+        return "\n".join([headline, *lines])
+
+    def _end(self, cause: str, *, root: int, code: int = 1, brief: bool = False) -> None:
+        """Only the first verdict counts. Rank 0 hears it last, so that all have it when this process ends."""
+        if self._verdict is None:
+            self._verdict = {"cause": cause, "root": root, "code": code, "brief": brief}
+            self._tell_all({"verdict": self._verdict})
+
+    def _tell_all(self, message: dict[str, Any]) -> None:
+        for rank in sorted(self.seats, reverse=True):
+            self.seats[rank].connection.send(message)
+
+
+def _death(seat: Seat, reason: Exception) -> str:
+    how = "ended without a word" if isinstance(reason, Gone) else f"spoke nonsense ({reason})"
+    return (f"{seat.name} {how} in {_phase(seat)}: it was killed or crashed ({reason}). "
+            f"Its own log says more; if it says nothing, see whether {seat.host} ran out of memory (dmesg)")
+
+
+def _phase(seat: Seat) -> str:
+    return f"phase {seat.phase}"
+
+
+def _who(seats: list[Seat]) -> str:
+    return seats[0].name if len(seats) == 1 else _ranks(seat.rank for seat in seats)
+
+
+def _ranks(ranks: Any) -> str:
+    """`rank 3`, `ranks 0-2, 5`."""
+    ordered = sorted(ranks)
+    spans: list[list[int]] = []
+    for rank in ordered:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    texts = [str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans]
+    return f"rank{'s' if len(ordered) > 1 else ''} {', '.join(texts)}"

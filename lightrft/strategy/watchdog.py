@@ -1,0 +1,208 @@
+"""No rank waits forever and none ends alone: each tells rank 0 where it is, and all end together with one cause."""
+
+import atexit
+import json
+import os
+import secrets
+import select
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, Self
+
+import torch.distributed as dist
+from loguru import logger
+from torch.distributed.distributed_c10d import _get_default_store
+
+from lightrft.parallel.mesh import collectives_begun
+from lightrft.strategy.connection import Connection, Gone
+from lightrft.strategy.launch import tell_launcher
+from lightrft.strategy.monitor import PATIENCE, Monitor
+
+BEAT = 5.0
+"""Seconds between two messages of a rank; less where the limit is short."""
+GRACE = 3.0
+"""Seconds by which the other ranks outlive the one that is the cause, so that the launcher sees that one end first."""
+MARGIN = timedelta(seconds=60)
+"""Time that collectives have beyond the limit: their own ways to end say less."""
+PACKAGE = str(Path(__file__).parents[1])
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_count = 0
+
+
+class Watchdog:
+    """On every rank a thread with a connection to rank 0's monitor.
+
+    It says which phase the rank is in, which line, and how many collectives it has begun in each of its groups. It ends this
+    process when the monitor says so: a rank failed or died, or a collective has waited longer than `limit` seconds.
+    """
+
+    def __init__(self, store: dist.Store, *, rank: int, world_size: int, limit: float):
+        """All ranks together. `store` is only asked where rank 0 listens."""
+        global _count
+        _count += 1
+        self.rank, self.limit, self.beat = rank, limit, min(BEAT, limit / 4)
+        self._process = os.getpid()
+        self._verdict: dict[str, Any] | None = None
+        self._decided = threading.Event()
+        self._closed = self._unwatched = False
+        self._failed = False
+        self._next_beat = 0.0
+        self._monitor: Monitor | None = None
+        self._phase_of_rank_0 = "start-up"
+        key = f"lightrft/watchdog/{_count}"
+        if rank == 0:
+            token = secrets.token_hex(8)
+            self._monitor = Monitor(world_size, limit=limit, beat=self.beat, token=token)
+            address = {"host": socket.gethostname(), "pid": os.getpid(), "port": self._monitor.port, "token": token}
+            store.set(key, json.dumps(address))
+        self._rank_0 = json.loads(store.get(key))
+        self._connection = _connect(self._rank_0)
+        me = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "token": self._rank_0["token"]}
+        self._connection.send({"hello": me})
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+        self._hook, sys.excepthook = sys.excepthook, self._uncaught
+
+    @classmethod
+    def start(cls, limit: timedelta) -> Self | None:
+        """For the default process group; None where it has one rank."""
+        world_size = dist.get_world_size()
+        if world_size == 1:
+            return None
+        return cls(_get_default_store(), rank=dist.get_rank(), world_size=world_size, limit=limit.total_seconds())
+
+    def enter(self, phase: str) -> None:
+        """What this rank does from now on."""
+        self._connection.send({"phase": phase})
+
+    def fail(self, error: BaseException, *, code: int = 1, brief: bool = False) -> NoReturn:
+        """End all ranks; the first cause is said by the rank that has it, `brief`ly or with its traceback."""
+        said = str(error) if brief else "".join(traceback.format_exception(error))
+        echo = is_echo(error)
+        self._failed = True
+        summary = f"{type(error).__name__}: {error}"
+        self._connection.send({"failed": {"error": summary, "code": code, "brief": brief, "echo": echo}})
+        self._decided.wait(2 * PATIENCE)
+        if self._verdict is not None and self._verdict["root"] != self.rank:
+            time.sleep(GRACE + PATIENCE)  # meanwhile the thread ends this process
+        if self._verdict is not None and echo:
+            said = f"{said}\n{self._verdict['cause']}"
+        logger.error(said)
+        leave(said, code)
+
+    def close(self) -> None:
+        """This rank ends in order."""
+        if self._closed or os.getpid() != self._process:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        sys.excepthook = self._hook
+        if self._monitor is not None:
+            self._monitor.closing.set()
+        self._connection.send({"bye": True})
+        if self._monitor is not None:
+            self._monitor.join()
+        self._connection.shut()
+        self._thread.join(self.beat)
+
+    def _run(self) -> None:
+        while True:
+            now = time.monotonic()
+            if now >= self._next_beat:
+                self._connection.send({"state": {"place": place(), "issued": collectives_begun()}})
+                self._next_beat = now + self.beat
+            select.select([self._connection.socket], [], [], self._next_beat - now)
+            try:
+                for message in self._connection.receive():
+                    self._hear(message)
+            except Gone as reason:
+                if not (self._closed or self._unwatched):
+                    self._end({"root": 0, "code": 1, "brief": False, "cause": self._end_of_rank_0(reason)})
+                break
+        self._connection.close()
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if "phase" in message:
+            self._phase_of_rank_0 = message["phase"]
+        elif "ask" in message:
+            self._next_beat = 0
+        elif "verdict" in message:
+            self._end(message["verdict"])
+        elif "bye" in message:
+            self._unwatched = True
+
+    def _end(self, verdict: dict[str, Any]) -> None:
+        self._verdict = verdict
+        self._decided.set()
+        mine = verdict["root"] == self.rank
+        if mine and self._failed:
+            time.sleep(GRACE + PATIENCE)  # the failing thread ends this process
+        if verdict["brief"]:
+            time.sleep(1)  # most errors of users meet all ranks: this one may be about to say the same
+        if not (verdict["brief"] and self._failed):
+            logger.error(f"this run ends: {verdict['cause']}")
+        if not mine:
+            time.sleep(GRACE)
+        leave(verdict["cause"], verdict["code"])
+
+    def _end_of_rank_0(self, reason: Gone) -> str:
+        return (f"rank 0 (pid {self._rank_0['pid']} on {self._rank_0['host']}) ended without a word in phase "
+                f"{self._phase_of_rank_0}: it was killed or crashed ({reason}). Its own log says more; if it says nothing, see "
+                f"whether {self._rank_0['host']} ran out of memory (dmesg)")
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if os.getpid() == self._process and not self._closed:
+            self.fail(error.with_traceback(trace))
+        self._hook(kind, error, trace)
+
+
+def is_echo(error: BaseException | None) -> bool:
+    """Whether a rank meets this error because of another one: its collective or its store broke, or waited too long."""
+    while error is not None:
+        if isinstance(error, dist.DistError) or "/gloo/transport/" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def leave(cause: str, code: int) -> NoReturn:
+    """End this process now: the main thread may wait in a collective that nothing can interrupt."""
+    tell_launcher(cause)
+    if sys.__stderr__ is not None and sys.__stderr__.isatty():
+        sys.__stderr__.write("\x1b[?25h")  # a live display hides the cursor
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def place() -> str:
+    """Where the main thread is in our code or the user's: the innermost line, and two of its callers."""
+    lines: list[str] = []
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and len(lines) < 3:
+        file = frame.f_code.co_filename
+        if file.startswith(PACKAGE) or not file.startswith((*LIBRARIES, "<")):
+            short = file.removeprefix(str(Path(PACKAGE).parent) + os.sep)
+            lines.append(f"{short}:{frame.f_lineno} ({frame.f_code.co_qualname})")
+        frame = frame.f_back
+    return " < ".join(lines) or "no line of its own"
+
+
+def _connect(address: dict[str, Any]) -> Connection:
+    """Rank 0 is where MASTER_ADDR says; where nobody says, on the host of that name."""
+    host = os.environ.get("MASTER_ADDR", address["host"])
+    try:
+        return Connection(socket.create_connection((host, address["port"]), timeout=60))
+    except OSError as error:
+        raise RuntimeError(
+            f"{socket.gethostname()} cannot connect to rank 0 at {host}:{address['port']} ({error}). Ranks talk over ports that "
+            "the system chooses: a firewall between the nodes has to let them through"
+        ) from error

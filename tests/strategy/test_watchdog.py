@@ -1,0 +1,222 @@
+"""A rank that fails, dies or does not come ends all, and every rank's log says which one it was and where it is."""
+
+import os
+import signal
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from loguru import logger
+
+from lightrft.strategy import FSDPStrategy, monitor
+from lightrft.strategy.connection import PENDING, Connection, Gone
+from lightrft.strategy.watchdog import is_echo
+from ranks import run_ranks
+
+LIMIT = timedelta(seconds=1)
+
+
+def start(folder: Path, limit: timedelta = LIMIT, **layout) -> FSDPStrategy:
+    """A strategy whose log is the rank's own file; also the rank's process id."""
+    logger.remove()
+    logger.add(folder / f"log{dist.get_rank()}", format="{message}")
+    (folder / f"pid{dist.get_rank()}").write_text(str(os.getpid()))
+    made = FSDPStrategy(args={"fsdp": True, **layout})
+    made.setup_distributed(limit)
+    return made
+
+
+def ended(folder: Path, world_size: int, function, *args) -> list[str]:
+    """The logs of ranks that must not live on."""
+    with pytest.raises(RuntimeError):
+        run_ranks(world_size, function, folder, *args, timeout=30)
+    return logs(folder, world_size)
+
+
+def logs(folder: Path, world_size: int) -> list[str]:
+    files = [folder / f"log{rank}" for rank in range(world_size)]
+    return [file.read_text() if file.exists() else "" for file in files]
+
+
+def oversleep():
+    time.sleep(60)
+
+
+def late(folder, layout, rank):
+    made = start(folder, **layout)
+    made.announce("reward")
+    if dist.get_rank() == rank:
+        oversleep()
+    made.announce("train")
+    made.mesh.tp.sum(torch.ones(1))
+    made.mesh.world.sum(torch.ones(1))
+
+
+def test_every_rank_says_who_is_late_and_where_all_are(tmp_path):
+    for said in ended(tmp_path, 3, late, {}, 1):
+        assert "this run ends: a collective has waited for more than 1 s (--timeout_minutes). Late: rank 1." in said
+        where = f"rank 1 (pid {(tmp_path / 'pid1').read_text()} on {socket.gethostname()}): late: has begun 0 of 1 collectives"
+        assert where in said and "in phase reward, at tests/strategy/test_watchdog.py:" in said.replace(f"{os.getcwd()}/", "")
+        assert "(oversleep)" in said
+        assert "ranks 0, 2: in phase train, at lightrft/parallel/collectives.py:" in said
+
+
+def test_a_subgroup_is_noticed_too(tmp_path):
+    """Rank 2 waits in its tensor-parallel group, ranks 0 and 1 in that of all."""
+    for said in ended(tmp_path, 4, late, {"tp_size": 2}, 3)[:3]:
+        assert "Late: ranks 2-3." in said and "in mesh_tp #" in said and "in phase reward" in said
+
+
+def crossed(folder):
+    """Two groups of the same ranks in a different order: none would ever come."""
+    made = start(folder)
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    for group in groups if dist.get_rank() == 0 else reversed(groups):
+        dist.all_reduce(torch.ones(1), group=group)
+    made.close()
+
+
+def test_collectives_in_crossed_order(tmp_path):
+    for said in ended(tmp_path, 2, crossed):
+        assert "Late: ranks 0-1." in said and said.count("late: has begun 0 of 1 collectives") == 2
+
+
+def stopped(folder):
+    made = start(folder)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    made.mesh.world.sum(torch.ones(1))
+
+
+def test_a_process_that_stands_still(tmp_path):
+    said = ended(tmp_path, 2, stopped)[0]
+    assert "Late: rank 1." in said and "; silent for " in said
+
+
+def killed(folder, rank):
+    """By a signal, while a child of it lives on."""
+    made = start(folder, timedelta(minutes=1))
+    made.announce("experience")
+    made.mesh.world.barrier()
+    if dist.get_rank() == rank:
+        child = os.fork()
+        if child == 0:
+            time.sleep(20)
+            os._exit(0)
+        (folder / "child").write_text(str(child))
+        os.kill(os.getpid(), signal.SIGKILL)
+    made.mesh.world.sum(torch.ones(1))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named_at_once(tmp_path, rank):
+    said = ended(tmp_path, 3, killed, rank)
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    for other in {0, 1, 2} - {rank}:
+        assert f"this run ends: rank {rank} (pid {(tmp_path / f'pid{rank}').read_text()}" in said[other]
+        assert "ended without a word in phase experience: it was killed or crashed" in said[other]
+
+
+def fails(folder):
+    """Rank 1 by itself, the others because of it."""
+    made = start(folder, timedelta(minutes=1))
+    made.announce("train")
+    try:
+        made.mesh.world.barrier()
+        if dist.get_rank() == 1:
+            raise ValueError("bad luck")
+        made.mesh.world.sum(torch.ones(1))
+    except Exception as error:
+        made.fail(error)
+
+
+def test_the_first_cause_is_said_and_not_its_echoes(tmp_path):
+    said = ended(tmp_path, 3, fails)
+    assert "Traceback" in said[1] and said[1].rstrip().endswith("ValueError: bad luck")
+    for other in (0, 2):
+        assert said[other].count("\n") == 1 and "failed in phase train: ValueError: bad luck" in said[other]
+
+
+def all_fail(folder):
+    made = start(folder, timedelta(minutes=1))
+    made.fail(ValueError("no such file"), code=2, brief=True)
+
+
+def test_what_all_ranks_meet_is_said_once(tmp_path):
+    assert sorted(ended(tmp_path, 3, all_fail)) == ["", "", "no such file\n"]
+
+
+def timed_out(folder):
+    """The collective's own timeout comes before the watchdog's."""
+    monitor.PATIENCE = 0.3
+    made = start(folder, timedelta(minutes=1))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
+    made.announce("train")
+    if dist.get_rank() == 1:
+        oversleep()
+    try:
+        made.mesh.world.sum(torch.ones(1))
+    except Exception as error:
+        made.fail(error)
+
+
+def test_a_broken_collective_without_a_cause_shows_where_all_are(tmp_path):
+    for said in ended(tmp_path, 2, timed_out):
+        assert "failed in phase train: RuntimeError" in said and "Timed out waiting 1000ms" in said
+        assert "No rank died or failed otherwise. Late: rank 1." in said and "(oversleep)" in said
+
+
+def leaves_in_order(folder):
+    """Rank 0 first; then nobody watches, and no strange bytes have done any harm."""
+    made = start(folder, timedelta(minutes=1))
+    if dist.get_rank() == 1:
+        with socket.create_connection(("localhost", made._watchdog._rank_0["port"])) as strange:
+            strange.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert strange.recv(1) == b""
+    made.mesh.world.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+    made.close()
+    made.close()
+    return True
+
+
+def test_ranks_that_leave_in_order_leave_in_silence(tmp_path):
+    assert run_ranks(2, leaves_in_order, tmp_path) == [True, True]
+    assert logs(tmp_path, 2) == ["", ""]
+
+
+def test_errors_that_come_from_another_rank():
+    gloo = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+    wrapped = ValueError("the engine failed")
+    wrapped.__cause__ = gloo
+    assert is_echo(gloo) and is_echo(wrapped) and is_echo(dist.DistBackendError("NCCL error: remote process exited"))
+    assert not is_echo(ValueError("bad luck")) and not is_echo(OSError("Connection reset by peer"))
+
+
+def test_a_receiver_who_does_not_read_stops_nobody():
+    ours, theirs = (Connection(end) for end in tcp_pair())
+    for number in range(200_000):
+        ours.send({"phase": str(number)})
+    assert len(ours._unsent) < 2 * PENDING
+    first = theirs.receive()
+    assert first[:2] == [{"phase": "0"}, {"phase": "1"}]
+    theirs.close()
+    with pytest.raises(Gone):
+        for _ in range(1000):
+            ours.receive()
+            time.sleep(0.001)
+
+
+def tcp_pair() -> list[socket.socket]:
+    with socket.create_server(("localhost", 0)) as listening:
+        connecting = socket.create_connection(listening.getsockname())
+        return [connecting, listening.accept()[0]]
+
+
+def test_ranks_are_named_by_spans():
+    assert monitor._ranks({0, 1, 2, 5, 7, 8}) == "ranks 0-2, 5, 7-8" and monitor._ranks([3]) == "rank 3"
