@@ -32,6 +32,8 @@ class ModelSection:
     """Compute in bfloat16 with float32 master weights; otherwise everything is float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing_policy: Literal["full", "selective"] = "full"
+    """What stays of each block: full keeps its input, selective also the results of attention and matrix products."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
 
@@ -305,6 +307,7 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
     used = DOORS[door]
     unused = [f"--{name} has no effect in {door}" for name in sorted(written & set(owners)) if owners[name] not in used]
     conditional = {
+        "gradient_checkpointing_policy": (config.model.gradient_checkpointing, "--gradient_checkpointing"),
         "init_kl_coef": (config.algorithm.use_kl_loss, "--use_kl_loss"),
         "kl_estimator": (config.algorithm.use_kl_loss, "--use_kl_loss"),
         "engine_sleep_level": (config.engine.enable_engine_sleep, "--enable_engine_sleep"),

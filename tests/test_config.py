@@ -258,6 +258,7 @@ def test_sft_asks_nothing_about_rollouts():
         ("train_ppo", ["--eval_steps", "5"], "--eval_steps has no effect without --eval_data"),
         ("train_ppo", ["--no_enable_engine_sleep", "--engine_sleep_level", "1"], "--engine_sleep_level has no effect without"),
         ("train_ppo", ["--sp_impl", "zigzag"], "--sp_impl has no effect without --sp_size"),
+        ("train_sft", ["--gradient_checkpointing_policy", "selective"], "_policy has no effect without --gradient_checkpointing"),
         ("train_ppo", ["--tp_sequence_parallel"], "--tp_sequence_parallel has no effect without --tp_size"),
         ("train_ppo", ["--system_prompt", "Be brief."], "--system_prompt has no effect without --apply_chat_template"),
     ],

@@ -11,6 +11,9 @@ Arguments = Config | Namespace | Mapping[str, Any] | None
 """What users hand to a strategy: the typed configuration, parsed flags, a dict or an EasyDict."""
 
 
+CHOICES = ((EngineSection, "engine_type"), (StrategySection, "sp_impl"), (ModelSection, "gradient_checkpointing_policy"))
+
+
 @dataclass
 class StrategyConfig(ModelSection, DataSection, StrategySection, EngineSection, RolloutSection):
     """Fields and defaults are those of the sections; every other name goes to `extra_args` and reads as an attribute.
@@ -39,7 +42,7 @@ class StrategyConfig(ModelSection, DataSection, StrategySection, EngineSection, 
 
     def check(self) -> None:
         """ValueError for values that no run can use."""
-        for section, name in ((EngineSection, "engine_type"), (StrategySection, "sp_impl")):
+        for section, name in CHOICES:
             known = get_args(get_type_hints(section)[name])
             if getattr(self, name) not in known:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from lightrft.models.empty import empty_parameters
 from lightrft.models.heads import divide
+from lightrft.models.recompute import recompute
 from lightrft.parallel.sequence import Undivided
 from lightrft.parallel.tensor import parallelize
 from lightrft.parallel.ulysses import Ulysses
@@ -31,7 +32,7 @@ class FSDPStrategy(StrategyBase):
         names = _optimizer_names(module, optimizer)
         trained = any(parameter.requires_grad for parameter in module.parameters())
         if trained and self.config.gradient_checkpointing:
-            _checkpoint_activations(module)
+            recompute(module, selective=self.config.gradient_checkpointing_policy == "selective")
         sequence = self._sequence()
         if sequence.multiple > 1:
             divide(module, sequence, tp=self.mesh.tp.size)
@@ -114,14 +115,6 @@ def roots(model: nn.Module) -> Iterator[FSDPModule]:
 def _shared(block: nn.Module, uses: dict[int, int]) -> bool:
     inside = [id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False)]
     return any(uses.get(key, 1) > inside.count(key) for key in set(inside))
-
-
-def _checkpoint_activations(module: nn.Module) -> None:
-    if isinstance(module, PreTrainedModel):
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return
-    for child in module.children():
-        _checkpoint_activations(child)
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:

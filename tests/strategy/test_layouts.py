@@ -8,6 +8,7 @@ from lightrft.strategy.optim import create_adamw
 from ranks import run_ranks
 from strategy.training import adamw, assert_equal_courses, distance, plain_course, sgd, strategy_course
 
+SELECTIVE = {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"}
 LAYOUTS = {"1": (1, {}), "2": (2, {}), "2x2": (4, {"dp_replicate": 2}), "2 replicas": (2, {"dp_replicate": 2})}
 
 
@@ -62,10 +63,10 @@ def test_tied_embeddings_stay_tied(tied_folder):
         assert_equal_courses(course, expected)
 
 
-@pytest.mark.parametrize("option", ["gradient_checkpointing", "fsdp_cpu_offload"])
+@pytest.mark.parametrize("option", [{"gradient_checkpointing": True}, SELECTIVE, {"fsdp_cpu_offload": True}])
 def test_memory_options_change_nothing(folder, option):
     expected = plain_course(folder, sgd)
-    for course in run_ranks(2, strategy_course, folder, sgd, 2, 1.0, True, {option: True}):
+    for course in run_ranks(2, strategy_course, folder, sgd, 2, 1.0, True, option):
         assert_equal_courses(course, expected)
 
 

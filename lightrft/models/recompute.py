@@ -1,0 +1,39 @@
+"""Activations that are not kept for the backward pass but computed once more in it."""
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch._ops import OpOverload
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+
+
+def recompute(module: nn.Module, *, selective: bool) -> None:
+    """Have the blocks of every transformers model inside `module` keep only their input while they train.
+
+    `selective`: the results of attention and of matrix products too, so that what is computed once more costs next to nothing.
+    """
+    if isinstance(module, PreTrainedModel):
+        kept = {"context_fn": partial(create_selective_checkpoint_contexts, keep_expensive)} if selective else {}
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **kept})
+        return
+    for child in module.children():
+        recompute(child, selective=selective)
+
+
+def keep_expensive(_: Any, op: OpOverload, *args: Any, **options: Any) -> CheckpointPolicy:
+    """What torch asks of each operation inside a block.
+
+    Attention with dropout is computed again: left out, it would not draw its random numbers, and all later draws would differ.
+    """
+    name = op.name()
+    attention = ("attn" in name or "attention" in name) and not _dropout(op, args, options)
+    return CheckpointPolicy.MUST_SAVE if attention or name in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _dropout(op: OpOverload, args: tuple, options: dict[str, Any]) -> float:
+    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | options
+    return given.get("dropout_p", 0.0)

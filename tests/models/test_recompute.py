@@ -1,0 +1,59 @@
+"""Activations that are computed again: the same gradients to the last bit, and only what was promised is done twice."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
+
+from flat_models import TEMPERATURE, gradients_of, make_batch, make_model, weighted
+from lightrft.models.attention import ATTENTION
+from lightrft.models.heads import Actor
+from lightrft.models.recompute import keep_expensive, recompute
+
+SDPA = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+
+class Operations(TorchDispatchMode):
+    """While entered, counts every operation by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen[function.name()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def backward_pass(name: str, policy: str | None) -> tuple[Counter[str], dict[str, torch.Tensor]]:
+    """What the backward pass does, and the gradients. 16 tokens in each of 4 sequences."""
+    actor = Actor(make_model(name, ATTENTION)).train()
+    if policy:
+        recompute(actor, selective=policy == "selective")
+    loss = weighted(actor(make_batch([16] * 4), TEMPERATURE))
+    with Operations() as operations:
+        loss.backward()
+    return operations.seen, gradients_of(actor)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_what_is_computed_twice(name):
+    plain, expected = backward_pass(name, None)
+    full, gradients = backward_pass(name, "full")
+    selective, its_gradients = backward_pass(name, "selective")
+    for found in (gradients, its_gradients):
+        assert all(torch.equal(found[key], gradient) for key, gradient in expected.items())
+    products, norms = "aten::mm", "aten::rsqrt"
+    assert selective[products] == plain[products] < full[products]
+    assert selective[SDPA] == plain[SDPA] == 0 and full[SDPA] >= 1
+    assert plain[norms] == 0 and selective[norms] == full[norms] > 0, "norms are not kept"
+
+
+def test_attention_with_dropout_draws_its_numbers_again():
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    qkv = [torch.zeros(1)] * 3
+    assert keep_expensive(None, attention, *qkv, 0.0, True) is CheckpointPolicy.MUST_SAVE
+    assert keep_expensive(None, attention, *qkv, 0.1, True) is CheckpointPolicy.PREFER_RECOMPUTE
+    assert keep_expensive(None, attention, *qkv, dropout_p=0.1) is CheckpointPolicy.PREFER_RECOMPUTE
