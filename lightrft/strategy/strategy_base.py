@@ -26,6 +26,7 @@ from lightrft.strategy import checkpoint, reduce
 from lightrft.strategy.backend import Away
 from lightrft.strategy.config import Arguments, StrategyConfig, sequence_layout
 from lightrft.strategy.dataloader import ResumableBatchSampler
+from lightrft.strategy.dropout import draw_by_data_rank
 from lightrft.strategy.engine_verbs import EngineVerbs
 from lightrft.strategy.export import export
 from lightrft.strategy.launch import join_process_group
@@ -37,6 +38,8 @@ from lightrft.strategy.watchdog import MARGIN, Watchdog
 from lightrft.versions import TENSOR_PARALLEL, untested_versions
 
 GB = 1e9
+SKIPPED = "strategy/skipped_steps"
+"""Its name in a checkpoint, beside the caller's own."""
 
 
 class StrategyBase(EngineVerbs):
@@ -76,7 +79,10 @@ class StrategyBase(EngineVerbs):
     # -- processes
 
     def set_seed(self, seed: int) -> None:
-        """Python, numpy, torch and its accelerator: parameters initialise equally on all ranks."""
+        """Python, numpy, torch and its accelerator, equal on all ranks, so that parameters initialise equally.
+
+        Models from prepare() nevertheless draw their dropout differently on each data rank.
+        """
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
@@ -197,8 +203,11 @@ class StrategyBase(EngineVerbs):
         for item in models_or_pairs:
             module, optimizer, *_ = (*item, None) if isinstance(item, tuple | list) else (item, None)
             if module is not None:
+                trained = any(parameter.requires_grad for parameter in module.parameters())
                 self.distribute(module, optimizer)
                 self._know(module, optimizer)
+                if trained:
+                    draw_by_data_rank(module, self.mesh.data, self.device)
         return models_or_pairs[0] if len(models_or_pairs) == 1 else models_or_pairs
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer | None = None, *, last: bool = True) -> None:
@@ -332,7 +341,7 @@ class StrategyBase(EngineVerbs):
         """
         return checkpoint.save(
             self._here(model, optimizer, scheduler), Path(save_dir), tag,
-            client_state=dict(client_state), max_num=max_num, max_mem=max_mem, save_latest=save_latest,
+            client_state={**client_state, SKIPPED: self.skipped_steps}, max_num=max_num, max_mem=max_mem, save_latest=save_latest,
         )
 
     def load_ckpt(
@@ -343,7 +352,11 @@ class StrategyBase(EngineVerbs):
 
         Any number of ranks may load what any other has saved.
         """
-        return checkpoint.load(self._here(model, optimizer, scheduler), Path(load_dir), tag, module_only=load_module_only)
+        path, state = checkpoint.load(self._here(model, optimizer, scheduler), Path(load_dir), tag, module_only=load_module_only)
+        skipped = state.pop(SKIPPED, 0)
+        if path is not None and not load_module_only:
+            self.skipped_steps = skipped
+        return path, state
 
     def save_model(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path, dtype: torch.dtype | None = None

@@ -113,6 +113,8 @@ class Trainer(ABC):
         for name, value in self.trace.step().items():
             add = self.metrics.max if name.startswith("memory/") else self.metrics.mean
             add(name, value)
+        if self.strategy.skipped_steps:
+            self.metrics.max("train/skipped_steps", self.strategy.skipped_steps)
         if not _due(number, self.config.observe.logging_steps, last):
             return
         row = self.metrics.reduce(self.strategy.mesh.data)

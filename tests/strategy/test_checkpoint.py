@@ -10,7 +10,7 @@ from loguru import logger
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ranks import run_ranks
-from strategy.training import distance, fill_the_disk, load, one_step, snapshot, strategy
+from strategy.training import distance, fill_the_disk, load, my_rows, one_step, share_of_loss, snapshot, strategy
 
 
 class Run:
@@ -84,6 +84,22 @@ def test_resumed_run_is_bit_identical(folder, root, world_size):
         assert metrics == whole_metrics[2:]
         assert state.keys() == whole_state.keys()
         assert all(torch.equal(state[name], whole_state[name]) for name in state)
+
+
+def skipped_once(folder, root):
+    run = Run(folder, root).steps(0, 1)
+    loss = share_of_loss(run.model, my_rows(run.strategy, 1), 50) * float("nan")
+    run.strategy.backward(loss, run.model, run.optimizer)
+    run.strategy.optimizer_step(run.optimizer, run.model, run.scheduler)
+    run.save("step2")
+    resumed, module_only = Run(folder, root), Run(folder, root)
+    assert resumed.load()[1] == {"tag": "step2"}, "the caller's own, and nothing else"
+    module_only.load(load_module_only=True)
+    return [each.strategy.skipped_steps for each in (run, resumed, module_only)]
+
+
+def test_skipped_steps_are_counted_on(folder, root):
+    assert run_ranks(2, skipped_once, folder, root) == [[1, 1, 0]] * 2
 
 
 def save_after_two(folder, root, args):
