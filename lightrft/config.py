@@ -130,6 +130,20 @@ class RolloutSection:
 class RewardSection:
     reward: str = "exact_match"
     """Reward function: a name, module:function or file.py:function."""
+    overlong_buffer: bool = False
+    """Lower the reward of a response whose length comes near generate_max_len."""
+    overlong_buffer_len: int = 4096
+    """The penalty begins so many tokens before generate_max_len and grows linearly."""
+    overlong_buffer_penalty_factor: float = 1.0
+    """The penalty at generate_max_len."""
+    reward_running_norm: bool = False
+    """Divide rewards by the standard deviation of all rewards of the run so far."""
+    reward_running_norm_minus_mean: bool = False
+    """Subtract the mean of all rewards of the run before that."""
+    reward_clip: float | None = None
+    """Clip rewards to plus and minus this, after the steps above."""
+    reward_group_norm: bool = False
+    """Standardise rewards in each group, whatever the estimator does with them."""
 
 
 @dataclass
@@ -146,6 +160,20 @@ class AlgorithmSection:
     """For negative advantages the loss is at most -dual_clip times the advantage (3 in the paper)."""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = "token-mean"
     """How token losses become one number, always over all ranks and micro-batches of an optimizer step."""
+    gamma: float = 1.0
+    """Discount of rewards per token."""
+    pass_k: int = 4
+    """Draws of the estimator pass_at_k."""
+    advantages_norm: bool = False
+    """Normalise advantages to mean 0 and deviation 1 over all learned tokens of the step."""
+    advantage_clip: float | None = None
+    """Clip advantages to plus and minus this, after the normalisation."""
+    mask_truncated: bool = False
+    """Do not learn from responses that were cut at generate_max_len; their rewards still count for their group."""
+    length_filter: list[int] = field(default_factory=list)
+    """Learn only from responses of at least and at most so many tokens: two numbers."""
+    entropy_filter: list[float] = field(default_factory=list)
+    """Learn only from responses whose tokens have a mean entropy between these two, in nats."""
     use_kl_loss: bool = False
     """Add the divergence from the reference model to the loss."""
     init_kl_coef: float = 0.001
@@ -293,6 +321,8 @@ def validate(config: Config, *, door: str, world_size: int) -> None:
         problems.append("--temperature must be above 0; evaluation is greedy by itself")
     if len(config.optim.adam_betas) != 2:
         problems.append("--adam_betas takes two numbers")
+    if door == "train_ppo":
+        problems += _algorithm_problems(config)
     if not problems:
         problems += _layout_problems(config, world_size)
     if not problems and door == "train_ppo":
@@ -305,11 +335,16 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
     """What the user wrote that changes nothing in this run, each with the reason."""
     owners = section_of_field()
     used = DOORS[door]
-    unused = [f"--{name} has no effect in {door}" for name in sorted(written & set(owners)) if owners[name] not in used]
+    shaping = {f.name for f in fields(RewardSection)} - {"reward"} if door == "evaluate" else set()
+    idle = {name for name, section in owners.items() if section not in used} | shaping
+    unused = [f"--{name} has no effect in {door}" for name in sorted(written & idle)]
     conditional = {
         "gradient_checkpointing_policy": (config.model.gradient_checkpointing, "--gradient_checkpointing"),
         "init_kl_coef": (config.algorithm.use_kl_loss, "--use_kl_loss"),
         "kl_estimator": (config.algorithm.use_kl_loss, "--use_kl_loss"),
+        "overlong_buffer_len": (config.reward.overlong_buffer, "--overlong_buffer"),
+        "overlong_buffer_penalty_factor": (config.reward.overlong_buffer, "--overlong_buffer"),
+        "reward_running_norm_minus_mean": (config.reward.reward_running_norm, "--reward_running_norm"),
         "engine_sleep_level": (config.engine.enable_engine_sleep, "--enable_engine_sleep"),
         "eval_steps": (bool(config.data.eval_data), "--eval_data"),
         "wandb_project": (config.observe.use_wandb, "--use_wandb"),
@@ -384,9 +419,11 @@ def _arguments_of_file(file: str) -> list[str]:
             if owners.get(name) != section:
                 moved = f"; it belongs under `{owners[name]}:`" if name in owners else _nearest(name, owners)
                 raise ConfigError(f"--config {file}: unknown key {name!r} under `{section}:`{moved}")
+            if value is None or value == []:
+                continue
             if isinstance(value, list):
                 arguments += [f"--{name}", *map(str, value)]
-            elif value is not None:
+            else:
                 arguments.append(f"--{name}={value}")  # one word, so that text may begin with a dash
     return arguments
 
@@ -453,6 +490,32 @@ def _heads(pretrain: str) -> dict[str, int]:
     heads = content.get("num_attention_heads")
     counts = {"attention heads": heads, "key-value heads": content.get("num_key_value_heads", heads)}
     return {name: count for name, count in counts.items() if isinstance(count, int)}
+
+
+COMPARING = ("grpo", "group_norm", "cpgd", "dr_grpo", "reinforce++_baseline", "reinforce_baseline", "rloo", "opo", "pass_at_k")
+"""Estimators whose advantage is 0 for a sample that is alone in its group."""
+
+
+def _algorithm_problems(config: Config) -> list[str]:
+    algorithm, rollout, reward = config.algorithm, config.rollout, config.reward
+    problems = []
+    for name, pair in (("length_filter", algorithm.length_filter), ("entropy_filter", algorithm.entropy_filter)):
+        if pair and (len(pair) != 2 or pair[0] > pair[1]):
+            problems.append(f"--{name} takes the least and the most: two numbers")
+    for name, bound in (("advantage_clip", algorithm.advantage_clip), ("reward_clip", reward.reward_clip)):
+        if bound is not None and bound <= 0:
+            problems.append(f"--{name} must be above 0; leave it out for no clipping")
+    if not 0 <= algorithm.gamma <= 1:
+        problems.append("--gamma must be between 0 and 1")
+    estimator, samples = algorithm.advantage_estimator, rollout.n_samples_per_prompt
+    if estimator in COMPARING and samples == 1:
+        problems.append(f"--advantage_estimator {estimator} compares the samples of a prompt: --n_samples_per_prompt 2 or more")
+    if estimator == "pass_at_k" and not 1 <= algorithm.pass_k <= samples:
+        problems.append(f"--pass_k {algorithm.pass_k} draws from --n_samples_per_prompt {samples}: give 1 to {samples}")
+    buffer, longest = reward.overlong_buffer_len, rollout.generate_max_len
+    if reward.overlong_buffer and not 1 <= buffer <= longest:
+        problems.append(f"--overlong_buffer_len {buffer} must be between 1 and --generate_max_len {longest}")
+    return problems
 
 
 def _batch_problems(config: Config) -> list[str]:

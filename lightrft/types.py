@@ -58,10 +58,20 @@ class Sample:
     finish_reason: str
     weight_version: int = 0
     reward: float = 0.0
+    """Of the whole response; the sum where it was rewarded step by step."""
+    token_rewards: list[float | None] | None = None
+    """For each token of the response the reward that came with it, None where none did; unset: all of it came at the end."""
 
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
+
+    @property
+    def steps(self) -> list[tuple[int, float]]:
+        """The token of the response at which each reward came, and the reward; -1 for a response without tokens."""
+        if self.token_rewards is None:
+            return [(len(self.token_ids) - 1, self.reward)]
+        return [(token, reward) for token, reward in enumerate(self.token_rewards) if reward is not None]
 
     @property
     def length(self) -> int:
@@ -158,6 +168,7 @@ class Experience(Batch):
 
     groups: Tensor = per_sequence()  # [N] int64
     rewards: Tensor = per_sequence()  # [N] float32
+    credits: Tensor | None = per_token()  # [T] float32, what came with each token, compared with its group; see advantage.py
     advantages: Tensor | None = per_token()  # [T] float32
     engine_logprobs: Tensor = per_token()  # [T] float32, as sampled
     old_logprobs: Tensor | None = per_token()  # [T] float32, of the actor before this step's first update

@@ -90,7 +90,10 @@ def uses_of_torch_cuda(source: str, path: str) -> list[str]:
 
 
 def fields_read(source: str) -> set[str]:
-    """Names read from a configuration: `config.train.seed`, `train.seed`, `section.seed`, or by name as a string."""
+    """Names read from a configuration: `config.train.seed`, `train.seed`, `section.seed`, or by name as a string.
+
+    A registered function is given the fields that its keyword-only parameters name.
+    """
     owners = section_of_field()
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -101,6 +104,8 @@ def fields_read(source: str) -> set[str]:
                 found.add(node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.add(node.value)
+        elif isinstance(node, ast.FunctionDef) and any("register" in ast.unparse(one) for one in node.decorator_list):
+            found |= {argument.arg for argument in node.args.kwonlyargs}
     return found & set(owners)
 
 
@@ -196,3 +201,5 @@ def test_finds_prints_cuda_and_reads():
     assert uses_of_torch_cuda("from torch.cuda import Stream", "x.py")
     source = "config.train.seed; optim.l2; values['fsdp']; other.bf16; config.reward.max_norm"
     assert fields_read(source) == {"seed", "l2", "fsdp"}
+    assert fields_read("@losses.register('x')\ndef f(a, *, dual_clip, other): ...") == {"dual_clip"}
+    assert fields_read("def f(a, *, dual_clip): ...") == set()

@@ -243,6 +243,29 @@ def test_a_sequence_that_fits_no_microbatch():
     assert "prompt_max_len 100 + generate_max_len 60 = 160 tokens do not fit into max_tokens_per_microbatch 128" in message
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--length_filter", "5"], "--length_filter takes the least and the most: two numbers"),
+        (["--entropy_filter", "2", "1"], "--entropy_filter takes the least and the most: two numbers"),
+        (["--advantage_clip", "0"], "--advantage_clip must be above 0; leave it out for no clipping"),
+        (["--reward_clip", "-1"], "--reward_clip must be above 0"),
+        (["--gamma", "1.5"], "--gamma must be between 0 and 1"),
+        (["--n_samples_per_prompt", "1"], "--advantage_estimator grpo compares the samples of a prompt"),
+        (["--advantage_estimator", "pass_at_k", "--pass_k", "9"], "--pass_k 9 draws from --n_samples_per_prompt 8: give 1 to 8"),
+        (["--overlong_buffer", "--overlong_buffer_len", "2000"], "must be between 1 and --generate_max_len 1024"),
+    ],
+)
+def test_algorithms_that_cannot_run(argv, message):
+    assert message in problems(*RUNNABLE, *argv)
+    validate(parsed("--pretrain", "some/model", "--eval_data", "x", *argv), door="evaluate", world_size=1)
+
+
+def test_a_single_sample_is_enough_for_some():
+    validate(parsed(*RUNNABLE, "--n_samples_per_prompt", "1", "--train_batch_size", "128", "--advantage_estimator", "reinforce"),
+             door="train_ppo", world_size=2)
+
+
 def test_sft_asks_nothing_about_rollouts():
     validate(parsed(*RUNNABLE, "--rollout_batch_size", "10", "--train_batch_size", "7"), door="train_sft", world_size=2)
 
@@ -260,6 +283,9 @@ def test_sft_asks_nothing_about_rollouts():
         ("train_ppo", ["--sp_impl", "zigzag"], "--sp_impl has no effect without --sp_size"),
         ("train_sft", ["--gradient_checkpointing_policy", "selective"], "_policy has no effect without --gradient_checkpointing"),
         ("train_ppo", ["--tp_sequence_parallel"], "--tp_sequence_parallel has no effect without --tp_size"),
+        ("train_ppo", ["--overlong_buffer_len", "5"], "--overlong_buffer_len has no effect without --overlong_buffer"),
+        ("train_ppo", ["--reward_running_norm_minus_mean"], "has no effect without --reward_running_norm"),
+        ("evaluate", ["--reward_clip", "5"], "--reward_clip has no effect in evaluate"),
         ("train_ppo", ["--system_prompt", "Be brief."], "--system_prompt has no effect without --apply_chat_template"),
     ],
 )

@@ -1,25 +1,99 @@
-"""Advantage estimators: how much better a sample was than its group.
+"""Advantage estimators: how much better a reward is than those it is compared with.
 
-Each takes the rewards and groups of **all** samples of a step, of all ranks, and gives one advantage per sample, which
-its tokens share.
+Each takes the rewards and groups of **all** samples of a step, of all ranks, and gives one advantage per reward: [M], [M] -> [M].
+A sample has one reward for the whole response, or several, each for a step of it (process supervision). What an estimator
+names beside them is a field of the algorithm section, or one of: `lengths` [M], tokens that the reward is for;
+`greedy_rewards` [M], the reward of the greedy response to the same prompt. returns.py spreads advantages over tokens.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from lightrft.registry import Registry
 
+Estimator = Callable[..., Tensor]
 estimators = Registry("advantage estimator", flag="--advantage_estimator")
 
+RIGHT = 0.5
+"""A sample solves its prompt when its reward is above this."""
 
-@estimators.register("grpo", "group_norm")
+
+@estimators.register("reinforce", "reinforce++")
+def reinforce(rewards: Tensor, groups: Tensor) -> Tensor:
+    """A_i = R_i: no baseline. Williams, Machine Learning 8, 1992.
+
+    REINFORCE++ (arXiv 2501.03262, equation 3) adds the k1 divergence to the reward of each token and normalises over all tokens
+    of the step, which its recipe sets.
+    """
+    return rewards
+
+
+@estimators.register("grpo", "group_norm", "cpgd")
 def grpo(rewards: Tensor, groups: Tensor, *, eps: float = 1e-4) -> Tensor:
-    """A_i = (R_i - mean_g R) / (std_g R + eps), std with Bessel's correction. [N], [N] -> [N].
+    """A_i = (R_i - mean_g R) / (std_g R + eps), std with Bessel's correction.
 
-    A group of equal rewards, or of one sample, has advantage 0. DeepSeekMath, arXiv 2402.03300, section 4.1.2.
+    A group of equal rewards, or of one, has advantage 0. DeepSeekMath, arXiv 2402.03300, sections 4.1.2 (one reward) and 4.1.3
+    (one per step). CPGD (arXiv 2505.12504) is a loss that is used with it.
     """
     mean, std = group_mean_std(rewards, groups)
-    return ((rewards - mean) / (std + eps)).to(rewards.dtype)
+    return (rewards - mean) / (std + eps)
+
+
+@estimators.register("dr_grpo", "reinforce++_baseline", "reinforce_baseline")
+def dr_grpo(rewards: Tensor, groups: Tensor) -> Tensor:
+    """A_i = R_i - mean_g R. Dr. GRPO, arXiv 2503.20783, section 3.2: dividing by std_g favours prompts that are easy or hard.
+
+    REINFORCE++ with baseline (arXiv 2501.03262, section 3.2) normalises it over all tokens of the step, which its recipe sets.
+    """
+    return rewards - group_mean_std(rewards, groups)[0]
+
+
+@estimators.register("rloo")
+def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
+    """A_i = R_i - mean of the other R_j of the group; 0 where there are none. Ahmadian et al., arXiv 2402.14740, equation 7."""
+    rewards = rewards.double()
+    total, size = group_sum(rewards, groups), group_sum(torch.ones_like(rewards), groups)
+    return torch.where(size > 1, rewards - (total - rewards) / (size - 1).clamp(min=1), 0.0)
+
+
+@estimators.register("opo")
+def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Tensor:
+    """A_i = R_i - sum_g(l R) / sum_g(l), l the lengths of responses. Hao et al., arXiv 2505.23585, equation 7.
+
+    The baseline of least variance, when the gradients of tokens are alike and independent.
+    """
+    lengths = lengths.double()
+    return rewards - group_sum(lengths * rewards, groups) / group_sum(lengths, groups).clamp(min=1)
+
+
+@estimators.register("remax")
+def remax(rewards: Tensor, groups: Tensor, *, greedy_rewards: Tensor) -> Tensor:
+    """A_i = R_i - the reward of the greedy response to the same prompt. Li et al., arXiv 2310.10505, equation 4."""
+    return rewards - greedy_rewards
+
+
+@estimators.register("pass_at_k")
+def pass_at_k(rewards: Tensor, groups: Tensor, *, pass_k: int) -> Tensor:
+    """The advantage of a response in the average draw of k from its group, where a draw is right when any of it is.
+
+    Of n samples m are wrong. F = C(m, k) / C(n, k) of all draws fail, and C(m-1, k-1) / C(n-1, k-1) of those with a given wrong
+    sample. With sigma = sqrt(F (1 - F)) a right sample has A = F / sigma, a wrong one A = (F - the second share) / sigma; 0
+    where no draw or every draw fails. Chen et al., arXiv 2508.10751, equations 14 and 15. Right is a reward above RIGHT.
+    """
+    wrong = (rewards <= RIGHT).double()
+    size, wrongs = group_sum(torch.ones_like(wrong), groups), group_sum(wrong, groups)
+    failing = share_of_draws(wrongs, size, pass_k)
+    sigma = (failing * (1 - failing)).sqrt()
+    deviation = failing - wrong * share_of_draws(wrongs - 1, size - 1, pass_k - 1)
+    return torch.where(sigma > 0, deviation / sigma.clamp(min=1e-12), 0.0)
+
+
+def share_of_draws(part: Tensor, whole: Tensor, k: int) -> Tensor:
+    """C(part, k) / C(whole, k): how many draws of k lie wholly in the part. [N], [N] -> [N] float64."""
+    drawn = torch.arange(k, dtype=torch.float64)
+    return ((part[:, None] - drawn).clamp(min=0) / (whole[:, None] - drawn).clamp(min=1)).prod(1)
 
 
 def group_mean_std(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,9 +102,13 @@ def group_mean_std(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     In float32 the mean of equal values need not be that value, and the difference would pass for a signal.
     """
     values = values.double()
-    _, member, counts = torch.unique(groups, return_inverse=True, return_counts=True)
-    mean = torch.zeros(len(counts), dtype=values.dtype, device=values.device).index_add_(0, member, values) / counts
-    deviation = values - mean[member]
-    squares = torch.zeros_like(mean).index_add_(0, member, deviation.square())
-    std = (squares / (counts - 1).clamp(min=1)).sqrt()
-    return mean[member], std[member]
+    size = group_sum(torch.ones_like(values), groups)
+    mean = group_sum(values, groups) / size
+    squares = group_sum((values - mean).square(), groups)
+    return mean, (squares / (size - 1).clamp(min=1)).sqrt()
+
+
+def group_sum(values: Tensor, groups: Tensor) -> Tensor:
+    """Sum over each value's group, as seen by that value. [N], [N] -> [N]."""
+    names, member = torch.unique(groups, return_inverse=True)
+    return values.new_zeros(len(names)).index_add(0, member, values)[member]

@@ -11,6 +11,8 @@ from typing import TypeVar
 from loguru import logger
 from transformers.utils import logging as transformers_logging
 
+from lightrft.algorithms.advantage import estimators
+from lightrft.algorithms.options import unread
 from lightrft.algorithms.presets import recipe
 from lightrft.config import Config, ConfigError, flags_without_effect, parse, validate
 from lightrft.strategy import StrategyBase, get_strategy
@@ -57,7 +59,10 @@ def read_config(door: str, description: str | None, argv: list[str] | None) -> C
     warnings_for_user = check_versions()
     config.expand(recipe(config.algorithm.advantage_estimator), written)
     validate(config, door=door, world_size=int(os.environ.get("WORLD_SIZE", 1)))
-    for warning in warnings_for_user + flags_without_effect(config, written, door):
+    warnings_for_user += flags_without_effect(config, written, door)
+    if door == "train_ppo":
+        warnings_for_user += _for_the_user(unread, estimators, config.algorithm.advantage_estimator, written)
+    for warning in warnings_for_user:
         if _first_local_rank():
             logger.warning(warning)
     return config

@@ -20,10 +20,10 @@ def micro_batches(batch: B, rows: Rows, device: torch.device) -> Iterator[B]:
 
 
 def infer(forward: Callable[[B], Tensor], batch: B, rows: Rows, device: torch.device) -> Tensor:
-    """`forward` over all micro-batches without gradients, one value per token, in the batch's order: [T] on the host."""
+    """`forward` over all micro-batches without gradients, [t, ...] of each, in the batch's order: [T, ...] on the host."""
     with torch.no_grad():
         values = [forward(micro_batch) for micro_batch in micro_batches(batch, rows, device)]
-    result = torch.zeros(batch.num_tokens)
+    result = torch.zeros(batch.num_tokens, *(values[0].shape[1:] if values else ()))
     for members, value in zip(rows, values, strict=True):
         if members:
             result[token_index(batch.offsets, torch.tensor(members))] = value.cpu()

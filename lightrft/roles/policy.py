@@ -72,10 +72,15 @@ class Policy(Role):
 
     def logprobs(self, batch: Batch, rows: Rows) -> Tensor:
         """log p of every learned token of a flat batch under the actor, 0 elsewhere: [T] float32 on the host."""
-        return self._infer(self.actor, lambda part: self.actor(part, self.temperature)[0], batch, rows)
+        return self.logprobs_and_entropy(batch, rows)[0]
+
+    def logprobs_and_entropy(self, batch: Batch, rows: Rows) -> tuple[Tensor, Tensor]:
+        """The same, and the entropy of the distribution that each learned token was drawn from: [T], [T]."""
+        both = self._infer(self.actor, lambda part: torch.stack(self.actor(part, self.temperature), dim=1), batch, rows)
+        return both[:, 0], both[:, 1]
 
     def reference_logprobs(self, batch: Batch, rows: Rows) -> Tensor:
-        """The same under the reference model."""
+        """log p of every learned token under the reference model: [T]."""
         reference = self._reference()
         return self._infer(reference, lambda part: reference(part, self.temperature)[0], batch, rows)
 

@@ -1,19 +1,22 @@
-"""From scored samples to experience: advantages, the plan of who computes what, and log-probs before the step."""
+"""From scored samples to experience: the plan of who computes what, log-probs before the step, advantages."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.advantage import estimators
+from lightrft.algorithms.advantage import Estimator, estimators
+from lightrft.algorithms.options import missing, options
+from lightrft.algorithms.returns import reward_to_go, whiten
+from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config import AlgorithmSection, TrainSection
-from lightrft.data.plane import deal, share
+from lightrft.data.plane import deal
 from lightrft.observe.metrics import Metrics
+from lightrft.roles.microbatch import Rows
 from lightrft.roles.policy import Policy
+from lightrft.rollout import filters
+from lightrft.rollout.judged import Judged, placed
 from lightrft.types import Experience, Sample
-
-Estimator = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,21 +24,30 @@ class Planned:
     """This rank's part of the experience, and its micro-batches for each optimizer step: minibatches[k][m] are rows."""
 
     experience: Experience
-    minibatches: list[list[list[int]]]
+    minibatches: list[Rows]
 
 
 class ExperienceMaker:
     """Turns this rank's samples into the experience that this rank will train on, balanced over ranks."""
 
-    def __init__(self, policy: Policy, algorithm: AlgorithmSection, train: TrainSection):
-        self.policy = policy
+    def __init__(self, policy: Policy, algorithm: AlgorithmSection, train: TrainSection, *, shape: RewardShaper):
+        """ValueError for an estimator that needs what this run does not make."""
+        self.policy, self.section, self.train, self.shape = policy, algorithm, train, shape
         self.estimator: Estimator = estimators[algorithm.advantage_estimator]
-        self.train = train
+        lacking = missing(self.estimator, given=("lengths",))
+        if lacking:
+            name = algorithm.advantage_estimator
+            raise ValueError(f"--advantage_estimator {name} needs {', '.join(lacking)}, which this run does not make")
         self.data = policy.strategy.mesh.data
 
     def __call__(self, samples: list[Sample], metrics: Metrics) -> Planned:
-        experience = flatten(samples, first_row=sum(self.data.gather(len(samples))[: self.data.rank]))
-        self._set_advantages(experience, metrics)
+        first_row = sum(self.data.gather(len(samples))[: self.data.rank])
+        experience = flatten(samples, first_row=first_row)
+        filters.leave_out(experience, filters.by_length(samples, self.section))
+        judged = Judged.share(self.data, samples, first_row=first_row)
+        experience.credits = placed(self._compare(judged)[judged.mine], samples, experience)
+        if self.data.rank == 0:
+            self._report_groups(*judged.totals(), metrics)
         experience, minibatches = deal(
             self.data,
             experience,
@@ -45,16 +57,14 @@ class ExperienceMaker:
             batching=self.train.batching,
         )
         self._set_logprobs(experience, minibatches)
+        self._set_advantages(experience, metrics)
         return Planned(experience, minibatches)
 
-    def _set_advantages(self, experience: Experience, metrics: Metrics) -> None:
-        """Advantages from the rewards and groups of all ranks, so that no statistic is a rank's own."""
-        rewards, groups = share(self.data, experience.rewards), share(self.data, experience.groups)
-        advantages = self.estimator(rewards, groups)[experience.rows]
-        experience.advantages = torch.where(experience.loss_mask, advantages[experience.sequence_ids], 0.0)
-        metrics.mean("rollout/advantage_abs", advantages.abs())
-        if self.data.rank == 0:
-            self._report_groups(rewards, groups, metrics)
+    def _compare(self, judged: Judged) -> Tensor:
+        """Advantages of all ranks' rewards, shaped before, so that no statistic is a rank's own: [M]."""
+        groups = judged.groups.long()
+        rewards = self.shape(judged.rewards, groups, judged.finished)
+        return self.estimator(rewards, groups, **options(self.estimator, self.section, lengths=judged.lengths))
 
     def _report_groups(self, rewards: Tensor, groups: Tensor, metrics: Metrics) -> None:
         """Share of groups that teach nothing because all their rewards are equal."""
@@ -64,13 +74,26 @@ class ExperienceMaker:
         worst = nothing.scatter_reduce(0, member, rewards, "amin", include_self=False)
         metrics.mean("rollout/groups_without_signal", (best == worst).float())
 
-    def _set_logprobs(self, experience: Experience, minibatches: list[list[list[int]]]) -> None:
+    def _set_logprobs(self, experience: Experience, minibatches: list[Rows]) -> None:
         """Old and reference log-probs. With a single update the old ones are the update's own, so nothing is computed."""
         rows = [members for minibatch in minibatches for members in minibatch]
-        if len(minibatches) * self.train.max_epochs > 1:
-            experience.old_logprobs = self.policy.logprobs(experience, rows)
+        if len(minibatches) * self.train.max_epochs > 1 or self.section.entropy_filter:
+            experience.old_logprobs, entropy = self.policy.logprobs_and_entropy(experience, rows)
+            if self.section.entropy_filter:
+                filters.leave_out(experience, filters.by_entropy(experience, entropy, self.section))
         if self.policy.reference is not None:
             experience.reference_logprobs = self.policy.reference_logprobs(experience, rows)
+
+    def _set_advantages(self, experience: Experience, metrics: Metrics) -> None:
+        """What each token and those after it earned, normalised over the tokens of all ranks where asked for."""
+        section, learned = self.section, experience.loss_mask
+        advantages = reward_to_go(experience.credits, experience, gamma=section.gamma)
+        if section.advantages_norm:
+            advantages = whiten(advantages, learned, self.data.sum)
+        if section.advantage_clip is not None:
+            advantages = advantages.clamp(-section.advantage_clip, section.advantage_clip)
+        experience.advantages, experience.credits = advantages.float(), None
+        metrics.mean("rollout/advantage_abs", experience.advantages.abs(), learned)
 
 
 def flatten(samples: list[Sample], *, first_row: int) -> Experience:

@@ -3,7 +3,8 @@
     def short_and_right(samples, label, **columns):
         return [float(s.text == right) - 0.01 * len(s.token_ids) for s, right in zip(samples, label)]
 
-Each column of the data set arrives as a list, aligned with the samples; `label` is the column of --label_key.
+Each column of the data set arrives as a list, aligned with the samples; `label` is the column of --label_key. A response that
+is rewarded step by step has a list instead of a number: for each of its tokens a number, or None where nothing is to be said.
 """
 
 import math
@@ -15,7 +16,7 @@ from lightrft.parallel.collectives import Axis
 from lightrft.registry import Registry
 from lightrft.types import Sample
 
-Reward = Callable[..., list[float]]
+Reward = Callable[..., list[float | list[float | None]]]
 rewards = Registry("reward", flag="--reward")
 
 NUMBER = r"(?:(?<![\w)])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
@@ -49,11 +50,12 @@ class Judge:
             self._judge(samples)
             return
         failure = self._failure(samples) if self.siblings.rank == 0 else None
-        values, message = self.siblings.broadcast(([sample.reward for sample in samples], failure and str(failure)))
+        given = [(sample.reward, sample.token_rewards) for sample in samples]
+        values, message = self.siblings.broadcast((given, failure and str(failure)))
         if message is not None:
             raise failure or ValueError(message)
         for sample, value in zip(samples, values, strict=True):
-            sample.reward = value
+            sample.reward, sample.token_rewards = value
 
     def _failure(self, samples: list[Sample]) -> ValueError | None:
         try:
@@ -75,7 +77,16 @@ class Judge:
         if not hasattr(values, "__len__") or len(values) != len(samples):
             raise ValueError(f"--reward {self.name}: {values!r:.200} is not a list of {len(samples)} rewards, one per sample")
         for sample, value in zip(samples, values, strict=True):
-            sample.reward = self._number(value, sample)
+            sample.token_rewards = self._per_token(value, sample) if isinstance(value, list) else None
+            sample.reward = self._number(value, sample) if sample.token_rewards is None else sum(r for _, r in sample.steps)
+
+    def _per_token(self, values: list[float | None], sample: Sample) -> list[float | None]:
+        if len(values) != len(sample.token_ids) or all(value is None for value in values):
+            raise ValueError(
+                f"--reward {self.name}: {values!r:.200} is not a list of {len(sample.token_ids)} numbers or None, one for each "
+                f"token, and at least one number, for the response {sample.text!r:.200}"
+            )
+        return [None if value is None else self._number(value, sample) for value in values]
 
     def _number(self, value: Any, sample: Sample) -> float:
         try:

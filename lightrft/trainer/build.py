@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config import Config
 from lightrft.data.conversations import answer_problem
 from lightrft.data.loader import StepOrder
@@ -35,6 +36,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     policy = build_policy(config, strategy, updates=steps * updates, reference=config.algorithm.use_kl_loss)
     strategy.announce("start_engine")
     strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
+    shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
     observer, trace = observation(config, strategy)
     return PPOTrainer(
         config,
@@ -49,7 +51,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         eval_prompts=eval_prompts,
         sampler=Sampler(strategy, tokenizer, config.rollout),
         judge=judge,
-        make_experience=ExperienceMaker(policy, config.algorithm, config.train),
+        make_experience=ExperienceMaker(policy, config.algorithm, config.train, shape=shaper),
         objective=PolicyObjective(config.algorithm),
     )
 

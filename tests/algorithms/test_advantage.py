@@ -1,6 +1,7 @@
-"""Why: a wrong baseline trains silently in the wrong direction. Group advantages against numbers worked out by hand."""
+"""Why: a wrong baseline trains silently in the wrong direction. Every estimator against numbers worked out by hand."""
 
 import math
+from itertools import combinations
 
 import pytest
 import torch
@@ -8,13 +9,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightrft.algorithms.advantage import estimators, grpo
+from lightrft.config import COMPARING
 
 REWARDS = st.lists(st.tuples(st.integers(0, 3), st.floats(-100, 100, width=32)), min_size=1, max_size=12)
 """(group, reward) of each sample."""
+SAMPLES = st.lists(st.tuples(st.integers(0, 3), st.integers(-64, 64), st.integers(1, 50)), min_size=1, max_size=12)
+"""(group, reward, length)."""
+
+
+def estimate(name: str, rewards: list[float], groups: list[int], **options) -> list[float]:
+    return estimators[name](torch.tensor(rewards), torch.tensor(groups), **options).tolist()
 
 
 def advantages(rewards: list[float], groups: list[int], **options: float) -> list[float]:
-    return grpo(torch.tensor(rewards), torch.tensor(groups), **options).tolist()
+    return estimate("grpo", rewards, groups, **options)
+
+
+def compare(name: str, samples: list[tuple[int, float, int]]) -> list[float]:
+    """With whatever the estimator names beside rewards and groups."""
+    groups, rewards, lengths = zip(*samples, strict=True)
+    given = {"opo": {"lengths": torch.tensor(lengths)}, "pass_at_k": {"pass_k": 2}}.get(name, {})
+    return estimate(name, [float(reward) for reward in rewards], list(groups), **given)
+
+
+# -- grpo
 
 
 def test_two_right_of_four():
@@ -34,38 +52,10 @@ def test_groups_of_different_size_may_be_interleaved():
     assert advantages([1.0, 0.0, 2.0, 4.0, 6.0], [5, 2, 5, 2, 5]) == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, -7.3, 1000.1])
-@pytest.mark.parametrize("size", [1, 3, 7])
-def test_a_group_of_equal_rewards_teaches_nothing(reward, size):
-    assert advantages([reward] * size + [1.0, 2.0], [0] * size + [1, 1])[:size] == [0.0] * size
-
-
 def test_eps_bounds_the_advantage_of_a_nearly_equal_group():
     # std 0.7071e-6 of 0 and 1e-6: without eps +-0.707, with 1e-4 it is 0.5e-6 / 1.007071e-4
     assert advantages([0.0, 1e-6], [0, 0]) == pytest.approx([-0.00496489, 0.00496489], rel=1e-5)
     assert advantages([0.0, 2.0], [0, 0], eps=1.0) == pytest.approx([-0.414214, 0.414214], abs=1e-6)  # 1 / (sqrt 2 + 1)
-
-
-def test_result_is_float32_and_group_norm_is_the_same_estimator():
-    assert grpo(torch.tensor([0.0, 1.0]), torch.tensor([0, 0])).dtype == torch.float32
-    assert estimators["group_norm"] is estimators["grpo"] is grpo
-
-
-@given(REWARDS, st.randoms(use_true_random=False))
-def test_permuting_the_samples_permutes_the_advantages(samples, random):
-    order = list(range(len(samples)))
-    random.shuffle(order)
-    groups, rewards = zip(*samples, strict=True)
-    plain = advantages(list(rewards), list(groups))
-    shuffled = advantages([rewards[i] for i in order], [groups[i] for i in order])
-    assert shuffled == pytest.approx([plain[i] for i in order], abs=1e-6)
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(-64, 64)), min_size=1, max_size=12), st.integers(-1000, 1000))
-def test_shifting_all_rewards_changes_nothing(samples, shift):
-    groups, rewards = zip(*samples, strict=True)
-    plain = advantages([float(r) for r in rewards], list(groups))
-    assert advantages([float(r + shift) for r in rewards], list(groups)) == pytest.approx(plain, abs=1e-6)
 
 
 @given(REWARDS)
@@ -76,3 +66,118 @@ def test_every_group_has_mean_zero_and_no_more_than_unit_deviation(samples):
         mine = [a for a, g in zip(result, groups, strict=True) if g == group]
         assert sum(mine) == pytest.approx(0, abs=1e-5)
         assert math.sqrt(sum(a * a for a in mine) / max(len(mine) - 1, 1)) <= 1 + 1e-5
+
+
+# -- the others
+
+
+def test_without_a_baseline_the_reward_itself():
+    assert estimate("reinforce", [1.0, -2.0, 0.5], [0, 0, 1]) == [1.0, -2.0, 0.5]
+
+
+def test_the_group_mean_alone():
+    # group 0: 1, 2, 6 has mean 3; group 1: 0, 4 has mean 2
+    assert estimate("dr_grpo", [1.0, 0.0, 2.0, 4.0, 6.0], [0, 1, 0, 1, 0]) == [-2.0, -2.0, -1.0, 2.0, 3.0]
+
+
+def test_the_mean_of_the_others():
+    # of 1, 2, 6: 1 - 4, 2 - 3.5, 6 - 1.5; of 0, 4: 0 - 4, 4 - 0; alone: nothing to compare with
+    assert estimate("rloo", [1.0, 0.0, 2.0, 4.0, 6.0, 9.0], [0, 1, 0, 1, 0, 2]) == [-3.0, -4.0, -1.5, 4.0, 4.5, 0.0]
+
+
+def test_the_mean_weighted_with_lengths():
+    # (10 * 1 + 30 * 0) / 40 = 0.25; (1 * 2 + 2 * 5 + 1 * 4) / 4 = 4
+    lengths = torch.tensor([10, 1, 30, 2, 1])
+    assert estimate("opo", [1.0, 2.0, 0.0, 5.0, 4.0], [0, 1, 0, 1, 1], lengths=lengths) == [0.75, -2.0, -0.25, 1.0, 0.0]
+
+
+def test_responses_without_tokens_weigh_nothing():
+    lengths = torch.tensor([0, 4, 0])
+    assert estimate("opo", [7.0, 2.0, 1.0], [0, 0, 1], lengths=lengths) == [5.0, 0.0, 1.0]
+
+
+def test_the_greedy_response():
+    greedy = torch.tensor([0.5, 0.5, -1.0])
+    assert estimate("remax", [1.0, 0.0, -1.0], [0, 0, 1], greedy_rewards=greedy) == [0.5, -0.5, 0.0]
+
+
+def test_one_right_of_four_in_draws_of_two():
+    # 3 wrong of 4: C(3,2)/C(4,2) = 1/2 of the draws fail, sigma 1/2. Right: 1. Wrong: with it C(2,1)/C(3,1) = 2/3 fail, -1/3
+    result = estimate("pass_at_k", [0.0, 1.0, 0.0, 0.0], [3, 3, 3, 3], pass_k=2)
+    assert result == pytest.approx([-1 / 3, 1.0, -1 / 3, -1 / 3], abs=1e-12)
+
+
+def test_where_every_or_no_draw_fails_nothing_is_learned():
+    # one wrong of three: every draw of two has a right one. All wrong, all right: no difference
+    rewards = [0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0]
+    assert estimate("pass_at_k", rewards, [0, 0, 0, 1, 1, 2, 2], pass_k=2) == [0.0] * 7
+
+
+@given(st.lists(st.booleans(), min_size=2, max_size=7), st.integers(1, 4))
+def test_pass_at_k_is_the_mean_over_all_draws(right, k):
+    """The paper's definition, by counting: a draw is worth 1 when it holds a right one, standardised over all draws."""
+    if k > len(right):
+        return
+    draws = list(combinations(range(len(right)), k))
+    worth = [float(any(right[i] for i in draw)) for draw in draws]
+    mean = sum(worth) / len(worth)
+    sigma = math.sqrt(mean * (1 - mean))
+    expected = []
+    for i in range(len(right)):
+        mine = [value for draw, value in zip(draws, worth, strict=True) if i in draw]
+        expected.append((sum(mine) / len(mine) - mean) / sigma if sigma > 0 else 0.0)
+    result = estimate("pass_at_k", [float(r) for r in right], [0] * len(right), pass_k=k)
+    assert result == pytest.approx(expected, abs=1e-9)
+
+
+# -- what all of them have in common
+
+
+@pytest.mark.parametrize("name", COMPARING)
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, -7.3, 1000.1])
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_a_group_of_equal_rewards_teaches_nothing(name, reward, size):
+    samples = [(0, reward, 1 + i) for i in range(size)] + [(1, 1.0, 5), (1, 2.0, 9)]
+    assert compare(name, samples)[:size] == [0.0] * size
+
+
+@pytest.mark.parametrize("name", ["reinforce", *COMPARING])
+@given(samples=SAMPLES, random=st.randoms(use_true_random=False))
+def test_permuting_the_samples_permutes_the_advantages(name, samples, random):
+    order = list(range(len(samples)))
+    random.shuffle(order)
+    plain = compare(name, samples)
+    assert compare(name, [samples[i] for i in order]) == pytest.approx([plain[i] for i in order], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in COMPARING if name != "pass_at_k"])
+@given(samples=SAMPLES, shift=st.integers(-1000, 1000))
+def test_shifting_all_rewards_changes_nothing(name, samples, shift):
+    shifted = [(group, reward + shift, length) for group, reward, length in samples]
+    assert compare(name, shifted) == pytest.approx(compare(name, samples), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", COMPARING)
+@given(samples=SAMPLES)
+def test_other_groups_do_not_matter(name, samples):
+    mine = [sample for sample in samples if sample[0] == samples[0][0]]
+    together = [a for a, sample in zip(compare(name, samples), samples, strict=True) if sample in mine]
+    assert together == pytest.approx(compare(name, mine), abs=1e-9)
+
+
+def test_every_estimator_is_tested_here():
+    known = {*COMPARING, "reinforce", "reinforce++", "remax"}
+    assert set(estimators.names()) == known
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("grpo", "group_norm", "cpgd"),
+        ("dr_grpo", "reinforce++_baseline", "reinforce_baseline"),
+        ("reinforce", "reinforce++"),
+    ],
+)
+def test_names_of_one_estimator(names):
+    assert len({estimators[name] for name in names}) == 1
+    assert estimators["grpo"] is grpo

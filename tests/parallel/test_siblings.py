@@ -79,11 +79,12 @@ def judged(fail: bool) -> list[float]:
     def moody(samples, **columns):
         if fail:
             raise KeyError("answer")
-        return [random.random() for _ in samples]
+        return [[None, random.random()] for _ in samples]
 
     rewards.register("moody")(moody)
-    samples = [Sample(Prompt(0, "", [1]), 0, [1], [0.0], "", "stop") for _ in range(3)]
+    samples = [Sample(Prompt(0, "", [1]), 0, [1, 2], [0.0, 0.0], "", "stop") for _ in range(3)]
     Judge("moody", mesh.siblings)(samples)
+    assert [sample.steps for sample in samples] == [[(1, sample.reward)] for sample in samples]
     return [sample.reward for sample in samples]
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightrft.config import AlgorithmSection, ModelSection, TrainSection
+from lightrft.algorithms.shaping import RewardShaper
+from lightrft.config import AlgorithmSection, ModelSection, RewardSection, TrainSection
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.observe.metrics import Metrics
@@ -58,6 +59,7 @@ def test_no_samples_keep_every_column_and_its_type():
 SAMPLES = [(0, 1.0, 3), (0, 0.0, 9), (1, 2.0, 4), (1, 6.0, 1), (1, 1.0, 7), (2, 0.1, 2), (2, 0.1, 5), (2, 0.1, 6)]
 # group 0: mean 0.5, std 0.707107; group 1: 2, 6, 1 has mean 3, std 2.645751
 ADVANTAGES = [0.707007, -0.707007, -0.377950, 1.133850, -0.755900, 0.0, 0.0, 0.0]
+TOKEN_MEAN = sum(abs(a) * length for a, (_, _, length) in zip(ADVANTAGES, SAMPLES, strict=True)) / 37
 
 
 def all_samples() -> list[Sample]:
@@ -70,6 +72,12 @@ def all_samples() -> list[Sample]:
 
 def make(folder: str, held: list[int], minibatch: int, epochs: int, reference: bool) -> dict[str, Any]:
     """The experience of this rank, which holds so many of the samples as `held` says for it."""
+    policy = make_policy(folder, minibatch, reference)
+    train = TrainSection(train_batch_size=minibatch, max_epochs=epochs, max_tokens_per_microbatch=16)
+    return experience_of(policy, all_samples(), held, train=train)
+
+
+def make_policy(folder: str, minibatch: int, reference: bool) -> Policy:
     torch.manual_seed(0)
     strategy = get_strategy({"fsdp": True, "train_batch_size": minibatch})
     strategy.setup_distributed()
@@ -80,16 +88,30 @@ def make(folder: str, held: list[int], minibatch: int, epochs: int, reference: b
     frozen = None
     if reference:
         frozen = strategy.prepare(Actor(load_model(ModelSection(pretrain=folder + "/reference"))).requires_grad_(False))
-    policy = Policy(strategy, actor, optimizer, None, reference=frozen, temperature=TEMPERATURE)
-    train = TrainSection(train_batch_size=minibatch, max_epochs=epochs, max_tokens_per_microbatch=16)
-    rank = strategy.mesh.data.rank
-    mine = all_samples()[sum(held[:rank]) : sum(held[: rank + 1])]
+    return Policy(strategy, actor, optimizer, None, reference=frozen, temperature=TEMPERATURE)
+
+
+ONE_STEP = TrainSection(train_batch_size=8, max_tokens_per_microbatch=16)
+
+
+def experience_of(
+    policy: Policy,
+    samples: list[Sample],
+    held: list[int],
+    *,
+    algorithm: AlgorithmSection | None = None,
+    reward: RewardSection | None = None,
+    train: TrainSection = ONE_STEP,
+) -> dict[str, Any]:
+    data = policy.strategy.mesh.data
+    mine = samples[sum(held[: data.rank]) : sum(held[: data.rank + 1])]
     metrics = Metrics()
-    planned = ExperienceMaker(policy, AlgorithmSection(), train)(mine, metrics)
+    shape = RewardShaper(reward or RewardSection(), longest=10)
+    planned = ExperienceMaker(policy, algorithm or AlgorithmSection(), train, shape=shape)(mine, metrics)
     return {
         "columns": planned.experience.columns("token") | planned.experience.columns("sequence"),
         "minibatches": planned.minibatches,
-        "metrics": metrics.reduce(strategy.mesh.data),
+        "metrics": metrics.reduce(data),
     }
 
 
@@ -151,7 +173,7 @@ def test_experience(folder, held, minibatch, epochs, reference):
     assert_planned(results, minibatch, [sample.length for sample in samples])
     for result in results:
         assert result["metrics"] == pytest.approx(
-            {"rollout/advantage_abs": sum(map(abs, ADVANTAGES)) / 8, "rollout/groups_without_signal": 1 / 3}, abs=1e-6
+            {"rollout/advantage_abs": TOKEN_MEAN, "rollout/groups_without_signal": 1 / 3}, abs=1e-6
         )
 
 
@@ -167,3 +189,99 @@ def assert_planned(results: list[dict[str, Any]], minibatch: int, lengths: list[
         ]
         assert sorted(row for rows in packed for row in rows) == list(range(step * minibatch, (step + 1) * minibatch))
         assert all(sum(lengths[row] for row in rows) <= 16 for rows in packed)
+
+
+# -- what the options make of the same samples, each in one place of the pipeline
+
+
+def stepwise() -> list[Sample]:
+    """Group 0: one response rewarded at its second and last token (1 and 3), the other at the end (2); group 1 without tokens."""
+    samples = [make_sample([60], [1, 2, 3], 0, 4.0), make_sample([60], [4, 5], 0, 2.0)]
+    samples[0].token_rewards = [None, 1.0, 3.0]
+    return [*samples, make_sample([70, 71], [], 1, 5.0), make_sample([70, 71], [6], 1, 1.0)]
+
+
+def cut(samples: list[Sample], *places: int) -> list[Sample]:
+    for place in places:
+        samples[place].finish_reason = "length"
+    return samples
+
+
+CASES: dict[str, tuple[list[Sample], dict[str, Any], dict[str, Any]]] = {
+    "discounted": (stepwise(), {"advantage_estimator": "reinforce", "gamma": 0.5}, {}),
+    "steps": (stepwise(), {"advantage_estimator": "dr_grpo"}, {}),
+    "lengths": (stepwise(), {"advantage_estimator": "opo"}, {}),
+    "whitened": (all_samples(), {"advantage_estimator": "dr_grpo", "advantages_norm": True}, {}),
+    "clipped": (all_samples(), {"advantage_estimator": "dr_grpo", "advantage_clip": 0.75}, {}),
+    "rewards": (all_samples(), {"advantage_estimator": "reinforce"}, {"reward_clip": 1.5}),
+    "too long": (
+        all_samples(),
+        {"advantage_estimator": "reinforce"},
+        {"overlong_buffer": True, "overlong_buffer_len": 4, "overlong_buffer_penalty_factor": 2.0},
+    ),
+    "cut off": (cut(all_samples(), 3, 6), {"mask_truncated": True}, {}),
+    "short and long": (all_samples(), {"length_filter": [2, 6]}, {}),
+    "pass at 2": (all_samples(), {"advantage_estimator": "pass_at_k", "pass_k": 2}, {}),
+    "certain": (all_samples(), {"entropy_filter": [0.0, 0.01]}, {}),
+    "open": (all_samples(), {"entropy_filter": [0.01, 20.0]}, {}),
+}
+WHOLE = [[value] * length for value, (_, _, length) in zip(ADVANTAGES, SAMPLES, strict=True)]
+LENGTHS = [length for _, _, length in SAMPLES]
+# deviations from the group mean: 0.5, -0.5, -1, 3, -2, 0, 0, 0, each as often as its response has tokens (37):
+# sum 1.5 - 4.5 - 4 + 3 - 14 = -18; squares 0.75 + 2.25 + 4 + 9 + 28 = 44; variance 44/37 - (18/37)^2 = 0.952520, std 0.975971
+DEVIATIONS = [0.5, -0.5, -1.0, 3.0, -2.0, 0.0, 0.0, 0.0]
+EXPECTED: dict[str, list[list[float] | None]] = {
+    "discounted": [[0.5 + 0.75, 1 + 1.5, 3.0], [1.0, 2.0], [], [1.0]],
+    # group 0 has three rewards, 1, 3, 2, mean 2: -1 and 1 make the first response; group 1 has 5 and 1
+    "steps": [[0.0, 0.0, 1.0], [0.0, 0.0], [], [-2.0]],
+    # weights 2, 1, 2: mean (2 * 1 + 3 + 2 * 2) / 5 = 1.8; the response without tokens weighs nothing
+    "lengths": [[0.4, 0.4, 1.2], [0.2, 0.2], [], [0.0]],
+    "whitened": [[(value + 18 / 37) / 0.9759713] * length for value, length in zip(DEVIATIONS, LENGTHS, strict=True)],
+    "clipped": [[max(-0.75, min(0.75, value))] * length for value, length in zip(DEVIATIONS, LENGTHS, strict=True)],
+    "rewards": [[min(reward, 1.5)] * length for _, reward, length in SAMPLES],
+    # longest 10, buffer 4: -0.5 per token from 7 on
+    "too long": [[reward - max(0, length - 6) / 2] * length for _, reward, length in SAMPLES],
+    "cut off": [None if place in (3, 6) else whole for place, whole in enumerate(WHOLE)],
+    "short and long": [whole if 2 <= len(whole) <= 6 else None for whole in WHOLE],
+    # group 0: one wrong of two, no draw fails; groups 1: none wrong; group 2: all wrong
+    "pass at 2": [[0.0] * length for length in LENGTHS],
+    "certain": [None] * 8,
+    "open": list(WHOLE),
+}
+
+
+def make_cases(folder: str, shares: dict[int, list[int]]) -> dict[str, dict[str, Any]]:
+    policy = make_policy(folder, 8, reference=False)
+    results = {}
+    for name, (samples, algorithm, reward) in CASES.items():
+        options = {"algorithm": AlgorithmSection(**algorithm), "reward": RewardSection(**reward)}
+        results[name] = experience_of(policy, samples, shares[len(samples)], **options)
+    return results
+
+
+@pytest.fixture(scope="module", params=[{8: [8], 4: [4]}, {8: [3, 5], 4: [1, 3]}, {8: [8, 0], 4: [0, 4]}], ids=str)
+def made(request, folder) -> dict[str, dict[int, dict[str, torch.Tensor]]]:
+    """Case -> row -> its columns, however the samples lie on ranks."""
+    results = run_ranks(len(request.param[8]), make_cases, folder, request.param)
+    return {name: {row: c for result in results for row, c in sequences(result[name]).items()} for name in CASES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_options(made, name):
+    for row, expected in enumerate(EXPECTED[name]):
+        columns, prompt = made[name][row], len(CASES[name][0][row].prompt.token_ids)
+        learned = columns["loss_mask"][prompt:]
+        assert not columns["loss_mask"][:prompt].any() and bool(learned.all()) == (expected is not None)
+        if expected is None:
+            assert not learned.any()
+        else:
+            assert columns["advantages"].tolist() == pytest.approx([0.0] * prompt + expected, abs=1e-6)
+
+
+def test_what_a_run_does_not_make_is_named(folder):
+    with pytest.raises(RuntimeError, match="--advantage_estimator remax needs greedy_rewards, which this run does not make"):
+        run_ranks(1, make_remax, folder)
+
+
+def make_remax(folder: str) -> None:
+    experience_of(make_policy(folder, 8, reference=False), [], [0], algorithm=AlgorithmSection(advantage_estimator="remax"))

@@ -2,6 +2,7 @@
 
 import sys
 import textwrap
+from dataclasses import replace
 
 import pytest
 
@@ -142,3 +143,42 @@ def test_no_samples_ask_for_nothing(tmp_path):
 
 def test_known_names():
     assert {"exact_match", "gsm8k"} <= set(rewards.names())
+
+
+def steps(samples, **columns):
+    return [[None, 0.5, None], [1.0, None, 0.25], 2.0]
+
+
+def test_a_response_may_be_rewarded_step_by_step():
+    samples = [replace(sample(""), token_ids=[1, 2, 3]) for _ in range(3)]
+    assert judged(f"{__file__}:steps", *samples) == [0.5, 1.25, 2.0]
+    assert [s.steps for s in samples] == [[(1, 0.5)], [(0, 1.0), (2, 0.25)], [(2, 2.0)]]
+    assert replace(samples[2], token_ids=[]).steps == [(-1, 2.0)]
+
+
+def test_judging_again_forgets_the_steps():
+    samples = [replace(sample("", label=""), token_ids=[1, 2, 3]) for _ in range(3)]
+    judged(f"{__file__}:steps", *samples)
+    judged("exact_match", *samples)
+    assert [s.steps for s in samples] == [[(2, 1.0)]] * 3
+
+
+@pytest.mark.parametrize("length", [2, 4])
+def test_steps_are_checked(length):
+    samples = [replace(sample("what was said"), token_ids=[1] * length) for _ in range(3)]
+    with pytest.raises(ValueError, match=f"not a list of {length} numbers or None.*what was said"):
+        judged(f"{__file__}:steps", *samples)
+
+
+def unsaid(samples, **columns):
+    return [[None, None] for _ in samples]
+
+
+def infinite(samples, **columns):
+    return [[None, float("inf")] for _ in samples]
+
+
+@pytest.mark.parametrize("name, message", [("unsaid", "at least one number"), ("infinite", "not a finite number")])
+def test_steps_without_a_number(name, message):
+    with pytest.raises(ValueError, match=message):
+        judged(f"{__file__}:{name}", replace(sample(""), token_ids=[1, 2]))

@@ -1,0 +1,75 @@
+"""Returns over tokens: from rewards of tokens to one advantage for each. Time passes with learned tokens only: what a tool or
+an environment wrote between them is skipped. Values are [T], in float64 inside, and 0 for tokens that are not learned.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightrft.algorithms.reduce import sequence_sums
+from lightrft.types import Batch, padded, unpadded
+
+Sum = Callable[[Tensor], Tensor]
+"""The sum of a tensor over all ranks."""
+
+
+def reward_to_go(rewards: Tensor, batch: Batch, *, gamma: float) -> Tensor:
+    """G_t = r_t + gamma G_{t+1}. [T] -> [T]."""
+    return from_rows(discounted_sums(to_rows(rewards, batch), gamma), batch)
+
+
+def gae(rewards: Tensor, values: Tensor, batch: Batch, *, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
+    """delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lambda A_{t+1}; V after the end is 0. [T], [T] -> [T], [T].
+
+    Returns advantages and the returns A + V, which the critic learns. Schulman et al., arXiv 1506.02438, equations 11 and 16.
+    """
+    value_rows = to_rows(values, batch)
+    following = F.pad(value_rows[:, 1:], (0, 1))
+    deltas = to_rows(rewards, batch) + gamma * following - value_rows
+    advantages = discounted_sums(deltas, gamma * lambd)
+    return from_rows(advantages, batch), from_rows(advantages + value_rows, batch)
+
+
+def distill(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
+    """A_t = log p_teacher - log p_actor at the tokens the actor sampled: the reverse divergence as a reward of each. [T] -> [T].
+
+    On-policy distillation: Agarwal et al., arXiv 2306.13649; alone, or added to the advantage of the task.
+    """
+    return teacher_logprobs - logprobs
+
+
+def whiten(values: Tensor, mask: Tensor, total: Sum, *, eps: float = 1e-8) -> Tensor:
+    """(x - mean) / (std + eps) over the masked elements of all ranks, std as of a population; 0 elsewhere. [T], [T] -> [T]."""
+    count, value = total(torch.stack([mask.sum(dtype=torch.float64), values[mask].sum(dtype=torch.float64)]))
+    mean = value / count.clamp(min=1)
+    variance = total((values[mask].double() - mean).square().sum()) / count.clamp(min=1)
+    return torch.where(mask, (values - mean) / (variance.sqrt() + eps), 0.0)
+
+
+def discounted_sums(rows: Tensor, factor: float) -> Tensor:
+    """y_t = x_t + factor y_{t+1} along each row: [N, L] -> [N, L]. After k rounds an entry has summed 2^k, from its own on."""
+    sums, reach = rows.clone(), 1
+    while reach < rows.shape[1]:
+        sums[:, :-reach] = sums[:, :-reach] + factor**reach * sums[:, reach:]
+        reach *= 2
+    return sums
+
+
+def to_rows(values: Tensor, batch: Batch) -> Tensor:
+    """The learned tokens of each sequence as a row, 0 after them: [T] -> [N, L] float64."""
+    lengths = learned_lengths(batch)
+    return padded(values.double()[batch.learned_tokens], lengths, max(lengths.tolist(), default=0))
+
+
+def from_rows(rows: Tensor, batch: Batch) -> Tensor:
+    """The other way round: [N, L] -> [T]."""
+    values = rows.new_zeros(batch.num_tokens)
+    values[batch.learned_tokens] = unpadded(rows, learned_lengths(batch))
+    return values
+
+
+def learned_lengths(batch: Batch) -> Tensor:
+    """[N] int64, learned tokens of each sequence."""
+    return sequence_sums(batch.loss_mask.long(), batch)

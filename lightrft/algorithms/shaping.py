@@ -1,0 +1,79 @@
+"""Reward shaping: what happens to rewards before they are compared. Rewards, groups and lengths are those of all ranks."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightrft.algorithms.advantage import grpo
+from lightrft.config import RewardSection
+
+
+def overlong_penalty(lengths: Tensor, *, longest: int, buffer: int, factor: float) -> Tensor:
+    """0 up to `longest - buffer` tokens, then falling linearly to -factor at `longest`. [N] -> [N].
+
+    Soft overlong punishment: DAPO, arXiv 2503.14476, equation 13.
+    """
+    excess = lengths.double() - (longest - buffer)
+    return -factor * (excess / buffer).clamp(0, 1)
+
+
+@dataclass
+class RunningMoments:
+    """Mean and standard deviation of all rewards so far, from the first step on; Chan et al., 1979, for the merging."""
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+    """Sum of squared distances from the mean."""
+
+    def update(self, values: Tensor) -> None:
+        """Take in the values of one step."""
+        values = values.double()
+        new = float(len(values))
+        if not new:
+            return
+        shift, total = float(values.mean()) - self.mean, self.count + new
+        self.squares += float((values - values.mean()).square().sum()) + shift**2 * self.count * new / total
+        self.mean += shift * new / total
+        self.count = total
+
+    @property
+    def std(self) -> float:
+        """As of a population."""
+        return (self.squares / max(self.count, 1.0)) ** 0.5
+
+
+@dataclass
+class RewardShaper:
+    """Overlong penalty, running normalisation, clip, standardisation in groups: in this order, those that are switched on.
+
+    Every rank has the same rewards, so the running moments are the same everywhere.
+    """
+
+    section: RewardSection
+    longest: int
+    """--generate_max_len."""
+    moments: RunningMoments = field(default_factory=RunningMoments)
+
+    def __call__(self, rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
+        """What the rewards count, from what they are. `lengths` of the responses that end with them. [M] each -> [M] float32."""
+        section, shaped = self.section, rewards.double()
+        if section.overlong_buffer:
+            buffer, factor = section.overlong_buffer_len, section.overlong_buffer_penalty_factor
+            shaped = shaped + overlong_penalty(lengths, longest=self.longest, buffer=buffer, factor=factor)
+        if section.reward_running_norm:
+            self.moments.update(shaped)
+            center = self.moments.mean if section.reward_running_norm_minus_mean else 0.0
+            shaped = (shaped - center) / (self.moments.std or 1.0)
+        if section.reward_clip is not None:
+            shaped = shaped.clamp(-section.reward_clip, section.reward_clip)
+        if section.reward_group_norm:
+            shaped = grpo(shaped.float(), groups)
+        return shaped.float()  # as estimators get them: sums of equal float32 rewards are exact in float64
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self.moments).copy()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.moments = RunningMoments(**state)

@@ -1,0 +1,29 @@
+"""Which responses are learned from. One that is left out still counts for its group, and for no denominator."""
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.reduce import sequence_sums
+from lightrft.config import AlgorithmSection
+from lightrft.types import Experience, Sample
+
+
+def by_length(samples: list[Sample], section: AlgorithmSection) -> Tensor:
+    """[N] bool: long and short enough, and not cut at the limit where --mask_truncated says so (DAPO, arXiv 2503.14476)."""
+    least, most = section.length_filter or (0, float("inf"))
+    whole = [not (section.mask_truncated and sample.truncated) for sample in samples]
+    fits = [least <= len(sample.token_ids) <= most for sample in samples]
+    return torch.tensor(whole, dtype=torch.bool) & torch.tensor(fits, dtype=torch.bool)
+
+
+def by_entropy(experience: Experience, entropy: Tensor, section: AlgorithmSection) -> Tensor:
+    """[N] bool: the mean entropy of the learned tokens lies between the two numbers of --entropy_filter. entropy [T]."""
+    least, most = section.entropy_filter
+    tokens = sequence_sums(experience.loss_mask.double(), experience).clamp(min=1)
+    mean = sequence_sums(torch.where(experience.loss_mask, entropy.double(), 0.0), experience) / tokens
+    return (least <= mean) & (mean <= most)
+
+
+def leave_out(experience: Experience, kept: Tensor) -> None:
+    """Only the sequences that are `kept` [N] stay learned."""
+    experience.loss_mask = experience.loss_mask & kept[experience.sequence_ids]

@@ -1,0 +1,59 @@
+"""The rewards of all ranks, known to all: what estimators and reward shaping look at."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from lightrft.parallel.collectives import Axis
+from lightrft.types import Experience, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Rewards in rank order: a response has one, or one for each step of it that was rewarded. [M] float64 each."""
+
+    rows: Tensor
+    """The response, counted over all ranks."""
+    groups: Tensor
+    rewards: Tensor
+    lengths: Tensor
+    """Tokens that the reward is for."""
+    finished: Tensor
+    """Tokens of the response that ends with this reward, 0 where others follow."""
+    mine: slice
+    """Those of this rank."""
+
+    @classmethod
+    def share(cls, axis: Axis, samples: list[Sample], *, first_row: int) -> Self:
+        """Rewards of this rank's samples, the first of which is row `first_row`, with those of all others; one gather."""
+        lines = [line for row, sample in enumerate(samples, first_row) for line in _lines(row, sample)]
+        parts = axis.gather(torch.tensor(lines, dtype=torch.float64).reshape(-1, len(fields(cls)) - 1))
+        first = sum(map(len, parts[: axis.rank]))
+        return cls(*torch.cat(parts).unbind(1), slice(first, first + len(lines)))
+
+    def totals(self) -> tuple[Tensor, Tensor]:
+        """Reward and group of each response of all ranks: [N], [N]."""
+        _, row = self.rows.unique(return_inverse=True)
+        count = int(row.max()) + 1 if len(row) else 0
+        rewards = self.rewards.new_zeros(count).index_add(0, row, self.rewards)
+        return rewards, self.groups.new_zeros(count).index_copy(0, row, self.groups)
+
+
+def _lines(row: int, sample: Sample) -> Iterator[tuple[float, ...]]:
+    before = 0
+    for place, (token, reward) in enumerate(sample.steps, 1):
+        yield row, sample.group, reward, token + 1 - before, len(sample.token_ids) if place == len(sample.steps) else 0
+        before = token + 1
+
+
+def placed(values: Tensor, samples: list[Sample], experience: Experience) -> Tensor:
+    """Values of this rank's rewards at the tokens that brought them, 0 elsewhere: [M of this rank] -> [T] float32."""
+    result = torch.zeros(experience.num_tokens)
+    starts = (int(first) + len(s.prompt.token_ids) for first, s in zip(experience.offsets, samples, strict=False))
+    tokens = [start + token if token >= 0 else -1 for start, s in zip(starts, samples, strict=True) for token, _ in s.steps]
+    places = torch.tensor(tokens, dtype=torch.int64)
+    result[places[places >= 0]] = values.float()[places >= 0]
+    return result

@@ -1,0 +1,35 @@
+"""Why: a flag that nothing reads is a lie. Functions name what they read, and so the unread ones are known."""
+
+from lightrft.algorithms.options import keywords, missing, options, unread
+from lightrft.config import AlgorithmSection
+from lightrft.registry import Registry
+
+losses = Registry("loss", flag="--loss")
+
+
+@losses.register("one")
+def one(values, *, dual_clip, batch, scale=2.0):
+    return values
+
+
+@losses.register("other")
+def other(values, *, eps_clip_low, dual_clip=None, **more):
+    return values
+
+
+def test_a_function_gets_what_it_names():
+    section = AlgorithmSection(dual_clip=3.0)
+    assert options(one, section, batch="the batch", lengths="unasked") == {"dual_clip": 3.0, "batch": "the batch"}
+    assert options(other, section) == {"eps_clip_low": 0.2, "dual_clip": 3.0}
+    assert keywords(one) == {"dual_clip": True, "batch": True, "scale": False}
+
+
+def test_what_nobody_has_is_missing():
+    assert missing(one) == ["batch"] and missing(one, given=("batch",)) == [] and missing(other) == []
+
+
+def test_flags_of_other_functions_are_unread():
+    written = {"dual_clip", "eps_clip_low", "gamma"}
+    assert unread(losses, "one", written) == ["--eps_clip_low has no effect with --loss one"]
+    assert unread(losses, "other", written) == []
+    assert unread(losses, f"{__file__}:one", written) == ["--eps_clip_low has no effect with --loss " + f"{__file__}:one"]
