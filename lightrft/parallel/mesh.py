@@ -39,6 +39,7 @@ class Mesh:
         self.tp = self._axis("tp", ("tp",))
         self.siblings = self._axis("siblings", ("sp", "tp"))
         self._engine_axes: dict[int, Axis] = {}
+        self._aside: Axis | None = None
         self._timeout = timeout
         for axis in (self.world, self.data, self.shard, self.replicate, self.sp, self.tp, self.siblings):
             if timeout is not None and axis.group is not None:
@@ -66,6 +67,12 @@ class Mesh:
                       for start in starts]
             self._engine_axes[size] = _axis("engine", groups[first // size])
         return self._engine_axes[size]
+
+    def aside(self) -> Axis:
+        """All processes once more, over a group of its own on the hosts: for a thread whose collectives run beside the others."""
+        if self._aside is None:
+            self._aside = _axis("aside", dist.new_group(backend="gloo", timeout=self._timeout))
+        return self._aside
 
     def _axis(self, name: str, dims: tuple[str, ...]) -> Axis:
         mesh = self.device_mesh[dims] if len(dims) == 1 else self.device_mesh[dims]._flatten("_".join(dims))

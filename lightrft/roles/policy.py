@@ -180,14 +180,14 @@ class Policy(Role):
         """The actor as a Hugging Face folder, and where asked for, two more folders.
 
         `optimizer_path` has all that a run needs to continue (weights, optimizer, schedule, random states), for
-        strategy.load_ckpt(actor, its parent, its name, ...). `tokenizer_path` has the tokenizer, also alone.
+        strategy.load_ckpt(actor, its parent, its name, parts={"policy": policy}). `tokenizer_path` has the tokenizer, also alone.
         """
         self.strategy.save_model(self.actor, None, weights_path)
         if optimizer_path is not None:
             path = Path(optimizer_path)
             self.strategy.save_ckpt(
                 self.actor, path.parent, path.name, max_num=EVERYTHING, max_mem=EVERYTHING, save_latest=False,
-                optimizer=self.optimizer, scheduler=self.scheduler,
+                optimizer=self.optimizer, scheduler=self.scheduler, parts={"policy": self},
             )  # fmt: skip
         if tokenizer_path is not None:
             if self.tokenizer is None:
@@ -195,6 +195,13 @@ class Policy(Role):
             if self.strategy.is_rank_0():
                 self.tokenizer.save_pretrained(tokenizer_path)
             self.strategy.mesh.world.barrier()
+
+    def state_dict(self) -> dict[str, Any]:
+        """How often generate() has drawn: it goes on from there."""
+        return {"generations": self._generations}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._generations = state["generations"]
 
     def start_profiling(self, folder: str | Path) -> None:
         """Record what this rank computes until stop_profiling()."""

@@ -2,31 +2,33 @@
 
 import io
 import json
-import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from loguru import logger
 from torch import nn
 from torch.distributed.checkpoint import state_dict as sharded
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.parallel.collectives import Axis
 from lightrft.strategy import checkpoint_folder as folders
 from lightrft.strategy.atomic import agree, write_file, write_folder
+from lightrft.strategy.random_states import random_states, set_random_states
 
-SCHEDULER, CLIENT = "scheduler.pt", "client_state.json"
+STATE, SCHEDULERS, PARTS, HF = "state.json", "schedulers.pt", "parts.pt", "hf"
 
 
 @dataclass(slots=True)
 class Training:
-    """What is being trained, and where."""
+    """One model in a checkpoint, and what trains it."""
 
     model: nn.Module
     optimizer: Optimizer | None
@@ -43,61 +45,112 @@ class Training:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take over what was read into tensors(). Parameters without optimizer state there never had a gradient."""
-        sharded.set_model_state_dict(self.model, state["model"])
+        lenient = sharded.StateDictOptions(strict=False)
+        sharded.set_model_state_dict(self.model, state["model"], options=lenient)
         if "optimizer" in state:
-            lenient = sharded.StateDictOptions(strict=False)
             sharded.set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=lenient)
 
 
-def save(
-    training: Training, root: Path, tag: str, *, client_state: dict[str, Any], max_num: int, max_mem: float, save_latest: bool
-) -> Path:
-    """Write `root/tag`, whole or not at all, then point `latest` to it, then remove what is too old.
+@dataclass(slots=True)
+class Contents:
+    """What goes into a checkpoint, or comes out of one."""
 
-    CheckpointError on all ranks when any of them cannot write; earlier checkpoints are then untouched.
+    models: dict[str, Training]
+    parts: Mapping[str, Stateful]
+    """Anything else that has a state: tensors and plain types, the same on all ranks, of which rank 0's is written."""
+    world: Axis
+    device: torch.device
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """All that one rank writes."""
+
+    tensors: dict[str, Any]
+    """Model name -> its tensors."""
+    files: dict[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Which checkpoints of a folder stay: so many, of so many GB together. Only a `latest` one is resumed without a tag."""
+
+    max_num: int
+    max_mem: float
+    latest: bool
+
+
+def snapshot(contents: Contents, state: dict[str, Any], *, tensors: dict[str, Any]) -> Snapshot:
+    """`state` is JSON. All ranks call it: a part may talk to its other ranks."""
+    files = {_random_file(contents.world.rank): _bytes(random_states(contents.device))}
+    parts = {name: part.state_dict() for name, part in contents.parts.items()}
+    if contents.world.rank == 0:
+        schedulers = {name: training.scheduler.state_dict() for name, training in contents.models.items() if training.scheduler}
+        files |= {STATE: json.dumps(state).encode(), SCHEDULERS: _bytes(schedulers), PARTS: _checked_bytes(parts)}
+    return Snapshot(tensors, files)
+
+
+def copied(tensors: dict[str, Any]) -> dict[str, Any]:
+    """In host memory, where no training step can change them."""
+    return BlockingAsyncStager().stage(tensors)
+
+
+def write(snapshot: Snapshot, folder: Path, world: Axis, kept: Kept, hf: Path | None = None) -> None:
+    """Write `folder`, whole or not at all, then point `latest` to it, then remove what is too old.
+
+    `hf` is a model folder that moves inside. CheckpointError on all ranks when any of them cannot write; earlier
+    checkpoints are then untouched.
     """
-    world = training.world
-    manifest = folders.Manifest(0, world.size, save_latest)
+    root = folder.parent
+    manifest = folders.Manifest(0, world.size, kept.latest)
 
-    def count(_: Path) -> None:
-        manifest.number = folders.next_number(root, being_written=tag) if world.rank == 0 else 0
+    def begin(part: Path) -> None:
+        if world.rank == 0:
+            manifest.number = folders.next_number(root, being_written={part.name} | ({hf.name} if hf else set()))
+            if hf is not None:
+                hf.rename(part / HF)
 
     write_folder(
-        root / tag,
+        folder,
         world,
-        count,
-        partial(_write_tensors, training),
-        partial(_write_small_files, training, client_state),
+        begin,
+        partial(_write_tensors, snapshot.tensors, world),
+        lambda part: [write_file(part / name, content) for name, content in snapshot.files.items()],
         *folders.manifest_steps(manifest, world),
     )
-    if save_latest:
-        folders.point_to(root, tag, world)
+    if kept.latest:
+        folders.point_to(root, folder.name, world)
     if world.rank == 0:
-        folders.rotate(root, max_num, max_mem)
+        folders.rotate(root, kept.max_num, kept.max_mem)
     world.barrier()
-    return root / tag
 
 
-def load(training: Training, root: Path, tag: str | None, *, module_only: bool) -> tuple[Path | None, dict[str, Any]]:
-    """Continue from `root/tag`, or from the newest whole checkpoint; (None, {}) when there is none.
+def find(root: Path, tag: str | None, world: Axis) -> tuple[folders.Manifest, Path, dict[str, Any]] | None:
+    """`root/tag`, or the newest whole checkpoint, with its state; None when there is none.
 
-    Random states are restored where the number of ranks is the same. CheckpointError when the one asked for is missing
-    or damaged, or belongs to another model.
+    CheckpointError when the one asked for is missing or damaged.
     """
-    world = training.world
     found = folders.newest_whole(root, world) if tag is None else folders.whole(root / tag, world)
-    if found is None:
-        return None, {}
-    manifest, path = found
-    agree(world, f"checkpoint {path} could not be loaded", partial(_read_tensors, training, path, module_only))
+    return found and (*found, json.loads((found[1] / STATE).read_text()))
+
+
+def load(contents: Contents, path: Path, world_size: int, *, strict: bool, module_only: bool) -> None:
+    """Random states are restored where the number of ranks is the same. CheckpointError for what does not fit together."""
+    world = contents.world
+    steps = [partial(_read_tensors, contents, path, strict=strict, module_only=module_only)]
     if not module_only:
-        agree(world, f"checkpoint {path} could not be loaded", partial(_read_small_files, training, path))
-        _restore_random(training, path, manifest.world_size)
-    return path, json.loads((path / CLIENT).read_text())
+        steps.append(partial(_read_small_files, contents, path))
+        if world_size == world.size:
+            steps.append(partial(_restore_random, contents, path))
+        elif world.rank == 0:
+            logger.warning("{} was written by {} ranks, these are {}: random states start afresh", path, world_size, world.size)
+    for step in steps:
+        agree(world, f"checkpoint {path} could not be loaded", step)
 
 
-def _write_tensors(training: Training, path: Path) -> None:
-    dcp.save(training.tensors(), storage_writer=_Writer(path, sync_files=True))
+def _write_tensors(tensors: dict[str, Any], world: Axis, part: Path) -> None:
+    writer = _Writer(part, sync_files=True)
+    dcp.save(tensors, storage_writer=writer, process_group=world.group, no_dist=world.size == 1)
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -111,80 +164,78 @@ class _Writer(dcp.FileSystemWriter):
             raise
 
 
-def _read_tensors(training: Training, path: Path, module_only: bool) -> None:
+def _read_tensors(contents: Contents, path: Path, *, strict: bool, module_only: bool) -> None:
     reader = dcp.FileSystemReader(path)
-    saved = set(reader.read_metadata().state_dict_metadata)
-    state = training.tensors(module_only=module_only)
-    _check_names({f"model.{name}" for name in state["model"]}, {name for name in saved if name.startswith("model.")})
-    if "optimizer" in state:
-        _forget_untouched(state["optimizer"]["state"], saved)
-    dcp.load(state, storage_reader=reader)
-    training.restore(state)
+    saved = {name: getattr(entry, "size", None) for name, entry in reader.read_metadata().state_dict_metadata.items()}
+    _check_same(set(contents.models), {name.split(".")[0] for name in saved}, "model", subset=module_only)
+    states = {name: training.tensors(module_only=module_only) for name, training in contents.models.items()}
+    for name, state in states.items():
+        _check_tensors(state["model"], f"{name}.model.", saved, strict)
+        if "optimizer" in state:
+            _forget_untouched(state["optimizer"]["state"], f"{name}.optimizer.state.", saved)
+    dcp.load(states, storage_reader=reader)
+    for name, training in contents.models.items():
+        training.restore(states[name])
 
 
-def _check_names(wanted: set[str], saved: set[str]) -> None:
-    for names, what in ((wanted - saved, "of the model are not in it"), (saved - wanted, "in it are not of the model")):
-        if names:
-            raise ValueError(f"{len(names)} tensors {what}, the first is {min(names).removeprefix('model.')}")
+def _check_same(wanted: set[str], saved: set[str], what: str, *, subset: bool = False) -> None:
+    if wanted - saved or (saved - wanted and not subset):
+        names = [", ".join(sorted(names)) or "none" for names in (saved, wanted)]
+        raise ValueError(f"it has a {what} for each of: {names[0]}; asked for are: {names[1]}")
 
 
-def _forget_untouched(state: dict[str, dict[str, Any]], saved: set[str]) -> None:
+def _check_tensors(state: dict[str, Any], prefix: str, saved: dict[str, torch.Size | None], strict: bool) -> None:
+    """Not strict: tensors that are not saved keep their values, and are no longer in `state`."""
+    wanted, found = set(state), {name.removeprefix(prefix) for name in saved if name.startswith(prefix)}
+    if strict:
+        for names, what in ((wanted - found, "of the model are not in it"), (found - wanted, "in it are not of the model")):
+            if names:
+                raise ValueError(f"{len(names)} tensors {what}, the first is {min(names)}")
+    for name in wanted - found:
+        del state[name]
+    other = [name for name in sorted(wanted & found) if saved[prefix + name] != state[name].size()]
+    if other:
+        shapes = [list(shape) for shape in (saved[prefix + other[0]], state[other[0]].size())]
+        raise ValueError(f"{len(other)} tensors have another shape; {other[0]} is {shapes[0]} there and {shapes[1]} here")
+
+
+def _forget_untouched(state: dict[str, dict[str, Any]], prefix: str, saved: Mapping[str, Any]) -> None:
     """A parameter that never had a gradient has no optimizer state in the checkpoint, and needs none."""
     for name in list(state):
-        if not any(f"optimizer.state.{name}.{key}" in saved for key in state[name]):
+        if not any(f"{prefix}{name}.{key}" in saved for key in state[name]):
             del state[name]
 
 
-def _write_small_files(training: Training, client_state: dict[str, Any], path: Path) -> None:
-    _write_object(path / _random_file(training.world.rank), random_states(training.device))
-    if training.world.rank == 0:
-        write_file(path / CLIENT, json.dumps(client_state).encode())
-        if training.scheduler is not None:
-            _write_object(path / SCHEDULER, training.scheduler.state_dict())
+def _read_small_files(contents: Contents, path: Path) -> None:
+    schedulers, parts = (torch.load(path / name, weights_only=True) for name in (SCHEDULERS, PARTS))
+    scheduled = {name: training.scheduler for name, training in contents.models.items() if training.scheduler}
+    _check_same(set(scheduled), set(schedulers), "schedule", subset=True)
+    _check_same(set(contents.parts), set(parts), "state")
+    for name, scheduler in scheduled.items():
+        scheduler.load_state_dict(schedulers[name])
+    for name, part in contents.parts.items():
+        part.load_state_dict(parts[name])
 
 
-def _read_small_files(training: Training, path: Path) -> None:
-    if training.scheduler is not None:
-        training.scheduler.load_state_dict(torch.load(path / SCHEDULER, weights_only=True))
-
-
-def _restore_random(training: Training, path: Path, world_size: int) -> None:
-    world = training.world
-    if world_size != world.size:
-        if world.rank == 0:
-            logger.warning("{} was written by {} ranks, these are {}: random states start afresh", path, world_size, world.size)
-        return
-
-    def restore() -> None:
-        set_random_states(torch.load(path / _random_file(world.rank), weights_only=True), training.device)
-
-    agree(world, f"checkpoint {path} could not be loaded", restore)
-
-
-def random_states(device: torch.device) -> dict[str, Any]:
-    """Python, numpy, torch, and the accelerator's."""
-    _, keys, *rest = np.random.get_state()
-    numpy = (torch.from_numpy(keys.astype(np.int64)), *rest)  # plain types: the file is read without pickle
-    states = {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
-    if device.type != "cpu":
-        states[device.type] = torch.get_device_module(device).get_rng_state(device)
-    return states
-
-
-def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    keys, *rest = states["numpy"]
-    random.setstate(states["python"])
-    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(states["torch"])
-    if device.type in states and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[device.type], device)
+def _restore_random(contents: Contents, path: Path) -> None:
+    set_random_states(torch.load(path / _random_file(contents.world.rank), weights_only=True), contents.device)
 
 
 def _random_file(rank: int) -> str:
     return f"random_{rank:05d}.pt"
 
 
-def _write_object(path: Path, value: Any) -> None:
+def _bytes(value: Any) -> bytes:
     content = io.BytesIO()
     torch.save(value, content)
-    write_file(path, content.getvalue())
+    return content.getvalue()
+
+
+def _checked_bytes(parts: dict[str, Any]) -> bytes:
+    """A state that could not be read back is an error while it still exists."""
+    for name, state in parts.items():
+        try:
+            torch.load(io.BytesIO(_bytes(state)), weights_only=True)
+        except Exception as error:
+            raise TypeError(f"the state of {name} has more than tensors and plain types in it: {error}") from error
+    return _bytes(parts)

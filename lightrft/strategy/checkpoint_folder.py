@@ -2,13 +2,14 @@
 
     checkpoints/latest                  name of the newest one, for people and other tools
     checkpoints/step20/manifest.json    size and checksum of every other file there; it is written last
+    checkpoints/step20/hf/              the model for from_pretrained, where that was asked for
 """
 
 import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -31,7 +32,7 @@ class Manifest:
     resume: bool
     """Whether a run without a tag may continue from it."""
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Name -> bytes and CRC-32."""
+    """Name, with the folder where it is in one -> bytes and CRC-32."""
 
     @property
     def num_bytes(self) -> int:
@@ -52,7 +53,8 @@ def manifest_steps(manifest: Manifest, world: Axis) -> list[Callable[[Path], Non
     measured: dict[str, tuple[int, int]] = {}
 
     def list_names(part: Path) -> None:
-        names.extend(sorted(path.name for path in part.iterdir()) if world.rank == 0 else ())
+        files = (path for path in part.rglob("*") if path.is_file())
+        names.extend(sorted(path.relative_to(part).as_posix() for path in files) if world.rank == 0 else ())
 
     def measure(part: Path) -> None:
         mine = world.broadcast(names)[world.rank :: world.size]
@@ -119,10 +121,10 @@ def whole(path: Path, world: Axis) -> tuple[Manifest, Path]:
     return manifest[0], path
 
 
-def next_number(root: Path, *, being_written: str) -> int:
+def next_number(root: Path, *, being_written: Collection[str]) -> int:
     """One more than the newest has. Also removes what killed runs left half written."""
     for path in root.glob(f"*{PART}"):
-        if path.name != being_written + PART:
+        if path.name not in being_written:
             logger.warning("removing {}, left by a run that was interrupted", path)
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     return max((manifest.number for manifest, _ in checkpoints(root)), default=0) + 1

@@ -46,6 +46,11 @@ class EngineVerbs(Backend):
         return self._host.name if self._host else "none"
 
     @property
+    def weight_version(self) -> int:
+        """How many weight streams the engine has had; 0 without one."""
+        return self._host.engine.version if self._host else 0
+
+    @property
     def engine_status(self) -> EngineStatus:
         """SLEEPED until an engine exists."""
         return self._host.status if self._host else EngineStatus.SLEEPED
@@ -108,6 +113,12 @@ class EngineVerbs(Backend):
     def engine_generate_local(self, sampling_params: Sampling, prompt_token_ids: list[list[int]]) -> list[EasyDict]:
         """One EasyDict for each sample, a prompt's samples side by side. Ranks that share an engine pass the same prompts."""
         return self._engine_host().generate_dicts(sampling_params, prompt_token_ids)
+
+    def engine_lags(self, version: int | None = None) -> None:
+        """The actor's weights have changed behind the engine's back: it needs a new stream, and has had `version` of them."""
+        if self._host is not None and self._engine_actor is not None:
+            self._host.engine.weights_valid = False
+            self._host.engine.version = self._host.engine.version if version is None else version
 
     def close_engine(self) -> None:
         """Also when there is none."""

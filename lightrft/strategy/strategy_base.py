@@ -2,11 +2,10 @@
 
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -22,12 +21,12 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import current_device, memory_in_use, peak_memory, select_device
 from lightrft.parallel.mesh import Mesh
-from lightrft.strategy import checkpoint, reduce
+from lightrft.strategy import reduce
 from lightrft.strategy.backend import Away
+from lightrft.strategy.checkpoint_verbs import CheckpointVerbs
 from lightrft.strategy.config import Arguments, StrategyConfig, sequence_layout
 from lightrft.strategy.dataloader import ResumableBatchSampler
 from lightrft.strategy.dropout import draw_by_data_rank
-from lightrft.strategy.engine_verbs import EngineVerbs
 from lightrft.strategy.export import export
 from lightrft.strategy.launch import join_process_group
 from lightrft.strategy.named import unwrap
@@ -38,11 +37,9 @@ from lightrft.strategy.watchdog import MARGIN, Watchdog
 from lightrft.versions import TENSOR_PARALLEL, untested_versions
 
 GB = 1e9
-SKIPPED = "strategy/skipped_steps"
-"""Its name in a checkpoint, beside the caller's own."""
 
 
-class StrategyBase(EngineVerbs):
+class StrategyBase(CheckpointVerbs):
     """Verbs of distribution. All ranks call every verb together, in the same order, unless it says otherwise.
 
         strategy = get_strategy(args)
@@ -105,7 +102,11 @@ class StrategyBase(EngineVerbs):
         self.set_seed(self.seed)
 
     def close(self) -> None:
-        """End the engine, and the process group if setup_distributed() made it. May be called at any time."""
+        """End the engine, and the process group if setup_distributed() made it. May be called at any time.
+
+        A checkpoint that is being written is finished before; what fails then is said in the log.
+        """
+        self.close_checkpoints()
         self._mesh, self._models, self._optimizers = None, [], []
         self.close_engine()
         if self._watchdog is not None:
@@ -201,13 +202,14 @@ class StrategyBase(EngineVerbs):
         and trains the distributed parameters.
         """
         for item in models_or_pairs:
-            module, optimizer, *_ = (*item, None) if isinstance(item, tuple | list) else (item, None)
+            module, optimizer, scheduler = (*item, None)[:3] if isinstance(item, tuple | list) else (item, None, None)
             if module is not None:
                 trained = any(parameter.requires_grad for parameter in module.parameters())
                 self.distribute(module, optimizer)
                 self._know(module, optimizer)
                 if trained:
                     draw_by_data_rank(module, self.mesh.data, self.device)
+                self._prepared[module] = (module, optimizer, scheduler)
         return models_or_pairs[0] if len(models_or_pairs) == 1 else models_or_pairs
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer | None = None, *, last: bool = True) -> None:
@@ -327,36 +329,7 @@ class StrategyBase(EngineVerbs):
         )
         return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate_fn or list, pin_memory=pin_memory)
 
-    # -- checkpoints
-
-    def save_ckpt(
-        self, model: nn.Module, save_dir: str | Path, tag: str, max_num: int = 3, max_mem: float = 1000,
-        client_state: Mapping[str, Any] = MappingProxyType({}), save_latest: bool = True,
-        optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None,
-    ) -> Path:
-        """Write everything needed to continue to `save_dir/tag`; `client_state` is the caller's own, in JSON's types.
-
-        At most `max_num` checkpoints and `max_mem` GB of them stay. One without `save_latest` is loaded by its tag only.
-        CheckpointError on all ranks when one cannot write (disk full); what was there before is then untouched.
-        """
-        return checkpoint.save(
-            self._here(model, optimizer, scheduler), Path(save_dir), tag,
-            client_state={**client_state, SKIPPED: self.skipped_steps}, max_num=max_num, max_mem=max_mem, save_latest=save_latest,
-        )
-
-    def load_ckpt(
-        self, model: nn.Module, load_dir: str | Path, tag: str | None = None,
-        optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None, load_module_only: bool = False,
-    ) -> tuple[Path | None, dict[str, Any]]:
-        """Restore `load_dir/tag`, or the newest undamaged checkpoint; returns its path and client_state, or (None, {}).
-
-        Any number of ranks may load what any other has saved.
-        """
-        path, state = checkpoint.load(self._here(model, optimizer, scheduler), Path(load_dir), tag, module_only=load_module_only)
-        skipped = state.pop(SKIPPED, 0)
-        if path is not None and not load_module_only:
-            self.skipped_steps = skipped
-        return path, state
+    # -- checkpoints: save_ckpt, load_ckpt and finish_ckpt are in checkpoint_verbs.py
 
     def save_model(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path, dtype: torch.dtype | None = None
@@ -398,8 +371,3 @@ class StrategyBase(EngineVerbs):
     def _bring_back(self, item: nn.Module | Optimizer | None) -> None:
         if item in self._away:
             self._away.pop(item).reload(self.device)
-
-    def _here(self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> checkpoint.Training:
-        self._bring_back(model)
-        self._bring_back(optimizer)
-        return self.training(model, optimizer, scheduler)

@@ -3,10 +3,15 @@
 import json
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 import lightrft
@@ -17,6 +22,7 @@ from lightrft.observe.sinks import Observer
 from lightrft.observe.trace import Trace
 from lightrft.roles.policy import Policy
 from lightrft.strategy import StrategyBase
+from lightrft.strategy.checkpoint_verbs import NOTHING
 from lightrft.trainer.interruption import Interrupted, Interruption
 from lightrft.types import Sample
 from lightrft.versions import installed_versions
@@ -36,13 +42,20 @@ class Trainer(ABC):
         total_steps: int,
         observer: Observer,
         trace: Trace,
+        parts: Mapping[str, Stateful] = NOTHING,
     ):
+        """`parts` are what else has a state that a checkpoint must hold; see StrategyBase.save_ckpt()."""
         self.config, self.strategy, self.policy = config, strategy, policy
         self.tokenizer, self.order, self.total_steps = tokenizer, order, total_steps
         self.observer, self.trace = observer, trace
         self.metrics = Metrics()
         self.interruption = Interruption(strategy.mesh.world)
         self.folder = Path(config.train.save_path)
+        self.models: dict[str, tuple[nn.Module, Optimizer | None, LRScheduler | None]] = {
+            "actor": (policy.actor, policy.optimizer, policy.scheduler)
+        }
+        """What a checkpoint holds, by name. A trainer with more models adds them."""
+        self.parts = dict(parts)
         self.done = 0
         """Steps whose updates are in the parameters."""
 
@@ -130,21 +143,19 @@ class Trainer(ABC):
 
     def save(self) -> None:
         """A checkpoint of the state after `self.done` steps."""
+        train = self.config.train
         self.strategy.save_ckpt(
-            self.policy.actor,
+            self.models,
             self.checkpoints,
             tag=f"step{self.done}",
-            max_num=self.config.train.max_ckpt_num,
-            max_mem=self.config.train.max_ckpt_mem,
+            max_num=train.max_ckpt_num,
+            max_mem=train.max_ckpt_mem,
             client_state={"step": self.done, "order": asdict(self.order)},
-            optimizer=self.policy.optimizer,
-            scheduler=self.policy.scheduler,
+            parts=self.parts,
         )
 
     def _resume(self) -> None:
-        path, state = self.strategy.load_ckpt(
-            self.policy.actor, self.checkpoints, optimizer=self.policy.optimizer, scheduler=self.policy.scheduler
-        )
+        path, state = self.strategy.load_ckpt(self.models, self.checkpoints, parts=self.parts)
         if path is None:
             self.strategy.print(f"no checkpoint in {self.checkpoints}: starting afresh")
             return

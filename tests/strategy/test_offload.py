@@ -137,6 +137,9 @@ def checkpoint_while_away(folder: str, root: str):
     made.offload_model(model)
     made.maybe_offload_optimizer(optimizer)
     made.save_ckpt(model, root, "away", optimizer=optimizer)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    made.reload_model(model)
+    made.maybe_load_optimizer(optimizer)
     one_step(made, model, optimizer, 1)
     made.offload_model(model)
     made.maybe_offload_optimizer(optimizer)
@@ -144,7 +147,7 @@ def checkpoint_while_away(folder: str, root: str):
     return snapshot(made, model), expected
 
 
-def test_a_checkpoint_brings_back_what_it_needs(folder, root):
+def test_a_checkpoint_borrows_what_is_away(folder, root):
     for found, expected in run_ranks(2, checkpoint_while_away, folder, str(root)):
         assert_identical(found, expected)
 

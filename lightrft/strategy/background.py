@@ -1,0 +1,59 @@
+"""One job at a time beside the training, on all ranks together."""
+
+import threading
+from collections.abc import Callable
+
+import torch
+from loguru import logger
+
+from lightrft.parallel.collectives import Axis
+
+
+class Background:
+    """A thread on every rank. Its collectives go over `aside`, where they cannot meet those of the training."""
+
+    def __init__(self, world: Axis, aside: Axis):
+        self.world, self.aside = world, aside
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def start(self, job: Callable[[Axis], None]) -> None:
+        """Run `job(aside)`. All ranks call it, after finish()."""
+        if self._thread is not None:
+            raise RuntimeError("a job is running in the background: finish() first")
+        self._thread = threading.Thread(target=self._run, args=(job,), name="lightrft-background")
+        self._thread.start()
+
+    def finish(self, *, wait: bool = True) -> bool:
+        """Whether nothing is running any more; with `wait` it is so. All ranks call it and get the same answer.
+
+        What the job raised, on all ranks alike, is raised here.
+        """
+        if self._thread is None:
+            return True
+        ended = torch.tensor(int(not self._thread.is_alive()))
+        if not wait and not int(self.world.min(ended)):
+            return False
+        self.join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        return True
+
+    def join(self) -> None:
+        """Wait for this rank's thread only. A failure is kept for finish()."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def close(self) -> None:
+        """The end of everything: wait, and say what failed; nobody would ask any more."""
+        self.join()
+        if self._failure is not None:
+            logger.error("{}", self._failure)
+
+    def _run(self, job: Callable[[Axis], None]) -> None:
+        try:
+            job(self.aside)
+        except BaseException as error:
+            self._failure = error

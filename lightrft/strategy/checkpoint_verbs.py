@@ -1,0 +1,148 @@
+"""The verbs of checkpoints: one or several models, what trains them, and any other part of a run that has a state."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.strategy import checkpoint
+from lightrft.strategy.atomic import PART, agree
+from lightrft.strategy.background import Background
+from lightrft.strategy.engine_verbs import EngineVerbs
+
+Models = nn.Module | Mapping[str, Any]
+"""One model, or several by name: {"actor": (actor, optimizer, scheduler), "ema": ema}, each as prepare() takes it."""
+Trained = tuple[nn.Module, Optimizer | None, LRScheduler | None]
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class CheckpointVerbs(EngineVerbs):
+    """A part of StrategyBase. All ranks call every verb together."""
+
+    skipped_steps: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._prepared: dict[nn.Module, Trained] = {}
+        """What prepare() was given with each model."""
+        self._background: Background | None = None
+
+    def save_ckpt(
+        self, model: Models, save_dir: str | Path, tag: str, max_num: int = 3, max_mem: float = 1000,
+        client_state: Mapping[str, Any] = NOTHING, save_latest: bool = True,
+        optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None, *,
+        parts: Mapping[str, Stateful] = NOTHING, hf_model: nn.Module | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None, async_save: bool = False,
+    ) -> Path:  # fmt: skip
+        """Write everything needed to continue to `save_dir/tag`; `client_state` is the caller's own, in JSON's types.
+
+        A model brings the optimizer and the schedule that prepare() got with it, unless others are named. `parts` are
+        anything with state_dict() and load_state_dict(); the state is the same on all ranks, and rank 0's is written.
+        `hf_model` is written once more, as the Hugging Face folder `save_dir/tag/hf`. With `async_save` this returns when
+        all is copied to host memory; finish_ckpt() says how it went. At most `max_num` checkpoints and `max_mem` GB of
+        them stay. One without `save_latest` is loaded by its tag only. CheckpointError on all ranks when one cannot write
+        (disk full); what was there before is then untouched.
+        """
+        self.finish_ckpt()
+        folder, world, hf = Path(save_dir) / tag, self.mesh.world, None
+        if hf_model is not None:
+            hf = self.save_model(hf_model, tokenizer, folder.with_name(f"{tag}.{checkpoint.HF}{PART}"))
+        taken: list[checkpoint.Snapshot] = []
+
+        def take() -> None:
+            models = self._named(model, optimizer, scheduler)
+            tensors = {name: self._tensors(*trained, copy=async_save) for name, trained in models.items()}
+            state = {"client": dict(client_state), "skipped_steps": self.skipped_steps, "weight_version": self.weight_version}
+            taken.append(checkpoint.snapshot(self._contents(models, parts), state, tensors=tensors))
+
+        agree(world, f"{folder} could not be written", take)
+        kept = checkpoint.Kept(max_num, max_mem, save_latest)
+        job = partial(checkpoint.write, taken[0], folder, kept=kept, hf=hf)
+        if async_save:
+            self._background = self._background or Background(world, self.mesh.aside())
+            self._background.start(job)
+        else:
+            job(world)
+        return folder
+
+    def finish_ckpt(self, *, wait: bool = True) -> bool:
+        """Whether no checkpoint is being written any more; with `wait` it is so. Its failure is raised here, on all ranks."""
+        return self._background is None or self._background.finish(wait=wait)
+
+    def load_ckpt(
+        self, model: Models, load_dir: str | Path, tag: str | None = None, load_module_strict: bool = True,
+        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False, *,
+        optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None, parts: Mapping[str, Stateful] = NOTHING,
+        check: Callable[[Path, dict[str, Any]], None] | None = None,
+    ) -> tuple[Path | None, dict[str, Any]]:  # fmt: skip
+        """Restore `load_dir/tag`, or the newest undamaged checkpoint; returns its path and client_state, or (None, {}).
+
+        Any number of ranks may load what any other has saved. `check` sees path and client_state before anything is
+        loaded, and may raise. Models and parts are those that were saved; with load_module_only some of the models are
+        enough, and nothing but their parameters is touched. Not strict: parameters that are not saved keep their values.
+        """
+        self.finish_ckpt()
+        found = checkpoint.find(Path(load_dir), tag, self.mesh.world)
+        if found is None:
+            return None, {}
+        manifest, path, state = found
+        if check is not None:
+            check(path, state["client"])
+        models = self._named(model, optimizer, scheduler)
+        for name, (module, its_optimizer, its_scheduler) in models.items():
+            self._bring_back(module)
+            self._bring_back(its_optimizer)
+            models[name] = (
+                module, its_optimizer if load_optimizer_states else None, its_scheduler if load_lr_scheduler_states else None
+            )  # fmt: skip
+        contents = self._contents(models, parts)
+        checkpoint.load(contents, path, manifest.world_size, strict=load_module_strict, module_only=load_module_only)
+        if not load_module_only:
+            self.skipped_steps = state["skipped_steps"]
+        self.engine_lags(None if load_module_only else state["weight_version"])
+        return path, state["client"]
+
+    def close_checkpoints(self) -> None:
+        """Nothing ends before what is being written is whole, or has failed."""
+        background, self._background = self._background, None
+        if background is not None:
+            background.close()
+
+    def _named(self, model: Models, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> dict[str, Trained]:
+        if isinstance(model, nn.Module):
+            _, its_optimizer, its_scheduler = self._prepared.get(model, (model, None, None))
+            return {"model": (model, optimizer or its_optimizer, scheduler or its_scheduler)}
+        return {name: self._complete(item) for name, item in model.items()}
+
+    def _complete(self, item: Any) -> Trained:
+        if isinstance(item, nn.Module):
+            return self._prepared.get(item, (item, None, None))
+        module, optimizer, scheduler = (*item, None, None)[:3]
+        return module, optimizer, scheduler
+
+    def _contents(self, models: Mapping[str, Trained], parts: Mapping[str, Stateful]) -> checkpoint.Contents:
+        trainings = {name: self.training(*trained) for name, trained in models.items()}
+        return checkpoint.Contents(trainings, parts, self.mesh.world, self.device)
+
+    def _tensors(
+        self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None, *, copy: bool
+    ) -> dict[str, Any]:
+        """A model and an optimizer that are away come back for as long as it takes to copy them."""
+        away = [item for item in (model, optimizer) if item in self._away]
+        for item in away:
+            self._bring_back(item)
+        tensors = self.training(model, optimizer, scheduler).tensors()
+        if copy or away:
+            tensors = checkpoint.copied(tensors)
+        if model in away:
+            self.offload_model(model)
+        if optimizer in away:
+            self.maybe_offload_optimizer(optimizer)
+        return tensors
