@@ -53,6 +53,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         judge=judge,
         make_experience=ExperienceMaker(policy, config.algorithm, config.train, shape=shaper),
         objective=PolicyObjective(config.algorithm),
+        parts={"reward_shaper": shaper},
     )
 
 
