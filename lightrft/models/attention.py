@@ -5,7 +5,7 @@ where the device has it; elsewhere torch's own, over blocks of sequences of simi
 causal attention is already right: padding stands behind every token that counts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from transformers import AttentionInterface
 
 from lightrft.parallel.device import has_flash_attention
@@ -54,27 +54,17 @@ class Layout:
     """Where the batch is."""
     sequence: Undivided = UNDIVIDED
     """How ranks divide its tokens."""
+    runs: "tuple[Run, ...]" = ()
+    """The runs of tokens whose queries this rank has, where ranks divide them."""
 
     @classmethod
     def of(cls, lengths: Tensor, device: torch.device, sequence: Undivided = UNDIVIDED) -> "Layout":
-        return cls(lengths.cpu(), device, sequence)
+        lengths = lengths.cpu()
+        return cls(lengths, device, sequence, tuple(_runs(lengths, device, sequence)) if sequence.axis.size > 1 else ())
 
     @cached_property
     def longest(self) -> int:
         return int(self.lengths.max())
-
-    @cached_property
-    def runs(self) -> "list[Run]":
-        """The runs of tokens whose queries this rank has, where those are not all."""
-        stops = self.lengths.cumsum(0)
-        begins, runs = stops - self.lengths, []
-        for first, stop in self.sequence.queries(int(stops[-1])):
-            inside = (begins >= first) & (begins < stop)
-            rest = stops[inside].clamp(max=stop) - begins[inside]
-            middle = stop - int(rest.sum())
-            begin = int(begins[begins <= first][-1])
-            runs.append(Run(begin, first, middle, stop, Layout(rest, self.device) if len(rest) else None))
-        return runs
 
     @cached_property
     def offsets(self) -> Tensor:
@@ -113,8 +103,23 @@ class Run:
     first: int
     middle: int
     stop: int
+    causal: CausalBias | None
+    """What first to middle see from begin on; None where middle is first. Made here because torch cannot make it inside a block
+    whose operations it watches, as selective recomputation does."""
     rest: Layout | None
     """Of the sequences that begin here, as far as the run goes; None where there are none."""
+
+
+def _runs(lengths: Tensor, device: torch.device, sequence: Undivided) -> Iterator[Run]:
+    stops = lengths.cumsum(0)
+    begins = stops - lengths
+    for first, stop in sequence.queries(int(stops[-1])):
+        inside = (begins >= first) & (begins < stop)
+        rest = stops[inside].clamp(max=stop) - begins[inside]
+        middle = stop - int(rest.sum())
+        begin = int(begins[begins <= first][-1])
+        causal = causal_lower_right(middle - first, middle - begin) if middle > first else None
+        yield Run(begin, first, middle, stop, causal, Layout(rest, device) if len(rest) else None)
 
 
 def _steps(lengths: Tensor) -> Tensor:
@@ -170,24 +175,26 @@ def run_attention(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, lay
     for run, queries in zip(layout.runs, query.split([run.stop - run.first for run in layout.runs]), strict=True):
         ending, rest = queries.split([run.middle - run.first, run.stop - run.middle])
         if len(ending):
-            outputs.append(end_attention(ending, key[run.begin : run.middle], value[run.begin : run.middle], **options))
+            whole = slice(run.begin, run.middle)
+            outputs.append(end_attention(ending, key[whole], value[whole], run.causal, **options))
         if run.rest is not None:
             outputs.append(kernel(rest, key[run.middle : run.stop], value[run.middle : run.stop], run.rest, **options))
     return torch.cat(outputs)
 
 
 def end_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None, dropout: float
+    query: Tensor, key: Tensor, value: Tensor, causal: CausalBias, *, scaling: float | None, window: int | None, dropout: float
 ) -> Tensor:
     """The last S tokens of one sequence: query [S, H, D], key and value [longer, H_kv, D] -> [S, H, D]."""
     size = len(query)
-    if window:
+    windowed = window is not None and len(key) > window
+    if windowed:
         key, value = key[-(size + window - 1) :], value[-(size + window - 1) :]
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    if window and len(key) > window:
+    if windowed:
         mask = _window_mask(size, window, query.device, num_keys=len(key))
     else:
-        mask = causal_lower_right(size, len(key))  # not for grouped heads
+        mask = causal  # not for grouped heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, scale=scaling, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
