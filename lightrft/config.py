@@ -74,6 +74,18 @@ class StrategySection:
     """Shard with FSDP2; otherwise DeepSpeed ZeRO."""
     fsdp_cpu_offload: bool = False
     """Keep parameters and optimizer in host memory, move shards in when used."""
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    """What ZeRO cuts over the ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
+    zpg: int = 1
+    """ZeRO-3: so many consecutive ranks, those of a node, hold the parameters once more, and gather them among themselves."""
+    adam_offload: bool = False
+    """ZeRO: optimizer states live in host memory and the update runs there."""
+    param_offload: bool = False
+    """ZeRO-3: parameters live in host memory and come layer by layer."""
+    overlap_comm: bool = False
+    """ZeRO: sum gradients while the backward pass still runs; takes more memory."""
+    grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
+    """ZeRO with --bf16: dtype in which gradients are summed over micro-batches and ranks."""
     offload_idle: bool = False
     """Keep in device memory only what the moment needs; idle models and optimizers wait in host memory."""
     dp_replicate: int = 1
@@ -352,11 +364,17 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
         "stop_loss": (door == "train_sft", "train_sft"),
         "tp_sequence_parallel": (config.strategy.tp_size > 1, "--tp_size"),
         "sp_impl": (config.strategy.sp_size > 1 or config.strategy.cp_size > 1, "--sp_size"),
+        "grad_accum_dtype": (config.model.bf16, "--bf16"),
         "system_prompt": (config.data.apply_chat_template, "--apply_chat_template"),
     }
-    return unused + [f"--{name} has no effect without {needs}" for name, (active, needs) in conditional.items()
-                     if name in written and not active and owners[name] in used]
+    unused += [f"--{name} has no effect without {needs}" for name, (active, needs) in conditional.items()
+               if name in written and not active and owners[name] in used]
+    of_zero = written & set(ZERO) if config.strategy.fsdp else set()
+    return unused + [f"--{name} has no effect with --fsdp" for name in sorted(of_zero)]
 
+
+ZERO = ("zero_stage", "zpg", "adam_offload", "param_offload", "overlap_comm", "grad_accum_dtype")
+"""Fields of DeepSpeed alone."""
 
 DOORS: dict[str, set[str]] = {
     "train_ppo": set(SECTIONS),
@@ -462,6 +480,8 @@ def _layout_problems(config: Config, world_size: int) -> list[str]:
         named = (("dp_replicate", replicate), ("cp_size" if strategy.cp_size > 1 else "sp_size", sp), ("tp_size", tp))
         sizes = [f"--{name} {size}" for name, size in named if size > 1]
         problems.append(f"{' x '.join(sizes)} does not divide the {world_size} processes")
+    if not strategy.fsdp:
+        problems += deepspeed_problems(strategy, bf16=config.model.bf16)
     counts = _heads(config.model.pretrain) if sp * tp > 1 else {}
     problems += [f"--tp_size {tp} does not divide the model's {n} {heads}" for heads, n in counts.items() if n % tp]
     heads = counts.get("attention heads", 0)
@@ -478,6 +498,21 @@ def cp_problems(section: StrategySection) -> list[str]:
     if short == 1 or not wrong:
         return []
     return [f"--cp_size {short} is short for --sp_size {short} --sp_impl zigzag and contradicts {' '.join(wrong)}: drop one"]
+
+
+def deepspeed_problems(strategy: Any, *, bf16: bool) -> list[str]:
+    """What of a StrategySection ZeRO cannot do, each with the way out."""
+    stage = strategy.zero_stage
+    impossible = {
+        "--tp_size needs --fsdp: DeepSpeed does not split the layers of a model here": strategy.tp_size > 1,
+        "--dp_replicate needs --fsdp; --zpg is what comes near it": strategy.dp_replicate > 1,
+        "--fsdp_cpu_offload needs --fsdp; --adam_offload and --param_offload are those of ZeRO": strategy.fsdp_cpu_offload,
+        "--zero_stage 0 cannot train with --bf16, it has no float32 masters: use 1, 2 or 3": bf16 and stage == 0,
+        "--adam_offload needs --zero_stage 1, 2 or 3": strategy.adam_offload and stage == 0,
+        "--param_offload needs --zero_stage 3": strategy.param_offload and stage < 3,
+        "--zpg needs --zero_stage 3": strategy.zpg > 1 and stage < 3,
+    }
+    return [problem for problem, holds in impossible.items() if holds]
 
 
 def _heads(pretrain: str) -> dict[str, int]:

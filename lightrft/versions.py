@@ -23,7 +23,7 @@ CORE = {
 EXTRAS = {
     "vllm": {"vllm": ">=0.20"},
     "sglang": {"sglang": ">=0.5.6"},
-    "deepspeed": {"deepspeed": ">=0.18"},
+    "deepspeed": {"deepspeed": ">=0.19.8"},
     "lora": {"peft": ">=0.18"},
     "track": {"wandb": ">=0.20"},
     "dev": {"pytest": ">=8.0", "hypothesis": ">=6.100", "ruff": ">=0.12", "pyright": ">=1.1.400"},

@@ -286,6 +286,8 @@ def test_sft_asks_nothing_about_rollouts():
         ("train_ppo", ["--overlong_buffer_len", "5"], "--overlong_buffer_len has no effect without --overlong_buffer"),
         ("train_ppo", ["--reward_running_norm_minus_mean"], "has no effect without --reward_running_norm"),
         ("evaluate", ["--reward_clip", "5"], "--reward_clip has no effect in evaluate"),
+        ("train_ppo", ["--fsdp", "--zero_stage", "3"], "--zero_stage has no effect with --fsdp"),
+        ("train_ppo", ["--grad_accum_dtype", "bf16"], "--grad_accum_dtype has no effect without --bf16"),
         ("train_ppo", ["--system_prompt", "Be brief."], "--system_prompt has no effect without --apply_chat_template"),
     ],
 )

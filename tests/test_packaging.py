@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from lightrft import __version__, versions
 
 ROOT = Path(__file__).resolve().parent.parent
-NEEDS_AN_EXTRA = {"lightrft.engine.vllm": "vllm"}
+NEEDS_AN_EXTRA = {"lightrft.engine.vllm": "vllm", "lightrft.strategy.deepspeed": "deepspeed"}
 """Modules that may only be imported where their package is installed, each named after it."""
 
 IMPORT_ALL = """

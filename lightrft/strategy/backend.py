@@ -10,13 +10,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.engine import weights
+from lightrft.models.heads import divide
+from lightrft.models.recompute import recompute
 from lightrft.parallel.grad_norm import clip_gradients, global_grad_norm
 from lightrft.parallel.mesh import Mesh
+from lightrft.parallel.sequence import Undivided
+from lightrft.parallel.ulysses import Ulysses
+from lightrft.parallel.zigzag import Zigzag
 from lightrft.strategy.checkpoint import Training
-from lightrft.strategy.config import StrategyConfig
+from lightrft.strategy.config import StrategyConfig, sequence_layout
 from lightrft.strategy.named import hf_parameters
-from lightrft.strategy.offload import AwayModel, AwayOptimizer
+from lightrft.strategy.offload import AwayOptimizer, AwayTensors, guard_model
 from lightrft.strategy.optim import step
+
+SEQUENCES: dict[str, type[Undivided]] = {"ulysses": Ulysses, "zigzag": Zigzag}
+"""How ranks share the tokens of a batch, by --sp_impl."""
 
 
 class Away(Protocol):
@@ -48,21 +56,42 @@ class Backend(ABC):
 
     @abstractmethod
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        """Distribute one module in place and point its optimizer, which has not stepped, at the new parameters."""
+        """Distribute one module in place and point its optimizer, which has not stepped, at the new parameters.
+
+        Both have been checked, and the module has been made ready: see make_ready().
+        """
+
+    def make_ready(self, module: nn.Module) -> None:
+        """What no way of distributing changes: recomputed activations, divided sequences, and the dtype of parameters.
+
+        What is trained has float32 parameters, what is frozen the dtype of compute. Buffers keep their precision.
+        """
+        trained = any(parameter.requires_grad for parameter in module.parameters())
+        if trained and self.config.gradient_checkpointing:
+            recompute(module, selective=self.config.gradient_checkpointing_policy == "selective")
+        sequence = self._sequence()
+        if sequence.multiple > 1:
+            divide(module, sequence, tp=self.mesh.tp.size)
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(torch.float32 if trained else self.dtype)
 
     @abstractmethod
     def accumulate(self, loss: Tensor, model: nn.Module, last: bool) -> None:
         """Add the gradients of one micro-batch; after the `last` one they are summed over all ranks, never averaged."""
 
-    def gradient_norm(self, model: nn.Module, optimizer: Optimizer) -> Tensor:
-        """The 2-norm of all gradients that the optimizer is about to see, over all shards: [] float32, equal on all ranks."""
-        return global_grad_norm(_parameters(optimizer), self.device)
+    def take_step(self, model: nn.Module, optimizer: Optimizer) -> Tensor:
+        """Clip all gradients by one norm to `max_norm` (0: not at all) and step, unless that norm is not finite.
 
-    def apply_gradients(self, model: nn.Module, optimizer: Optimizer, norm: Tensor) -> None:
-        """Clip to `max_norm` (0: not at all) by the finite `norm`, and take one step."""
-        if self.max_norm > 0:
-            clip_gradients(_parameters(optimizer), norm, self.max_norm)
-        step(optimizer)
+        Returns the norm before clipping: [] float32, equal on all ranks.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm = global_grad_norm(parameters, self.device)
+        if torch.isfinite(norm):
+            if self.max_norm > 0:
+                clip_gradients(parameters, norm, self.max_norm)
+            step(optimizer)
+        return norm
 
     def clear_gradients(self, model: nn.Module) -> None:
         """Forget all gradients, also those that the backend keeps elsewhere."""
@@ -72,9 +101,14 @@ class Backend(ABC):
         """(Hugging Face name, full tensor) of every parameter, bucket by bucket; see StrategyBase.full_params()."""
         return weights.stream(hf_parameters(model), dtype, self.config.weight_sync_bucket_mb * 2**20)
 
+    def lerp(self, model: nn.Module, target: nn.Module, weight: float) -> None:
+        """Move the parameters of `target` towards those of `model`, which is distributed alike, by the share `weight`."""
+        for parameter, goal in zip(model.parameters(), target.parameters(), strict=True):
+            goal.detach().lerp_(parameter.detach().to(goal.dtype), weight)
+
     def send_model_away(self, model: nn.Module) -> Away:
         """Move parameters and buffers to host memory and free their place on the device; parameters stay the same objects."""
-        return AwayModel(model, self.device)
+        return AwayTensors([*model.parameters(), *model.buffers()], self.device, guard_model(model))
 
     def send_optimizer_away(self, optimizer: Optimizer) -> Away:
         """The same for the optimizer's state."""
@@ -84,6 +118,7 @@ class Backend(ABC):
         """What a checkpoint reads and writes. Model and optimizer are here, not away."""
         return Training(model, optimizer, scheduler, self.mesh.world, self.device)
 
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    def _sequence(self) -> Undivided:
+        """How the ranks of a replica of data share a batch."""
+        kind = SEQUENCES[sequence_layout(self.config)[1]] if self.mesh.sp.size > 1 else Undivided
+        return kind(self.mesh.sp, parts=self.mesh.tp.size if self.config.tp_sequence_parallel else 1)

@@ -5,7 +5,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self, get_args, get_type_hints
 
-from lightrft.config import Config, DataSection, EngineSection, ModelSection, RolloutSection, StrategySection, cp_problems
+from lightrft.config import (
+    Config,
+    DataSection,
+    EngineSection,
+    ModelSection,
+    RolloutSection,
+    StrategySection,
+    cp_problems,
+    deepspeed_problems,
+)
 
 Arguments = Config | Namespace | Mapping[str, Any] | None
 """What users hand to a strategy: the typed configuration, parsed flags, a dict or an EasyDict."""
@@ -53,6 +62,11 @@ class StrategyConfig(ModelSection, DataSection, StrategySection, EngineSection, 
             raise ValueError(f"timeout_minutes must be above 0, not {self.timeout_minutes}")
         if self.offload_idle and self.fsdp_cpu_offload:
             raise ValueError("--offload_idle has nothing to move with --fsdp_cpu_offload: all is in host memory, drop one")
+
+    def check_deepspeed(self) -> None:
+        """ValueError for what ZeRO cannot do."""
+        if problems := deepspeed_problems(self, bf16=self.bf16):
+            raise ValueError("; ".join(problems))
 
 
 def sequence_layout(config: StrategyConfig) -> tuple[int, str]:

@@ -10,35 +10,21 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from lightrft.models.empty import empty_parameters
-from lightrft.models.heads import divide
-from lightrft.models.recompute import recompute
-from lightrft.parallel.sequence import Undivided
 from lightrft.parallel.tensor import parallelize
-from lightrft.parallel.ulysses import Ulysses
-from lightrft.parallel.zigzag import Zigzag
-from lightrft.strategy.config import sequence_layout
 from lightrft.strategy.materialize import materialize
+from lightrft.strategy.offload import AwayModel
+from lightrft.strategy.optim import parameter_names
 from lightrft.strategy.strategy_base import StrategyBase
-
-SEQUENCES: dict[str, type[Undivided]] = {"ulysses": Ulysses, "zigzag": Zigzag}
-"""How ranks share the tokens of a batch, by --sp_impl."""
 
 
 class FSDPStrategy(StrategyBase):
     """Sharded, or with --dp_replicate sharded inside each replica. Gradients are summed over everything, never averaged."""
 
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        """Split, cast, shard block by block and then the rest, and follow the parameters by name into the optimizer."""
-        names = _optimizer_names(module, optimizer)
-        trained = any(parameter.requires_grad for parameter in module.parameters())
-        if trained and self.config.gradient_checkpointing:
-            recompute(module, selective=self.config.gradient_checkpointing_policy == "selective")
-        sequence = self._sequence()
-        if sequence.multiple > 1:
-            divide(module, sequence, tp=self.mesh.tp.size)
+        """Split, shard block by block and then the rest, and follow the parameters by name into the optimizer."""
+        names = parameter_names(module, optimizer)
         if self.mesh.tp.size > 1:
             parallelize(module, self.mesh.tensor, sequence=self.config.tp_sequence_parallel)
-        _cast(module, torch.float32 if trained else self.dtype)
         options = {
             "mesh": self.mesh.parameters,
             "reshard_after_forward": True,  # the root too: left whole, its parameters are not those of the optimizer
@@ -65,6 +51,9 @@ class FSDPStrategy(StrategyBase):
             root.set_is_last_backward(last)
         loss.backward()
 
+    def send_model_away(self, model: nn.Module) -> AwayModel:
+        return AwayModel(model, self.device)
+
     def offload_model(self, model: nn.Module) -> None:
         if not self.config.fsdp_cpu_offload:  # else it is in host memory
             super().offload_model(model)
@@ -72,11 +61,6 @@ class FSDPStrategy(StrategyBase):
     def maybe_offload_optimizer(self, optimizer: Optimizer) -> None:
         if not self.config.fsdp_cpu_offload:
             super().maybe_offload_optimizer(optimizer)
-
-    def _sequence(self) -> Undivided:
-        """How the ranks of a replica of data share a batch."""
-        kind = SEQUENCES[sequence_layout(self.config)[1]] if self.mesh.sp.size > 1 else Undivided
-        return kind(self.mesh.sp, parts=self.mesh.tp.size if self.config.tp_sequence_parallel else 1)
 
     def _precision(self) -> MixedPrecisionPolicy:
         if not self.config.bf16:
@@ -115,26 +99,6 @@ def roots(model: nn.Module) -> Iterator[FSDPModule]:
 def _shared(block: nn.Module, uses: dict[int, int]) -> bool:
     inside = [id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False)]
     return any(uses.get(key, 1) > inside.count(key) for key in set(inside))
-
-
-def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters only: buffers such as rotary frequencies keep their precision."""
-    for parameter in module.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
-
-
-def _optimizer_names(module: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
-    """For each parameter group the names of its parameters in `module`."""
-    if optimizer is None:
-        return []
-    if optimizer.state:
-        raise ValueError("prepare() takes an optimizer that has not stepped yet")
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    try:
-        return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-    except KeyError:
-        raise ValueError(f"prepare(): the optimizer trains parameters that are not in {type(module).__name__}") from None
 
 
 def _follow(module: nn.Module, optimizer: Optimizer | None, names: list[list[str]]) -> None:

@@ -31,6 +31,19 @@ def create_adamw(model: nn.Module, lr: float, betas: tuple[float, float], weight
     return AdamW([group for group in groups if group["params"]], lr=lr, betas=tuple(betas), eps=eps, fused=fused or None)
 
 
+def parameter_names(module: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
+    """For each parameter group the names of its parameters in `module`."""
+    if optimizer is None:
+        return []
+    if optimizer.state:
+        raise ValueError("prepare() takes an optimizer that has not stepped yet")
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    try:
+        return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    except KeyError:
+        raise ValueError(f"prepare(): the optimizer trains parameters that are not in {type(module).__name__}") from None
+
+
 def step(optimizer: Optimizer) -> None:
     """One step. Kernels over many parameters take those of one mesh at a time; each state is its parameter's own."""
     groups = optimizer.param_groups

@@ -30,8 +30,8 @@ from lightrft.strategy.dropout import draw_by_data_rank
 from lightrft.strategy.export import export
 from lightrft.strategy.launch import join_process_group
 from lightrft.strategy.named import unwrap
-from lightrft.strategy.offload import has_gradients
-from lightrft.strategy.optim import create_adamw, create_lr_scheduler
+from lightrft.strategy.offload import has_gradients, is_offloaded
+from lightrft.strategy.optim import create_adamw, create_lr_scheduler, parameter_names
 from lightrft.strategy.phases import Phase
 from lightrft.strategy.watchdog import MARGIN, Watchdog
 from lightrft.versions import TENSOR_PARALLEL, untested_versions
@@ -205,6 +205,8 @@ class StrategyBase(CheckpointVerbs):
             module, optimizer, scheduler = (*item, None)[:3] if isinstance(item, tuple | list) else (item, None, None)
             if module is not None:
                 trained = any(parameter.requires_grad for parameter in module.parameters())
+                parameter_names(module, optimizer)
+                self.make_ready(module)
                 self.distribute(module, optimizer)
                 self._know(module, optimizer)
                 if trained:
@@ -218,6 +220,7 @@ class StrategyBase(CheckpointVerbs):
         `loss` is this rank's share of the global mean: gradients are summed over ranks and micro-batches, nothing divides
         them. Only the `last` micro-batch of an optimizer step communicates. All ranks have the same number of micro-batches.
         """
+        self._check_here(model)
         (self._unsummed.discard if last else self._unsummed.add)(model)
         self.accumulate(loss, model, last)
 
@@ -230,9 +233,9 @@ class StrategyBase(CheckpointVerbs):
         """
         if model in self._unsummed:
             raise RuntimeError(f"optimizer_step({name}) after backward(last=False): gradients were not summed over the ranks yet")
-        norm = self.gradient_norm(model, optimizer)
+        self._check_here(optimizer, model)
+        norm = self.take_step(model, optimizer)
         if torch.isfinite(norm):
-            self.apply_gradients(model, optimizer, norm)
             if scheduler is not None:
                 scheduler.step()
         else:
@@ -367,6 +370,11 @@ class StrategyBase(CheckpointVerbs):
             self._models.append(model)
         if optimizer is not None and all(optimizer is not other for other in self._optimizers):
             self._optimizers.append(optimizer)
+
+    def _check_here(self, *items: nn.Module | Optimizer) -> None:
+        for item in items:
+            if item in self._away:
+                raise RuntimeError(is_offloaded(item))
 
     def _bring_back(self, item: nn.Module | Optimizer | None) -> None:
         if item in self._away:

@@ -1,6 +1,7 @@
 """What a user can get wrong is said in one message that names the place and the way out, with exit code 2."""
 
 import json
+import sys
 
 import pytest
 
@@ -73,5 +74,12 @@ def test_evaluate_needs_held_out_data(inputs, capfd):
     assert "--eval_data is empty" in fails(capfd, evaluate.main, inputs[:2])
 
 
-def test_deepspeed_is_not_there_yet(inputs, capfd):
-    assert "--fsdp" in fails(capfd, train_ppo.main, [*inputs[1:], *PPO])
+def test_deepspeed_that_is_not_installed(inputs, capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    monkeypatch.delitem(sys.modules, "lightrft.strategy.deepspeed", raising=False)
+    assert "pip install 'lightrft[deepspeed]', or pass --fsdp" in fails(capfd, train_ppo.main, [*inputs[1:], *PPO])
+
+
+def test_what_zero_cannot_do(inputs, capfd):
+    said = fails(capfd, train_ppo.main, [*inputs[1:], *PPO, "--tp_size=1", "--zero_stage=0", "--bf16", "--param_offload"])
+    assert "--zero_stage 0 cannot train with --bf16" in said and "--param_offload needs --zero_stage 3" in said

@@ -13,7 +13,7 @@ from lightrft.models.heads import Actor, divide
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 from lightrft.strategy import FSDPStrategy
-from lightrft.strategy.fsdp import SEQUENCES
+from lightrft.strategy.backend import SEQUENCES
 from ranks import run_ranks
 from roles import rows
 from tiny import tiny_model

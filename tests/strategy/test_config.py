@@ -1,12 +1,13 @@
 import copy
 import pickle
+import sys
 from argparse import Namespace
 from dataclasses import fields
 
 import pytest
 from easydict import EasyDict
 
-from lightrft.config import SECTIONS, Config
+from lightrft.config import SECTIONS, Config, ConfigError, deepspeed_problems
 from lightrft.strategy import FSDPStrategy, StrategyConfig, get_strategy
 from lightrft.strategy.config import sequence_layout
 
@@ -79,6 +80,32 @@ def test_get_strategy():
     assert get_strategy(config).seed == 9
 
 
-def test_deepspeed_is_not_there_yet():
-    with pytest.raises(ValueError, match="pass --fsdp"):
-        get_strategy({"fsdp": False})
+def test_without_fsdp_it_is_deepspeed():
+    made = get_strategy({"fsdp": False, "zero_stage": 3, "seed": 4})
+    assert type(made).__name__ == "DeepSpeedStrategy" and (made.config.zero_stage, made.seed) == (3, 4)
+
+
+def test_deepspeed_that_is_missing_is_named_with_the_way_out(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    monkeypatch.delitem(sys.modules, "lightrft.strategy.deepspeed", raising=False)
+    with pytest.raises(ConfigError, match=r"pip install 'lightrft\[deepspeed\]', or pass --fsdp"):
+        get_strategy({})
+
+
+@pytest.mark.parametrize("values, says", [
+    ({"zero_stage": 0, "bf16": True}, "no float32 masters: use 1, 2 or 3"),
+    ({"tp_size": 2}, "--tp_size needs --fsdp"),
+    ({"dp_replicate": 2}, "--dp_replicate needs --fsdp; --zpg is what comes near it"),
+    ({"fsdp_cpu_offload": True}, "--adam_offload and --param_offload are those of ZeRO"),
+    ({"zero_stage": 0, "adam_offload": True}, "--adam_offload needs --zero_stage 1, 2 or 3"),
+    ({"param_offload": True}, "--param_offload needs --zero_stage 3"),
+    ({"zpg": 2}, "--zpg needs --zero_stage 3"),
+])
+def test_what_zero_cannot_do(values, says):
+    """Before a process group exists, and from the command line."""
+    with pytest.raises(ValueError, match=says):
+        get_strategy(values).setup_distributed()
+    config = Config()
+    for name, value in values.items():
+        setattr(config.model if name == "bf16" else config.strategy, name, value)
+    assert any(says.split(":")[0] in problem for problem in deepspeed_problems(config.strategy, bf16=config.model.bf16))

@@ -1,0 +1,271 @@
+"""DeepSpeed ZeRO: optimizer states (1), gradients (2) and parameters (3) cut over all ranks, or nothing (0).
+
+DeepSpeed averages gradients over ranks; that is undone here, so they are sums as everywhere. Models are loaded whole and cut
+afterwards: nothing of transformers' own DeepSpeed integration is switched on, which would cut every model loaded later too.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightrft.engine import weights
+from lightrft.parallel.device import current_device, local_rank
+from lightrft.strategy.backend import Away
+from lightrft.strategy.checkpoint import Training
+from lightrft.strategy.named import hf_parameters
+from lightrft.strategy.offload import AwayTensors, guard_model, guard_optimizer, has_gradients
+from lightrft.strategy.optim import parameter_names
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.zero import Partitions, ZeroTraining, own_part, whole_shape
+
+os.environ.setdefault("DS_ACCELERATOR", current_device().type)
+
+import deepspeed  # noqa: E402
+import deepspeed.ops  # noqa: E402
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer  # noqa: E402
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer  # noqa: E402
+from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
+
+logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+
+BUCKET = 50_000_000
+"""Elements of gradients that are reduced, and of parameters that are fetched, at once."""
+
+
+class DeepSpeedStrategy(StrategyBase):
+    """ZeRO over all ranks. An optimizer belongs into prepare(), with its module: ZeRO makes both anew from each other."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._engines: dict[nn.Module, deepspeed.DeepSpeedEngine] = {}
+        self._trained: dict[Optimizer, nn.Module] = {}
+        self._group_names: dict[nn.Module, list[list[str]]] = {}
+        self._holding: set[nn.Module] = set()
+        """Models with gradients, most of which ZeRO keeps elsewhere."""
+
+    def setup_distributed(self, timeout: timedelta | None = None) -> None:
+        self.config.check_deepspeed()
+        super().setup_distributed(timeout)
+        os.environ.setdefault("LOCAL_RANK", str(local_rank()))
+        deepspeed.ops.__compatible_ops__ = {}  # else a compiler runs at every start, for a collective that nobody uses
+        deepspeed.init_distributed()  # takes over the process group that is there
+        self._cut = init_device_mesh(self.device.type, (self.mesh.world.size,))
+
+    def close(self) -> None:
+        engines, self._engines, self._trained = self._engines, {}, {}
+        for engine in engines.values():
+            engine.destroy()
+        super().close()
+
+    def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
+        """Hand both to a DeepSpeed engine. Without an optimizer only ZeRO-3 has something to cut."""
+        if optimizer is None and self.config.zero_stage < 3:
+            module.to(self.device)
+            return
+        self._group_names[module] = parameter_names(module, optimizer)
+        engine, *_ = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=self._engine_config(module, optimizer is not None), dist_init_required=False
+        )
+        self._engines[module] = engine
+        if optimizer is not None:
+            self._trained[optimizer] = module
+        _enter_through(module, engine)
+
+    def accumulate(self, loss: Tensor, model: nn.Module, last: bool) -> None:
+        engine = self._trained_engine(model)
+        self._holding.add(model)
+        engine.set_gradient_accumulation_boundary(last)
+        engine.backward(loss * self.mesh.world.size)
+
+    def take_step(self, model: nn.Module, optimizer: Optimizer) -> Tensor:
+        """DeepSpeed clips by the same norm, and leaves out the step by itself when that is not finite."""
+        engine = self._trained_engine(model)
+        if self.config.zero_stage == 0:
+            return super().take_step(model, optimizer)
+        engine.step()
+        return torch.as_tensor(engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
+
+    def clear_gradients(self, model: nn.Module) -> None:
+        super().clear_gradients(model)
+        self._holding.discard(model)
+        if self.config.zero_stage == 0:
+            return
+        zero = self._trained_engine(model).optimizer
+        zero.zero_grad()
+        if isinstance(zero, DeepSpeedZeroOptimizer):
+            zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
+            zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
+            zero.micro_step_id = INITIAL_MICRO_STEP_ID
+        if self.config.adam_offload:
+            zero.reset_cpu_buffers()
+
+    # -- what is where
+
+    def stream(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """From this rank's runs of the parameters; float32 in a bfloat16 run from the masters."""
+        named = list(hf_parameters(model))
+        masters = dtype == torch.float32 and self.config.bf16 and model in self._group_names
+        if masters and self._group_names[model]:
+            yield from self._masters(model, named)
+            return
+        parts = ((name, self._as_shard(parameter)) for name, parameter in named)
+        whole = weights.stream(parts, dtype, self.config.weight_sync_bucket_mb * 2**20)
+        for (_, parameter), (name, tensor) in zip(named, whole, strict=True):
+            yield name, tensor.view(whole_shape(parameter))
+
+    def lerp(self, model: nn.Module, target: nn.Module, weight: float) -> None:
+        for parameter, goal in zip(model.parameters(), target.parameters(), strict=True):
+            part = own_part(goal)
+            part.data.lerp_(own_part(parameter).to(part), weight)
+        if target in self._engines:
+            self._engines[target].optimizer.empty_partition_cache()
+
+    def send_model_away(self, model: nn.Module) -> AwayTensors:
+        if model in self._holding:
+            raise RuntimeError(has_gradients(model))
+        return AwayTensors(self._model_tensors(model), self.device, guard_model(model))
+
+    def send_optimizer_away(self, optimizer: Optimizer) -> Away:
+        if self.config.zero_stage == 0:
+            return super().send_optimizer_away(optimizer)
+        model = self._trained[optimizer]
+        zero, flats = self._engines[model].optimizer, self._partitions(model).flats
+        moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        gradients = zero.fp32_groups_gradients_flat if isinstance(zero, BF16_Optimizer) else []
+        models = {tensor.untyped_storage().data_ptr() for tensor in self._model_tensors(model)}
+        own = [tensor for tensor in (*flats, *moments, *gradients) if tensor.untyped_storage().data_ptr() not in models]
+        return AwayTensors(own, self.device, guard_optimizer(optimizer), scratch=_scratch(zero))
+
+    def offload_model(self, model: nn.Module) -> None:
+        if not self.config.param_offload:  # else it is in host memory
+            super().offload_model(model)
+
+    def maybe_offload_optimizer(self, optimizer: Optimizer) -> None:
+        if not self.config.adam_offload:
+            super().maybe_offload_optimizer(optimizer)
+
+    def training(self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> Training:
+        if model not in self._engines or self.config.zero_stage == 0:
+            return super().training(model, optimizer, scheduler)
+        return ZeroTraining(
+            model, optimizer, scheduler, self.mesh.world, self.device,
+            partitions=self._partitions(model), group_names=self._group_names[model], follow=partial(self._follow, model),
+        )
+
+    # -- inside
+
+    def _engine_config(self, module: nn.Module, trains: bool) -> dict[str, Any]:
+        config, pinned = self.config, self.device.type != "cpu"
+        bf16 = config.bf16 and (trains or next(module.parameters()).dtype == torch.bfloat16)
+        vectors = [parameter.numel() for parameter in module.parameters() if parameter.ndim < 2]
+        return {
+            "train_micro_batch_size_per_gpu": 1,  # nobody counts by it: losses come as shares of the global mean
+            "gradient_clipping": self.max_norm,
+            "steps_per_print": sys.maxsize,
+            "bf16": {"enabled": bf16, "check_grad_overflow": True},
+            "communication_data_type": config.grad_accum_dtype if bf16 else "fp32",
+            "data_types": {"grad_accum_dtype": config.grad_accum_dtype if bf16 else "fp32"},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,  # torch's own AdamW on the host needs no compiler
+            "zero_optimization": {
+                "stage": config.zero_stage,
+                "overlap_comm": config.overlap_comm,
+                "reduce_bucket_size": BUCKET,
+                "stage3_prefetch_bucket_size": BUCKET,
+                "stage3_param_persistence_threshold": max(vectors, default=0),
+                "zero_hpz_partition_size": config.zpg,
+                "offload_optimizer": {"device": "cpu" if trains and config.adam_offload else "none", "pin_memory": pinned},
+                "offload_param": {"device": "cpu" if config.param_offload else "none", "pin_memory": pinned},
+            },
+        }
+
+    def _trained_engine(self, model: nn.Module) -> deepspeed.DeepSpeedEngine:
+        if not self._group_names.get(model):
+            raise RuntimeError(f"{type(model).__name__} has no optimizer under DeepSpeed: pass both to prepare(), as a pair")
+        return self._engines[model]
+
+    def _partitions(self, model: nn.Module) -> Partitions:
+        zero, rank = self._engines[model].optimizer, self.mesh.world.rank
+        if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
+            return Partitions(zero.fp16_groups, zero.fp32_partitioned_groups_flat, rank, by_parameter=True)
+        if isinstance(zero, DeepSpeedZeroOptimizer):
+            return Partitions(zero.bit16_groups, zero.single_partition_of_fp32_groups, rank, by_parameter=False)
+        if isinstance(zero, BF16_Optimizer):
+            return Partitions(zero.bf16_groups, zero.fp32_groups_flat_partition, rank, by_parameter=False)
+        return Partitions((), (), rank, by_parameter=True)
+
+    def _follow(self, model: nn.Module) -> None:
+        """Parameters take over what was read into their masters."""
+        engine = self._engines[model]
+        zero = engine.optimizer
+        if isinstance(zero, DeepSpeedZeroOptimizer | BF16_Optimizer):
+            zero.update_lp_params()
+            return
+        if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
+            for part, master in zip(zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True):
+                part.data.copy_(master.data)
+            zero.invalidate_secondary_tensor()
+        zero.empty_partition_cache()
+
+    def _masters(self, model: nn.Module, named: list[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+        for optimizer, trained in self._trained.items():
+            if trained is model:
+                self.maybe_load_optimizer(optimizer)
+        has_master = {parameter for group, _ in self._partitions(model) for parameter in group}
+        for name, parameter in named:
+            if parameter in has_master:
+                yield name, safe_get_full_fp32_param(parameter)
+            else:
+                (_, whole), = weights.stream([(name, self._as_shard(parameter))], torch.float32, 1)
+                yield name, whole.view(whole_shape(parameter))
+
+    def _as_shard(self, parameter: nn.Parameter) -> Tensor:
+        """A run of elements is a shard of the flattened parameter; the last ranks have padding."""
+        part = own_part(parameter)
+        if part is parameter:
+            return parameter
+        whole = whole_shape(parameter).numel()
+        here = max(0, min(part.numel(), whole - self.mesh.world.rank * part.numel()))
+        local = part.detach()[:here].to(self.device)
+        return DTensor.from_local(local, self._cut, [Shard(0)], run_check=False, shape=torch.Size([whole]), stride=(1,))
+
+    def _model_tensors(self, model: nn.Module) -> list[Tensor]:
+        if model in self._engines and self.config.zero_stage == 3:
+            self._engines[model].optimizer.empty_partition_cache()
+        return [own_part(parameter) for parameter in model.parameters()] + list(model.buffers())
+
+
+def _scratch(zero: Any) -> list[Tensor]:
+    """Buffers of gradients that ZeRO-3 keeps also when there are none."""
+    if not isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
+        return []
+    return [zero.grad_partitions_flat_buffer, *(bucket.buffer for bucket in zero.ipg_buckets.values())]
+
+
+def _enter_through(module: nn.Module, engine: deepspeed.DeepSpeedEngine) -> None:
+    """Calls of the module go through its engine, which calls the module in turn. It stays the same object."""
+    cls, inside = type(module), False
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside:
+            return cls.__call__(self, *args, **kwargs)
+        inside = True
+        try:
+            return engine(*args, **kwargs)
+        finally:
+            inside = False
+
+    module.__class__ = type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__, "__doc__": cls.__doc__})

@@ -1,0 +1,154 @@
+"""Where ZeRO keeps things: the masters and moments that a rank updates, element runs of the model's parameters."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightrft.strategy.checkpoint import Training
+from lightrft.strategy.fragment import Fragment
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of elements of a flattened parameter, and where its master lies in one of the rank's flat partitions."""
+
+    parameter: nn.Parameter
+    start: int
+    flat: Tensor
+    offset: int
+    length: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Its elements in a flat partition, or in a moment of it."""
+        return tensor.detach()[self.offset : self.offset + self.length]
+
+
+@dataclass
+class Partitions:
+    """The share of one rank in the training of a model: for each group of parameters a flat float32 master."""
+
+    groups: Sequence[Sequence[nn.Parameter]]
+    flats: Sequence[Tensor]
+    rank: int
+    by_parameter: bool
+    """ZeRO-3 cuts every parameter by itself; before it a group is cut as if its parameters were one tensor."""
+
+    def __iter__(self) -> Iterator[tuple[Sequence[nn.Parameter], Tensor]]:
+        return zip(self.groups, self.flats, strict=True)
+
+    def pieces(self) -> Iterator[Piece]:
+        cut = self._cut_each if self.by_parameter else self._cut_group
+        for group, flat in self:
+            yield from (piece for piece in cut(group, flat) if piece.length > 0)
+
+    def _cut_each(self, group: Sequence[nn.Parameter], flat: Tensor) -> Iterator[Piece]:
+        offset = 0
+        for parameter in group:
+            size = parameter.ds_tensor.numel()
+            yield Piece(parameter, self.rank * size, flat, offset, min(size, parameter.ds_numel - self.rank * size))
+            offset += size
+
+    def _cut_group(self, group: Sequence[nn.Parameter], flat: Tensor) -> Iterator[Piece]:
+        first, before = self.rank * flat.numel(), 0
+        for parameter in group:
+            start = max(first - before, 0)
+            stop = min(first + flat.numel() - before, parameter.numel())
+            yield Piece(parameter, start, flat, before + start - first, stop - start)
+            before += parameter.numel()
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """Of a parameter that ZeRO-3 may have cut."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def own_part(parameter: Tensor) -> Tensor:
+    """What a rank keeps of a parameter between its uses: under ZeRO-3 its run of elements, padded; else all of it."""
+    return getattr(parameter, "ds_tensor", parameter)
+
+
+@dataclass
+class ZeroTraining(Training):
+    """The masters stand for their parameters, so that a checkpoint is the same for every stage, and for FSDP2."""
+
+    partitions: Partitions = field(kw_only=True)
+    group_names: list[list[str]] = field(kw_only=True)
+    """Names of the parameters in each of the optimizer's groups, which now hold flat partitions."""
+    follow: Callable[[], None] = field(kw_only=True)
+    """Has the model's parameters take over what is in their masters."""
+
+    def tensors(self, *, module_only: bool = False) -> dict[str, Any]:
+        pieces = {piece.parameter: piece for piece in self.partitions.pieces()}
+        values = self.model.state_dict(keep_vars=True)
+        state = {"model": {name: self._master(value, pieces) for name, value in values.items()}}
+        if self.optimizer is not None and not module_only:
+            groups = zip(self.optimizer.param_groups, self.group_names, strict=True)
+            state["optimizer"] = {
+                "state": self._moments(pieces),
+                "param_groups": [dict(group) | {"params": names} for group, names in groups],
+            }
+        return state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Fragments are views: masters and moments are there already."""
+        self.follow()
+        if "optimizer" not in state:
+            return
+        loaded, names = state["optimizer"], self._names()
+        for group, flat in self.partitions:
+            if not any(names[parameter] in loaded["state"] for parameter in group):
+                self.optimizer.state.pop(flat, None)
+        for group, saved in zip(self.optimizer.param_groups, loaded["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+
+    def _master(self, value: Tensor, pieces: dict[Tensor, Piece]) -> Tensor | Fragment:
+        if value in pieces:
+            return _fragment(pieces[value], pieces[value].flat)
+        if any(value is parameter for group, _ in self.partitions for parameter in group):
+            return Fragment(whole_shape(value), 0, torch.empty(0))
+        part, shape = own_part(value), whole_shape(value)
+        if part is value:
+            return value
+        start = min(self.partitions.rank * part.numel(), shape.numel())
+        return Fragment(shape, start, part.detach()[: shape.numel() - start])
+
+    def _moments(self, pieces: dict[Tensor, Piece]) -> dict[str, dict[str, Any]]:
+        """Name -> what the optimizer keeps for this rank's part of it."""
+        moments: dict[str, dict[str, Any]] = {}
+        names = self._names()
+        for group, flat in self.partitions:
+            begin(self.optimizer, flat)
+            kept = {key: value for key, value in self.optimizer.state[flat].items() if isinstance(value, Tensor)}
+            for parameter in group:
+                piece = pieces.get(parameter, Piece(parameter, 0, flat, 0, 0))
+                moments[names[parameter]] = {
+                    key: _fragment(piece, value) if value.ndim else value for key, value in kept.items()
+                }
+        return moments
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        return {parameter: name for name, parameter in self.model.named_parameters()}
+
+
+def begin(optimizer: Optimizer, flat: Tensor) -> None:
+    """Give a flat partition the state that it has before its first step, unless it has one."""
+    if optimizer.state.get(flat):
+        return
+    groups, gradient = optimizer.param_groups, flat.grad
+    flat.grad = torch.zeros_like(flat)
+    optimizer.param_groups = [groups[0] | {"params": [flat], "lr": 0.0}]
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups, flat.grad = groups, gradient
+    for value in optimizer.state[flat].values():
+        if isinstance(value, Tensor):
+            value.zero_()
+
+
+def _fragment(piece: Piece, tensor: Tensor) -> Fragment:
+    return Fragment(whole_shape(piece.parameter), piece.start, piece.of(tensor))
