@@ -36,6 +36,10 @@ class Fragment:
             position += prod(sizes)
         return found
 
+    def __deepcopy__(self, _: dict) -> "Fragment":
+        """In host memory: a plain copy of a view copies all that it is a view of."""
+        return Fragment(self.shape, self.start, self.values.to("cpu", copy=True))
+
     # -- what torch.distributed.checkpoint asks of a tensor of its own kind
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
