@@ -9,7 +9,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightrft.config import ModelSection
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
-from lightrft.strategy import export
+from lightrft.models.weight_files import WeightFiles
+from lightrft.parallel.collectives import Axis
+from lightrft.strategy import export, shard_writer
+from lightrft.strategy.shard_writer import ShardWriter
+from memory import larger_model, peak_of
 from ranks import run_ranks
 from strategy.training import fill_the_disk, load, snapshot, strategy
 from tiny import byte_tokenizer
@@ -110,3 +114,50 @@ def export_no_model(target: Path):
 def test_only_transformers_models_are_exported(tmp_path):
     with pytest.raises(RuntimeError, match="Linear is neither a transformers model nor"):
         run_ranks(1, export_no_model, tmp_path / "model")
+
+
+# -- memory, and the files themselves
+
+
+def peak_of_export(folder: str, target: Path):
+    export.MAX_SHARD_BYTES = 30_000_000
+    made = strategy(weight_sync_bucket_mb=1, bf16=True)
+    with made.init_model_context():
+        model = load_model(ModelSection(pretrain=folder))
+    made.prepare(model)
+    return peak_of(lambda: made.save_model(model, None, target))
+
+
+@pytest.mark.slow
+def test_no_rank_gathers_the_model(folder, tmp_path):
+    size = run_ranks(1, larger_model, folder, tmp_path / "model")[0] // 2
+    found = run_ranks(2, peak_of_export, str(tmp_path / "model"), tmp_path / "exported")
+    print(f"{size / 1e6:.0f} MB written, peaks {[round(peak / 1e6) for peak in found]} MB")
+    assert all(peak < 0.6 * size for peak in found)
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            assert torch.equal(WeightFiles.of(tmp_path / "exported").read(name, tuple(tensor.shape), ()), tensor)
+
+
+TENSORS = {
+    "odd": torch.arange(3).bfloat16(), "number": torch.tensor(7, dtype=torch.int64), "mask": torch.tensor([True, False, True]),
+    "wide": torch.arange(12.0).view(3, 4).T, "none": torch.zeros(0, 4), "half": torch.ones(5, dtype=torch.float16),
+    "more": torch.arange(40.0), "last": torch.arange(2, dtype=torch.int32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("max_bytes, room, num_files", [(10**9, 128 * 1024, 6), (100, 128 * 1024, 7), (10**9, 200, 8)])
+def test_the_files_hold_what_was_added(tmp_path, monkeypatch, max_bytes, room, num_files):
+    """Items of another size, a full file and a full header begin another file; each rank writes every second one."""
+    monkeypatch.setattr(shard_writer, "HEADER_BYTES", room)
+    writers = [ShardWriter(tmp_path, max_bytes, Axis("world", 2, rank, None)) for rank in range(2)]
+    for writer in writers:
+        for name, tensor in TENSORS.items():
+            writer.add(name, tensor)
+        writer.finish()
+    writers[0].name_files()
+    found = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert found.keys() == TENSORS.keys() and len(list(tmp_path.glob("*.safetensors"))) == num_files
+    for name, tensor in TENSORS.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+    assert WeightFiles.of(tmp_path).files.keys() == TENSORS.keys()
