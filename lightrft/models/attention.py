@@ -41,26 +41,22 @@ class Blocks:
     """[T] int64: where each flat token stands in the blocks."""
 
 
-@dataclass(frozen=True)
 class Layout:
     """Where the sequences of a flat batch lie; made once per micro-batch, used by every layer.
 
-    Made on the host from lengths that are there, so that nobody waits for the device.
+    Made on the host from lengths that are there, so that nobody waits for the device. No dataclass: in mixed precision FSDP
+    copies those for every layer, and what is kept here would be computed again.
     """
 
-    lengths: Tensor
-    """[N] int64 on the host."""
-    device: torch.device
-    """Where the batch is."""
-    sequence: Undivided = UNDIVIDED
-    """How ranks divide its tokens."""
-    runs: "tuple[Run, ...]" = ()
-    """The runs of tokens whose queries this rank has, where ranks divide them."""
-
-    @classmethod
-    def of(cls, lengths: Tensor, device: torch.device, sequence: Undivided = UNDIVIDED) -> "Layout":
-        lengths = lengths.cpu()
-        return cls(lengths, device, sequence, tuple(_runs(lengths, device, sequence)) if sequence.axis.size > 1 else ())
+    def __init__(self, lengths: Tensor, device: torch.device, sequence: Undivided = UNDIVIDED):
+        self.lengths = lengths.cpu()
+        """[N] int64 on the host."""
+        self.device = device
+        """Where the batch is."""
+        self.sequence = sequence
+        """How ranks divide its tokens."""
+        self.runs = tuple(_runs(self.lengths, device, sequence)) if sequence.axis.size > 1 else ()
+        """The runs of tokens whose queries this rank has, where ranks divide them."""
 
     @cached_property
     def longest(self) -> int:

@@ -86,7 +86,7 @@ def hidden_states(model: PreTrainedModel, batch: Batch, sequence: Undivided = UN
         position_ids=batch.position_ids[here].unsqueeze(0),
         attention_mask=None,
         use_cache=False,
-        layout=Layout.of(batch.lengths, batch.input_ids.device, sequence),
+        layout=Layout(batch.lengths, batch.input_ids.device, sequence),
     ).last_hidden_state[0]
 
 

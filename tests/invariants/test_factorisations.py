@@ -1,39 +1,53 @@
 """Why: an axis that counts a replica as data, or forgets a sum, shows only in combination with others.
 
 Three GRPO updates on every product data x sequence x tensor of up to four ranks, both kinds of sequence parallelism, hybrid
-sharding, and with the residual stream cut, come out as those of the loop in plain torch, on every rank, and the copies of every
-parameter stay equal to the last bit.
+sharding, with the residual stream cut, with memory saved in every way, come out as those of the loop in plain torch, on every
+rank, and the copies of every parameter stay equal to the last bit.
 """
 
-import pytest
+from pathlib import Path
 
-from invariants.test_layouts import Layout, assert_all_are_plain_torch
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from invariants.test_layouts import (
+    Layout,
+    Trained,
+    assert_all_are_plain_torch,
+    assert_same_parameters,
+    build,
+    parameters_of,
+    plain_torch,
+    updated,
+)
 from parallel.families import family_model
+from ranks import run_ranks
 
 LAYOUTS = [
     Layout(1, tokens=40),
     Layout(2, tokens=24),
-    Layout(2, sp=2, tokens=40),
+    Layout(2, sp=2, tokens=40, memory="offload_idle"),
     Layout(2, sp=2, impl="zigzag", tokens=40, checkpointing="selective"),
-    Layout(2, tp=2, tokens=30),
+    Layout(2, tp=2, tokens=30, memory="fsdp_cpu_offload"),
     Layout(2, tp=2, tokens=30, sequence=True, checkpointing="full"),
     Layout(4, tokens=24),
     Layout(4, replicas=2, tokens=24),
-    Layout(4, sp=2, tokens=24, checkpointing="full"),
-    Layout(4, sp=2, impl="zigzag", tokens=24),
+    Layout(4, sp=2, tokens=24, checkpointing="full", memory="fsdp_cpu_offload"),
+    Layout(4, sp=2, impl="zigzag", tokens=24, memory="fsdp_cpu_offload"),
     Layout(4, sp=2, replicas=2, tokens=40),
     Layout(4, sp=2, impl="zigzag", replicas=2, tokens=40),
     Layout(4, sp=4),
-    Layout(4, sp=4, impl="zigzag"),
-    Layout(4, tp=2, tokens=30, chunk=7 * 131),
+    Layout(4, sp=4, impl="zigzag", memory="offload_idle"),
+    Layout(4, tp=2, tokens=30, chunk=7 * 131, memory="offload_idle"),
     Layout(4, tp=2, replicas=2, tokens=24),
     Layout(4, tp=2, tokens=24, sequence=True, checkpointing="selective"),
     Layout(4, tp=4, checkpointing="full"),
-    Layout(4, tp=4, tokens=50, sequence=True),
+    Layout(4, tp=4, tokens=50, sequence=True, memory="fsdp_cpu_offload"),
     Layout(4, sp=2, tp=2, tokens=60),
     Layout(4, sp=2, impl="zigzag", tp=2, tokens=60, checkpointing="full"),
     Layout(4, sp=2, tp=2, tokens=60, sequence=True),
-    Layout(4, sp=2, impl="zigzag", tp=2, tokens=40, sequence=True),
+    Layout(4, sp=2, impl="zigzag", tp=2, tokens=40, sequence=True, memory="offload_idle"),
 ]
 
 
@@ -53,3 +67,30 @@ def test_products_of_windows_tied_embeddings_and_four_norms(tmp_path):
     folder = family_model(tmp_path, "gemma3", tie=True, vocabulary=261, kv_heads=4)
     chosen = [layout for layout in LAYOUTS if layout.ranks == 4 and (layout.sequence or layout.impl == "zigzag")]
     assert_all_are_plain_torch(folder, "seq-mean-token-mean", chosen)
+
+
+def one_more_each(folder: str, root: Path, layouts: list[Layout], begin: int) -> list[Trained]:
+    """Each layout goes on for one update where the one before has stopped."""
+    results = []
+    for step, layout in enumerate(layouts, begin):
+        config, policy = build(folder, "token-mean", layout)
+        if step:
+            policy.strategy.load_ckpt(policy.actor, root)
+        results.append((updated(config, policy, layout, 1), parameters_of(policy)))
+        policy.strategy.save_ckpt(policy.actor, root, f"step{step + 1}")
+        policy.strategy.close()
+    return results
+
+
+@pytest.mark.slow
+def test_a_run_that_changes_its_layout_after_each_step(tmp_path):
+    """Parameters and optimizer move through checkpoints: both kinds of sequence parallelism, tensor, data, and back."""
+    folder, root = family_model(tmp_path / "model", "qwen3", tie=True, kv_heads=4), tmp_path / "checkpoints"
+    first = [Layout(4, sp=2, tp=2, impl="zigzag", tokens=60), Layout(4, sp=2, tokens=24)]
+    results = run_ranks(4, one_more_each, folder, root, first, 0)[0]
+    results += run_ranks(2, one_more_each, folder, root, [Layout(2, tp=2, sequence=True)], 2)[0]
+    expected_numbers, expected = plain_torch(folder, "token-mean")
+    numbers = [its_numbers[0] for its_numbers, _ in results]
+    torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected_numbers), rtol=1e-5, atol=1e-6)
+    start = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    assert_same_parameters(results[-1][1], expected, start, "in turn")

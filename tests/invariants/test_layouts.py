@@ -18,6 +18,7 @@ from lightrft.data.packing import plan
 from lightrft.data.plane import move
 from lightrft.models import logprobs
 from lightrft.observe.metrics import Metrics
+from lightrft.roles.policy import Policy
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import build_policy
 from lightrft.types import Experience
@@ -80,6 +81,7 @@ class Layout:
     sequences: int | None = None
     sequence: bool = False  # between attention and feed-forward each of the tp ranks keeps a part of the tokens
     checkpointing: str = ""  # full or selective
+    memory: str = ""  # fsdp_cpu_offload or offload_idle
     chunk: int = 2**25  # logits at a time; the vocabulary has 384
 
 
@@ -98,19 +100,24 @@ LAYOUTS = [
 Trained = tuple[list[list[float]], dict[str, torch.Tensor]]
 
 
-def trained(folder: str, mode: str, layout: Layout) -> Trained:
-    """Loss and gradient norm of each update, and the parameters after them."""
+def build(folder: str, mode: str, layout: Layout) -> tuple[Config, Policy]:
     config = configuration(folder, mode)
     config.model.gradient_checkpointing = bool(layout.checkpointing)
     config.model.gradient_checkpointing_policy = layout.checkpointing or "full"
     config.strategy.tp_size, config.strategy.dp_replicate = layout.tp, layout.replicas
     config.strategy.tp_sequence_parallel = layout.sequence
     config.strategy.sp_size, config.strategy.sp_impl = layout.sp, layout.impl
+    config.strategy.fsdp_cpu_offload = layout.memory == "fsdp_cpu_offload"
+    config.strategy.offload_idle = layout.memory == "offload_idle"
     logprobs.HOST_CHUNK = layout.chunk
     strategy = get_strategy(config)
     strategy.setup_distributed()
-    policy = build_policy(config, strategy, updates=STEPS, reference=False)
-    data, whole = strategy.mesh.data, experience()
+    return config, build_policy(config, strategy, updates=STEPS, reference=False)
+
+
+def updated(config: Config, policy: Policy, layout: Layout, steps: int) -> list[list[float]]:
+    """Loss and gradient norm of each update. Between two of them nobody needs the actor."""
+    data, whole = policy.strategy.mesh.data, experience()
     schedule = plan(
         whole.lengths.tolist(),
         num_ranks=data.size,
@@ -122,12 +129,25 @@ def trained(folder: str, mode: str, layout: Layout) -> Trained:
     here = whole.select([row for row in range(len(whole)) if row % data.size == data.rank])
     mine, rows = move(data, here, [schedule.rows(rank) for rank in range(data.size)]), schedule.local(data.rank)[0]
     numbers = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         denominator = policy.denominator(mine, rows, length=LONGEST)
         update = policy.update(mine, rows, PolicyObjective(config.algorithm), denominator, Metrics())
         numbers.append([float(number) for number in update])
-    parameters = {name: tensor.clone() for name, tensor in strategy.full_params(policy.actor)}
-    strategy.close()
+        policy.finish_training()
+        away = {parameter.device.type for parameter in policy.actor.parameters()} == {"meta"}
+        assert away == (layout.memory == "offload_idle")
+    return numbers
+
+
+def parameters_of(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.strategy.full_params(policy.actor)}
+
+
+def trained(folder: str, mode: str, layout: Layout) -> Trained:
+    """Loss and gradient norm of each update, and the parameters after them."""
+    config, policy = build(folder, mode, layout)
+    numbers, parameters = updated(config, policy, layout, STEPS), parameters_of(policy)
+    policy.strategy.close()
     return numbers, parameters
 
 
@@ -146,12 +166,16 @@ def assert_all_are_plain_torch(folder: str, mode: str, layouts: list[Layout]) ->
             first = by_rank[0][index][1]
             for numbers, parameters in (results[index] for results in by_rank):
                 torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected_numbers), rtol=1e-5, atol=1e-6)
-                assert parameters.keys() == expected.keys()
-                for name, tensor in parameters.items():
-                    off = (tensor - expected[name]).norm()
-                    assert off <= 1e-5 * expected[name].norm(), (layout, name)
-                    assert off <= 2e-3 * (expected[name] - start[name]).norm(), (layout, name)  # of what was learned
-                    assert torch.equal(tensor, first[name]), (layout, name)
+                assert_same_parameters(parameters, expected, start, layout)
+                assert all(torch.equal(tensor, first[name]) for name, tensor in parameters.items()), layout
+
+
+def assert_same_parameters(found: dict, expected: dict, start: dict, what: object) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        off = (tensor - expected[name]).norm()
+        assert off <= 1e-5 * expected[name].norm(), (what, name)
+        assert off <= 2e-3 * (expected[name] - start[name]).norm(), (what, name)  # of what was learned
 
 
 def plain_torch(folder: str, mode: str) -> Trained:

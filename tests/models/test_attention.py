@@ -119,14 +119,14 @@ CPU = torch.device("cpu")
 
 def test_layout_by_hand():
     """Lengths 3, 1, 4: a block of the single token, a block of the two that fit in four."""
-    blocks = Layout.of(torch.tensor([3, 1, 4]), CPU).blocks
+    blocks = Layout(torch.tensor([3, 1, 4]), CPU).blocks
     assert blocks.shapes == [(1, 1), (2, 4)]
     assert blocks.source.tolist() == [3, 0, 1, 2, 2, 4, 5, 6, 7]
     assert blocks.places.tolist() == [1, 2, 3, 0, 5, 6, 7, 8]
 
 
 def test_long_sequences_stand_alone_without_padding():
-    blocks = Layout.of(torch.tensor([ALONE + 3, 2, ALONE + 1, ALONE + 3]), CPU).blocks
+    blocks = Layout(torch.tensor([ALONE + 3, 2, ALONE + 1, ALONE + 3]), CPU).blocks
     assert blocks.shapes == [(1, 2), (1, ALONE + 3), (1, ALONE + 1), (1, ALONE + 3)]
     assert len(blocks.source) == len(blocks.places) == 3 * ALONE + 9
 
@@ -135,14 +135,14 @@ def test_long_sequences_stand_alone_without_padding():
     ("lengths", "shapes"), [([5, 5, 5], [(3, 5)]), ([1], [(1, 1)]), ([1, 2, 90, 70], [(1, 1), (1, 2), (1, 90), (1, 70)])]
 )
 def test_blocks_that_are_flat_already_are_not_gathered(lengths, shapes):
-    blocks = Layout.of(torch.tensor(lengths), CPU).blocks
+    blocks = Layout(torch.tensor(lengths), CPU).blocks
     assert (blocks.shapes, blocks.source, blocks.places) == (shapes, None, None)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_token_is_found_again_and_padding_stays_under_a_half(seed):
     lengths = torch.randint(1, 3 * ALONE, (100,), generator=torch.Generator().manual_seed(seed))
-    blocks = Layout.of(lengths, CPU).blocks
+    blocks = Layout(lengths, CPU).blocks
     size = sum(count * width for count, width in blocks.shapes)
     assert len(blocks.source) == size < 2 * int(lengths.sum())
     assert torch.equal(blocks.source[blocks.places], torch.arange(int(lengths.sum())))
@@ -153,7 +153,7 @@ def test_the_layout_never_reads_from_the_device():
     """What a batch is made of moves; the lengths stay on the host, so nobody waits for an accelerator to tell them."""
     batch = make_batch().to("meta")
     assert batch.input_ids.is_meta and batch.position_ids.is_meta and batch.sequence_ids.is_meta
-    layout = Layout.of(batch.lengths, batch.input_ids.device)
+    layout = Layout(batch.lengths, batch.input_ids.device)
     assert layout.blocks.source.is_meta and layout.offsets.is_meta and layout.longest == 16
 
 
@@ -177,7 +177,7 @@ def alone(model: PreTrainedModel, batch: Batch) -> Tensor:
 def test_transformers_own_attention_over_restarting_positions_agrees(name, attention):
     batch = make_batch()
     theirs = packed(make_model(name, attention), batch, attention_mask=None, use_cache=False)
-    ours = packed(make_model(name, ATTENTION), batch, layout=Layout.of(batch.lengths, CPU), use_cache=False)
+    ours = packed(make_model(name, ATTENTION), batch, layout=Layout(batch.lengths, CPU), use_cache=False)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -189,7 +189,7 @@ def test_transformers_own_attention_over_restarting_positions_agrees(name, atten
 def test_calls_that_make_sequences_see_each_other_elsewhere_do_not_here(call):
     """Over transformers' own attention each of these joins packed sequences, without a word."""
     batch = make_batch()
-    ours = packed(make_model("qwen3", ATTENTION), batch, layout=Layout.of(batch.lengths, CPU), **call)
+    ours = packed(make_model("qwen3", ATTENTION), batch, layout=Layout(batch.lengths, CPU), **call)
     torch.testing.assert_close(ours, alone(make_model("qwen3", "eager"), batch), rtol=1e-5, atol=1e-5)
 
 
@@ -197,4 +197,4 @@ def test_attention_that_blocks_cannot_hold_is_refused_by_name():
     config = AutoConfig.for_model("gemma2", **SIZES, head_dim=8, attn_logit_softcapping=50.0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
     with pytest.raises(ValueError, match="Gemma2Attention uses soft-capped or sink attention"):
-        model.base_model(input_ids=torch.ones(1, 3, dtype=torch.int64), layout=Layout.of(torch.tensor([3]), torch.device("cpu")))
+        model.base_model(input_ids=torch.ones(1, 3, dtype=torch.int64), layout=Layout(torch.tensor([3]), torch.device("cpu")))

@@ -122,7 +122,7 @@ def test_the_choice_by_device_and_type(monkeypatch):
 
 def test_dropout_that_the_kernel_does_not_have():
     query = torch.zeros(3, 2, 8)
-    layout = Layout.of(torch.tensor([3]), CPU)
+    layout = Layout(torch.tensor([3]), CPU)
     with pytest.raises(ValueError, match="no dropout; set attention_dropout"):
         KERNELS["torch"](query, query, query, layout, scaling=None, window=None, dropout=0.1)
 
@@ -134,7 +134,7 @@ def test_the_real_kernel_agrees_with_blocks(window):
         pytest.skip("no variable-length flash attention in this installation")
     device = torch.device(torch.accelerator.current_accelerator())
     lengths = torch.tensor([5, 1, 70, 128, 33])
-    layout, total = Layout.of(lengths, device), int(lengths.sum())
+    layout, total = Layout(lengths, device), int(lengths.sum())
     results = []
     for kernel in (flash_attn.flash_kernel(), block_attention):
         torch.manual_seed(0)

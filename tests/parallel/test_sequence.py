@@ -54,7 +54,7 @@ def attention_of_ranks(kind: str) -> list[list[Tensor]]:
     for lengths, num_kv_heads, window in CASES:
         inputs, upstream = attention_inputs(sum(lengths), num_kv_heads)
         here = sequence.positions(sum(lengths), cpu)
-        layout = Layout.of(torch.tensor(lengths), cpu, sequence)
+        layout = Layout(torch.tensor(lengths), cpu, sequence)
         mine = attend([x[here] for x in inputs], upstream[here], layout, window)
         results.append([sequence.gather(x) for x in mine])
     return results
@@ -65,7 +65,7 @@ def attention_of_ranks(kind: str) -> list[list[Tensor]]:
 def test_attention_is_that_of_one_rank(sp, kind):
     results = run_ranks(sp, attention_of_ranks, kind)
     for index, (lengths, num_kv_heads, window) in enumerate(CASES):
-        layout = Layout.of(torch.tensor(lengths), torch.device("cpu"))
+        layout = Layout(torch.tensor(lengths), torch.device("cpu"))
         expected = attend(*attention_inputs(sum(lengths), num_kv_heads), layout, window)
         for result in results:
             for found, known in zip(result[index], expected, strict=True):
@@ -162,7 +162,7 @@ def test_zigzag_by_hand():
     """Lengths 3, 1, 4 on two ranks. The first has tokens 0 1 and 6 7, the last two of which see the two before them."""
     zigzag = SEQUENCES["zigzag"](Axis("sp", 2, 0, None))
     assert zigzag.positions(8, torch.device("cpu")).tolist() == [0, 1, 6, 7]
-    layout = Layout.of(torch.tensor([3, 1, 4]), torch.device("cpu"), zigzag)
+    layout = Layout(torch.tensor([3, 1, 4]), torch.device("cpu"), zigzag)
     assert [(run.begin, run.first, run.middle, run.stop) for run in layout.runs] == [(0, 0, 0, 2), (4, 6, 8, 8)]
     assert layout.runs[0].rest.lengths.tolist() == [2] and layout.runs[1].rest is None
 

@@ -4,9 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from flat_models import make_batch
+from lightrft.config import ModelSection
+from lightrft.models.heads import Actor
+from lightrft.models.load import load_model
 from lightrft.strategy.optim import create_adamw
 from ranks import run_ranks
-from strategy.training import adamw, assert_equal_courses, distance, plain_course, sgd, strategy_course
+from strategy.training import adamw, assert_equal_courses, distance, plain_course, sgd, strategy, strategy_course
 
 SELECTIVE = {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"}
 LAYOUTS = {"1": (1, {}), "2": (2, {}), "2x2": (4, {"dp_replicate": 2}), "2 replicas": (2, {"dp_replicate": 2})}
@@ -77,3 +81,16 @@ def test_bf16_stays_near_float32_and_keeps_float32_masters(folder):
     assert abs(course.norms[0] / expected.norms[0] - 1) < 2e-2
     assert 0 < distance(course.parameters, expected.parameters) < 2e-2
     assert all(tensor.dtype == torch.float32 for tensor in course.gradients.values())
+
+
+def layouts_seen(folder: str) -> list[int]:
+    actor, seen = strategy(bf16=True).prepare(Actor(load_model(ModelSection(pretrain=folder)))), []
+    for block in actor.language_model.model.layers:
+        block.self_attn.register_forward_pre_hook(lambda _, args, options: seen.append(options["layout"]), with_kwargs=True)
+    actor(make_batch(), 1.0)
+    return [sum(other is one for other in seen) for one in seen]
+
+
+def test_all_layers_share_what_is_known_of_a_batch(folder):
+    """FSDP casts what goes into a block, and copies what it finds tensors in."""
+    assert run_ranks(1, layouts_seen, folder) == [[2, 2]]
