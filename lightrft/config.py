@@ -13,6 +13,7 @@ import sys
 import textwrap
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,8 +169,36 @@ class AlgorithmSection:
     """The ratio is clipped below at 1 - eps_clip_low."""
     eps_clip_high: float = 0.2
     """The ratio is clipped above at 1 + eps_clip_high."""
+    eps_clip: float | None = None
+    """Both bounds of the ratio at once."""
     dual_clip: float | None = None
     """For negative advantages the loss is at most -dual_clip times the advantage (3 in the paper)."""
+    sapo_tau_positive: float = 1.0
+    """How fast sapo's gate closes for positive advantages."""
+    sapo_tau_negative: float = 1.05
+    """How fast sapo's gate closes for negative advantages."""
+    policy_drift_coef: float = 0.01
+    """Coefficient of cpgd's divergence from the policy before the step."""
+    cov_ratio: float = 2e-4
+    """Share of an optimizer step's tokens, of high covariance of log-prob and advantage, that kl_cov and clip_cov single out."""
+    kl_cov_coef: float = 1.0
+    """What kl_cov adds for each of those tokens: so many times |log ratio|."""
+    clip_cov_range: list[float] = field(default_factory=lambda: [1.0, 5.0])
+    """clip_cov leaves out tokens whose covariance is between these two."""
+    high_entropy_token_ratio: float = 0.0
+    """Learn only from this share of an optimizer step's tokens, those of the highest entropy (0.2 in the paper); 0: from all."""
+    entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus."""
+    rollout_correction: str | None = None
+    """Weigh tokens with p_trainer / p_engine: tis, mis, icepop, module:function or file.py:function."""
+    rollout_correction_level: Literal["token", "sequence", "geometric"] = "token"
+    """That ratio of each token, the product over its sequence, or the geometric mean."""
+    rollout_correction_low: float = 0.5
+    """Ratios below this are masked."""
+    rollout_correction_high: float = 2.0
+    """Ratios above this are truncated or masked."""
+    use_engine_logprobs: bool = False
+    """Take the engine's log-probs as those before the step: one forward pass less, and the clip measures from the engine."""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = "token-mean"
     """How token losses become one number, always over all ranks and micro-batches of an optimizer step."""
     gamma: float = 1.0
@@ -354,6 +383,9 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
         "gradient_checkpointing_policy": (config.model.gradient_checkpointing, "--gradient_checkpointing"),
         "init_kl_coef": (config.algorithm.use_kl_loss, "--use_kl_loss"),
         "kl_estimator": (config.algorithm.use_kl_loss, "--use_kl_loss"),
+        "rollout_correction_level": (bool(config.algorithm.rollout_correction), "--rollout_correction"),
+        "rollout_correction_low": (bool(config.algorithm.rollout_correction), "--rollout_correction"),
+        "rollout_correction_high": (bool(config.algorithm.rollout_correction), "--rollout_correction"),
         "overlong_buffer_len": (config.reward.overlong_buffer, "--overlong_buffer"),
         "overlong_buffer_penalty_factor": (config.reward.overlong_buffer, "--overlong_buffer"),
         "reward_running_norm_minus_mean": (config.reward.reward_running_norm, "--reward_running_norm"),
@@ -384,6 +416,7 @@ DOORS: dict[str, set[str]] = {
 """The sections that each door reads."""
 
 
+@cache
 def field_docs(cls: type) -> dict[str, str]:
     """The string under each field of a dataclass."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
@@ -540,6 +573,15 @@ def _algorithm_problems(config: Config) -> list[str]:
     for name, bound in (("advantage_clip", algorithm.advantage_clip), ("reward_clip", reward.reward_clip)):
         if bound is not None and bound <= 0:
             problems.append(f"--{name} must be above 0; leave it out for no clipping")
+    if algorithm.clip_cov_range != sorted(algorithm.clip_cov_range) or len(algorithm.clip_cov_range) != 2:
+        problems.append("--clip_cov_range takes the least and the most: two numbers")
+    for name, share in (("high_entropy_token_ratio", algorithm.high_entropy_token_ratio), ("cov_ratio", algorithm.cov_ratio)):
+        if not 0 <= share <= 1:
+            problems.append(f"--{name} is a share, between 0 and 1")
+    if algorithm.policy_loss == "cpgd" and algorithm.eps_clip_low >= 1:
+        problems.append("--policy_loss cpgd takes the logarithm of 1 - eps_clip_low: give less than 1")
+    if algorithm.rollout_correction is not None and algorithm.use_engine_logprobs:
+        problems.append("--rollout_correction corrects nothing where --use_engine_logprobs measures from the engine: drop one")
     if not 0 <= algorithm.gamma <= 1:
         problems.append("--gamma must be between 0 and 1")
     estimator, samples = algorithm.advantage_estimator, rollout.n_samples_per_prompt

@@ -102,6 +102,7 @@ class Batch:
     input_ids: Tensor = per_token()  # [T] int64
     loss_mask: Tensor = per_token()  # [T] bool, tokens that are learned; never the first of a sequence
     rows: Tensor = per_sequence()  # [N] int64, where each sequence stood in the whole batch of all ranks
+    entropy: Tensor | None = per_token()  # [T] float32, of the model that learns: Policy.forward sets it, with its gradient
     learned: Tensor | None = field(default=None, metadata={"per": "batch"})  # [M] int64, see learned_tokens; made by `to`
 
     def __len__(self) -> int:
@@ -173,6 +174,8 @@ class Experience(Batch):
     engine_logprobs: Tensor = per_token()  # [T] float32, as sampled
     old_logprobs: Tensor | None = per_token()  # [T] float32, of the actor before this step's first update
     reference_logprobs: Tensor | None = per_token()  # [T] float32
+    weights: Tensor | None = per_token()  # [T] float32, of the policy loss of each token
+    marked: Tensor | None = per_token()  # [T] bool, tokens that the policy loss treats differently; see covariance.py
 
 
 def send(value: Tensor, device: torch.device) -> Tensor:

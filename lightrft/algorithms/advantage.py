@@ -24,7 +24,7 @@ RIGHT = 0.5
 def reinforce(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = R_i: no baseline. Williams, Machine Learning 8, 1992.
 
-    REINFORCE++ (arXiv 2501.03262, equation 3) adds the k1 divergence to the reward of each token and normalises over all tokens
+    REINFORCE++ (arXiv 2501.03262) adds the k1 divergence to the reward of each token and normalises over all tokens
     of the step, which its recipe sets.
     """
     return rewards
@@ -43,16 +43,16 @@ def grpo(rewards: Tensor, groups: Tensor, *, eps: float = 1e-4) -> Tensor:
 
 @estimators.register("dr_grpo", "reinforce++_baseline", "reinforce_baseline")
 def dr_grpo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """A_i = R_i - mean_g R. Dr. GRPO, arXiv 2503.20783, section 3.2: dividing by std_g favours prompts that are easy or hard.
+    """A_i = R_i - mean_g R. Dr. GRPO, arXiv 2503.20783: dividing by std_g favours prompts that are easy or hard.
 
-    REINFORCE++ with baseline (arXiv 2501.03262, section 3.2) normalises it over all tokens of the step, which its recipe sets.
+    REINFORCE++ with baseline (arXiv 2501.03262) normalises it over all tokens of the step, which its recipe sets.
     """
     return rewards - group_mean_std(rewards, groups)[0]
 
 
 @estimators.register("rloo")
 def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """A_i = R_i - mean of the other R_j of the group; 0 where there are none. Ahmadian et al., arXiv 2402.14740, equation 7."""
+    """A_i = R_i - mean of the other R_j of the group; 0 where there are none. Ahmadian et al., arXiv 2402.14740."""
     rewards = rewards.double()
     total, size = group_sum(rewards, groups), group_sum(torch.ones_like(rewards), groups)
     return torch.where(size > 1, rewards - (total - rewards) / (size - 1).clamp(min=1), 0.0)
@@ -60,7 +60,7 @@ def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
 
 @estimators.register("opo")
 def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Tensor:
-    """A_i = R_i - sum_g(l R) / sum_g(l), l the lengths of responses. Hao et al., arXiv 2505.23585, equation 7.
+    """A_i = R_i - sum_g(l R) / sum_g(l), l the lengths of responses. Hao et al., arXiv 2505.23585.
 
     The baseline of least variance, when the gradients of tokens are alike and independent.
     """
@@ -70,7 +70,7 @@ def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Tensor:
 
 @estimators.register("remax")
 def remax(rewards: Tensor, groups: Tensor, *, greedy_rewards: Tensor) -> Tensor:
-    """A_i = R_i - the reward of the greedy response to the same prompt. Li et al., arXiv 2310.10505, equation 4."""
+    """A_i = R_i - the reward of the greedy response to the same prompt. Li et al., arXiv 2310.10505."""
     return rewards - greedy_rewards
 
 

@@ -1,13 +1,12 @@
 """What a model is trained on: log-probs of one micro-batch in, its share of the global loss out."""
 
-from dataclasses import dataclass
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
+from lightrft.algorithms.correction import corrections, importance_ratios
 from lightrft.algorithms.kl import kl_estimators
-from lightrft.algorithms.policy_loss import policy_losses
+from lightrft.algorithms.options import keywords, options, resolve
+from lightrft.algorithms.policy_loss import PolicyLoss, policy_losses
 from lightrft.algorithms.reduce import Denominator, share_of_mean
 from lightrft.config import AlgorithmSection
 from lightrft.types import Batch, Experience
@@ -21,41 +20,59 @@ def sft(logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tenso
     return share_of_mean(-logprobs, batch, "token-mean", denominator), {}
 
 
-@dataclass(frozen=True)
 class PolicyObjective:
-    """The policy gradient: a clipped loss of the ratio, and the divergence from the reference when asked for."""
+    """The policy gradient: a loss of the ratio, weighted, with the divergence from the reference and the entropy bonus."""
 
-    section: AlgorithmSection
+    def __init__(self, section: AlgorithmSection):
+        """ValueError for a function that is not there, or needs what is not there."""
+        self.section = section
+        self.policy_loss: PolicyLoss = resolve(policy_losses, section.policy_loss, given=("batch", "marked"))
+        self.correction = section.rollout_correction and resolve(corrections, section.rollout_correction)
+        self.kl = kl_estimators[section.kl_estimator]
 
     def __call__(self, logprobs: Tensor, batch: Experience, denominator: Denominator) -> tuple[Tensor, Report]:
         """Loss [] and reports [T] from the actor's log-probs [T].
 
         Without `old_logprobs` the actor has not moved since the step began, so the ratio is 1 and only its gradient counts.
         """
-        missing = [name for name in ("advantages", "engine_logprobs") if getattr(batch, name) is None]
-        if missing:
-            raise ValueError(f"the policy gradient needs {', '.join(missing)} in the batch")
-        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        values, report = self.policy_loss(logprobs, old, batch.advantages, **self.policy_loss_options)
+        self._check(batch)
+        section, learned = self.section, batch.loss_mask
+        logprobs = torch.where(learned, logprobs, 0.0)
+        old = logprobs.detach() if batch.old_logprobs is None else torch.where(learned, batch.old_logprobs, 0.0)
+        advantages = torch.where(learned, batch.advantages, 0.0)
+        given = options(self.policy_loss, section, batch=batch, marked=batch.marked)
+        values, report = self.policy_loss(logprobs, old, advantages, **given)
+        if batch.weights is not None:
+            values = values * batch.weights
+        if self.correction:
+            weights, more = self._correct(old, batch)
+            values, report = values * weights, report | more
         if batch.reference_logprobs is not None:
             divergence = self.kl(logprobs, batch.reference_logprobs)
             report["train/kl"] = divergence
-            values = values + self.section.init_kl_coef * divergence
+            values = values + section.init_kl_coef * divergence
+        if section.entropy_coef:
+            values = values - section.entropy_coef * batch.entropy
         report |= mismatch(old, batch.engine_logprobs)
-        return share_of_mean(values, batch, self.section.loss_agg_mode, denominator), report
+        return share_of_mean(values, batch, section.loss_agg_mode, denominator), report
 
-    @cached_property
-    def policy_loss(self):
-        return policy_losses[self.section.policy_loss]
+    def _check(self, batch: Experience) -> None:
+        needed = ["advantages", "engine_logprobs"]
+        needed += ["marked"] if "marked" in keywords(self.policy_loss) else []
+        needed += ["entropy"] if self.section.entropy_coef else []
+        lacking = [name for name in needed if getattr(batch, name) is None]
+        if lacking:
+            raise ValueError(f"the policy gradient needs {', '.join(lacking)} in the batch")
 
-    @cached_property
-    def policy_loss_options(self) -> dict[str, float | None]:
-        section = self.section
-        return {"eps_clip_low": section.eps_clip_low, "eps_clip_high": section.eps_clip_high, "dual_clip": section.dual_clip}
-
-    @cached_property
-    def kl(self):
-        return kl_estimators[self.section.kl_estimator]
+    def _correct(self, old_logprobs: Tensor, batch: Experience) -> tuple[Tensor, Report]:
+        """Weights [T] for what the engine, or an older policy, sampled with other probabilities."""
+        ratios = importance_ratios(old_logprobs, batch.engine_logprobs, batch, self.section.rollout_correction_level)
+        weights = self.correction(ratios, **options(self.correction, self.section))
+        return weights, {
+            "engine/is_weight_mean": weights,
+            "engine/is_weight_max": weights,
+            "engine/is_weight_masked_share": weights != ratios,
+        }
 
 
 def mismatch(trainer_logprobs: Tensor, engine_logprobs: Tensor) -> Report:

@@ -7,6 +7,7 @@ The keyword-only parameters of an estimator or a loss are fields of the algorith
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 from lightrft.config import AlgorithmSection
@@ -15,6 +16,7 @@ from lightrft.registry import Registry
 FIELDS = {field.name for field in fields(AlgorithmSection)}
 
 
+@cache
 def keywords(function: Callable[..., Any]) -> dict[str, bool]:
     """Keyword-only parameter -> whether it must be given."""
     parameters = inspect.signature(function).parameters.values()
@@ -27,13 +29,21 @@ def options(function: Callable[..., Any], section: AlgorithmSection, **given: An
     return {name: values[name] for name in keywords(function) if name in values}
 
 
-def missing(function: Callable[..., Any], given: Iterable[str] = ()) -> list[str]:
-    """What a function must be given and is neither a field of the section nor `given`."""
-    return [name for name, needed in keywords(function).items() if needed and name not in FIELDS | set(given)]
+def resolve(registry: Registry, name: str, given: Iterable[str] = ()) -> Callable[..., Any]:
+    """The function of this name. ValueError where it must have what is neither a field of the section nor `given`."""
+    function = registry[name]
+    lacking = [keyword for keyword, needed in keywords(function).items() if needed and keyword not in FIELDS | set(given)]
+    if lacking:
+        raise ValueError(f"{registry.flag} {name} needs {', '.join(lacking)}, which this run does not make")
+    return function
 
 
-def unread(registry: Registry, chosen: str, written: set[str]) -> list[str]:
-    """Flags that the user wrote and only other functions of the registry read, each with the reason."""
-    known = set().union(*(keywords(registry[name]) for name in registry.names())) & FIELDS
-    wasted = known & written - keywords(registry[chosen]).keys()
+def unread(registry: Registry, chosen: str, written: set[str], companions: Registry | None = None) -> list[str]:
+    """Flags that the user wrote and only other functions of the registry read, or their companions; each with the reason."""
+    tables = [registry, companions] if companions else [registry]
+    reads = {
+        name: set().union(*(keywords(table[name]) for table in tables if table is registry or name in table)) & FIELDS
+        for name in {*registry.names(), chosen}
+    }
+    wasted = written & set().union(*reads.values()) - reads[chosen]
     return [f"--{name} has no effect with {registry.flag} {chosen}" for name in sorted(wasted)]

@@ -1,13 +1,22 @@
-"""Policy losses: one value per token, from the log-probs of the actor now and before the step."""
+"""Policy losses: one value per token, from the log-probs of the actor now and before the step.
 
+Each takes logprobs, old_logprobs and advantages, [T] each, and returns the values [T] and what to report of each token [T]. With
+r = exp(logp - old), sg the value without its gradient. What a loss names beside them is a field of the algorithm section, or:
+`batch`, the sequences; `marked` [T], the tokens that covariance.py chose for it.
+"""
+
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from lightrft.algorithms.reduce import sequence_means
 from lightrft.registry import Registry
+from lightrft.types import Batch
 
-PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+Loss = tuple[Tensor, dict[str, Tensor]]
+PolicyLoss = Callable[..., Loss]
 policy_losses = Registry("policy loss", flag="--policy_loss")
 
 
@@ -20,23 +29,143 @@ def ppo(
     eps_clip_low: float,
     eps_clip_high: float,
     dual_clip: float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """-min(r A, clip(r, 1 - low, 1 + high) A) with r = exp(logp - old). All [T]; returns [T] and what to report, [T] each.
+) -> Loss:
+    """-min(r A, clip(r, 1 - low, 1 + high) A).
 
     Schulman et al., arXiv 1707.06347, equation 7; different bounds below and above: DAPO, arXiv 2503.14476, equation 10.
     With `dual_clip` c the loss of a negative advantage is at most -c A: Ye et al., arXiv 1912.09729, equation 5.
     """
-    ratio = (logprobs - old_logprobs).exp()
-    unclipped = -ratio * advantages
-    clipped = -ratio.clamp(1 - eps_clip_low, 1 + eps_clip_high) * advantages
-    loss = torch.max(unclipped, clipped)
-    report = {
-        "train/ratio": ratio,
-        "train/clip_low": (clipped > unclipped) & (advantages < 0),
-        "train/clip_high": (clipped > unclipped) & (advantages > 0),
-    }
+    loss, report = clipped((logprobs - old_logprobs).exp(), advantages, eps_clip_low, eps_clip_high)
     if dual_clip is not None:
         bound = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
         report["train/clip_dual"] = loss > bound
         loss = torch.min(loss, bound)
     return loss, report
+
+
+@policy_losses.register("gspo")
+def gspo(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, batch: Batch, eps_clip_low: float, eps_clip_high: float
+) -> Loss:
+    """The same with one ratio for a sequence, s = exp(mean over its tokens of log r). GSPO, arXiv 2507.18071."""
+    ratio = sequence_means(logprobs - old_logprobs, batch).exp()[batch.sequence_ids]
+    return clipped(ratio, advantages, eps_clip_low, eps_clip_high)
+
+
+@policy_losses.register("gspo_token")
+def gspo_token(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, batch: Batch, eps_clip_low: float, eps_clip_high: float
+) -> Loss:
+    """s_t = sg(s) p / sg(p): the value of gspo, and each token's own gradient. For advantages that differ within a sequence.
+
+    GSPO-token, arXiv 2507.18071, section 4.3.
+    """
+    ratio = sequence_means(logprobs - old_logprobs, batch).exp()[batch.sequence_ids]
+    return clipped(ratio.detach() * (logprobs - logprobs.detach()).exp(), advantages, eps_clip_low, eps_clip_high)
+
+
+@policy_losses.register("gmpo")
+def gmpo(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, batch: Batch, eps_clip_low: float, eps_clip_high: float
+) -> Loss:
+    """-A times the geometric mean over a sequence's tokens of ratios clipped to [exp(-low), exp(high)], on the side of A.
+
+    GMPO, arXiv 2507.20673.
+    """
+    log_ratio, sign = logprobs - old_logprobs, advantages.sign()
+    kept = sign * torch.min(sign * log_ratio, sign * log_ratio.clamp(-eps_clip_low, eps_clip_high))
+    ratio = sequence_means(kept, batch).exp()[batch.sequence_ids]
+    report = {
+        "train/ratio": log_ratio.exp(),
+        "train/clip_low": (log_ratio < -eps_clip_low) & (advantages < 0),
+        "train/clip_high": (log_ratio > eps_clip_high) & (advantages > 0),
+    }
+    return -advantages * ratio, report
+
+
+@policy_losses.register("cispo")
+def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, eps_clip_low: float, eps_clip_high: float) -> Loss:
+    """-sg(clip(r, 1 - low, 1 + high)) A logp: the weight is clipped, no token loses its gradient.
+
+    MiniMax-M1, arXiv 2506.13585.
+    """
+    ratio = (logprobs - old_logprobs).exp().detach()
+    report = {"train/ratio": ratio, "train/clip_low": ratio < 1 - eps_clip_low, "train/clip_high": ratio > 1 + eps_clip_high}
+    return -ratio.clamp(1 - eps_clip_low, 1 + eps_clip_high) * advantages * logprobs, report
+
+
+@policy_losses.register("sapo")
+def sapo(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, sapo_tau_positive: float, sapo_tau_negative: float
+) -> Loss:
+    """-4 / tau sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate, whose slope at r = 1 is A and falls to both sides.
+
+    SAPO, arXiv 2511.20347.
+    """
+    ratio = (logprobs - old_logprobs).exp()
+    tau = torch.full_like(advantages, sapo_tau_negative).masked_fill(advantages > 0, sapo_tau_positive)
+    return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages, {"train/ratio": ratio}
+
+
+@policy_losses.register("cpgd")
+def cpgd(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    eps_clip_low: float,
+    eps_clip_high: float,
+    policy_drift_coef: float,
+) -> Loss:
+    """-min(log r A, clip(log r, log(1 - low), log(1 + high)) A) + c (r - 1 - log r): no ratio multiplies the advantage.
+
+    The last term estimates the divergence of the old policy from the new (k3). CPGD, arXiv 2505.12504.
+    """
+    log_ratio = logprobs - old_logprobs
+    bounded = log_ratio.clamp(math.log(1 - eps_clip_low), math.log(1 + eps_clip_high))
+    free, held = -log_ratio * advantages, -bounded * advantages
+    drift = log_ratio.expm1() - log_ratio
+    report = {
+        "train/ratio": log_ratio.exp(),
+        "train/clip_low": (held > free) & (advantages < 0),
+        "train/clip_high": (held > free) & (advantages > 0),
+        "train/policy_drift": drift,
+    }
+    return torch.max(free, held) + policy_drift_coef * drift, report
+
+
+@policy_losses.register("reinforce")
+def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Loss:
+    """-A logp. Williams, Machine Learning 8, 1992. Whatever happened since the samples were drawn is not corrected."""
+    return -advantages * logprobs, {"train/ratio": (logprobs - old_logprobs).exp()}
+
+
+@policy_losses.register("kl_cov")
+def kl_cov(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, marked: Tensor, kl_cov_coef: float) -> Loss:
+    """-r A, and c |log r| more for tokens of the highest covariance of logp and A, which cost the most entropy.
+
+    KL-Cov: Cui et al., arXiv 2505.22617.
+    """
+    log_ratio = logprobs - old_logprobs
+    penalty = torch.where(marked, kl_cov_coef * log_ratio.abs(), 0.0)
+    return -log_ratio.exp() * advantages + penalty, {"train/ratio": log_ratio.exp(), "train/cov_marked": marked}
+
+
+@policy_losses.register("clip_cov")
+def clip_cov(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, marked: Tensor, eps_clip_low: float, eps_clip_high: float
+) -> Loss:
+    """ppo, without some tokens drawn from those of high covariance of logp and A. Clip-Cov, arXiv 2505.22617."""
+    loss, report = clipped((logprobs - old_logprobs).exp(), advantages, eps_clip_low, eps_clip_high)
+    return torch.where(marked, 0.0, loss), report | {"train/cov_marked": marked}
+
+
+def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Loss:
+    """-min(r A, clip(r, 1 - low, 1 + high) A)."""
+    free, held = -ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages
+    report = {
+        "train/ratio": ratio,
+        "train/clip_low": (held > free) & (advantages < 0),
+        "train/clip_high": (held > free) & (advantages > 0),
+    }
+    return torch.max(free, held), report

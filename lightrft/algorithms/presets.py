@@ -18,6 +18,17 @@ PRESETS: dict[str, dict[str, Any]] = {
 PRESETS["group_norm"] = PRESETS["grpo"]
 
 
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "icepop": {"rollout_correction_level": "token", "rollout_correction_low": 0.5, "rollout_correction_high": 5.0},
+}
+"""--rollout_correction name -> configuration fields, where they are not the defaults."""
+
+
 def recipe(advantage_estimator: str) -> dict[str, Any]:
     """The fields that an estimator's name stands for; none for a user's own."""
     return PRESETS.get(advantage_estimator, {})
+
+
+def correction_bounds(rollout_correction: str | None) -> dict[str, Any]:
+    """The fields that the name of a rollout correction stands for."""
+    return CORRECTIONS.get(rollout_correction or "", {})

@@ -4,12 +4,16 @@ The denominator counts the whole optimizer step, over all ranks and micro-batche
 for every way of splitting the step.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightrft.types import Batch
+
+Sum = Callable[[Tensor], Tensor]
+"""The sum of a tensor over all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +39,7 @@ def share_of_mean(values: Tensor, batch: Batch, mode: str, denominator: Denomina
     if mode == "token-mean":
         return kept.sum() / denominator.tokens.clamp(min=1)
     if mode == "seq-mean-token-mean":
-        lengths = sequence_sums(batch.loss_mask.float(), batch).clamp(min=1)
-        return (sequence_sums(kept, batch) / lengths).sum() / denominator.sequences.clamp(min=1)
+        return sequence_means(values, batch).sum() / denominator.sequences.clamp(min=1)
     mean_of_sums = kept.sum() / denominator.sequences.clamp(min=1)
     if mode == "seq-mean-token-sum":
         return mean_of_sums
@@ -48,3 +51,9 @@ def share_of_mean(values: Tensor, batch: Batch, mode: str, denominator: Denomina
 def sequence_sums(values: Tensor, batch: Batch) -> Tensor:
     """Sum of `values` [T] over each sequence: [N]."""
     return values.new_zeros(len(batch)).index_add(0, batch.sequence_ids, values)
+
+
+def sequence_means(values: Tensor, batch: Batch) -> Tensor:
+    """Mean of `values` [T] over the learned tokens of each sequence, 0 where there are none: [N]."""
+    lengths = sequence_sums(batch.loss_mask.to(values.dtype), batch).clamp(min=1)
+    return sequence_sums(torch.where(batch.loss_mask, values, 0.0), batch) / lengths

@@ -2,17 +2,12 @@
 an environment wrote between them is skipped. Values are [T], in float64 inside, and 0 for tokens that are not learned.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrft.algorithms.reduce import sequence_sums
+from lightrft.algorithms.reduce import Sum, sequence_sums
 from lightrft.types import Batch, padded, unpadded
-
-Sum = Callable[[Tensor], Tensor]
-"""The sum of a tensor over all ranks."""
 
 
 def reward_to_go(rewards: Tensor, batch: Batch, *, gamma: float) -> Tensor:

@@ -12,8 +12,11 @@ from loguru import logger
 from transformers.utils import logging as transformers_logging
 
 from lightrft.algorithms.advantage import estimators
+from lightrft.algorithms.correction import corrections
+from lightrft.algorithms.covariance import marks
 from lightrft.algorithms.options import unread
-from lightrft.algorithms.presets import recipe
+from lightrft.algorithms.policy_loss import policy_losses
+from lightrft.algorithms.presets import correction_bounds, recipe
 from lightrft.config import Config, ConfigError, flags_without_effect, parse, validate
 from lightrft.strategy import StrategyBase, get_strategy
 from lightrft.strategy.launch import adopt_slurm, tell_launcher
@@ -57,11 +60,16 @@ def read_config(door: str, description: str | None, argv: list[str] | None) -> C
     """The resolved configuration: file, flags, then the recipe of the algorithm for what the user left open."""
     config, written = parse(argv, description or "")
     warnings_for_user = check_versions()
-    config.expand(recipe(config.algorithm.advantage_estimator), written)
+    algorithm = config.algorithm
+    bounds = {} if algorithm.eps_clip is None else dict.fromkeys(("eps_clip_low", "eps_clip_high"), algorithm.eps_clip)
+    config.expand(recipe(algorithm.advantage_estimator) | correction_bounds(algorithm.rollout_correction) | bounds, written)
     validate(config, door=door, world_size=int(os.environ.get("WORLD_SIZE", 1)))
     warnings_for_user += flags_without_effect(config, written, door)
     if door == "train_ppo":
-        warnings_for_user += _for_the_user(unread, estimators, config.algorithm.advantage_estimator, written)
+        warnings_for_user += _for_the_user(unread, estimators, algorithm.advantage_estimator, written)
+        warnings_for_user += _for_the_user(unread, policy_losses, algorithm.policy_loss, written, marks)
+        if algorithm.rollout_correction is not None:
+            warnings_for_user += _for_the_user(unread, corrections, algorithm.rollout_correction, written)
     for warning in warnings_for_user:
         if _first_local_rank():
             logger.warning(warning)

@@ -85,9 +85,9 @@ class Policy(Role):
         return self._infer(reference, lambda part: reference(part, self.temperature)[0], batch, rows)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Report]:
-        """Log-probs of learned tokens [T], 0 elsewhere."""
-        logprobs, entropy = self.actor(batch, self.temperature)
-        return logprobs, {"train/entropy": entropy.detach()}
+        """Log-probs of learned tokens [T], 0 elsewhere; their entropy goes into the batch."""
+        logprobs, batch.entropy = self.actor(batch, self.temperature)
+        return logprobs, {"train/entropy": batch.entropy.detach()}
 
     # -- generation
 

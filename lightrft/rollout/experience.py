@@ -1,13 +1,16 @@
 """From scored samples to experience: the plan of who computes what, log-probs before the step, advantages."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightrft.algorithms.advantage import Estimator, estimators
-from lightrft.algorithms.options import missing, options
+from lightrft.algorithms.covariance import marks
+from lightrft.algorithms.options import options, resolve
 from lightrft.algorithms.returns import reward_to_go, whiten
+from lightrft.algorithms.selection import top_share
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config import AlgorithmSection, TrainSection
 from lightrft.data.plane import deal
@@ -16,7 +19,7 @@ from lightrft.roles.microbatch import Rows
 from lightrft.roles.policy import Policy
 from lightrft.rollout import filters
 from lightrft.rollout.judged import Judged, placed
-from lightrft.types import Experience, Sample
+from lightrft.types import Experience, Sample, token_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +36,8 @@ class ExperienceMaker:
     def __init__(self, policy: Policy, algorithm: AlgorithmSection, train: TrainSection, *, shape: RewardShaper):
         """ValueError for an estimator that needs what this run does not make."""
         self.policy, self.section, self.train, self.shape = policy, algorithm, train, shape
-        self.estimator: Estimator = estimators[algorithm.advantage_estimator]
-        lacking = missing(self.estimator, given=("lengths",))
-        if lacking:
-            name = algorithm.advantage_estimator
-            raise ValueError(f"--advantage_estimator {name} needs {', '.join(lacking)}, which this run does not make")
+        self.estimator: Estimator = resolve(estimators, algorithm.advantage_estimator, given=("lengths",))
+        self.mark = marks[algorithm.policy_loss] if algorithm.policy_loss in marks else None
         self.data = policy.strategy.mesh.data
 
     def __call__(self, samples: list[Sample], metrics: Metrics) -> Planned:
@@ -58,6 +58,7 @@ class ExperienceMaker:
         )
         self._set_logprobs(experience, minibatches)
         self._set_advantages(experience, metrics)
+        self._choose_tokens(experience, minibatches)
         return Planned(experience, minibatches)
 
     def _compare(self, judged: Judged) -> Tensor:
@@ -76,11 +77,15 @@ class ExperienceMaker:
 
     def _set_logprobs(self, experience: Experience, minibatches: list[Rows]) -> None:
         """Old and reference log-probs. With a single update the old ones are the update's own, so nothing is computed."""
-        rows = [members for minibatch in minibatches for members in minibatch]
-        if len(minibatches) * self.train.max_epochs > 1 or self.section.entropy_filter:
-            experience.old_logprobs, entropy = self.policy.logprobs_and_entropy(experience, rows)
-            if self.section.entropy_filter:
-                filters.leave_out(experience, filters.by_entropy(experience, entropy, self.section))
+        section, rows = self.section, [members for minibatch in minibatches for members in minibatch]
+        several = len(minibatches) * self.train.max_epochs > 1
+        needs_entropy = bool(section.entropy_filter or section.high_entropy_token_ratio)
+        if needs_entropy or ((several or self.mark is not None) and not section.use_engine_logprobs):
+            experience.old_logprobs, experience.entropy = self.policy.logprobs_and_entropy(experience, rows)
+        if section.use_engine_logprobs:
+            experience.old_logprobs = experience.engine_logprobs
+        if section.entropy_filter:
+            filters.leave_out(experience, filters.by_entropy(experience, section))
         if self.policy.reference is not None:
             experience.reference_logprobs = self.policy.reference_logprobs(experience, rows)
 
@@ -94,6 +99,27 @@ class ExperienceMaker:
             advantages = advantages.clamp(-section.advantage_clip, section.advantage_clip)
         experience.advantages, experience.credits = advantages.float(), None
         metrics.mean("rollout/advantage_abs", experience.advantages.abs(), learned)
+
+
+    def _choose_tokens(self, experience: Experience, minibatches: list[Rows]) -> None:
+        """Which tokens of each optimizer step count, and which the loss treats differently, among those of all ranks."""
+        total, share = self.data.sum, self.section.high_entropy_token_ratio
+        if share:
+            forks = _of_steps(experience, minibatches, lambda part: top_share(part.entropy, share, part, total))
+            experience.weights = forks.float()
+        if self.mark is not None:
+            given = options(self.mark, self.section)
+            experience.marked = _of_steps(experience, minibatches, lambda part: self.mark(part, total, **given))
+        experience.entropy = None
+
+
+def _of_steps(experience: Experience, minibatches: list[Rows], choose: Callable[[Experience], Tensor]) -> Tensor:
+    """[T] bool: what `choose` says of the sequences of each optimizer step."""
+    chosen = torch.zeros_like(experience.loss_mask)
+    for minibatch in minibatches:
+        rows = [row for members in minibatch for row in members]
+        chosen[token_index(experience.offsets, torch.tensor(rows, dtype=torch.int64))] = choose(experience.select(rows))
+    return chosen
 
 
 def flatten(samples: list[Sample], *, first_row: int) -> Experience:

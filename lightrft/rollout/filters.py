@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.reduce import sequence_sums
+from lightrft.algorithms.reduce import sequence_means
 from lightrft.config import AlgorithmSection
 from lightrft.types import Experience, Sample
 
@@ -16,11 +16,10 @@ def by_length(samples: list[Sample], section: AlgorithmSection) -> Tensor:
     return torch.tensor(whole, dtype=torch.bool) & torch.tensor(fits, dtype=torch.bool)
 
 
-def by_entropy(experience: Experience, entropy: Tensor, section: AlgorithmSection) -> Tensor:
-    """[N] bool: the mean entropy of the learned tokens lies between the two numbers of --entropy_filter. entropy [T]."""
+def by_entropy(experience: Experience, section: AlgorithmSection) -> Tensor:
+    """[N] bool: the mean entropy of the learned tokens lies between the two numbers of --entropy_filter."""
     least, most = section.entropy_filter
-    tokens = sequence_sums(experience.loss_mask.double(), experience).clamp(min=1)
-    mean = sequence_sums(torch.where(experience.loss_mask, entropy.double(), 0.0), experience) / tokens
+    mean = sequence_means(experience.entropy.double(), experience)
     return (least <= mean) & (mean <= most)
 
 

@@ -1,6 +1,8 @@
 """Why: a flag that nothing reads is a lie. Functions name what they read, and so the unread ones are known."""
 
-from lightrft.algorithms.options import keywords, missing, options, unread
+import pytest
+
+from lightrft.algorithms.options import keywords, options, resolve, unread
 from lightrft.config import AlgorithmSection
 from lightrft.registry import Registry
 
@@ -24,8 +26,24 @@ def test_a_function_gets_what_it_names():
     assert keywords(one) == {"dual_clip": True, "batch": True, "scale": False}
 
 
-def test_what_nobody_has_is_missing():
-    assert missing(one) == ["batch"] and missing(one, given=("batch",)) == [] and missing(other) == []
+def test_what_nobody_has_is_named():
+    with pytest.raises(ValueError, match="--loss one needs batch, which this run does not make"):
+        resolve(losses, "one")
+    assert resolve(losses, "one", given=("batch",)) is one and resolve(losses, "other") is other
+
+
+companions = Registry("companion", flag="--loss")
+
+
+@companions.register("one")
+def companion(values, *, gamma):
+    return values
+
+
+def test_flags_of_companions_count_too():
+    assert unread(losses, "other", {"gamma"}) == []
+    assert unread(losses, "other", {"gamma"}, companions) == ["--gamma has no effect with --loss other"]
+    assert unread(losses, "one", {"gamma"}, companions) == []
 
 
 def test_flags_of_other_functions_are_unread():

@@ -79,5 +79,5 @@ def test_a_switch_that_was_turned_off_stays_off(arguments):
 
 def test_a_recipe_for_an_unknown_field_is_an_error():
     with pytest.raises(KeyError):
-        Config().expand({"eps_clip": 0.2}, set())
-    assert "eps_clip" not in section_of_field()
+        Config().expand({"eps_clipp": 0.2}, set())
+    assert "eps_clipp" not in section_of_field()

@@ -5,18 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from algorithms.flat import make_batch
 from lightrft.algorithms.returns import distill, gae, reward_to_go, whiten
-from lightrft.types import Batch
-
-
-def make_batch(masks: list[str]) -> Batch:
-    """`"..xx.x"`: x is learned."""
-    return Batch(
-        lengths=torch.tensor([len(mask) for mask in masks], dtype=torch.int64),
-        input_ids=torch.zeros(sum(map(len, masks)), dtype=torch.int64),
-        loss_mask=torch.tensor([letter == "x" for mask in masks for letter in mask], dtype=torch.bool),
-        rows=torch.arange(len(masks)),
-    )
 
 
 def alone(total: torch.Tensor) -> torch.Tensor:

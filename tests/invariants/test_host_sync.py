@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification
 
 from flat_models import make_batch, make_model
 from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.algorithms.reduce import Denominator
 from lightrft.config import AlgorithmSection
 from lightrft.models.attention import ATTENTION
@@ -31,15 +32,21 @@ def batch() -> Experience:
     return Experience(
         lengths=sequence, input_ids=on_device(T, dtype=torch.int64), loss_mask=on_device(T, dtype=torch.bool), rows=sequence,
         groups=sequence, rewards=on_device(N), advantages=token, engine_logprobs=token, old_logprobs=token,
-        reference_logprobs=token,
+        reference_logprobs=token, weights=token, marked=on_device(T, dtype=torch.bool),
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
-def test_a_micro_batch_never_waits_for_the_device(mode):
+MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+CORRECTED = {"rollout_correction": "mis", "rollout_correction_level": "sequence"}
+OBJECTIVES = [*({"loss_agg_mode": mode} for mode in MODES), *({"policy_loss": name} for name in policy_losses.names()), CORRECTED]
+
+
+@pytest.mark.parametrize("fields", OBJECTIVES, ids=str)
+def test_a_micro_batch_never_waits_for_the_device(fields):
     hidden, weight, part, metrics = on_device(T, H, grad=True), on_device(V, H, grad=True), batch(), Metrics()
-    objective = PolicyObjective(AlgorithmSection(loss_agg_mode=mode, use_kl_loss=True, dual_clip=3.0))
+    objective = PolicyObjective(AlgorithmSection(**fields, use_kl_loss=True, dual_clip=3.0, entropy_coef=0.1))
     logprobs, entropy = token_logprobs(hidden, weight, part.input_ids, temperature=0.7, chunk=5)
+    part.entropy = entropy
     loss, report = objective(logprobs, part, Denominator(on_device(), on_device(), 8))
     loss.backward()
     for name, values in (report | {"train/entropy": entropy.detach()}).items():

@@ -285,3 +285,49 @@ def test_what_a_run_does_not_make_is_named(folder):
 
 def make_remax(folder: str) -> None:
     experience_of(make_policy(folder, 8, reference=False), [], [0], algorithm=AlgorithmSection(advantage_estimator="remax"))
+
+
+# -- tokens that are chosen among those of an optimizer step
+
+
+def make_chosen(folder: str, held: list[int]) -> dict[str, dict[str, Any]]:
+    policy = make_policy(folder, 4, reference=False)
+    train = TrainSection(train_batch_size=4, max_tokens_per_microbatch=16)
+    sections = {
+        "forks": AlgorithmSection(high_entropy_token_ratio=0.3),
+        "covariant": AlgorithmSection(policy_loss="kl_cov", cov_ratio=0.3),
+        "engine": AlgorithmSection(use_engine_logprobs=True),
+    }
+    return {name: experience_of(policy, all_samples(), held, algorithm=s, train=train) for name, s in sections.items()}
+
+
+@pytest.mark.parametrize("held", [[8], [3, 5]], ids=str)
+def test_tokens_are_chosen_among_those_of_all_ranks(folder, held):
+    results = run_ranks(len(held), make_chosen, folder, held)
+    found = {name: {r: c for result in results for r, c in sequences(result[name]).items()} for name in results[0]}
+    samples = all_samples()
+    for row, columns in found["engine"].items():
+        assert torch.equal(columns["old_logprobs"], columns["engine_logprobs"]), row
+    for step in ([0, 1, 2, 3], [4, 5, 6, 7]):
+        entropy, logprobs, advantages = {}, {}, {}
+        for row in step:
+            prompt = len(samples[row].prompt.token_ids)
+            values, entropies = reference_logprobs(folder, samples[row]), reference_entropy(folder, samples[row])
+            for place in range(prompt, samples[row].length):
+                entropy[row, place], logprobs[row, place] = entropies[place].item(), values[place].item()
+                advantages[row, place] = ADVANTAGES[row]
+        means = [sum(column.values()) / len(column) for column in (logprobs, advantages)]
+        covariance = {at: (logprobs[at] - means[0]) * (advantages[at] - means[1]) for at in logprobs}
+        for name, column, values in (("forks", "weights", entropy), ("covariant", "marked", covariance)):
+            top = set(sorted(values, key=lambda at: -values[at])[: int(0.3 * len(values))])
+            for row in step:
+                given = found[name][row][column].tolist()
+                assert [float(value) for value in given] == [float((row, place) in top) for place in range(len(given))]
+
+
+def reference_entropy(folder: str, sample: Sample) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    ids = torch.tensor(sample.prompt.token_ids + sample.token_ids)
+    with torch.no_grad():
+        logp = (model(input_ids=ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)
+    return torch.cat([torch.zeros(1), -(logp.exp() * logp).sum(-1)[:-1]])

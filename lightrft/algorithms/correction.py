@@ -1,0 +1,40 @@
+"""Rollout correction: samples come from an engine whose probabilities are not quite the trainer's, or from an older policy.
+
+With w = p_old / p_engine, of the trainer's policy before the step and of what sampled, each function gives the weight of a
+token's loss, without gradient. That keeps the proximal policy, from which the clip measures, apart from the one that behaved: the
+decoupled objective of Hilton et al. (arXiv 2110.00641), which is also how samples of older weights are learned from.
+"""
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.reduce import sequence_means, sequence_sums
+from lightrft.registry import Registry
+from lightrft.types import Batch
+
+corrections = Registry("rollout correction", flag="--rollout_correction")
+
+
+@corrections.register("tis")
+def tis(ratio: Tensor, *, rollout_correction_high: float) -> Tensor:
+    """min(w, C): truncated importance sampling. Ionides, J. Comp. Graph. Stat. 17, 2008; for rollouts Yao et al., 2025."""
+    return ratio.clamp(max=rollout_correction_high)
+
+
+@corrections.register("mis", "icepop")
+def mis(ratio: Tensor, *, rollout_correction_low: float, rollout_correction_high: float) -> Tensor:
+    """w within [low, high], else 0: masked importance sampling (Liu et al., "When Speed Kills Stability", 2025).
+
+    At the level of tokens with [0.5, 5] it is IcePop (Ring-1T, arXiv 2510.18855), whose name brings these bounds.
+    """
+    return torch.where((ratio >= rollout_correction_low) & (ratio <= rollout_correction_high), ratio, 0.0)
+
+
+def importance_ratios(old_logprobs: Tensor, engine_logprobs: Tensor, batch: Batch, level: str) -> Tensor:
+    """w of each token, or of its whole sequence: the product over the tokens, or their geometric mean. [T], [T] -> [T]."""
+    difference = torch.where(batch.loss_mask, (old_logprobs - engine_logprobs).detach(), 0.0)
+    if level == "sequence":
+        difference = sequence_sums(difference, batch)[batch.sequence_ids]
+    elif level == "geometric":
+        difference = sequence_means(difference, batch)[batch.sequence_ids]
+    return difference.exp()

@@ -1,0 +1,48 @@
+"""Which tokens cost the policy its entropy: those where log-prob and advantage covary most. Chosen once for an optimizer step.
+
+The paper takes the log-probs of the moment; here they are those before the step, so that neither micro-batches nor ranks decide
+what is chosen. In the first update of a step they are the same.
+"""
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.reduce import Sum
+from lightrft.algorithms.selection import largest, share_of_tokens, top_share
+from lightrft.registry import Registry
+from lightrft.types import Experience
+
+marks = Registry("choice of tokens", flag="--policy_loss")
+"""By the name of a policy loss: (batch of one optimizer step, sum over ranks) -> [T] bool, the tokens it treats differently."""
+
+
+def covariances(batch: Experience, total: Sum) -> Tensor:
+    """(log p - mean) (A - mean) of each token, means over the learned tokens of all ranks. Cui et al., arXiv 2505.22617."""
+    mask = batch.loss_mask
+    columns = torch.stack([batch.old_logprobs, batch.advantages, mask.float()]).double()
+    logprob, advantage, count = total(columns[:, mask].sum(1))
+    return (columns[0] - logprob / count.clamp(min=1)) * (columns[1] - advantage / count.clamp(min=1))
+
+
+@marks.register("kl_cov")
+def highest(batch: Experience, total: Sum, *, cov_ratio: float) -> Tensor:
+    """[T] bool: the share `cov_ratio` of all tokens, those of the highest covariance."""
+    return top_share(covariances(batch, total), cov_ratio, batch, total)
+
+
+@marks.register("clip_cov")
+def drawn(batch: Experience, total: Sum, *, cov_ratio: float, clip_cov_range: list[float]) -> Tensor:
+    """[T] bool: as many, drawn at random from those whose covariance is between the two numbers of the range."""
+    least, most = clip_cov_range
+    covariance = covariances(batch, total)
+    eligible = batch.loss_mask & (covariance >= least) & (covariance <= most)
+    return largest(lots(batch), eligible, share_of_tokens(cov_ratio, batch, total), batch, total)
+
+
+def lots(batch: Experience) -> Tensor:
+    """[T] uniform random numbers, drawn for each sequence with its own tokens as seed: the same on whatever rank it lies."""
+    generator = torch.Generator()
+    sequences = batch.input_ids.split(batch.lengths.tolist())
+    seeds = [int((ids * torch.arange(1, len(ids) + 1)).sum()) for ids in sequences]
+    drawn = [torch.rand(len(ids), generator=generator.manual_seed(seed)) for ids, seed in zip(sequences, seeds, strict=True)]
+    return torch.cat([torch.zeros(0), *drawn])

@@ -1,0 +1,68 @@
+"""The largest of many values that lie on several ranks, the same ones for every way of dealing them.
+
+Only counts are exchanged: the k-th largest key is found eight bits at a time, from the highest down.
+"""
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.reduce import Sum
+from lightrft.types import Batch
+
+BYTE = 256
+PLACE_BITS = 24
+"""A row and a place in its sequence stay below 2^24 each."""
+
+
+def top_share(values: Tensor, share: float, batch: Batch, total: Sum) -> Tensor:
+    """[T] bool: the share of all learned tokens with the largest values [T].
+
+    Of entropy: the tokens where reasoning forks; Wang et al., arXiv 2506.01939, learn from a fifth of all.
+    """
+    return largest(values, batch.loss_mask, share_of_tokens(share, batch, total), batch, total)
+
+
+def share_of_tokens(share: float, batch: Batch, total: Sum) -> int:
+    """So many of all ranks' learned tokens, at least one where there are any."""
+    count = int(total(batch.loss_mask.sum()))
+    return min(max(int(share * count + 1e-6), 1), count)
+
+
+def largest(values: Tensor, mask: Tensor, count: int, batch: Batch, total: Sum) -> Tensor:
+    """[T] bool: the `count` largest masked values [T] of all ranks; of equal ones those of the earliest rows and tokens."""
+    if count < 1:
+        return torch.zeros_like(mask)
+    keys = value_keys(values)
+    threshold, still_wanted = kth_largest(keys[mask], count, 32, total)
+    chosen = mask & (keys > threshold)
+    tied = mask & (keys == threshold)
+    order = -place_keys(batch) + (1 << 2 * PLACE_BITS) - 1
+    last, _ = kth_largest(order[tied], still_wanted, 2 * PLACE_BITS, total)
+    return chosen | (tied & (order >= last))
+
+
+def kth_largest(keys: Tensor, k: int, bits: int, total: Sum) -> tuple[int, int]:
+    """The k-th largest of all ranks' keys of so many bits, and how many of those equal to it are among the k largest.
+
+    The smallest of all, and all of it, where there are fewer.
+    """
+    found = 0
+    for shift in range(bits - 8, -1, -8):
+        here = keys[(keys >> (shift + 8)) == (found >> (shift + 8))]
+        counts = total(torch.bincount((here >> shift) & (BYTE - 1), minlength=BYTE))
+        from_above = counts.flip(0).cumsum(0).flip(0)  # [256], keys of this byte or a larger one
+        byte = max(int((from_above >= k).sum()) - 1, 0)
+        k -= int(from_above[byte] - counts[byte])
+        found |= byte << shift
+    return found, k
+
+
+def value_keys(values: Tensor) -> Tensor:
+    """Whole numbers of 32 bits in the order of the values, [T] int64: a float's own bits, turned over where it is negative."""
+    bits = (values.float() + 0.0).view(torch.int32).long()  # + 0.0: a zero has no sign
+    return torch.where(bits >= 0, bits + (1 << 31), -1 - bits)
+
+
+def place_keys(batch: Batch) -> Tensor:
+    """Row and place of each token as one number, over all ranks: [T] int64."""
+    return (batch.rows[batch.sequence_ids] << PLACE_BITS) + batch.position_ids

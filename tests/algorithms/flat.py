@@ -1,0 +1,63 @@
+"""Batches of experience for tests, and losses of them, in float64 where values are compared."""
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.algorithms.reduce import Denominator
+from lightrft.config import AlgorithmSection
+from lightrft.types import Batch, Experience
+
+
+def make_batch(masks: list[str]) -> Batch:
+    """`[".xx.x", ".x"]`: two sequences, x is learned."""
+    return Batch(**sequences(masks))
+
+
+def sequences(masks: list[str]) -> dict[str, Tensor]:
+    return {
+        "lengths": torch.tensor([len(mask) for mask in masks], dtype=torch.int64),
+        "input_ids": torch.arange(sum(map(len, masks))),
+        "loss_mask": torch.tensor([letter == "x" for mask in masks for letter in mask], dtype=torch.bool),
+        "rows": torch.arange(len(masks)),
+    }
+
+
+def random_experience(masks: list[str], seed: int, **columns: Tensor) -> Experience:
+    """With noise everywhere, also where nothing is learned. Log-ratios of about 0.3, advantages of about 1."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(map(len, masks))
+
+    def noise(scale: float) -> Tensor:
+        return scale * torch.randn(total, generator=generator, dtype=torch.float64)
+
+    old = noise(1.0) - 2
+    defaults = {
+        "groups": torch.zeros(len(masks), dtype=torch.int64),
+        "rewards": torch.zeros(len(masks)),
+        "advantages": noise(1.0),
+        "old_logprobs": old,
+        "engine_logprobs": old + noise(0.3),
+        "reference_logprobs": old + noise(0.3),
+        "entropy": noise(1.0).abs(),
+        "weights": (noise(1.0) > 0).double(),
+        "marked": noise(1.0) > 0,
+    }
+    return Experience(**sequences(masks), **(defaults | columns))
+
+
+def actor_logprobs(batch: Experience, seed: int) -> Tensor:
+    """What the actor says now, some steps from the old log-probs."""
+    noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return batch.old_logprobs + 0.3 * noise
+
+
+def step_denominator(batch: Batch) -> Denominator:
+    learned = [bool(part.any()) for part in batch.loss_mask.split(batch.lengths.tolist())]
+    return Denominator(batch.num_loss_tokens, torch.tensor(float(sum(learned))), length=7)
+
+
+def loss_and_gradient(section: AlgorithmSection, batch: Experience, logprobs: Tensor, denominator: Denominator) -> tuple:
+    values = logprobs.clone().requires_grad_()
+    loss, report = PolicyObjective(section)(values, batch, denominator)
+    return loss.item(), torch.autograd.grad(loss, values)[0], report
