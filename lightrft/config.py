@@ -227,6 +227,8 @@ class AlgorithmSection:
 class OptimSection:
     actor_learning_rate: float = 1e-6
     """Peak learning rate."""
+    critic_learning_rate: float = 9e-6
+    """Peak learning rate of the critic, where there is one."""
     lr_scheduler: Literal["cosine", "constant"] = "cosine"
     """After the warm-up: cosine to 10 % of the peak, or constant."""
     lr_warmup_ratio: float = 0.03

@@ -6,9 +6,10 @@ from lightrft.config import ConfigError
 from lightrft.strategy.config import Arguments, StrategyConfig, flat
 from lightrft.strategy.engine_host import EngineStatus
 from lightrft.strategy.fsdp import FSDPStrategy
+from lightrft.strategy.named import is_actor
 from lightrft.strategy.strategy_base import StrategyBase
 
-__all__ = ["DeepSpeedStrategy", "EngineStatus", "FSDPStrategy", "StrategyBase", "StrategyConfig", "get_strategy"]
+__all__ = ["DeepSpeedStrategy", "EngineStatus", "FSDPStrategy", "StrategyBase", "StrategyConfig", "get_strategy", "is_actor"]
 
 
 def get_strategy(args: Arguments = None) -> StrategyBase:

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightrft.parallel.collectives import Axis
 from lightrft.strategy import checkpoint_folder as folders
 from lightrft.strategy.atomic import agree, write_file, write_folder
+from lightrft.strategy.fragment import LoadPlanner, SavePlanner
 from lightrft.strategy.random_states import random_states, set_random_states
 
 STATE, SCHEDULERS, PARTS, HF = "state.json", "schedulers.pt", "parts.pt", "hf"
@@ -150,7 +151,7 @@ def load(contents: Contents, path: Path, world_size: int, *, strict: bool, modul
 
 def _write_tensors(tensors: dict[str, Any], world: Axis, part: Path) -> None:
     writer = _Writer(part, sync_files=True)
-    dcp.save(tensors, storage_writer=writer, process_group=world.group, no_dist=world.size == 1)
+    dcp.save(tensors, storage_writer=writer, planner=SavePlanner(), process_group=world.group, no_dist=world.size == 1)
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -173,7 +174,7 @@ def _read_tensors(contents: Contents, path: Path, *, strict: bool, module_only: 
         _check_tensors(state["model"], f"{name}.model.", saved, strict)
         if "optimizer" in state:
             _forget_untouched(state["optimizer"]["state"], f"{name}.optimizer.state.", saved)
-    dcp.load(states, storage_reader=reader)
+    dcp.load(states, storage_reader=reader, planner=LoadPlanner())
     for name, training in contents.models.items():
         training.restore(states[name])
 

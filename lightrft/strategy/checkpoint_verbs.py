@@ -16,22 +16,18 @@ from lightrft.strategy import checkpoint
 from lightrft.strategy.atomic import PART, agree
 from lightrft.strategy.background import Background
 from lightrft.strategy.engine_verbs import EngineVerbs
+from lightrft.strategy.model_verbs import Trained
 
 Models = nn.Module | Mapping[str, Any]
 """One model, or several by name: {"actor": (actor, optimizer, scheduler), "ema": ema}, each as prepare() takes it."""
-Trained = tuple[nn.Module, Optimizer | None, LRScheduler | None]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class CheckpointVerbs(EngineVerbs):
     """A part of StrategyBase. All ranks call every verb together."""
 
-    skipped_steps: int
-
     def __init__(self) -> None:
         super().__init__()
-        self._prepared: dict[nn.Module, Trained] = {}
-        """What prepare() was given with each model."""
         self._background: Background | None = None
 
     def save_ckpt(

@@ -10,6 +10,7 @@ from lightrft.config import (
     DataSection,
     EngineSection,
     ModelSection,
+    OptimSection,
     RolloutSection,
     StrategySection,
     cp_problems,
@@ -67,6 +68,12 @@ class StrategyConfig(ModelSection, DataSection, StrategySection, EngineSection, 
         """ValueError for what ZeRO cannot do."""
         if problems := deepspeed_problems(self, bf16=self.bf16):
             raise ValueError("; ".join(problems))
+
+
+def optim_section(args: Arguments) -> OptimSection:
+    """What of `args` an optimizer and its schedule need."""
+    known = {f.name for f in fields(OptimSection)}
+    return OptimSection(**{name: value for name, value in flat(args).items() if name in known and value is not None})
 
 
 def sequence_layout(config: StrategyConfig) -> tuple[int, str]:

@@ -1,40 +1,29 @@
 """The verbs of the engine on the same devices: who wakes it, with whose weights, and when it sleeps."""
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-import torch
 from easydict import EasyDict
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from lightrft.engine.base import Engine, Sampling
-from lightrft.strategy.backend import Backend
 from lightrft.strategy.config import Arguments, StrategyConfig
 from lightrft.strategy.engine_host import EngineHost, EngineStatus
-from lightrft.strategy.phases import Phase, Phases
+from lightrft.strategy.model_verbs import ModelVerbs
+from lightrft.strategy.phases import Phase
 from lightrft.types import Completion
 
 
-class EngineVerbs(Backend):
+class EngineVerbs(ModelVerbs):
     """A part of StrategyBase. Ranks that share an engine call every verb together."""
 
     seed: int
 
     def __init__(self) -> None:
+        super().__init__()
         self._host: EngineHost | None = None
         self._engine_actor: nn.Module | None = None
-        self._phases = Phases()
-
-    @abstractmethod
-    def enter(self, phase: Phase, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> None:
-        """Change hands; see StrategyBase."""
-
-    @abstractmethod
-    def full_params(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The weight stream; see StrategyBase."""
 
     @property
     def engine(self) -> Engine:

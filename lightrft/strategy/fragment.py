@@ -7,9 +7,12 @@ strategy on any number of ranks has written, every other reads.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -56,8 +59,26 @@ class Fragment:
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(offsets), part.shape) for offsets, part in self.parts().items()]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return self.parts()[tuple(index.offset)]
+
+class SavePlanner(DefaultSavePlanner):
+    """torch's, for fragments too."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        whole = self.state_dict[index.fqn]
+        return whole.parts()[tuple(index.offset)] if isinstance(whole, Fragment) else super().lookup_object(index)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """torch's, for fragments too. What is read goes where they point; in the state itself they are gone then."""
+
+    def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        flat, _ = flatten_state_dict(state_dict)
+        super().set_up_planner(state_dict, *args, **kwargs)
+        self.state_dict |= {name: value for name, value in flat.items() if isinstance(value, Fragment)}
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        whole = self.state_dict[index.fqn]
+        return whole.parts()[tuple(index.offset)] if isinstance(whole, Fragment) else super().lookup_tensor(index)
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:

@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
+from weakref import WeakSet
 
 from torch import nn
 from transformers import PreTrainedModel
+
+_ACTORS: WeakSet[nn.Module] = WeakSet()
 
 
 @runtime_checkable
@@ -26,3 +29,12 @@ def hf_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def unwrap(model: nn.Module) -> nn.Module:
     """The first transformers model inside `model`, itself included; the module as it is when there is none."""
     return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+
+
+def mark_actor(*models: nn.Module) -> None:
+    _ACTORS.update(models)
+
+
+def is_actor(model: nn.Module) -> bool:
+    """Whether prepare(is_rlhf=True) or prepare_models_and_optimizers() took it for the policy of a run."""
+    return model in _ACTORS

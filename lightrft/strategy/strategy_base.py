@@ -1,20 +1,20 @@
-"""The public face of how a run is distributed; users subclass it, backends implement it."""
+"""The public face of how a run is distributed; users subclass it, backends implement it.
+
+Its verbs of models, device memory, the engine and checkpoints are in files of their own, one base class each.
+"""
 
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from loguru import logger
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -22,17 +22,12 @@ from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import current_device, memory_in_use, peak_memory, select_device
 from lightrft.parallel.mesh import Mesh
 from lightrft.strategy import reduce
-from lightrft.strategy.backend import Away
 from lightrft.strategy.checkpoint_verbs import CheckpointVerbs
 from lightrft.strategy.config import Arguments, StrategyConfig, sequence_layout
 from lightrft.strategy.dataloader import ResumableBatchSampler
-from lightrft.strategy.dropout import draw_by_data_rank
 from lightrft.strategy.export import export
 from lightrft.strategy.launch import join_process_group
 from lightrft.strategy.named import unwrap
-from lightrft.strategy.offload import has_gradients, is_offloaded
-from lightrft.strategy.optim import create_adamw, create_lr_scheduler, parameter_names
-from lightrft.strategy.phases import Phase
 from lightrft.strategy.watchdog import MARGIN, Watchdog
 from lightrft.versions import TENSOR_PARALLEL, untested_versions
 
@@ -62,16 +57,9 @@ class StrategyBase(CheckpointVerbs):
         self.micro_train_batch_size, self.train_batch_size = micro_train_batch_size, train_batch_size
         self.config = StrategyConfig.from_args(args)
         self.device = current_device()
-        self.skipped_steps = 0
-        """Optimizer steps left out because the gradient norm was not finite."""
         self._mesh: Mesh | None = None
         self._owns_processes = False
         self._watchdog: Watchdog | None = None
-        self._models: list[nn.Module] = []
-        self._optimizers: list[Optimizer] = []
-        self._unsummed: set[nn.Module] = set()
-        """Models with gradients that no other rank has seen."""
-        self._away: dict[nn.Module | Optimizer, Away] = {}
 
     # -- processes
 
@@ -170,143 +158,6 @@ class StrategyBase(CheckpointVerbs):
         """
         return reduce.all_gather(data, self._data())
 
-    # -- models and optimizers
-
-    def init_model_context(self) -> AbstractContextManager[None]:
-        """Where to make a model that prepare() will distribute, so that it never exists whole in a rank's host memory.
-
-            with strategy.init_model_context():
-                actor = Actor(load_model(config.model))
-            actor = strategy.prepare(actor)
-
-        Use it for models whose weights come from a Hugging Face folder. A backend that has no such way makes them as ever.
-        """
-        return nullcontext()
-
-    def create_optimizer(
-        self, model: nn.Module, lr: float, betas: Sequence[float] = (0.9, 0.95), weight_decay: float = 0.0, eps: float = 1e-8
-    ) -> Optimizer:
-        """AdamW over what requires a gradient; before or after prepare(), it is the same."""
-        return create_adamw(model, lr, tuple(betas), weight_decay, eps)
-
-    def create_scheduler(
-        self, optimizer: Optimizer, kind: Literal["cosine", "constant"], warmup_steps: int, total_steps: int
-    ) -> LRScheduler:
-        """Linear warm-up, then a cosine to 10 % of the peak at `total_steps`, or constant."""
-        return create_lr_scheduler(optimizer, kind, warmup_steps, total_steps)
-
-    def prepare(self, *models_or_pairs: Any) -> Any:
-        """Distribute modules in place. Each argument is a module, (module, optimizer), (module, optimizer, scheduler) or None.
-
-        Returns what it was given: one argument as itself, several as a tuple. An optimizer made before keeps its identity
-        and trains the distributed parameters.
-        """
-        for item in models_or_pairs:
-            module, optimizer, scheduler = (*item, None)[:3] if isinstance(item, tuple | list) else (item, None, None)
-            if module is not None:
-                trained = any(parameter.requires_grad for parameter in module.parameters())
-                parameter_names(module, optimizer)
-                self.make_ready(module)
-                self.distribute(module, optimizer)
-                self._know(module, optimizer)
-                if trained:
-                    draw_by_data_rank(module, self.mesh.data, self.device)
-                self._prepared[module] = (module, optimizer, scheduler)
-        return models_or_pairs[0] if len(models_or_pairs) == 1 else models_or_pairs
-
-    def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer | None = None, *, last: bool = True) -> None:
-        """Add the gradients of one micro-batch.
-
-        `loss` is this rank's share of the global mean: gradients are summed over ranks and micro-batches, nothing divides
-        them. Only the `last` micro-batch of an optimizer step communicates. All ranks have the same number of micro-batches.
-        """
-        self._check_here(model)
-        (self._unsummed.discard if last else self._unsummed.add)(model)
-        self.accumulate(loss, model, last)
-
-    def optimizer_step(
-        self, optimizer: Optimizer, model: nn.Module, scheduler: LRScheduler | None = None, name: str = "model"
-    ) -> Tensor:
-        """Clip by one global norm, step, advance the schedule, forget the gradients. Returns the norm before clipping: [].
-
-        A norm that is not finite skips step and schedule on all ranks, and is counted in `skipped_steps`.
-        """
-        if model in self._unsummed:
-            raise RuntimeError(f"optimizer_step({name}) after backward(last=False): gradients were not summed over the ranks yet")
-        self._check_here(optimizer, model)
-        norm = self.take_step(model, optimizer)
-        if torch.isfinite(norm):
-            if scheduler is not None:
-                scheduler.step()
-        else:
-            self.skipped_steps += 1
-            if self.is_rank_0():
-                logger.warning("{}: gradient norm is {}, step skipped ({} so far)", name, norm.item(), self.skipped_steps)
-        self.clear_gradients(model)
-        return norm
-
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """The Hugging Face model inside a role's wrapper, or the module itself."""
-        return unwrap(model)
-
-    def full_params(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every parameter, tied ones once, in transfer dtype, bucket by bucket.
-
-        A tensor is valid until the next one is asked for. dtype None: bfloat16 with --bf16, else float32.
-        An offloaded model comes back for it.
-        """
-        self.reload_model(model)
-        return self.stream(model, dtype or self.dtype)
-
-    # -- who is in device memory
-
-    @property
-    def phase(self) -> Phase:
-        return self._phases.current
-
-    def enter(self, phase: Phase, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> None:
-        """Change hands: what the phase needs comes to the device, and with --offload_idle all else leaves it before.
-
-        TRAIN needs the model that learns and its optimizer, LOGPROB the model that is asked, REFIT the actor, GENERATE none.
-        The engine is not moved here: its own verbs wake it and put it to sleep. PhaseError where the way is not legal.
-        """
-        self._phases.enter(phase)
-        self._know(model, optimizer)
-        if self.config.offload_idle:
-            for other in self._models:
-                if other is not model:
-                    self.offload_model(other)
-            for other in self._optimizers:
-                if other is not optimizer:
-                    self.maybe_offload_optimizer(other)
-        if model is not None:
-            self.reload_model(model)
-        if optimizer is not None:
-            self.maybe_load_optimizer(optimizer)
-
-    def offload_model(self, model: nn.Module) -> None:
-        """Move a prepared model to host memory and free its place on the device; parameters stay the same objects.
-
-        RuntimeError when it holds gradients, and whenever an offloaded model is used. Nothing happens to one that is away.
-        """
-        if model in self._unsummed:
-            raise RuntimeError(has_gradients(model))
-        if model not in self._away:
-            self._away[model] = self.send_model_away(model)
-
-    def reload_model(self, model: nn.Module) -> None:
-        """Bring an offloaded model back, the same bit by bit. Nothing happens to one that is here."""
-        self._bring_back(model)
-
-    def maybe_offload_optimizer(self, optimizer: Optimizer) -> None:
-        """Move the optimizer's state to host memory, unless it is there already."""
-        if optimizer not in self._away:
-            self._away[optimizer] = self.send_optimizer_away(optimizer)
-
-    def maybe_load_optimizer(self, optimizer: Optimizer) -> None:
-        """Bring an offloaded optimizer back, the same bit by bit. Nothing happens to one that is here."""
-        self._bring_back(optimizer)
-
     # -- data
 
     def setup_dataloader(
@@ -364,18 +215,3 @@ class StrategyBase(CheckpointVerbs):
         untested = untested_versions(TENSOR_PARALLEL) if self.mesh.tp.size > 1 else []
         if untested and self.is_rank_0():
             logger.warning("--tp_size is not tested with {}: compare first steps with --tp_size 1", ", ".join(untested))
-
-    def _know(self, model: nn.Module | None, optimizer: Optimizer | None) -> None:
-        if model is not None and all(model is not other for other in self._models):
-            self._models.append(model)
-        if optimizer is not None and all(optimizer is not other for other in self._optimizers):
-            self._optimizers.append(optimizer)
-
-    def _check_here(self, *items: nn.Module | Optimizer) -> None:
-        for item in items:
-            if item in self._away:
-                raise RuntimeError(is_offloaded(item))
-
-    def _bring_back(self, item: nn.Module | Optimizer | None) -> None:
-        if item in self._away:
-            self._away.pop(item).reload(self.device)

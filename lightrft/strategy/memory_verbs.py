@@ -1,0 +1,89 @@
+"""The verbs of device memory: what is there in which phase, and what waits in host memory meanwhile."""
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightrft.parallel.device import release_cached_memory, synchronize
+from lightrft.strategy.backend import Away, Backend
+from lightrft.strategy.offload import has_gradients, is_offloaded
+from lightrft.strategy.phases import Phase, Phases
+
+
+class MemoryVerbs(Backend):
+    """A part of StrategyBase. All ranks call every verb together."""
+
+    def __init__(self) -> None:
+        self._phases = Phases()
+        self._models: list[nn.Module] = []
+        self._optimizers: list[Optimizer] = []
+        self._unsummed: set[nn.Module] = set()
+        """Models with gradients that no other rank has seen."""
+        self._away: dict[nn.Module | Optimizer, Away] = {}
+
+    @property
+    def phase(self) -> Phase:
+        return self._phases.current
+
+    def enter(self, phase: Phase, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> None:
+        """Change hands: what the phase needs comes to the device, and with --offload_idle all else leaves it before.
+
+        TRAIN needs the model that learns and its optimizer, LOGPROB the model that is asked, REFIT the actor, GENERATE none.
+        The engine is not moved here: its own verbs wake it and put it to sleep. PhaseError where the way is not legal.
+        """
+        self._phases.enter(phase)
+        self._know(model, optimizer)
+        if self.config.offload_idle:
+            for other in self._models:
+                if other is not model:
+                    self.offload_model(other)
+            for other in self._optimizers:
+                if other is not optimizer:
+                    self.maybe_offload_optimizer(other)
+        if model is not None:
+            self.reload_model(model)
+        if optimizer is not None:
+            self.maybe_load_optimizer(optimizer)
+
+    def offload_model(self, model: nn.Module) -> None:
+        """Move a prepared model to host memory and free its place on the device; parameters stay the same objects.
+
+        RuntimeError when it holds gradients, and whenever an offloaded model is used. Nothing happens to one that is away.
+        """
+        if model in self._unsummed:
+            raise RuntimeError(has_gradients(model))
+        if model not in self._away:
+            self._away[model] = self.send_model_away(model)
+
+    def reload_model(self, model: nn.Module) -> None:
+        """Bring an offloaded model back, the same bit by bit. Nothing happens to one that is here."""
+        self._bring_back(model)
+
+    def maybe_offload_optimizer(self, optimizer: Optimizer) -> None:
+        """Move the optimizer's state to host memory, unless it is there already."""
+        if optimizer not in self._away:
+            self._away[optimizer] = self.send_optimizer_away(optimizer)
+
+    def maybe_load_optimizer(self, optimizer: Optimizer) -> None:
+        """Bring an offloaded optimizer back, the same bit by bit. Nothing happens to one that is here."""
+        self._bring_back(optimizer)
+
+    def sync_and_clear_cache(self) -> None:
+        """All ranks have come here, this device has done its work, and freed memory goes back to it."""
+        synchronize(self.device)
+        self.mesh.world.barrier()
+        release_cached_memory(self.device)
+
+    def _know(self, model: nn.Module | None, optimizer: Optimizer | None) -> None:
+        if model is not None and all(model is not other for other in self._models):
+            self._models.append(model)
+        if optimizer is not None and all(optimizer is not other for other in self._optimizers):
+            self._optimizers.append(optimizer)
+
+    def _check_here(self, *items: nn.Module | Optimizer) -> None:
+        for item in items:
+            if item in self._away:
+                raise RuntimeError(is_offloaded(item))
+
+    def _bring_back(self, item: nn.Module | Optimizer | None) -> None:
+        if item in self._away:
+            self._away.pop(item).reload(self.device)

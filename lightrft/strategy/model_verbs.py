@@ -1,0 +1,163 @@
+"""The verbs of models and optimizers: distributing them, and training."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from loguru import logger
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightrft.config import OptimSection
+from lightrft.strategy.config import Arguments, optim_section
+from lightrft.strategy.dropout import draw_by_data_rank
+from lightrft.strategy.memory_verbs import MemoryVerbs
+from lightrft.strategy.named import mark_actor, unwrap
+from lightrft.strategy.optim import create_adamw, create_lr_scheduler, parameter_names
+
+Trained = tuple[nn.Module | None, Optimizer | None, LRScheduler | None]
+
+
+class ModelVerbs(MemoryVerbs):
+    """A part of StrategyBase. All ranks call every verb together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skipped_steps = 0
+        """Optimizer steps left out because the gradient norm was not finite."""
+        self._prepared: dict[nn.Module, Trained] = {}
+        """What prepare() was given with each model."""
+
+    def init_model_context(self) -> AbstractContextManager[None]:
+        """Where to make a model that prepare() will distribute, so that it never exists whole in a rank's host memory.
+
+            with strategy.init_model_context():
+                actor = Actor(load_model(config.model))
+            actor = strategy.prepare(actor)
+
+        Use it for models whose weights come from a Hugging Face folder. A backend that has no such way makes them as ever.
+        """
+        return nullcontext()
+
+    def create_optimizer(
+        self, model: nn.Module, lr: float, betas: Sequence[float] = (0.9, 0.95), weight_decay: float = 0.0, eps: float = 1e-8
+    ) -> Optimizer:
+        """AdamW over what requires a gradient; before or after prepare(), it is the same."""
+        return create_adamw(model, lr, tuple(betas), weight_decay, eps)
+
+    def create_scheduler(
+        self, optimizer: Optimizer, kind: Literal["cosine", "constant"], warmup_steps: int, total_steps: int
+    ) -> LRScheduler:
+        """Linear warm-up, then a cosine to 10 % of the peak at `total_steps`, or constant."""
+        return create_lr_scheduler(optimizer, kind, warmup_steps, total_steps)
+
+    def prepare(self, *models_or_pairs: Any, is_rlhf: bool = False) -> Any:
+        """Distribute modules in place. Each argument is a module, (module, optimizer), (module, optimizer, scheduler) or None.
+
+        Returns what it was given: one argument as itself, several as a tuple. An optimizer made before keeps its identity
+        and trains the distributed parameters. With `is_rlhf` the first module that has an optimizer becomes the actor.
+        """
+        pairs = [(*item, None)[:3] if isinstance(item, tuple | list) else (item, None, None) for item in models_or_pairs]
+        for module, optimizer, scheduler in pairs:
+            if module is not None:
+                self._prepare(module, optimizer, scheduler)
+        if is_rlhf:
+            mark_actor(*[module for module, optimizer, _ in pairs if module is not None and optimizer is not None][:1])
+        return models_or_pairs[0] if len(models_or_pairs) == 1 else models_or_pairs
+
+    def prepare_models_and_optimizers(
+        self, actor: nn.Module, critic: nn.Module | None, reward_models: Any, initial_model: nn.Module | None,
+        args: Arguments, max_steps: int,
+    ) -> tuple[Trained, Trained, Any, nn.Module | None]:  # fmt: skip
+        """prepare() for all roles of a run, with optimizers and schedules over `max_steps` optimizer steps made from `args`.
+
+        `reward_models` is one frozen module, a list of them, or None. Returns (actor, optimizer, scheduler), the same for the
+        critic (three times None without one), the reward models and the initial model as they were given.
+        """
+        optim = optim_section(args)
+        roles = ((actor, optim.actor_learning_rate), (critic, optim.critic_learning_rate))
+        trained = [self._with_optimizer(model, rate, optim, max_steps) for model, rate in roles]
+        frozen = [*(reward_models if isinstance(reward_models, list | tuple) else [reward_models]), initial_model]
+        self.prepare(*trained, *frozen, is_rlhf=True)
+        return *trained, reward_models, initial_model
+
+    def prepare_reward_model(self, model: nn.Module, args: Arguments, max_steps: int) -> Trained:
+        """The same for a reward model in training; --actor_learning_rate is the rate of whatever a run trains first."""
+        optim = optim_section(args)
+        return self.prepare(self._with_optimizer(model, optim.actor_learning_rate, optim, max_steps))
+
+    def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer | None = None, *, last: bool = True) -> None:
+        """Add the gradients of one micro-batch.
+
+        `loss` is this rank's share of the global mean: gradients are summed over ranks and micro-batches, nothing divides
+        them. Only the `last` micro-batch of an optimizer step communicates. All ranks have the same number of micro-batches.
+        """
+        self._check_here(model)
+        (self._unsummed.discard if last else self._unsummed.add)(model)
+        self.accumulate(loss, model, last)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, model: nn.Module, scheduler: LRScheduler | None = None, name: str = "model"
+    ) -> Tensor:
+        """Clip by one global norm, step, advance the schedule, forget the gradients. Returns the norm before clipping: [].
+
+        A norm that is not finite skips step and schedule on all ranks, and is counted in `skipped_steps`.
+        """
+        if model in self._unsummed:
+            raise RuntimeError(f"optimizer_step({name}) after backward(last=False): gradients were not summed over the ranks yet")
+        self._check_here(optimizer, model)
+        norm = self.take_step(model, optimizer)
+        if torch.isfinite(norm):
+            if scheduler is not None:
+                scheduler.step()
+        else:
+            self.skipped_steps += 1
+            if self.is_rank_0():
+                logger.warning("{}: gradient norm is {}, step skipped ({} so far)", name, norm.item(), self.skipped_steps)
+        self.clear_gradients(model)
+        return norm
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """The Hugging Face model inside a role's wrapper, or the module itself."""
+        return unwrap(model)
+
+    def full_params(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of every parameter, tied ones once, in transfer dtype, bucket by bucket.
+
+        A tensor is valid until the next one is asked for. dtype None: bfloat16 with --bf16, else float32.
+        An offloaded model comes back for it.
+        """
+        self.reload_model(model)
+        return self.stream(model, dtype or self.dtype)
+
+    @torch.no_grad()
+    def moving_average(self, model: nn.Module, model_ema: nn.Module, beta: float = 0.992) -> None:
+        """model_ema <- beta * model_ema + (1 - beta) * model, parameter by parameter, each rank its own part.
+
+        Both come from prepare(). Do not freeze `model_ema`: then it keeps float32, in which small steps are not lost.
+        """
+        away = [item for item in (model, model_ema) if item in self._away]
+        for item in away:
+            self.reload_model(item)
+        self.lerp(model, model_ema, 1 - beta)
+        for item in away:
+            self.offload_model(item)
+
+    def _prepare(self, module: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> None:
+        trained = any(parameter.requires_grad for parameter in module.parameters())
+        parameter_names(module, optimizer)
+        self.make_ready(module)
+        self.distribute(module, optimizer)
+        self._know(module, optimizer)
+        if trained:
+            draw_by_data_rank(module, self.mesh.data, self.device)
+        self._prepared[module] = (module, optimizer, scheduler)
+
+    def _with_optimizer(self, model: nn.Module | None, rate: float, optim: OptimSection, max_steps: int) -> Trained:
+        if model is None:
+            return None, None, None
+        optimizer = self.create_optimizer(model, rate, optim.adam_betas, optim.l2)
+        warmup = round(optim.lr_warmup_ratio * max_steps)
+        return model, optimizer, self.create_scheduler(optimizer, optim.lr_scheduler, warmup, max_steps)
