@@ -216,11 +216,15 @@ class AlgorithmSection:
     entropy_filter: list[float] = field(default_factory=list)
     """Learn only from responses whose tokens have a mean entropy between these two, in nats."""
     use_kl_loss: bool = False
-    """Add the divergence from the reference model to the loss."""
-    init_kl_coef: float = 0.001
-    """Coefficient of that divergence."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the divergence: k1 is unbiased, k2 has the right gradient, k3 is unbiased and positive."""
+    """Add the divergence from the reference model to the loss; otherwise it is taken off the reward of each token."""
+    init_kl_coef: float = 0.0
+    """Coefficient of that divergence; 0 without use_kl_loss: there is no reference model."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
+    """Estimator: k1 is unbiased, k2 has the right gradient, k3 is unbiased and positive, k3+ is k3 with the gradient of k2."""
+    kl_target: float | None = None
+    """Move the coefficient so that the divergence per token comes near this."""
+    kl_horizon: int = 10000
+    """How slowly it moves: in so many samples by a fifth at most."""
 
 
 @dataclass
@@ -383,8 +387,9 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
     unused = [f"--{name} has no effect in {door}" for name in sorted(written & idle)]
     conditional = {
         "gradient_checkpointing_policy": (config.model.gradient_checkpointing, "--gradient_checkpointing"),
-        "init_kl_coef": (config.algorithm.use_kl_loss, "--use_kl_loss"),
-        "kl_estimator": (config.algorithm.use_kl_loss, "--use_kl_loss"),
+        "kl_estimator": (needs_reference(config.algorithm), "--init_kl_coef"),
+        "kl_target": (config.algorithm.init_kl_coef > 0, "--init_kl_coef"),
+        "kl_horizon": (config.algorithm.kl_target is not None, "--kl_target"),
         "rollout_correction_level": (bool(config.algorithm.rollout_correction), "--rollout_correction"),
         "rollout_correction_low": (bool(config.algorithm.rollout_correction), "--rollout_correction"),
         "rollout_correction_high": (bool(config.algorithm.rollout_correction), "--rollout_correction"),
@@ -562,6 +567,11 @@ def _heads(pretrain: str) -> dict[str, int]:
     return {name: count for name, count in counts.items() if isinstance(count, int)}
 
 
+def needs_reference(algorithm: AlgorithmSection) -> bool:
+    """Whether the divergence from a reference model is in the reward or in the loss; with coefficient 0 it is only measured."""
+    return algorithm.use_kl_loss or algorithm.init_kl_coef > 0
+
+
 COMPARING = ("grpo", "group_norm", "cpgd", "dr_grpo", "reinforce++_baseline", "reinforce_baseline", "rloo", "opo", "pass_at_k")
 """Estimators whose advantage is 0 for a sample that is alone in its group."""
 
@@ -584,6 +594,13 @@ def _algorithm_problems(config: Config) -> list[str]:
         problems.append("--policy_loss cpgd takes the logarithm of 1 - eps_clip_low: give less than 1")
     if algorithm.rollout_correction is not None and algorithm.use_engine_logprobs:
         problems.append("--rollout_correction corrects nothing where --use_engine_logprobs measures from the engine: drop one")
+    if algorithm.use_kl_loss and algorithm.kl_estimator == "k1":
+        problems.append("--kl_estimator k1 is for rewards: as a loss its gradient is zero on average; take k2, k3 or k3+")
+    for name, least in (("kl_target", algorithm.kl_target), ("kl_horizon", algorithm.kl_horizon)):
+        if least is not None and least <= 0:
+            problems.append(f"--{name} must be above 0")
+    if algorithm.init_kl_coef < 0:
+        problems.append("--init_kl_coef must not be negative")
     if not 0 <= algorithm.gamma <= 1:
         problems.append("--gamma must be between 0 and 1")
     estimator, samples = algorithm.advantage_estimator, rollout.n_samples_per_prompt

@@ -42,7 +42,7 @@ def prepare(folder: Path, rows: int = 24) -> list[str]:
 PPO = [
     "--engine_type=hf", "--rollout_batch_size=8", "--n_samples_per_prompt=4", "--generate_max_len=6", "--train_batch_size=32",
     "--max_tokens_per_microbatch=128", "--num_episodes=20", "--actor_learning_rate=3e-3", "--lr_scheduler=constant",
-    "--lr_warmup_ratio=0", "--no_enable_engine_sleep", "--use_kl_loss=false", "--loss_agg_mode=token-mean",
+    "--lr_warmup_ratio=0", "--no_enable_engine_sleep", "--init_kl_coef=0", "--loss_agg_mode=token-mean",
 ]  # fmt: skip
 
 

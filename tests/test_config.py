@@ -250,6 +250,9 @@ def test_a_sequence_that_fits_no_microbatch():
         (["--entropy_filter", "2", "1"], "--entropy_filter takes the least and the most: two numbers"),
         (["--advantage_clip", "0"], "--advantage_clip must be above 0; leave it out for no clipping"),
         (["--reward_clip", "-1"], "--reward_clip must be above 0"),
+        (["--use_kl_loss", "--kl_estimator", "k1"], "--kl_estimator k1 is for rewards"),
+        (["--init_kl_coef", "-1"], "--init_kl_coef must not be negative"),
+        (["--kl_target", "0"], "--kl_target must be above 0"),
         (["--clip_cov_range", "5", "1"], "--clip_cov_range takes the least and the most: two numbers"),
         (["--high_entropy_token_ratio", "1.2"], "--high_entropy_token_ratio is a share, between 0 and 1"),
         (["--policy_loss", "cpgd", "--eps_clip_low", "1"], "--policy_loss cpgd takes the logarithm of 1 - eps_clip_low"),
@@ -281,13 +284,15 @@ def test_sft_asks_nothing_about_rollouts():
     ("door", "argv", "warning"),
     [
         ("train_sft", ["--temperature", "0.5"], "--temperature has no effect in train_sft"),
-        ("train_ppo", ["--kl_estimator", "k1"], "--kl_estimator has no effect without --use_kl_loss"),
+        ("train_ppo", ["--kl_estimator", "k1"], "--kl_estimator has no effect without --init_kl_coef"),
         ("train_ppo", ["--eval_steps", "5"], "--eval_steps has no effect without --eval_data"),
         ("train_ppo", ["--no_enable_engine_sleep", "--engine_sleep_level", "1"], "--engine_sleep_level has no effect without"),
         ("train_ppo", ["--sp_impl", "zigzag"], "--sp_impl has no effect without --sp_size"),
         ("train_sft", ["--gradient_checkpointing_policy", "selective"], "_policy has no effect without --gradient_checkpointing"),
         ("train_ppo", ["--tp_sequence_parallel"], "--tp_sequence_parallel has no effect without --tp_size"),
         ("train_ppo", ["--overlong_buffer_len", "5"], "--overlong_buffer_len has no effect without --overlong_buffer"),
+        ("train_ppo", ["--kl_target", "0.1"], "--kl_target has no effect without --init_kl_coef"),
+        ("train_ppo", ["--kl_horizon", "100"], "--kl_horizon has no effect without --kl_target"),
         ("train_ppo", ["--rollout_correction_high", "5"], "--rollout_correction_high has no effect without --rollout_correction"),
         ("train_ppo", ["--reward_running_norm_minus_mean"], "has no effect without --reward_running_norm"),
         ("evaluate", ["--reward_clip", "5"], "--reward_clip has no effect in evaluate"),
@@ -302,7 +307,7 @@ def test_a_flag_without_effect_is_named(door, argv, warning):
 
 
 def test_flags_with_effect_are_not_named():
-    config, written = parse(["--use_kl_loss", "--kl_estimator", "k1", "--eval_data", "x", "--eval_steps", "5", "--bf16"])
+    config, written = parse(["--init_kl_coef", "0.1", "--kl_estimator", "k1", "--eval_data", "x", "--eval_steps", "5", "--bf16"])
     assert flags_without_effect(config, written, "train_ppo") == []
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.correction import corrections, importance_ratios
-from lightrft.algorithms.kl import kl_estimators
+from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.options import keywords, options, resolve
 from lightrft.algorithms.policy_loss import PolicyLoss, policy_losses
 from lightrft.algorithms.reduce import Denominator, share_of_mean
@@ -23,9 +23,9 @@ def sft(logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tenso
 class PolicyObjective:
     """The policy gradient: a loss of the ratio, weighted, with the divergence from the reference and the entropy bonus."""
 
-    def __init__(self, section: AlgorithmSection):
-        """ValueError for a function that is not there, or needs what is not there."""
-        self.section = section
+    def __init__(self, section: AlgorithmSection, kl_coefficient: KLCoefficient | None = None):
+        """The coefficient is that of the section unless given. ValueError for a function that is not there or needs too much."""
+        self.section, self.kl_coefficient = section, kl_coefficient or KLCoefficient(section.init_kl_coef)
         self.policy_loss: PolicyLoss = resolve(policy_losses, section.policy_loss, given=("batch", "marked"))
         self.correction = section.rollout_correction and resolve(corrections, section.rollout_correction)
         self.kl = kl_estimators[section.kl_estimator]
@@ -48,9 +48,9 @@ class PolicyObjective:
             weights, more = self._correct(old, batch)
             values, report = values * weights, report | more
         if batch.reference_logprobs is not None:
-            divergence = self.kl(logprobs, batch.reference_logprobs)
-            report["train/kl"] = divergence
-            values = values + section.init_kl_coef * divergence
+            divergence = report["train/kl"] = self.kl(logprobs, batch.reference_logprobs)
+            if section.use_kl_loss:
+                values = values + self.kl_coefficient.value * divergence
         if section.entropy_coef:
             values = values - section.entropy_coef * batch.entropy
         report |= mismatch(old, batch.engine_logprobs)

@@ -224,7 +224,7 @@ class Policy(Role):
 
     def _reference(self) -> Actor:
         if self.reference is None:
-            raise ValueError("this policy has no reference model; build it with one (--use_kl_loss)")
+            raise ValueError("this policy has no reference model; build it with one (--init_kl_coef)")
         return self.reference
 
     def _pad_token_id(self) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightrft.algorithms.advantage import Estimator, estimators
 from lightrft.algorithms.covariance import marks
+from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.options import options, resolve
 from lightrft.algorithms.returns import reward_to_go, whiten
 from lightrft.algorithms.selection import top_share
@@ -33,9 +34,18 @@ class Planned:
 class ExperienceMaker:
     """Turns this rank's samples into the experience that this rank will train on, balanced over ranks."""
 
-    def __init__(self, policy: Policy, algorithm: AlgorithmSection, train: TrainSection, *, shape: RewardShaper):
+    def __init__(
+        self,
+        policy: Policy,
+        algorithm: AlgorithmSection,
+        train: TrainSection,
+        *,
+        shape: RewardShaper,
+        kl_coefficient: KLCoefficient,
+    ):
         """ValueError for an estimator that needs what this run does not make."""
-        self.policy, self.section, self.train, self.shape = policy, algorithm, train, shape
+        self.policy, self.section, self.train = policy, algorithm, train
+        self.shape, self.kl_coefficient, self.kl = shape, kl_coefficient, kl_estimators[algorithm.kl_estimator]
         self.estimator: Estimator = resolve(estimators, algorithm.advantage_estimator, given=("lengths",))
         self.mark = marks[algorithm.policy_loss] if algorithm.policy_loss in marks else None
         self.data = policy.strategy.mesh.data
@@ -57,7 +67,8 @@ class ExperienceMaker:
             batching=self.train.batching,
         )
         self._set_logprobs(experience, minibatches)
-        self._set_advantages(experience, metrics)
+        penalty = self._diverge(experience, metrics) if self._measures_divergence else 0.0
+        self._set_advantages(experience, experience.credits - penalty, metrics)
         self._choose_tokens(experience, minibatches)
         return Planned(experience, minibatches)
 
@@ -80,7 +91,8 @@ class ExperienceMaker:
         section, rows = self.section, [members for minibatch in minibatches for members in minibatch]
         several = len(minibatches) * self.train.max_epochs > 1
         needs_entropy = bool(section.entropy_filter or section.high_entropy_token_ratio)
-        if needs_entropy or ((several or self.mark is not None) and not section.use_engine_logprobs):
+        needs_old = several or self.mark is not None or self._measures_divergence
+        if needs_entropy or (needs_old and not section.use_engine_logprobs):
             experience.old_logprobs, experience.entropy = self.policy.logprobs_and_entropy(experience, rows)
         if section.use_engine_logprobs:
             experience.old_logprobs = experience.engine_logprobs
@@ -89,10 +101,26 @@ class ExperienceMaker:
         if self.policy.reference is not None:
             experience.reference_logprobs = self.policy.reference_logprobs(experience, rows)
 
-    def _set_advantages(self, experience: Experience, metrics: Metrics) -> None:
+    @property
+    def _measures_divergence(self) -> bool:
+        """Whether it is needed before the step: in the reward, or to move its coefficient."""
+        return self.policy.reference is not None and (not self.section.use_kl_loss or self.kl_coefficient.target is not None)
+
+    def _diverge(self, experience: Experience, metrics: Metrics) -> Tensor | float:
+        """Move the coefficient; returns what is taken off the reward of each token: [T], or nothing when it is in the loss."""
+        learned = experience.loss_mask
+        divergence = torch.where(learned, self.kl(experience.old_logprobs, experience.reference_logprobs), 0.0)
+        mine = [divergence.double().sum(), learned.sum(), len(experience)]
+        total, tokens, samples = self.data.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
+        self.kl_coefficient.update(total / max(tokens, 1), int(samples))
+        metrics.mean("rollout/kl", divergence, learned)
+        metrics.mean("rollout/kl_coef", self.kl_coefficient.value)
+        return 0.0 if self.section.use_kl_loss else self.kl_coefficient.value * divergence
+
+    def _set_advantages(self, experience: Experience, rewards: Tensor, metrics: Metrics) -> None:
         """What each token and those after it earned, normalised over the tokens of all ranks where asked for."""
         section, learned = self.section, experience.loss_mask
-        advantages = reward_to_go(experience.credits, experience, gamma=section.gamma)
+        advantages = reward_to_go(rewards, experience, gamma=section.gamma)
         if section.advantages_norm:
             advantages = whiten(advantages, learned, self.data.sum)
         if section.advantage_clip is not None:

@@ -3,9 +3,10 @@
 from functools import partial
 from pathlib import Path
 
+from lightrft.algorithms.kl import KLCoefficient
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.algorithms.shaping import RewardShaper
-from lightrft.config import Config
+from lightrft.config import Config, needs_reference
 from lightrft.data.conversations import answer_problem
 from lightrft.data.loader import StepOrder
 from lightrft.data.prompts import load_prompts
@@ -33,10 +34,12 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     steps = total_steps(config, order)
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     updates = samples // config.train.train_batch_size * config.train.max_epochs
-    policy = build_policy(config, strategy, updates=steps * updates, reference=config.algorithm.use_kl_loss)
+    algorithm = config.algorithm
+    policy = build_policy(config, strategy, updates=steps * updates, reference=needs_reference(algorithm))
     strategy.announce("start_engine")
     strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
+    kl_coefficient = KLCoefficient(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
     observer, trace = observation(config, strategy)
     return PPOTrainer(
         config,
@@ -51,9 +54,9 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         eval_prompts=eval_prompts,
         sampler=Sampler(strategy, tokenizer, config.rollout),
         judge=judge,
-        make_experience=ExperienceMaker(policy, config.algorithm, config.train, shape=shaper),
-        objective=PolicyObjective(config.algorithm),
-        parts={"reward_shaper": shaper},
+        make_experience=ExperienceMaker(policy, algorithm, config.train, shape=shaper, kl_coefficient=kl_coefficient),
+        objective=PolicyObjective(algorithm, kl_coefficient),
+        parts={"reward_shaper": shaper, "kl_coefficient": kl_coefficient},
     )
 
 

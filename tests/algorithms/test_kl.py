@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import grad
 
-from lightrft.algorithms.kl import kl_estimators
+from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 
 # d = log p_reference - log p_actor = -1 and log 2
 LOGPROBS, REFERENCE = [-1.0, -2.0], [-2.0, -2.0 + math.log(2)]
@@ -16,6 +16,7 @@ GOLDEN = {
     "k1": ([1.0, -0.69314718], [1.0, 1.0]),
     "k2": ([0.5, 0.24022651], [1.0, -0.69314718]),  # gradient -d
     "k3": ([0.36787944, 0.30685282], [0.63212056, -1.0]),  # exp(-1); 1 - log 2; gradient 1 - exp(d)
+    "k3+": ([0.36787944, 0.30685282], [1.0, -0.69314718]),  # the values of k3, the gradients of k2
 }
 
 
@@ -48,7 +49,7 @@ def test_k1_and_k3_average_to_the_divergence():
     exact = sum(p * math.log(p / q) for p, q in zip(actor.tolist(), reference.tolist(), strict=True))
     tokens = torch.multinomial(actor, 400_000, replacement=True, generator=torch.Generator().manual_seed(0))
     logprobs, reference_logprobs = actor.log()[tokens], reference.log()[tokens]
-    for name in ("k1", "k3"):
+    for name in ("k1", "k3", "k3+"):
         values = kl_estimators[name](logprobs, reference_logprobs)
         error = values.std().item() / math.sqrt(len(values))
         assert values.mean().item() == pytest.approx(exact, abs=4 * error)
@@ -56,13 +57,48 @@ def test_k1_and_k3_average_to_the_divergence():
     assert abs(kl_estimators["k2"](logprobs, reference_logprobs).mean().item() - exact) < 0.2 * exact  # biased, near
 
 
-def test_expected_gradient_of_k2_is_that_of_the_divergence():
+@pytest.mark.parametrize("name", ["k2", "k3+"])
+def test_expected_gradient_is_that_of_the_divergence(name):
     """Sum over tokens of p * grad k2, with p held fixed, equals the gradient of the exact KL in the logits."""
     logits = torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.1, 0.2, -0.4], dtype=torch.float64).log_softmax(-1)
     logp = logits.log_softmax(-1)
     exact = grad((logp.exp() * (logp - reference)).sum(), logits, retain_graph=True)[0]
-    through_k2 = grad((logp.exp().detach() * kl_estimators["k2"](logp, reference)).sum(), logits, retain_graph=True)[0]
-    torch.testing.assert_close(through_k2, exact, rtol=1e-12, atol=1e-12)
+    through = grad((logp.exp().detach() * kl_estimators[name](logp, reference)).sum(), logits, retain_graph=True)[0]
+    torch.testing.assert_close(through, exact, rtol=1e-12, atol=1e-12)
     through_k3 = grad((logp.exp().detach() * kl_estimators["k3"](logp, reference)).sum(), logits)[0]
     assert not torch.allclose(through_k3, exact, rtol=1e-2)
+
+
+# -- the coefficient
+
+
+def test_a_fixed_coefficient_stays():
+    coefficient = KLCoefficient(0.1)
+    coefficient.update(50.0, 1000)
+    assert coefficient.value == 0.1
+    coefficient.load_state_dict({"value": 7.0})
+    assert coefficient.value == 0.1
+
+
+@pytest.mark.parametrize(
+    ("divergence", "expected"),
+    [
+        (2.2, 0.5 * (1 + 0.1 * 50 / 1000)),  # a tenth too high
+        (1.8, 0.5 * (1 - 0.1 * 50 / 1000)),
+        (9.0, 0.5 * (1 + 0.2 * 50 / 1000)),  # clipped at a fifth
+        (0.0, 0.5 * (1 - 0.2 * 50 / 1000)),
+        (2.0, 0.5),
+    ],
+)
+def test_a_coefficient_moves_towards_its_target(divergence, expected):
+    coefficient = KLCoefficient(0.5, target=2.0, horizon=1000)
+    coefficient.update(divergence, 50)
+    assert coefficient.value == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_coefficient_continues_where_another_stopped():
+    first, second = KLCoefficient(0.5, target=2.0), KLCoefficient(0.5, target=2.0)
+    first.update(9.0, 500)
+    second.load_state_dict(first.state_dict())
+    assert second.value == first.value != 0.5

@@ -126,7 +126,10 @@ def section(name: str, **fields) -> AlgorithmSection:
     return AlgorithmSection(policy_loss=name, **fields)
 
 
-EVERYTHING = {"entropy_coef": 0.1, "init_kl_coef": 0.2, "rollout_correction": "tis", "rollout_correction_level": "geometric"}
+EVERYTHING = {
+    "entropy_coef": 0.1, "use_kl_loss": True, "init_kl_coef": 0.2,
+    "rollout_correction": "tis", "rollout_correction_level": "geometric",
+}  # fmt: skip
 MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from runs import PPO, prepare, train
 
-STILL = ["--actor_learning_rate=0", "--use_kl_loss", "--max_steps=4", "--max_epochs=2", "--train_batch_size=16"]
+STILL = ["--actor_learning_rate=0", "--init_kl_coef=0.04", "--max_steps=4", "--max_epochs=2", "--train_batch_size=16"]
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config import AlgorithmSection, ModelSection, RewardSection, TrainSection
 from lightrft.models.heads import Actor
@@ -101,13 +102,16 @@ def experience_of(
     *,
     algorithm: AlgorithmSection | None = None,
     reward: RewardSection | None = None,
+    kl_coefficient: KLCoefficient | None = None,
     train: TrainSection = ONE_STEP,
 ) -> dict[str, Any]:
     data = policy.strategy.mesh.data
     mine = samples[sum(held[: data.rank]) : sum(held[: data.rank + 1])]
     metrics = Metrics()
     shape = RewardShaper(reward or RewardSection(), longest=10)
-    planned = ExperienceMaker(policy, algorithm or AlgorithmSection(), train, shape=shape)(mine, metrics)
+    algorithm = algorithm or AlgorithmSection(use_kl_loss=True)
+    given = {"shape": shape, "kl_coefficient": kl_coefficient or KLCoefficient(algorithm.init_kl_coef)}
+    planned = ExperienceMaker(policy, algorithm, train, **given)(mine, metrics)
     return {
         "columns": planned.experience.columns("token") | planned.experience.columns("sequence"),
         "minibatches": planned.minibatches,
@@ -331,3 +335,48 @@ def reference_entropy(folder: str, sample: Sample) -> torch.Tensor:
     with torch.no_grad():
         logp = (model(input_ids=ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)
     return torch.cat([torch.zeros(1), -(logp.exp() * logp).sum(-1)[:-1]])
+
+
+# -- the divergence from the reference model
+
+
+def make_divergent(folder: str, held: list[int]) -> dict[str, Any]:
+    policy = make_policy(folder, 8, reference=True)
+    fields = {"advantage_estimator": "reinforce", "kl_estimator": "k3", "init_kl_coef": 0.5, "gamma": 0.9}
+    in_reward, in_loss = AlgorithmSection(**fields), AlgorithmSection(**fields, use_kl_loss=True)
+    moved = KLCoefficient(0.5, target=0.001, horizon=8)  # far above: 0.5 * (1 + 0.2 * 8 / 8) = 0.6
+    return {
+        "reward": experience_of(policy, all_samples(), held, algorithm=in_reward),
+        "loss": experience_of(policy, all_samples(), held, algorithm=in_loss),
+        "moved": experience_of(policy, all_samples(), held, algorithm=in_reward, kl_coefficient=moved),
+        "moved in loss": experience_of(policy, all_samples(), held, algorithm=in_loss, kl_coefficient=moved),
+        "coefficient": moved.value,
+    }
+
+
+@pytest.mark.parametrize("held", [[8], [3, 5]], ids=str)
+def test_divergence_in_the_reward_of_each_token(folder, held):
+    """k3 of every token, discounted with what comes after it; none of it where it is in the loss."""
+    results = run_ranks(len(held), make_divergent, folder, held)
+    made = {name: {r: c for result in results for r, c in sequences(result[name]).items()} for name in list(results[0])[:-1]}
+    everything = []
+    for row, sample in enumerate(all_samples()):
+        prompt = len(sample.prompt.token_ids)
+        mine, reference = reference_logprobs(folder, sample), reference_logprobs(folder + "/reference", sample)
+        divergence = kl_estimators["k3"](mine, reference)[prompt:].tolist()
+        everything += divergence
+        for name, coefficient in (("reward", 0.5), ("loss", 0.0), ("moved", 0.6), ("moved in loss", 0.0)):
+            earned, expected = 0.0, []
+            for place in reversed(range(len(divergence))):
+                end = sample.reward if place == len(divergence) - 1 else 0.0
+                earned = end - coefficient * divergence[place] + 0.9 * earned
+                expected.append(earned)
+            found = made[name][row]
+            assert found["advantages"][prompt:].tolist() == pytest.approx(expected[::-1], abs=1e-4)
+            assert ("old_logprobs" in found) == (name != "loss")  # a single update needs none
+    mean = sum(everything) / len(everything)
+    for result in results:
+        assert result["coefficient"] == pytest.approx(0.72)
+        assert result["reward"]["metrics"]["rollout/kl"] == pytest.approx(mean, abs=1e-5)
+        assert result["moved"]["metrics"]["rollout/kl_coef"] == pytest.approx(0.6)
+        assert "rollout/kl" not in result["loss"]["metrics"]

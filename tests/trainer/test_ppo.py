@@ -24,7 +24,7 @@ def test_reward_rises_in_twenty_steps(inputs, tmp_path):
 
 def test_several_updates_of_one_rollout(inputs, tmp_path):
     """Two passes over two minibatches with the divergence from the reference, and few tokens per micro-batch."""
-    flags = ["--train_batch_size=16", "--max_epochs=2", "--use_kl_loss", "--max_tokens_per_microbatch=40", "--max_steps=3"]
+    flags = ["--train_batch_size=16", "--max_epochs=2", "--init_kl_coef=0.1", "--max_tokens_per_microbatch=40", "--max_steps=3"]
     rows = train("train_ppo", 2, [*inputs, *PPO, *flags], tmp_path)
     assert rows[0]["train/kl"] > 0  # zero in the first update, not in the three after it
     assert rows[-1]["train/ratio"] != 1
@@ -43,7 +43,7 @@ def test_every_engine_starts_and_steps(inputs, tmp_path, engine, world_size):
 @pytest.mark.parametrize("impl", ["ulysses", "zigzag"])
 def test_ranks_that_divide_sequences_train_as_one(inputs, tmp_path, impl):
     """Two engines draw the same samples whether their ranks share data or not: what is learned from them is the same too."""
-    flags = ["--max_steps=2", "--use_kl_loss", "--init_kl_coef=0.1", "--train_batch_size=16"]
+    flags = ["--max_steps=2", "--init_kl_coef=0.1", "--train_batch_size=16"]
     divided = train("train_ppo", 2, [*inputs, *PPO, *flags, "--sp_size=2", f"--sp_impl={impl}"], tmp_path / "divided")
     plain = train("train_ppo", 2, [*inputs, *PPO, *flags], tmp_path / "plain")
     assert len(divided) == 2
@@ -55,7 +55,7 @@ def test_ranks_that_divide_sequences_train_as_one(inputs, tmp_path, impl):
 def test_idle_models_in_host_memory_change_nothing(inputs, tmp_path):
     """The same run with and without, over several updates, a reference model, an evaluation and a checkpoint."""
     flags = [
-        "--train_batch_size=16", "--use_kl_loss", "--max_steps=3", "--enable_engine_sleep", "--save_steps=2",
+        "--train_batch_size=16", "--init_kl_coef=0.1", "--max_steps=3", "--enable_engine_sleep", "--save_steps=2",
         f"--eval_data={inputs[2].partition('=')[2]}", "--eval_split=train", "--eval_steps=1",
     ]  # fmt: skip
     plain = train("train_ppo", 2, [*inputs, *PPO, *flags], tmp_path / "plain")

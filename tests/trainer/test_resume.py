@@ -24,6 +24,10 @@ def killing(samples, label, **columns):
 '''
 
 
+REMEMBERS = ["--reward_running_norm", "--use_kl_loss=false", "--init_kl_coef=0.1", "--kl_target=1e-4", "--kl_horizon=50"]
+"""What goes on from step to step beside the models: moments of all rewards, a coefficient that moves."""
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
@@ -36,6 +40,7 @@ def inputs(tmp_path_factory):
 def test_killed_run_continues_with_the_same_numbers(inputs, tmp_path, monkeypatch, engine):
     """Killed in step 4, after the checkpoint of step 2; 24 rows and batches of 8, so step 4 begins the second pass."""
     flags = [*inputs, *PPO, f"--engine_type={engine}", "--max_steps=6", "--train_batch_size=16", "--lr_scheduler=cosine"]
+    flags += REMEMBERS
     whole = train("train_ppo", 2, flags, tmp_path / "whole")
     monkeypatch.setenv("KILL_AT", "4")
     with pytest.raises(RuntimeError, match="ended with -9"):
@@ -44,6 +49,7 @@ def test_killed_run_continues_with_the_same_numbers(inputs, tmp_path, monkeypatc
     monkeypatch.delenv("KILL_AT")
     resumed = train("train_ppo", 2, [*flags, "--load_checkpoint"], tmp_path / "killed")
     assert repeatable(resumed) == repeatable(whole)
+    assert len({row["rollout/kl_coef"] for row in whole}) == 6
 
 
 def test_changed_data_order_is_an_error(inputs, tmp_path):

@@ -16,7 +16,7 @@ from runs import PPO, prepare, train
     ],
 )
 def test_three_steps(tmp_path, engine, world_size, engine_tp_size):
-    flags = [*prepare(tmp_path), *PPO, "--tp_size=2", "--use_kl_loss", "--max_steps=3"]
+    flags = [*prepare(tmp_path), *PPO, "--tp_size=2", "--init_kl_coef=0.1", "--max_steps=3"]
     flags += [f"--engine_type={engine}", f"--engine_tp_size={engine_tp_size}", "--enable_engine_sleep"]
     rows = train("train_ppo", world_size, flags, tmp_path / "run", timeout=400)
     assert len(rows) == 3
