@@ -33,12 +33,23 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         return _run(world_size, function, args, timeout)
 
 
-def _run(world_size: int, function: Callable[..., Any], args: tuple, timeout: float) -> list[Any]:
-    context = multiprocessing.get_context("fork")
+def exit_codes(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[int | None]:
+    """How ranks end that must not return: each by itself, within `timeout` seconds; None for one that did not."""
     with tempfile.TemporaryDirectory() as folder:
-        processes = [context.Process(target=_rank, args=(rank, world_size, folder, function, args)) for rank in range(world_size)]
-        for process in processes:
-            process.start()
+        processes = _start(world_size, folder, function, args)
+        deadline = time.monotonic() + timeout
+        try:
+            while None in [process.exitcode for process in processes] and time.monotonic() < deadline:
+                time.sleep(0.02)
+            return [process.exitcode for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+
+
+def _run(world_size: int, function: Callable[..., Any], args: tuple, timeout: float) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        processes = _start(world_size, folder, function, args)
         try:
             _join(processes, folder, time.monotonic() + timeout)
         finally:
@@ -46,6 +57,14 @@ def _run(world_size: int, function: Callable[..., Any], args: tuple, timeout: fl
                 process.kill()
                 process.join()
         return [pickle.loads((Path(folder) / f"result{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def _start(world_size: int, folder: str, function: Callable[..., Any], args: tuple) -> list:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_rank, args=(rank, world_size, folder, function, args)) for rank in range(world_size)]
+    for process in processes:
+        process.start()
+    return processes
 
 
 def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple) -> None:

@@ -22,8 +22,11 @@ class Seat:
     rank: int
     host: str
     pid: int
+    node: str
+    """Host and launcher: two of these may share a machine."""
     connection: Connection
     phase: str = "start-up"
+    """Empty between phases."""
     phase_began: float = field(default_factory=time.monotonic)
     place: str = ""
     """Where in our code or the user's its main thread was at its last beat."""
@@ -99,13 +102,15 @@ class Monitor:
             self._selector.unregister(connection.socket)
             connection.close()
             if seat is not None and not seat.left:
-                self._end(_death(seat, reason), root=seat.rank)
+                self._end(death(seat.name, seat.host, seat.phase, reason), root=seat.rank)
 
     def _admit(self, hello: dict[str, Any], connection: Connection) -> Seat:
         if hello["token"] != self.token:
             raise ValueError("a stranger")
-        seat = Seat(hello["rank"], hello["host"], hello["pid"], connection)
+        seat = Seat(hello["rank"], hello["host"], hello["pid"], hello["node"], connection)
         self.seats[seat.rank] = seat
+        if 0 in self.seats:
+            connection.send({"phase": self.seats[0].phase})
         return seat
 
     def _note(self, seat: Seat, message: dict[str, Any]) -> None:
@@ -124,7 +129,7 @@ class Monitor:
 
     def _failed(self, seat: Seat, failure: dict[str, Any]) -> None:
         verdict = {"root": seat.rank, "code": failure["code"], "brief": failure["brief"],
-                   "cause": f"{seat.name} failed in {_phase(seat)}: {failure['error']}"}
+                   "cause": f"{seat.name} failed {when(seat.phase)}: {failure['error']}"}
         if not failure["echo"]:
             self._end(**verdict)
         elif self._echo is None:
@@ -176,9 +181,9 @@ class Monitor:
         for seat in self.seats.values():
             lateness = f"late: {behind[seat.rank]}; " if seat.rank in behind else ""
             silent = f"; silent for {now - seat.heard:.0f} s" if now - seat.heard > 3 * self.beat else ""
-            where = "has left the run" if seat.left else f"{lateness}in {_phase(seat)}, at {seat.place}{silent}"
+            where = "has left the run" if seat.left else f"{lateness}{when(seat.phase)}, at {seat.place}{silent}"
             groups.setdefault(where, []).append(seat)
-        lines = [f"  {_who(seats)}: {where} (for {now - min(seat.phase_began for seat in seats):.0f} s in this phase)"
+        lines = [f"  {_who(seats)}: {where} (for {now - min(seat.phase_began for seat in seats):.0f} s)"
                  for where, seats in groups.items()]
         headline = f"Late: {_ranks(behind)}." if behind else "No rank is behind the others."
         return "\n".join([headline, *lines])
@@ -186,7 +191,8 @@ class Monitor:
     def _end(self, cause: str, *, root: int, code: int = 1, brief: bool = False) -> None:
         """Only the first verdict counts. Rank 0 hears it last, so that all have it when this process ends."""
         if self._verdict is None:
-            self._verdict = {"cause": cause, "root": root, "code": code, "brief": brief}
+            node = self.seats[root].node if root in self.seats else ""
+            self._verdict = {"cause": cause, "root": root, "node": node, "code": code, "brief": brief}
             self._tell_all({"verdict": self._verdict})
 
     def _tell_all(self, message: dict[str, Any]) -> None:
@@ -194,14 +200,13 @@ class Monitor:
             self.seats[rank].connection.send(message)
 
 
-def _death(seat: Seat, reason: Exception) -> str:
-    how = "ended without a word" if isinstance(reason, Gone) else f"spoke nonsense ({reason})"
-    return (f"{seat.name} {how} in {_phase(seat)}: it was killed or crashed ({reason}). "
-            f"Its own log says more; if it says nothing, see whether {seat.host} ran out of memory (dmesg)")
+def death(who: str, host: str, phase: str, reason: Exception) -> str:
+    return (f"{who} ended without a word {when(phase)}: it was killed or crashed ({reason}). "
+            f"Its own log says more; if it says nothing, see whether {host} ran out of memory (dmesg)")
 
 
-def _phase(seat: Seat) -> str:
-    return f"phase {seat.phase}"
+def when(phase: str) -> str:
+    return f"in phase {phase}" if phase else "between phases"
 
 
 def _who(seats: list[Seat]) -> str:

@@ -105,7 +105,7 @@ class StrategyBase(CheckpointVerbs):
             self._owns_processes = False
 
     def announce(self, phase: str) -> None:
-        """What this rank does from now on: named when a rank fails, dies or is late."""
+        """What this rank does from now on, empty for nothing in particular: named when a rank fails, dies or is late."""
         if self._watchdog is not None:
             self._watchdog.enter(phase)
 

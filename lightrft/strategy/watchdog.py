@@ -23,12 +23,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 from lightrft.parallel.mesh import collectives_begun
 from lightrft.strategy.connection import Connection, Gone
 from lightrft.strategy.launch import tell_launcher
-from lightrft.strategy.monitor import PATIENCE, Monitor
+from lightrft.strategy.monitor import PATIENCE, Monitor, death
 
 BEAT = 5.0
 """Seconds between two messages of a rank; less where the limit is short."""
 GRACE = 3.0
-"""Seconds by which the other ranks outlive the one that is the cause, so that the launcher sees that one end first."""
+"""Seconds by which ranks outlive the one beside them that is the cause, so that their launcher sees the cause end first. Ranks of
+other nodes do not wait: a launcher fails, and says nothing of its ranks, when that of another node has ended before them."""
 MARGIN = timedelta(seconds=60)
 """Time that collectives have beyond the limit: their own ways to end say less."""
 PACKAGE = str(Path(__file__).parents[1])
@@ -60,12 +61,10 @@ class Watchdog:
         if rank == 0:
             token = secrets.token_hex(8)
             self._monitor = Monitor(world_size, limit=limit, beat=self.beat, token=token)
-            address = {"host": socket.gethostname(), "pid": os.getpid(), "port": self._monitor.port, "token": token}
-            store.set(key, json.dumps(address))
+            store.set(key, json.dumps({**_self(), "port": self._monitor.port, "token": token}))
         self._rank_0 = json.loads(store.get(key))
         self._connection = _connect(self._rank_0)
-        me = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "token": self._rank_0["token"]}
-        self._connection.send({"hello": me})
+        self._connection.send({"hello": {**_self(), "rank": rank, "token": self._rank_0["token"]}})
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -85,7 +84,7 @@ class Watchdog:
 
     def fail(self, error: BaseException, *, code: int = 1, brief: bool = False) -> NoReturn:
         """End all ranks; the first cause is said by the rank that has it, `brief`ly or with its traceback."""
-        said = str(error) if brief else "".join(traceback.format_exception(error))
+        said = str(error) if brief else "".join(traceback.format_exception(error)).rstrip()
         echo = is_echo(error)
         self._failed = True
         summary = f"{type(error).__name__}: {error}"
@@ -125,7 +124,7 @@ class Watchdog:
                     self._hear(message)
             except Gone as reason:
                 if not (self._closed or self._unwatched):
-                    self._end({"root": 0, "code": 1, "brief": False, "cause": self._end_of_rank_0(reason)})
+                    self._end(self._death_of_rank_0(reason))
                 break
         self._connection.close()
 
@@ -144,19 +143,20 @@ class Watchdog:
         self._decided.set()
         mine = verdict["root"] == self.rank
         if mine and self._failed:
-            time.sleep(GRACE + PATIENCE)  # the failing thread ends this process
+            time.sleep(GRACE + PATIENCE)  # meanwhile the failing thread ends this process
         if verdict["brief"]:
-            time.sleep(1)  # most errors of users meet all ranks: this one may be about to say the same
+            time.sleep(0.5)  # most errors of users meet all ranks: this one may be about to say the same
         if not (verdict["brief"] and self._failed):
             logger.error(f"this run ends: {verdict['cause']}")
-        if not mine:
+        if verdict["node"] == _self()["node"] and not mine:
             time.sleep(GRACE)
         leave(verdict["cause"], verdict["code"])
 
-    def _end_of_rank_0(self, reason: Gone) -> str:
-        return (f"rank 0 (pid {self._rank_0['pid']} on {self._rank_0['host']}) ended without a word in phase "
-                f"{self._phase_of_rank_0}: it was killed or crashed ({reason}). Its own log says more; if it says nothing, see "
-                f"whether {self._rank_0['host']} ran out of memory (dmesg)")
+    def _death_of_rank_0(self, reason: Gone) -> dict[str, Any]:
+        """The verdict for which there is no monitor any more."""
+        host, node = self._rank_0["host"], self._rank_0["node"]
+        cause = death(f"rank 0 (pid {self._rank_0['pid']} on {host})", host, self._phase_of_rank_0, reason)
+        return {"cause": cause, "root": 0, "node": node, "code": 1, "brief": False}
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if os.getpid() == self._process and not self._closed:
@@ -194,6 +194,11 @@ def place() -> str:
             lines.append(f"{short}:{frame.f_lineno} ({frame.f_code.co_qualname})")
         frame = frame.f_back
     return " < ".join(lines) or "no line of its own"
+
+
+def _self() -> dict[str, Any]:
+    host = socket.gethostname()
+    return {"host": host, "pid": os.getpid(), "node": f"{host}/{os.environ.get('GROUP_RANK', '')}"}
 
 
 def _connect(address: dict[str, Any]) -> Connection:

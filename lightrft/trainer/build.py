@@ -127,7 +127,7 @@ def observation(config: Config, strategy: StrategyBase) -> tuple[Observer, Trace
     observer = Observer(_sinks(config) if strategy.is_rank_0() else [])
 
     def on_phase(path: str) -> None:
-        strategy.announce(path or "between phases")
+        strategy.announce(path)
         if path:
             observer.phase(path)
 

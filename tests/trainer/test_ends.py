@@ -1,0 +1,142 @@
+"""A rank that is killed, fails or is late, at any phase of a real run: all ranks end, and the first cause is what people read."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ranks import exit_codes
+from runs import PPO, prepare, rows_of, train
+from trainer import sabotage
+
+pytestmark = pytest.mark.slow
+FLAGS = [*PPO, "--max_steps=2", "--save_steps=1", "--eval_steps=1"]
+PHASES = ["load_models", "start_engine", "generate", "reward", "experience", "train", "evaluate", "checkpoint", "save_model"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    return [*prepare(folder), f"--eval_data={folder / 'train.jsonl'}", "--max_eval_samples=4"]
+
+
+# -- every phase, on ranks forked from this process
+
+
+@pytest.fixture
+def no_launcher_to_wait_for(monkeypatch):
+    monkeypatch.setattr("lightrft.strategy.watchdog.GRACE", 0.4)
+
+
+def door(flags: list[str], folder: Path) -> None:
+    log = open(folder / f"log{os.environ['RANK']}", "w", buffering=1)
+    os.dup2(log.fileno(), 2)
+    sys.stderr = log
+    sabotage.main(flags)
+
+
+def run(inputs: list[str], folder: Path, what: str, monkeypatch) -> tuple[list[int | None], list[str]]:
+    """(exit codes, what each rank wrote to stderr)."""
+    monkeypatch.setenv("SABOTAGE", what)
+    codes = exit_codes(2, door, [*inputs, *FLAGS, f"--save_path={folder}"], folder)
+    return codes, [(folder / f"log{rank}").read_text() for rank in range(2)]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_killed_in_any_phase(inputs, tmp_path, monkeypatch, no_launcher_to_wait_for, phase):
+    rank = PHASES.index(phase) % 2
+    codes, said = run(inputs, tmp_path, f"{phase}:{rank}:kill", monkeypatch)
+    assert codes[rank] == -9 and codes[1 - rank] == 1
+    assert re.search(rf"this run ends: rank {rank} \(pid \d+ on .*\) ended without a word in phase {phase}:", said[1 - rank])
+    assert "Traceback" not in said[1 - rank] and "Connection" not in said[1 - rank]
+
+
+@pytest.mark.parametrize("phase", ["start_engine", "train", "save_model"])
+def test_an_exception_in_any_phase(inputs, tmp_path, monkeypatch, no_launcher_to_wait_for, phase):
+    codes, said = run(inputs, tmp_path, f"{phase}:1:raise", monkeypatch)
+    assert codes == [1, 1]
+    assert said[1].rstrip().endswith("OSError: the disk is on fire") and said[1].count("Traceback") == 1
+    assert f"failed in phase {phase}: OSError: the disk is on fire" in said[0] and "Traceback" not in said[0]
+
+
+# -- under torchrun
+
+
+def torchrun(what: str, flags: list[str], *options: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", *options, sabotage.__file__, *flags]
+    environment = os.environ | {"PYTHONPATH": os.getcwd(), "SABOTAGE": what}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True)
+
+
+def one_node(what: str, *flags: str) -> str:
+    started = torchrun(what, list(flags), "--standalone", "--nproc-per-node=2")
+    said = started.communicate(timeout=180)[0]
+    assert started.returncode == 1
+    return said
+
+
+def root_cause(said: str) -> str:
+    """The last thing that torchrun shows."""
+    return said.split("Root Cause (first observed failure):")[1]
+
+
+def test_torchrun_killed_before_the_ranks_have_met(inputs):
+    assert "Signal 9 (SIGKILL)" in root_cause(one_node("import:1:kill", *inputs, *FLAGS))
+
+
+def test_torchrun_shows_the_exception_of_the_rank_that_failed_first(inputs, tmp_path):
+    cause = root_cause(one_node("reward:1:raise", *inputs, *FLAGS, f"--save_path={tmp_path}"))
+    assert "rank      : 1 " in cause and "OSError: the disk is on fire" in cause
+
+
+def test_torchrun_shows_the_killed_rank_with_vllm(inputs, tmp_path):
+    vllm = ("--engine_type=vllm", "--engine_kv_cache_gb=0.1")
+    said = one_node("generate:0:kill", *inputs, *FLAGS, *vllm, f"--save_path={tmp_path}")
+    assert re.search(r"rank 1 ERROR +this run ends: rank 0 .* ended without a word in phase generate", said)
+    assert "rank      : 0 " in root_cause(said) and "Signal 9 (SIGKILL)" in root_cause(said)
+
+
+def test_a_mistake_of_the_user_is_one_message(inputs, tmp_path):
+    said = one_node("none:0:none", *inputs, *FLAGS, f"--prompt_data={tmp_path}/nowhere.jsonl")
+    assert said.split("Traceback")[0].count("nowhere.jsonl") == 1, said
+    assert "nowhere.jsonl" in root_cause(said) and "Traceback" not in root_cause(said)
+
+
+# -- two nodes of different size: two launchers on this machine, one rank and two
+
+
+def two_nodes(what: str, *flags: str) -> list[tuple[int, str]]:
+    """(exit code, output) of each."""
+    from strategy.test_setup import free_port
+
+    meeting = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=1")
+    nodes = [torchrun(what, list(flags), *meeting, f"--nproc-per-node={size}") for size in (1, 2)]
+    said = [node.communicate(timeout=180)[0] for node in nodes]
+    return [(node.returncode, text) for node, text in zip(nodes, said, strict=True)]
+
+
+SHARED = [flag for flag in FLAGS if "save_steps" not in flag]
+
+
+def test_nodes_of_different_size_train_as_three_ranks_of_one(inputs, tmp_path):
+    ended = two_nodes("none:0:none", *inputs, *SHARED, f"--save_path={tmp_path / 'two'}")
+    assert [code for code, _ in ended] == [0, 0], ended
+    rows = train("train_ppo", 3, [*inputs, *SHARED], tmp_path / "one")
+    assert len(rows) == 2
+    for ours, theirs in zip(rows, rows_of(tmp_path / "two"), strict=True):
+        for name in ("rollout/reward", "train/loss", "train/grad_norm", "eval/accuracy"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-7), name
+
+
+def test_every_node_says_which_rank_of_another_is_late(inputs, tmp_path):
+    for code, said in two_nodes("reward:2:sleep", *inputs, *SHARED, "--timeout_minutes=0.1", f"--save_path={tmp_path}"):
+        assert code == 1 and re.search(r"rank 2 \(pid \d+ on .*\): late: .*; in phase reward, at .*\(spoil\)", said)
+        assert "this run ends: a collective has waited for more than 6 s (--timeout_minutes). Late: rank 2." in said
+
+
+def test_every_node_says_why_a_rank_of_another_failed(inputs, tmp_path):
+    for code, said in two_nodes("train:0:raise", *inputs, *SHARED, f"--save_path={tmp_path}"):
+        assert code == 1 and "OSError: the disk is on fire" in said
