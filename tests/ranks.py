@@ -4,7 +4,9 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
+import subprocess
 import tempfile
 import time
 import traceback
@@ -89,6 +91,15 @@ def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any],
         os._exit(code)  # the parent's atexit hooks and pytest's capture are not this process's business
 
 
+def _native_stacks(pid: int) -> str:
+    """Of all threads, gloo's too, where a debugger is installed."""
+    if shutil.which("gdb") is None:
+        return ""
+    command = ["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all backtrace 12"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    return f"process {pid}:\n" + "\n".join(line for line in said.splitlines() if line.startswith(("#", "Thread")))
+
+
 def _join(processes: list, folder: str, deadline: float) -> None:
     while any(process.is_alive() for process in processes):
         if any(process.exitcode for process in processes):
@@ -99,8 +110,9 @@ def _join(processes: list, folder: str, deadline: float) -> None:
                 if process.is_alive():
                     os.kill(process.pid, signal.SIGUSR1)
             time.sleep(0.5)
-            stacks = "\n".join(f"rank {file.name[6:]}:\n{file.read_text()}" for file in sorted(Path(folder).glob("stacks*")))
-            raise TimeoutError(f"ranks did not finish in time:\n{stacks}")
+            stacks = [f"rank {file.name[6:]}:\n{file.read_text()}" for file in sorted(Path(folder).glob("stacks*"))]
+            native = [_native_stacks(process.pid) for process in processes if process.is_alive()]
+            raise TimeoutError("ranks did not finish in time:\n" + "\n".join(stacks + native))
         time.sleep(0.02)
     errors = [f"rank {file.name[5:]}:\n{file.read_text()}" for file in sorted(Path(folder).glob("error*"))]
     dead = [f"rank {rank} ended with {process.exitcode}" for rank, process in enumerate(processes) if process.exitcode]

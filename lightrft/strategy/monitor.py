@@ -109,8 +109,8 @@ class Monitor:
             raise ValueError("a stranger")
         seat = Seat(hello["rank"], hello["host"], hello["pid"], hello["node"], connection)
         self.seats[seat.rank] = seat
-        if 0 in self.seats:
-            connection.send({"phase": self.seats[0].phase})
+        if len(self.seats) == self.world_size:
+            self._tell_all({"complete": True})
         return seat
 
     def _note(self, seat: Seat, message: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from lightrft.parallel.mesh import collectives_begun
 from lightrft.strategy.connection import Connection, Gone
 from lightrft.strategy.launch import tell_launcher
-from lightrft.strategy.monitor import PATIENCE, Monitor, death
+from lightrft.strategy.monitor import ARRIVAL, PATIENCE, Monitor, death
 
 BEAT = 5.0
 """Seconds between two messages of a rank; less where the limit is short."""
@@ -51,7 +51,7 @@ class Watchdog:
         self.rank, self.limit, self.beat = rank, limit, min(BEAT, limit / 4)
         self._process = os.getpid()
         self._verdict: dict[str, Any] | None = None
-        self._decided = threading.Event()
+        self._complete, self._decided = threading.Event(), threading.Event()
         self._closed = self._unwatched = False
         self._failed = False
         self._next_beat = 0.0
@@ -69,6 +69,7 @@ class Watchdog:
         self._thread.start()
         atexit.register(self.close)
         self._hook, sys.excepthook = sys.excepthook, self._uncaught
+        self._complete.wait(2 * ARRIVAL)  # a rank that does not come is a verdict before
 
     @classmethod
     def start(cls, limit: timedelta) -> Self | None:
@@ -131,6 +132,8 @@ class Watchdog:
     def _hear(self, message: dict[str, Any]) -> None:
         if "phase" in message:
             self._phase_of_rank_0 = message["phase"]
+        elif "complete" in message:
+            self._complete.set()
         elif "ask" in message:
             self._next_beat = 0
         elif "verdict" in message:

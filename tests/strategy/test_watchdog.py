@@ -197,6 +197,19 @@ def test_ranks_that_leave_in_order_leave_in_silence(tmp_path):
     assert logs(tmp_path, 2) == ["", ""]
 
 
+def absent(folder):
+    monitor.ARRIVAL = 0.5
+    if dist.get_rank() == 0:
+        start(folder, timedelta(minutes=1))
+    oversleep()
+
+
+def test_a_rank_that_never_says_where_it_is(tmp_path):
+    with pytest.raises(RuntimeError, match="rank 0 ended with 1"):
+        run_ranks(2, absent, tmp_path, timeout=30)
+    assert "this run ends: rank 1 ended, or hung, before it could say where it is" in logs(tmp_path, 2)[0]
+
+
 def test_errors_that_come_from_another_rank():
     gloo = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
     wrapped = ValueError("the engine failed")
