@@ -273,6 +273,10 @@ class TrainSection:
     """Keep so many checkpoints."""
     max_ckpt_mem: float = 1000.0
     """Keep at most so many GB of checkpoints; the newest always stays."""
+    save_hf_ckpt: bool = False
+    """Beside each checkpoint, in its folder `hf`, the model as from_pretrained and engines load it."""
+    async_save: bool = False
+    """Write checkpoints while training goes on, from a copy in host memory."""
     load_checkpoint: bool = False
     """Continue from the newest complete checkpoint; start afresh when there is none."""
     stop_loss: float | None = None

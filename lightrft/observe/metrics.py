@@ -63,7 +63,7 @@ class Metrics:
         Ranks may know different metrics. One transfer from the device and one gather, whatever the number of metrics.
         """
         gathered = axis.gather(self._local())
-        self._kinds, self._rows = {}, {}
+        self.clear()
         kinds: dict[str, str] = {}
         rows: dict[str, list[Row]] = {}
         for rank, local in enumerate(gathered):
@@ -73,6 +73,20 @@ class Metrics:
                 rows.setdefault(name, []).append(row)
         folded = {name: _fold(kinds[name], torch.tensor(rows[name], dtype=torch.float64)) for name in rows}
         return {name: _result(kinds[name], row) for name, row in folded.items() if row[0] > 0}
+
+    def clear(self) -> None:
+        self._kinds, self._rows = {}, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's numbers, on the host, each as it was added: sums come out the same to the last bit."""
+        rows = {name: [row.to("cpu") for row in known] for name, known in self._rows.items()}
+        return {"kinds": dict(self._kinds), "rows": rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Add numbers of another time or rank to those that are here."""
+        for name, rows in state["rows"].items():
+            self._kinds[name] = state["kinds"][name]
+            self._rows.setdefault(name, []).extend(rows)
 
     def _local(self) -> dict[str, tuple[str, Row]]:
         """This rank's share, folded to one row per metric."""

@@ -1,13 +1,15 @@
 """The optimizer and its learning-rate schedule."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from lightrft.parallel.device import current_device
 
@@ -63,6 +65,27 @@ def step(optimizer: Optimizer) -> None:
 
 def _mesh(parameter: nn.Parameter) -> DeviceMesh | None:
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
+
+
+@contextmanager
+def own_settings(optimizer: Optimizer, scheduler: LRScheduler | None) -> Iterator[None]:
+    """Learning rate, decay rates and weight decay stay what they are, whatever is loaded inside; moments and progress are loaded.
+
+    A schedule that is no LambdaLR, as create_lr_scheduler() makes them, keeps the learning rate that it loads.
+    """
+    renewed = isinstance(scheduler, LambdaLR)
+    loaded = {"params"} if renewed or scheduler is None else {"params", "lr", "initial_lr"}
+    settings = [{name: value for name, value in group.items() if name not in loaded} for group in optimizer.param_groups]
+    peaks = list(scheduler.base_lrs) if renewed else []
+    yield
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+    if renewed:
+        scheduler.base_lrs = peaks
+        rates = [peak * factor(scheduler.last_epoch) for peak, factor in zip(peaks, scheduler.lr_lambdas, strict=True)]
+        scheduler._last_lr = rates
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def create_lr_scheduler(

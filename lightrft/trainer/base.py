@@ -4,10 +4,13 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from loguru import logger
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
@@ -15,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 import lightrft
-from lightrft.config import Config
+from lightrft.config import Config, ConfigError
 from lightrft.data.loader import StepOrder
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.sinks import Observer
@@ -23,8 +26,11 @@ from lightrft.observe.trace import Trace
 from lightrft.roles.policy import Policy
 from lightrft.strategy import StrategyBase
 from lightrft.strategy.checkpoint_verbs import NOTHING
+from lightrft.strategy.optim import own_settings
+from lightrft.trainer.identity import changed_settings, identity
 from lightrft.trainer.interruption import Interrupted, Interruption
-from lightrft.types import Sample
+from lightrft.trainer.unreported import Unreported
+from lightrft.types import Prompt, Sample
 from lightrft.versions import installed_versions
 
 
@@ -40,6 +46,8 @@ class Trainer(ABC):
         tokenizer: PreTrainedTokenizerBase,
         order: StepOrder,
         total_steps: int,
+        prompts: list[Prompt],
+        eval_prompts: list[Prompt],
         observer: Observer,
         trace: Trace,
         parts: Mapping[str, Stateful] = NOTHING,
@@ -47,6 +55,7 @@ class Trainer(ABC):
         """`parts` are what else has a state that a checkpoint must hold; see StrategyBase.save_ckpt()."""
         self.config, self.strategy, self.policy = config, strategy, policy
         self.tokenizer, self.order, self.total_steps = tokenizer, order, total_steps
+        self.prompts, self.eval_prompts = prompts, eval_prompts
         self.observer, self.trace = observer, trace
         self.metrics = Metrics()
         self.interruption = Interruption(strategy.mesh.world)
@@ -55,7 +64,7 @@ class Trainer(ABC):
             "actor": (policy.actor, policy.optimizer, policy.scheduler)
         }
         """What a checkpoint holds, by name. A trainer with more models adds them."""
-        self.parts = dict(parts)
+        self.parts = {"unreported_metrics": Unreported(self.metrics, strategy.mesh.world), **parts}
         self.done = 0
         """Steps whose updates are in the parameters."""
 
@@ -79,6 +88,8 @@ class Trainer(ABC):
         try:
             with self.interruption:
                 self._loop()
+            self.strategy.announce("checkpoint")
+            self.strategy.finish_ckpt()
             self.strategy.announce("save_model")
             self.strategy.save_model(self.policy.actor, self.tokenizer, self.folder / "model")
             status = "finished"
@@ -113,10 +124,11 @@ class Trainer(ABC):
             if self.config.data.eval_data and _due(number, train.eval_steps, last):
                 with self.trace.phase("evaluate"):
                     self.evaluate()
+            self._report(number, last)
             if train.save_steps > 0 and number % train.save_steps == 0:
                 with self.trace.phase("checkpoint"):
                     self.save()
-            self._report(number, last)
+            self.strategy.finish_ckpt(wait=False)
             self.interruption.safe_point()
             if last:
                 break
@@ -137,6 +149,11 @@ class Trainer(ABC):
 
     # -- checkpoints
 
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What the run's checkpoints belong to."""
+        return identity(self.config, self.strategy.unwrap_model(self.policy.actor).config, self.prompts)
+
     @property
     def checkpoints(self) -> Path:
         return Path(self.config.train.ckpt_path or self.folder / "checkpoints")
@@ -150,28 +167,41 @@ class Trainer(ABC):
             tag=f"step{self.done}",
             max_num=train.max_ckpt_num,
             max_mem=train.max_ckpt_mem,
-            client_state={"step": self.done, "order": asdict(self.order)},
+            client_state={"step": self.done, "identity": self.identity},
             parts=self.parts,
+            hf_model=self.policy.actor if train.save_hf_ckpt else None,
+            tokenizer=self.tokenizer,
+            async_save=train.async_save,
         )
 
     def _resume(self) -> None:
-        path, state = self.strategy.load_ckpt(self.models, self.checkpoints, parts=self.parts)
+        with ExitStack() as settings:
+            for _, optimizer, scheduler in self.models.values():
+                if optimizer is not None:
+                    settings.enter_context(own_settings(optimizer, scheduler))
+            path, state = self.strategy.load_ckpt(self.models, self.checkpoints, parts=self.parts, check=self._check)
         if path is None:
             self.strategy.print(f"no checkpoint in {self.checkpoints}: starting afresh")
             return
-        if state["order"] != asdict(self.order):
-            raise ValueError(
-                f"--load_checkpoint: {path} was written for the data order {state['order']}, this run has {asdict(self.order)}; "
-                "use the same data, batch size and seed, or another --ckpt_path"
-            )
         self.done = state["step"]
         self.strategy.print(f"continuing after step {self.done} from {path}")
+
+    def _check(self, path: Path, state: dict[str, Any]) -> None:
+        try:
+            changed = changed_settings(state["identity"], self.identity)
+        except ConfigError as error:
+            raise ConfigError(
+                f"--load_checkpoint: {path} is of another run:\n{error}\nundo these changes, or give another --ckpt_path"
+            ) from error
+        if changed and self.strategy.is_rank_0():
+            logger.warning("continuing from {} with changes: {}", path, "; ".join(changed))
 
     def _save_interrupted(self) -> None:
         if self.done == 0:
             self.strategy.print("interrupted before the first step was complete: nothing to save")
             return
         self.save()
+        self.strategy.finish_ckpt()
         self.strategy.print(f"saved step {self.done} in {self.checkpoints}; continue with the same command and --load_checkpoint")
 
     def _describe_run(self, status: str, seconds: float) -> None:

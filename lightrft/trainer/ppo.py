@@ -8,7 +8,7 @@ from lightrft.rollout.rewards import Judge
 from lightrft.rollout.sampler import Sampler
 from lightrft.trainer.base import Trainer
 from lightrft.trainer.evaluate import evaluate
-from lightrft.types import Prompt, Sample
+from lightrft.types import Sample
 
 
 class PPOTrainer(Trainer):
@@ -17,8 +17,6 @@ class PPOTrainer(Trainer):
     def __init__(
         self,
         *args,
-        prompts: list[Prompt],
-        eval_prompts: list[Prompt],
         sampler: Sampler,
         judge: Judge,
         make_experience: ExperienceMaker,
@@ -26,7 +24,6 @@ class PPOTrainer(Trainer):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.prompts, self.eval_prompts = prompts, eval_prompts
         self.sampler, self.judge, self.make_experience, self.objective = sampler, judge, make_experience, objective
 
     def step(self, number: int) -> None:

@@ -11,10 +11,6 @@ from lightrft.types import Batch, Prompt
 class SFTTrainer(Trainer):
     """One step is one optimizer step over `train_batch_size` rows."""
 
-    def __init__(self, *args, prompts: list[Prompt], eval_prompts: list[Prompt], **kwargs):
-        super().__init__(*args, **kwargs)
-        self.prompts, self.eval_prompts = prompts, eval_prompts
-
     def step(self, number: int) -> None:
         with self.trace.phase("data"):
             batch, rows = self._my_part([self.prompts[row] for row in self.order.rows(number - 1)])

@@ -1,68 +1,250 @@
-"""A killed run continues as if nothing happened: the metrics of the second half are bit-identical."""
+"""A killed run continues as if nothing happened: metrics and parameters of the second half are bit-identical."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
+from loguru import logger
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lightrft.engine.base import Sampling
+from lightrft.strategy import get_strategy
+from ranks import run_ranks
 from runs import PPO, prepare, repeatable, rows_of, train
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-KILLING_REWARD = '''
-import os, signal
-calls = 0
-def killing(samples, label, **columns):
-    """Kill this process without a word while it judges the step that the environment names."""
+DEADLY_REWARD = '''
+import json, os, resource, signal
+calls, seen = 0, []
+def deadly(samples, label, **columns):
+    """In the step that the environment names: kill this process, or let it die in the middle of the next checkpoint's file."""
     global calls
     calls += 1
+    seen.append(sorted({sample.weight_version for sample in samples}))
     if calls == int(os.environ.get("KILL_AT", 0)):
         os.kill(os.getpid(), signal.SIGKILL)
-    return [sum(token < 128 for token in sample.token_ids) / len(sample.token_ids) for sample in samples]
+    if calls == int(os.environ.get("DIE_WRITING_AT", 0)):
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    return [sum(token < 128 for token in sample.token_ids) / len(sample.token_ids) + sum(seen[-1]) for sample in samples]
 '''
-
-
-REMEMBERS = ["--reward_running_norm", "--use_kl_loss=false", "--init_kl_coef=0.1", "--kl_target=1e-4", "--kl_horizon=50"]
-"""What goes on from step to step beside the models: moments of all rewards, a coefficient that moves."""
+"""It adds the version of the weights, so that one that begins afresh is seen in the metrics."""
+STRATEGIES = {"fsdp": ["--fsdp"], "zero2": ["--zero_stage=2"], "zero3": ["--zero_stage=3"]}
+RUN = [*PPO, "--max_steps=6", "--train_batch_size=16", "--lr_scheduler=cosine", "--save_steps=2"]
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
-    flags = [flag for flag in prepare(folder) if not flag.startswith("--reward")]
-    (folder / "killing.py").write_text(KILLING_REWARD)
-    return [*flags, f"--reward={folder / 'killing.py'}:killing", "--save_steps=2"]
+    flags = [flag for flag in prepare(folder) if not flag.startswith(("--reward", "--fsdp"))]
+    (folder / "deadly.py").write_text(DEADLY_REWARD)
+    return [*flags, f"--reward={folder / 'deadly.py'}:deadly"]
 
 
-@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
-def test_killed_run_continues_with_the_same_numbers(inputs, tmp_path, monkeypatch, engine):
-    """Killed in step 4, after the checkpoint of step 2; 24 rows and batches of 8, so step 4 begins the second pass."""
-    flags = [*inputs, *PPO, f"--engine_type={engine}", "--max_steps=6", "--train_batch_size=16", "--lr_scheduler=cosine"]
-    flags += REMEMBERS
-    whole = train("train_ppo", 2, flags, tmp_path / "whole")
-    monkeypatch.setenv("KILL_AT", "4")
-    with pytest.raises(RuntimeError, match="ended with -9"):
-        train("train_ppo", 2, flags, tmp_path / "killed")
+def parameters(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "model" / "model.safetensors")
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    assert repeatable(rows_of(found)) == repeatable(rows_of(expected))
+    mine, theirs = parameters(found), parameters(expected)
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def interrupted(flags: list[str], folder: Path, monkeypatch, says: str = "ended with -9", **environment: str) -> list[str]:
+    """Run until something happens; returns what is in the folder of checkpoints."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=says):
+        train("train_ppo", 2, flags, folder)
+    for name in environment:
+        monkeypatch.delenv(name)
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+CASES = {
+    "hf-fsdp": ("fsdp", []),
+    "hf-zero2": ("zero2", []),
+    "hf-zero3": ("zero3", ["--offload_idle"]),
+    "hf-async": ("fsdp", ["--async_save"]),
+    "vllm-fsdp": ("fsdp", ["--engine_type=vllm", "--enable_engine_sleep"]),
+    "vllm-zero3": ("zero3", ["--engine_type=vllm", "--enable_engine_sleep", "--async_save"]),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) if case != "hf-fsdp" else case for case in CASES])
+def test_killed_run_continues_with_the_same_numbers(inputs, tmp_path, monkeypatch, case):
+    """Killed in step 4, after the checkpoint of step 2, in the middle of a pass of three steps."""
+    strategy, options = CASES[case]
+    flags = [*inputs, *RUN, *STRATEGIES[strategy], *options]
+    train("train_ppo", 2, flags, tmp_path / "whole")
+    assert interrupted(flags, tmp_path / "killed", monkeypatch, KILL_AT="4") == ["latest", "step2"]
     assert len(rows_of(tmp_path / "killed")) == 3
-    monkeypatch.delenv("KILL_AT")
-    resumed = train("train_ppo", 2, [*flags, "--load_checkpoint"], tmp_path / "killed")
-    assert repeatable(resumed) == repeatable(whole)
-    assert len({row["rollout/kl_coef"] for row in whole}) == 6
-
-
-def test_changed_data_order_is_an_error(inputs, tmp_path):
-    flags = [*inputs, *PPO, "--max_steps=2"]
-    train("train_ppo", 1, flags, tmp_path)
-    with pytest.raises(RuntimeError, match="data order"):
-        train("train_ppo", 1, [*flags, "--load_checkpoint", "--seed=7"], tmp_path)
+    train("train_ppo", 2, [*flags, "--load_checkpoint"], tmp_path / "killed")
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
 @pytest.mark.slow
+def test_from_the_end_of_a_pass_with_half_a_row_of_metrics_and_running_moments(inputs, tmp_path, monkeypatch):
+    """24 rows in batches of 8: the checkpoint of step 3 is between two passes, and between two rows of metrics."""
+    options = ["--save_steps=3", "--logging_steps=2", "--reward_running_norm", "--reward_running_norm_minus_mean"]
+    flags = [*inputs, *RUN, *STRATEGIES["fsdp"], *options]
+    train("train_ppo", 2, flags, tmp_path / "whole")
+    interrupted(flags, tmp_path / "killed", monkeypatch, KILL_AT="5")
+    train("train_ppo", 2, [*flags, "--load_checkpoint"], tmp_path / "killed")
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--async_save"]])
+def test_killed_while_it_writes_a_checkpoint(inputs, tmp_path, monkeypatch, options):
+    flags = [*inputs, *RUN, *STRATEGIES["fsdp"], *options]
+    train("train_ppo", 2, flags, tmp_path / "whole")
+    died = f"ended with -{int(signal.SIGXFSZ)}"
+    left = interrupted(flags, tmp_path / "killed", monkeypatch, died, DIE_WRITING_AT="4")
+    assert left == ["latest", "step2", "step4.part"]
+    train("train_ppo", 2, [*flags, "--load_checkpoint"], tmp_path / "killed")
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+    assert not list((tmp_path / "killed" / "checkpoints").glob("*.part"))
+
+
+# -- a finished run, continued in other ways
+
+
+@pytest.fixture(scope="module")
+def finished(inputs, tmp_path_factory):
+    """Six steps with checkpoints after 2, 4 and 6, each with a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("finished")
+    train("train_ppo", 2, [*inputs, *RUN, *STRATEGIES["fsdp"], "--save_hf_ckpt"], folder)
+    return folder
+
+
+@pytest.fixture
+def again(finished, tmp_path):
+    """A copy of it that a test may change."""
+    return Path(shutil.copytree(finished, tmp_path / "again"))
+
+
+@pytest.fixture
+def log(tmp_path):
+    """What ranks say, which are forked from this process."""
+    sink = logger.add(tmp_path / "log", format="{message}")
+    yield tmp_path / "log"
+    logger.remove(sink)
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(inputs, finished, again, log):
+    file = again / "checkpoints" / "step6" / "__1_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    train("train_ppo", 2, [*inputs, *RUN, *STRATEGIES["fsdp"], "--load_checkpoint"], again)
+    said = log.read_text()
+    assert f"{file.parent} is damaged and not used: __1_0.distcp has" in said and "continuing after step 4" in said
+    assert_same_run(again, finished)
+
+
+def test_every_checkpoint_has_a_folder_for_from_pretrained(inputs, finished):
+    for step in (2, 4, 6):
+        folder = finished / "checkpoints" / f"step{step}" / "hf"
+        found = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        if step == 6:
+            assert all(torch.equal(found[name], tensor) for name, tensor in parameters(finished).items())
+    assert AutoTokenizer.from_pretrained(folder).eos_token_id == 258
+
+
+def greedy(folder: Path) -> list[int]:
+    made = get_strategy({"fsdp": True, "pretrain": str(folder), "engine_type": "vllm", "prompt_max_len": 8})
+    made.setup_distributed()
+    made.setup_inference_engine()
+    [[sample]] = made.gather_and_generate(Sampling(max_tokens=6, temperature=0.0), [[97, 98, 99]])
+    made.close()
+    return sample.token_ids
+
+
+@pytest.mark.slow
+def test_vllm_loads_the_folder_of_a_checkpoint(finished):
+    folder = finished / "checkpoints" / "step6" / "hf"
+    model, prompt = AutoModelForCausalLM.from_pretrained(folder), torch.tensor([[97, 98, 99]])
+    expected = model.generate(prompt, max_new_tokens=6, do_sample=False)[0, 3:]
+    assert run_ranks(1, greedy, folder) == [expected.tolist()]
+
+
+def test_what_may_change_takes_effect_and_is_said(inputs, again, log):
+    """The learning rate is that of the flag, not of the checkpoint."""
+    options = ["--max_steps=7", "--actor_learning_rate=1e-4", "--lr_scheduler=constant"]
+    rows = train("train_ppo", 2, [*inputs, *RUN, *STRATEGIES["fsdp"], *options, "--load_checkpoint"], again)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
+    assert rows[-1]["train/learning_rate"] == 1e-4
+    said = log.read_text()
+    for change in ("--actor_learning_rate was 0.003, is 0.0001", "--lr_scheduler was 'cosine', is 'constant'"):
+        assert change in said
+
+
+OTHERS = {
+    "seed": (["--seed=7"], "--seed was 42, is 7"),
+    "batches": (["--train_batch_size=32", "--rollout_batch_size=16"], "--rollout_batch_size was 8, is 16"),
+    "updates": (["--max_epochs=2"], "--max_epochs was 1, is 2"),
+    "group": (["--n_samples_per_prompt=8"], "--n_samples_per_prompt was 4, is 8"),
+    "estimator": (["--advantage_estimator=rloo"], "--advantage_estimator was 'grpo', is 'rloo'"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_another_run_s_checkpoint_is_an_error(inputs, finished, case):
+    options, says = OTHERS[case]
+    with pytest.raises(RuntimeError, match=f"step6 is of another run:(.|\n)*{says}(.|\n)*undo these changes, or give another"):
+        train("train_ppo", 1, [*inputs, *RUN, *STRATEGIES["fsdp"], *options, "--load_checkpoint"], finished)
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda rows: rows[:20], "the training data had 24 rows, has 20"),
+    (lambda rows: [*rows[:9], rows[9].replace("=", "+"), *rows[10:]], "has changed, first in the rows 10 to 10 of 24"),
+    (lambda rows: [*rows[:9], rows[9].replace('"9"', '"8"'), *rows[10:]], "has changed, first in the rows 10 to 10 of 24"),
+])
+def test_changed_data_is_an_error(inputs, finished, tmp_path, change, says):
+    source = Path(next(flag.split("=")[1] for flag in inputs if flag.startswith("--prompt_data")))
+    (tmp_path / "other.jsonl").write_text("\n".join(change(source.read_text().splitlines())))
+    flags = [*inputs, f"--prompt_data={tmp_path / 'other.jsonl'}", *RUN, *STRATEGIES["fsdp"], "--load_checkpoint"]
+    with pytest.raises(RuntimeError, match=says):
+        train("train_ppo", 1, flags, finished)
+
+
+def test_another_model_is_an_error(inputs, finished, tmp_path):
+    source = next(flag.split("=")[1] for flag in inputs if flag.startswith("--pretrain"))
+    AutoTokenizer.from_pretrained(source).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.config.rope_parameters["rope_theta"] = 5e5
+    model.save_pretrained(tmp_path)
+    flags = [*inputs, f"--pretrain={tmp_path}", *RUN, *STRATEGIES["fsdp"], "--load_checkpoint"]
+    with pytest.raises(RuntimeError, match="the model's rope_parameters was .*, is .*500000"):
+        train("train_ppo", 1, flags, finished)
+
+
+def test_the_same_data_elsewhere_is_the_same(inputs, again, tmp_path):
+    source = Path(next(flag.split("=")[1] for flag in inputs if flag.startswith("--prompt_data")))
+    (tmp_path / "moved.jsonl").write_text(source.read_text())
+    flags = [*inputs, f"--prompt_data={tmp_path / 'moved.jsonl'}", *RUN, *STRATEGIES["fsdp"], "--load_checkpoint"]
+    assert len(train("train_ppo", 1, flags, again)) == 6
+
+
+@pytest.mark.parametrize("options", [[], ["--async_save"]])
+def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(inputs, tmp_path, monkeypatch, options):
+    """In the background too: the failure is raised at the next safe point, on all ranks."""
+    (tmp_path / "full.py").write_text(DEADLY_REWARD.replace("SIG_DFL", "SIG_IGN"))
+    flags = [*inputs, *RUN, *STRATEGIES["fsdp"], *options, f"--reward={tmp_path / 'full.py'}:deadly"]
+    says = r"step4 could not be written: rank 0: OSError: \[Errno 27\].*; rank 1: OSError(.|\n)*rank 1:(.|\n)*step4 could not"
+    assert interrupted(flags, tmp_path / "run", monkeypatch, says, DIE_WRITING_AT="4") == ["latest", "step2"]
+
+
 def test_interrupt_saves_and_resumes(inputs, tmp_path):
     """Ctrl-C under torchrun: every rank stops at the same step, a checkpoint is there, the run goes on from it."""
-    flags = [*inputs, *PPO, "--save_steps=-1", f"--save_path={tmp_path}"]
+    flags = [*inputs, *PPO, *STRATEGIES["fsdp"], f"--save_path={tmp_path}", "--async_save"]
     run = subprocess.Popen(
         [*TORCHRUN, "-m", "lightrft.cli.train_ppo", *flags],
         env=os.environ | {"PYTHONPATH": os.getcwd()},
@@ -79,5 +261,5 @@ def test_interrupt_saves_and_resumes(inputs, tmp_path):
     assert "interrupted by SIGINT" in errors and "--load_checkpoint" in errors
     done = rows_of(tmp_path)[-1]["step"]
     assert (tmp_path / "checkpoints" / f"step{done}").is_dir()
-    rows = train("train_ppo", 2, [*inputs, *PPO, "--save_steps=-1", "--load_checkpoint", f"--max_steps={done + 2}"], tmp_path)
+    rows = train("train_ppo", 2, [*inputs, *PPO, *STRATEGIES["fsdp"], "--load_checkpoint", f"--max_steps={done + 2}"], tmp_path)
     assert [row["step"] for row in rows] == list(range(1, done + 3))

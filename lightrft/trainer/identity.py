@@ -1,0 +1,71 @@
+"""What a checkpoint belongs to: a run that continues from it has the same data, the same model and the same core settings."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from lightrft.config import SECTIONS, Config, ConfigError
+from lightrft.data.loader import share_of
+
+FIXED = ("seed", "rollout_batch_size", "n_samples_per_prompt", "train_batch_size", "max_epochs", "advantage_estimator")
+"""Settings on which the order of the data, the updates of a step, or the meaning of what is stored depend."""
+NO_NUMBER_DEPENDS_ON = {
+    *("save_path", "ckpt_path", "load_checkpoint", "save_steps", "max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt", "async_save"),
+    *("eval_steps", "timeout_minutes", *(field.name for field in fields(SECTIONS["observe"]))),
+}
+NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
+NUM_PIECES = 64
+"""Pieces of the data that are known apart, so that a change can be found."""
+
+
+def identity(config: Config, model: PretrainedConfig, rows: Sequence[Any]) -> dict[str, Any]:
+    """Of a run, in JSON's types. `rows` are dataclasses: the training data after templates, tokenizer and limits."""
+    pieces = [share_of(number, NUM_PIECES, len(rows)) for number in range(NUM_PIECES)]
+    return _plain({
+        "rows": len(rows),
+        "pieces": [_digest(rows[piece.start : piece.stop]) for piece in pieces],
+        "model": {name: value for name, value in model.to_dict().items() if name not in NOT_THE_MODEL},
+        "settings": {name: value for section in asdict(config).values() for name, value in section.items()},
+    })  # fmt: skip
+
+
+def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What is not the same and may be. ConfigError with everything that may not."""
+    settings = _changes(before["settings"], now["settings"])
+    problems = [f"--{name} {change}" for name, change in settings.items() if name in FIXED]
+    problems += [f"the model's {name} {change}" for name, change in _changes(before["model"], now["model"]).items()]
+    if before["rows"] != now["rows"]:
+        problems.append(f"the training data had {before['rows']} rows, has {now['rows']}")
+    elif other := [number for number in range(NUM_PIECES) if before["pieces"][number] != now["pieces"][number]]:
+        piece = share_of(other[0], NUM_PIECES, now["rows"])
+        problems.append(f"the training data has changed, first in the rows {piece.start + 1} to {piece.stop} of {now['rows']}")
+    if problems:
+        raise ConfigError("\n".join(f"  - {problem}" for problem in problems))
+    return [f"--{name} {change}" for name, change in settings.items() if name not in NO_NUMBER_DEPENDS_ON]
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+    """Of what both have: versions of a package differ in what they know."""
+    return {name: f"was {before[name]!r}, is {now[name]!r}" for name in now if name in before and before[name] != now[name]}
+
+
+def _digest(rows: Sequence[Any]) -> str:
+    """Of their content, the same in every process."""
+    found = hashlib.sha256()
+    for row in rows:
+        values = [getattr(row, field.name) for field in fields(row)]
+        found.update(json.dumps(values, sort_keys=True, default=_stable).encode())
+    return found.hexdigest()[:16]
+
+
+def _stable(value: Any) -> str:
+    """What JSON does not know: bytes as they are, anything else (whose repr may have an address in it) by its kind."""
+    return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else type(value).__name__
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=str))

@@ -1,0 +1,21 @@
+"""Metrics of steps that no row has been written for yet (--logging_steps), as a part of a checkpoint."""
+
+from typing import Any
+
+from lightrft.observe.metrics import Metrics
+from lightrft.parallel.collectives import Axis
+
+
+class Unreported:
+    """Every rank has its own numbers: all are kept, and on another number of ranks dealt out anew."""
+
+    def __init__(self, metrics: Metrics, world: Axis):
+        self.metrics, self.world = metrics, world
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ranks": self.world.gather(self.metrics.state_dict())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.metrics.clear()
+        for own in state["ranks"][self.world.rank :: self.world.size]:
+            self.metrics.load_state_dict(own)
