@@ -159,7 +159,8 @@ def test_every_checkpoint_has_a_folder_for_from_pretrained(inputs, finished):
 
 
 def greedy(folder: Path) -> list[int]:
-    made = get_strategy({"fsdp": True, "pretrain": str(folder), "engine_type": "vllm", "prompt_max_len": 8})
+    lengths = {"prompt_max_len": 8, "generate_max_len": 6}
+    made = get_strategy({"fsdp": True, "pretrain": str(folder), "engine_type": "vllm"} | lengths)
     made.setup_distributed()
     made.setup_inference_engine()
     [[sample]] = made.gather_and_generate(Sampling(max_tokens=6, temperature=0.0), [[97, 98, 99]])
