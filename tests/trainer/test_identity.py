@@ -1,0 +1,87 @@
+"""What must be the same when a run continues, and what may change."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from transformers import Qwen3Config
+
+from lightrft.config import Config, ConfigError, section_of_field
+from lightrft.trainer.identity import FIXED, NO_NUMBER_DEPENDS_ON, NOT_THE_MODEL, changed_settings, identity
+from lightrft.types import Prompt
+
+
+def rows(count: int = 200) -> list[Prompt]:
+    return [Prompt(index=i, text=f"{i}+1=", token_ids=[i, 43, 49, 61], columns={"label": str(i + 1)}) for i in range(count)]
+
+
+def of(data: list[Prompt] | None = None, model: Qwen3Config | None = None, **settings) -> dict:
+    """An identity as it is after its way through a checkpoint."""
+    config, owners = Config(), section_of_field()
+    for name, value in settings.items():
+        setattr(getattr(config, owners[name]), name, value)
+    return json.loads(json.dumps(identity(config, model or Qwen3Config(), rows() if data is None else data)))
+
+
+def refusal(now: dict, before: dict | None = None) -> str:
+    with pytest.raises(ConfigError) as error:
+        changed_settings(before or of(), now)
+    return str(error.value)
+
+
+def test_every_name_is_a_setting():
+    assert set(FIXED) | NO_NUMBER_DEPENDS_ON <= set(section_of_field())
+
+
+@pytest.mark.parametrize("name, value, says", [
+    ("seed", 7, "--seed was 42, is 7"),
+    ("rollout_batch_size", 64, "--rollout_batch_size was 128, is 64"),
+    ("n_samples_per_prompt", 4, "--n_samples_per_prompt was 8, is 4"),
+    ("train_batch_size", 32, "--train_batch_size was 1024, is 32"),
+    ("max_epochs", 2, "--max_epochs was 1, is 2"),
+    ("advantage_estimator", "rloo", "--advantage_estimator was 'grpo', is 'rloo'"),
+])
+def test_what_the_course_depends_on_may_not_change(name, value, says):
+    assert says in refusal(of(**{name: value}))
+
+
+def test_all_reasons_are_named_at_once():
+    assert refusal(of(rows(100), seed=1, max_epochs=2)).count("\n") == 2
+
+
+def test_what_may_change_is_said_and_what_no_number_depends_on_is_not():
+    now = of(actor_learning_rate=1e-5, adam_betas=[0.9, 0.99], save_steps=5, logging_steps=3, ckpt_path="elsewhere")
+    rate, betas = "--actor_learning_rate was 1e-06, is 1e-05", "--adam_betas was [0.9, 0.95], is [0.9, 0.99]"
+    assert changed_settings(of(), now) == [rate, betas]
+    assert changed_settings(of(), of()) == []
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda data: data[:150], "the training data had 200 rows, has 150"),
+    (lambda data: [*data[:70], replace(data[70], text="70 + 1="), *data[71:]], "first in the rows 69 to 71 of 200"),
+    (lambda data: [*data[:70], replace(data[70], token_ids=[1, 2]), *data[71:]], "first in the rows 69 to 71 of 200"),
+    (lambda data: [*data[:70], replace(data[70], columns={"label": "0"}), *data[71:]], "first in the rows 69 to 71 of 200"),
+    (lambda data: [data[1], data[0], *data[2:]], "first in the rows 1 to 3 of 200"),
+])
+def test_changed_data_is_found(change, says):
+    assert says in refusal(of(change(rows())))
+
+
+def test_columns_of_any_kind_are_the_same_in_every_process():
+    """An object's repr may hold its address; bytes count by content."""
+    data = [[replace(rows(1)[0], columns={"image": object(), "raw": raw})] for raw in (b"a", b"a", b"b")]
+    assert changed_settings(of(data[0]), of(data[1])) == []
+    assert "has changed" in refusal(of(data[2]), of(data[0]))
+
+
+def test_a_model_of_another_shape_is_named_and_where_it_lies_is_not():
+    here, there = Qwen3Config(name_or_path="here"), Qwen3Config(name_or_path="there", dtype="float32")
+    assert changed_settings(of(model=here), of(model=there)) == []
+    assert "the model's hidden_size was 4096, is 64" in refusal(of(model=Qwen3Config(hidden_size=64)))
+    assert not NOT_THE_MODEL & of()["model"].keys()
+
+
+def test_what_another_version_does_not_know_is_no_change():
+    before = of()
+    del before["settings"]["seed"], before["model"]["hidden_size"]
+    assert changed_settings(before, of(seed=3)) == []
