@@ -37,7 +37,9 @@ def deadly(samples, label, **columns):
 '''
 """It adds the version of the weights, so that one that begins afresh is seen in the metrics."""
 STRATEGIES = {"fsdp": ["--fsdp"], "zero2": ["--zero_stage=2"], "zero3": ["--zero_stage=3"]}
-RUN = [*PPO, "--max_steps=6", "--train_batch_size=16", "--lr_scheduler=cosine", "--save_steps=2"]
+REMEMBERS = ["--reward_running_norm", "--use_kl_loss=false", "--init_kl_coef=0.1", "--kl_target=1e-4", "--kl_horizon=50"]
+"""What goes on from step to step beside the models: moments of all rewards, a coefficient that moves."""
+RUN = [*PPO, *REMEMBERS, "--max_steps=6", "--train_batch_size=16", "--lr_scheduler=cosine", "--save_steps=2"]
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +91,13 @@ def test_killed_run_continues_with_the_same_numbers(inputs, tmp_path, monkeypatc
     assert len(rows_of(tmp_path / "killed")) == 3
     train("train_ppo", 2, [*flags, "--load_checkpoint"], tmp_path / "killed")
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
+    assert len({row["rollout/kl_coef"] for row in rows_of(tmp_path / "whole")}) == 6
 
 
 @pytest.mark.slow
-def test_from_the_end_of_a_pass_with_half_a_row_of_metrics_and_running_moments(inputs, tmp_path, monkeypatch):
+def test_from_the_end_of_a_pass_with_half_a_row_of_metrics(inputs, tmp_path, monkeypatch):
     """24 rows in batches of 8: the checkpoint of step 3 is between two passes, and between two rows of metrics."""
-    options = ["--save_steps=3", "--logging_steps=2", "--reward_running_norm", "--reward_running_norm_minus_mean"]
+    options = ["--save_steps=3", "--logging_steps=2"]
     flags = [*inputs, *RUN, *STRATEGIES["fsdp"], *options]
     train("train_ppo", 2, flags, tmp_path / "whole")
     interrupted(flags, tmp_path / "killed", monkeypatch, KILL_AT="5")
