@@ -69,6 +69,19 @@ def test_products_of_windows_tied_embeddings_and_four_norms(tmp_path):
     assert_all_are_plain_torch(folder, "seq-mean-token-mean", chosen)
 
 
+@pytest.mark.slow
+def test_divided_sequences_under_deepspeed(tmp_path):
+    """ZeRO averages over ranks of which some share their data."""
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    layouts = [
+        Layout(2, sp=2, impl="zigzag", tokens=40, zero=1, checkpointing="selective"),
+        Layout(4, sp=2, tokens=24, zero=3, checkpointing="full"),
+        Layout(4, sp=2, impl="zigzag", tokens=24, zero=2),
+        Layout(4, sp=4, zero=0),
+    ]
+    assert_all_are_plain_torch(family_model(tmp_path, "qwen3", tie=True, kv_heads=4), "token-mean", layouts)
+
+
 def one_more_each(folder: str, root: Path, layouts: list[Layout], begin: int) -> list[Trained]:
     """Each layout goes on for one update where the one before has stopped."""
     results = []

@@ -82,6 +82,7 @@ class Layout:
     sequence: bool = False  # between attention and feed-forward each of the tp ranks keeps a part of the tokens
     checkpointing: str = ""  # full or selective
     memory: str = ""  # fsdp_cpu_offload or offload_idle
+    zero: int | None = None  # DeepSpeed's stage, in place of FSDP
     chunk: int = 2**25  # logits at a time; the vocabulary has 384
 
 
@@ -107,6 +108,7 @@ def build(folder: str, mode: str, layout: Layout) -> tuple[Config, Policy]:
     config.strategy.tp_size, config.strategy.dp_replicate = layout.tp, layout.replicas
     config.strategy.tp_sequence_parallel = layout.sequence
     config.strategy.sp_size, config.strategy.sp_impl = layout.sp, layout.impl
+    config.strategy.fsdp, config.strategy.zero_stage = layout.zero is None, layout.zero or 0
     config.strategy.fsdp_cpu_offload = layout.memory == "fsdp_cpu_offload"
     config.strategy.offload_idle = layout.memory == "offload_idle"
     logprobs.HOST_CHUNK = layout.chunk

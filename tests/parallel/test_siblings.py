@@ -4,9 +4,10 @@ import random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from lightrft.engine.base import Sampling
+from lightrft.models.heads import Actor
+from lightrft.models.load import load_model
 from lightrft.rollout.rewards import Judge, rewards
 from lightrft.strategy import FSDPStrategy
 from lightrft.strategy.engine_host import EngineHost
@@ -23,30 +24,37 @@ def folder(tmp_path_factory) -> str:
 
 
 def strategy(**args) -> FSDPStrategy:
-    made = FSDPStrategy(args={"fsdp": True, "tp_size": 2, "prompt_max_len": 16, "generate_max_len": 16, **args})
+    args = {"tp_size": 2} | args
+    made = FSDPStrategy(args={"fsdp": True, "prompt_max_len": 16, "generate_max_len": 16, **args})
     made.setup_distributed()
     return made
 
 
-def places() -> tuple:
-    made = strategy()
+def places(layout: dict) -> tuple:
+    made = strategy(**layout)
     mesh = made.mesh
-    sizes = [axis.size for axis in (mesh.world, mesh.data, mesh.shard, mesh.tp, mesh.siblings)]
+    sizes = [axis.size for axis in (mesh.world, mesh.data, mesh.shard, mesh.sp, mesh.tp, mesh.siblings)]
     total = made.all_reduce(1.0, "sum"), made.all_gather(torch.tensor([mesh.data.rank])).tolist()
     rows = [row for batch in made.setup_dataloader(list(range(8)), 2, shuffle=False) for row in batch]
-    return sizes, mesh.data.rank, mesh.tp.rank, mesh.siblings.rank, *total, rows
+    return sizes, mesh.data.rank, mesh.siblings.rank, *total, rows
 
 
 def test_what_is_counted_are_replicas_of_data():
     rows = ([0, 1, 4, 5], [2, 3, 6, 7])
-    expected = [([4, 2, 2, 2, 2], rank // 2, rank % 2, rank % 2, 2.0, [0, 1], rows[rank // 2]) for rank in range(4)]
-    assert run_ranks(4, places) == expected
+    for layout, sizes in (({"tp_size": 2}, [4, 2, 2, 1, 2, 2]), ({"tp_size": 1, "cp_size": 2}, [4, 2, 4, 2, 1, 2])):
+        expected = [(sizes, rank // 2, rank % 2, 2.0, [0, 1], rows[rank // 2]) for rank in range(4)]
+        assert run_ranks(4, places, layout) == expected
 
 
-def generated(folder: str, engine_tp_size: int) -> tuple:
+def test_all_ranks_may_share_one_replica_of_data():
+    expected = [([4, 1, 2, 2, 2, 4], 0, rank, 1.0, [0], list(range(8))) for rank in range(4)]
+    assert run_ranks(4, places, {"sp_size": 2}) == expected
+
+
+def generated(folder: str, engine_tp_size: int, layout: dict) -> tuple:
     """Greedy answers, what a local engine says to the same prompts, samples, and how many prompts this rank's engine answered."""
-    made = strategy(pretrain=folder, engine_type="hf", enable_engine_sleep=False)
-    model = made.prepare(AutoModelForCausalLM.from_pretrained(folder))
+    made = strategy(pretrain=folder, engine_type="hf", enable_engine_sleep=False, **layout)
+    model = made.prepare(Actor(load_model(made.config)))
     engine = made.setup_inference_engine(actor=model)
     axis = made.mesh.engine(engine_tp_size)  # its ranks compute the same, as those of one engine do
     made._host = EngineHost(engine, axis=axis, mesh=made.mesh, device=made.device, sleeps=False)
@@ -61,9 +69,14 @@ def generated(folder: str, engine_tp_size: int) -> tuple:
     return right, [[sample.token_ids for sample in samples] for samples in drawn], counts[0]
 
 
-@pytest.mark.parametrize(("engine_tp_size", "counts"), [(1, [1, 1, 1, 2]), (2, [2, 2, 3, 3]), (4, [5, 5, 5, 5])])
-def test_samples_return_to_all_ranks_that_own_the_prompts(folder, engine_tp_size, counts):
-    results = run_ranks(4, generated, folder, engine_tp_size)
+COUNTS = {1: [1, 1, 1, 2], 2: [2, 2, 3, 3], 4: [5, 5, 5, 5]}
+"""Prompts that the engine of each rank answers, by the size of an engine."""
+
+
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"tp_size": 1, "cp_size": 2}], ids=["tp", "cp"])
+@pytest.mark.parametrize(("engine_tp_size", "counts"), COUNTS.items())
+def test_samples_return_to_all_ranks_that_own_the_prompts(folder, engine_tp_size, counts, layout):
+    results = run_ranks(4, generated, folder, engine_tp_size, layout)
     assert [right for right, _, _ in results] == [[True] * 2] * 2 + [[True] * 3] * 2
     assert [count for _, _, count in results] == counts, "no prompt is answered twice"
     drawn = [samples for _, samples, _ in results]

@@ -20,6 +20,7 @@ from lightrft.types import Batch
 from lightrft.versions import TENSOR_PARALLEL
 from parallel.families import FAMILIES, family_config, family_model
 from ranks import run_ranks
+from roles import rows
 
 LENGTHS = [5, 12, 2, 9]
 TEMPERATURE = 0.7
@@ -56,12 +57,12 @@ def plain(folder: str) -> tuple[list[Tensor], Values, Tensor]:
     return [values.detach() for values in logprobs], gradients, model(sequences()[0][None]).logits[0].detach()
 
 
-def batch_of(rows: list[Tensor]) -> Batch:
+def batch_of(sequences: list[Tensor]) -> Batch:
     return Batch(
-        lengths=torch.tensor([len(ids) for ids in rows]),
-        input_ids=torch.cat(rows),
-        loss_mask=torch.cat([torch.arange(len(ids)) > 0 for ids in rows]),
-        rows=torch.arange(len(rows)),
+        lengths=torch.tensor([len(ids) for ids in sequences]),
+        input_ids=torch.cat(sequences),
+        loss_mask=torch.cat([torch.arange(len(ids)) > 0 for ids in sequences]),
+        rows=torch.arange(len(sequences)),
     )
 
 
@@ -169,6 +170,28 @@ def test_bf16_rounds_as_in_one_process(folders):
     for args in ({"tp_size": 2}, {"tp_size": 2, "tp_sequence_parallel": True}, {"sp_size": 2}, {"cp_size": 2}):
         found = worst(args)
         assert all(found[name] < 1.5 * alone[name] for name in chosen), (args, found, alone)
+
+
+def scores(folder: str, sequence: bool) -> tuple[Tensor, Values]:
+    made = strategy(tp_size=2, tp_sequence_parallel=sequence)
+    scorer = made.prepare(rows.scorer(folder).train())
+    found = scorer(batch_of(sequences()[:3]))
+    made.backward((found * torch.linspace(-1, 1, len(found))).sum(), scorer)
+    return found.detach(), {name: parameter.grad.full_tensor() for name, parameter in scorer.hf_parameters()}
+
+
+def test_a_scorer_keeps_its_head_whole(folders):
+    """Critics and reward models; 19 tokens."""
+    folder = rows.dense_scorer(folders["gemma3"], seed=1)
+    scorer = rows.scorer(folder)
+    expected = scorer(batch_of(sequences()[:3]))
+    (expected * torch.linspace(-1, 1, len(expected))).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in scorer.hf_parameters()}
+    for sequence in (False, True):
+        for found, its_gradients in run_ranks(2, scores, folder, sequence):
+            torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-5)
+            assert its_gradients.keys() == gradients.keys()
+            assert max(distance(its_gradients[name], gradients[name]) for name in gradients) < 1e-4
 
 
 def frozen_and_poisoned(folder: str) -> tuple:
