@@ -44,9 +44,9 @@ LAYOUTS = [
     Layout(4, tp=2, tokens=24, sequence=True, checkpointing="selective"),
     Layout(4, tp=4, checkpointing="full"),
     Layout(4, tp=4, tokens=50, sequence=True, memory="fsdp_cpu_offload"),
-    Layout(4, sp=2, tp=2, tokens=60),
+    Layout(4, sp=2, tp=2, tokens=60, memory="fsdp_cpu_offload"),
     Layout(4, sp=2, impl="zigzag", tp=2, tokens=60, checkpointing="full"),
-    Layout(4, sp=2, tp=2, tokens=60, sequence=True),
+    Layout(4, sp=2, tp=2, tokens=60, sequence=True, checkpointing="selective"),
     Layout(4, sp=2, impl="zigzag", tp=2, tokens=40, sequence=True, memory="offload_idle"),
 ]
 

@@ -73,11 +73,12 @@ def test_data_ranks_draw_differently(folder):
     assert same(run_ranks(2, passed, folder, {"dp_replicate": 2})) == [False, True, True]
 
 
-@pytest.mark.parametrize("args", [
-    {"tp_size": 2}, {"tp_size": 2, "tp_sequence_parallel": True}, {"sp_size": 2}, {"cp_size": 2},
+@pytest.mark.parametrize(("ranks", "args"), [
+    (2, {"tp_size": 2}), (2, {"tp_size": 2, "tp_sequence_parallel": True}), (2, {"sp_size": 2}), (2, {"cp_size": 2}),
+    (4, {"tp_size": 2, "cp_size": 2}),
 ], ids=str)
-def test_ranks_of_one_replica_draw_the_same(folder, args):
-    results = run_ranks(2, passed, folder, args)
+def test_ranks_of_one_replica_draw_the_same(folder, ranks, args):
+    results = run_ranks(ranks, passed, folder, args)
     assert same(results) == [True, True, True]
     assert all(torch.equal(results[1][1][name], gradient) for name, gradient in results[0][1].items())
 
