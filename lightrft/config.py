@@ -102,7 +102,7 @@ class StrategySection:
     cp_size: int = 1
     """Context parallelism: the short form of --sp_size N --sp_impl zigzag."""
     timeout_minutes: float = 60.0
-    """A collective that waits longer ends the run."""
+    """A collective that waits longer ends the run; every rank then logs which ranks are late, and where all of them are."""
 
 
 @dataclass

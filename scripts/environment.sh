@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # The pinned environment in .venv: made once, remade when its requirement files change.
 #
 #     source scripts/environment.sh [test]     make it and enter it; `test` adds what the tests need

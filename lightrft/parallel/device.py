@@ -21,8 +21,17 @@ def select_device() -> torch.device:
     """Bind this process to its device; call once before any tensor is made."""
     device = current_device()
     if device.type != "cpu":
+        check_device_index(device.index, torch.accelerator.device_count())
         torch.accelerator.set_device_index(device.index)
     return device
+
+
+def check_device_index(index: int, seen: int) -> None:
+    if index >= seen:
+        raise RuntimeError(
+            f"LOCAL_RANK is {index}, but this process sees {seen} device(s): start as many processes as the node has, and let "
+            "each see all of them (Slurm: --gpus-per-node, not --gpus-per-task)"
+        )
 
 
 def collective_backend(device: torch.device) -> str:

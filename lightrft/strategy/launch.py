@@ -49,9 +49,8 @@ def join_process_group(device: torch.device, timeout: timedelta) -> bool:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return True
     meeting_point = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    arrival = min(timeout, ARRIVAL)
     try:
-        dist.init_process_group(backend, init_method="env://", timeout=arrival)
+        dist.init_process_group(backend, init_method="env://", timeout=ARRIVAL)
     except dist.DistError as error:
         if "EADDRINUSE" in str(error) or "already in use" in str(error):
             raise RuntimeError(
@@ -60,7 +59,7 @@ def join_process_group(device: torch.device, timeout: timedelta) -> bool:
             ) from error
         raise RuntimeError(
             f"rank {os.environ['RANK']} did not meet the other {int(os.environ['WORLD_SIZE']) - 1} at {meeting_point} within "
-            f"{arrival.total_seconds():.0f} s. Either one of them failed before, and its log says why, or it cannot reach that "
+            f"{ARRIVAL.total_seconds():.0f} s. Either one of them failed before, and its log says why, or it cannot reach that "
             f"address (MASTER_ADDR and MASTER_PORT). torch says: {error}"
         ) from error
     _get_default_store().set_timeout(timeout)

@@ -61,7 +61,7 @@ def test_python_files_and_configurations_named_in_scripts_exist(path):
 
 
 def test_what_people_start_is_executable():
-    started = [ROOT / ".ci" / "run", *(ROOT / "scripts" / name for name in ("quickstart.sh", "test.sh", "run_grpo_gsm8k.sh"))]
+    started = [ROOT / ".ci" / "run", *(path for path in ROOT.glob("scripts/*.sh") if path.name != "environment.sh")]
     assert [path.name for path in started if not path.stat().st_mode & stat.S_IXUSR] == []
 
 
@@ -125,7 +125,8 @@ def test_quick_start_refuses_wrong_arguments_before_any_work(arguments, message)
 def test_gsm8k_run_says_what_to_do_without_a_gpu(tmp_path):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    (tmp_path / "test.jsonl").touch()
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DATA": str(tmp_path)}
     result = subprocess.run(
         ["bash", ROOT / "scripts" / "run_grpo_gsm8k.sh"], env=environment, capture_output=True, text=True, timeout=30
     )

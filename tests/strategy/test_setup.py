@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightrft.parallel.device import check_device_index
 from lightrft.strategy import FSDPStrategy
 from lightrft.strategy.launch import adopt_slurm
 from ranks import run_ranks
@@ -159,6 +160,12 @@ def test_slurm_is_left_alone_where_torchrun_or_one_process_runs(given):
     before = dict(given)
     adopt_slurm(given)
     assert given == before
+
+
+def test_more_processes_than_devices():
+    check_device_index(7, 8)
+    with pytest.raises(RuntimeError, match=r"LOCAL_RANK is 1, but this process sees 1 device\(s\).*--gpus-per-node"):
+        check_device_index(1, 1)
 
 
 def test_batch_sizes():
