@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -114,6 +115,24 @@ def export_no_model(target: Path):
 def test_only_transformers_models_are_exported(tmp_path):
     with pytest.raises(RuntimeError, match="Linear is neither a transformers model nor"):
         run_ranks(1, export_no_model, tmp_path / "model")
+
+
+class OneRanksTokenizer:
+    """Says on which ranks it was asked to write."""
+
+    def save_pretrained(self, part: Path) -> None:
+        assert dist.get_rank() == 0
+        byte_tokenizer().save_pretrained(part)
+
+
+def saved_with_tokenizer(folder: str, target: Path):
+    made = strategy()
+    made.save_model(made.prepare(load(folder)), OneRanksTokenizer(), target)
+
+
+def test_one_rank_writes_the_tokenizer(folder, tmp_path):
+    run_ranks(2, saved_with_tokenizer, folder, tmp_path / "model")
+    assert (tmp_path / "model" / "tokenizer.json").is_file()
 
 
 # -- memory, and the files themselves

@@ -1,0 +1,94 @@
+"""A checkpoint that is written while training goes on holds what there was when it was asked for."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightrft.strategy import checkpoint
+from ranks import run_ranks
+from strategy.test_checkpoint import Run
+from strategy.training import fill_the_disk
+
+
+class Gate:
+    """Holds up the writing of tensors in this process until it is opened."""
+
+    def __init__(self):
+        self.opened, self.reached = threading.Event(), threading.Event()
+        write = checkpoint._Writer.write_data
+
+        def wait_and_write(*args):
+            self.reached.set()
+            assert self.opened.wait(60)
+            return write(*args)
+
+        checkpoint._Writer.write_data = wait_and_write
+
+
+def trains_meanwhile(folder: str, root: Path, args: dict):
+    run, gate = Run(folder, root, **args).steps(0, 2), Gate()
+    expected = run.state()
+    run.save("two", async_save=True)
+    run.steps(2, 4)
+    assert gate.reached.wait(60) and not run.strategy.finish_ckpt(wait=False) and not (root / "two").exists()
+    gate.opened.set()
+    assert run.strategy.finish_ckpt() and run.strategy.finish_ckpt(wait=False)
+    other = Run(folder, root, **args)
+    assert other.load() == (root / "two", {"tag": "two"})
+    found = other.state()
+    return [name for name in expected if not torch.equal(found[name], expected[name])], run.metrics, other.steps(2, 4).metrics
+
+
+def uninterrupted(folder: str, root: Path, args: dict):
+    return Run(folder, root, **args).steps(0, 4).metrics
+
+
+@pytest.mark.parametrize("args", [{}, pytest.param({"tp_size": 2}, marks=pytest.mark.slow)])
+def test_what_is_written_is_what_was_there_and_training_is_not_disturbed(folder, root, args):
+    expected = run_ranks(2, uninterrupted, folder, root, args)
+    for (wrong, metrics, resumed), whole in zip(run_ranks(2, trains_meanwhile, folder, root, args), expected, strict=True):
+        assert wrong == [] and metrics == whole and resumed == whole[2:]
+
+
+def one_after_the_other(folder: str, root: Path):
+    """The second save waits for the first; so does loading, and the end."""
+    run, gate = Run(folder, root), Gate()
+    run.save("first", async_save=True)
+    threading.Timer(0.3, gate.opened.set).start()
+    run.save("second", async_save=True)
+    there = [(root / "first" / "manifest.json").is_file()]
+    there.append(run.load()[0].name)
+    gate.opened.clear()
+    run.save("third", async_save=True)
+    threading.Timer(0.3, gate.opened.set).start()
+    run.strategy.close()
+    return there + [(root / "third" / "manifest.json").is_file(), (root / "latest").read_text()]
+
+
+def test_a_save_is_finished_before_the_next_one_and_before_the_end(folder, root):
+    assert run_ranks(2, one_after_the_other, folder, root) == [[True, "second", True, "third"]] * 2
+
+
+def fails_on_one_rank(folder: str, root: Path):
+    run, gate = Run(folder, root), Gate()
+    run.save("good", async_save=True)
+    gate.opened.set()
+    run.strategy.finish_ckpt()
+    if run.strategy.get_rank() == 1:
+        fill_the_disk(100_000)
+    run.save("bad", async_save=True)
+    with pytest.raises(checkpoint.folders.CheckpointError, match="bad could not be written: rank 1: OSError") as error:
+        while not run.strategy.finish_ckpt(wait=False):
+            pass
+    fill_the_disk(-1)
+    left = sorted(path.name for path in root.iterdir())
+    run.save("again", async_save=True)
+    run.strategy.finish_ckpt()
+    return str(error.value), left, run.load()[0].name
+
+
+def test_a_failure_is_raised_once_and_by_all_ranks(folder, root):
+    results = run_ranks(2, fails_on_one_rank, folder, root)
+    assert results[0] == results[1] and results[0][1:] == (["good", "latest"], "again")
