@@ -4,10 +4,12 @@ DeepSpeed averages gradients over ranks; that is undone here, so they are sums a
 afterwards: nothing of transformers' own DeepSpeed integration is switched on, which would cut every model loaded later too.
 """
 
+import io
 import logging
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -75,9 +77,9 @@ class DeepSpeedStrategy(StrategyBase):
             module.to(self.device)
             return
         self._group_names[module] = parameter_names(module, optimizer)
-        engine, *_ = deepspeed.initialize(
-            model=module, optimizer=optimizer, config=self._engine_config(module, optimizer is not None), dist_init_required=False
-        )
+        config = self._engine_config(module, optimizer is not None)
+        with redirect_stdout(io.StringIO()):  # the optimizer of stage 1 in bfloat16 prints as it starts
+            engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
         self._engines[module] = engine
         if optimizer is not None:
             self._trained[optimizer] = module

@@ -1,10 +1,14 @@
 """Every strategy passes the contract: ours, one written from nothing, one that overrides a hook, on one rank and on several."""
 
+import inspect
+from pathlib import Path
+
 import pytest
 
 from lightrft.strategy import FSDPStrategy, get_strategy
-from lightrft.strategy.testing import CASES, run_contract
+from lightrft.strategy.testing import CASES, main, run_contract
 from ranks import run_ranks
+from strategy import own_strategies
 from strategy.own_strategies import Counting, DataParallelStrategy
 
 ZERO = type(get_strategy({}))
@@ -41,3 +45,30 @@ def _contract(strategy: type, args: dict) -> dict[str, str]:
 def test_contract(case: str, outcomes: list[dict[str, str]]) -> None:
     failures = [f"rank {rank}:\n{outcome[case]}" for rank, outcome in enumerate(outcomes) if outcome[case]]
     assert not failures, "\n".join(failures)
+
+
+def test_the_documentation_shows_these_strategies():
+    """Word for word, so that what users copy is what passes; the whole one has less than a hundred lines."""
+    page = Path(__file__).parents[2].joinpath("docs", "extending.md").read_text()
+    shown = [block.partition("```")[0] for block in page.split("```python\n")[1:]]
+    for strategy in (DataParallelStrategy, Counting):
+        source = inspect.getsource(strategy)
+        assert any(block.endswith(source) for block in shown)
+        assert source.count("\n") < 100
+
+
+def test_the_contract_from_the_command_line(tmp_path):
+    """Of a strategy in a file, with an argument. It fails where the strategy is wrong."""
+    (tmp_path / "mine.py").write_text(inspect.getsource(own_strategies) + WRONG)
+    assert run_ranks(1, main, [f"{tmp_path}/mine.py:DataParallelStrategy", "bf16=false", "tolerance=1.0e-4"]) == [0]
+    assert run_ranks(2, main, [f"{tmp_path}/mine.py:Averaging"])[0] > 5
+
+
+WRONG = '''
+
+class Averaging(DataParallelStrategy):
+    """Half the sum, as if two ranks had it averaged."""
+
+    def accumulate(self, loss, model, last):
+        super().accumulate(loss / 2, model, last)
+'''
