@@ -1,6 +1,7 @@
 """Run a function on several gloo ranks, forked from this warm process: a second instead of the ten of a fresh start."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -72,6 +73,7 @@ def _start(world_size: int, folder: str, function: Callable[..., Any], args: tup
 def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
     code = 1
+    gc.freeze()  # what the parent made stays as it is: no collection looks at it, and its pages remain shared
     stacks = open(Path(folder) / f"stacks{rank}", "w")
     faulthandler.register(signal.SIGUSR1, file=stacks)
     try:

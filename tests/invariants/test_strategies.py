@@ -35,6 +35,7 @@ from lightrft.roles.policy import Policy
 from lightrft.strategy import get_strategy
 from ranks import run_ranks
 from roles.rows import dense_scorer, plain_model, plain_scorer
+from strategy.zero import DeepSpeedStrategy
 from tiny import tiny_model
 
 STEPS, RATES, DECAY = 4, {"adamw": 1e-3, "sgd": 0.1}, 0.2
@@ -104,6 +105,7 @@ def trained(folders: tuple[str, str], kind: str, args: dict[str, Any]) -> dict[s
     config.algorithm.use_kl_loss, config.algorithm.init_kl_coef = True, 0.1
     config.algorithm.eps_clip_high, config.algorithm.dual_clip = 0.3, 3.0
     strategy = get_strategy(config)
+    assert isinstance(strategy, DeepSpeedStrategy) is not config.strategy.fsdp
     strategy.setup_distributed()
     modules = Actor(load_model(ModelSection(pretrain=folders[0]))), Scorer(load_scorer(ModelSection(pretrain=folders[1])))
     triples = []

@@ -5,23 +5,23 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.strategy import FSDPStrategy, get_strategy
+from lightrft.strategy import FSDPStrategy
 from lightrft.strategy.testing import CASES, main, run_contract
 from ranks import run_ranks
 from strategy import own_strategies
 from strategy.own_strategies import Counting, DataParallelStrategy
+from strategy.zero import DeepSpeedStrategy
 
-ZERO = type(get_strategy({}))
 STRATEGIES = {
     "fsdp-1": (1, FSDPStrategy, {}),
     "fsdp-2": (2, FSDPStrategy, {}),
     "own-2": (2, DataParallelStrategy, {}),
     "one-hook-2": (2, Counting, {}),
-    "zero0-2": (2, ZERO, {"zero_stage": 0}),
-    "zero1-2": (2, ZERO, {"zero_stage": 1}),
-    "zero2-1": (1, ZERO, {"zero_stage": 2}),
-    "zero2-2": (2, ZERO, {"zero_stage": 2}),
-    "zero3-2": (2, ZERO, {"zero_stage": 3}),
+    "zero0-2": (2, DeepSpeedStrategy, {"zero_stage": 0}),
+    "zero1-2": (2, DeepSpeedStrategy, {"zero_stage": 1}),
+    "zero2-1": (1, DeepSpeedStrategy, {"zero_stage": 2}),
+    "zero2-2": (2, DeepSpeedStrategy, {"zero_stage": 2}),
+    "zero3-2": (2, DeepSpeedStrategy, {"zero_stage": 3}),
 }
 """Name -> ranks, strategy, its arguments."""
 FAST = {"fsdp-1", "own-2"}
@@ -57,6 +57,7 @@ def test_the_documentation_shows_these_strategies():
         assert source.count("\n") < 100
 
 
+@pytest.mark.slow
 def test_the_contract_from_the_command_line(tmp_path):
     """Of a strategy in a file, with an argument. It fails where the strategy is wrong."""
     (tmp_path / "mine.py").write_text(inspect.getsource(own_strategies) + WRONG)
