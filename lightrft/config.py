@@ -576,7 +576,10 @@ def needs_reference(algorithm: AlgorithmSection) -> bool:
     return algorithm.use_kl_loss or algorithm.init_kl_coef > 0
 
 
-COMPARING = ("grpo", "group_norm", "cpgd", "dr_grpo", "reinforce++_baseline", "reinforce_baseline", "rloo", "opo", "pass_at_k")
+COMPARING = (
+    *("grpo", "group_norm", "gspo", "gmpo", "cispo", "sapo", "cpgd"),
+    *("dr_grpo", "reinforce++_baseline", "reinforce_baseline", "rloo", "opo", "pass_at_k"),
+)
 """Estimators whose advantage is 0 for a sample that is alone in its group."""
 
 

@@ -30,12 +30,12 @@ def reinforce(rewards: Tensor, groups: Tensor) -> Tensor:
     return rewards
 
 
-@estimators.register("grpo", "group_norm", "cpgd")
+@estimators.register("grpo", "group_norm", "gspo", "gmpo", "cispo", "sapo", "cpgd")
 def grpo(rewards: Tensor, groups: Tensor, *, eps: float = 1e-4) -> Tensor:
     """A_i = (R_i - mean_g R) / (std_g R + eps), std with Bessel's correction.
 
     A group of equal rewards, or of one, has advantage 0. DeepSeekMath, arXiv 2402.03300, sections 4.1.2 (one reward) and 4.1.3
-    (one per step). CPGD (arXiv 2505.12504) is a loss that is used with it.
+    (one per step). The other names are recipes with losses of their own.
     """
     mean, std = group_mean_std(rewards, groups)
     return (rewards - mean) / (std + eps)

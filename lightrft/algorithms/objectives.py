@@ -12,7 +12,7 @@ from lightrft.config import AlgorithmSection
 from lightrft.types import Batch, Experience
 
 Report = dict[str, Tensor]
-"""Metric name -> [T] values, averaged over learned tokens; the largest counts where the name ends in `_max`."""
+"""Metric name -> [T] values, averaged over learned tokens; the extreme counts where the name ends in `_max` or `_min`."""
 
 
 def sft(logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tensor, Report]:
@@ -49,11 +49,14 @@ class PolicyObjective:
             values, report = values * weights, report | more
         if batch.reference_logprobs is not None:
             divergence = report["train/kl"] = self.kl(logprobs, batch.reference_logprobs)
+            report |= {f"train/kl_{name}": kl_estimators[name](logprobs, batch.reference_logprobs) for name in ("k1", "k3")}
             if section.use_kl_loss:
                 values = values + self.kl_coefficient.value * divergence
         if section.entropy_coef:
             values = values - section.entropy_coef * batch.entropy
-        report |= mismatch(old, batch.engine_logprobs)
+        if "train/ratio" in report:
+            report |= dict.fromkeys(("train/ratio_min", "train/ratio_max"), report["train/ratio"])
+        report |= drift(logprobs, old) | mismatch(old, batch.engine_logprobs)
         return share_of_mean(values, batch, section.loss_agg_mode, denominator), report
 
     def _check(self, batch: Experience) -> None:
@@ -73,6 +76,12 @@ class PolicyObjective:
             "engine/is_weight_max": weights,
             "engine/is_weight_masked_share": weights != ratios,
         }
+
+
+def drift(logprobs: Tensor, old_logprobs: Tensor) -> Report:
+    """The divergence of the policy before the step, which sampled, from that of the moment. [T], [T] -> [T] each."""
+    now = logprobs.detach()
+    return {f"train/drift_{name}": kl_estimators[name](old_logprobs, now) for name in ("k1", "k3")}
 
 
 def mismatch(trainer_logprobs: Tensor, engine_logprobs: Tensor) -> Report:

@@ -2,33 +2,59 @@
 
 from typing import Any
 
-PRESETS: dict[str, dict[str, Any]] = {
-    # DeepSeekMath (arXiv 2402.03300): mean per response, clip 0.2, k3 divergence 0.04 in the loss
-    "grpo": {
-        "policy_loss": "ppo",
-        "loss_agg_mode": "seq-mean-token-mean",
-        "eps_clip_low": 0.2,
-        "eps_clip_high": 0.2,
-        "use_kl_loss": True,
-        "init_kl_coef": 0.04,
-        "kl_estimator": "k3",
-    },
+Recipe = dict[str, Any]
+
+PPO: Recipe = {"policy_loss": "ppo", "eps_clip_low": 0.2, "eps_clip_high": 0.2}
+SAPO: Recipe = {"policy_loss": "sapo", "sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05}
+NO_KL: Recipe = {"use_kl_loss": False, "init_kl_coef": 0.0}
+
+
+def kl(coefficient: float, estimator: str, *, in_loss: bool) -> Recipe:
+    return {"use_kl_loss": in_loss, "init_kl_coef": coefficient, "kl_estimator": estimator}
+
+
+def aggregated(mode: str) -> Recipe:
+    return {"loss_agg_mode": mode}
+
+
+PRESETS: dict[str, Recipe] = {
+    # DeepSeekMath, arXiv 2402.03300
+    "grpo": PPO | aggregated("seq-mean-token-mean") | kl(0.04, "k3", in_loss=True),
+    # arXiv 2503.20783
+    "dr_grpo": PPO | aggregated("seq-mean-token-sum-norm") | NO_KL,
+    # arXiv 2507.18071
+    "gspo": {"policy_loss": "gspo", "eps_clip_low": 3e-4, "eps_clip_high": 4e-4} | aggregated("seq-mean-token-mean") | NO_KL,
+    # arXiv 2507.20673
+    "gmpo": {"policy_loss": "gmpo", "eps_clip_low": 0.4, "eps_clip_high": 0.4} | aggregated("seq-mean-token-mean") | NO_KL,
+    # arXiv 2402.14740; the coefficient depends on the task there
+    "rloo": {"policy_loss": "reinforce"} | aggregated("seq-mean-token-sum") | kl(0.05, "k1", in_loss=False),
+    # arXiv 2501.03262; the coefficients depend on the task there
+    "reinforce++": PPO | aggregated("token-mean") | kl(0.01, "k1", in_loss=False) | {"advantages_norm": True},
+    "reinforce++_baseline": PPO | aggregated("token-mean") | kl(0.001, "k2", in_loss=True) | {"advantages_norm": True},
+    # arXiv 2505.23585: exactly on policy
+    "opo": {"policy_loss": "reinforce"} | aggregated("token-mean") | NO_KL,
+    # arXiv 2506.13585: no lower bound; the upper one, a weight of 5, from ScaleRL, arXiv 2510.13786
+    "cispo": {"policy_loss": "cispo", "eps_clip_low": 1.0, "eps_clip_high": 4.0} | aggregated("token-mean") | NO_KL,
+    # arXiv 2511.20347
+    "sapo": SAPO | aggregated("seq-mean-token-mean") | NO_KL,
+    # arXiv 2505.12504
+    "cpgd": PPO | {"policy_loss": "cpgd", "policy_drift_coef": 0.01} | aggregated("token-mean") | NO_KL,
 }
 """--advantage_estimator name -> configuration fields."""
 PRESETS["group_norm"] = PRESETS["grpo"]
+PRESETS["reinforce_baseline"] = PRESETS["reinforce++_baseline"]
 
-
-CORRECTIONS: dict[str, dict[str, Any]] = {
+CORRECTIONS: dict[str, Recipe] = {
     "icepop": {"rollout_correction_level": "token", "rollout_correction_low": 0.5, "rollout_correction_high": 5.0},
 }
 """--rollout_correction name -> configuration fields, where they are not the defaults."""
 
 
-def recipe(advantage_estimator: str) -> dict[str, Any]:
+def recipe(advantage_estimator: str) -> Recipe:
     """The fields that an estimator's name stands for; none for a user's own."""
     return PRESETS.get(advantage_estimator, {})
 
 
-def correction_bounds(rollout_correction: str | None) -> dict[str, Any]:
+def correction_bounds(rollout_correction: str | None) -> Recipe:
     """The fields that the name of a rollout correction stands for."""
     return CORRECTIONS.get(rollout_correction or "", {})

@@ -13,13 +13,15 @@ class MicroBatchReports:
         self._rows: list[dict[str, Tensor]] = []
 
     def add(self, report: dict[str, Tensor], weight: Tensor) -> None:
-        """Means of the reports over `weight`, the largest where a name ends in `_max`, and the weight itself as `tokens`."""
+        """Means of the reports over `weight`, the extreme where a name ends in `_max` or `_min`, and the weight as `tokens`."""
         total = weight.sum(dtype=torch.float32)
         row = {"tokens": total}
         for name, values in report.items():
             values = values.detach().float()
             if name.endswith("_max"):
                 row[name] = values.masked_fill(weight == 0, -torch.inf).amax()
+            elif name.endswith("_min"):
+                row[name] = values.masked_fill(weight == 0, torch.inf).amin()
             else:
                 row[name] = values.masked_fill(weight == 0, 0.0).mul(weight).sum() / total
         self._rows.append(row)

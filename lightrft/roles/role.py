@@ -130,13 +130,14 @@ class Role(ABC):
     ) -> tuple[Tensor, Tensor]:
         """One optimizer step over the given micro-batches; returns the global loss and the gradient norm before clipping.
 
-        Reports are averaged over learned tokens; those whose name ends in `_max` are reduced by max.
+        Reports are averaged over learned tokens; those whose name ends in `_max` or `_min` are reduced by that.
         """
         self.begin_train_step(objective, denominator, len(rows))
         for micro_batch in micro_batches(batch, rows, self.strategy.device):
             report, weight = self.train_microbatch(micro_batch), self.weight(micro_batch)
             for name, values in report.items():
-                (metrics.max if name.endswith("_max") else metrics.mean)(name, values, weight)
+                add = {"_max": metrics.max, "_min": metrics.min}.get(name[-4:], metrics.mean)
+                add(name, values, weight)
         return self.finish_train_step()
 
     def begin_train_step(

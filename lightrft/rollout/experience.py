@@ -20,6 +20,7 @@ from lightrft.roles.microbatch import Rows
 from lightrft.roles.policy import Policy
 from lightrft.rollout import filters
 from lightrft.rollout.judged import Judged, placed
+from lightrft.rollout.measure import measure_experience, measure_groups
 from lightrft.types import Experience, Sample, token_index
 
 
@@ -57,7 +58,7 @@ class ExperienceMaker:
         judged = Judged.share(self.data, samples, first_row=first_row)
         experience.credits = placed(self._compare(judged)[judged.mine], samples, experience)
         if self.data.rank == 0:
-            self._report_groups(*judged.totals(), metrics)
+            measure_groups(*judged.totals(), metrics)
         experience, minibatches = deal(
             self.data,
             experience,
@@ -68,8 +69,9 @@ class ExperienceMaker:
         )
         self._set_logprobs(experience, minibatches)
         penalty = self._diverge(experience, metrics) if self._measures_divergence else 0.0
-        self._set_advantages(experience, experience.credits - penalty, metrics)
+        self._set_advantages(experience, experience.credits - penalty)
         self._choose_tokens(experience, minibatches)
+        measure_experience(experience, metrics)
         return Planned(experience, minibatches)
 
     def _compare(self, judged: Judged) -> Tensor:
@@ -77,14 +79,6 @@ class ExperienceMaker:
         groups = judged.groups.long()
         rewards = self.shape(judged.rewards, groups, judged.finished)
         return self.estimator(rewards, groups, **options(self.estimator, self.section, lengths=judged.lengths))
-
-    def _report_groups(self, rewards: Tensor, groups: Tensor, metrics: Metrics) -> None:
-        """Share of groups that teach nothing because all their rewards are equal."""
-        names, member = groups.unique(return_inverse=True)
-        nothing = rewards.new_zeros(len(names))
-        best = nothing.scatter_reduce(0, member, rewards, "amax", include_self=False)
-        worst = nothing.scatter_reduce(0, member, rewards, "amin", include_self=False)
-        metrics.mean("rollout/groups_without_signal", (best == worst).float())
 
     def _set_logprobs(self, experience: Experience, minibatches: list[Rows]) -> None:
         """Old and reference log-probs. With a single update the old ones are the update's own, so nothing is computed."""
@@ -117,7 +111,7 @@ class ExperienceMaker:
         metrics.mean("rollout/kl_coef", self.kl_coefficient.value)
         return 0.0 if self.section.use_kl_loss else self.kl_coefficient.value * divergence
 
-    def _set_advantages(self, experience: Experience, rewards: Tensor, metrics: Metrics) -> None:
+    def _set_advantages(self, experience: Experience, rewards: Tensor) -> None:
         """What each token and those after it earned, normalised over the tokens of all ranks where asked for."""
         section, learned = self.section, experience.loss_mask
         advantages = reward_to_go(rewards, experience, gamma=section.gamma)
@@ -126,7 +120,6 @@ class ExperienceMaker:
         if section.advantage_clip is not None:
             advantages = advantages.clamp(-section.advantage_clip, section.advantage_clip)
         experience.advantages, experience.credits = advantages.float(), None
-        metrics.mean("rollout/advantage_abs", experience.advantages.abs(), learned)
 
 
     def _choose_tokens(self, experience: Experience, minibatches: list[Rows]) -> None:

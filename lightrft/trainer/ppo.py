@@ -1,14 +1,12 @@
 """PPO and its family: sample, judge, estimate advantages, update."""
 
-import torch
-
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.rollout.experience import ExperienceMaker, Planned
+from lightrft.rollout.measure import measure_samples
 from lightrft.rollout.rewards import Judge
 from lightrft.rollout.sampler import Sampler
 from lightrft.trainer.base import Trainer
 from lightrft.trainer.evaluate import evaluate
-from lightrft.types import Sample
 
 
 class PPOTrainer(Trainer):
@@ -34,7 +32,7 @@ class PPOTrainer(Trainer):
             self.judge(samples)
         self.interruption.safe_point()
         self.show(number, samples)
-        self._measure(samples)
+        measure_samples(samples, self.strategy.weight_version, self.metrics)
         with self.trace.phase("experience"):
             planned = self.make_experience(samples, self.metrics)
         with self.trace.phase("train"):
@@ -53,13 +51,3 @@ class PPOTrainer(Trainer):
             loss, norm = self.policy.update(planned.experience, rows, self.objective, denominator, self.metrics)
             self.metrics.mean("train/loss", loss)
             self.metrics.mean("train/grad_norm", norm)
-
-    def _measure(self, samples: list[Sample]) -> None:
-        rewards = torch.tensor([sample.reward for sample in samples])
-        self.metrics.mean("rollout/reward", rewards)
-        self.metrics.std("rollout/reward_std", rewards)
-        self.metrics.min("rollout/reward_min", rewards)
-        self.metrics.max("rollout/reward_max", rewards)
-        self.metrics.mean("rollout/response_length", torch.tensor([float(len(sample.token_ids)) for sample in samples]))
-        self.metrics.mean("rollout/truncated", torch.tensor([float(sample.truncated) for sample in samples]))
-        self.metrics.sum("rollout/tokens", sum(sample.length for sample in samples))

@@ -173,7 +173,7 @@ def test_every_estimator_is_tested_here():
 @pytest.mark.parametrize(
     "names",
     [
-        ("grpo", "group_norm", "cpgd"),
+        ("grpo", "group_norm", "gspo", "gmpo", "cispo", "sapo", "cpgd"),
         ("dr_grpo", "reinforce++_baseline", "reinforce_baseline"),
         ("reinforce", "reinforce++"),
     ],

@@ -61,6 +61,7 @@ SAMPLES = [(0, 1.0, 3), (0, 0.0, 9), (1, 2.0, 4), (1, 6.0, 1), (1, 1.0, 7), (2, 
 # group 0: mean 0.5, std 0.707107; group 1: 2, 6, 1 has mean 3, std 2.645751
 ADVANTAGES = [0.707007, -0.707007, -0.377950, 1.133850, -0.755900, 0.0, 0.0, 0.0]
 TOKEN_MEAN = sum(abs(a) * length for a, (_, _, length) in zip(ADVANTAGES, SAMPLES, strict=True)) / 37
+METRICS = {"rollout/advantage_abs": TOKEN_MEAN, "rollout/groups_without_signal": 1 / 3, "rollout/groups_solved_100": 1 / 3}
 
 
 def all_samples() -> list[Sample]:
@@ -176,9 +177,7 @@ def test_experience(folder, held, minibatch, epochs, reference):
             torch.testing.assert_close(columns["reference_logprobs"], expected, rtol=1e-5, atol=1e-5)
     assert_planned(results, minibatch, [sample.length for sample in samples])
     for result in results:
-        assert result["metrics"] == pytest.approx(
-            {"rollout/advantage_abs": TOKEN_MEAN, "rollout/groups_without_signal": 1 / 3}, abs=1e-6
-        )
+        assert {name: result["metrics"][name] for name in METRICS} == pytest.approx(METRICS, abs=1e-6)
 
 
 def assert_planned(results: list[dict[str, Any]], minibatch: int, lengths: list[int]) -> None:

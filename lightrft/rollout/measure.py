@@ -1,0 +1,52 @@
+"""What is reported of samples, of their groups and of the experience made from them."""
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.advantage import RIGHT
+from lightrft.algorithms.reduce import sequence_sums
+from lightrft.observe.metrics import Metrics
+from lightrft.types import Experience, Sample
+
+SOLVED = ("0", "to_25", "to_50", "to_75", "below_100", "100")
+"""Of the samples of a group so many per cent are right: none, up to a quarter, a half, three quarters, less than all, all."""
+
+
+def measure_samples(samples: list[Sample], version: int, metrics: Metrics) -> None:
+    """Of this rank's samples; `version` of the engine's newest weights."""
+    rewards = torch.tensor([sample.reward for sample in samples])
+    lengths = torch.tensor([float(len(sample.token_ids)) for sample in samples])
+    staleness = torch.tensor([float(version - sample.weight_version) for sample in samples])
+    for name, values in (("rollout/reward", rewards), ("rollout/response_length", lengths)):
+        metrics.mean(name, values)
+        metrics.std(f"{name}_std", values)
+        metrics.min(f"{name}_min", values)
+        metrics.max(f"{name}_max", values)
+    metrics.mean("rollout/truncated", torch.tensor([float(sample.truncated) for sample in samples]))
+    metrics.mean("rollout/staleness", staleness)
+    metrics.max("rollout/staleness_max", staleness)
+    metrics.sum("rollout/tokens", sum(sample.length for sample in samples))
+
+
+def measure_groups(rewards: Tensor, groups: Tensor, metrics: Metrics) -> None:
+    """Of all ranks' responses [N], [N]: how many groups are solved how far, and how many teach nothing: all rewards equal."""
+    names, member, sizes = groups.unique(return_inverse=True, return_counts=True)
+    nothing = rewards.new_zeros(len(names))
+    best = nothing.scatter_reduce(0, member, rewards, "amax", include_self=False)
+    worst = nothing.scatter_reduce(0, member, rewards, "amin", include_self=False)
+    metrics.mean("rollout/groups_without_signal", (best == worst).float())
+    solved = nothing.index_add(0, member, (rewards > RIGHT).to(rewards.dtype)) / sizes
+    place = (4 * solved).ceil() + (solved == 1)
+    for index, name in enumerate(SOLVED):
+        metrics.mean(f"rollout/groups_solved_{name}", (place == index).float())
+
+
+def measure_experience(experience: Experience, metrics: Metrics) -> None:
+    """Of this rank's part: advantages of learned tokens, and responses that are left out."""
+    advantages, learned = experience.advantages, experience.loss_mask
+    metrics.mean("rollout/advantage", advantages, learned)
+    metrics.std("rollout/advantage_std", advantages, learned)
+    metrics.min("rollout/advantage_min", advantages, learned)
+    metrics.max("rollout/advantage_max", advantages, learned)
+    metrics.mean("rollout/advantage_abs", advantages.abs(), learned)
+    metrics.mean("rollout/left_out", (sequence_sums(learned.float(), experience) == 0).float())

@@ -1,0 +1,44 @@
+"""Why: what users read about algorithms is the table of presets and the names; both must be what runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lightrft.algorithms.advantage import estimators
+from lightrft.algorithms.correction import corrections
+from lightrft.algorithms.kl import kl_estimators
+from lightrft.algorithms.policy_loss import policy_losses
+from lightrft.algorithms.presets import PRESETS
+
+TEXT = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TEXT.splitlines() if line.startswith("| [`")]
+
+
+@pytest.mark.parametrize("registry", [estimators, policy_losses, corrections, kl_estimators], ids=lambda registry: registry.flag)
+def test_every_name_is_there(registry):
+    assert [name for name in registry.names() if f"`{name}`" not in TEXT] == []
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_a_row_is_its_preset(row):
+    for name in re.findall(r"`([^`]+)`", row[0]):
+        preset = PRESETS[name]
+        assert row[2] == f"`{preset['policy_loss']}`" and row[4] == preset["loss_agg_mode"]
+        bounds = [float(number) for number in re.findall(r"\d[\d.e-]*", row[3])]
+        expected = ("sapo_tau_positive", "sapo_tau_negative") if name == "sapo" else ("eps_clip_low", "eps_clip_high")
+        assert bounds == [preset[field] for field in expected if field in preset]
+        place, *rest = row[5].split(", ")
+        if place == "none":
+            assert preset["init_kl_coef"] == 0
+        else:
+            assert rest == [preset["kl_estimator"], str(preset["init_kl_coef"])]
+            assert preset["use_kl_loss"] == (place == "loss")
+        assert preset.get("advantages_norm", False) == ("normalised" in row[1])
+
+
+def test_every_preset_has_a_row_and_a_section():
+    assert {name for row in ROWS for name in re.findall(r"`([^`]+)`", row[0])} == set(PRESETS)
+    for row in ROWS:
+        anchor = re.search(r"\(#([^)]+)\)", row[0]).group(1)
+        assert f"### {anchor}\n" in TEXT or f'<a id="{anchor}"></a>' in TEXT

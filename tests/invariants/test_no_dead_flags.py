@@ -1,0 +1,129 @@
+"""Why: a flag that is accepted and changes nothing is worse than one that is missing. Every field of the algorithm and of the
+reward is turned in a real step, which must then report other numbers than without; a field that is not listed here fails too.
+"""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightrft.cli.door import read_config
+from lightrft.config import AlgorithmSection, RewardSection
+from lightrft.strategy import get_strategy
+from lightrft.trainer.build import ppo_trainer
+from ranks import run_ranks
+from runs import PPO, prepare, repeatable, rows_of
+
+CORRECTED = ["--rollout_correction=mis", "--rollout_correction_low=0.99999", "--rollout_correction_high=1.00001"]
+MARKED = ["--policy_loss=kl_cov", "--cov_ratio=0.3"]
+DRAWN = ["--policy_loss=clip_cov", "--cov_ratio=0.3", "--clip_cov_range", "-9", "9"]
+OVERLONG = ["--overlong_buffer", "--overlong_buffer_len=2"]
+KL = ["--init_kl_coef=0.5", "--use_kl_loss=false", "--kl_estimator=k1"]
+"""What a flag needs beside it."""
+
+TURNED: dict[str, tuple[list[str], list[str]]] = {
+    "advantage_estimator": ([], ["--advantage_estimator=rloo"]),
+    "policy_loss": ([], ["--policy_loss=sapo"]),
+    "eps_clip": ([], ["--eps_clip=0.001"]),
+    "eps_clip_low": ([], ["--eps_clip_low=0.001"]),
+    "eps_clip_high": ([], ["--eps_clip_high=0.001"]),
+    "dual_clip": ([], ["--dual_clip=1.001"]),
+    "sapo_tau_positive": (["--policy_loss=sapo"], ["--sapo_tau_positive=3"]),
+    "sapo_tau_negative": (["--policy_loss=sapo"], ["--sapo_tau_negative=3"]),
+    "policy_drift_coef": (["--policy_loss=cpgd"], ["--policy_drift_coef=1"]),
+    "cov_ratio": (MARKED, ["--cov_ratio=0.6"]),
+    "kl_cov_coef": (MARKED, ["--kl_cov_coef=9"]),
+    "clip_cov_range": (DRAWN, ["--clip_cov_range", "0.01", "9"]),
+    "high_entropy_token_ratio": ([], ["--high_entropy_token_ratio=0.3"]),
+    "entropy_coef": ([], ["--entropy_coef=0.1"]),
+    "rollout_correction": ([], ["--rollout_correction=tis"]),
+    "rollout_correction_level": (CORRECTED, ["--rollout_correction_level=sequence"]),
+    "rollout_correction_low": (CORRECTED, ["--rollout_correction_low=0.9999999"]),
+    "rollout_correction_high": (CORRECTED, ["--rollout_correction_high=1.0000001"]),
+    "use_engine_logprobs": ([], ["--use_engine_logprobs"]),
+    "loss_agg_mode": ([], ["--loss_agg_mode=seq-mean-token-sum"]),
+    "gamma": ([], ["--gamma=0.5"]),
+    "pass_k": (["--advantage_estimator=pass_at_k"], ["--pass_k=1"]),
+    "advantages_norm": ([], ["--advantages_norm"]),
+    "advantage_clip": ([], ["--advantage_clip=0.05"]),
+    "mask_truncated": ([], ["--mask_truncated"]),
+    "length_filter": ([], ["--length_filter", "6", "6"]),
+    "entropy_filter": ([], ["--entropy_filter", "5.4", "5.8"]),
+    "use_kl_loss": (["--init_kl_coef=0.5", "--kl_estimator=k2"], ["--use_kl_loss"]),
+    "init_kl_coef": (KL, ["--init_kl_coef=5"]),
+    "kl_estimator": (KL, ["--kl_estimator=k3"]),
+    "kl_target": (KL, ["--kl_target=0.1"]),
+    "kl_horizon": ([*KL, "--kl_target=0.1"], ["--kl_horizon=100"]),
+    "reward": ([], ["--reward={reward}:share_of_letters"]),
+    "overlong_buffer": ([], OVERLONG),
+    "overlong_buffer_len": (OVERLONG, ["--overlong_buffer_len=5"]),
+    "overlong_buffer_penalty_factor": (OVERLONG, ["--overlong_buffer_penalty_factor=3"]),
+    "reward_running_norm": ([], ["--reward_running_norm"]),
+    "reward_running_norm_minus_mean": (["--reward_running_norm"], ["--reward_running_norm_minus_mean"]),
+    "reward_clip": ([], ["--reward_clip=0.4"]),
+    "reward_group_norm": ([], ["--reward_group_norm"]),
+}
+"""Field -> (flags of both runs, flags of the second)."""
+EXTREMES = ["--advantage_estimator=dr_grpo", "--loss_agg_mode=token-mean"]
+"""Without the standard deviation of groups, which would hide what only scales rewards."""
+OTHER_REWARD = '''
+
+def share_of_letters(samples, label, **columns):
+    return [sum(97 <= token < 123 for token in sample.token_ids) / len(sample.token_ids) for sample in samples]
+'''
+
+
+def test_every_field_is_turned():
+    assert set(TURNED) == {field.name for section in (AlgorithmSection, RewardSection) for field in fields(section)}
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("inputs")
+    inputs = prepare(folder)
+    (folder / "reward.py").open("a").write(OTHER_REWARD)
+    return run_ranks(1, every_step, inputs, str(folder), timeout=400)[0]
+
+
+def every_step(inputs: list[str], folder: str) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """The metrics of one step, of two updates, for each pair of flags."""
+    known: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def step(flags: list[str]) -> dict[str, Any]:
+        key = tuple(flags)
+        if key not in known:
+            known[key] = one_step([*inputs, *PPO, *EXTREMES, *flags, f"--save_path={folder}/run{len(known)}"])
+        return known[key]
+
+    made = {}
+    for name, (both, flags) in TURNED.items():
+        turned = [flag.format(reward=f"{folder}/reward.py") for flag in flags]
+        made[name] = step(both), step([*both, *turned])
+    again = one_step([*inputs, *PPO, *EXTREMES, f"--save_path={folder}/again"])
+    return made | {"nothing": (step([]), again)}
+
+
+def one_step(flags: list[str]) -> dict[str, Any]:
+    config = read_config("train_ppo", "", [*flags, "--max_steps=1", "--train_batch_size=16"])
+    torch.manual_seed(0)
+    strategy = get_strategy(config)
+    strategy.setup_distributed()
+    trainer = ppo_trainer(config, strategy)
+    trainer.fit()
+    return repeatable(rows_of(Path(config.train.save_path)))[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("field", TURNED)
+def test_a_field_changes_a_number(numbers, field):
+    before, after = numbers[field]
+    shared = before.keys() & after.keys()
+    assert any(before[name] != after[name] for name in shared)
+
+
+@pytest.mark.slow
+def test_nothing_changes_nothing(numbers):
+    before, after = numbers["nothing"]
+    assert before == after
