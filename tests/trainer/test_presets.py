@@ -19,7 +19,8 @@ def inputs(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", {id(preset): name for name, preset in PRESETS.items()}.values())
 def test_every_recipe_learns(inputs, tmp_path, name):
-    rows = train("train_ppo", 2, [*inputs, *RUN, f"--advantage_estimator={name}", "--train_batch_size=16", "--max_steps=10"], tmp_path)
+    flags = [f"--advantage_estimator={name}", "--train_batch_size=16", "--max_steps=10"]
+    rows = train("train_ppo", 2, [*inputs, *RUN, *flags], tmp_path)
     assert all(math.isfinite(value) for row in rows for value in row.values())
     rewards = [row["rollout/reward"] for row in rows]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 0.1, rewards
