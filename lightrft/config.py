@@ -213,6 +213,8 @@ class AlgorithmSection:
     """Do not learn from responses that were cut at generate_max_len; their rewards still count for their group."""
     length_filter: list[int] = field(default_factory=list)
     """Learn only from responses of at least and at most so many tokens: two numbers."""
+    difficulty_filter: list[float] = field(default_factory=list)
+    """Learn only from groups of whose responses at least and at most this share is right (a reward above 0.5): two numbers."""
     entropy_filter: list[float] = field(default_factory=list)
     """Learn only from responses whose tokens have a mean entropy between these two, in nats."""
     use_kl_loss: bool = False
@@ -586,7 +588,8 @@ COMPARING = (
 def _algorithm_problems(config: Config) -> list[str]:
     algorithm, rollout, reward = config.algorithm, config.rollout, config.reward
     problems = []
-    for name, pair in (("length_filter", algorithm.length_filter), ("entropy_filter", algorithm.entropy_filter)):
+    for name in ("length_filter", "difficulty_filter", "entropy_filter"):
+        pair = getattr(algorithm, name)
         if pair and (len(pair) != 2 or pair[0] > pair[1]):
             problems.append(f"--{name} takes the least and the most: two numbers")
     for name, bound in (("advantage_clip", algorithm.advantage_clip), ("reward_clip", reward.reward_clip)):

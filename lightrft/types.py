@@ -59,6 +59,8 @@ class Sample:
     weight_version: int = 0
     reward: float = 0.0
     """Of the whole response; the sum where it was rewarded step by step."""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """What the reward is the sum of, where its function says so; for metrics."""
     token_rewards: list[float | None] | None = None
     """For each token of the response the reward that came with it, None where none did; unset: all of it came at the end."""
 

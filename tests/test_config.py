@@ -247,6 +247,7 @@ def test_a_sequence_that_fits_no_microbatch():
     ("argv", "message"),
     [
         (["--length_filter", "5"], "--length_filter takes the least and the most: two numbers"),
+        (["--difficulty_filter", "0.5"], "--difficulty_filter takes the least and the most: two numbers"),
         (["--entropy_filter", "2", "1"], "--entropy_filter takes the least and the most: two numbers"),
         (["--advantage_clip", "0"], "--advantage_clip must be above 0; leave it out for no clipping"),
         (["--reward_clip", "-1"], "--reward_clip must be above 0"),

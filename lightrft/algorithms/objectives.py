@@ -56,7 +56,8 @@ class PolicyObjective:
             values = values - section.entropy_coef * batch.entropy
         if "train/ratio" in report:
             report |= dict.fromkeys(("train/ratio_min", "train/ratio_max"), report["train/ratio"])
-        report |= drift(logprobs, old) | mismatch(old, batch.engine_logprobs)
+        trainers = logprobs if section.use_engine_logprobs else old
+        report |= drift(logprobs, old) | mismatch(trainers, batch.engine_logprobs)
         return share_of_mean(values, batch, section.loss_agg_mode, denominator), report
 
     def _check(self, batch: Experience) -> None:

@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.correction import corrections
 from lightrft.algorithms.covariance import marks
-from lightrft.algorithms.options import unread
+from lightrft.algorithms.options import BOTH_BOUNDS, unread
 from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.algorithms.presets import correction_bounds, recipe
 from lightrft.config import Config, ConfigError, flags_without_effect, parse, validate
@@ -61,7 +61,7 @@ def read_config(door: str, description: str | None, argv: list[str] | None) -> C
     config, written = parse(argv, description or "")
     warnings_for_user = check_versions()
     algorithm = config.algorithm
-    bounds = {} if algorithm.eps_clip is None else dict.fromkeys(("eps_clip_low", "eps_clip_high"), algorithm.eps_clip)
+    bounds = {} if algorithm.eps_clip is None else dict.fromkeys(BOTH_BOUNDS["eps_clip"], algorithm.eps_clip)
     config.expand(recipe(algorithm.advantage_estimator) | correction_bounds(algorithm.rollout_correction) | bounds, written)
     validate(config, door=door, world_size=int(os.environ.get("WORLD_SIZE", 1)))
     warnings_for_user += flags_without_effect(config, written, door)

@@ -56,9 +56,12 @@ class ExperienceMaker:
         experience = flatten(samples, first_row=first_row)
         filters.leave_out(experience, filters.by_length(samples, self.section))
         judged = Judged.share(self.data, samples, first_row=first_row)
+        rewards, groups = judged.totals()
+        kept = filters.by_difficulty(rewards, groups, self.section)
+        filters.leave_out(experience, kept[first_row : first_row + len(samples)])
         experience.credits = placed(self._compare(judged)[judged.mine], samples, experience)
         if self.data.rank == 0:
-            measure_groups(*judged.totals(), metrics)
+            measure_groups(rewards, groups, metrics)
         experience, minibatches = deal(
             self.data,
             experience,

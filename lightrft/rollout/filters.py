@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from lightrft.algorithms.advantage import RIGHT, group_sum
 from lightrft.algorithms.reduce import sequence_means
 from lightrft.config import AlgorithmSection
 from lightrft.types import Experience, Sample
@@ -14,6 +15,13 @@ def by_length(samples: list[Sample], section: AlgorithmSection) -> Tensor:
     whole = [not (section.mask_truncated and sample.truncated) for sample in samples]
     fits = [least <= len(sample.token_ids) <= most for sample in samples]
     return torch.tensor(whole, dtype=torch.bool) & torch.tensor(fits, dtype=torch.bool)
+
+
+def by_difficulty(rewards: Tensor, groups: Tensor, section: AlgorithmSection) -> Tensor:
+    """[N] bool: the share of right responses in the group lies between the two numbers of --difficulty_filter. [N], [N]."""
+    least, most = section.difficulty_filter or (0.0, 1.0)
+    solved = group_sum((rewards > RIGHT).double(), groups) / group_sum(torch.ones(len(rewards), dtype=torch.float64), groups)
+    return (least <= solved) & (solved <= most)
 
 
 def by_entropy(experience: Experience, section: AlgorithmSection) -> Tensor:

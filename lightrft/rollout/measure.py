@@ -22,6 +22,9 @@ def measure_samples(samples: list[Sample], version: int, metrics: Metrics) -> No
         metrics.std(f"{name}_std", values)
         metrics.min(f"{name}_min", values)
         metrics.max(f"{name}_max", values)
+    for sample in samples:
+        for part, reward in sample.reward_parts.items():
+            metrics.mean(f"rollout/reward_of_{part}", reward)
     metrics.mean("rollout/truncated", torch.tensor([float(sample.truncated) for sample in samples]))
     metrics.mean("rollout/staleness", staleness)
     metrics.max("rollout/staleness_max", staleness)

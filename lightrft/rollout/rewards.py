@@ -5,6 +5,7 @@
 
 Each column of the data set arrives as a list, aligned with the samples; `label` is the column of --label_key. A response that
 is rewarded step by step has a list instead of a number: for each of its tokens a number, or None where nothing is to be said.
+A reward of parts is a dictionary of numbers: their sum counts, and each is a metric.
 """
 
 import math
@@ -16,7 +17,7 @@ from lightrft.parallel.collectives import Axis
 from lightrft.registry import Registry
 from lightrft.types import Sample
 
-Reward = Callable[..., list[float | list[float | None]]]
+Reward = Callable[..., list[float | list[float | None] | dict[str, float]]]
 rewards = Registry("reward", flag="--reward")
 
 NUMBER = r"(?:(?<![\w)])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
@@ -50,12 +51,12 @@ class Judge:
             self._judge(samples)
             return
         failure = self._failure(samples) if self.siblings.rank == 0 else None
-        given = [(sample.reward, sample.token_rewards) for sample in samples]
+        given = [(sample.reward, sample.reward_parts, sample.token_rewards) for sample in samples]
         values, message = self.siblings.broadcast((given, failure and str(failure)))
         if message is not None:
             raise failure or ValueError(message)
         for sample, value in zip(samples, values, strict=True):
-            sample.reward, sample.token_rewards = value
+            sample.reward, sample.reward_parts, sample.token_rewards = value
 
     def _failure(self, samples: list[Sample]) -> ValueError | None:
         try:
@@ -77,8 +78,18 @@ class Judge:
         if not hasattr(values, "__len__") or len(values) != len(samples):
             raise ValueError(f"--reward {self.name}: {values!r:.200} is not a list of {len(samples)} rewards, one per sample")
         for sample, value in zip(samples, values, strict=True):
-            sample.token_rewards = self._per_token(value, sample) if isinstance(value, list) else None
-            sample.reward = self._number(value, sample) if sample.token_rewards is None else sum(r for _, r in sample.steps)
+            self._set(sample, value)
+
+    def _set(self, sample: Sample, value: Any) -> None:
+        sample.reward_parts, sample.token_rewards = {}, None
+        if isinstance(value, list):
+            sample.token_rewards = self._per_token(value, sample)
+            sample.reward = sum(reward for _, reward in sample.steps)
+        elif isinstance(value, dict):
+            sample.reward_parts = {name: self._number(part, sample) for name, part in value.items()}
+            sample.reward = sum(sample.reward_parts.values())
+        else:
+            sample.reward = self._number(value, sample)
 
     def _per_token(self, values: list[float | None], sample: Sample) -> list[float | None]:
         if len(values) != len(sample.token_ids) or all(value is None for value in values):

@@ -91,6 +91,51 @@ def test_mismatch_is_reported_between_engine_and_old_logprobs_and_has_no_gradien
     assert not mismatch(torch.zeros(2, requires_grad=True), torch.ones(2))["engine/logprob_mismatch"].requires_grad
 
 
+def test_mismatch_is_the_trainers_own_where_the_engines_log_probs_stand_for_the_old_ones():
+    engine = [0.0, -1.5, -2.0, 0.0, -0.5 + LOG2]
+    batch = experience(engine_logprobs=engine, old_logprobs=engine)
+    report = evaluate(AlgorithmSection(use_engine_logprobs=True), batch)[2]
+    assert report["engine/logprob_mismatch"].tolist() == pytest.approx([0.0, 0.5, 0.0, 0.0, LOG2], abs=1e-6)
+    assert report["train/ratio"].tolist() == pytest.approx([1.0, math.exp(0.5), 1.0, 1.0, 0.5], abs=1e-6)
+
+
+def test_ratio_and_drift_are_reported():
+    old = [0.0, -1.0 - LOG2, -2.0 + LOG2, 0.0, -0.5]  # log-ratios log 2, -log 2, 0
+    report = evaluate(AlgorithmSection(), experience(old_logprobs=old))[2]
+    for name in ("train/ratio", "train/ratio_min", "train/ratio_max"):
+        assert report[name][MASK].tolist() == pytest.approx([2.0, 0.5, 1.0], abs=1e-6)
+    # k1 of the old policy from the new: -log r; k3: r - 1 - log r
+    assert report["train/drift_k1"][MASK].tolist() == pytest.approx([-LOG2, LOG2, 0.0], abs=1e-6)
+    assert report["train/drift_k3"][MASK].tolist() == pytest.approx([1 - LOG2, LOG2 - 0.5, 0.0], abs=1e-6)
+    assert not any(values.requires_grad for name, values in report.items() if name.startswith("train/drift"))
+
+
+def test_entropy_bonus():
+    batch = experience()
+    batch.entropy = torch.tensor([7.0, 1.0, 2.0, 7.0, 3.0], requires_grad=True)
+    values = torch.tensor(LOGPROBS, requires_grad=True)
+    loss, _ = PolicyObjective(AlgorithmSection(entropy_coef=0.5))(values, batch, DENOMINATOR)
+    assert loss.item() == pytest.approx((-3 - 0.5 * 6) / 3)
+    assert grad(loss, batch.entropy)[0].tolist() == pytest.approx([0.0, -1 / 6, -1 / 6, 0.0, -1 / 6])
+    with pytest.raises(ValueError, match="needs entropy in the batch"):
+        PolicyObjective(AlgorithmSection(entropy_coef=0.5))(values, experience(), DENOMINATOR)
+
+
+def test_weights_of_tokens():
+    batch = experience(weights=[9.0, 0.0, 2.0, 9.0, 1.0])
+    loss, gradient, _ = evaluate(AlgorithmSection(), batch)
+    assert loss == pytest.approx((-4 + 1) / 3) and gradient == pytest.approx([0.0, 0.0, -4 / 3, 0.0, 1 / 3])
+
+
+def test_divergence_that_is_in_the_reward_is_only_reported():
+    reference = [0.0, -1.0 + LOG2, -2.0, 0.0, -1.5]
+    loss, _, report = evaluate(AlgorithmSection(init_kl_coef=0.5, kl_estimator="k2"), experience(reference_logprobs=reference))
+    assert loss == pytest.approx(-1.0)
+    assert report["train/kl"][MASK].tolist() == pytest.approx([LOG2**2 / 2, 0.0, 0.5], abs=1e-6)
+    assert report["train/kl_k1"][MASK].tolist() == pytest.approx([-LOG2, 0.0, 1.0], abs=1e-6)
+    assert report["train/kl_k3"][MASK].tolist() == pytest.approx([1 - LOG2, 0.0, math.exp(-1)], abs=1e-6)
+
+
 def test_sft_is_the_mean_of_negative_log_probs_over_learned_tokens():
     batch = Batch(lengths=torch.tensor([3, 2]), input_ids=torch.arange(5), loss_mask=torch.tensor(MASK), rows=torch.arange(2))
     values = torch.tensor(LOGPROBS, requires_grad=True)

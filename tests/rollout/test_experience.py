@@ -224,6 +224,7 @@ CASES: dict[str, tuple[list[Sample], dict[str, Any], dict[str, Any]]] = {
     ),
     "cut off": (cut(all_samples(), 3, 6), {"mask_truncated": True}, {}),
     "short and long": (all_samples(), {"length_filter": [2, 6]}, {}),
+    "hard enough": (all_samples(), {"difficulty_filter": [0.0, 0.9]}, {}),
     "pass at 2": (all_samples(), {"advantage_estimator": "pass_at_k", "pass_k": 2}, {}),
     "certain": (all_samples(), {"entropy_filter": [0.0, 0.01]}, {}),
     "open": (all_samples(), {"entropy_filter": [0.01, 20.0]}, {}),
@@ -246,6 +247,8 @@ EXPECTED: dict[str, list[list[float] | None]] = {
     "too long": [[reward - max(0, length - 6) / 2] * length for _, reward, length in SAMPLES],
     "cut off": [None if place in (3, 6) else whole for place, whole in enumerate(WHOLE)],
     "short and long": [whole if 2 <= len(whole) <= 6 else None for whole in WHOLE],
+    # right are half of group 0, all of group 1, none of group 2
+    "hard enough": [None if SAMPLES[place][0] == 1 else whole for place, whole in enumerate(WHOLE)],
     # group 0: one wrong of two, no draw fails; groups 1: none wrong; group 2: all wrong
     "pass at 2": [[0.0] * length for length in LENGTHS],
     "certain": [None] * 8,

@@ -42,6 +42,15 @@ def test_samples():
     )  # fmt: skip
 
 
+def test_parts_of_rewards_are_means_over_those_that_have_them():
+    samples = [sample(1.1, 2), sample(0.1, 2), sample(0.0, 2)]
+    samples[0].reward_parts, samples[1].reward_parts = {"format": 0.1, "answer": 1.0}, {"format": 0.5}
+    metrics = Metrics()
+    measure_samples(samples, 3, metrics)
+    found = reduced(metrics)
+    assert found["rollout/reward_of_format"] == pytest.approx(0.3) and found["rollout/reward_of_answer"] == 1.0
+
+
 def test_a_rank_without_samples_adds_nothing():
     metrics = Metrics()
     measure_samples([], 3, metrics)

@@ -182,3 +182,23 @@ def infinite(samples, **columns):
 def test_steps_without_a_number(name, message):
     with pytest.raises(ValueError, match=message):
         judged(f"{__file__}:{name}", replace(sample(""), token_ids=[1, 2]))
+
+
+def parts(samples, **columns):
+    return [{"format": 0.1, "answer": 1.0}, {"format": 0.1}, {}]
+
+
+def test_a_reward_may_have_parts():
+    samples = [sample("") for _ in range(3)]
+    assert judged(f"{__file__}:parts", *samples) == [1.1, 0.1, 0.0]
+    assert samples[0].reward_parts == {"format": 0.1, "answer": 1.0}
+    judged("exact_match", *[replace(s, prompt=sample("", label="").prompt) for s in samples])
+
+
+def test_a_part_that_is_no_number():
+    def bad(samples, **columns):
+        return [{"format": "well"}]
+
+    rewards.register("bad parts")(bad)
+    with pytest.raises(ValueError, match="'well' is not a finite number"):
+        judged("bad parts", sample(""))
