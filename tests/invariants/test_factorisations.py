@@ -58,7 +58,7 @@ def test_no_product_is_left_out():
 
 @pytest.mark.slow
 def test_every_product_is_plain_torch(tmp_path):
-    assert_all_are_plain_torch(family_model(tmp_path, "qwen3", vocabulary=261, kv_heads=4), "token-mean", LAYOUTS)
+    assert_all_are_plain_torch(family_model(tmp_path, "qwen3", vocabulary=261, kv_heads=4), "token-mean", LAYOUTS, steps=3)
 
 
 @pytest.mark.slow
@@ -66,7 +66,7 @@ def test_products_of_windows_tied_embeddings_and_four_norms(tmp_path):
     """What Gemma 3 has beside the others, where it matters."""
     folder = family_model(tmp_path, "gemma3", tie=True, vocabulary=261, kv_heads=4)
     chosen = [layout for layout in LAYOUTS if layout.ranks == 4 and (layout.sequence or layout.impl == "zigzag")]
-    assert_all_are_plain_torch(folder, "seq-mean-token-mean", chosen)
+    assert_all_are_plain_torch(folder, "seq-mean-token-mean", chosen, steps=3)
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_divided_sequences_under_deepspeed(tmp_path):
         Layout(4, sp=2, impl="zigzag", tokens=24, zero=2),
         Layout(4, sp=4, zero=0),
     ]
-    assert_all_are_plain_torch(family_model(tmp_path, "qwen3", tie=True, kv_heads=4), "token-mean", layouts)
+    assert_all_are_plain_torch(family_model(tmp_path, "qwen3", tie=True, kv_heads=4), "token-mean", layouts, steps=3)
 
 
 def one_more_each(folder: str, root: Path, layouts: list[Layout], begin: int) -> list[Trained]:
@@ -102,7 +102,7 @@ def test_a_run_that_changes_its_layout_after_each_step(tmp_path):
     first = [Layout(4, sp=2, tp=2, impl="zigzag", tokens=60), Layout(4, sp=2, tokens=24)]
     results = run_ranks(4, one_more_each, folder, root, first, 0)[0]
     results += run_ranks(2, one_more_each, folder, root, [Layout(2, tp=2, sequence=True)], 2)[0]
-    expected_numbers, expected = plain_torch(folder, "token-mean")
+    expected_numbers, expected = plain_torch(folder, "token-mean", steps=3)
     numbers = [its_numbers[0] for its_numbers, _ in results]
     torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected_numbers), rtol=1e-5, atol=1e-6)
     start = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())

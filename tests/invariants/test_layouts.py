@@ -25,7 +25,7 @@ from lightrft.types import Experience
 from ranks import run_ranks
 from tiny import tiny_model
 
-PROMPT, STEPS, LEARNING_RATE, MAX_NORM, TEMPERATURE = 3, 3, 3e-4, 0.5, 0.8
+PROMPT, STEPS, LEARNING_RATE, MAX_NORM, TEMPERATURE = 3, 5, 3e-4, 0.5, 0.8
 RESPONSES = [1, 9, 4, 17, 2, 6, 6, 12, 3, 5]
 LONGEST = 20
 
@@ -145,25 +145,25 @@ def parameters_of(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in policy.strategy.full_params(policy.actor)}
 
 
-def trained(folder: str, mode: str, layout: Layout) -> Trained:
+def trained(folder: str, mode: str, layout: Layout, steps: int = STEPS) -> Trained:
     """Loss and gradient norm of each update, and the parameters after them."""
     config, policy = build(folder, mode, layout)
-    numbers, parameters = updated(config, policy, layout, STEPS), parameters_of(policy)
+    numbers, parameters = updated(config, policy, layout, steps), parameters_of(policy)
     policy.strategy.close()
     return numbers, parameters
 
 
-def trained_in_turn(folder: str, mode: str, layouts: list[Layout]) -> list[Trained]:
-    return [trained(folder, mode, layout) for layout in layouts]
+def trained_in_turn(folder: str, mode: str, layouts: list[Layout], steps: int) -> list[Trained]:
+    return [trained(folder, mode, layout, steps) for layout in layouts]
 
 
-def assert_all_are_plain_torch(folder: str, mode: str, layouts: list[Layout]) -> None:
+def assert_all_are_plain_torch(folder: str, mode: str, layouts: list[Layout], steps: int = STEPS) -> None:
     """On every rank, one start of processes for each number of them."""
-    expected_numbers, expected = plain_torch(folder, mode)
+    expected_numbers, expected = plain_torch(folder, mode, steps)
     start = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
     for ranks in sorted({layout.ranks for layout in layouts}):
         chosen = [layout for layout in layouts if layout.ranks == ranks]
-        by_rank = run_ranks(ranks, trained_in_turn, folder, mode, chosen, timeout=600)
+        by_rank = run_ranks(ranks, trained_in_turn, folder, mode, chosen, steps, timeout=600)
         for index, layout in enumerate(chosen):
             first = by_rank[0][index][1]
             for numbers, parameters in (results[index] for results in by_rank):
@@ -180,12 +180,12 @@ def assert_same_parameters(found: dict, expected: dict, start: dict, what: objec
         assert off <= 2e-3 * (expected[name] - start[name]).norm(), (what, name)  # of what was learned
 
 
-def plain_torch(folder: str, mode: str) -> Trained:
+def plain_torch(folder: str, mode: str, steps: int = STEPS) -> Trained:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     decayed = [parameter for parameter in model.parameters()]
     optimizer = torch.optim.AdamW(decayed, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     numbers = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         per_sequence = [sequence_loss(model, experience(), index) for index in range(len(RESPONSES))]
         if mode == "token-mean":
             loss = sum(values.sum() for values in per_sequence) / sum(RESPONSES)
