@@ -265,6 +265,10 @@ class TrainSection:
     """Most tokens of one forward and backward pass on one rank; --sp_size ranks divide so many among them."""
     batching: Literal["packed", "dynamic", "plain"] = "packed"
     """Which sequences meet in one pass: any, so that all ranks finish together; similar lengths; or those next in order."""
+    enable_ema: bool = False
+    """Keep a moving average of the actor's parameters, one more step of it after each step, and save it too: model_ema."""
+    ema_beta: float = 0.992
+    """What the average keeps of itself at each step."""
     save_path: str = "runs/run"
     """Folder of the run: final model, metrics, report, resolved configuration."""
     ckpt_path: str | None = None
@@ -410,6 +414,7 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
         "tp_sequence_parallel": (config.strategy.tp_size > 1, "--tp_size"),
         "sp_impl": (config.strategy.sp_size > 1 or config.strategy.cp_size > 1, "--sp_size"),
         "grad_accum_dtype": (config.model.bf16, "--bf16"),
+        "ema_beta": (config.train.enable_ema, "--enable_ema"),
         "system_prompt": (config.data.apply_chat_template, "--apply_chat_template"),
     }
     unused += [f"--{name} has no effect without {needs}" for name, (active, needs) in conditional.items()

@@ -42,13 +42,15 @@ class Policy(Role):
         scheduler: LRScheduler | None = None,
         *,
         reference: Actor | None = None,
+        average: Actor | None = None,
         temperature: float = 1.0,
         tokenizer: PreTrainedTokenizerBase | None = None,
         **limits: Any,
     ):
-        """`limits` are those of Role: max_tokens, batching."""
+        """`average` is not frozen, and follows the actor. `limits` are those of Role: max_tokens, batching."""
         super().__init__(strategy, actor, optimizer, scheduler, **limits)
         self.reference = reference
+        self.average = average
         self.temperature = temperature
         self.tokenizer = tokenizer
         self._generations = 0
@@ -88,6 +90,11 @@ class Policy(Role):
         """Log-probs of learned tokens [T], 0 elsewhere; their entropy goes into the batch."""
         logprobs, batch.entropy = self.actor(batch, self.temperature)
         return logprobs, {"train/entropy": batch.entropy.detach()}
+
+    def update_average(self, beta: float) -> None:
+        """average <- beta * average + (1 - beta) * actor, if there is one."""
+        if self.average is not None:
+            self.strategy.moving_average(self.actor, self.average, beta)
 
     # -- generation
 

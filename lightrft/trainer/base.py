@@ -64,6 +64,8 @@ class Trainer(ABC):
             "actor": (policy.actor, policy.optimizer, policy.scheduler)
         }
         """What a checkpoint holds, by name. A trainer with more models adds them."""
+        if policy.average is not None:
+            self.models["ema"] = (policy.average, None, None)
         self.parts = {"unreported_metrics": Unreported(self.metrics, strategy.mesh.world), **parts}
         self.done = 0
         """Steps whose updates are in the parameters."""
@@ -92,6 +94,8 @@ class Trainer(ABC):
             self.strategy.finish_ckpt()
             self.strategy.announce("save_model")
             self.strategy.save_model(self.policy.actor, self.tokenizer, self.folder / "model")
+            if self.policy.average is not None:
+                self.strategy.save_model(self.policy.average, self.tokenizer, self.folder / "model_ema")
             status = "finished"
         except Interrupted:
             self.strategy.announce("checkpoint")
@@ -119,6 +123,7 @@ class Trainer(ABC):
         train = self.config.train
         for number in range(self.done + 1, self.total_steps + 1):
             self.step(number)
+            self.policy.update_average(self.config.train.ema_beta)
             self.done = number
             last = number == self.total_steps or self.enough()
             if self.config.data.eval_data and _due(number, train.eval_steps, last):

@@ -101,12 +101,18 @@ def build_policy(config: Config, strategy: StrategyBase, *, updates: int, refere
         with strategy.init_model_context():
             frozen = Actor(load_model(config.model)).requires_grad_(False)
         frozen = strategy.prepare(frozen)
+    average = None
+    if config.train.enable_ema:
+        with strategy.init_model_context():
+            average = Actor(load_model(config.model))
+        average = strategy.prepare(average)
     return Policy(
         strategy,
         actor,
         optimizer,
         scheduler,
         reference=frozen,
+        average=average,
         temperature=config.rollout.temperature,
         max_tokens=config.train.max_tokens_per_microbatch,
         batching=config.train.batching,

@@ -1,0 +1,75 @@
+"""Whole runs under DeepSpeed: they learn what FSDP2 runs learn, with every engine, and a killed one continues."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from runs import PPO, prepare, repeatable, train
+from strategy.zero import DeepSpeedStrategy
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> list[str]:
+    """Without a strategy: what no flag names is DeepSpeed."""
+    assert DeepSpeedStrategy
+    return [flag for flag in prepare(tmp_path_factory.mktemp("inputs")) if flag != "--fsdp"]
+
+
+FLAGS = ["--train_batch_size=16", "--use_kl_loss", "--init_kl_coef=0.1", "--max_tokens_per_microbatch=40", "--max_steps=3"]
+
+
+def assert_same_numbers(found: list[dict], expected: list[dict]) -> None:
+    """Sampling may turn on a rounding sometime, so only the first steps are compared."""
+    for mine, other in zip(repeatable(found), repeatable(expected), strict=True):
+        assert mine.pop("engine/logprob_mismatch_max") < 1e-4
+        assert mine == pytest.approx({name: other[name] for name in mine}, rel=2e-3, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_zero_learns_what_fsdp_learns(inputs, tmp_path):
+    """Several updates of a rollout, micro-batches, a reference model, and new weights for the engine at each step."""
+    flags = [*inputs, *PPO, *FLAGS, "--enable_engine_sleep"]
+    fsdp = train("train_ppo", 2, [*flags, "--fsdp"], tmp_path / "fsdp")
+    for stage in (2, 3):
+        rows = train("train_ppo", 2, [*flags, f"--zero_stage={stage}"], tmp_path / str(stage))
+        assert len(rows) == 3
+        assert_same_numbers(rows, fsdp)
+
+
+@pytest.mark.slow
+def test_vllm_beside_zero_3(inputs, tmp_path):
+    """And what a phase does not need waits in host memory."""
+    pytest.importorskip("vllm", reason="vllm is not installed")
+    flags = [*FLAGS, "--zero_stage=3", "--engine_type=vllm", "--enable_engine_sleep", "--offload_idle"]
+    rows = train("train_ppo", 2, [*inputs, *PPO, *flags], tmp_path)
+    assert len(rows) == 3 and rows[-1]["train/ratio"] != 1
+    assert all(row["engine/logprob_mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_reward_rises(inputs, tmp_path, stage):
+    rows = train("train_ppo", 2, [*inputs, *PPO, "--max_steps=12", f"--zero_stage={stage}"], tmp_path)
+    assert rows[0]["rollout/reward"] < 0.55 and rows[-1]["rollout/reward"] > 0.75
+    assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
+
+
+def average_after(flags: list[str], run: Path) -> dict[str, torch.Tensor]:
+    train("train_ppo", 2, [*flags, "--enable_ema"], run)
+    models = [dict(AutoModelForCausalLM.from_pretrained(run / name).named_parameters()) for name in ("model", "model_ema")]
+    return {f"{index}.{name}": tensor.detach() for index, model in enumerate(models) for name, tensor in model.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["--fsdp", "--zero_stage=3"])
+def test_an_average_of_the_actor(inputs, tmp_path, strategy):
+    """Saved beside it, and in checkpoints: a run of three steps, and one of two that continues, have the same."""
+    flags, head = [*inputs, *PPO, strategy, "--save_steps=2"], "lm_head.weight"
+    whole = average_after([*flags, "--max_steps=3", "--ema_beta=0.9"], tmp_path / "whole")
+    begun = average_after([*flags, "--max_steps=2", "--ema_beta=0.9"], tmp_path / "begun")
+    continued = average_after([*flags, "--max_steps=3", "--ema_beta=0.9", "--load_checkpoint"], tmp_path / "begun")
+    assert all(torch.equal(continued[name], whole[name]) for name in whole)
+    start = AutoModelForCausalLM.from_pretrained(inputs[0].partition("=")[2]).lm_head.weight.detach()
+    moved = (begun[f"1.{head}"] - start).norm() / (begun[f"0.{head}"] - start).norm()
+    assert 0.1 < moved < 0.2, "two steps, of a tenth of the way each"
