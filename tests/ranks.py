@@ -28,6 +28,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 
     Ranks that hang are started once more, with a warning that shows their stacks: it was seen once in some thousand starts, on
     busy cores, all ranks waiting in the same gloo collective, for a cause not found. What the code under test hangs, hangs twice.
+    Not the cause: the order of collectives (there was one group), and, as 1,400 starts and 150,000 all-gathers on busy cores
+    went well, neither connecting nor waiting by itself. What does hang a rank is a fork while another thread of this process is
+    inside torch and holds a lock: keep such threads out of it.
     """
     try:
         return _run(world_size, function, args, timeout)

@@ -14,7 +14,7 @@ LOST_AFTER = 45
 """Seconds without an answer from the other machine's kernel after which a connection counts as lost. A process that dies closes
 its connections at once, whatever kills it; this is for machines and networks that go down."""
 PENDING = 65536
-"""Bytes that may wait for a receiver who does not read; what comes after them is dropped."""
+"""Bytes that may wait for a receiver who does not read, what comes after them is dropped; and the longest line."""
 
 _open: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 
@@ -54,6 +54,8 @@ class Connection:
         if not data:
             raise Gone("connection closed")
         *lines, self._unread = (self._unread + data).split(b"\n")
+        if len(self._unread) > PENDING:
+            raise Gone("a line without an end")
         return [json.loads(line) for line in lines]
 
     def shut(self) -> None:

@@ -75,15 +75,18 @@ class Monitor:
         self._thread.join(2 * self.beat)
 
     def _run(self) -> None:
+        look, next_look = min(self.beat, PATIENCE / 5), 0.0
         while not self.closing.is_set():
-            for key, _ in self._selector.select(min(self.beat, PATIENCE / 5)):
+            for key, _ in self._selector.select(look):
                 if key.fileobj is self._listening:
                     connection = Connection(self._listening.accept()[0])
                     self._selector.register(connection.socket, selectors.EVENT_READ, connection)
                 else:
                     self._hear(key.data)
-            if self._verdict is None:
-                self._judge(time.monotonic())
+            now = time.monotonic()
+            if self._verdict is None and now >= next_look:
+                self._judge(now)
+                next_look = now + look
         self._tell_all({"bye": True})
         for connection in [self._listening, *(seat.connection for seat in self.seats.values())]:
             connection.close()

@@ -88,7 +88,7 @@ class Watchdog:
         said = str(error) if brief else "".join(traceback.format_exception(error)).rstrip()
         echo = is_echo(error)
         self._failed = True
-        summary = f"{type(error).__name__}: {error}"
+        summary = f"{type(error).__name__}: {error}"[:2000]
         self._connection.send({"failed": {"error": summary, "code": code, "brief": brief, "echo": echo}})
         self._decided.wait(2 * PATIENCE)
         if self._verdict is not None and self._verdict["root"] != self.rank:
