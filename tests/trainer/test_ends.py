@@ -62,6 +62,11 @@ def test_an_exception_in_any_phase(inputs, tmp_path, monkeypatch, no_launcher_to
     assert f"failed in phase {phase}: OSError: the disk is on fire" in said[0] and "Traceback" not in said[0]
 
 
+def test_a_mistake_of_the_user_is_one_message(inputs, tmp_path, monkeypatch, no_launcher_to_wait_for):
+    codes, said = run([*inputs, f"--prompt_data={tmp_path}/nowhere.jsonl"], tmp_path, "none:0:none", monkeypatch)
+    assert codes == [2, 2] and "".join(said).count("nowhere.jsonl") == 1 and "Traceback" not in "".join(said)
+
+
 # -- under torchrun
 
 
@@ -97,12 +102,6 @@ def test_torchrun_shows_the_killed_rank_with_vllm(inputs, tmp_path):
     said = one_node("generate:0:kill", *inputs, *FLAGS, *vllm, f"--save_path={tmp_path}")
     assert re.search(r"rank 1 ERROR +this run ends: rank 0 .* ended without a word in phase generate", said)
     assert "rank      : 0 " in root_cause(said) and "Signal 9 (SIGKILL)" in root_cause(said)
-
-
-def test_a_mistake_of_the_user_is_one_message(inputs, tmp_path):
-    said = one_node("none:0:none", *inputs, *FLAGS, f"--prompt_data={tmp_path}/nowhere.jsonl")
-    assert said.split("Traceback")[0].count("nowhere.jsonl") == 1, said
-    assert "nowhere.jsonl" in root_cause(said) and "Traceback" not in root_cause(said)
 
 
 # -- two nodes of different size: two launchers on this machine, one rank and two
