@@ -37,6 +37,16 @@ class ModelSection:
     """What stays of each block: full keeps its input, selective also the results of attention and matrix products."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
+    lora_rank: int = 0
+    """Train adapters of this rank beside the frozen model (LoRA); 0: train the model itself."""
+    lora_alpha: float = 16.0
+    """What an adapter adds is multiplied with lora_alpha / lora_rank."""
+    lora_dropout: float = 0.0
+    """Share of an adapter's inputs that is left out in training."""
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Names, or ends of names, of the linear layers that get adapters; all-linear: all but the output layer."""
+    freeze_prefix: list[str] = field(default_factory=list)
+    """Beginnings of the names of parameters that are not trained; with lora_rank they get no adapters."""
 
 
 @dataclass
@@ -283,6 +293,8 @@ class TrainSection:
     """Beside each checkpoint, in its folder `hf`, the model as from_pretrained and engines load it."""
     async_save: bool = False
     """Write checkpoints while training goes on, from a copy in host memory."""
+    save_adapter_only: bool = False
+    """With lora_rank: the final model is the adapter alone in peft's format, not the model with the adapter merged into it."""
     load_checkpoint: bool = False
     """Continue from the newest complete checkpoint; start afresh when there is none."""
     stop_loss: float | None = None
@@ -392,8 +404,8 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
     """What the user wrote that changes nothing in this run, each with the reason."""
     owners = section_of_field()
     used = DOORS[door]
-    shaping = {f.name for f in fields(RewardSection)} - {"reward"} if door == "evaluate" else set()
-    idle = {name for name, section in owners.items() if section not in used} | shaping
+    training = {f.name for f in fields(RewardSection)} - {"reward"} | {"lora_rank", *LORA, "freeze_prefix"}
+    idle = {name for name, section in owners.items() if section not in used} | (training if door == "evaluate" else set())
     unused = [f"--{name} has no effect in {door}" for name in sorted(written & idle)]
     conditional = {
         "gradient_checkpointing_policy": (config.model.gradient_checkpointing, "--gradient_checkpointing"),
@@ -416,12 +428,16 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
         "grad_accum_dtype": (config.model.bf16, "--bf16"),
         "ema_beta": (config.train.enable_ema, "--enable_ema"),
         "system_prompt": (config.data.apply_chat_template, "--apply_chat_template"),
+        **{name: (config.model.lora_rank > 0, "--lora_rank") for name in (*LORA, "save_adapter_only")},
     }
     unused += [f"--{name} has no effect without {needs}" for name, (active, needs) in conditional.items()
                if name in written and not active and owners[name] in used]
     of_zero = written & set(ZERO) if config.strategy.fsdp else set()
     return unused + [f"--{name} has no effect with --fsdp" for name in sorted(of_zero)]
 
+
+LORA = ("lora_alpha", "lora_dropout", "target_modules")
+"""Fields of adapters, without effect where there are none."""
 
 ZERO = ("zero_stage", "zpg", "adam_offload", "param_offload", "overlap_comm", "grad_accum_dtype")
 """Fields of DeepSpeed alone."""
@@ -524,7 +540,7 @@ def _layout_problems(config: Config, world_size: int) -> list[str]:
     engine_tp, strategy = config.engine.engine_tp_size, config.strategy
     replicate, sp, tp = strategy.dp_replicate, max(strategy.sp_size, strategy.cp_size), strategy.tp_size
     ulysses = strategy.cp_size == 1 and strategy.sp_impl != "zigzag"
-    problems = cp_problems(strategy)
+    problems = cp_problems(strategy) + lora_problems(config.model, tp_size=tp)
     if world_size % engine_tp:
         problems.append(f"--engine_tp_size {engine_tp} does not divide the {world_size} processes")
     if world_size % (replicate * sp * tp):
@@ -549,6 +565,21 @@ def cp_problems(section: StrategySection) -> list[str]:
     if short == 1 or not wrong:
         return []
     return [f"--cp_size {short} is short for --sp_size {short} --sp_impl zigzag and contradicts {' '.join(wrong)}: drop one"]
+
+
+def lora_problems(model: ModelSection, *, tp_size: int) -> list[str]:
+    """What of a ModelSection's adapters is impossible, each with the way out."""
+    impossible = {
+        "--lora_rank must not be negative; 0 trains the model itself": model.lora_rank < 0,
+        "--lora_alpha must be above 0": model.lora_alpha <= 0,
+        "--lora_dropout is a share, at least 0 and below 1": not 0 <= model.lora_dropout < 1,
+        "--target_modules is empty: name linear layers, or say all-linear": not model.target_modules,
+        "--target_modules takes all-linear alone, or names": "all-linear" in model.target_modules[1:] + model.target_modules[:-1],
+        "--lora_rank needs --tp_size 1: adapters are not split over ranks; --fsdp cuts the model anyway": (
+            model.lora_rank > 0 and tp_size > 1
+        ),
+    }
+    return [problem for problem, holds in impossible.items() if holds]
 
 
 def deepspeed_problems(strategy: Any, *, bf16: bool) -> list[str]:

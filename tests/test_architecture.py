@@ -22,7 +22,7 @@ LAYERS = {
     "config": 0, "types": 0, "registry": 0, "versions": 0,
 }  # fmt: skip
 OPTIONAL = {"deepspeed", "vllm", "sglang", "peft", "wandb", "flash_attn", "ray", "math_verify", "liger_kernel"}
-OPTIONAL_ELSEWHERE = {"wandb": "observe/sinks.py"}
+OPTIONAL_ELSEWHERE = {"wandb": "observe/sinks.py", "peft": "models/lora.py"}
 """Exceptions to `only inside the file named after it`, and there only inside a function."""
 HOMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 

@@ -45,9 +45,14 @@ class WeightFiles:
 def tied_names(model: PreTrainedModel) -> list[list[str]]:
     """The names of all that a folder of `model` holds, parameters and persistent buffers; those of one tensor together."""
     together: dict[int, list[str]] = defaultdict(list)
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in stored_tensors(model).items():
         together[id(tensor)].append(name)
     return list(together.values())
+
+
+def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by the names that they have in a folder, where layers know no adapters beside them."""
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
 def missing_and_unexpected(model: PreTrainedModel, stored: Iterable[str]) -> tuple[set[str], set[str]]:

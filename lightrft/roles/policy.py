@@ -1,6 +1,7 @@
 """The policy: the actor that learns and generates, with the reference model it must not stray far from."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.engine.base import Sampling
 from lightrft.models.heads import Actor
+from lightrft.models.lora import adapted_layers, adapters_off, joined
 from lightrft.observe.profiler import Profiler
 from lightrft.roles.microbatch import Rows
 from lightrft.roles.padded import flatten
@@ -69,8 +71,9 @@ class Policy(Role):
 
     def get_reference_logprobs(self, batch: Mapping[str, Any], mbs: int | None = None) -> dict[str, Tensor]:
         """`reference_logprobs` [B, S]: the same under the reference model."""
-        reference = self._reference()
-        return {"reference_logprobs": self._answer(batch, reference, lambda part: reference(part, self.temperature)[0], mbs)}
+        with self._reference() as reference:
+            values = self._answer(batch, reference, lambda part: reference(part, self.temperature)[0], mbs)
+        return {"reference_logprobs": values}
 
     def logprobs(self, batch: Batch, rows: Rows) -> Tensor:
         """log p of every learned token of a flat batch under the actor, 0 elsewhere: [T] float32 on the host."""
@@ -83,8 +86,8 @@ class Policy(Role):
 
     def reference_logprobs(self, batch: Batch, rows: Rows) -> Tensor:
         """log p of every learned token under the reference model: [T]."""
-        reference = self._reference()
-        return self._infer(reference, lambda part: reference(part, self.temperature)[0], batch, rows)
+        with self._reference() as reference:
+            return self._infer(reference, lambda part: reference(part, self.temperature)[0], batch, rows)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Report]:
         """Log-probs of learned tokens [T], 0 elsewhere; their entropy goes into the batch."""
@@ -173,7 +176,8 @@ class Policy(Role):
 
     def refit_info(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Hugging Face name -> full shape and dtype of what stream_weights() brings, in its order."""
-        return {name: (parameter.shape, self.strategy.dtype) for name, parameter in hf_parameters(self.actor)}
+        shapes = ((name, parameter.shape) for name, parameter in hf_parameters(self.actor))
+        return {name: (shape, self.strategy.dtype) for name, shape in joined(shapes, lambda _, base, *adapter: base)}
 
     def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of the actor; all ranks consume the whole stream."""
@@ -229,10 +233,16 @@ class Policy(Role):
             self.stop_profiling()
         self.strategy.close()
 
-    def _reference(self) -> Actor:
-        if self.reference is None:
+    @contextmanager
+    def _reference(self) -> Iterator[Actor]:
+        """The reference model; where there is none, an actor with adapters is its own without them."""
+        if self.reference is not None:
+            yield self.reference
+        elif adapted_layers(self.actor.language_model):
+            with adapters_off(self.actor.language_model):
+                yield self.actor
+        else:
             raise ValueError("this policy has no reference model; build it with one (--init_kl_coef)")
-        return self.reference
 
     def _pad_token_id(self) -> int:
         pad = self.tokenizer.pad_token_id if self.tokenizer is not None else None

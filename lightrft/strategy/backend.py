@@ -64,7 +64,7 @@ class Backend(ABC):
     def make_ready(self, module: nn.Module) -> None:
         """What no way of distributing changes: recomputed activations, divided sequences, and the dtype of parameters.
 
-        What is trained has float32 parameters, what is frozen the dtype of compute. Buffers keep their precision.
+        Parameters that are trained are float32, frozen ones have the dtype of compute. Buffers keep their precision.
         """
         trained = any(parameter.requires_grad for parameter in module.parameters())
         if trained and self.config.gradient_checkpointing:
@@ -74,7 +74,7 @@ class Backend(ABC):
             divide(module, sequence, tp=self.mesh.tp.size)
         for parameter in module.parameters():
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(torch.float32 if trained else self.dtype)
+                parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else self.dtype)
 
     @abstractmethod
     def accumulate(self, loss: Tensor, model: nn.Module, last: bool) -> None:

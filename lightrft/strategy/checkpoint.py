@@ -38,8 +38,13 @@ class Training:
     device: torch.device
 
     def tensors(self, *, module_only: bool = False) -> dict[str, Any]:
-        """The parameters under `model` and, by parameter, the state of its optimizer under `optimizer`, sharded as they lie."""
-        state = {"model": sharded.get_model_state_dict(self.model)}
+        """The parameters under `model` and, by parameter, the state of its optimizer under `optimizer`, sharded as they lie.
+
+        Frozen parameters of a model that is trained are those of its --pretrain, and not in it.
+        """
+        frozen = frozen_names(self.model)
+        values = sharded.get_model_state_dict(self.model)
+        state = {"model": {name: value for name, value in values.items() if name not in frozen}}
         if self.optimizer is not None and not module_only:
             state["optimizer"] = sharded.get_optimizer_state_dict(self.model, self.optimizer)
         return state
@@ -50,6 +55,13 @@ class Training:
         sharded.set_model_state_dict(self.model, state["model"], options=lenient)
         if "optimizer" in state:
             sharded.set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=lenient)
+
+
+def frozen_names(model: nn.Module) -> set[str]:
+    """What of a model's state_dict() no checkpoint holds: frozen parameters, unless all are."""
+    values = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, nn.Parameter)}
+    frozen = {name for name, value in values.items() if not value.requires_grad}
+    return set() if len(frozen) == len(values) else frozen
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from lightrft.config import (
     StrategySection,
     cp_problems,
     deepspeed_problems,
+    lora_problems,
 )
 
 Arguments = Config | Namespace | Mapping[str, Any] | None
@@ -56,7 +57,7 @@ class StrategyConfig(ModelSection, DataSection, StrategySection, EngineSection, 
             known = get_args(get_type_hints(section)[name])
             if getattr(self, name) not in known:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
-        problems = cp_problems(self)
+        problems = cp_problems(self) + lora_problems(self, tp_size=self.tp_size)
         if problems:
             raise ValueError("; ".join(problems))
         if self.timeout_minutes <= 0:

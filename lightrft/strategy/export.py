@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lightrft.models.lora import CONFIG as ADAPTER_CONFIG
+from lightrft.models.lora import adapted_layers, is_adapter, save_adapter
 from lightrft.parallel.collectives import Axis
 from lightrft.strategy.atomic import PART, sync_file, write_folder
 from lightrft.strategy.shard_writer import ShardWriter
@@ -34,6 +36,26 @@ def export(
         lambda _: writer.name_files() if world.rank == 0 else None,
         partial(_write_rest, model, tokenizer, dtype, world.rank == 0),
     )
+    return folder
+
+
+def export_adapter(
+    model: nn.Module, stream: Stream, tokenizer: PreTrainedTokenizerBase | None, folder: Path, world: Axis
+) -> Path:
+    """The adapters of the stream in peft's format. All ranks consume it; rank 0 writes, whole or not at all."""
+    if not adapted_layers(model) or any(p.requires_grad and not is_adapter(name) for name, p in model.named_parameters()):
+        raise ValueError(f"{type(model).__name__} is no model of which adapters alone are trained: save_model() saves all of it")
+
+    def write(part: Path) -> None:
+        adapters = {name: tensor.cpu() for name, tensor in stream if is_adapter(name) and world.rank == 0}
+        if world.rank == 0:
+            save_adapter(model, adapters, part)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(part)
+            for path in part.iterdir():
+                sync_file(path)
+
+    write_folder(folder, world, partial(_check_target, folder, mark=ADAPTER_CONFIG), write)
     return folder
 
 
@@ -73,8 +95,8 @@ def _architecture(model: PreTrainedModel) -> str:
     return next(cls.__name__ for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
 
 
-def _check_target(folder: Path, part: Path) -> None:
-    """Replacing a folder removes what is in it: only an earlier model may be there."""
+def _check_target(folder: Path, part: Path, mark: str = "config.json") -> None:
+    """Replacing a folder removes what is in it: only an earlier model, or adapter, may be there."""
     if folder.is_dir() and any(folder.iterdir()):
-        if not (folder / "config.json").is_file() or any(path.is_dir() for path in folder.iterdir()):
+        if not (folder / mark).is_file() or any(path.is_dir() for path in folder.iterdir()):
             raise ValueError(f"{folder} holds something else than a model; give a folder of its own, such as {folder / 'model'}")

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lightrft.models.empty import is_empty
-from lightrft.models.weight_files import WeightFiles, is_backbone, missing_and_unexpected, tied_names
+from lightrft.models.weight_files import WeightFiles, is_backbone, missing_and_unexpected, stored_tensors, tied_names
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.cuts import own_part
 from lightrft.strategy.atomic import agree
@@ -24,7 +24,7 @@ def materialize(module: nn.Module, device: torch.device, world: Axis) -> None:
     if not is_empty(module):
         return
     model = _source(module)
-    tensors = model.state_dict(keep_vars=True)
+    tensors = stored_tensors(model)
     wanted = [names for names in tied_names(model) if tensors[names[0]].is_meta or not _is_parameter(tensors[names[0]])]
     kept = {name: tensor.clone() for name, tensor in _local_tensors(module) if not tensor.is_meta}
     module.to_empty(device=device)
@@ -58,7 +58,7 @@ def _read(model: PreTrainedModel, wanted: list[list[str]]) -> None:
     for names, what in ((missing, "of the model are not in it"), (unexpected, "in it are not of the model")):
         if names:
             raise ValueError(f"{len(names)} tensors {what}, the first is {min(names)}")
-    tensors = model.state_dict(keep_vars=True)
+    tensors = stored_tensors(model)
     for names in wanted:
         tensor = tensors[names[0]]
         stored = next(name for name in names if name in files.files)

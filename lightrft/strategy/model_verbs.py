@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.config import OptimSection
+from lightrft.models.lora import merged
 from lightrft.strategy.config import Arguments, optim_section
 from lightrft.strategy.dropout import draw_by_data_rank
 from lightrft.strategy.memory_verbs import MemoryVerbs
@@ -126,11 +127,11 @@ class ModelVerbs(MemoryVerbs):
     def full_params(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter, tied ones once, in transfer dtype, bucket by bucket.
 
-        A tensor is valid until the next one is asked for. dtype None: bfloat16 with --bf16, else float32.
-        An offloaded model comes back for it.
+        Adapters are merged into their layers. A tensor is valid until the next one is asked for. dtype None: bfloat16 with
+        --bf16, else float32. An offloaded model comes back for it.
         """
         self.reload_model(model)
-        return self.stream(model, dtype or self.dtype)
+        return merged(unwrap(model), self.stream(model, dtype or self.dtype))
 
     @torch.no_grad()
     def moving_average(self, model: nn.Module, model_ema: nn.Module, beta: float = 0.992) -> None:

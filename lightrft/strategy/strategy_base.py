@@ -25,7 +25,7 @@ from lightrft.strategy import reduce
 from lightrft.strategy.checkpoint_verbs import CheckpointVerbs
 from lightrft.strategy.config import Arguments, StrategyConfig, sequence_layout
 from lightrft.strategy.dataloader import ResumableBatchSampler
-from lightrft.strategy.export import export
+from lightrft.strategy.export import export, export_adapter
 from lightrft.strategy.launch import join_process_group
 from lightrft.strategy.named import unwrap
 from lightrft.strategy.watchdog import MARGIN, Watchdog
@@ -194,6 +194,15 @@ class StrategyBase(CheckpointVerbs):
         """
         stream = self.full_params(model, dtype)
         return export(unwrap(model), stream, tokenizer, Path(folder), dtype or self.dtype, self._world())
+
+    def save_adapter(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path) -> Path:
+        """The adapters alone, in float32, as a folder that peft's PeftModel.from_pretrained puts on the model they belong to.
+
+        ValueError for a model of which something else is trained. An earlier adapter in `folder` is replaced.
+        """
+        self.reload_model(model)
+        stream = self.stream(model, torch.float32)
+        return export_adapter(unwrap(model), stream, tokenizer, Path(folder), self._world())
 
     # -- inside
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightrft.strategy.checkpoint import Training
+from lightrft.strategy.checkpoint import Training, frozen_names
 from lightrft.strategy.fragment import Fragment
 
 
@@ -83,8 +83,8 @@ class ZeroTraining(Training):
 
     def tensors(self, *, module_only: bool = False) -> dict[str, Any]:
         pieces = {piece.parameter: piece for piece in self.partitions.pieces()}
-        values = self.model.state_dict(keep_vars=True)
-        state = {"model": {name: self._master(value, pieces) for name, value in values.items()}}
+        frozen, values = frozen_names(self.model), self.model.state_dict(keep_vars=True)
+        state = {"model": {name: self._master(value, pieces) for name, value in values.items() if name not in frozen}}
         if self.optimizer is not None and not module_only:
             groups = zip(self.optimizer.param_groups, self.group_names, strict=True)
             state["optimizer"] = {

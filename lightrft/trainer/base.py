@@ -93,9 +93,10 @@ class Trainer(ABC):
             self.strategy.announce("checkpoint")
             self.strategy.finish_ckpt()
             self.strategy.announce("save_model")
-            self.strategy.save_model(self.policy.actor, self.tokenizer, self.folder / "model")
+            save = self.strategy.save_adapter if self.config.train.save_adapter_only else self.strategy.save_model
+            save(self.policy.actor, self.tokenizer, self.folder / "model")
             if self.policy.average is not None:
-                self.strategy.save_model(self.policy.average, self.tokenizer, self.folder / "model_ema")
+                save(self.policy.average, self.tokenizer, self.folder / "model_ema")
             status = "finished"
         except Interrupted:
             self.strategy.announce("checkpoint")

@@ -12,6 +12,7 @@ from lightrft.data.loader import StepOrder
 from lightrft.data.prompts import load_prompts
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model, load_tokenizer
+from lightrft.models.trainable import choose_trained
 from lightrft.observe.console import Console
 from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard, WandB
 from lightrft.observe.trace import Trace
@@ -92,20 +93,22 @@ def build_policy(config: Config, strategy: StrategyBase, *, updates: int, refere
     optim = config.optim
     strategy.announce("load_models")
     with strategy.init_model_context():
-        actor = Actor(load_model(config.model))
+        actor = Actor(choose_trained(load_model(config.model), config.model))
     optimizer = strategy.create_optimizer(actor, optim.actor_learning_rate, optim.adam_betas, optim.l2)
     scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
     actor, optimizer, scheduler = strategy.prepare((actor, optimizer, scheduler))
     frozen = None
-    if reference:
+    if reference and not config.model.lora_rank:  # else the actor without its adapters
         with strategy.init_model_context():
             frozen = Actor(load_model(config.model)).requires_grad_(False)
         frozen = strategy.prepare(frozen)
     average = None
     if config.train.enable_ema:
         with strategy.init_model_context():
-            average = Actor(load_model(config.model))
+            average = Actor(choose_trained(load_model(config.model), config.model))
         average = strategy.prepare(average)
+        if config.model.lora_rank:
+            strategy.moving_average(actor, average, 0.0)  # its adapters begin as the actor's, not as others
     return Policy(
         strategy,
         actor,

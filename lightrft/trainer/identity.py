@@ -13,8 +13,11 @@ from lightrft.data.loader import share_of
 
 FIXED = ("seed", "rollout_batch_size", "n_samples_per_prompt", "train_batch_size", "max_epochs", "advantage_estimator")
 """Settings on which the order of the data, the updates of a step, or the meaning of what is stored depend."""
+FIXED_BESIDE_FROZEN = ("pretrain", "lora_rank", "lora_alpha", "target_modules", "freeze_prefix")
+"""The same for a checkpoint without frozen parameters, which come from --pretrain, and about what is in it."""
 NO_NUMBER_DEPENDS_ON = {
     *("save_path", "ckpt_path", "load_checkpoint", "save_steps", "max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt", "async_save"),
+    "save_adapter_only",
     *("eval_steps", "timeout_minutes", *(field.name for field in fields(SECTIONS["observe"]))),
 }
 NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
@@ -36,7 +39,9 @@ def identity(config: Config, model: PretrainedConfig, rows: Sequence[Any]) -> di
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What is not the same and may be. ConfigError with everything that may not."""
     settings = _changes(before["settings"], now["settings"])
-    problems = [f"--{name} {change}" for name, change in settings.items() if name in FIXED]
+    partly = any(run["settings"].get(name) for run in (before, now) for name in ("lora_rank", "freeze_prefix"))
+    fixed = (*FIXED, *FIXED_BESIDE_FROZEN) if partly else FIXED
+    problems = [f"--{name} {change}" for name, change in settings.items() if name in fixed]
     problems += [f"the model's {name} {change}" for name, change in _changes(before["model"], now["model"]).items()]
     if before["rows"] != now["rows"]:
         problems.append(f"the training data had {before['rows']} rows, has {now['rows']}")

@@ -7,7 +7,7 @@ import pytest
 from transformers import Qwen3Config
 
 from lightrft.config import Config, ConfigError, section_of_field
-from lightrft.trainer.identity import FIXED, NO_NUMBER_DEPENDS_ON, NOT_THE_MODEL, changed_settings, identity
+from lightrft.trainer.identity import FIXED, FIXED_BESIDE_FROZEN, NO_NUMBER_DEPENDS_ON, NOT_THE_MODEL, changed_settings, identity
 from lightrft.types import Prompt
 
 
@@ -30,7 +30,7 @@ def refusal(now: dict, before: dict | None = None) -> str:
 
 
 def test_every_name_is_a_setting():
-    assert set(FIXED) | NO_NUMBER_DEPENDS_ON <= set(section_of_field())
+    assert {*FIXED, *FIXED_BESIDE_FROZEN} | NO_NUMBER_DEPENDS_ON <= set(section_of_field())
 
 
 @pytest.mark.parametrize("name, value, says", [
@@ -43,6 +43,15 @@ def test_every_name_is_a_setting():
 ])
 def test_what_the_course_depends_on_may_not_change(name, value, says):
     assert says in refusal(of(**{name: value}))
+
+
+@pytest.mark.parametrize("name, value", [("pretrain", "other"), ("lora_alpha", 4.0), ("target_modules", ["q_proj"])])
+def test_adapters_belong_to_their_base(name, value):
+    """A checkpoint of adapters has no other weights in it."""
+    assert f"--{name} was" in refusal(of(lora_rank=4, **{name: value}), of(lora_rank=4))
+    assert f"--{name} was" in changed_settings(of(), of(**{name: value}))[0]  # said, and allowed, where all is in it
+    assert "--lora_rank was 4, is 8" in refusal(of(lora_rank=8), of(lora_rank=4))
+    assert "--lora_rank was 0, is 4" in refusal(of(lora_rank=4))
 
 
 def test_all_reasons_are_named_at_once():

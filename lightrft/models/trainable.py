@@ -1,0 +1,25 @@
+"""Which part of a model learns."""
+
+from transformers import PreTrainedModel
+
+from lightrft.config import ConfigError, ModelSection
+from lightrft.models.lora import add_adapters
+
+
+def choose_trained(model: PreTrainedModel, section: ModelSection) -> PreTrainedModel:
+    """All of it; or all but what --freeze_prefix names; or with --lora_rank new adapters only, none of them in what is named.
+
+    In place, and returned. Every rank calls it with the same random state: adapters begin equally.
+    """
+    for prefix in section.freeze_prefix:
+        frozen = [parameter for name, parameter in model.named_parameters(remove_duplicate=False) if name.startswith(prefix)]
+        if not frozen:
+            names = sorted({".".join(name.split(".")[:2]) for name, _ in model.named_parameters()})
+            raise ConfigError(f"--freeze_prefix {prefix}: no parameter begins so; they begin with {', '.join(names)}")
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+    if section.lora_rank:
+        add_adapters(model, section)
+    elif not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"--freeze_prefix {' '.join(section.freeze_prefix)} leaves nothing to train")
+    return model

@@ -1,0 +1,203 @@
+"""Adapters: where they go, what merging them makes of a weight stream, and what is refused."""
+
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from lightrft.config import ConfigError, ModelSection
+from lightrft.models.heads import Actor, Scorer
+from lightrft.models.load import load_model, load_scorer
+from lightrft.models.lora import adapted_layers, adapters_off, is_adapter, joined, merged
+from lightrft.models.recompute import recompute
+from lightrft.models.trainable import choose_trained
+from lightrft.types import Batch
+from tiny import tiny_model
+
+LAYERS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+          "mlp.down_proj"]  # fmt: skip
+IDS = torch.arange(3, 15)[None]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return tiny_model(tmp_path_factory.mktemp("tiny"), tie=True)
+
+
+def load(folder: str):
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def adapted(folder: str, **settings):
+    """With a B as if it were trained."""
+    torch.manual_seed(0)
+    model = choose_trained(load(folder), ModelSection(pretrain=folder, **{"lora_rank": 4} | settings))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    return model
+
+
+def whole(model) -> dict[str, torch.Tensor]:
+    return dict(merged(model, ((name, parameter.detach()) for name, parameter in model.named_parameters())))
+
+
+def test_by_default_every_linear_layer_but_the_head_has_an_adapter(folder):
+    model = adapted(folder)
+    assert set(adapted_layers(model)) == {f"model.layers.{n}.{layer}" for n in (0, 1) for layer in LAYERS}
+    assert all(parameter.requires_grad == is_adapter(name) for name, parameter in model.named_parameters())
+
+
+def test_a_new_adapter_changes_nothing_and_begins_equally_each_time(folder):
+    section = ModelSection(pretrain=folder, lora_rank=4)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        models.append(choose_trained(load(folder), section))
+    first, second = (dict(model.named_parameters()) for model in models)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert torch.equal(models[0](IDS).logits, load(folder)(IDS).logits)
+    assert all(tensor.abs().max() > 0 for name, tensor in first.items() if "lora_A" in name)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}], ids=str)
+def test_the_merged_stream_is_what_peft_merges(folder, options):
+    """With peft's own model as the reference; names, order and shapes are those of the model without adapters."""
+    config = LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM", **options)
+    ours, theirs = inject_adapter_in_model(config, load(folder)), get_peft_model(load(folder), config)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if is_adapter(name):
+                parameter.normal_(std=0.1)
+    theirs.load_state_dict({f"base_model.model.{name}": value for name, value in ours.state_dict().items()})
+    before = {name: parameter.clone() for name, parameter in ours.named_parameters()}
+    found, expected = whole(ours), dict(theirs.merge_and_unload().named_parameters())
+    assert list(found) == list(expected)
+    for name, tensor in found.items():
+        assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
+    assert all(torch.equal(before[name], parameter) for name, parameter in ours.named_parameters())
+
+
+def test_the_product_is_float32_also_in_a_bfloat16_stream(folder):
+    model = adapted(folder)
+    stream = {name: parameter.detach().bfloat16() for name, parameter in model.named_parameters()}
+    found = dict(merged(model, stream.items()))
+    layer = "model.layers.0.mlp.down_proj"
+    base, a, b = (stream[f"{layer}.{part}.weight"].double() for part in ("base_layer", "lora_A.default", "lora_B.default"))
+    assert found[f"{layer}.weight"].dtype == torch.bfloat16
+    assert torch.equal(found[f"{layer}.weight"], (base + 4.0 * b @ a).bfloat16())
+
+
+def test_a_stream_without_adapters_stays_itself(folder):
+    model = load(folder)
+    found = whole(model)
+    assert list(found) == [name for name, _ in model.named_parameters()]
+    assert all(found[name].data_ptr() == parameter.data_ptr() for name, parameter in model.named_parameters())
+
+
+def test_a_bias_keeps_its_name():
+    named = [("x.base_layer.weight", "W"), ("x.base_layer.bias", "c"), ("x.lora_A.default.weight", "A"),
+             ("x.lora_B.default.weight", "B"), ("y.weight", "V")]  # fmt: skip
+    assert list(joined(named, lambda *parts: parts)) == [("x.bias", "c"), ("x.weight", ("x", "W", "A", "B")), ("y.weight", "V")]
+
+
+def test_switched_off_the_model_is_its_base(folder):
+    model = adapted(folder)
+    on, base = model(IDS).logits, load(folder)(IDS).logits
+    with adapters_off(model):
+        assert torch.equal(model(IDS).logits, base)
+    assert torch.equal(model(IDS).logits, on) and not torch.equal(on, base)
+    assert all(parameter.requires_grad == is_adapter(name) for name, parameter in model.named_parameters())
+
+
+def test_dropout_is_that_of_training_alone(folder):
+    model, plain = adapted(folder, lora_dropout=0.5), adapted(folder)
+    assert torch.equal(model.eval()(IDS).logits, plain.eval()(IDS).logits)
+    model.train()
+    torch.manual_seed(0)
+    first, second = model(IDS).logits, model(IDS).logits
+    torch.manual_seed(0)
+    assert torch.equal(model(IDS).logits, first) and not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_recomputation_gives_adapters_the_same_gradients(folder, selective):
+    """Embeddings are frozen, so that the inputs of the first block need no gradient."""
+    gradients = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        section = ModelSection(pretrain=folder, lora_rank=4, lora_dropout=0.3)
+        actor = Actor(choose_trained(load_model(section), section)).train()
+        if recomputed:
+            recompute(actor, selective=selective)
+        mask, rows = torch.arange(12) % 7 > 0, torch.tensor([0, 1])
+        batch = Batch(lengths=torch.tensor([7, 5]), input_ids=IDS[0], loss_mask=mask, rows=rows)
+        torch.manual_seed(1)
+        actor(batch, 1.0)[0].sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in actor.named_parameters() if parameter.requires_grad})
+    assert all(tensor is not None and tensor.isfinite().all() for tensor in gradients[0].values())
+    assert all(gradients[0][name].abs().max() > 0 for name in gradients[0] if "lora_B" in name)
+    for name, tensor in gradients[0].items():
+        assert_close(gradients[1][name], tensor, rtol=1e-5, atol=1e-7)
+
+
+def test_a_scorer_trains_its_head_too(folder):
+    section = ModelSection(pretrain=folder, lora_rank=2)
+    scorer = Scorer(choose_trained(load_scorer(section), section))
+    trained = {name for name, parameter in scorer.hf_parameters() if parameter.requires_grad}
+    assert "score.weight" in trained and all(is_adapter(name) for name in trained - {"score.weight"})
+
+
+# -- parts that are not trained
+
+
+def test_a_prefix_is_not_trained(folder):
+    model = choose_trained(load(folder), ModelSection(freeze_prefix=["model.layers.0", "model.embed_tokens"]))
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {name for name, _ in model.named_parameters() if name.startswith(("model.layers.0.", "model.embed"))}
+
+
+def test_a_prefix_gets_no_adapters(folder):
+    layers = adapted_layers(adapted(folder, freeze_prefix=["model.layers.0"]))
+    assert set(layers) == {f"model.layers.1.{layer}" for layer in LAYERS}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"freeze_prefix": ["visual"]}, "--freeze_prefix visual: no parameter begins so; they begin with model.embed_tokens"),
+        ({"freeze_prefix": ["model", "lm_head"]}, "leaves nothing to train"),
+        ({"lora_rank": 4, "target_modules": ["query"]}, "--target_modules query: Target modules"),
+        ({"lora_rank": 4, "target_modules": ["lm_head"]}, "LoRA on lm_head cannot be trained here: it is outside of the"),
+        ({"lora_rank": 4, "target_modules": ["embed_tokens"]}, "LoRA on model.embed_tokens cannot be trained here: it is no"),
+    ],
+)
+def test_what_cannot_be_trained_is_said(folder, settings, message):
+    with pytest.raises(ConfigError) as error:
+        choose_trained(load(folder), ModelSection(pretrain=folder, **settings))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}], ids=str)
+def test_other_kinds_of_adapters_are_not_merged_wrongly(folder, options):
+    model = inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"], **options), load(folder))
+    with pytest.raises(ConfigError, match="more than a product of two matrices"):
+        whole(model)
+
+
+def test_two_adapters_are_not_merged_wrongly(folder):
+    model = inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), load(folder))
+    model = inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), model, adapter_name="second")
+    with pytest.raises(ConfigError, match="has several adapters"):
+        whole(model)
+
+
+def test_without_peft_the_way_out_is_named(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"pip install 'lightrft\[lora\]'"):
+        choose_trained(load(folder), ModelSection(pretrain=folder, lora_rank=2))

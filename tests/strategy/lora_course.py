@@ -1,0 +1,127 @@
+"""Three steps of adapters by plain peft and torch, and all that a strategy does with them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+
+from lightrft.config import ModelSection
+from lightrft.engine.base import Sampling
+from lightrft.models.lora import B, is_adapter
+from lightrft.models.trainable import choose_trained
+from lightrft.strategy import StrategyBase, get_strategy
+from strategy.training import SHARES, load, rows, share_of_loss, snapshot, tokens_learned
+
+LORA = {"lora_rank": 4, "lora_alpha": 8.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+RATE, NUM_STEPS = 1e-2, 3
+PROMPTS = [[50, 55, 43], [49, 48]]
+
+
+def adapted(folder: str, seed: int = 5, **section: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    return choose_trained(load(folder), ModelSection(pretrain=folder, **LORA | section))
+
+
+def peft_model(folder: str, section: dict[str, Any] = LORA) -> PeftModel:
+    """peft's own, with the adapters that ours begins with."""
+    targets = section["target_modules"]
+    config = LoraConfig(r=section["lora_rank"], lora_alpha=section["lora_alpha"], target_modules=targets, task_type="CAUSAL_LM")
+    model = get_peft_model(load(folder), config)
+    ours = {f"base_model.model.{name}": value for name, value in adapted(folder).state_dict().items()}
+    model.load_state_dict(ours)
+    return model
+
+
+def plain_course(folder: str) -> tuple[list[float], list[float], list[dict[str, Tensor]]]:
+    """Losses, norms, and the merged model after each of the steps."""
+    model = peft_model(folder)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], RATE, (0.9, 0.95), weight_decay=0.1)
+    losses, norms = [], []
+    for step in range(NUM_STEPS):
+        loss = share_of_loss(model, rows(step), tokens_learned(rows(step)))
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, dict(model.merge_and_unload().named_parameters())
+
+
+def take_step(made: StrategyBase, model: nn.Module, optimizer: Any, step: int) -> tuple[float, float]:
+    shares, rank = SHARES[made.mesh.data.size], made.mesh.data.rank
+    mine = rows(step)[sum(shares[:rank]) : sum(shares[: rank + 1])]
+    total = 0.0
+    for last, half in ((False, mine[::2]), (True, mine[1::2])):
+        loss = share_of_loss(model, half, tokens_learned(rows(step)))
+        made.backward(loss, model, optimizer, last=last)
+        total += loss.item()
+    norm = made.optimizer_step(optimizer, model).item()
+    return made.all_reduce(total, "sum"), norm
+
+
+def strategy(**args: Any) -> StrategyBase:
+    made = get_strategy({"seed": 1, "max_norm": 1.0, "weight_sync_bucket_mb": 1, **args})
+    made.setup_distributed()
+    return made
+
+
+def prepared(made: StrategyBase, folder: str, **options: Any) -> tuple[nn.Module, Any]:
+    model = adapted(folder, **options).train()
+    return made.prepare((model, made.create_optimizer(model, RATE, weight_decay=0.1)))
+
+
+def strategy_course(folder: str, args: dict[str, Any], out: Path) -> dict[str, Any]:
+    """On every rank: the steps, what the engine says, the folders, and how training goes on with and without an interruption."""
+    made = strategy(pretrain=folder, engine_type="hf", prompt_max_len=8, generate_max_len=8, **LORA, **args)
+    model, optimizer = prepared(made, folder)
+    made.setup_inference_engine(actor=model)
+    before = said(made, model)
+    steps = [take_step(made, model, optimizer, step) for step in range(NUM_STEPS)]
+    after, merged = said(made, model), snapshot(made, model)
+    made.save_model(model, None, out / "model", torch.float32)
+    made.save_adapter(model, None, out / "adapter")
+    made.save_ckpt(model, out / "checkpoints", "three")
+    take_step(made, model, optimizer, NUM_STEPS)
+    uninterrupted = snapshot(made, model)
+    other, its_optimizer = prepared(made, folder, seed=99)
+    made.load_ckpt(other, out / "checkpoints", optimizer=its_optimizer)
+    loaded = snapshot(made, other)
+    resumed_step = take_step(made, other, its_optimizer, NUM_STEPS)
+    resumed = snapshot(made, other)
+    made.close()
+    return {
+        "losses": [loss for loss, _ in steps], "norms": [norm for _, norm in steps], "merged": merged, "said": (before, after),
+        "uninterrupted": uninterrupted, "loaded": loaded, "resumed": resumed, "resumed_step": resumed_step,
+    }  # fmt: skip
+
+
+def said(made: StrategyBase, model: nn.Module) -> list[tuple[list[int], list[float]]]:
+    """What the engine answers with the newest weights: ids and log-probs, most likely first."""
+    with made.engine_awake(model):
+        completions = made.gather_and_generate(Sampling(max_tokens=6, temperature=0), PROMPTS)
+    return [(sample.token_ids, sample.logprobs) for samples in completions for sample in samples]
+
+
+@torch.no_grad()
+def logprobs_of(model: nn.Module, prompt: list[int], token_ids: list[int]) -> list[float]:
+    ids = torch.tensor(prompt + token_ids)
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0].tolist()
+
+
+def names_in(checkpoint: Path) -> set[str]:
+    return set(dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata)
+
+
+def disturb(model: nn.Module, seed: int = 1) -> nn.Module:
+    """Adapters as if trained: B is no longer 0."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(B):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    assert any(is_adapter(name) for name, _ in model.named_parameters())
+    return model
