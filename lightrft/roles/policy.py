@@ -176,7 +176,7 @@ class Policy(Role):
 
     def refit_info(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Hugging Face name -> full shape and dtype of what stream_weights() brings, in its order."""
-        shapes = ((name, parameter.shape) for name, parameter in hf_parameters(self.actor))
+        shapes = ((name, self.strategy.full_shape(parameter)) for name, parameter in hf_parameters(self.actor))
         return {name: (shape, self.strategy.dtype) for name, shape in joined(shapes, lambda _, base, *adapter: base)}
 
     def stream_weights(self) -> Iterator[tuple[str, Tensor]]:

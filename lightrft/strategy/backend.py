@@ -101,6 +101,10 @@ class Backend(ABC):
         """(Hugging Face name, full tensor) of every parameter, bucket by bucket; see StrategyBase.full_params()."""
         return weights.stream(hf_parameters(model), dtype, self.config.weight_sync_bucket_mb * 2**20)
 
+    def full_shape(self, parameter: nn.Parameter) -> torch.Size:
+        """What stream() brings of a parameter that may be cut."""
+        return parameter.shape
+
     def lerp(self, model: nn.Module, target: nn.Module, weight: float) -> None:
         """Move the parameters of `target` towards those of `model`, which is distributed alike, by the share `weight`."""
         for parameter, goal in zip(model.parameters(), target.parameters(), strict=True):

@@ -127,6 +127,9 @@ class DeepSpeedStrategy(StrategyBase):
         for (_, parameter), (name, tensor) in zip(named, whole, strict=True):
             yield name, tensor.view(whole_shape(parameter))
 
+    def full_shape(self, parameter: nn.Parameter) -> torch.Size:
+        return whole_shape(parameter)
+
     def lerp(self, model: nn.Module, target: nn.Module, weight: float) -> None:
         for parameter, goal in zip(model.parameters(), target.parameters(), strict=True):
             part = own_part(goal)

@@ -93,7 +93,8 @@ class Trainer(ABC):
             self.strategy.announce("checkpoint")
             self.strategy.finish_ckpt()
             self.strategy.announce("save_model")
-            save = self.strategy.save_adapter if self.config.train.save_adapter_only else self.strategy.save_model
+            adapter_only = self.config.train.save_adapter_only and self.config.model.lora_rank
+            save = self.strategy.save_adapter if adapter_only else self.strategy.save_model
             save(self.policy.actor, self.tokenizer, self.folder / "model")
             if self.policy.average is not None:
                 save(self.policy.average, self.tokenizer, self.folder / "model_ema")

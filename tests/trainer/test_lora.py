@@ -1,0 +1,71 @@
+"""Whole runs of adapters: the reward rises, the engine follows, the divergence is from the model without them."""
+
+import math
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from runs import PPO, prepare, repeatable, train
+
+LORA = ["--lora_rank=8", "--lora_alpha=32", "--actor_learning_rate=1e-2"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("inputs"))
+
+
+def test_reward_rises_with_adapters_alone(inputs, tmp_path):
+    rows = train("train_ppo", 2, [*inputs, *PPO, *LORA, "--max_steps=30", "--init_kl_coef=0.001"], tmp_path)
+    assert rows[0]["rollout/reward"] < 0.55
+    assert sum(row["rollout/reward"] for row in rows[-5:]) / 5 > 0.8
+    assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    base, trained = load_file(f"{inputs[1].partition('=')[2]}/model.safetensors"), load_file(tmp_path / "model/model.safetensors")
+    changed = {name for name in base if not torch.equal(base[name], trained[name])}
+    assert changed == {name for name in base if "_proj" in name} and base.keys() == trained.keys()
+
+
+def test_a_run_goes_on_and_ends_with_its_adapter(inputs, tmp_path):
+    """Four steps at once, and two and two: the same numbers and the same adapter, which peft loads."""
+    flags = [*inputs, *PPO, *LORA, "--init_kl_coef=0.1", "--lora_dropout=0.1", "--save_adapter_only", "--enable_ema"]
+    whole = train("train_ppo", 1, [*flags, "--max_steps=4"], tmp_path / "whole")
+    parts = [*flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=2"]
+    train("train_ppo", 1, [*parts, "--max_steps=2"], tmp_path / "parts")
+    resumed = train("train_ppo", 1, [*parts, "--max_steps=4", "--load_checkpoint"], tmp_path / "parts")
+    assert repeatable(resumed) == repeatable(whole)
+    for name in ("model", "model_ema"):
+        found, expected = (load_file(tmp_path / run / name / "adapter_model.safetensors") for run in ("parts", "whole"))
+        assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+    base = AutoModelForCausalLM.from_pretrained(inputs[1].partition("=")[2])
+    ids = torch.arange(4, 20)[None]
+    before = base(ids).logits.detach()
+    after = PeftModel.from_pretrained(base, tmp_path / "whole" / "model")(ids).logits.detach()
+    assert (after - before).abs().max() > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", [["--fsdp=false", "--zero_stage=3"], ["--fsdp=false", "--zero_stage=1"], ["--sp_size=2"]], ids=str
+)
+def test_other_layouts_train_the_same(inputs, tmp_path, layout):
+    flags = [*inputs, *PPO, *LORA, "--init_kl_coef=0.1", "--max_steps=2", "--train_batch_size=16"]
+    plain, other = (train("train_ppo", 2, [*flags, *more], tmp_path / str(len(more))) for more in ([], layout))
+    assert len(other) == 2 and other[-1]["train/kl"] > 0
+    for mine, expected in zip(repeatable(other), repeatable(plain), strict=True):
+        assert mine.pop("engine/logprob_mismatch_max") < 1e-4
+        for name in mine:
+            assert mine[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-5), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [["--fsdp=true"], ["--fsdp=false", "--zero_stage=3"]], ids=str)
+def test_vllm_follows_the_adapters(inputs, tmp_path, layout):
+    """The trainer's log-probs are those of base and adapters, the engine's those of merged weights."""
+    flags = [*inputs, *PPO, *LORA, "--engine_type=vllm", "--enable_engine_sleep", "--max_steps=3", *layout]
+    rows = train("train_ppo", 2, flags, tmp_path)
+    assert all(row["engine/logprob_mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0 for row in rows)
+    assert rows[-1]["rollout/reward"] != rows[0]["rollout/reward"]
