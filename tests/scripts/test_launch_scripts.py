@@ -23,7 +23,7 @@ with open("{{log}}", "a") as log:
 """
 STAND_INS = {
     "nvidia-smi": "#!/bin/sh\nfor gpu in 0 1 2 3 4 5 6 7; do echo GPU $gpu; done\n",
-    "scontrol": "#!/bin/sh\necho node07; echo node08\n",
+    "scontrol": "#!/bin/sh\necho node07; sleep 0.1; echo node08\n",
     "srun": '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\n'
             'for node in $(seq 0 $((NNODES - 1))); do SLURM_NODEID=$node "$@"; done\n',
 }
@@ -42,7 +42,7 @@ def cluster(tmp_path):
 
     def run(*command: str, **environment: str) -> list[list[str]]:
         environment = {"PATH": f"{tools}:/usr/bin:/bin", "DATA": str(data), "LANG": "C.UTF-8"} | environment
-        subprocess.run(["bash", *command], cwd=ROOT, env=environment, check=True, capture_output=True, text=True, timeout=30)
+        subprocess.run(["bash", *command], cwd=ROOT, env=environment, check=True, capture_output=True, text=True, timeout=120)
         return [json.loads(line) for line in log.read_text().splitlines()]
 
     return run
