@@ -33,13 +33,18 @@ class WeightFiles:
                 return cls(dict.fromkeys(file.keys(), folder / NAME))
         return None
 
-    def read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...]) -> Tensor:
-        """This part of a tensor of `shape`, on the host. Nothing else is read, and the file is mapped no longer than that."""
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors; from the headers, each of which is read once."""
+        found = {}
+        for path in sorted(set(self.files.values())):
+            with safe_open(path, framework="pt") as file:
+                found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        return found
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """This part of a tensor, on the host. Nothing else is read, and the file is mapped no longer than that."""
         with safe_open(self.files[name], framework="pt") as file:
-            lazy = file.get_slice(name)
-            if tuple(lazy.get_shape()) != shape:
-                raise ValueError(f"{name} has shape {tuple(lazy.get_shape())} in {self.files[name].name}, the model's is {shape}")
-            return lazy[part] if part else file.get_tensor(name)
+            return file.get_slice(name)[part] if part else file.get_tensor(name)
 
 
 def tied_names(model: PreTrainedModel) -> list[list[str]]:

@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO: optimizer states (1), gradients (2) and parameters (3) cut over all ranks, or nothing (0).
 
-DeepSpeed averages gradients over ranks; that is undone here, so they are sums as everywhere. Models are loaded whole and cut
-afterwards: nothing of transformers' own DeepSpeed integration is switched on, which would cut every model loaded later too.
+DeepSpeed averages gradients over ranks; that is undone here, so they are sums as everywhere. Models are cut in prepare():
+nothing of transformers' own DeepSpeed integration is switched on, which would cut every model loaded later too.
 """
 
 import io
@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,12 +22,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.engine import weights
+from lightrft.models.empty import empty_parameters, is_empty
 from lightrft.parallel.device import current_device, local_rank
 from lightrft.strategy.backend import Away
 from lightrft.strategy.checkpoint import Training
+from lightrft.strategy.materialize import one_by_one
 from lightrft.strategy.named import hf_parameters
 from lightrft.strategy.offload import AwayTensors, guard_model, guard_optimizer, has_gradients
-from lightrft.strategy.optim import parameter_names
+from lightrft.strategy.optim import follow, parameter_names
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.zero import Partitions, ZeroTraining, own_part, whole_shape
 
@@ -38,7 +40,7 @@ import deepspeed.ops  # noqa: E402
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer  # noqa: E402
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer  # noqa: E402
-from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
+from deepspeed.utils import groups, safe_get_full_fp32_param  # noqa: E402
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
@@ -76,14 +78,25 @@ class DeepSpeedStrategy(StrategyBase):
         if optimizer is None and self.config.zero_stage < 3:
             module.to(self.device)
             return
-        self._group_names[module] = parameter_names(module, optimizer)
-        config = self._engine_config(module, optimizer is not None)
+        names, config = parameter_names(module, optimizer), self._engine_config(module, optimizer is not None)
+        self._group_names[module] = names
+        if is_empty(module):
+            dtype = torch.bfloat16 if config["bf16"]["enabled"] else next(module.parameters()).dtype
+            deepspeed.zero.Init(
+                module=_Made(one_by_one(module, dtype, self.mesh.world)), config_dict_or_path=config, dtype=dtype,
+                zero_param_parallel_group=groups._get_zero_param_intra_parallel_group(),
+            )  # fmt: skip
+            follow(module, optimizer, names)
         with redirect_stdout(io.StringIO()):  # the optimizer of stage 1 in bfloat16 prints as it starts
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
         self._engines[module] = engine
         if optimizer is not None:
             self._trained[optimizer] = module
         _enter_through(module, engine)
+
+    def init_model_context(self) -> AbstractContextManager[None]:
+        """Under ZeRO-3 models made inside are empty until prepare(), where one parameter after the other is read and cut."""
+        return empty_parameters() if self.config.zero_stage == 3 else nullcontext()
 
     def accumulate(self, loss: Tensor, model: nn.Module, last: bool) -> None:
         engine = self._trained_engine(model)
@@ -257,6 +270,17 @@ def _scratch(zero: Any) -> list[Tensor]:
     if not isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
         return []
     return [zero.grad_partitions_flat_buffer, *(bucket.buffer for bucket in zero.ipg_buckets.values())]
+
+
+class _Made(nn.Module):
+    """Parameters as they are made, for zero.Init to cut."""
+
+    def __init__(self, made: Iterator[nn.Parameter]):
+        super().__init__()
+        self.made = made
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return self.made
 
 
 def _enter_through(module: nn.Module, engine: deepspeed.DeepSpeedEngine) -> None:

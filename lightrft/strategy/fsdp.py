@@ -13,7 +13,7 @@ from lightrft.models.empty import empty_parameters
 from lightrft.parallel.tensor import parallelize
 from lightrft.strategy.materialize import materialize
 from lightrft.strategy.offload import AwayModel
-from lightrft.strategy.optim import parameter_names
+from lightrft.strategy.optim import follow, parameter_names
 from lightrft.strategy.strategy_base import StrategyBase
 
 
@@ -39,7 +39,7 @@ class FSDPStrategy(StrategyBase):
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, which is the other way to divide by 1
         materialize(module, torch.device("cpu") if self.config.fsdp_cpu_offload else self.device, self.mesh.world)
-        _follow(module, optimizer, names)
+        follow(module, optimizer, names)
 
     def init_model_context(self) -> AbstractContextManager[None]:
         """Models made inside are empty until prepare(): each rank then reads its own part from their folder."""
@@ -99,10 +99,3 @@ def roots(model: nn.Module) -> Iterator[FSDPModule]:
 def _shared(block: nn.Module, uses: dict[int, int]) -> bool:
     inside = [id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False)]
     return any(uses.get(key, 1) > inside.count(key) for key in set(inside))
-
-
-def _follow(module: nn.Module, optimizer: Optimizer | None, names: list[list[str]]) -> None:
-    """Sharding replaced the parameters; the optimizer, and schedulers that hold it, stay the same objects."""
-    parameters = dict(module.named_parameters())
-    for group, group_names in zip(optimizer.param_groups if optimizer else (), names, strict=True):
-        group["params"] = [parameters[name] for name in group_names]

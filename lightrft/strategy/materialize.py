@@ -1,7 +1,9 @@
-"""Memory for empty models, after they were sharded: each rank reads its own part of every tensor, and no more."""
+"""Memory for empty models, filled from the Hugging Face folder they name, and never more of it than is needed at once."""
 
-from collections.abc import Iterator
-from functools import partial
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -17,26 +19,113 @@ from lightrft.strategy.named import unwrap
 
 
 def materialize(module: nn.Module, device: torch.device, world: Axis) -> None:
-    """Fill what is empty in `module` from the Hugging Face folder that its model names; what has memory keeps its values.
+    """After sharding: each rank reads its own part of what is empty in `module`. What has memory keeps its values.
 
-    CheckpointError on all ranks when a tensor is missing there, has another shape, or is not of the model.
+    CheckpointError on all ranks when a tensor is missing in the folder, has another shape, or is not of the model.
     """
     if not is_empty(module):
         return
-    model = _source(module)
-    tensors = stored_tensors(model)
-    wanted = [names for names in tied_names(model) if tensors[names[0]].is_meta or not _is_parameter(tensors[names[0]])]
+    source = Source.of(module, world)
     kept = {name: tensor.clone() for name, tensor in _local_tensors(module) if not tensor.is_meta}
     module.to_empty(device=device)
     with torch.no_grad():
         for name, tensor in _local_tensors(module):
             if name in kept:
                 tensor.copy_(kept[name])
-        agree(world, f"{model.name_or_path} could not be loaded", partial(_read, model, wanted))
+        agree(world, source.failure, source.fill)
 
 
-def _source(module: nn.Module) -> PreTrainedModel:
-    """The model inside, which knows where its weights are. ValueError when that cannot be all that is needed."""
+def one_by_one(module: nn.Module, dtype: torch.dtype, world: Axis) -> Iterator[nn.Parameter]:
+    """Before sharding: every parameter of `module`, whole and in `dtype`, and the empty ones not before they are asked for.
+
+    Rank 0 has their values, the others memory only; it is the same memory for one after the other, so what is asked for is to be
+    cut before the next. A new parameter takes the place of each empty one; the optimizer of `module` has to follow. Errors as
+    those of materialize().
+    """
+    source = Source.of(module, world)
+    agree(world, source.failure, source.fill_buffers)
+    places = defaultdict(list)
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            places[parameter].append((part, name))
+    parameters = list(module.parameters())
+    room = torch.empty(max(parameter.numel() for parameter in parameters if parameter.is_meta), dtype=dtype)
+    for parameter in parameters:
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(dtype)
+        else:
+            made = nn.Parameter(room[: parameter.numel()].view(parameter.shape), requires_grad=parameter.requires_grad)
+            if world.rank == 0:
+                made.data.copy_(source.read(parameter))
+            for part, name in places[parameter]:
+                part.register_parameter(name, made)
+            parameter = made
+        yield parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The files of a model, and where in them its parameters and persistent buffers are."""
+
+    model: PreTrainedModel
+    files: WeightFiles
+    wanted: dict[str, str]
+    """Name in the model -> name in the files, of what is to be read."""
+
+    @classmethod
+    def of(cls, module: nn.Module, world: Axis) -> Self:
+        """ValueError for a module that no folder can fill."""
+        model, found = _model_inside(module), []
+        agree(world, f"{model.name_or_path} could not be loaded", lambda: found.append(_located(model)))
+        return cls(model, *found[0])
+
+    @property
+    def failure(self) -> str:
+        return f"{self.model.name_or_path} could not be loaded"
+
+    def fill(self) -> None:
+        """This rank's part of everything."""
+        self._fill(self.wanted)
+
+    def fill_buffers(self) -> None:
+        buffers = dict(self.model.named_buffers())
+        self._fill([name for name in self.wanted if name in buffers])
+
+    def read(self, parameter: nn.Parameter) -> Tensor:
+        """All of an empty parameter, on the host."""
+        name = next(name for name, other in stored_tensors(self.model).items() if other is parameter)
+        return self.files.read(self.wanted[name], own_part(parameter))
+
+    def _fill(self, names: Iterable[str]) -> None:
+        tensors = stored_tensors(self.model)
+        with torch.no_grad():
+            for name in names:
+                _local(tensors[name]).copy_(self.files.read(self.wanted[name], own_part(tensors[name])))
+
+
+def _located(model: PreTrainedModel) -> tuple[WeightFiles, dict[str, str]]:
+    """ValueError for files that are not those of the model. The first of tied names stands for all of them."""
+    files = WeightFiles.of(model.name_or_path)
+    if files is None:
+        raise FileNotFoundError("it has no safetensors files")
+    tensors = stored_tensors(model)
+    groups = [names for names in tied_names(model) if tensors[names[0]].is_meta or not _is_parameter(tensors[names[0]])]
+    missing, unexpected = missing_and_unexpected(model, files.files)
+    missing &= {name for names in groups for name in names}
+    unexpected = {name for name in unexpected if is_backbone(model, name)}
+    for names, what in ((missing, "of the model are not in it"), (unexpected, "in it are not of the model")):
+        if names:
+            raise ValueError(f"{len(names)} tensors {what}, the first is {min(names)}")
+    wanted = {names[0]: next(name for name in names if name in files.files) for names in groups}
+    shapes = files.shapes()
+    for name, stored in wanted.items():
+        if shapes[stored] != tuple(tensors[name].shape):
+            raise ValueError(f"{stored} has shape {shapes[stored]} there, the model's is {tuple(tensors[name].shape)}")
+    return files, wanted
+
+
+def _model_inside(module: nn.Module) -> PreTrainedModel:
+    """It knows where its weights are. ValueError when that cannot be all that is needed."""
     model, outside = unwrap(module), "make it outside of init_model_context()"
     if not isinstance(model, PreTrainedModel) or not model.name_or_path:
         raise ValueError(f"{type(module).__name__} is empty and names no folder to be filled from: {outside}")
@@ -45,24 +134,6 @@ def _source(module: nn.Module) -> PreTrainedModel:
         if parameter.is_meta and id(parameter) not in inside:
             raise ValueError(f"{name} is empty and no part of {type(model).__name__}: {outside}")
     return model
-
-
-def _read(model: PreTrainedModel, wanted: list[list[str]]) -> None:
-    """Groups of tied names, each of which is one tensor and stored under at least one of them."""
-    files = WeightFiles.of(model.name_or_path)
-    if files is None:
-        raise FileNotFoundError("it has no safetensors files")
-    missing, unexpected = missing_and_unexpected(model, files.files)
-    missing &= {name for names in wanted for name in names}
-    unexpected = {name for name in unexpected if is_backbone(model, name)}
-    for names, what in ((missing, "of the model are not in it"), (unexpected, "in it are not of the model")):
-        if names:
-            raise ValueError(f"{len(names)} tensors {what}, the first is {min(names)}")
-    tensors = stored_tensors(model)
-    for names in wanted:
-        tensor = tensors[names[0]]
-        stored = next(name for name in names if name in files.files)
-        _local(tensor).copy_(files.read(stored, tuple(tensor.shape), own_part(tensor)))
 
 
 def _local_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

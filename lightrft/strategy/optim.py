@@ -46,6 +46,13 @@ def parameter_names(module: nn.Module, optimizer: Optimizer | None) -> list[list
         raise ValueError(f"prepare(): the optimizer trains parameters that are not in {type(module).__name__}") from None
 
 
+def follow(module: nn.Module, optimizer: Optimizer | None, names: list[list[str]]) -> None:
+    """Something replaced the parameters; the optimizer, and schedulers that hold it, stay the same objects."""
+    parameters = dict(module.named_parameters())
+    for group, group_names in zip(optimizer.param_groups if optimizer else (), names, strict=True):
+        group["params"] = [parameters[name] for name in group_names]
+
+
 def step(optimizer: Optimizer) -> None:
     """One step. Kernels over many parameters take those of one mesh at a time; each state is its parameter's own."""
     groups = optimizer.param_groups
