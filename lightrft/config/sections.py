@@ -1,0 +1,349 @@
+"""Every knob: typed sections, each field one flat command-line flag and one key of a YAML file.
+
+The text under a field is its help.
+"""
+
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+
+class ConfigError(ValueError):
+    """The user's configuration cannot work; the message says why and the way out."""
+
+
+@dataclass
+class ModelSection:
+    pretrain: str = ""
+    """Model to start from: a Hugging Face folder or hub name."""
+    bf16: bool = False
+    """Compute in bfloat16 with float32 master weights; otherwise everything is float32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing_policy: Literal["full", "selective"] = "full"
+    """What stays of each block: full keeps its input, selective also the results of attention and matrix products."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for sources you trust."""
+    lora_rank: int = 0
+    """Train adapters of this rank beside the frozen model (LoRA); 0: train the model itself."""
+    lora_alpha: float = 16.0
+    """What an adapter adds is multiplied with lora_alpha / lora_rank."""
+    lora_dropout: float = 0.0
+    """Share of an adapter's inputs that is left out in training."""
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Names, or ends of names, of the linear layers that get adapters; all-linear: all but the output layer."""
+    freeze_prefix: list[str] = field(default_factory=list)
+    """Beginnings of the names of parameters that are not trained; with lora_rank they get no adapters."""
+
+
+@dataclass
+class DataSection:
+    prompt_data: str = ""
+    """Training data: a JSONL, JSON or parquet file, a folder of them, or a hub name."""
+    prompt_split: str = "train"
+    """Split of the training data."""
+    eval_data: str = ""
+    """Held-out data, in the same form; empty: no evaluation."""
+    eval_split: str = "test"
+    """Split of the held-out data."""
+    input_key: str = "input"
+    """Column of the prompt: a string, or a list of chat messages."""
+    label_key: str = "label"
+    """Column of the right answer: rewards receive it as `label`, SFT learns it."""
+    input_template: str | None = None
+    """Text around the prompt, with one {}: `Question: {}\\nAnswer: `."""
+    apply_chat_template: bool = False
+    """Render prompts with the tokenizer's chat template."""
+    system_prompt: str | None = None
+    """System message of the chat template."""
+    prompt_max_len: int = 1024
+    """Longest prompt in tokens; longer ones are bad rows."""
+    max_samples: int | None = None
+    """Use only the first so many rows of the training data."""
+    max_eval_samples: int | None = None
+    """Use only the first so many rows of the held-out data."""
+    bad_rows: Literal["fail", "skip"] = "fail"
+    """What to do with a malformed or too long row: stop with file and line, or skip it and report the count."""
+
+
+@dataclass
+class StrategySection:
+    fsdp: bool = False
+    """Shard with FSDP2; otherwise DeepSpeed ZeRO."""
+    fsdp_cpu_offload: bool = False
+    """Keep parameters and optimizer in host memory, move shards in when used."""
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    """What ZeRO cuts over the ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
+    zpg: int = 1
+    """ZeRO-3: so many consecutive ranks, those of a node, hold the parameters once more, and gather them among themselves."""
+    adam_offload: bool = False
+    """ZeRO: optimizer states live in host memory and the update runs there."""
+    param_offload: bool = False
+    """ZeRO-3: parameters live in host memory and come layer by layer."""
+    overlap_comm: bool = False
+    """ZeRO: sum gradients while the backward pass still runs; takes more memory."""
+    grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
+    """ZeRO with --bf16: dtype in which gradients are summed over micro-batches and ranks."""
+    offload_idle: bool = False
+    """Keep in device memory only what the moment needs; idle models and optimizers wait in host memory."""
+    dp_replicate: int = 1
+    """Hybrid sharding: so many replicas, each sharded over the other data ranks."""
+    tp_size: int = 1
+    """Tensor parallelism: so many consecutive ranks split each layer of the trained models and share their data."""
+    tp_sequence_parallel: bool = False
+    """Between attention and feed-forward, each of the --tp_size ranks keeps a part of the tokens: less memory, same traffic."""
+    sp_size: int = 1
+    """Sequence parallelism: so many ranks divide the tokens of each micro-batch of the trained models and share their data."""
+    sp_impl: Literal["auto", "ulysses", "zigzag"] = "auto"
+    """How attention sees the others' tokens: ulysses exchanges them for heads, zigzag gathers keys and values. auto: ulysses."""
+    cp_size: int = 1
+    """Context parallelism: the short form of --sp_size N --sp_impl zigzag."""
+    timeout_minutes: float = 60.0
+    """A collective that waits longer ends the run; every rank then logs which ranks are late, and where all of them are."""
+
+
+@dataclass
+class EngineSection:
+    engine_type: Literal["auto", "vllm", "hf"] = "auto"
+    """Generation engine; auto: vllm when installed, else hf (transformers)."""
+    engine_tp_size: int = 1
+    """Consecutive ranks that share one engine's weights."""
+    engine_mem_util: float = 0.6
+    """Share of an accelerator's memory that vLLM may take while awake."""
+    engine_kv_cache_gb: float = 1.0
+    """Size of vLLM's key-value cache on a CPU, in GB."""
+    enable_engine_sleep: bool = True
+    """Put the engine to sleep while training, so that both fit on one device."""
+    engine_sleep_level: Literal[1, 2] = 2
+    """1 keeps the sleeping engine's weights in host memory; 2 drops them, they are streamed in again anyway."""
+    engine_enforce_eager: bool = False
+    """Run vLLM without CUDA graphs; always so on a CPU."""
+    micro_rollout_batch_size: int = 64
+    """Prompts that the hf engine generates at once."""
+    weight_sync_bucket_mb: int = 512
+    """Size of one bucket of the weight stream; the peak extra memory is about two of them."""
+
+
+@dataclass
+class RolloutSection:
+    rollout_batch_size: int = 128
+    """Prompts of one step, over all ranks."""
+    n_samples_per_prompt: int = 8
+    """Responses sampled for each prompt: the group."""
+    generate_max_len: int = 1024
+    """Longest response in tokens."""
+    temperature: float = 1.0
+    """Sampling temperature; log-probs are taken at it everywhere."""
+
+
+@dataclass
+class RewardSection:
+    reward: str = "exact_match"
+    """Reward function: a name, module:function or file.py:function."""
+    overlong_buffer: bool = False
+    """Lower the reward of a response whose length comes near generate_max_len."""
+    overlong_buffer_len: int = 4096
+    """The penalty begins so many tokens before generate_max_len and grows linearly."""
+    overlong_buffer_penalty_factor: float = 1.0
+    """The penalty at generate_max_len."""
+    reward_running_norm: bool = False
+    """Divide rewards by the standard deviation of all rewards of the run so far."""
+    reward_running_norm_minus_mean: bool = False
+    """Subtract the mean of all rewards of the run before that."""
+    reward_clip: float | None = None
+    """Clip rewards to plus and minus this, after the steps above."""
+    reward_group_norm: bool = False
+    """Standardise rewards in each group, whatever the estimator does with them."""
+
+
+@dataclass
+class AlgorithmSection:
+    advantage_estimator: str = "grpo"
+    """Estimator, and the recipe that goes with it: a name, module:function or file.py:function."""
+    policy_loss: str = "ppo"
+    """Loss of one token: a name, module:function or file.py:function."""
+    eps_clip_low: float = 0.2
+    """The ratio is clipped below at 1 - eps_clip_low."""
+    eps_clip_high: float = 0.2
+    """The ratio is clipped above at 1 + eps_clip_high."""
+    eps_clip: float | None = None
+    """Both bounds of the ratio at once."""
+    dual_clip: float | None = None
+    """For negative advantages the loss is at most -dual_clip times the advantage (3 in the paper)."""
+    sapo_tau_positive: float = 1.0
+    """How fast sapo's gate closes for positive advantages."""
+    sapo_tau_negative: float = 1.05
+    """How fast sapo's gate closes for negative advantages."""
+    policy_drift_coef: float = 0.01
+    """Coefficient of cpgd's divergence from the policy before the step."""
+    cov_ratio: float = 2e-4
+    """Share of an optimizer step's tokens, of high covariance of log-prob and advantage, that kl_cov and clip_cov single out."""
+    kl_cov_coef: float = 1.0
+    """What kl_cov adds for each of those tokens: so many times |log ratio|."""
+    clip_cov_range: list[float] = field(default_factory=lambda: [1.0, 5.0])
+    """clip_cov leaves out tokens whose covariance is between these two."""
+    high_entropy_token_ratio: float = 0.0
+    """Learn only from this share of an optimizer step's tokens, those of the highest entropy (0.2 in the paper); 0: from all."""
+    entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus."""
+    rollout_correction: str | None = None
+    """Weigh tokens with p_trainer / p_engine: tis, mis, icepop, module:function or file.py:function."""
+    rollout_correction_level: Literal["token", "sequence", "geometric"] = "token"
+    """That ratio of each token, the product over its sequence, or the geometric mean."""
+    rollout_correction_low: float = 0.5
+    """Ratios below this are masked."""
+    rollout_correction_high: float = 2.0
+    """Ratios above this are truncated or masked."""
+    use_engine_logprobs: bool = False
+    """Take the engine's log-probs as those before the step: one forward pass less, and the clip measures from the engine."""
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = "token-mean"
+    """How token losses become one number, always over all ranks and micro-batches of an optimizer step."""
+    gamma: float = 1.0
+    """Discount of rewards per token."""
+    pass_k: int = 4
+    """Draws of the estimator pass_at_k."""
+    advantages_norm: bool = False
+    """Normalise advantages to mean 0 and deviation 1 over all learned tokens of the step."""
+    advantage_clip: float | None = None
+    """Clip advantages to plus and minus this, after the normalisation."""
+    mask_truncated: bool = False
+    """Do not learn from responses that were cut at generate_max_len; their rewards still count for their group."""
+    length_filter: list[int] = field(default_factory=list)
+    """Learn only from responses of at least and at most so many tokens: two numbers."""
+    difficulty_filter: list[float] = field(default_factory=list)
+    """Learn only from groups of whose responses at least and at most this share is right (a reward above 0.5): two numbers."""
+    entropy_filter: list[float] = field(default_factory=list)
+    """Learn only from responses whose tokens have a mean entropy between these two, in nats."""
+    use_kl_loss: bool = False
+    """Add the divergence from the reference model to the loss; otherwise it is taken off the reward of each token."""
+    init_kl_coef: float = 0.0
+    """Coefficient of that divergence; 0 without use_kl_loss: there is no reference model."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
+    """Estimator: k1 is unbiased, k2 has the right gradient, k3 is unbiased and positive, k3+ is k3 with the gradient of k2."""
+    kl_target: float | None = None
+    """Move the coefficient so that the divergence per token comes near this."""
+    kl_horizon: int = 10000
+    """How slowly it moves: in so many samples by a fifth at most."""
+
+
+@dataclass
+class OptimSection:
+    actor_learning_rate: float = 1e-6
+    """Peak learning rate."""
+    critic_learning_rate: float = 9e-6
+    """Peak learning rate of the critic, where there is one."""
+    lr_scheduler: Literal["cosine", "constant"] = "cosine"
+    """After the warm-up: cosine to 10 % of the peak, or constant."""
+    lr_warmup_ratio: float = 0.03
+    """Share of all optimizer steps spent warming up."""
+    adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """AdamW's two decay rates."""
+    l2: float = 0.0
+    """Weight decay, on matrices only (not on norms and biases)."""
+    max_norm: float = 1.0
+    """Clip the global gradient norm to this; 0: no clipping."""
+
+
+@dataclass
+class TrainSection:
+    seed: int = 42
+    """Seed of everything random."""
+    num_episodes: int = 1
+    """Passes over the prompt data."""
+    max_steps: int | None = None
+    """Stop after so many steps, whatever num_episodes says."""
+    max_epochs: int = 1
+    """Passes over each step's samples."""
+    train_batch_size: int = 1024
+    """Samples of one optimizer step, over all ranks."""
+    micro_train_batch_size: int | None = None
+    """Most sequences of one forward and backward pass on one rank; unset: max_tokens_per_microbatch alone decides."""
+    max_tokens_per_microbatch: int = 16384
+    """Most tokens of one forward and backward pass on one rank; --sp_size ranks divide so many among them."""
+    batching: Literal["packed", "dynamic", "plain"] = "packed"
+    """Which sequences meet in one pass: any, so that all ranks finish together; similar lengths; or those next in order."""
+    enable_ema: bool = False
+    """Keep a moving average of the actor's parameters, one more step of it after each step, and save it too: model_ema."""
+    ema_beta: float = 0.992
+    """What the average keeps of itself at each step."""
+    save_path: str = "runs/run"
+    """Folder of the run: final model, metrics, report, resolved configuration."""
+    ckpt_path: str | None = None
+    """Folder of the checkpoints; save_path/checkpoints when unset."""
+    save_steps: int = -1
+    """Write a checkpoint every so many steps; -1: never."""
+    max_ckpt_num: int = 3
+    """Keep so many checkpoints."""
+    max_ckpt_mem: float = 1000.0
+    """Keep at most so many GB of checkpoints; the newest always stays."""
+    save_hf_ckpt: bool = False
+    """Beside each checkpoint, in its folder `hf`, the model as from_pretrained and engines load it."""
+    async_save: bool = False
+    """Write checkpoints while training goes on, from a copy in host memory."""
+    save_adapter_only: bool = False
+    """With lora_rank: the final model is the adapter alone in peft's format, not the model with the adapter merged into it."""
+    load_checkpoint: bool = False
+    """Continue from the newest complete checkpoint; start afresh when there is none."""
+    stop_loss: float | None = None
+    """SFT ends once a step's loss is below this."""
+    eval_steps: int = -1
+    """Evaluate on eval_data every so many steps; -1: never."""
+
+
+@dataclass
+class ObserveSection:
+    logging_steps: int = 1
+    """Report metrics every so many steps."""
+    use_tensorboard: bool = True
+    """Write TensorBoard files to save_path/tensorboard."""
+    use_wandb: bool = False
+    """Send metrics to Weights & Biases."""
+    wandb_project: str = "lightrft"
+    """Project there."""
+    wandb_run_name: str | None = None
+    """Name of the run there."""
+    num_trajectories_to_save: int = 8
+    """Samples of each step written to save_path/samples.jsonl; 0: none."""
+
+
+@dataclass
+class Config:
+    """The whole configuration of a run, one section per concern."""
+
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    strategy: StrategySection = field(default_factory=StrategySection)
+    engine: EngineSection = field(default_factory=EngineSection)
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    reward: RewardSection = field(default_factory=RewardSection)
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    optim: OptimSection = field(default_factory=OptimSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    observe: ObserveSection = field(default_factory=ObserveSection)
+
+    def expand(self, recipe: dict[str, Any], written: set[str]) -> None:
+        """Set the fields of a recipe, except those that the user wrote."""
+        owners = section_of_field()
+        for name, value in recipe.items():
+            if name not in written:
+                setattr(getattr(self, owners[name]), name, value)
+
+    def write(self, path: Path) -> None:
+        """The resolved configuration, readable by `--config`."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump(asdict(self), sort_keys=False))
+
+
+SECTIONS: dict[str, type] = {section.name: section.default_factory for section in fields(Config)}
+
+
+def section_of_field() -> dict[str, str]:
+    """Field name -> section name. Names are unique over all sections, so a flag needs no prefix."""
+    return {f.name: section for section, cls in SECTIONS.items() for f in fields(cls)}
+
+
+def needs_reference(algorithm: AlgorithmSection) -> bool:
+    """Whether the divergence from a reference model is in the reward or in the loss; with coefficient 0 it is only measured."""
+    return algorithm.use_kl_loss or algorithm.init_kl_coef > 0

@@ -1,0 +1,243 @@
+"""Configurations that cannot run, and flags that change nothing: said before any heavy work, all at once."""
+
+import json
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from lightrft.config.sections import (
+    SECTIONS,
+    Config,
+    ConfigError,
+    ModelSection,
+    RewardSection,
+    StrategySection,
+    needs_reference,
+    section_of_field,
+)
+
+COUNTS = (
+    *("rollout_batch_size", "n_samples_per_prompt", "generate_max_len", "prompt_max_len", "train_batch_size", "max_epochs"),
+    *("num_episodes", "max_tokens_per_microbatch", "logging_steps", "max_ckpt_num", "weight_sync_bucket_mb"),
+    *("micro_rollout_batch_size", "engine_tp_size", "dp_replicate", "sp_size", "cp_size", "tp_size"),
+)
+"""Fields that count things and cannot be 0."""
+
+
+def validate(config: Config, *, door: str, world_size: int) -> None:
+    """Raise one ConfigError that names every impossible combination."""
+    problems = _missing_inputs(config, door)
+    owners = section_of_field()
+    problems += [f"--{name} must be at least 1" for name in COUNTS if getattr(getattr(config, owners[name]), name) < 1]
+    if config.rollout.temperature <= 0:
+        problems.append("--temperature must be above 0; evaluation is greedy by itself")
+    if len(config.optim.adam_betas) != 2:
+        problems.append("--adam_betas takes two numbers")
+    if door == "train_ppo":
+        problems += _algorithm_problems(config)
+    if not problems:
+        problems += _layout_problems(config, world_size)
+    if not problems and door == "train_ppo":
+        problems += _batch_problems(config)
+    if problems:
+        raise ConfigError("this configuration cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def flags_without_effect(config: Config, written: set[str], door: str) -> list[str]:
+    """What the user wrote that changes nothing in this run, each with the reason."""
+    owners = section_of_field()
+    used = DOORS[door]
+    training = {f.name for f in fields(RewardSection)} - {"reward"} | {"lora_rank", *LORA, "freeze_prefix"}
+    idle = {name for name, section in owners.items() if section not in used} | (training if door == "evaluate" else set())
+    unused = [f"--{name} has no effect in {door}" for name in sorted(written & idle)]
+    conditional = {
+        "gradient_checkpointing_policy": (config.model.gradient_checkpointing, "--gradient_checkpointing"),
+        "kl_estimator": (needs_reference(config.algorithm), "--init_kl_coef"),
+        "kl_target": (config.algorithm.init_kl_coef > 0, "--init_kl_coef"),
+        "kl_horizon": (config.algorithm.kl_target is not None, "--kl_target"),
+        "rollout_correction_level": (bool(config.algorithm.rollout_correction), "--rollout_correction"),
+        "rollout_correction_low": (bool(config.algorithm.rollout_correction), "--rollout_correction"),
+        "rollout_correction_high": (bool(config.algorithm.rollout_correction), "--rollout_correction"),
+        "overlong_buffer_len": (config.reward.overlong_buffer, "--overlong_buffer"),
+        "overlong_buffer_penalty_factor": (config.reward.overlong_buffer, "--overlong_buffer"),
+        "reward_running_norm_minus_mean": (config.reward.reward_running_norm, "--reward_running_norm"),
+        "engine_sleep_level": (config.engine.enable_engine_sleep, "--enable_engine_sleep"),
+        "eval_steps": (bool(config.data.eval_data), "--eval_data"),
+        "wandb_project": (config.observe.use_wandb, "--use_wandb"),
+        "wandb_run_name": (config.observe.use_wandb, "--use_wandb"),
+        "stop_loss": (door == "train_sft", "train_sft"),
+        "tp_sequence_parallel": (config.strategy.tp_size > 1, "--tp_size"),
+        "sp_impl": (config.strategy.sp_size > 1 or config.strategy.cp_size > 1, "--sp_size"),
+        "grad_accum_dtype": (config.model.bf16, "--bf16"),
+        "ema_beta": (config.train.enable_ema, "--enable_ema"),
+        "system_prompt": (config.data.apply_chat_template, "--apply_chat_template"),
+        **{name: (config.model.lora_rank > 0, "--lora_rank") for name in (*LORA, "save_adapter_only")},
+    }
+    unused += [f"--{name} has no effect without {needs}" for name, (active, needs) in conditional.items()
+               if name in written and not active and owners[name] in used]
+    of_zero = written & set(ZERO) if config.strategy.fsdp else set()
+    return unused + [f"--{name} has no effect with --fsdp" for name in sorted(of_zero)]
+
+
+LORA = ("lora_alpha", "lora_dropout", "target_modules")
+"""Fields of adapters, without effect where there are none."""
+
+ZERO = ("zero_stage", "zpg", "adam_offload", "param_offload", "overlap_comm", "grad_accum_dtype")
+"""Fields of DeepSpeed alone."""
+
+DOORS: dict[str, set[str]] = {
+    "train_ppo": set(SECTIONS),
+    "train_sft": {"model", "data", "strategy", "optim", "train", "observe"},
+    "evaluate": {"model", "data", "strategy", "engine", "rollout", "reward", "train", "observe"},
+}
+"""The sections that each door reads."""
+
+
+def _missing_inputs(config: Config, door: str) -> list[str]:
+    problems = []
+    if not config.model.pretrain:
+        problems.append("--pretrain is empty: give a Hugging Face folder or hub name")
+    elif config.model.pretrain.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(config.model.pretrain)):
+        problems.append(f"--pretrain {config.model.pretrain}: no such folder")
+    data_flag = "eval_data" if door == "evaluate" else "prompt_data"
+    if not getattr(config.data, data_flag):
+        problems.append(f"--{data_flag} is empty: give a JSONL or parquet file, a folder of them, or a hub name")
+    return problems
+
+
+def _layout_problems(config: Config, world_size: int) -> list[str]:
+    engine_tp, strategy = config.engine.engine_tp_size, config.strategy
+    replicate, sp, tp = strategy.dp_replicate, max(strategy.sp_size, strategy.cp_size), strategy.tp_size
+    ulysses = strategy.cp_size == 1 and strategy.sp_impl != "zigzag"
+    problems = cp_problems(strategy) + lora_problems(config.model, tp_size=tp)
+    if world_size % engine_tp:
+        problems.append(f"--engine_tp_size {engine_tp} does not divide the {world_size} processes")
+    if world_size % (replicate * sp * tp):
+        named = (("dp_replicate", replicate), ("cp_size" if strategy.cp_size > 1 else "sp_size", sp), ("tp_size", tp))
+        sizes = [f"--{name} {size}" for name, size in named if size > 1]
+        problems.append(f"{' x '.join(sizes)} does not divide the {world_size} processes")
+    if not strategy.fsdp:
+        problems += deepspeed_problems(strategy, bf16=config.model.bf16)
+    counts = _heads(config.model.pretrain) if sp * tp > 1 else {}
+    problems += [f"--tp_size {tp} does not divide the model's {n} {heads}" for heads, n in counts.items() if n % tp]
+    heads = counts.get("attention heads", 0)
+    if ulysses and heads % tp == 0 and heads // tp % sp:
+        each = f"{heads} attention heads" if tp == 1 else f"{heads // tp} attention heads on each rank of --tp_size {tp}"
+        problems.append(f"--sp_size {sp} does not divide the model's {each}; --sp_impl zigzag needs no such thing")
+    return problems
+
+
+def cp_problems(section: StrategySection) -> list[str]:
+    """Where --cp_size contradicts what it is short for."""
+    short, others = section.cp_size, {"sp_size": (1, section.cp_size), "sp_impl": ("auto", "zigzag")}
+    wrong = [f"--{name} {getattr(section, name)}" for name, agreeing in others.items() if getattr(section, name) not in agreeing]
+    if short == 1 or not wrong:
+        return []
+    return [f"--cp_size {short} is short for --sp_size {short} --sp_impl zigzag and contradicts {' '.join(wrong)}: drop one"]
+
+
+def lora_problems(model: ModelSection, *, tp_size: int) -> list[str]:
+    """What of a ModelSection's adapters is impossible, each with the way out."""
+    impossible = {
+        "--lora_rank must not be negative; 0 trains the model itself": model.lora_rank < 0,
+        "--lora_alpha must be above 0": model.lora_alpha <= 0,
+        "--lora_dropout is a share, at least 0 and below 1": not 0 <= model.lora_dropout < 1,
+        "--target_modules is empty: name linear layers, or say all-linear": not model.target_modules,
+        "--target_modules takes all-linear alone, or names": "all-linear" in model.target_modules[1:] + model.target_modules[:-1],
+        "--lora_rank needs --tp_size 1: adapters are not split over ranks; --fsdp cuts the model anyway": (
+            model.lora_rank > 0 and tp_size > 1
+        ),
+    }
+    return [problem for problem, holds in impossible.items() if holds]
+
+
+def deepspeed_problems(strategy: Any, *, bf16: bool) -> list[str]:
+    """What of a StrategySection ZeRO cannot do, each with the way out."""
+    stage = strategy.zero_stage
+    impossible = {
+        "--tp_size needs --fsdp: DeepSpeed does not split the layers of a model here": strategy.tp_size > 1,
+        "--dp_replicate needs --fsdp; --zpg is what comes near it": strategy.dp_replicate > 1,
+        "--fsdp_cpu_offload needs --fsdp; --adam_offload and --param_offload are those of ZeRO": strategy.fsdp_cpu_offload,
+        "--zero_stage 0 cannot train with --bf16, it has no float32 masters: use 1, 2 or 3": bf16 and stage == 0,
+        "--adam_offload needs --zero_stage 1, 2 or 3": strategy.adam_offload and stage == 0,
+        "--param_offload needs --zero_stage 3": strategy.param_offload and stage < 3,
+        "--zpg needs --zero_stage 3": strategy.zpg > 1 and stage < 3,
+    }
+    return [problem for problem, holds in impossible.items() if holds]
+
+
+def _heads(pretrain: str) -> dict[str, int]:
+    """What --tp_size and Ulysses divide, as far as a local folder says it; a model from the hub is checked when it is there."""
+    file = Path(pretrain).expanduser() / "config.json"
+    if not file.is_file():
+        return {}
+    content = json.loads(file.read_text())
+    content = content.get("text_config", content)
+    heads = content.get("num_attention_heads")
+    counts = {"attention heads": heads, "key-value heads": content.get("num_key_value_heads", heads)}
+    return {name: count for name, count in counts.items() if isinstance(count, int)}
+
+
+COMPARING = (
+    *("grpo", "group_norm", "gspo", "gmpo", "cispo", "sapo", "cpgd"),
+    *("dr_grpo", "reinforce++_baseline", "reinforce_baseline", "rloo", "opo", "pass_at_k"),
+)
+"""Estimators whose advantage is 0 for a sample that is alone in its group."""
+
+
+def _algorithm_problems(config: Config) -> list[str]:
+    algorithm, rollout, reward = config.algorithm, config.rollout, config.reward
+    problems = []
+    for name in ("length_filter", "difficulty_filter", "entropy_filter"):
+        pair = getattr(algorithm, name)
+        if pair and (len(pair) != 2 or pair[0] > pair[1]):
+            problems.append(f"--{name} takes the least and the most: two numbers")
+    for name, bound in (("advantage_clip", algorithm.advantage_clip), ("reward_clip", reward.reward_clip)):
+        if bound is not None and bound <= 0:
+            problems.append(f"--{name} must be above 0; leave it out for no clipping")
+    if algorithm.clip_cov_range != sorted(algorithm.clip_cov_range) or len(algorithm.clip_cov_range) != 2:
+        problems.append("--clip_cov_range takes the least and the most: two numbers")
+    for name, share in (("high_entropy_token_ratio", algorithm.high_entropy_token_ratio), ("cov_ratio", algorithm.cov_ratio)):
+        if not 0 <= share <= 1:
+            problems.append(f"--{name} is a share, between 0 and 1")
+    if algorithm.policy_loss == "cpgd" and algorithm.eps_clip_low >= 1:
+        problems.append("--policy_loss cpgd takes the logarithm of 1 - eps_clip_low: give less than 1")
+    if algorithm.rollout_correction is not None and algorithm.use_engine_logprobs:
+        problems.append("--rollout_correction corrects nothing where --use_engine_logprobs measures from the engine: drop one")
+    if algorithm.use_kl_loss and algorithm.kl_estimator == "k1":
+        problems.append("--kl_estimator k1 is for rewards: as a loss its gradient is zero on average; take k2, k3 or k3+")
+    for name, least in (("kl_target", algorithm.kl_target), ("kl_horizon", algorithm.kl_horizon)):
+        if least is not None and least <= 0:
+            problems.append(f"--{name} must be above 0")
+    if algorithm.init_kl_coef < 0:
+        problems.append("--init_kl_coef must not be negative")
+    if not 0 <= algorithm.gamma <= 1:
+        problems.append("--gamma must be between 0 and 1")
+    estimator, samples = algorithm.advantage_estimator, rollout.n_samples_per_prompt
+    if estimator in COMPARING and samples == 1:
+        problems.append(f"--advantage_estimator {estimator} compares the samples of a prompt: --n_samples_per_prompt 2 or more")
+    if estimator == "pass_at_k" and not 1 <= algorithm.pass_k <= samples:
+        problems.append(f"--pass_k {algorithm.pass_k} draws from --n_samples_per_prompt {samples}: give 1 to {samples}")
+    buffer, longest = reward.overlong_buffer_len, rollout.generate_max_len
+    if reward.overlong_buffer and not 1 <= buffer <= longest:
+        problems.append(f"--overlong_buffer_len {buffer} must be between 1 and --generate_max_len {longest}")
+    return problems
+
+
+def _batch_problems(config: Config) -> list[str]:
+    rollout, train = config.rollout, config.train
+    problems = []
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    if samples % train.train_batch_size:
+        problems.append(
+            f"rollout_batch_size {rollout.rollout_batch_size} x n_samples_per_prompt {rollout.n_samples_per_prompt} = {samples} "
+            f"samples are not a multiple of train_batch_size {train.train_batch_size}"
+        )
+    longest = config.data.prompt_max_len + rollout.generate_max_len
+    if longest > train.max_tokens_per_microbatch:
+        problems.append(
+            f"prompt_max_len {config.data.prompt_max_len} + generate_max_len {rollout.generate_max_len} = {longest} tokens "
+            f"do not fit into max_tokens_per_microbatch {train.max_tokens_per_microbatch}"
+        )
+    return problems
