@@ -220,11 +220,11 @@ def test_errors_that_come_from_another_rank():
 
 def test_a_receiver_who_does_not_read_stops_nobody():
     ours, theirs = (Connection(end) for end in tcp_pair())
-    for number in range(200_000):
-        ours.send({"phase": str(number)})
+    for number in range(10_000):
+        ours.send({"phase": str(number), "place": "x" * 1000})
     assert len(ours._unsent) < 2 * PENDING
     first = theirs.receive()
-    assert first[:2] == [{"phase": "0"}, {"phase": "1"}]
+    assert [message["phase"] for message in first[:2]] == ["0", "1"]
     theirs.close()
     with pytest.raises(Gone):
         for _ in range(1000):
