@@ -1,7 +1,7 @@
 """The policy: the actor that learns and generates, with the reference model it must not stray far from."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,12 @@ class Policy(Role):
         tokenizer: PreTrainedTokenizerBase | None = None,
         **limits: Any,
     ):
-        """`average` is not frozen, and follows the actor. `limits` are those of Role: max_tokens, batching."""
+        """An actor with adapters may be its own `reference`: it is asked without them. `average` is not frozen, and follows the
+        actor. `limits` are those of Role: max_tokens, batching.
+        """
         super().__init__(strategy, actor, optimizer, scheduler, **limits)
+        if reference is actor and not adapted_layers(actor.language_model):
+            raise ValueError("an actor without adapters cannot be its own reference")
         self.reference = reference
         self.average = average
         self.temperature = temperature
@@ -235,14 +239,11 @@ class Policy(Role):
 
     @contextmanager
     def _reference(self) -> Iterator[Actor]:
-        """The reference model; where there is none, an actor with adapters is its own without them."""
-        if self.reference is not None:
-            yield self.reference
-        elif adapted_layers(self.actor.language_model):
-            with adapters_off(self.actor.language_model):
-                yield self.actor
-        else:
+        """The reference model, ready to be asked."""
+        if self.reference is None:
             raise ValueError("this policy has no reference model; build it with one (--init_kl_coef)")
+        with adapters_off(self.actor.language_model) if self.reference is self.actor else nullcontext():
+            yield self.reference
 
     def _pad_token_id(self) -> int:
         pad = self.tokenizer.pad_token_id if self.tokenizer is not None else None

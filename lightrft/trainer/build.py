@@ -97,8 +97,8 @@ def build_policy(config: Config, strategy: StrategyBase, *, updates: int, refere
     optimizer = strategy.create_optimizer(actor, optim.actor_learning_rate, optim.adam_betas, optim.l2)
     scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
     actor, optimizer, scheduler = strategy.prepare((actor, optimizer, scheduler))
-    frozen = None
-    if reference and not config.model.lora_rank:  # else the actor without its adapters
+    frozen = actor if reference and config.model.lora_rank else None
+    if reference and frozen is None:
         with strategy.init_model_context():
             frozen = Actor(load_model(config.model)).requires_grad_(False)
         frozen = strategy.prepare(frozen)

@@ -27,7 +27,7 @@ def policy_of_adapters(folder: str, args: dict) -> dict:
     optimizer = made.create_optimizer(actor, 1e-2)
     trained = made.prepare((actor, optimizer, made.create_scheduler(optimizer, "constant", 0, 9)))
     reference = made.prepare(Actor(load_model(section)).requires_grad_(False))
-    alone, pair = (Policy(made, *trained, reference=second, temperature=TEMPERATURE) for second in (None, reference))
+    alone, pair = (Policy(made, *trained, reference=one, temperature=TEMPERATURE) for one in (actor, reference))
     batch = share(whole(), made.mesh.data.rank, made.mesh.data.size)
     begun = alone.get_logprobs(batch)["logprobs"]
     alone.train(batch, sft)
@@ -55,6 +55,12 @@ def test_the_reference_is_the_actor_without_adapters(outcome):
         assert_close(rank["found"], rank["expected"], rtol=0, atol=1e-6)
         assert (rank["learned"] - rank["begun"]).abs().max() > 1e-2
         assert torch.equal(rank["begun"], rank["expected"])
+
+
+def test_an_actor_without_adapters_is_no_reference_of_its_own(folder):
+    made, actor = get_strategy({"fsdp": True}), Actor(load_model(ModelSection(pretrain=folder)))
+    with pytest.raises(ValueError, match="without adapters"):
+        Policy(made, actor, reference=actor)
 
 
 def test_asking_it_leaves_no_trace(outcome):

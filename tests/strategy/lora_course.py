@@ -35,19 +35,33 @@ def peft_model(folder: str, section: dict[str, Any] = LORA) -> PeftModel:
     return model
 
 
-def plain_course(folder: str) -> tuple[list[float], list[float], list[dict[str, Tensor]]]:
-    """Losses, norms, and the merged model after each of the steps."""
+def plain_course(folder: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Losses and norms of the steps, and the merged model after them."""
     model = peft_model(folder)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], RATE, (0.9, 0.95), weight_decay=0.1)
+    losses, norms = steps_in_torch(model)
+    return losses, norms, dict(model.merge_and_unload().named_parameters())
+
+
+def plain_steps(model: nn.Module) -> dict[str, Tensor]:
+    """What the same steps make of any model."""
+    steps_in_torch(model)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def steps_in_torch(model: nn.Module) -> tuple[list[float], list[float]]:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1}]
+    groups += [{"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], RATE, (0.9, 0.95))
     losses, norms = [], []
     for step in range(NUM_STEPS):
         loss = share_of_loss(model, rows(step), tokens_learned(rows(step)))
         loss.backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        norms.append(nn.utils.clip_grad_norm_(trained, 1.0).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, norms, dict(model.merge_and_unload().named_parameters())
+    return losses, norms
 
 
 def take_step(made: StrategyBase, model: nn.Module, optimizer: Any, step: int) -> tuple[float, float]:

@@ -1,19 +1,36 @@
 """LoRA under every strategy: the steps of plain peft, engines and folders with merged weights, checkpoints without the base."""
 
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from lightrft.config import ModelSection
+from lightrft.models.empty import is_empty
+from lightrft.models.heads import Actor
+from lightrft.models.load import load_model
+from lightrft.models.lora import is_adapter
+from lightrft.models.trainable import choose_trained
+from lightrft.types import Batch
 from ranks import run_ranks
 from strategy.lora_course import (
+    NUM_STEPS,
     PROMPTS,
+    RATE,
+    disturb,
     logprobs_of,
     names_in,
     plain_course,
+    plain_steps,
+    strategy,
     strategy_course,
+    take_step,
 )
-from strategy.training import distance, load
+from strategy.training import distance, load, snapshot
 
 LAYOUTS = {
     "fsdp-1": (1, {"fsdp": True}),
@@ -85,3 +102,111 @@ def test_training_goes_on_bit_by_bit(course):
         assert all(torch.equal(found["loaded"][name], tensor) for name, tensor in found["merged"].items())
         assert all(torch.equal(found["resumed"][name], tensor) for name, tensor in found["uninterrupted"].items())
     assert distance(course[0][0]["resumed"], course[0][0]["loaded"]) > 1e-4
+
+
+# -- parts that are not trained, without adapters
+
+
+FROZEN = ["model.embed_tokens", "model.layers.0."]
+
+
+def frozen_parts(folder: str, args: dict, out: Path) -> dict:
+    made = strategy(**args)
+    optimizers, models = [], []
+    for _ in range(2):
+        model = choose_trained(load(folder), ModelSection(pretrain=folder, freeze_prefix=FROZEN)).train()
+        optimizer = made.create_optimizer(model, RATE, weight_decay=0.1)
+        made.prepare((model, optimizer))
+        models.append(model)
+        optimizers.append(optimizer)
+    for step in range(NUM_STEPS):
+        take_step(made, models[0], optimizers[0], step)
+    made.save_ckpt(models[0], out, "three")
+    learned = snapshot(made, models[0])
+    made.load_ckpt(models[1], out)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        take_step(made, model, optimizer, NUM_STEPS)
+    result = {"learned": learned, "went on": [snapshot(made, model) for model in models]}
+    made.close()
+    return result
+
+
+@pytest.mark.parametrize("layout", ["fsdp-2", *(pytest.param(f"zero{stage}-2", marks=pytest.mark.slow) for stage in (1, 3))])
+def test_a_frozen_prefix_is_neither_trained_nor_saved(tied_folder, layout, tmp_path):
+    """With tied embeddings, which have two names in a model and none in the checkpoint."""
+    world_size, args = LAYOUTS[layout]
+    base = load(tied_folder)
+    for parameter in (p for name, p in base.named_parameters() if name.startswith(tuple(FROZEN))):
+        parameter.requires_grad_(False)
+    before, after = {name: p.clone() for name, p in base.named_parameters()}, plain_steps(base)
+    frozen = {name for name in before if name.startswith(tuple(FROZEN))}
+    for found in run_ranks(world_size, frozen_parts, tied_folder, args, tmp_path / "checkpoints"):
+        assert distance(found["learned"], after) < 1e-5
+        assert {name for name in before if torch.equal(found["learned"][name], before[name])} == frozen
+        first, second = found["went on"]
+        assert all(torch.equal(first[name], second[name]) for name in first)
+    names = {name.removeprefix("model.model.") for name in names_in(tmp_path / "checkpoints" / "three")
+             if name.startswith("model.model.")}  # fmt: skip
+    assert names == before.keys() - frozen
+
+
+# -- loading, dropout, dtypes
+
+
+def adapted_actor(made, folder: str, *, empty: bool, **settings) -> Actor:
+    section = ModelSection(pretrain=folder, lora_rank=4, **settings)
+    torch.manual_seed(3)
+    with made.init_model_context() if empty else nullcontext():
+        actor = Actor(choose_trained(load_model(section), section))
+    assert is_empty(actor) is empty
+    return actor
+
+
+def loaded_twice(folder: str, args: dict) -> dict:
+    """A model that was empty and one that was not; their parts on this rank, and what they compute with dropout."""
+    made = strategy(**args)
+    actors = [adapted_actor(made, folder, empty=empty, lora_dropout=0.5) for empty in (True, False)]
+    parts, answers = [], []
+    batch = Batch(lengths=torch.tensor([9]), input_ids=torch.arange(9), loss_mask=torch.arange(9) > 0, rows=torch.tensor([0]))
+    for actor in actors:
+        disturb(actor)
+        made.prepare((actor, made.create_optimizer(actor, RATE)))
+        parts.append({name: getattr(p, "_local_tensor", p).detach().clone() for name, p in actor.named_parameters()})
+        torch.manual_seed(4)
+        answers.append([actor.train(mode)(batch, 1.0)[0].detach() for mode in (True, False)])
+    made.close()
+    return {"parts": parts, "answers": answers}
+
+
+@pytest.mark.parametrize("args", [{}, {"bf16": True}], ids=str)
+def test_an_empty_model_is_filled_as_one_that_was_read_whole(folder, args):
+    ranks = run_ranks(2, loaded_twice, folder, {"fsdp": True, **args})
+    for found in ranks:
+        empty, whole = found["parts"]
+        assert empty.keys() == whole.keys() and all(torch.equal(empty[name], whole[name]) for name in empty)
+        frozen = torch.bfloat16 if args else torch.float32
+        assert {part.dtype for name, part in empty.items() if is_adapter(name)} == {torch.float32}
+        assert {part.dtype for name, part in empty.items() if not is_adapter(name)} == {frozen}
+        assert all(torch.equal(a, b) for a, b in zip(*found["answers"], strict=True))
+    (training, asking), (other_training, other_asking) = (found["answers"][0] for found in ranks)
+    assert torch.equal(asking, other_asking) and not torch.equal(training, other_training)
+    assert not torch.equal(training, asking)
+
+
+def test_adapters_are_refused_with_tensor_parallelism():
+    with pytest.raises(ValueError, match="--lora_rank needs --tp_size 1"):
+        strategy(fsdp=True, lora_rank=4, tp_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("args", [{"fsdp": True}, {"zero_stage": 1}, {"zero_stage": 3}], ids=str)
+def test_adapters_are_float32_in_a_bfloat16_run(folder, expected, args, tmp_path):
+    """Trained, saved and resumed so; a bfloat16 number has 16 bits that are 0."""
+    for found in run_ranks(2, strategy_course, folder, {"bf16": True, **args}, tmp_path):
+        assert_close(torch.tensor(found["losses"]), torch.tensor(expected[0]), rtol=1e-2, atol=0)
+        assert_close(torch.tensor(found["norms"]), torch.tensor(expected[1]), rtol=5e-2, atol=0)
+        assert all(torch.equal(found["loaded"][name], tensor) for name, tensor in found["merged"].items())
+        assert all(torch.equal(found["resumed"][name], tensor) for name, tensor in found["uninterrupted"].items())
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
+    assert not any(torch.equal(tensor, tensor.bfloat16().float()) for tensor in adapter.values())
