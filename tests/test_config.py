@@ -338,3 +338,28 @@ def test_help_shows_the_meaning_of_every_flag(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert end.value.code == 0 and "What the door does." in shown
     assert "Stop after so many steps, whatever num_episodes says." in shown and "cosine to 10 % of the peak" in shown
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--lora_rank=-1"], "--lora_rank must not be negative"),
+        (["--lora_rank=4", "--lora_alpha=0"], "--lora_alpha must be above 0"),
+        (["--lora_rank=4", "--lora_dropout=1"], "--lora_dropout is a share"),
+        (["--lora_rank=4", "--target_modules", "all-linear", "q_proj"], "--target_modules takes all-linear alone"),
+        (["--lora_rank=4", "--fsdp", "--tp_size=2"], "--lora_rank needs --tp_size 1"),
+    ],
+)
+def test_adapters_that_cannot_be(argv, message):
+    assert message in problems(*RUNNABLE, *argv)
+
+
+def test_settings_of_adapters_need_adapters():
+    argv = ["--lora_alpha=8", "--lora_dropout=0.1", "--target_modules", "q_proj", "--save_adapter_only"]
+    config, written = parse([*RUNNABLE, *argv])
+    unused = flags_without_effect(config, written, "train_ppo")
+    assert unused == [f"--{name} has no effect without --lora_rank"
+                      for name in ("lora_alpha", "lora_dropout", "target_modules", "save_adapter_only")]  # fmt: skip
+    config, written = parse([*RUNNABLE, *argv, "--lora_rank=4"])
+    assert flags_without_effect(config, written, "train_ppo") == []
+    assert "--lora_rank has no effect in evaluate" in flags_without_effect(config, written, "evaluate")
