@@ -104,7 +104,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def merged(model: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The weight stream of a transformers model as if it had no adapters: W + (alpha / rank) B A, computed in float32.
 
-    Two or three tensors are held at a time, and what was streamed is not changed. Without adapters the stream stays as it is.
+    A matrix is held until its adapter has come, at most one bucket longer than without. What was streamed is not changed; without
+    adapters the stream stays as it is.
     """
     scalings = {name: layer.scaling[ADAPTER] for name, layer in adapted_layers(model).items()}
 

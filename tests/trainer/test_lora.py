@@ -52,7 +52,8 @@ def test_a_run_goes_on_and_ends_with_its_adapter(inputs, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    [["--fsdp=false", "--zero_stage=3"], ["--fsdp=false", "--zero_stage=1"], ["--sp_size=2"], ["--offload_idle"]],
+    [["--fsdp=false", "--zero_stage=3"], ["--fsdp=false", "--zero_stage=1"], ["--sp_size=2"], ["--dp_replicate=2"],
+     ["--offload_idle"]],
     ids=str,
 )
 def test_other_layouts_train_the_same(inputs, tmp_path, layout):
