@@ -26,6 +26,7 @@ from strategy.lora_course import (
     names_in,
     plain_course,
     plain_steps,
+    prepared,
     strategy,
     strategy_course,
     take_step,
@@ -210,3 +211,22 @@ def test_adapters_are_float32_in_a_bfloat16_run(folder, expected, args, tmp_path
     adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
     assert not any(torch.equal(tensor, tensor.bfloat16().float()) for tensor in adapter.values())
+
+
+def loaded_elsewhere(folder: str, args: dict, root: Path) -> dict[str, torch.Tensor]:
+    made = strategy(**args)
+    model, optimizer = prepared(made, folder, seed=99)
+    made.load_ckpt(model, root, "three", optimizer=optimizer)
+    take_step(made, model, optimizer, NUM_STEPS)
+    found = snapshot(made, model)
+    made.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["fsdp-1", "zero1-2", "zero3-2"])
+def test_another_strategy_goes_on_from_a_checkpoint(folder, other, tmp_path):
+    written = run_ranks(2, strategy_course, folder, {"fsdp": True}, tmp_path)[0]
+    world_size, args = LAYOUTS[other]
+    for found in run_ranks(world_size, loaded_elsewhere, folder, args, tmp_path / "checkpoints"):
+        assert distance(found, written["uninterrupted"]) < 1e-5
