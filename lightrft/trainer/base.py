@@ -69,6 +69,8 @@ class Trainer(ABC):
         self.parts = {"unreported_metrics": Unreported(self.metrics, strategy.mesh.world), **parts}
         self.done = 0
         """Steps whose updates are in the parameters."""
+        self.saved = 0
+        """Steps whose updates are in the newest checkpoint of this process."""
 
     @abstractmethod
     def step(self, number: int) -> None:
@@ -167,6 +169,7 @@ class Trainer(ABC):
 
     def save(self) -> None:
         """A checkpoint of the state after `self.done` steps."""
+        self.saved = self.done
         train = self.config.train
         self.strategy.save_ckpt(
             self.models,
@@ -207,7 +210,8 @@ class Trainer(ABC):
         if self.done == 0:
             self.strategy.print("interrupted before the first step was complete: nothing to save")
             return
-        self.save()
+        if self.saved != self.done:
+            self.save()
         self.strategy.finish_ckpt()
         self.strategy.print(f"saved step {self.done} in {self.checkpoints}; continue with the same command and --load_checkpoint")
 

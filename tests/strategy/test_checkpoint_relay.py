@@ -13,6 +13,8 @@ RELAYS = {
     "strategies": [(2, {"fsdp": True}), (2, {"zero_stage": 3}), (1, {"zero_stage": 2}), (2, {"zero_stage": 0}),
                    (2, {"fsdp": True})],
     "ZeRO": [(4, {"zero_stage": 3}), (2, {"zero_stage": 1}), (1, {"zero_stage": 3}), (2, {"zero_stage": 2})],
+    "bfloat16": [(2, {"fsdp": True, "bf16": True}), (2, {"zero_stage": 2, "bf16": True}), (1, {"zero_stage": 3, "bf16": True}),
+                 (2, {"fsdp": True, "bf16": True})],
 }  # fmt: skip
 
 
@@ -39,7 +41,9 @@ def leg(folder: str, root, args: dict, steps: range):
 @pytest.mark.parametrize("relay", RELAYS)
 def test_a_relay_is_one_run(folder, tmp_path, relay):
     legs = RELAYS[relay]
-    expected, _, final = run_ranks(1, leg, folder, tmp_path / "one", {"fsdp": True}, range(2 * len(legs)))[0]
+    bf16 = relay == "bfloat16"
+    alone = {"fsdp": True, "bf16": bf16}
+    expected, _, final = run_ranks(1, leg, folder, tmp_path / "one", alone, range(2 * len(legs)))[0]
     numbers, before = [], None
     for index, (world_size, args) in enumerate(legs):
         results = run_ranks(world_size, leg, folder, tmp_path / "relay", args, range(2 * index, 2 * index + 2))
@@ -48,5 +52,5 @@ def test_a_relay_is_one_run(folder, tmp_path, relay):
             assert all(torch.equal(results[0][1][name], before[name]) for name in before)
         numbers += results[0][0]
         before = results[0][2]
-    assert torch.tensor(numbers).allclose(torch.tensor(expected), rtol=1e-5, atol=0)
-    assert distance(before, final) < 1e-5
+    torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected), rtol=2e-2 if bf16 else 1e-5, atol=0)
+    assert distance(before, final) < (2e-2 if bf16 else 1e-5)

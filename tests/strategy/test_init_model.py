@@ -1,9 +1,11 @@
 """Models that are empty until they are sharded: the same bit for bit as models that every rank loads whole."""
 
 import json
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -151,6 +153,17 @@ def test_settings_of_generation_come_along(folder, tmp_path):
     model.generation_config.update(temperature=0.31, do_sample=True)
     model.save_pretrained(tmp_path / "model")
     assert run_ranks(1, load_empty, str(tmp_path / "model"), False)[0][2:] == (0.31, False)
+
+
+def test_a_name_on_the_hub_is_where_its_files_lie_on_this_machine(folder, tmp_path, monkeypatch):
+    """As a download leaves them; offline nothing is asked for."""
+    place = tmp_path / "models--me--tiny"
+    shutil.copytree(folder, place / "snapshots" / "0123")
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0123")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    empty, found, *_ = run_ranks(2, load_empty, "me/tiny", False)[0]
+    assert empty and all(torch.equal(found[name], tensor) for name, tensor in load_file(f"{folder}/model.safetensors").items())
 
 
 def test_pickled_weights_are_read_whole(folder, tmp_path):

@@ -179,6 +179,7 @@ def test_vllm_loads_the_folder_of_a_checkpoint(finished):
     assert run_ranks(1, greedy, folder) == [expected.tolist()]
 
 
+@pytest.mark.slow
 def test_what_may_change_takes_effect_and_is_said(inputs, again, log):
     """The learning rate is that of the flag, not of the checkpoint."""
     options = ["--max_steps=7", "--actor_learning_rate=1e-4", "--lr_scheduler=constant"]
@@ -206,6 +207,7 @@ def test_another_run_s_checkpoint_is_an_error_that_names_everything(inputs, fini
         assert says in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--async_save"]])
 def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(inputs, tmp_path, monkeypatch, options):
     """In the background too: the failure is raised at the next safe point, on all ranks."""
@@ -215,6 +217,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(inputs, tmp_p
     assert interrupted(flags, tmp_path / "run", monkeypatch, says, DIE_WRITING_AT="4") == ["latest", "step2"]
 
 
+@pytest.mark.slow
 def test_interrupt_saves_and_resumes(inputs, tmp_path):
     """Ctrl-C under torchrun: every rank stops at the same step, a checkpoint is there, the run goes on from it."""
     flags = [*inputs, *PPO, *STRATEGIES["fsdp"], f"--save_path={tmp_path}", "--async_save"]
