@@ -1,6 +1,7 @@
 import json
 import random
 import resource
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -185,11 +186,18 @@ def save_three(folder, root):
         run.steps(0, 1).save(tag)
 
 
-@pytest.fixture
-def three(folder, root) -> Path:
+@pytest.fixture(scope="module")
+def saved(folder, tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("saved") / "checkpoints"
     run_ranks(2, save_three, folder, root)
     assert (root / "latest").read_text() == "c"
     return root
+
+
+@pytest.fixture
+def three(saved, root) -> Path:
+    """Checkpoints a, b and c, to be damaged."""
+    return Path(shutil.copytree(saved, root))
 
 
 def truncate(path: Path) -> None:
