@@ -110,6 +110,14 @@ class Backend(ABC):
         for parameter, goal in zip(model.parameters(), target.parameters(), strict=True):
             goal.detach().lerp_(parameter.detach().to(goal.dtype), weight)
 
+    def holds_gradients(self, model: nn.Module) -> bool:
+        """Whether any are left, here or wherever the backend keeps them."""
+        return any(parameter.grad is not None for parameter in model.parameters())
+
+    def lives_on_host(self, item: nn.Module | Optimizer) -> bool:
+        """Whether it is in host memory for good, so that there is nothing to send away."""
+        return False
+
     def send_model_away(self, model: nn.Module) -> Away:
         """Move parameters and buffers to host memory and free their place on the device; parameters stay the same objects."""
         return AwayTensors([*model.parameters(), *model.buffers()], self.device, guard_model(model))

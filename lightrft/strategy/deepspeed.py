@@ -7,7 +7,6 @@ nothing of transformers' own DeepSpeed integration is switched on, which would c
 import io
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from datetime import timedelta
@@ -28,10 +27,10 @@ from lightrft.strategy.backend import Away
 from lightrft.strategy.checkpoint import Training
 from lightrft.strategy.materialize import one_by_one
 from lightrft.strategy.named import hf_parameters
-from lightrft.strategy.offload import AwayTensors, guard_model, guard_optimizer, has_gradients
+from lightrft.strategy.offload import AwayTensors, guard_model, guard_optimizer
 from lightrft.strategy.optim import follow, parameter_names
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.strategy.zero import Partitions, ZeroTraining, own_part, whole_shape
+from lightrft.strategy.zero import Partitions, ZeroTraining, engine_config, own_part, whole_shape
 
 os.environ.setdefault("DS_ACCELERATOR", current_device().type)
 
@@ -43,9 +42,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpee
 from deepspeed.utils import groups, safe_get_full_fp32_param  # noqa: E402
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-
-BUCKET = 50_000_000
-"""Elements of gradients that are reduced, and of parameters that are fetched, at once."""
 
 
 class DeepSpeedStrategy(StrategyBase):
@@ -80,12 +76,8 @@ class DeepSpeedStrategy(StrategyBase):
             return
         names, config = parameter_names(module, optimizer), self._engine_config(module, optimizer is not None)
         self._group_names[module] = names
-        if is_empty(module):
-            dtype = torch.bfloat16 if config["bf16"]["enabled"] else next(module.parameters()).dtype
-            deepspeed.zero.Init(
-                module=_Made(one_by_one(module, dtype, self.mesh.world)), config_dict_or_path=config, dtype=dtype,
-                zero_param_parallel_group=groups._get_zero_param_intra_parallel_group(),
-            )  # fmt: skip
+        if self.config.zero_stage == 3:
+            self._cut_one_by_one(module, config)
             follow(module, optimizer, names)
         with redirect_stdout(io.StringIO()):  # the optimizer of stage 1 in bfloat16 prints as it starts
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
@@ -151,8 +143,6 @@ class DeepSpeedStrategy(StrategyBase):
             self._engines[target].optimizer.empty_partition_cache()
 
     def send_model_away(self, model: nn.Module) -> AwayTensors:
-        if model in self._holding:
-            raise RuntimeError(has_gradients(model))
         return AwayTensors(self._model_tensors(model), self.device, guard_model(model))
 
     def send_optimizer_away(self, optimizer: Optimizer) -> Away:
@@ -166,13 +156,11 @@ class DeepSpeedStrategy(StrategyBase):
         own = [tensor for tensor in (*flats, *moments, *gradients) if tensor.untyped_storage().data_ptr() not in models]
         return AwayTensors(own, self.device, guard_optimizer(optimizer), scratch=_scratch(zero))
 
-    def offload_model(self, model: nn.Module) -> None:
-        if not self.config.param_offload:  # else it is in host memory
-            super().offload_model(model)
+    def holds_gradients(self, model: nn.Module) -> bool:
+        return model in self._holding
 
-    def maybe_offload_optimizer(self, optimizer: Optimizer) -> None:
-        if not self.config.adam_offload:
-            super().maybe_offload_optimizer(optimizer)
+    def lives_on_host(self, item: nn.Module | Optimizer) -> bool:
+        return self.config.param_offload if isinstance(item, nn.Module) else self.config.adam_offload
 
     def training(self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> Training:
         if model not in self._engines or self.config.zero_stage == 0:
@@ -185,29 +173,19 @@ class DeepSpeedStrategy(StrategyBase):
     # -- inside
 
     def _engine_config(self, module: nn.Module, trains: bool) -> dict[str, Any]:
-        config, pinned = self.config, self.device.type != "cpu"
-        bf16 = config.bf16 and (trains or next(module.parameters()).dtype == torch.bfloat16)
-        vectors = [parameter.numel() for parameter in module.parameters() if parameter.ndim < 2]
-        return {
-            "train_micro_batch_size_per_gpu": 1,  # nobody counts by it: losses come as shares of the global mean
-            "gradient_clipping": self.max_norm,
-            "steps_per_print": sys.maxsize,
-            "bf16": {"enabled": bf16, "check_grad_overflow": True},
-            "communication_data_type": config.grad_accum_dtype if bf16 else "fp32",
-            "data_types": {"grad_accum_dtype": config.grad_accum_dtype if bf16 else "fp32"},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,  # torch's own AdamW on the host needs no compiler
-            "zero_optimization": {
-                "stage": config.zero_stage,
-                "overlap_comm": config.overlap_comm,
-                "reduce_bucket_size": BUCKET,
-                "stage3_prefetch_bucket_size": BUCKET,
-                "stage3_param_persistence_threshold": max(vectors, default=0),
-                "zero_hpz_partition_size": config.zpg,
-                "offload_optimizer": {"device": "cpu" if trains and config.adam_offload else "none", "pin_memory": pinned},
-                "offload_param": {"device": "cpu" if config.param_offload else "none", "pin_memory": pinned},
-            },
-        }
+        bf16 = self.config.bf16 and (trains or next(module.parameters()).dtype == torch.bfloat16)
+        pinned = self.device.type != "cpu"
+        return engine_config(self.config, module, bf16=bf16, trains=trains, max_norm=self.max_norm, pinned=pinned)
+
+    def _cut_one_by_one(self, module: nn.Module, config: dict[str, Any]) -> None:
+        """So that the device never holds the model whole; nor does the host, where it is empty and each parameter is read now."""
+        dtype = torch.bfloat16 if config["bf16"]["enabled"] else next(module.parameters()).dtype
+        made = one_by_one(module, dtype, self.mesh.world) if is_empty(module) else _cast(module.parameters(), dtype)
+        options = {"remote_device": "cpu", "pin_memory": self.device.type != "cpu"} if self.config.param_offload else {}
+        options["zero_param_parallel_group"] = groups._get_zero_param_intra_parallel_group()  # of --zpg, once it is there
+        deepspeed.zero.Init(module=_Made(made), config_dict_or_path=config, dtype=dtype, **options)
+        for buffer in module.buffers():
+            buffer.data = buffer.data.to(self.device)
 
     def _trained_engine(self, model: nn.Module) -> deepspeed.DeepSpeedEngine:
         if not self._group_names.get(model):
@@ -281,6 +259,12 @@ class _Made(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return self.made
+
+
+def _cast(parameters: Iterator[nn.Parameter], dtype: torch.dtype) -> Iterator[nn.Parameter]:
+    for parameter in parameters:
+        parameter.data = parameter.data.to(dtype)
+        yield parameter
 
 
 def _enter_through(module: nn.Module, engine: deepspeed.DeepSpeedEngine) -> None:

@@ -54,13 +54,8 @@ class FSDPStrategy(StrategyBase):
     def send_model_away(self, model: nn.Module) -> AwayModel:
         return AwayModel(model, self.device)
 
-    def offload_model(self, model: nn.Module) -> None:
-        if not self.config.fsdp_cpu_offload:  # else it is in host memory
-            super().offload_model(model)
-
-    def maybe_offload_optimizer(self, optimizer: Optimizer) -> None:
-        if not self.config.fsdp_cpu_offload:
-            super().maybe_offload_optimizer(optimizer)
+    def lives_on_host(self, item: nn.Module | Optimizer) -> bool:
+        return self.config.fsdp_cpu_offload
 
     def _precision(self) -> MixedPrecisionPolicy:
         if not self.config.bf16:

@@ -49,9 +49,9 @@ class MemoryVerbs(Backend):
 
         RuntimeError when it holds gradients, and whenever an offloaded model is used. Nothing happens to one that is away.
         """
-        if model in self._unsummed:
+        if model in self._unsummed or self.holds_gradients(model):
             raise RuntimeError(has_gradients(model))
-        if model not in self._away:
+        if model not in self._away and not self.lives_on_host(model):
             self._away[model] = self.send_model_away(model)
 
     def reload_model(self, model: nn.Module) -> None:
@@ -60,7 +60,7 @@ class MemoryVerbs(Backend):
 
     def maybe_offload_optimizer(self, optimizer: Optimizer) -> None:
         """Move the optimizer's state to host memory, unless it is there already."""
-        if optimizer not in self._away:
+        if optimizer not in self._away and not self.lives_on_host(optimizer):
             self._away[optimizer] = self.send_optimizer_away(optimizer)
 
     def maybe_load_optimizer(self, optimizer: Optimizer) -> None:

@@ -99,9 +99,7 @@ class AwayOptimizer:
 
 
 def guard_model(model: nn.Module) -> list[RemovableHandle]:
-    """Until the handles are removed, using the model is an error that says what to do. It must hold no gradients now."""
-    if any(parameter.grad is not None for parameter in model.parameters()):
-        raise RuntimeError(has_gradients(model))
+    """Until the handles are removed, using the model is an error that says what to do."""
     refuse = partial(_refuse, is_offloaded(model))
     return [model.register_forward_pre_hook(refuse, prepend=True), model.register_state_dict_pre_hook(refuse)]
 

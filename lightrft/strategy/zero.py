@@ -1,5 +1,6 @@
-"""Where ZeRO keeps things: the masters and moments that a rank updates, element runs of the model's parameters."""
+"""What DeepSpeed is told, and where its ZeRO keeps things: masters and moments of the runs of elements that a rank updates."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,39 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightrft.strategy.checkpoint import Training, frozen_names
+from lightrft.strategy.config import StrategyConfig
 from lightrft.strategy.fragment import Fragment
+
+BUCKET = 50_000_000
+"""Elements of gradients that are reduced, and of parameters that are fetched, at once."""
+
+
+def engine_config(
+    config: StrategyConfig, module: nn.Module, *, bf16: bool, trains: bool, max_norm: float, pinned: bool
+) -> dict[str, Any]:
+    """What deepspeed.initialize() is told. Vectors stay whole under ZeRO-3: gathering them would take longer than they save."""
+    vectors = [parameter.numel() for parameter in module.parameters() if parameter.ndim < 2]
+    gradients = config.grad_accum_dtype if bf16 else "fp32"
+    on_host = {"optimizer": trains and config.adam_offload, "param": config.param_offload}
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # nobody counts by it: losses come as shares of the global mean
+        "gradient_clipping": max_norm,
+        "steps_per_print": sys.maxsize,
+        "bf16": {"enabled": bf16, "check_grad_overflow": True},
+        "communication_data_type": gradients,
+        "data_types": {"grad_accum_dtype": gradients},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's own AdamW on the host needs no compiler
+        "zero_optimization": {
+            "stage": config.zero_stage,
+            "overlap_comm": config.overlap_comm,
+            "reduce_bucket_size": BUCKET,
+            "stage3_prefetch_bucket_size": BUCKET,
+            "stage3_param_persistence_threshold": max(vectors, default=0),
+            "zero_hpz_partition_size": config.zpg,
+            **{f"offload_{what}": {"device": "cpu" if so else "none", "pin_memory": pinned} for what, so in on_host.items()},
+        },
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ STRATEGIES = {
     "own-2": (2, DataParallelStrategy, {}),
     "one-hook-2": (2, Counting, {}),
     "zero0-2": (2, DeepSpeedStrategy, {"zero_stage": 0}),
-    "zero1-2": (2, DeepSpeedStrategy, {"zero_stage": 1}),
-    "zero2-1": (1, DeepSpeedStrategy, {"zero_stage": 2}),
+    "zero1-2-host": (2, DeepSpeedStrategy, {"zero_stage": 1, "adam_offload": True}),
+    "zero2-1-bf16": (1, DeepSpeedStrategy, {"zero_stage": 2, "bf16": True, "tolerance": 2e-2}),
     "zero2-2": (2, DeepSpeedStrategy, {"zero_stage": 2}),
     "zero3-2": (2, DeepSpeedStrategy, {"zero_stage": 3}),
 }
