@@ -26,7 +26,6 @@ LAYOUTS = {
     "2": (2, {}),
     "bf16": (2, {"bf16": True}),
     "cpu offload": (2, {"fsdp_cpu_offload": True}),
-    "2 tensor": (2, {"tp_size": 2}),
     "2 replicas": (4, {"dp_replicate": 2}),
     "2 tensor x 2": (4, {"tp_size": 2}),
     "zero3": (2, {"zero_stage": 3}),

@@ -73,11 +73,9 @@ def interrupted(flags: list[str], folder: Path, monkeypatch, says: str = "ended 
 
 CASES = {
     "hf-fsdp": ("fsdp", []),
-    "hf-zero2": ("zero2", []),
-    "hf-zero3": ("zero3", ["--offload_idle"]),
-    "hf-async": ("fsdp", ["--async_save"]),
+    "hf-zero2": ("zero2", ["--async_save"]),
     "vllm-fsdp": ("fsdp", ["--engine_type=vllm", "--enable_engine_sleep"]),
-    "vllm-zero3": ("zero3", ["--engine_type=vllm", "--enable_engine_sleep", "--async_save"]),
+    "vllm-zero3": ("zero3", ["--engine_type=vllm", "--enable_engine_sleep", "--async_save", "--offload_idle"]),
 }
 
 
