@@ -64,7 +64,8 @@ class DeepSpeedStrategy(StrategyBase):
         self._cut = init_device_mesh(self.device.type, (self.mesh.world.size,))
 
     def close(self) -> None:
-        engines, self._engines, self._trained = self._engines, {}, {}
+        engines, self._engines, self._trained, self._group_names = self._engines, {}, {}, {}
+        self._holding.clear()
         for engine in engines.values():
             engine.destroy()
         super().close()
@@ -101,6 +102,7 @@ class DeepSpeedStrategy(StrategyBase):
         engine = self._trained_engine(model)
         if self.config.zero_stage == 0:
             return super().take_step(model, optimizer)
+        engine.optimizer.clip_grad = self.max_norm
         engine.step()
         return torch.as_tensor(engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
 

@@ -24,7 +24,7 @@ STRATEGIES = {
     "zero3-2": (2, DeepSpeedStrategy, {"zero_stage": 3}),
 }
 """Name -> ranks, strategy, its arguments."""
-FAST = {"fsdp-1", "own-2"}
+FAST = {"own-2"}
 
 
 PARAMS = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES]
