@@ -71,12 +71,11 @@ def released(folder: str, args: dict[str, Any]) -> tuple[dict[str, int], bool]:
     return measured, steps(made, model, optimizer, scheduler, range(2, 3))[0][1] > 0
 
 
+FAST = [{"zero_stage": 2, "bf16": True}, {"zero_stage": 3, "bf16": True}]
 SLOW = [{"zero_stage": 1, "bf16": True}, {"zero_stage": 2}, {"zero_stage": 3}]
 
 
-@pytest.mark.parametrize("args", [
-    {"zero_stage": 2, "bf16": True}, {"zero_stage": 3, "bf16": True}, *[pytest.param(args, marks=pytest.mark.slow) for args in SLOW],
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize("args", [*FAST, *[pytest.param(args, marks=pytest.mark.slow) for args in SLOW]], ids=str)
 def test_what_is_away_frees_its_bytes(folder, args):
     """Masters, moments, parameters and the buffers of gradients, wherever ZeRO keeps them: less than 3 % of the model stays."""
     for measured, learns in run_ranks(2, released, folder, args):
