@@ -44,6 +44,7 @@ def plain(folder: str, reference_folder: str, scorer_folder: str) -> list[torch.
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_layout_is_plain_torch(folder, reference_folder, scorer_folder, world_size):
     expected = plain(folder, reference_folder, scorer_folder)

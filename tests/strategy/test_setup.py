@@ -106,6 +106,7 @@ def test_a_meeting_point_of_the_user_is_kept():
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"], environment["RANK"]) == ("here", "1", "2")
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_starts_is_missed(monkeypatch):
     """Its launcher died on the other node, say."""
     monkeypatch.setattr("lightrft.strategy.launch.ARRIVAL", timedelta(seconds=2))

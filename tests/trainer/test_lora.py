@@ -18,6 +18,7 @@ def inputs(tmp_path_factory):
     return prepare(tmp_path_factory.mktemp("inputs"))
 
 
+@pytest.mark.slow
 def test_reward_rises_with_adapters_alone(inputs, tmp_path):
     flags = [*inputs, *PPO, *LORA, "--max_steps=25", "--init_kl_coef=0.001", "--actor_learning_rate=2e-2"]
     rows = train("train_ppo", 2, flags, tmp_path)
@@ -31,6 +32,7 @@ def test_reward_rises_with_adapters_alone(inputs, tmp_path):
     assert changed == {name for name in base if "_proj" in name} and base.keys() == trained.keys()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_and_ends_with_its_adapter(inputs, tmp_path):
     """Four steps at once, and two and two: the same numbers and the same adapter, which peft loads."""
     flags = [*inputs, *PPO, *LORA, "--init_kl_coef=0.1", "--lora_dropout=0.1", "--save_adapter_only", "--enable_ema"]

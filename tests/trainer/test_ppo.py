@@ -40,6 +40,7 @@ def test_every_engine_starts_and_steps(inputs, tmp_path, engine, world_size):
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["ulysses", "zigzag"])
 def test_ranks_that_divide_sequences_train_as_one(inputs, tmp_path, impl):
     """Two engines draw the same samples whether their ranks share data or not: what is learned from them is the same too."""
@@ -55,6 +56,7 @@ def test_ranks_that_divide_sequences_train_as_one(inputs, tmp_path, impl):
         assert mine == pytest.approx({name: other[name] for name in mine}, rel=2e-3, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_idle_models_in_host_memory_change_nothing(inputs, tmp_path):
     """The same run with and without, over several updates, a reference model, an evaluation and a checkpoint."""
     flags = [

@@ -31,6 +31,7 @@ def test_held_out_loss_is_that_of_transformers(inputs, tmp_path):
     assert rows[0]["eval/loss"] == pytest.approx(total / count, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_ranks_and_micro_batches_do_not_change_the_loss(inputs, tmp_path):
     one = train("train_sft", 1, [*inputs, *SFT, "--max_steps=6", "--max_tokens_per_microbatch=1000"], tmp_path / "one")
     two = train("train_sft", 2, [*inputs, *SFT, "--max_steps=6", "--micro_train_batch_size=1"], tmp_path / "two")

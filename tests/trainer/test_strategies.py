@@ -48,6 +48,7 @@ def test_vllm_beside_zero_3(inputs, tmp_path):
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_reward_rises(inputs, tmp_path, stage):
     rows = train("train_ppo", 2, [*inputs, *PPO, "--max_steps=12", f"--zero_stage={stage}"], tmp_path)
