@@ -64,7 +64,7 @@ class Undivided:
         The gradient of a rank's values is its own slice: where all ranks compute the same loss, the sum over them of what
         follows is the gradient of that loss, once.
         """
-        return values if self.axis.size == 1 else self.in_order(_Gather.apply(values, self.axis))
+        return values if self.axis.size == 1 else self.in_order(Gather.apply(values, self.axis))
 
     def in_order(self, gathered: Tensor) -> Tensor:
         """[T, ...] as the ranks have them, one rank after the other -> in the order of the batch."""
@@ -99,7 +99,9 @@ def gathered(values: Tensor, axis: Axis) -> Tensor:
     return whole
 
 
-class _Gather(torch.autograd.Function):
+class Gather(torch.autograd.Function):
+    """[t, ...] of each rank -> [T, ...]. All ranks use it alike, so the gradient is a rank's own slice."""
+
     @staticmethod
     def forward(ctx: FunctionCtx, values: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis

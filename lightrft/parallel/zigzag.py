@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lightrft.parallel.collectives import Axis
-from lightrft.parallel.sequence import Undivided, gathered
+from lightrft.parallel.sequence import Gather, Undivided
 
 
 class Zigzag(Undivided):
@@ -31,13 +30,8 @@ class Zigzag(Undivided):
         return query, *self.in_order(both).split([key.shape[-1], value.shape[-1]], -1)
 
 
-class _GatherSummed(torch.autograd.Function):
-    """[t, ...] of each rank -> [T, ...]. All ranks use it differently, so the gradient is the sum over them."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, values: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return gathered(values, axis)
+class _GatherSummed(Gather):
+    """All ranks use the result differently, so the gradient is the sum over them."""
 
     @staticmethod
     @once_differentiable

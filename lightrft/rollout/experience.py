@@ -124,7 +124,6 @@ class ExperienceMaker:
             advantages = advantages.clamp(-section.advantage_clip, section.advantage_clip)
         experience.advantages, experience.credits = advantages.float(), None
 
-
     def _choose_tokens(self, experience: Experience, minibatches: list[Rows]) -> None:
         """Which tokens of each optimizer step count, and which the loss treats differently, among those of all ranks."""
         total, share = self.data.sum, self.section.high_entropy_token_ratio
