@@ -41,15 +41,15 @@ def one_by_one(folder: str) -> Tensor:
 
 def answers(folder: str, layouts: list[dict]) -> list[tuple[Tensor, Tensor, int]]:
     """For each layout the log-probs, those of the rows in another order, and the gathers of one call."""
-    results, gathered, seen = [], sequence.gathered, []
-    sequence.gathered = lambda *args: (seen.append(1), gathered(*args))[1]
+    results, gather, seen = [], sequence.Undivided.gather, []
+    sequence.Undivided.gather = lambda divided, values: (seen.append(divided.axis.size > 1), gather(divided, values))[1]
     for layout in layouts:
         strategy = FSDPStrategy(args={"fsdp": True, **layout})
         strategy.setup_distributed()
         policy = Policy(strategy, strategy.prepare(Actor(load_model(ModelSection(pretrain=folder)))), temperature=TEMPERATURE)
         found, seen[:] = policy.get_logprobs(padded_rows())["logprobs"], []
         other = policy.get_logprobs({name: value.flip(0) for name, value in padded_rows().items()})["logprobs"]
-        results.append((found, other, len(seen)))
+        results.append((found, other, sum(seen)))
         strategy.close()
     return results
 
