@@ -3,45 +3,28 @@
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightrft.config import EngineSection
+from lightrft.engine.expected import Vocabulary
+from lightrft.engine.first_token import Done, first_token_apart
+from lightrft.engine.requests import Request, Sampling, strange
+from lightrft.engine.stops import StopStrings
 from lightrft.parallel.collectives import Axis
 from lightrft.types import Completion
 
 Part = Literal["weights", "kv_cache"]
+OnDone = Callable[[int, list[Completion]], None]
+"""Given the place of a request among those of the call, and its completions."""
 
 
 class EngineError(RuntimeError):
     """The engine was used wrongly, or it broke; a broken engine is not used again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One prompt to complete."""
-
-    token_ids: list[int]
-    multi_modal: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How to sample every request of one call."""
-
-    n: int = 1
-    """Samples of each prompt; they share its prefill."""
-    max_tokens: int = 1024
-    temperature: float = 1.0
-    """0 is greedy."""
-    seed: int = 0
-    """Equal inside one engine's tensor-parallel group, different between replicas and steps."""
-    stop_token_ids: tuple[int, ...] = ()
-    """These end a response, as the tokenizer's end token does; the token itself is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +54,15 @@ class Engine(ABC):
     Ranks that share an engine (its `axis`) make the same calls with the same arguments.
     """
 
-    def __init__(self, expected: dict[str, torch.Size], *, sleep_level: int = 2,
-                 axis: Axis | None = None, max_model_len: int | None = None):
+    def __init__(self, expected: dict[str, torch.Size], *, sleep_level: int = 2, axis: Axis | None = None,
+                 max_model_len: int | None = None, vocabulary: Vocabulary | None = None):
         self.expected = expected
         """Hugging Face name -> full shape of every tensor that one weight stream must bring."""
         self.sleep_level = sleep_level
         self.axis = axis or Axis("engine", 1, 0, None)
         self.max_model_len = max_model_len
+        self.vocabulary = vocabulary
+        """Without one token ids are not checked, nothing is banned by itself, and there are no stop strings."""
         self.version = 0
         """Version of the weights in use; completions carry it."""
         self.awake: set[Part] = {"weights", "kv_cache"}
@@ -88,23 +73,33 @@ class Engine(ABC):
 
     # -- the five verbs
 
-    def generate(self, requests: list[Request], sampling: Sampling) -> list[list[Completion]]:
-        """`sampling.n` completions for each request, in the order of the requests.
+    def generate(self, requests: list[Request], sampling: Sampling, on_done: OnDone | None = None) -> list[list[Completion]]:
+        """`n` completions for each request, in the order of the requests; `on_done` is told of each once it has them all.
 
-        Log-probs are those of the sampling distribution: at the temperature asked for, and raw (T = 1) when greedy.
-        The order and the seed alone decide what is sampled; how requests are batched does not.
-        ValueError when a request cannot be answered; nothing was generated then and the engine stays usable.
+        Log-probs are those of the distribution that was sampled: without banned tokens, at the temperature asked for, of the
+        top p of the top k; raw (T = 1) when greedy. The order and the seed alone decide what is sampled; how requests are
+        batched does not. ValueError when a request cannot be answered; nothing was generated then and the engine stays usable.
+        `on_done` is called while other requests still run, in any order. What it raises ends the engine.
         """
         self._check_usable()
         if self.awake != {"weights", "kv_cache"}:
             raise EngineError(f"generate() on a sleeping engine: awake is {sorted(self.awake) or 'nothing'}; call wake() first")
         if not self.weights_valid:
             raise EngineError("generate() without weights (sleep level 2, or a broken stream): call load_weights() first")
-        self._check_requests(requests, sampling)
-        if not requests:
-            return []
-        with self._fatal("generate"):
-            return self._generate(requests, sampling)
+        placeholders = self.vocabulary.placeholder_token_ids if self.vocabulary else ()
+        own = [replace(each, sampling=(each.sampling or sampling).resolved(placeholders)) for each in requests]
+        self._check_requests(own, sampling)
+        completions: dict[int, list[Completion]] = {}
+
+        def done(index: int, samples: list[Completion]) -> None:
+            completions[index] = self._cut(samples, own[index].sampling.stop)
+            if on_done is not None:
+                on_done(index, completions[index])
+
+        if own:
+            with self._fatal("generate"):
+                first_token_apart(self._generate, own, sampling.seed, done)
+        return [completions[index] for index in range(len(own))]
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over a complete set of weights: exactly the expected names and shapes, full tensors.
@@ -160,7 +155,11 @@ class Engine(ABC):
     # -- what an adapter implements
 
     @abstractmethod
-    def _generate(self, requests: list[Request], sampling: Sampling) -> list[list[Completion]]: ...
+    def _generate(self, requests: list[Request], seed: int, done: Done) -> None:
+        """done(index, completions) for each request, once. Every request has its own sampling, whose seed means nothing.
+
+        Stop strings should end a sample; what an engine generates beyond them is cut off.
+        """
 
     @abstractmethod
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None: ...
@@ -193,7 +192,7 @@ class Engine(ABC):
     def _check_requests(self, requests: list[Request], sampling: Sampling) -> None:
         """Raise on every rank of the engine, before any of them enters it: one rank alone inside would wait forever."""
         problem = self._problem(requests, sampling)
-        question = (problem, [request.token_ids for request in requests], sampling)
+        question = (problem, [(request.token_ids, request.sampling) for request in requests], sampling)
         digest = hashlib.sha256(repr(question).encode()).hexdigest() if self.axis.size > 1 else ""
         if len(set(self.axis.gather(digest))) > 1:
             raise ValueError("the ranks that share an engine must generate for the same requests with the same sampling")
@@ -201,18 +200,34 @@ class Engine(ABC):
             raise ValueError(problem)
 
     def _problem(self, requests: list[Request], sampling: Sampling) -> str | None:
-        if sampling.n < 1 or sampling.max_tokens < 1 or sampling.temperature < 0:
-            return f"cannot sample with {sampling}: n and max_tokens are at least 1, the temperature is not negative"
-        limit = self.max_model_len or math.inf
+        size = self.vocabulary.size if self.vocabulary else None
+        if problem := sampling.problem(size):
+            return problem
         for index, request in enumerate(requests):
-            length, new = len(request.token_ids), sampling.max_tokens
-            if request.multi_modal:
-                return f"request {index} carries {', '.join(request.multi_modal)}: this engine generates from text only"
-            if not length:
-                return f"request {index} has no tokens"
-            if length + new > limit:
-                return f"request {index}: {length} prompt tokens and max_tokens {new} exceed max_model_len {limit}"
+            if problem := self._problem_of(request) or request.sampling.problem(size):
+                return f"request {index} {problem}"
         return None
+
+    def _problem_of(self, request: Request) -> str | None:
+        length, new, limit = len(request.token_ids), request.sampling.max_tokens, self.max_model_len or math.inf
+        if request.multi_modal:
+            return f"carries {', '.join(request.multi_modal)}: this engine generates from text only"
+        if not length:
+            return "has no tokens"
+        if length + new > limit:
+            return f"can never fit: {length} prompt tokens and max_tokens {new} exceed max_model_len {limit}"
+        if self.vocabulary and (token := strange(request.token_ids, self.vocabulary.size)) is not None:
+            return f"has the token {token}, which is not in the vocabulary of {self.vocabulary.size}"
+        return self._tokenizer_problem() if request.sampling.stop else None
+
+    def _tokenizer_problem(self) -> str | None:
+        try:
+            return None if self.vocabulary and self.vocabulary.tokenizer else "has stop strings, which need a tokenizer"
+        except ValueError as error:
+            return f"cannot be answered: {error}"
+
+    def _cut(self, samples: list[Completion], stop: tuple[str, ...]) -> list[Completion]:
+        return [StopStrings(self.vocabulary.tokenizer, stop).cut(sample) for sample in samples] if stop else samples
 
     def _check_usable(self) -> None:
         if self.closed:

@@ -1,7 +1,40 @@
-"""What a model's configuration tells an engine before there are weights."""
+"""What a model's folder tells an engine before there are weights."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+PLACEHOLDERS = [f"{medium}_token_{kind}" for medium in ("image", "video", "audio") for kind in ("id", "index")]
+"""Where configurations name the token that stands for a part of an image, a video or a sound."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a model."""
+
+    size: int
+    """Of the output layer."""
+    end_token_ids: frozenset[int]
+    placeholder_token_ids: tuple[int, ...]
+    """They stand for media in prompts; a response that has one cannot be read back."""
+    model_path: str
+    trust_remote_code: bool = False
+
+    @classmethod
+    def of(cls, model_path: str, config: PretrainedConfig, *, trust_remote_code: bool = False) -> Self:
+        ends = end_token_ids(model_path, config)
+        return cls(config.get_text_config().vocab_size, ends, placeholder_token_ids(config), model_path, trust_remote_code)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Loaded when it is first needed: only stop strings need it."""
+        try:
+            return AutoTokenizer.from_pretrained(self.model_path, trust_remote_code=self.trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"stop strings need a tokenizer, and there is none in {self.model_path}: {error}") from error
 
 
 def expected_parameters(config: PretrainedConfig, *, trust_remote_code: bool = False) -> dict[str, torch.Size]:
@@ -22,3 +55,9 @@ def end_token_ids(model_path: str, config: PretrainedConfig) -> frozenset[int]:
     if ids is None:
         return frozenset()
     return frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def placeholder_token_ids(config: PretrainedConfig) -> tuple[int, ...]:
+    """Tokens that stand for media in prompts; none for a model of text."""
+    found = (getattr(part, name, None) for part in (config, config.get_text_config()) for name in PLACEHOLDERS)
+    return tuple(sorted({token for token in found if isinstance(token, int)}))

@@ -1,15 +1,19 @@
 """The embedded engine: transformers alone, its own copy of the weights, its own sampling loop with a key-value cache."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from lightrft.engine.base import Engine, EngineSetup, Part, Request, Sampling
-from lightrft.engine.expected import end_token_ids, expected_parameters
+from lightrft.algorithms.truncation import ALL, Truncation
+from lightrft.engine.base import Engine, EngineSetup, Part
+from lightrft.engine.expected import Vocabulary, expected_parameters
+from lightrft.engine.first_token import Done
+from lightrft.engine.requests import Request, Sampling
+from lightrft.engine.stops import StopStrings
 from lightrft.parallel.device import release_cached_memory
 from lightrft.types import Completion
 
@@ -26,11 +30,11 @@ class HFEngine(Engine):
         if setup.axis.size > 1:
             raise ValueError(f"--engine_tp_size {setup.axis.size}: the hf engine runs on one rank; use --engine_type vllm, or 1")
         config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
-        super().__init__(expected_parameters(config, trust_remote_code=setup.trust_remote_code),
-                         sleep_level=setup.section.engine_sleep_level, max_model_len=setup.max_model_len)
+        trust = {"trust_remote_code": setup.trust_remote_code}
+        super().__init__(expected_parameters(config, **trust), sleep_level=setup.section.engine_sleep_level,
+                         max_model_len=setup.max_model_len, vocabulary=Vocabulary.of(setup.model_path, config, **trust))
         self.device, self.dtype = setup.device, setup.dtype
         self.batch_size = setup.section.micro_rollout_batch_size
-        self.end_token_ids = end_token_ids(setup.model_path, config)
         self.model = _load(setup, config).eval().requires_grad_(False)
         self.weights_valid = not setup.from_stream
 
@@ -38,39 +42,37 @@ class HFEngine(Engine):
         """Nothing to do: a cache lives inside one generate()."""
 
     @torch.inference_mode()
-    def _generate(self, requests: list[Request], sampling: Sampling) -> list[list[Completion]]:
-        generator = torch.Generator().manual_seed(sampling.seed)
-        seeds = torch.randint(2**62, (len(requests),), generator=generator).tolist()
-        by_length = sorted(range(len(requests)), key=lambda index: len(requests[index].token_ids))
-        results: dict[int, list[Completion]] = {}
-        for start in range(0, len(requests), self.batch_size):
-            chosen = by_length[start : start + self.batch_size]
-            noise = torch.stack([_noise(seeds[index], sampling) for index in chosen]).to(self.device)
-            samples = self._complete([requests[index].token_ids for index in chosen], noise.flatten(0, 1), sampling)
-            results |= {index: samples[row * sampling.n : (row + 1) * sampling.n] for row, index in enumerate(chosen)}
-        return [results[index] for index in range(len(requests))]
+    def _generate(self, requests: list[Request], seed: int, done: Done) -> None:
+        seeds = torch.randint(2**62, (len(requests),), generator=torch.Generator().manual_seed(seed)).tolist()
+        alike: dict[Sampling, list[int]] = {}
+        for index in sorted(range(len(requests)), key=lambda index: len(requests[index].token_ids)):
+            alike.setdefault(requests[index].sampling, []).append(index)
+        for sampling, members in alike.items():
+            for start in range(0, len(members), self.batch_size):
+                chosen = members[start : start + self.batch_size]
+                noise = torch.stack([_noise(seeds[index], sampling) for index in chosen]).to(self.device)
+                prompts = [requests[index].token_ids for index in chosen]
+                samples = self._samples(sampling, chosen, list(map(len, prompts)), done)
+                self._complete(prompts, noise.flatten(0, 1), sampling, samples)
 
-    def _complete(self, prompts: list[list[int]], noise: Tensor, sampling: Sampling) -> list[Completion]:
+    def _samples(self, sampling: Sampling, chosen: list[int], lengths: list[int], done: Done) -> "_Samples":
+        """Of the requests `chosen`, with the lengths of their prompts, which the first of n samples computes for the others."""
+        ends = self.vocabulary.end_token_ids | set(sampling.stop_token_ids)
+        stops = StopStrings(self.vocabulary.tokenizer, sampling.stop) if sampling.stop else None
+        completions = [Completion([], [], "length", self.version, length if sample else 0)
+                       for length in lengths for sample in range(sampling.n)]
+        return _Samples(sampling, completions, ends, stops, chosen, done)
+
+    def _complete(self, prompts: list[list[int]], noise: Tensor, sampling: Sampling, samples: "_Samples") -> None:
         """n completions of each prompt, prompt by prompt. noise [prompts x n, max_tokens] in [0, 1)."""
-        ends = self.end_token_ids | set(sampling.stop_token_ids)
-        end_ids = torch.tensor(sorted(ends), device=self.device, dtype=torch.int64)
         rows, logits = self._prefill(prompts, sampling.n)
-        samples = [Completion([], [], "length", self.version) for _ in range(len(prompts) * sampling.n)]
         for step in range(sampling.max_tokens):
-            tokens, logprobs = sample_tokens(logits, sampling.temperature, noise[rows.index, step])
-            row_states = zip(rows.index.tolist(), rows.running.tolist(), tokens.tolist(), logprobs.tolist(), strict=True)
-            for index, running, token, logprob in row_states:
-                if running:
-                    samples[index].token_ids.append(token)
-                    samples[index].logprobs.append(logprob)
-            rows.running &= ~torch.isin(tokens, end_ids)
-            if step + 1 == sampling.max_tokens or not rows.running.any():
+            tokens, logprobs = sample_tokens(logits, sampling.temperature, noise[rows.index, step], sampling.truncation)
+            drawn = zip(rows.index.tolist(), rows.running, tokens.tolist(), logprobs.tolist(), strict=True)
+            rows.running = [running and samples.add(index, token, logprob) for index, running, token, logprob in drawn]
+            if not any(rows.running):
                 break
             logits = self._decode(rows, rows.drop_finished(tokens))
-        for completion in samples:
-            if completion.token_ids[-1] in ends:
-                completion.finish_reason = "stop"
-        return samples
 
     def _prefill(self, prompts: list[list[int]], n: int) -> tuple["_Rows", Tensor]:
         """One row per sample, and the logits [prompts x n, V] of its first token."""
@@ -85,7 +87,7 @@ class HFEngine(Engine):
         cache.batch_repeat_interleave(n)
         rows = _Rows(
             index=torch.arange(len(prompts) * n, device=self.device),
-            running=torch.ones(len(prompts) * n, dtype=torch.bool, device=self.device),
+            running=[True] * (len(prompts) * n),
             mask=mask.repeat_interleave(n, 0), next_position=mask.sum(-1).repeat_interleave(n), cache=cache,
         )
         return rows, logits.repeat_interleave(n, 0)
@@ -126,18 +128,20 @@ class HFEngine(Engine):
         self._sleep(level=2)
 
 
-def sample_tokens(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """One token for each row and its float32 log-prob under softmax(logits / temperature); temperature 0 takes the best.
+def sample_tokens(logits: Tensor, temperature: float, uniform: Tensor, part: Truncation = ALL) -> tuple[Tensor, Tensor]:
+    """One token for each row, and its float32 log-prob under softmax(logits / temperature) on a part of the vocabulary.
 
-    logits [R, V], uniform [R] in [0, 1): the token is the inverse of the cumulative distribution there. Returns [R], [R].
+    logits [R, V], uniform [R] in [0, 1): the token is the inverse of the cumulative distribution there; temperature 0 takes
+    the best, whose log-prob is at temperature 1. Returns [R], [R].
     """
-    parts = [_sample(*part, temperature) for part in zip(logits.split(ROWS_AT_ONCE), uniform.split(ROWS_AT_ONCE), strict=True)]
-    tokens, logprobs = zip(*parts, strict=True)
+    rows = zip(logits.split(ROWS_AT_ONCE), uniform.split(ROWS_AT_ONCE), strict=True)
+    tokens, logprobs = zip(*[_sample(some, temperature, numbers, part) for some, numbers in rows], strict=True)
     return torch.cat(tokens), torch.cat(logprobs)
 
 
-def _sample(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), -1)
+def _sample(logits: Tensor, temperature: float, uniform: Tensor, part: Truncation) -> tuple[Tensor, Tensor]:
+    scaled = logits.float() / (temperature or 1.0)
+    logprobs = torch.log_softmax(part(scaled) if part.active else scaled, -1)
     if temperature == 0:
         tokens = logprobs.argmax(-1, keepdim=True)
     else:
@@ -149,21 +153,55 @@ def _sample(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor
 
 
 @dataclass(slots=True)
+class _Samples:
+    """The completions of one running batch, prompt by prompt, and who is told when a prompt has all of its own."""
+
+    sampling: Sampling
+    completions: list[Completion]
+    ends: set[int]
+    stops: StopStrings | None
+    requests: list[int]
+    """The request of each prompt."""
+    done: Done
+    missing: list[int] = field(init=False)
+    """How many samples of each prompt still run."""
+
+    def __post_init__(self) -> None:
+        self.missing = [self.sampling.n] * len(self.requests)
+
+    def add(self, index: int, token: int, logprob: float) -> bool:
+        """One more token of a sample; returns whether it goes on."""
+        sample = self.completions[index]
+        sample.token_ids.append(token)
+        sample.logprobs.append(logprob)
+        if token in self.ends or (self.stops is not None and self.stops.reached(sample.token_ids)):
+            sample.finish_reason = "stop"
+        elif len(sample.token_ids) < self.sampling.max_tokens:
+            return True
+        prompt, n = index // self.sampling.n, self.sampling.n
+        self.missing[prompt] -= 1
+        if not self.missing[prompt]:
+            self.done(self.requests[prompt], self.completions[prompt * n : (prompt + 1) * n])
+        return False
+
+
+@dataclass(slots=True)
 class _Rows:
     """The samples in the running batch; R of them, S tokens so far with the padding on the left."""
 
     index: Tensor  # [R] int64, the sample of each row
-    running: Tensor  # [R] bool, not finished
+    running: list[bool]  # [R], not finished; on the host, where it is decided
     mask: Tensor  # [R, S] int64, 0 for padding
     next_position: Tensor  # [R] int64
     cache: DynamicCache
 
     def drop_finished(self, tokens: Tensor) -> Tensor:
         """Keep the running rows only, where that is worth the copy; returns the tokens [R] of the rows that stay."""
-        keep = self.running.nonzero().squeeze(1)
-        if len(keep) > (1 - DROP_SHARE) * len(self.running):
+        alive = [row for row, running in enumerate(self.running) if running]
+        if len(alive) > (1 - DROP_SHARE) * len(self.running):
             return tokens
-        self.index, self.running, self.mask = self.index[keep], self.running[keep], self.mask[keep]
+        keep = torch.tensor(alive, device=tokens.device)
+        self.index, self.running, self.mask = self.index[keep], [True] * len(alive), self.mask[keep]
         self.next_position = self.next_position[keep]
         self.cache.batch_select_indices(keep)
         return tokens[keep]

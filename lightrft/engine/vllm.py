@@ -1,8 +1,10 @@
 """vLLM inside this process: one engine per rank, or one per `engine_tp_size` consecutive ranks, next to the trainer."""
 
 import atexit
+import copy
 import gc
 import logging
+import math
 import os
 import random
 import uuid
@@ -15,10 +17,12 @@ import numpy as np
 import torch
 from loguru import logger
 from packaging.version import Version
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from lightrft.engine.base import Engine, EngineError, EngineSetup, Part, Request, Sampling
-from lightrft.engine.expected import end_token_ids, expected_parameters
+from lightrft.engine.base import Engine, EngineError, EngineSetup, Part
+from lightrft.engine.expected import Vocabulary, expected_parameters
+from lightrft.engine.first_token import Done
+from lightrft.engine.requests import Request, Sampling
 from lightrft.engine.weights import Named
 from lightrft.parallel.collectives import Axis
 from lightrft.types import Completion
@@ -38,6 +42,7 @@ logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # its impo
 import vllm  # noqa: E402  after its environment
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed.parallel_state import destroy_model_parallel  # noqa: E402
+from vllm.inputs import tokens_input  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
@@ -61,6 +66,20 @@ class _Shim:
         """
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
         self.llm.apply_model(_repack_tied_layers)
+
+    def submit(self, name: str, token_ids: list[int], parameters: SamplingParams) -> None:
+        self.llm.llm_engine.add_request(name, tokens_input(token_ids), parameters)
+
+    def finished(self) -> Iterator[tuple[str, RequestOutput]]:
+        """Name and output of each submitted request as it ends, until there are none."""
+        engine = self.llm.llm_engine
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                yield output.request_id, output
+
+    def decode_with(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """It starts without a tokenizer, as only stop strings need one."""
+        self.llm.llm_engine.output_processor.tokenizer = tokenizer
 
     def reset_caches(self) -> None:
         if not self.llm.reset_prefix_cache():
@@ -109,11 +128,11 @@ class VLLMEngine(Engine):
     def __init__(self, setup: EngineSetup):
         _check_version(vllm.__version__)
         config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
-        super().__init__(expected_parameters(config, trust_remote_code=setup.trust_remote_code),
-                         sleep_level=setup.section.engine_sleep_level, axis=setup.axis, max_model_len=setup.max_model_len)
+        trust = {"trust_remote_code": setup.trust_remote_code}
+        super().__init__(expected_parameters(config, **trust), sleep_level=setup.section.engine_sleep_level, axis=setup.axis,
+                         max_model_len=setup.max_model_len, vocabulary=Vocabulary.of(setup.model_path, config, **trust))
         self.device = setup.device
         self.on_cpu = setup.device.type == "cpu"
-        self.end_token_ids = end_token_ids(setup.model_path, config)
         memory = _Shim.own_shared_memory(setup.axis) if self.on_cpu else nullcontext()
         with _random_state_kept(self.device), memory, warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -124,27 +143,49 @@ class VLLMEngine(Engine):
     def reset_cache(self) -> None:
         self._shim.reset_caches()
 
-    def _generate(self, requests: list[Request], sampling: Sampling) -> list[list[Completion]]:
-        prompts = [{"prompt_token_ids": request.token_ids} for request in requests]
+    def _generate(self, requests: list[Request], seed: int, done: Done) -> None:
+        samples: dict[int, dict[int, RequestOutput]] = {index: {} for index in range(len(requests))}
         with _random_state_kept(self.device), self._stance():
-            torch.manual_seed(sampling.seed)
-            outputs = self._llm.generate(prompts, self._parameters(sampling), use_tqdm=False)
-        return [self._completions(output, sampling) for output in outputs]
+            torch.manual_seed(seed)
+            for index, request in enumerate(requests):
+                self._submit(index, request)
+            for name, output in self._shim.finished():
+                index, sample = map(int, name.split("/"))
+                samples[index][sample] = output
+                if len(samples[index]) == _draws(requests[index].sampling):
+                    found = self._completions(samples.pop(index), requests[index].sampling)
+                    with _random_state_kept(self.device):  # the engine's draws do not depend on who is told
+                        done(index, found)
+
+    def _submit(self, index: int, request: Request) -> None:
+        """A request for each sample; the prompt is computed once, for the first, and in the prefix cache for the others."""
+        if request.sampling.stop:
+            self._shim.decode_with(self.vocabulary.tokenizer)
+        parameters = self._parameters(request.sampling)
+        for sample in range(_draws(request.sampling)):
+            self._shim.submit(f"{index}/{sample}", request.token_ids, parameters)
 
     def _parameters(self, sampling: Sampling) -> SamplingParams:
-        return SamplingParams(
-            n=sampling.n if sampling.temperature else 1,  # it refuses to repeat a greedy answer
-            max_tokens=sampling.max_tokens, temperature=sampling.temperature,
-            stop_token_ids=sorted(self.end_token_ids | set(sampling.stop_token_ids)),
+        parameters = SamplingParams(
+            max_tokens=sampling.max_tokens, temperature=min(sampling.temperature, 1.0),
+            top_p=sampling.top_p, top_k=sampling.top_k,
+            logit_bias=dict.fromkeys(sampling.banned_token_ids, -math.inf) or None,
+            stop_token_ids=sorted(self.vocabulary.end_token_ids | set(sampling.stop_token_ids)),
+            stop=list(sampling.stop), detokenize=bool(sampling.stop), skip_special_tokens=False, include_stop_str_in_output=True,
             logprobs=0,  # of the sampled token only
-            flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+            flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # a clone is checked again
         )
+        parameters.temperature = sampling.temperature  # its check allows at most 2; it computes with any
+        return parameters
 
-    def _completions(self, output: RequestOutput, sampling: Sampling) -> list[Completion]:
-        samples = sorted(output.outputs, key=lambda sample: sample.index)
-        samples *= sampling.n // len(samples)
-        return [Completion(list(sample.token_ids), list(sample.logprobs.logprobs), sample.finish_reason, self.version,
-                           output.num_cached_tokens or 0) for sample in samples]
+    def _completions(self, outputs: dict[int, RequestOutput], sampling: Sampling) -> list[Completion]:
+        found = []
+        for _, output in sorted(outputs.items()):
+            (sample,) = output.outputs
+            found.append(Completion(list(sample.token_ids), list(sample.logprobs.logprobs), sample.finish_reason, self.version,
+                                    output.num_cached_tokens or 0))
+        return found if len(found) == sampling.n else [copy.deepcopy(found[0]) for _ in range(sampling.n)]
 
     def _stance(self) -> AbstractContextManager:
         """Nothing is compiled on a CPU: the sampler's one compiled function costs seconds there, and a C++ compiler."""
@@ -195,6 +236,11 @@ def _arguments(setup: EngineSetup) -> dict:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+
+
+def _draws(sampling: Sampling) -> int:
+    """Samples to compute: a greedy answer is the same every time."""
+    return sampling.n if sampling.temperature else 1
 
 
 def _until_failure(named_tensors: Iterator[Named], failures: list[Exception]) -> Iterator[Named]:

@@ -8,54 +8,15 @@ Shapes: T tokens, H hidden size, V vocabulary, K tokens asked for at each positi
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from lightrft.algorithms.truncation import ALL, Truncation
+
 HOST_CHUNK, DEVICE_CHUNK = 2**25, 2**27
 """Logits that exist at the same time: 128 MB in a host's memory, 512 MB on an accelerator, which wants larger products."""
-
-
-@dataclass(frozen=True, slots=True)
-class Truncation:
-    """Sampling from a part of the vocabulary: the probabilities of the rest are 0, those of the part sum to 1.
-
-    A token that is asked for always belongs to the part: it was sampled, so only rounding can have put it outside.
-    """
-
-    top_k: int = 0
-    """Only the k most likely tokens; 0 or less: all."""
-    top_p: float = 1.0
-    """Only the most likely tokens that reach this probability together."""
-
-    @property
-    def active(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1.0
-
-    def __call__(self, logits: Tensor, kept: Tensor) -> Tensor:
-        """`logits` [t, V] with -inf outside of the part; `kept` [t, K] stay, as far as they are not negative."""
-        threshold = self.threshold(logits)
-        kept = torch.where(kept < 0, logits.argmax(-1, keepdim=True), kept)
-        outside = (logits < threshold).scatter_(-1, kept, False)
-        return logits.masked_fill_(outside, -torch.inf)
-
-    def threshold(self, logits: Tensor) -> Tensor:
-        """The smallest of the logits [t, V] that belongs to the part: [t, 1]."""
-        threshold = torch.full((len(logits), 1), -torch.inf, device=logits.device)
-        if self.top_k > 0:
-            threshold = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
-        if self.top_p < 1.0:
-            ordered = logits.masked_fill(logits < threshold, -torch.inf).sort(descending=True).values
-            before = ordered.softmax(-1).cumsum(-1).roll(1, -1)
-            before[:, 0] = 0.0
-            last = (before < self.top_p).sum(-1, keepdim=True) - 1
-            threshold = torch.maximum(threshold, ordered.gather(-1, last))
-        return threshold
-
-
-ALL = Truncation()
 
 
 def token_logprobs(

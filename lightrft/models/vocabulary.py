@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lightrft.models.logprobs import ALL, Truncation, chunk_rows, row_chunks, scaled_logits, token_logprobs, top_logprobs
+from lightrft.algorithms.truncation import ALL, Truncation
+from lightrft.models.logprobs import chunk_rows, row_chunks, scaled_logits, token_logprobs, top_logprobs
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.sequence import gathered
 from lightrft.parallel.tensor import VocabularyShard, branch, vocabulary_shard
@@ -91,7 +92,7 @@ class _FromShard(torch.autograd.Function):
         ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor, first: int, axis: Axis, temperature: float,
         truncation: Truncation, chunk: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        here = _Here(targets, first, len(weight))
+        here = _Here(targets, first, len(weight), truncation)
         rows_of, thresholds = [], []
         for rows, logits, spare in row_chunks(hidden, len(weight), chunk, buffers=2):
             scaled_logits(hidden[rows], weight, temperature, out=logits)
@@ -102,7 +103,7 @@ class _FromShard(torch.autograd.Function):
         logprobs, log_sums, entropy = _joined(rows_of, targets, here, axis)
         threshold = torch.cat(thresholds) if thresholds else None
         ctx.save_for_backward(hidden, weight, targets, log_sums, entropy, threshold)
-        ctx.options = first, temperature, chunk
+        ctx.options = first, temperature, truncation, chunk
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -110,8 +111,8 @@ class _FromShard(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_sums, entropy, threshold = ctx.saved_tensors
-        first, temperature, chunk = ctx.options
-        here = _Here(targets, first, len(weight))
+        first, temperature, truncation, chunk = ctx.options
+        here = _Here(targets, first, len(weight), truncation)
         grad_logprobs = torch.zeros(targets.shape, device=hidden.device) if grad_logprobs is None else grad_logprobs
         grad_logprobs = torch.where(targets < 0, 0.0, grad_logprobs) / temperature
         grad_entropy = None if grad_entropy is None else grad_entropy / temperature
@@ -133,8 +134,8 @@ class _FromShard(torch.autograd.Function):
 class _Here:
     """Which of the tokens asked for belong to this rank's part of the vocabulary, and where in it."""
 
-    def __init__(self, targets: Tensor, first: int, size: int):
-        self.size = size
+    def __init__(self, targets: Tensor, first: int, size: int, truncation: Truncation):
+        self.first, self.size, self.truncation = first, size, truncation
         self.mine = (targets >= first) & (targets < first + size)
         self.places = torch.where(self.mine, targets - first, 0)
 
@@ -152,9 +153,10 @@ class _Here:
         return torch.where(mine, logits.gather(-1, self.places[rows]), 0.0)
 
     def truncate(self, logits: Tensor, rows: slice, threshold: Tensor) -> None:
-        """-inf for what is below the threshold [t, 1], except tokens asked for."""
+        """-inf for what is outside, with the threshold [t, 1] of the whole vocabulary, except tokens asked for."""
         kept = torch.where(self.mine[rows], self.places[rows], self.size)  # what is elsewhere falls into one more column
-        outside = torch.nn.functional.pad(logits < threshold, (0, 1)).scatter_(-1, kept, False)
+        outside = self.truncation.outside(logits, threshold, first=self.first)
+        outside = torch.nn.functional.pad(outside, (0, 1)).scatter_(-1, kept, False)
         logits.masked_fill_(outside[:, :-1], -torch.inf)
 
 

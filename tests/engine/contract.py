@@ -9,14 +9,14 @@ import random
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
 
 from lightrft.config import EngineSection
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
@@ -95,6 +95,18 @@ def reference_logprobs(model: PreTrainedModel, prompt: list[int], tokens: list[i
     """[len(tokens)] float32."""
     logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
     return torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+@torch.no_grad()
+def distribution(model: PreTrainedModel, prompt: list[int], tokens: list[int], sampling: Sampling) -> torch.Tensor:
+    """Log-probs [len(tokens)] as transformers' own generation would sample."""
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    logits[:, list(sampling.banned_token_ids)] = -torch.inf
+    if sampling.temperature:
+        logits = logits / sampling.temperature
+        logits = TopKLogitsWarper(sampling.top_k)(None, logits) if sampling.top_k else logits
+        logits = TopPLogitsWarper(sampling.top_p)(None, logits)
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
 def perturbed(model: PreTrainedModel, seed: int) -> PreTrainedModel:
@@ -318,12 +330,135 @@ def impossible_requests_are_refused(bench: Bench) -> None:
         ([[1]], Sampling(n=0), "n and max_tokens"),
         ([[1]], Sampling(max_tokens=0), "n and max_tokens"),
         ([[1]], Sampling(temperature=-1), "temperature"),
+        ([[1]], Sampling(top_p=0.0), "top_p"),
+        ([[1]], Sampling(top_k=-1), "top_k"),
+        ([[1]], Sampling(stop=("",)), "stop strings"),
+        ([[1]], Sampling(first_token_temperature=0.0), "first_token_temperature"),
+        ([[1]], Sampling(stop_token_ids=(9999,)), "token 9999 is not in the vocabulary"),
+        ([[1], [2, 9999]], Sampling(max_tokens=4), "request 1 has the token 9999"),
     ):
         with pytest.raises(ValueError, match=message):
             bench.generate(prompts, sampling)
     with pytest.raises(ValueError, match="text only"):
         bench.engine.generate([Request([1], multi_modal={"images": []})], Sampling(max_tokens=4))
+    with pytest.raises(ValueError, match="request 1 can never fit.*max_model_len"):
+        bench.engine.generate([Request([1]), Request([1], sampling=Sampling(max_tokens=256))], Sampling(max_tokens=4))
     assert bench.greedy() == bench.expected
+
+
+def a_prompt_is_computed_once_for_all_its_samples(bench: Bench) -> None:
+    prompt = [(11 * position) % 250 for position in range(200)]
+    bench.engine.reset_cache()
+    samples = bench.generate([prompt], Sampling(n=4, max_tokens=4, seed=1))[0]
+    assert sum(sample.num_cached_tokens > len(prompt) / 2 for sample in samples) == 3
+
+
+def requests_have_samplings_of_their_own(bench: Bench) -> None:
+    call = Sampling(n=2, max_tokens=9, temperature=0.7, seed=6)
+    own = [None, Sampling(temperature=0, max_tokens=12), Sampling(n=3, max_tokens=4, temperature=1.3, top_k=5), None,
+           Sampling(temperature=0, max_tokens=2, n=2)]
+    requests = [Request(prompt, sampling=sampling) for prompt, sampling in zip(PROMPTS, own, strict=True)]
+    outputs = bench.engine.generate(requests, call)
+    for prompt, sampling, samples in zip(PROMPTS, own, outputs, strict=True):
+        sampling = sampling or call
+        assert len(samples) == sampling.n
+        assert all(len(sample.token_ids) == sampling.max_tokens or sample.finish_reason == "stop" for sample in samples)
+        for sample in samples:
+            expected = distribution(bench.model, prompt, sample.token_ids, sampling)
+            torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-5)
+    assert outputs[1][0].token_ids == bench.expected[1]
+    assert [sample.token_ids for sample in outputs[4]] == [bench.expected[4][:2]] * 2
+
+
+def each_request_is_told_of_as_it_ends(bench: Bench) -> None:
+    """Three prompts of one length that run together: those that end first are told of first."""
+    told: list[int] = []
+    given: dict[int, list[Completion]] = {}
+
+    def on_done(index: int, completions: list[Completion]) -> None:
+        told.append(index)
+        given[index] = completions
+        torch.rand(3)  # draws of the callback change no sample
+
+    requests = [Request([7, index]) for index in (3, 1, 2)]
+    stops = tuple(range(0, 384, 12))  # about one token in twelve
+    for seed in range(4):
+        sampling = Sampling(n=2, max_tokens=60, seed=seed, stop_token_ids=stops)
+        told.clear()
+        bench.engine.reset_cache()
+        outputs = bench.engine.generate(requests, sampling, on_done)
+        assert sorted(told) == [0, 1, 2] and [given[index] for index in range(3)] == outputs
+        longest = [max(len(sample.token_ids) for sample in outputs[index]) for index in told]
+        assert longest == sorted(longest)
+        bench.engine.reset_cache()
+        assert bench.engine.generate(requests, sampling) == outputs
+
+
+def a_part_of_the_vocabulary_is_sampled_and_normalised(bench: Bench) -> None:
+    """Against the warpers of transformers; and with one token in the part that token comes."""
+    for options in ({"top_k": 7}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.9, "temperature": 1.4}):
+        sampling = Sampling(n=3, max_tokens=20, seed=9, **options)
+        for prompt, samples in zip(PROMPTS, bench.generate(PROMPTS, sampling), strict=True):
+            for sample in samples:
+                expected = distribution(bench.model, prompt, sample.token_ids, sampling)
+                torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-5)
+    for options in ({"top_k": 1}, {"top_p": 1e-6}):
+        samples = [group[0] for group in bench.generate(PROMPTS, Sampling(max_tokens=12, **options))]
+        assert [sample.token_ids for sample in samples] == bench.expected
+        assert max(abs(value) for sample in samples for value in sample.logprobs) < 1e-5
+
+
+def stop_strings_end_a_response(bench: Bench) -> None:
+    """The token that completes the text is the last one, wherever the text begins within its tokens."""
+    tokenizer = bench.engine.vocabulary.tokenizer
+    prompts = [[40 + first, second] for first in range(4) for second in (50, 90)]
+    long = Sampling(temperature=0, max_tokens=40)
+    free = [samples[0].token_ids for samples in bench.generate(prompts, long)]
+    pairs = [tokens[at : at + 2] for tokens in free for at in range(3, 39) if all(33 <= t < 127 for t in tokens[at : at + 2])]
+    assert pairs, "no two letters in a row: other prompts are needed"
+    stop = (tokenizer.decode(pairs[0]), "never said")
+    outputs = bench.generate(prompts, replace(long, stop=stop))
+    for tokens, (sample,) in zip(free, outputs, strict=True):
+        ends = [at + 2 for at in range(39) if tokens[at : at + 2] == pairs[0]]
+        assert sample.token_ids == tokens[: ends[0] if ends else 40]
+        assert len(sample.logprobs) == len(sample.token_ids)
+        assert sample.finish_reason == ("stop" if ends else "length")
+    special = bench.generate(prompts[:1], replace(long, stop=("<eos>",), banned_token_ids=tuple(free[0][:2])))[0][0]
+    assert special.finish_reason == ("stop" if 258 in special.token_ids else "length")
+
+
+def banned_tokens_never_come(bench: Bench) -> None:
+    """Not even the most likely; the others' probabilities sum to 1 without them."""
+    banned = tuple({tokens[0] for tokens in bench.expected})
+    for sampling in (Sampling(temperature=0, max_tokens=12), Sampling(n=3, max_tokens=20, seed=4, temperature=0.8, top_p=0.9)):
+        sampling = replace(sampling, banned_token_ids=banned)
+        for prompt, samples in zip(PROMPTS, bench.generate(PROMPTS, sampling), strict=True):
+            for sample in samples:
+                assert not set(banned) & set(sample.token_ids)
+                expected = distribution(bench.model, prompt, sample.token_ids, sampling)
+                torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-5)
+
+
+def the_first_token_has_a_temperature_of_its_own(bench: Bench) -> None:
+    """With its own log-prob; what follows is at the temperature of the call, also beside requests without a first one."""
+    prompt, told = PROMPTS[0], []
+    fire = Sampling(n=24, max_tokens=6, temperature=0.7, seed=5, first_token_temperature=30.0)
+    own = [fire, Sampling(temperature=0, max_tokens=12), replace(fire, n=1, max_tokens=1), replace(fire, temperature=0)]
+    requests = [Request(PROMPTS[1] if index == 1 else prompt, sampling=sampling) for index, sampling in enumerate(own)]
+    outputs = bench.engine.generate(requests, fire, lambda index, completions: told.append(index))
+    assert sorted(told) == [0, 1, 2, 3]
+    assert [len(samples) for samples in outputs] == [24, 1, 1, 24]
+    assert outputs[1][0].token_ids == bench.expected[1]
+    for index in (0, 2, 3):
+        for sample in outputs[index]:
+            assert len(sample.token_ids) == len(sample.logprobs)
+            assert len(sample.token_ids) == requests[index].sampling.max_tokens or sample.finish_reason == "stop"
+            first = reference_logprobs(bench.model, prompt, sample.token_ids, 30.0)[:1]
+            rest = reference_logprobs(bench.model, prompt, sample.token_ids, requests[index].sampling.temperature)[1:]
+            torch.testing.assert_close(torch.tensor(sample.logprobs), torch.cat([first, rest]), rtol=0, atol=1e-5)
+    assert len({sample.token_ids[0] for sample in outputs[0]}) > 15, "at this temperature all tokens are about as likely"
+    usual = bench.generate([prompt], replace(fire, first_token_temperature=None))[0]
+    assert len({sample.token_ids[0] for sample in usual}) < 24
 
 
 def no_requests_no_answers(bench: Bench) -> None:
@@ -366,6 +501,8 @@ def ranks_of_one_engine_must_ask_the_same(bench: Bench) -> None:
         bench.generate([[1, 2, 3 + bench.axis.rank]], GREEDY)
     with pytest.raises(ValueError, match="same requests"):
         bench.generate([[1, 2, 3]], Sampling(temperature=0, seed=bench.axis.rank))
+    with pytest.raises(ValueError, match="same requests"):
+        bench.engine.generate([Request([1], sampling=replace(GREEDY, max_tokens=1 + bench.axis.rank))], GREEDY)
     assert bench.greedy() == bench.expected
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightrft.engine.base import Engine, EngineError, Part, Request, Sampling
-from lightrft.types import Completion
+from lightrft.engine.first_token import Done
 
 EXPECTED = {"a": torch.Size([2]), "b": torch.Size([3])}
 STREAM = [("a", torch.zeros(2)), ("b", torch.zeros(3))]
@@ -27,9 +27,10 @@ class Idle(Engine):
 
     def reset_cache(self) -> None: ...
 
-    def _generate(self, requests: list[Request], sampling: Sampling) -> list[list[Completion]]:
+    def _generate(self, requests: list[Request], seed: int, done: Done) -> None:
         self._act("generate")
-        return [[] for _ in requests]
+        for index in range(len(requests)):
+            done(index, [])
 
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
         for _, _ in zip(range(self.reads), named_tensors, strict=False):

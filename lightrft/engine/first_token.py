@@ -1,0 +1,72 @@
+"""A temperature of its own for the first token of a response, in any engine: FIRE (Chen et al., arXiv 2410.21236).
+
+Two calls: the first tokens, then what follows each of them, for which an engine finds the prompt in its cache.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from lightrft.engine.requests import Request
+from lightrft.types import Completion
+
+Done = Callable[[int, list[Completion]], None]
+Generate = Callable[[list[Request], int, Done], None]
+"""(requests that all have their sampling, seed, what is told of each finished request)."""
+NEXT_SEED = 0x9E3779B97F4A7C15
+"""What the second call adds to the seed, so that it does not draw the numbers of the first again."""
+
+
+def first_token_apart(generate: Generate, requests: list[Request], seed: int, done: Done) -> None:
+    """generate(requests, seed, done), where first tokens may have their own temperature."""
+    hot = [index for index, request in enumerate(requests) if request.sampling.first_token_temperature is not None]
+    if not hot:
+        generate(requests, seed, done)
+        return
+    samples: dict[int, list[Completion]] = {}
+    generate([_first_token(requests[index]) for index in hot], seed, lambda place, found: samples.update({hot[place]: found}))
+    open_samples = _open_samples(requests, samples)
+    missing = {index: sum(sample[0] == index for sample in open_samples) for index in hot}
+    for index in hot:
+        if not missing[index]:
+            done(index, samples[index])
+
+    def follow(place: int, found: list[Completion]) -> None:
+        if place >= len(open_samples):
+            done(whole[place - len(open_samples)], found)
+            return
+        index, sample = open_samples[place]
+        samples[index][sample] = _joined(samples[index][sample], found[0])
+        missing[index] -= 1
+        if not missing[index]:
+            done(index, samples[index])
+
+    whole = [index for index in range(len(requests)) if index not in samples]
+    rest = [_rest(requests[index], samples[index][sample]) for index, sample in open_samples]
+    generate(rest + [requests[index] for index in whole], (seed + NEXT_SEED) % 2**63, follow)
+
+
+def _open_samples(requests: list[Request], samples: dict[int, list[Completion]]) -> list[tuple[int, int]]:
+    """(request, sample) of those that go on after their first token."""
+    return [
+        (index, sample)
+        for index, found in samples.items()
+        for sample, completion in enumerate(found)
+        if completion.finish_reason == "length" and requests[index].sampling.max_tokens > 1
+    ]
+
+
+def _first_token(request: Request) -> Request:
+    sampling = request.sampling
+    first = replace(sampling, max_tokens=1, temperature=sampling.first_token_temperature, first_token_temperature=None)
+    return replace(request, sampling=first)
+
+
+def _rest(request: Request, begun: Completion) -> Request:
+    sampling = request.sampling
+    rest = replace(sampling, n=1, max_tokens=sampling.max_tokens - 1, first_token_temperature=None)
+    return replace(request, token_ids=request.token_ids + begun.token_ids, sampling=rest)
+
+
+def _joined(first: Completion, rest: Completion) -> Completion:
+    return replace(rest, token_ids=first.token_ids + rest.token_ids, logprobs=first.logprobs + rest.logprobs,
+                   num_cached_tokens=first.num_cached_tokens)

@@ -1,0 +1,79 @@
+"""What an engine is asked: prompts, and how to sample their continuations."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightrft.algorithms.truncation import Truncation
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample: the requests of one call, or one of them.
+
+    Banned tokens are taken out first, then the temperature divides the logits, then the top k stay, then the top p of those;
+    what stays is normalised to 1.
+    """
+
+    n: int = 1
+    """Samples of each prompt; they share its prefill."""
+    max_tokens: int = 1024
+    temperature: float = 1.0
+    """0 is greedy, and top_p and top_k are nothing to it."""
+    seed: int = 0
+    """Of a call. Equal inside one engine's tensor-parallel group, different between replicas and steps."""
+    stop_token_ids: tuple[int, ...] = ()
+    """These end a response, as the tokenizer's end token does; the token itself is kept."""
+    top_p: float = 1.0
+    """Only the most likely tokens that reach this probability together."""
+    top_k: int = 0
+    """Only the k most likely tokens; 0: all."""
+    stop: tuple[str, ...] = ()
+    """Texts, special tokens counted, that end a response. Its last token is the one that completes one of them."""
+    first_token_temperature: float | None = None
+    """Temperature of the first token alone, for variety: FIRE (Chen et al., arXiv 2410.21236). None: as the others."""
+    banned_token_ids: tuple[int, ...] = ()
+    """Never sampled. The placeholders of images, videos and audio never are, whatever stands here."""
+
+    @property
+    def truncation(self) -> Truncation:
+        """The part of the vocabulary that it samples from."""
+        return Truncation(top_k=self.top_k, top_p=self.top_p, banned=self.banned_token_ids)
+
+    def resolved(self, placeholders: tuple[int, ...]) -> "Sampling":
+        """As adapters see it: every banned token named, and what is nothing to greedy sampling left out."""
+        banned = tuple(sorted({*self.banned_token_ids, *placeholders}))
+        greedy = {"top_p": 1.0, "top_k": 0} if self.temperature == 0 else {}
+        return replace(self, banned_token_ids=banned, **greedy)
+
+    def problem(self, vocabulary_size: int | None = None) -> str | None:
+        """Why nobody can sample so; None when it is possible."""
+        rules = {
+            "n and max_tokens are at least 1": self.n >= 1 and self.max_tokens >= 1,
+            "the temperature is not negative": self.temperature >= 0,
+            "top_p is above 0 and at most 1": 0 < self.top_p <= 1,
+            "top_k is not negative": self.top_k >= 0,
+            "stop strings are not empty": "" not in self.stop,
+            "first_token_temperature is above 0": self.first_token_temperature is None or self.first_token_temperature > 0,
+        }
+        broken = [rule for rule, holds in rules.items() if not holds]
+        outside = strange((*self.stop_token_ids, *self.banned_token_ids), vocabulary_size)
+        broken += [f"token {outside} is not in the vocabulary of {vocabulary_size}"] if outside is not None else []
+        return f"cannot sample with {self}: {'; '.join(broken)}" if broken else None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to complete."""
+
+    token_ids: list[int]
+    multi_modal: dict[str, Any] = field(default_factory=dict)
+    sampling: Sampling | None = None
+    """Its own, instead of the call's; the seed is the call's."""
+
+
+def strange(token_ids: Iterable[int], vocabulary_size: int | None) -> int | None:
+    """The first token outside of the vocabulary, if its size is known."""
+    if vocabulary_size is None:
+        return None
+    return next((token for token in token_ids if not 0 <= token < vocabulary_size), None)
