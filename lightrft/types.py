@@ -176,6 +176,8 @@ class Experience(Batch):
     engine_logprobs: Tensor = per_token()  # [T] float32, as sampled
     old_logprobs: Tensor | None = per_token()  # [T] float32, of the actor before this step's first update
     reference_logprobs: Tensor | None = per_token()  # [T] float32
+    values: Tensor | None = per_token()  # [T] float32, what the critic expects before each token, before the first update
+    returns: Tensor | None = per_token()  # [T] float32, what it learns
     weights: Tensor | None = per_token()  # [T] float32, of the policy loss of each token
     marked: Tensor | None = per_token()  # [T] bool, tokens that the policy loss treats differently; see covariance.py
 

@@ -192,6 +192,10 @@ def test_a_missing_folder(tmp_path):
     assert f"--pretrain {tmp_path}/none: no such folder" in problems("--pretrain", f"{tmp_path}/none", "--prompt_data", "x")
 
 
+def test_a_missing_folder_of_the_critic():
+    assert "--critic_pretrain ./none: no such folder" in problems(*RUNNABLE, "--critic_pretrain", "./none")
+
+
 def test_layouts_that_do_not_divide():
     message = problems(*RUNNABLE, "--engine_tp_size", "4", "--dp_replicate", "5", world_size=6)
     assert "--engine_tp_size 4 does not divide the 6 processes" in message
@@ -259,6 +263,10 @@ def test_a_sequence_that_fits_no_microbatch():
         (["--policy_loss", "cpgd", "--eps_clip_low", "1"], "--policy_loss cpgd takes the logarithm of 1 - eps_clip_low"),
         (["--rollout_correction", "tis", "--use_engine_logprobs"], "--rollout_correction corrects nothing"),
         (["--gamma", "1.5"], "--gamma must be between 0 and 1"),
+        (["--lambd", "-0.1"], "--lambd must be between 0 and 1"),
+        (["--value_clip", "-1"], "--value_clip must not be negative; 0 is no clipping"),
+        (["--freezing_actor_steps", "-1"], "--freezing_actor_steps must not be negative"),
+        (["--freezing_actor_steps", "1"], "without a critic: --advantage_estimator ppo or gae"),
         (["--n_samples_per_prompt", "1"], "--advantage_estimator grpo compares the samples of a prompt"),
         (["--advantage_estimator", "pass_at_k", "--pass_k", "9"], "--pass_k 9 draws from --n_samples_per_prompt 8: give 1 to 8"),
         (["--overlong_buffer", "--overlong_buffer_len", "2000"], "must be between 1 and --generate_max_len 1024"),
@@ -293,6 +301,8 @@ def test_sft_asks_nothing_about_rollouts():
         ("train_ppo", ["--tp_sequence_parallel"], "--tp_sequence_parallel has no effect without --tp_size"),
         ("train_ppo", ["--overlong_buffer_len", "5"], "--overlong_buffer_len has no effect without --overlong_buffer"),
         ("train_ppo", ["--kl_target", "0.1"], "--kl_target has no effect without --init_kl_coef"),
+        ("train_ppo", ["--lambd", "0.9"], "--lambd has no effect without --advantage_estimator ppo"),
+        ("train_ppo", ["--critic_learning_rate", "1"], "--critic_learning_rate has no effect without --advantage_estimator ppo"),
         ("train_ppo", ["--kl_horizon", "100"], "--kl_horizon has no effect without --kl_target"),
         ("train_ppo", ["--rollout_correction_high", "5"], "--rollout_correction_high has no effect without --rollout_correction"),
         ("train_ppo", ["--reward_running_norm_minus_mean"], "has no effect without --reward_running_norm"),

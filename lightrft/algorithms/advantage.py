@@ -20,10 +20,11 @@ RIGHT = 0.5
 """A sample solves its prompt when its reward is above this."""
 
 
-@estimators.register("reinforce", "reinforce++")
+@estimators.register("reinforce", "reinforce++", "gae", "ppo")
 def reinforce(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = R_i: no baseline. Williams, Machine Learning 8, 1992.
 
+    With a critic (gae, and ppo, its recipe) the baseline is what that expected at each token: returns.gae().
     REINFORCE++ (arXiv 2501.03262) adds the k1 divergence to the reward of each token and normalises over all tokens
     of the step, which its recipe sets.
     """

@@ -20,6 +20,32 @@ def sft(logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tenso
     return share_of_mean(-logprobs, batch, "token-mean", denominator), {}
 
 
+class ValueObjective:
+    """What the critic learns: returns, clipped."""
+
+    def __init__(self, section: AlgorithmSection):
+        self.section = section
+
+    def __call__(self, values: Tensor, batch: Experience, denominator: Denominator) -> tuple[Tensor, Report]:
+        """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2, mean over all learned tokens of the optimizer step.
+
+        values [T]; returns [] and reports [T]. The clip is of the implementation of PPO (Schulman et al., arXiv 1707.06347);
+        Engstrom et al., arXiv 2005.12729, write it down.
+        """
+        lacking = [name for name in ("values", "returns") if getattr(batch, name) is None]
+        if lacking:
+            raise ValueError(f"the value loss needs {', '.join(lacking)} in the batch")
+        loss, reach = (values - batch.returns).square(), self.section.value_clip
+        report = {"critic/value": values}
+        if reach:
+            change = values - batch.values
+            near = torch.where(change.abs() > reach, batch.values + reach * change.sign(), values)
+            held = (near - batch.returns).square()
+            report["critic/clip"] = held > loss
+            loss = torch.max(loss, held)
+        return share_of_mean(loss / 2, batch, "token-mean", denominator), report
+
+
 class PolicyObjective:
     """The policy gradient: a loss of the ratio, weighted, with the divergence from the reference and the entropy bonus."""
 

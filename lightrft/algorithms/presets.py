@@ -6,6 +6,7 @@ Recipe = dict[str, Any]
 
 PPO: Recipe = {"policy_loss": "ppo", "eps_clip_low": 0.2, "eps_clip_high": 0.2}
 SAPO: Recipe = {"policy_loss": "sapo", "sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05}
+CRITIC: Recipe = {"gamma": 1.0, "lambd": 0.95, "value_clip": 0.2, "advantages_norm": True}
 NO_KL: Recipe = {"use_kl_loss": False, "init_kl_coef": 0.0}
 
 
@@ -18,6 +19,8 @@ def aggregated(mode: str) -> Recipe:
 
 
 PRESETS: dict[str, Recipe] = {
+    # arXiv 1707.06347 as for language models: InstructGPT, arXiv 2203.02155, and its forerunner, arXiv 2009.01325
+    "ppo": PPO | aggregated("token-mean") | kl(0.02, "k1", in_loss=False) | CRITIC,
     # DeepSeekMath, arXiv 2402.03300
     "grpo": PPO | aggregated("seq-mean-token-mean") | kl(0.04, "k3", in_loss=True),
     # arXiv 2503.20783

@@ -27,6 +27,18 @@ def gae(rewards: Tensor, values: Tensor, batch: Batch, *, gamma: float, lambd: f
     return from_rows(advantages, batch), from_rows(advantages + value_rows, batch)
 
 
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, total: Sum) -> Tensor:
+    """1 - Var(returns - values) / Var(returns) over the masked elements of all ranks; not finite where returns are all equal.
+
+    1: the critic knew; 0: the mean would have done as well. [T], [T], [T] -> [].
+    """
+    pairs = torch.stack([returns[mask], returns[mask] - values[mask]]).double()
+    count, *sums = total(torch.cat([mask.sum(dtype=torch.float64)[None], pairs.sum(1)]))
+    means = torch.stack(sums) / count
+    whole, unexplained = total((pairs - means[:, None]).square().sum(1))
+    return 1 - unexplained / whole
+
+
 def distill(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
     """A_t = log p_teacher - log p_actor at the tokens the actor sampled: the reverse divergence as a reward of each. [T] -> [T].
 

@@ -15,6 +15,7 @@ from lightrft.config.sections import (
     RolloutSection,
     StrategySection,
     TrainSection,
+    needs_critic,
     needs_reference,
     section_of_field,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "field_docs",
     "flags_without_effect",
     "lora_problems",
+    "needs_critic",
     "needs_reference",
     "parse",
     "section_of_field",

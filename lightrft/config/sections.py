@@ -18,6 +18,8 @@ class ConfigError(ValueError):
 class ModelSection:
     pretrain: str = ""
     """Model to start from: a Hugging Face folder or hub name."""
+    critic_pretrain: str = ""
+    """Model the critic starts from, with its head if it has one (a reward model): a folder or hub name; empty: --pretrain."""
     bf16: bool = False
     """Compute in bfloat16 with float32 master weights; otherwise everything is float32."""
     gradient_checkpointing: bool = False
@@ -202,6 +204,10 @@ class AlgorithmSection:
     """How token losses become one number, always over all ranks and micro-batches of an optimizer step."""
     gamma: float = 1.0
     """Discount of rewards per token."""
+    lambd: float = 1.0
+    """GAE: how far advantages rely on rewards (1) instead of what the critic expects at the next token (0)."""
+    value_clip: float = 0.2
+    """The critic's loss clips a new value to the old one plus and minus this; 0: not at all."""
     pass_k: int = 4
     """Draws of the estimator pass_at_k."""
     advantages_norm: bool = False
@@ -256,6 +262,8 @@ class TrainSection:
     """Stop after so many steps, whatever num_episodes says."""
     max_epochs: int = 1
     """Passes over each step's samples."""
+    freezing_actor_steps: int = 0
+    """In the first so many steps only the critic learns; the actor's schedule begins after them."""
     train_batch_size: int = 1024
     """Samples of one optimizer step, over all ranks."""
     micro_train_batch_size: int | None = None
@@ -342,6 +350,14 @@ SECTIONS: dict[str, type] = {section.name: section.default_factory for section i
 def section_of_field() -> dict[str, str]:
     """Field name -> section name. Names are unique over all sections, so a flag needs no prefix."""
     return {f.name: section for section, cls in SECTIONS.items() for f in fields(cls)}
+
+
+CRITICS = ("gae", "ppo")
+"""Estimators that compare a reward with what a critic expected."""
+
+
+def needs_critic(algorithm: AlgorithmSection) -> bool:
+    return algorithm.advantage_estimator in CRITICS
 
 
 def needs_reference(algorithm: AlgorithmSection) -> bool:

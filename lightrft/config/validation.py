@@ -13,6 +13,7 @@ from lightrft.config.sections import (
     ModelSection,
     RewardSection,
     StrategySection,
+    needs_critic,
     needs_reference,
     section_of_field,
 )
@@ -73,6 +74,7 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
         "ema_beta": (config.train.enable_ema, "--enable_ema"),
         "system_prompt": (config.data.apply_chat_template, "--apply_chat_template"),
         **{name: (config.model.lora_rank > 0, "--lora_rank") for name in (*LORA, "save_adapter_only")},
+        **{name: (needs_critic(config.algorithm), "--advantage_estimator ppo") for name in CRITIC},
     }
     unused += [f"--{name} has no effect without {needs}" for name, (active, needs) in conditional.items()
                if name in written and not active and owners[name] in used]
@@ -82,6 +84,9 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
 
 LORA = ("lora_alpha", "lora_dropout", "target_modules")
 """Fields of adapters, without effect where there are none."""
+
+CRITIC = ("critic_pretrain", "critic_learning_rate", "lambd", "value_clip")
+"""Fields of the critic."""
 
 ZERO = ("zero_stage", "zpg", "adam_offload", "param_offload", "overlap_comm", "grad_accum_dtype")
 """Fields of DeepSpeed alone."""
@@ -98,8 +103,10 @@ def _missing_inputs(config: Config, door: str) -> list[str]:
     problems = []
     if not config.model.pretrain:
         problems.append("--pretrain is empty: give a Hugging Face folder or hub name")
-    elif config.model.pretrain.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(config.model.pretrain)):
-        problems.append(f"--pretrain {config.model.pretrain}: no such folder")
+    for name in ("pretrain", "critic_pretrain"):
+        path = getattr(config.model, name)
+        if path.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(path)):
+            problems.append(f"--{name} {path}: no such folder")
     data_flag = "eval_data" if door == "evaluate" else "prompt_data"
     if not getattr(config.data, data_flag):
         problems.append(f"--{data_flag} is empty: give a JSONL or parquet file, a folder of them, or a hub name")
@@ -212,8 +219,15 @@ def _algorithm_problems(config: Config) -> list[str]:
             problems.append(f"--{name} must be above 0")
     if algorithm.init_kl_coef < 0:
         problems.append("--init_kl_coef must not be negative")
-    if not 0 <= algorithm.gamma <= 1:
-        problems.append("--gamma must be between 0 and 1")
+    for name, factor in (("gamma", algorithm.gamma), ("lambd", algorithm.lambd)):
+        if not 0 <= factor <= 1:
+            problems.append(f"--{name} must be between 0 and 1")
+    if algorithm.value_clip < 0:
+        problems.append("--value_clip must not be negative; 0 is no clipping")
+    if config.train.freezing_actor_steps < 0:
+        problems.append("--freezing_actor_steps must not be negative")
+    if config.train.freezing_actor_steps > 0 and not needs_critic(algorithm):
+        problems.append("--freezing_actor_steps leaves nothing to learn without a critic: --advantage_estimator ppo or gae")
     estimator, samples = algorithm.advantage_estimator, rollout.n_samples_per_prompt
     if estimator in COMPARING and samples == 1:
         problems.append(f"--advantage_estimator {estimator} compares the samples of a prompt: --n_samples_per_prompt 2 or more")

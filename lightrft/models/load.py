@@ -22,36 +22,37 @@ from lightrft.models.empty import makes_empty, real_parameters
 from lightrft.models.weight_files import WeightFiles, is_backbone, missing_and_unexpected
 
 
-def load_model(section: ModelSection) -> PreTrainedModel:
-    """The causal language model in float32 (the master weights), with attention over flat batches.
+def load_model(section: ModelSection, flag: str = "pretrain") -> PreTrainedModel:
+    """The causal language model that `flag` names, in float32 (the master weights), with attention over flat batches.
 
     Inside init_model_context() it may be empty: its parameters get memory when it is sharded. ValueError for weights that
     are missing in the folder, or that the model does not know.
     """
-    return _load(AutoModelForCausalLM, section)
+    return _load(AutoModelForCausalLM, section, flag)
 
 
-def load_scorer(section: ModelSection) -> PreTrainedModel:
+def load_scorer(section: ModelSection, flag: str = "pretrain") -> PreTrainedModel:
     """The same with one number per token instead of logits; the head is new, and random, where the folder has none."""
-    return _load(AutoModelForSequenceClassification, section, num_labels=1)
+    return _load(AutoModelForSequenceClassification, section, flag, num_labels=1)
 
 
-def _load(kind: type, section: ModelSection, **options: Any) -> PreTrainedModel:
+def _load(kind: type, section: ModelSection, flag: str, **options: Any) -> PreTrainedModel:
     options |= {"trust_remote_code": section.trust_remote_code}
-    name = _checked(section.pretrain)
+    given = f"--{flag} {getattr(section, flag)}"
+    name = _checked(getattr(section, flag), given)
     model = _empty(kind, name, options) if makes_empty() else None
     if model is None:
         with real_parameters():
-            model = _whole(kind, name, options)
+            model = _whole(kind, name, given, options)
     problems = _not_flat(model)
     if problems:
         name = type(model).__name__
-        raise ValueError(f"--pretrain {section.pretrain}: {name} cannot be trained on flat batches: {'; '.join(problems)}")
+        raise ValueError(f"{given}: {name} cannot be trained on flat batches: {'; '.join(problems)}")
     model.config.use_cache = False
     return model
 
 
-def _whole(kind: type, name: str, options: dict[str, Any]) -> PreTrainedModel:
+def _whole(kind: type, name: str, given: str, options: dict[str, Any]) -> PreTrainedModel:
     """All of it on this rank, converted where transformers knows how."""
     model, found = kind.from_pretrained(
         name, dtype=torch.float32, attn_implementation=ATTENTION, output_loading_info=True, **options
@@ -59,7 +60,7 @@ def _whole(kind: type, name: str, options: dict[str, Any]) -> PreTrainedModel:
     missing, unexpected = _without_new_head(model, found["missing_keys"], found["unexpected_keys"])
     for names, what in ((missing, "of the model are not there"), (unexpected, "there are not of the model")):
         if names:
-            raise ValueError(f"--pretrain {name}: {len(names)} tensors {what}, the first is {min(names)}")
+            raise ValueError(f"{given}: {len(names)} tensors {what}, the first is {min(names)}")
     return model
 
 
@@ -107,9 +108,10 @@ def _local_folder(name: str) -> Path:
 
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(_checked(section.pretrain), trust_remote_code=section.trust_remote_code)
+    given = f"--pretrain {section.pretrain}"
+    tokenizer = AutoTokenizer.from_pretrained(_checked(section.pretrain, given), trust_remote_code=section.trust_remote_code)
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"--pretrain {section.pretrain}: its tokenizer has no end token, so no response would ever stop")
+        raise ValueError(f"{given}: its tokenizer has no end token, so no response would ever stop")
     return tokenizer
 
 
@@ -127,11 +129,11 @@ def _not_flat(model: PreTrainedModel) -> list[str]:
     return [reason for reason, holds in reasons.items() if holds]
 
 
-def _checked(pretrain: str) -> str:
-    """A folder must hold a model; anything else is a hub name."""
-    folder = Path(pretrain).expanduser()
+def _checked(name: str, given: str) -> str:
+    """A folder must hold a model; anything else is a hub name. `given`: flag and name, for errors."""
+    folder = Path(name).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ValueError(f"--pretrain {pretrain}: the folder has no config.json, so it is not a Hugging Face model")
-    if not folder.exists() and (pretrain.count("/") != 1 or pretrain.startswith((".", "/", "~"))):
-        raise ValueError(f"--pretrain {pretrain}: no such folder, and not a hub name (owner/name) either")
+        raise ValueError(f"{given}: the folder has no config.json, so it is not a Hugging Face model")
+    if not folder.exists() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
+        raise ValueError(f"{given}: no such folder, and not a hub name (owner/name) either")
     return str(folder)

@@ -29,6 +29,8 @@ HEADLINES = {
     "train/loss": "loss",
     "train/kl": "kl",
     "train/entropy": "entropy",
+    "critic/loss": "value loss",
+    "critic/explained_variance": "explained",
     "train/grad_norm": "grad",
     "engine/logprob_mismatch": "mismatch",
     "perf/tokens_per_second": "tokens/s",

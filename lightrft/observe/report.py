@@ -54,6 +54,8 @@ CHARTS = (
         log=True,
     ),
     Chart("Throughput", "tokens per second", {"perf/tokens_per_second": "tokens/s"}),
+    Chart("Value loss of the critic", "", {"critic/loss": "loss"}),
+    Chart("Explained variance of returns", "by the critic", {"critic/explained_variance": "share"}),
     Chart("KL to the reference", "nats per token", {"train/kl": "KL"}),
     Chart("Clipped ratios", "share of tokens", {"train/clip_low": "below", "train/clip_high": "above"}, form=percent),
     Chart("Truncated responses", "share", {"rollout/truncated": "truncated"}, form=percent),

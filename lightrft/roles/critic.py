@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightrft.roles.microbatch import Rows
 from lightrft.roles.role import Report, Role
 from lightrft.types import Batch
 
@@ -18,6 +19,10 @@ class Critic(Role):
         before it. Column 0 and the padding are 0, as in get_logprobs().
         """
         return {"values": self._answer(batch, self.module, lambda part: self.forward(part)[0], mbs)}
+
+    def values(self, batch: Batch, rows: Rows) -> Tensor:
+        """The same for a flat batch: [T] float32 on the host."""
+        return self._infer(self.module, lambda part: self.forward(part)[0], batch, rows)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Report]:
         """Values of all tokens [T]; objectives look at the learned ones."""

@@ -10,17 +10,18 @@ from lightrft.algorithms.advantage import Estimator, estimators
 from lightrft.algorithms.covariance import marks
 from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.options import options, resolve
-from lightrft.algorithms.returns import reward_to_go, whiten
+from lightrft.algorithms.returns import gae, reward_to_go, whiten
 from lightrft.algorithms.selection import top_share
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config import AlgorithmSection, TrainSection
 from lightrft.data.plane import deal
 from lightrft.observe.metrics import Metrics
+from lightrft.roles.critic import Critic
 from lightrft.roles.microbatch import Rows
 from lightrft.roles.policy import Policy
 from lightrft.rollout import filters
 from lightrft.rollout.judged import Judged, placed
-from lightrft.rollout.measure import measure_experience, measure_groups
+from lightrft.rollout.measure import measure_experience, measure_groups, measure_values
 from lightrft.types import Experience, Sample, token_index
 
 
@@ -43,9 +44,10 @@ class ExperienceMaker:
         *,
         shape: RewardShaper,
         kl_coefficient: KLCoefficient,
+        critic: Critic | None = None,
     ):
         """ValueError for an estimator that needs what this run does not make."""
-        self.policy, self.section, self.train = policy, algorithm, train
+        self.policy, self.critic, self.section, self.train = policy, critic, algorithm, train
         self.shape, self.kl_coefficient, self.kl = shape, kl_coefficient, kl_estimators[algorithm.kl_estimator]
         self.estimator: Estimator = resolve(estimators, algorithm.advantage_estimator, given=("lengths",))
         self.mark = marks[algorithm.policy_loss] if algorithm.policy_loss in marks else None
@@ -70,9 +72,11 @@ class ExperienceMaker:
             max_sequences=self.train.micro_train_batch_size,
             batching=self.train.batching,
         )
-        self._set_logprobs(experience, minibatches)
+        self._ask(experience, minibatches)
         penalty = self._diverge(experience, metrics) if self._measures_divergence else 0.0
         self._set_advantages(experience, experience.credits - penalty)
+        if self.critic is not None:
+            measure_values(experience, self.data.sum, metrics)
         self._choose_tokens(experience, minibatches)
         measure_experience(experience, metrics)
         return Planned(experience, minibatches)
@@ -83,8 +87,8 @@ class ExperienceMaker:
         rewards = self.shape(judged.rewards, groups, judged.finished)
         return self.estimator(rewards, groups, **options(self.estimator, self.section, lengths=judged.lengths))
 
-    def _set_logprobs(self, experience: Experience, minibatches: list[Rows]) -> None:
-        """Old and reference log-probs. With a single update the old ones are the update's own, so nothing is computed."""
+    def _ask(self, experience: Experience, minibatches: list[Rows]) -> None:
+        """What the models say before the step. With a single update the old log-probs are its own, so nothing is computed."""
         section, rows = self.section, [members for minibatch in minibatches for members in minibatch]
         several = len(minibatches) * self.train.max_epochs > 1
         needs_entropy = bool(section.entropy_filter or section.high_entropy_token_ratio)
@@ -97,6 +101,8 @@ class ExperienceMaker:
             filters.leave_out(experience, filters.by_entropy(experience, section))
         if self.policy.reference is not None:
             experience.reference_logprobs = self.policy.reference_logprobs(experience, rows)
+        if self.critic is not None:
+            experience.values = self.critic.values(experience, rows)
 
     @property
     def _measures_divergence(self) -> bool:
@@ -117,7 +123,11 @@ class ExperienceMaker:
     def _set_advantages(self, experience: Experience, rewards: Tensor) -> None:
         """What each token and those after it earned, normalised over the tokens of all ranks where asked for."""
         section, learned = self.section, experience.loss_mask
-        advantages = reward_to_go(rewards, experience, gamma=section.gamma)
+        if self.critic is None:
+            advantages = reward_to_go(rewards, experience, gamma=section.gamma)
+        else:
+            advantages, returns = gae(rewards, experience.values, experience, gamma=section.gamma, lambd=section.lambd)
+            experience.returns = returns.float()
         if section.advantages_norm:
             advantages = whiten(advantages, learned, self.data.sum)
         if section.advantage_clip is not None:

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.advantage import RIGHT
-from lightrft.algorithms.reduce import sequence_sums
+from lightrft.algorithms.reduce import Sum, sequence_sums
+from lightrft.algorithms.returns import explained_variance
 from lightrft.observe.metrics import Metrics
 from lightrft.types import Experience, Sample
 
@@ -53,3 +54,11 @@ def measure_experience(experience: Experience, metrics: Metrics) -> None:
     metrics.max("rollout/advantage_max", advantages, learned)
     metrics.mean("rollout/advantage_abs", advantages.abs(), learned)
     metrics.mean("rollout/left_out", (sequence_sums(learned.float(), experience) == 0).float())
+
+
+def measure_values(experience: Experience, total: Sum, metrics: Metrics) -> None:
+    """What the critic expected before the step, and how much of the returns of all ranks it explains."""
+    learned = experience.loss_mask
+    metrics.mean("critic/return", experience.returns, learned)
+    explained = explained_variance(experience.values, experience.returns, learned, total)
+    metrics.mean("critic/explained_variance", explained, explained.isfinite())

@@ -6,17 +6,18 @@ from pathlib import Path
 from lightrft.algorithms.kl import KLCoefficient
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.algorithms.shaping import RewardShaper
-from lightrft.config import Config, needs_reference
+from lightrft.config import Config, ConfigError, needs_critic, needs_reference
 from lightrft.data.conversations import answer_problem
 from lightrft.data.loader import StepOrder
 from lightrft.data.prompts import load_prompts
-from lightrft.models.heads import Actor
-from lightrft.models.load import load_model, load_tokenizer
+from lightrft.models.heads import Actor, Scorer
+from lightrft.models.load import load_model, load_scorer, load_tokenizer
 from lightrft.models.trainable import choose_trained
 from lightrft.observe.console import Console
 from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard, WandB
 from lightrft.observe.trace import Trace
 from lightrft.parallel import device
+from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
 from lightrft.rollout.experience import ExperienceMaker
 from lightrft.rollout.rewards import Judge
@@ -36,7 +37,11 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     updates = samples // config.train.train_batch_size * config.train.max_epochs
     algorithm = config.algorithm
-    policy = build_policy(config, strategy, updates=steps * updates, reference=needs_reference(algorithm))
+    frozen = config.train.freezing_actor_steps
+    if frozen >= steps:
+        raise ConfigError(f"--freezing_actor_steps {frozen} leaves none of this run's {steps} steps to the actor")
+    policy = build_policy(config, strategy, updates=(steps - frozen) * updates, reference=needs_reference(algorithm))
+    critic = build_critic(config, strategy, updates=steps * updates) if needs_critic(algorithm) else None
     strategy.announce("start_engine")
     strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
@@ -55,8 +60,11 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         eval_prompts=eval_prompts,
         sampler=Sampler(strategy, tokenizer, config.rollout),
         judge=judge,
-        make_experience=ExperienceMaker(policy, algorithm, config.train, shape=shaper, kl_coefficient=kl_coefficient),
+        make_experience=ExperienceMaker(
+            policy, algorithm, config.train, shape=shaper, kl_coefficient=kl_coefficient, critic=critic
+        ),
         objective=PolicyObjective(algorithm, kl_coefficient),
+        critic=critic,
         parts={"reward_shaper": shaper, "kl_coefficient": kl_coefficient},
     )
 
@@ -120,6 +128,19 @@ def build_policy(config: Config, strategy: StrategyBase, *, updates: int, refere
         max_tokens=config.train.max_tokens_per_microbatch,
         batching=config.train.batching,
     )
+
+
+def build_critic(config: Config, strategy: StrategyBase, *, updates: int) -> Critic:
+    """The sharded critic with its optimizer and schedule; of the same backbone it gets the same adapters."""
+    optim = config.optim
+    strategy.announce("load_critic")
+    with strategy.init_model_context():
+        model = load_scorer(config.model, "critic_pretrain" if config.model.critic_pretrain else "pretrain")
+        scorer = Scorer(choose_trained(model, config.model))
+    optimizer = strategy.create_optimizer(scorer, optim.critic_learning_rate, optim.adam_betas, optim.l2)
+    scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
+    limits = {"max_tokens": config.train.max_tokens_per_microbatch, "batching": config.train.batching}
+    return Critic(strategy, *strategy.prepare((scorer, optimizer, scheduler)), **limits)
 
 
 def evaluation(config: Config, strategy: StrategyBase) -> tuple[Sampler, Judge]:

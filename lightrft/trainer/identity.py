@@ -13,7 +13,7 @@ from lightrft.data.loader import share_of
 
 FIXED = ("seed", "rollout_batch_size", "n_samples_per_prompt", "train_batch_size", "max_epochs", "advantage_estimator")
 """Settings on which the order of the data, the updates of a step, or the meaning of what is stored depend."""
-FIXED_BESIDE_FROZEN = ("pretrain", "lora_rank", "lora_alpha", "target_modules", "freeze_prefix")
+FIXED_BESIDE_FROZEN = ("pretrain", "critic_pretrain", "lora_rank", "lora_alpha", "target_modules", "freeze_prefix")
 """The same for a checkpoint without frozen parameters, which come from --pretrain, and about what is in it."""
 NO_NUMBER_DEPENDS_ON = {
     *("save_path", "ckpt_path", "load_checkpoint", "save_steps", "max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt", "async_save"),

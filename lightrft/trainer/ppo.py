@@ -1,6 +1,8 @@
 """PPO and its family: sample, judge, estimate advantages, update."""
 
-from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.algorithms.objectives import PolicyObjective, ValueObjective
+from lightrft.roles.critic import Critic
+from lightrft.roles.role import Objective, Role
 from lightrft.rollout.experience import ExperienceMaker, Planned
 from lightrft.rollout.measure import measure_samples
 from lightrft.rollout.rewards import Judge
@@ -19,9 +21,13 @@ class PPOTrainer(Trainer):
         judge: Judge,
         make_experience: ExperienceMaker,
         objective: PolicyObjective,
+        critic: Critic | None = None,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
+        self.critic, self.value_objective = critic, ValueObjective(self.config.algorithm)
+        if critic is not None:
+            self.models["critic"] = (critic.module, critic.optimizer, critic.scheduler)
         self.sampler, self.judge, self.make_experience, self.objective = sampler, judge, make_experience, objective
 
     def step(self, number: int) -> None:
@@ -35,19 +41,22 @@ class PPOTrainer(Trainer):
         measure_samples(samples, self.strategy.weight_version, self.metrics)
         with self.trace.phase("experience"):
             planned = self.make_experience(samples, self.metrics)
-        with self.trace.phase("train"):
-            for _ in range(self.config.train.max_epochs):
-                self._update(planned)
+        if self.critic is not None:
+            with self.trace.phase("critic"):
+                self._learn(self.critic, self.value_objective, planned, "critic")
+        if number > self.config.train.freezing_actor_steps:
+            with self.trace.phase("train"):
+                self._learn(self.policy, self.objective, planned, "train")
 
     def evaluate(self) -> None:
         with self.strategy.engine_awake(self.policy.actor):
             evaluate(self.sampler, self.judge, self.eval_prompts, self.metrics)
 
-    def _update(self, planned: Planned) -> None:
-        """One optimizer step per minibatch."""
-        for rows in planned.minibatches:
-            denominator = self.policy.denominator(planned.experience, rows, length=self.config.rollout.generate_max_len)
-            self.metrics.mean("train/learning_rate", self.policy.scheduler.get_last_lr()[0])
-            loss, norm = self.policy.update(planned.experience, rows, self.objective, denominator, self.metrics)
-            self.metrics.mean("train/loss", loss)
-            self.metrics.mean("train/grad_norm", norm)
+    def _learn(self, role: Role, objective: Objective, planned: Planned, phase: str) -> None:
+        """One optimizer step per minibatch and epoch. What one role learns from does not depend on the other's updates."""
+        for rows in planned.minibatches * self.config.train.max_epochs:
+            denominator = role.denominator(planned.experience, rows, length=self.config.rollout.generate_max_len)
+            self.metrics.mean(f"{phase}/learning_rate", role.scheduler.get_last_lr()[0])
+            loss, norm = role.update(planned.experience, rows, objective, denominator, self.metrics)
+            self.metrics.mean(f"{phase}/loss", loss)
+            self.metrics.mean(f"{phase}/grad_norm", norm)

@@ -166,7 +166,7 @@ def test_other_groups_do_not_matter(name, samples):
 
 
 def test_every_estimator_is_tested_here():
-    known = {*COMPARING, "reinforce", "reinforce++", "remax"}
+    known = {*COMPARING, "reinforce", "reinforce++", "gae", "ppo", "remax"}
     assert set(estimators.names()) == known
 
 
@@ -175,7 +175,7 @@ def test_every_estimator_is_tested_here():
     [
         ("grpo", "group_norm", "gspo", "gmpo", "cispo", "sapo", "cpgd"),
         ("dr_grpo", "reinforce++_baseline", "reinforce_baseline"),
-        ("reinforce", "reinforce++"),
+        ("reinforce", "reinforce++", "gae", "ppo"),
     ],
 )
 def test_names_of_one_estimator(names):

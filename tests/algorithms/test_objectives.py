@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from lightrft.algorithms.objectives import PolicyObjective, mismatch, sft
+from lightrft.algorithms.objectives import PolicyObjective, ValueObjective, mismatch, sft
 from lightrft.algorithms.reduce import Denominator
 from lightrft.config import AlgorithmSection
 from lightrft.types import Batch, Experience
@@ -151,3 +151,34 @@ def double_loss(logprobs, old_logprobs, advantages, *, eps_clip_low, eps_clip_hi
 def test_a_users_own_loss():
     section = AlgorithmSection(policy_loss=f"{__file__}:double_loss")
     assert evaluate(section, experience())[0] == pytest.approx(-2.0)
+
+
+# -- the critic
+
+
+def value_loss(clip: float, **columns: list[float]):
+    """Learned are values of 1, 2 and 5, which were 1.5, 2 and 3, where 0, 4 and 5.25 were right."""
+    values = torch.tensor([9.0, 1.0, 2.0, 9.0, 5.0], requires_grad=True)
+    given = {"values": [8.0, 1.5, 2.0, 8.0, 3.0], "returns": [0.0, 0.0, 4.0, 0.0, 5.25]} | columns
+    loss, report = ValueObjective(AlgorithmSection(value_clip=clip))(values, experience(**given), DENOMINATOR)
+    return loss.item(), grad(loss, values)[0].tolist(), report
+
+
+def test_value_loss_without_clip():
+    loss, gradient, report = value_loss(0)
+    assert loss == pytest.approx((1 + 4 + 0.0625) / 2 / 3)
+    assert gradient == pytest.approx([0.0, 1 / 3, -2 / 3, 0.0, -0.25 / 3])
+    assert "critic/clip" not in report
+
+
+def test_value_loss_takes_the_worse_of_new_and_clipped():
+    # clipped to 0.2: 1.3, 2, 3.2; squares 1.69 (worse than 1), 4, 4.2025 (worse than 0.0625)
+    loss, gradient, report = value_loss(0.2)
+    assert loss == pytest.approx((1.69 + 4 + 4.2025) / 2 / 3)
+    assert gradient == pytest.approx([0.0, 0.0, -2 / 3, 0.0, 0.0])
+    assert report["critic/clip"][torch.tensor(MASK)].tolist() == [True, False, True]
+
+
+def test_a_value_loss_without_returns_is_refused():
+    with pytest.raises(ValueError, match="the value loss needs values, returns in the batch"):
+        ValueObjective(AlgorithmSection())(torch.zeros(5), experience(), DENOMINATOR)

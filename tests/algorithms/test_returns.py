@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algorithms.flat import make_batch
-from lightrft.algorithms.returns import distill, gae, reward_to_go, whiten
+from lightrft.algorithms.returns import distill, explained_variance, gae, reward_to_go, whiten
 
 
 def alone(total: torch.Tensor) -> torch.Tensor:
@@ -132,6 +132,18 @@ def test_whitening_knows_all_ranks():
     whiten(values[2:], mask[2:], lambda total: seen.append(total) or total)  # what the other rank adds
     others = iter([seen[0], (values[2:].double() - 4).square().sum()])
     assert whiten(values[:2], mask[:2], lambda total: total + next(others)).tolist() == whole[:2].tolist()
+
+
+def test_explained_variance_by_hand_over_all_ranks():
+    # returns 1, 3, 8: squares around 4 are 26; unexplained 0, 1, 2: squares around 1 are 2
+    values, returns = torch.tensor([1.0, 77.0, 2.0, 6.0]), torch.tensor([1.0, 55.0, 3.0, 8.0])
+    mask = torch.tensor([True, False, True, True])
+    assert explained_variance(values, returns, mask, alone).item() == pytest.approx(1 - 2 / 26)
+    others = iter([torch.tensor([2.0, 11.0, 3.0]), torch.tensor([17.0, 1.0])])  # of the last two, around 4 and 1
+    part = explained_variance(values[:2], returns[:2], mask[:2], lambda total: total + next(others))
+    assert part.item() == pytest.approx(1 - 2 / 26)
+    assert not explained_variance(values, torch.ones(4), mask, alone).isfinite()
+    assert not explained_variance(values, returns, torch.zeros(4, dtype=torch.bool), alone).isfinite()
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, -7.3])

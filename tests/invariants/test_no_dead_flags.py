@@ -21,6 +21,7 @@ MARKED = ["--policy_loss=kl_cov", "--cov_ratio=0.3"]
 DRAWN = ["--policy_loss=clip_cov", "--cov_ratio=0.3", "--clip_cov_range", "-9", "9"]
 OVERLONG = ["--overlong_buffer", "--overlong_buffer_len=2"]
 KL = ["--init_kl_coef=0.5", "--use_kl_loss=false", "--kl_estimator=k1"]
+CRITIC = ["--advantage_estimator=gae", "--critic_learning_rate=1e-3"]
 """What a flag needs beside it."""
 
 TURNED: dict[str, tuple[list[str], list[str]]] = {
@@ -45,6 +46,8 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "use_engine_logprobs": ([], ["--use_engine_logprobs"]),
     "loss_agg_mode": ([], ["--loss_agg_mode=seq-mean-token-sum"]),
     "gamma": ([], ["--gamma=0.5"]),
+    "lambd": (CRITIC, ["--lambd=0.5"]),
+    "value_clip": (CRITIC, ["--value_clip=0.001"]),
     "pass_k": (["--advantage_estimator=pass_at_k"], ["--pass_k=1"]),
     "advantages_norm": ([], ["--advantages_norm"]),
     "advantage_clip": ([], ["--advantage_clip=0.05"]),
