@@ -126,6 +126,8 @@ class EngineSection:
     """Prompts that the hf engine generates at once."""
     weight_sync_bucket_mb: int = 512
     """Size of one bucket of the weight stream; the peak extra memory is about two of them."""
+    verify_weight_sync: bool = True
+    """Compare fingerprints of all weights, sent and in the engine, after every stream, and stop the run where they differ."""
 
 
 @dataclass

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightrft.config import EngineSection
 from lightrft.engine.expected import Vocabulary
 from lightrft.engine.first_token import Done, first_token_apart
+from lightrft.engine.proof import Fingerprints
 from lightrft.engine.requests import Request, Sampling, strange
 from lightrft.engine.stops import StopStrings
 from lightrft.parallel.collectives import Axis
@@ -68,6 +69,8 @@ class Engine(ABC):
         self.awake: set[Part] = {"weights", "kv_cache"}
         self.weights_valid = True
         """False from a sleep of level 2, or a broken stream, until the next complete one."""
+        self.proof_dtype: torch.dtype | None = None
+        """What is streamed must be found in the engine, compared in this dtype, its own; None: nobody looks."""
         self.closed = False
         self._failure: BaseException | None = None
 
@@ -105,17 +108,21 @@ class Engine(ABC):
         """Take over a complete set of weights: exactly the expected names and shapes, full tensors.
 
         A wrong, missing or repeated name raises ValueError and leaves the engine unusable until a complete stream came.
-        Caches computed with the old weights are dropped.
+        Caches computed with the old weights are dropped. EngineError, on all ranks of the engine, when what it computes with
+        afterwards is not what was streamed, or a cache is left.
         """
         self._check_usable()
         if "weights" not in self.awake:
             raise EngineError('load_weights() on a sleeping engine: call wake("weights") first')
         self.weights_valid = False
         stream = self._checked(named_tensors)
-        self._load_weights(stream)
+        sent = self._fingerprints(self.proof_dtype) if self.proof_dtype else None
+        self._load_weights(stream if sent is None else sent.watch(stream))
         for name, _ in stream:  # the end of the stream is where missing names are found
             raise EngineError(f"{type(self).__name__} stopped reading the weight stream at {name}")
         self.reset_cache()
+        if sent is not None:
+            self._prove(sent)
         self.version = version
         self.weights_valid = True
 
@@ -173,7 +180,33 @@ class Engine(ABC):
     @abstractmethod
     def _close(self) -> None: ...
 
+    # -- what an adapter implements to prove its weights
+
+    def _fingerprints(self, dtype: torch.dtype) -> Fingerprints:
+        """Empty ones; here for an engine that keeps every weight as it came."""
+        return Fingerprints(self.expected, dtype, slices=self.axis.size)
+
+    def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
+        """prints.numbers() of all that this rank's part of the engine computes with, read now and where it lies."""
+        raise EngineError(f"--verify_weight_sync: {type(self).__name__} cannot tell its weights; use --no_verify_weight_sync")
+
+    def _num_cached(self) -> int:
+        """Blocks of prefixes that the next request could still use."""
+        return 0
+
     # -- shared checks
+
+    def _prove(self, sent: Fingerprints) -> None:
+        """EngineError unless the engine has what was sent, and nothing computed before."""
+        held = [self.axis.sum(numbers) for numbers in self._held(self._fingerprints(sent.dtype))]
+        problems = []
+        if wrong := sent.wrong(held):
+            problems.append(f"{wrong[0]} in the engine is not what was sent ({len(wrong)} of {len(self.expected)} differ)")
+        if cached := self._num_cached():
+            problems.append(f"{cached} blocks of the prefix cache are of the old weights")
+        for rank, problem in enumerate(self.axis.gather("; ".join(problems))):
+            if problem:
+                raise EngineError(f"weight sync, rank {rank} of the engine: {problem}")
 
     def _checked(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Pass the stream on, comparing every name and shape with the expected ones."""

@@ -25,7 +25,9 @@ def build_engine(section: EngineSection, **setup) -> Engine:
     """
     name = _resolve(section.engine_type)
     module, _, adapter = ENGINES[name].partition(":")
-    return getattr(importlib.import_module(module), adapter)(EngineSetup(section=section, **setup))
+    engine: Engine = getattr(importlib.import_module(module), adapter)(EngineSetup(section=section, **setup))
+    engine.proof_dtype = setup["dtype"] if section.verify_weight_sync else None
+    return engine
 
 
 def _resolve(name: str) -> str:

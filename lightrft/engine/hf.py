@@ -12,6 +12,7 @@ from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.engine.base import Engine, EngineSetup, Part
 from lightrft.engine.expected import Vocabulary, expected_parameters
 from lightrft.engine.first_token import Done
+from lightrft.engine.proof import Fingerprints
 from lightrft.engine.requests import Request, Sampling
 from lightrft.engine.stops import StopStrings
 from lightrft.parallel.device import release_cached_memory
@@ -109,6 +110,14 @@ class HFEngine(Engine):
         parameters = dict(self.model.named_parameters())
         for name, tensor in named_tensors:
             parameters[name].copy_(tensor)
+
+    def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
+        for name, parameter in self.model.named_parameters():
+            prints.add(name, parameter)
+        return prints.numbers(self.device)
+
+    def _num_cached(self) -> int:
+        return 0
 
     def _sleep(self, level: int) -> None:
         """Buffers stay: they are small, and those outside the checkpoint (rotary frequencies) come in no stream."""

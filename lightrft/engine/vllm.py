@@ -9,7 +9,7 @@ import os
 import random
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -22,6 +22,8 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from lightrft.engine.base import Engine, EngineError, EngineSetup, Part
 from lightrft.engine.expected import Vocabulary, expected_parameters
 from lightrft.engine.first_token import Done
+from lightrft.engine.fused import PARTS, FusedWeights
+from lightrft.engine.proof import Fingerprints
 from lightrft.engine.requests import Request, Sampling
 from lightrft.engine.weights import Named
 from lightrft.parallel.collectives import Axis
@@ -53,11 +55,15 @@ TESTED = ("0.32.0", "0.33.0")
 class _Shim:
     """Everything that is not vLLM's documented offline interface, so that a new version is checked here."""
 
-    def __init__(self, llm: LLM):
+    def __init__(self, llm: LLM, names: Collection[str]):
         """vLLM shuts itself down when its client is collected and at exit, and then destroys the trainer's process group."""
         self.llm = llm
         llm.llm_engine.engine_core._finalizer.detach()
         atexit.register(gc.unfreeze)  # it froze every object; unfrozen ones are collected in order, without complaints
+        (self.model,) = llm.apply_model(lambda model: model)
+        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
+        parts = getattr(self.model, "packed_modules_mapping", PARTS)
+        self.weights = FusedWeights(self.model, names, rename=mapper.map_name if mapper else str, parts=parts, packs=_packs)
 
     def reload_weights(self, named_tensors: Iterator[Named]) -> None:
         """Full tensors under Hugging Face names; vLLM slices, fuses and repacks them layer by layer.
@@ -65,7 +71,7 @@ class _Shim:
         It must see the stream end: an exception in between leaves half of its layers without storage.
         """
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
-        self.llm.apply_model(_repack_tied_layers)
+        _renew_tied_layers(self.model)
 
     def submit(self, name: str, token_ids: list[int], parameters: SamplingParams) -> None:
         self.llm.llm_engine.add_request(name, tokens_input(token_ids), parameters)
@@ -87,9 +93,12 @@ class _Shim:
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()  # the scheduler's; reload_weights clears only the runner's
 
+    def num_cached_blocks(self) -> int:
+        return len(self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
+
     def destroy_weights(self) -> None:
         """Stands for a sleep of level 2 where vLLM has none: what is computed without a new stream is NaN."""
-        self.llm.apply_model(_fill_with_nan)
+        _fill_with_nan(self.model)
 
     def shutdown(self) -> None:
         """Its workers and their groups only."""
@@ -137,7 +146,10 @@ class VLLMEngine(Engine):
         with _random_state_kept(self.device), memory, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._llm = LLM(**_arguments(setup))
-        self._shim = _Shim(self._llm)
+        self._shim = _Shim(self._llm, self.expected)
+        if unknown := self._shim.weights.unknown:
+            logger.warning("--verify_weight_sync cannot find {} of {} weights in vLLM, such as {}: the proof leaves them out",
+                           len(unknown), len(self.expected), unknown[0])
         self.weights_valid = not setup.from_stream
 
     def reset_cache(self) -> None:
@@ -198,6 +210,17 @@ class VLLMEngine(Engine):
         if failures:
             raise failures[0]
 
+    def _fingerprints(self, dtype: torch.dtype) -> Fingerprints:
+        return self._shim.weights.fingerprints(self.expected, dtype, self.axis.size)
+
+    def _held(self, prints: Fingerprints) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._stance():
+            self._shim.weights.add_to(prints)
+        return prints.numbers(self.device)
+
+    def _num_cached(self) -> int:
+        return self._shim.num_cached_blocks()
+
     def _sleep(self, level: int) -> None:
         if not self.on_cpu:
             self._llm.sleep(level)
@@ -257,15 +280,18 @@ def _check_version(version: str) -> None:
         logger.warning("vllm {} is outside the tested range: {} <= version < {}", version, first, beyond)
 
 
-def _repack_tied_layers(model: torch.nn.Module) -> None:
-    """On CPUs a layer computes with a packed copy of its weight; reloading does not renew that of a tied output layer."""
-    seen: set[int] = set()
+def _packs(layer: torch.nn.Module) -> bool:
+    """On CPUs a layer multiplies with a packed copy of its weight, and mostly keeps nothing else."""
+    return "cpu_linear" in vars(layer)
+
+
+def _renew_tied_layers(model: torch.nn.Module) -> None:
+    """Reloading packs a tied weight anew for the layer that loads it; a tied output layer takes that packed copy over."""
+    first: dict[int, torch.nn.Module] = {}
     for layer in model.modules():
         weight = layer._parameters.get("weight")
-        if weight is not None and weight.device.type == "cpu":
-            if id(weight) in seen:
-                layer.quant_method.process_weights_after_loading(layer)
-            seen.add(id(weight))
+        if weight is not None and _packs(layer) and first.setdefault(id(weight), layer) is not layer:
+            layer.cpu_linear = first[id(weight)].cpu_linear
 
 
 def _fill_with_nan(model: torch.nn.Module) -> None:

@@ -8,9 +8,10 @@ import inspect
 import random
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import pytest
@@ -208,6 +209,82 @@ def a_stream_that_raises_is_repaired(bench: Bench) -> None:
         bench.engine.load_weights(broken(), 9)
     with pytest.raises(EngineError, match="load_weights"):
         bench.greedy()
+    bench.load(bench.model)
+    assert bench.greedy() == bench.expected
+
+
+@contextmanager
+def _tampered(engine: Engine, tamper: Callable[[dict[str, torch.Tensor]], None]) -> Iterator[None]:
+    """Inside, the engine takes over what came, whose fingerprints are known by then, and after that something else."""
+    load = engine._load_weights
+
+    def load_twice(named_tensors: Iterator) -> None:
+        came = dict(named_tensors)
+        load(iter(came.items()))
+        changed = {name: tensor.detach().clone() for name, tensor in came.items()}
+        tamper(changed)
+        load(iter(changed.items()))
+
+    engine._load_weights = load_twice
+    try:
+        yield
+    finally:
+        del engine._load_weights
+
+
+def _is_noticed(bench: Bench, tamper: Callable[[dict[str, torch.Tensor]], None], name: str) -> None:
+    """The error names the weight, nothing is generated with it, a complete stream repairs."""
+    with _tampered(bench.engine, tamper), pytest.raises(EngineError, match=f"{name} in the engine is not what was sent"):
+        bench.load(bench.model, 9)
+    with pytest.raises(EngineError, match="load_weights"):
+        bench.greedy()
+    bench.load(bench.model)
+
+
+def one_wrong_element_is_named(bench: Bench) -> None:
+    """In every weight, somewhere, with the other sign."""
+
+    def flip(name: str, tensors: dict[str, torch.Tensor]) -> None:
+        flat = tensors[name].view(-1)
+        flat[len(flat) * 2 // 3] *= -1
+
+    for name in bench.engine.expected:
+        _is_noticed(bench, partial(flip, name), name)
+    assert bench.greedy() == bench.expected
+
+
+def a_weight_that_stays_the_old_one_is_named(bench: Bench) -> None:
+    old = perturbed(bench.model, 41)
+    for name in ("model.layers.0.self_attn.v_proj.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
+        _is_noticed(bench, lambda tensors, name=name: tensors.update({name: old.get_parameter(name).detach()}), name)
+    assert bench.greedy() == bench.expected
+
+
+def swapped_weights_are_named(bench: Bench) -> None:
+    """Of one fused layer, of one shape in two layers; rows and columns of one weight."""
+    layers = "model.layers.0.", "model.layers.1."
+    for first, second in (("self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+        for one, other in ((layers[0] + first, layers[0] + second), (layers[0] + second, layers[1] + second)):
+            _is_noticed(bench, partial(_swap, f"{one}.weight", f"{other}.weight"), f"({one}|{other}).weight")
+    for name in ("model.embed_tokens.weight", layers[1] + "self_attn.o_proj.weight", layers[0] + "mlp.down_proj.weight"):
+        for dim in (0, 1):
+            _is_noticed(bench, lambda tensors, name=name, dim=dim: tensors.update({name: tensors[name].roll(1, dim)}), name)
+    assert bench.greedy() == bench.expected
+
+
+def _swap(one: str, other: str, tensors: dict[str, torch.Tensor]) -> None:
+    tensors[one], tensors[other] = tensors[other], tensors[one]
+
+
+def a_stale_prefix_cache_is_noticed(bench: Bench) -> None:
+    """An engine that keeps no prefixes between calls has nothing to forget."""
+    bench.generate([[(7 * position) % 250 for position in range(200)]], GREEDY)
+    if type(bench.engine).__name__ == "HFEngine":
+        return
+    bench.engine.reset_cache = lambda: None
+    with pytest.raises(EngineError, match="blocks of the prefix cache are of the old weights"):
+        bench.load(bench.model)
+    del bench.engine.reset_cache
     bench.load(bench.model)
     assert bench.greedy() == bench.expected
 
@@ -525,6 +602,10 @@ def a_tied_model_comes_by_stream(bench: Bench) -> None:
     for model in (bench.model, perturbed(bench.model, 2), bench.model):
         bench.load(model)
         assert bench.greedy() == reference_greedy(model)
+
+
+def a_wrong_element_of_a_tied_model_is_named(bench: Bench) -> None:
+    one_wrong_element_is_named(bench)
 
 
 def a_tied_model_sleeps(bench: Bench) -> None:

@@ -1,0 +1,125 @@
+"""Where the weights of a Hugging Face model lie in the layers of vLLM and SGLang, which fuse, cut, repeat, pad and pack them.
+
+Both describe their layers by the same names and numbers.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from lightrft.engine.proof import Fingerprints, signs
+
+PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+"""Fused layer -> the layers of the Hugging Face model that it is made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """These rows of a layer's parameter are the part of the tensor `name` that begins at `row` and `column`."""
+
+    name: str
+    layer: nn.Module
+    attribute: str
+    rows: slice
+    row: int = 0
+    column: int = 0
+
+    @property
+    def tensor(self) -> Tensor:
+        return getattr(self.layer, self.attribute)[self.rows]
+
+
+class FusedWeights:
+    """Of one rank's part of a model: the weights that are there, and those that layers multiply with in another form.
+
+    `rename` gives the engine's name of a weight before fusing, `packs` says whether a layer computes with another form.
+    """
+
+    def __init__(
+        self, model: nn.Module, names: Collection[str], *, rename: Callable[[str], str | None] = str,
+        parts: Mapping[str, list[str]] = PARTS, packs: Callable[[nn.Module], bool] = lambda _: False,
+    ):  # fmt: skip
+        self.raw: list[Piece] = []
+        self.packed: list[Piece] = []
+        self.unknown: list[str] = []
+        """Weights whose place is not known."""
+        places = dict(model.named_modules(remove_duplicate=False))
+        users: dict[nn.Parameter, list[nn.Module]] = {}
+        for layer in places.values():
+            for parameter in layer._parameters.values():
+                if parameter is not None:
+                    users.setdefault(parameter, []).append(layer)
+        for name in names:
+            found = list(_pieces(name, rename(name), parts, places))
+            self.unknown += [] if found else [name]
+            for piece in found:
+                self._add(piece, users[getattr(piece.layer, piece.attribute)], packs)
+
+    def fingerprints(self, shapes: Mapping[str, torch.Size], dtype: torch.dtype, slices: int) -> Fingerprints:
+        """Empty ones for what can be compared here."""
+        bits, products = ({piece.name: None for piece in pieces} for pieces in (self.raw, self.packed))
+        return Fingerprints(shapes, dtype, slices=slices, bits=bits, products=products)
+
+    @torch.inference_mode()
+    def add_to(self, prints: Fingerprints) -> None:
+        for piece in self.raw:
+            prints.add(piece.name, piece.tensor, row=piece.row, column=piece.column)
+        results: dict[nn.Module, Tensor] = {}
+        for piece in self.packed:
+            cut = _is(piece.layer, "RowParallelLinear")
+            columns = piece.layer.input_size_per_partition if cut else prints.shapes[piece.name][1]
+            if piece.layer not in results:
+                x = signs(piece.column, columns, piece.layer.weight.device).to(prints.dtype)
+                results[piece.layer] = piece.layer.quant_method.apply(piece.layer, x[None], None)[0].double()
+            values = results[piece.layer][piece.rows]
+            prints.add_product(piece.name, values, len(values) * columns, row=piece.row)
+
+    def _add(self, piece: Piece, users: list[nn.Module], packs: Callable[[nn.Module], bool]) -> None:
+        if piece.tensor.numel():
+            self.raw.append(piece)
+        if piece.attribute == "weight":
+            layers = [layer for layer in dict.fromkeys(users) if _multiplies(layer, users.count(layer)) and packs(layer)]
+            self.packed += [replace(piece, layer=layer) for layer in layers]
+
+
+def _pieces(name: str, renamed: str | None, parts: Mapping[str, list[str]], places: Mapping[str, nn.Module]) -> Iterator[Piece]:
+    """None where the engine has no such layer."""
+    path, _, attribute = (renamed or "").rpartition(".")
+    own = name.split(".")[-2]
+    fused = next((fused for fused, its_parts in parts.items() if own in its_parts), None)
+    if fused is not None:
+        path = f"{path.rpartition('.')[0]}.{fused}"
+    layer = places.get(path)
+    if layer is not None and getattr(layer, attribute, None) is not None:
+        part = None if fused is None else parts[fused].index(own)
+        for rows, row, column in _places(layer, attribute, part):
+            yield Piece(name, layer, attribute, rows, row, column)
+
+
+def _places(layer: nn.Module, attribute: str, part: int | None) -> Iterator[tuple[slice, int, int]]:
+    """(rows of the layer's parameter, row and column of the full tensor), of one part of a fused layer or of all of them."""
+    if _is(layer, "VocabParallelEmbedding"):
+        own = layer.shard_indices
+        yield slice(own.org_vocab_end_index - own.org_vocab_start_index), own.org_vocab_start_index, 0
+    elif _is(layer, "ColumnParallelLinear"):
+        here = full = 0
+        for index, size in enumerate(layer.output_partition_sizes):
+            repeated = layer.num_kv_head_replicas if _is(layer, "QKVParallelLinear") and index > 0 else 1
+            if part in (None, index):
+                yield slice(here, here + size), (full if part is None else 0) + layer.tp_rank // repeated * size, 0
+            here, full = here + size, full + size * layer.tp_size // repeated
+    else:
+        cut = _is(layer, "RowParallelLinear") and attribute == "weight"
+        yield slice(None), 0, layer.tp_rank * layer.input_size_per_partition if cut else 0
+
+
+def _multiplies(layer: nn.Module, uses: int) -> bool:
+    """Not an embedding alone; a tied head is another layer with its weight, or the same one under another name."""
+    return not _is(layer, "VocabParallelEmbedding") or _is(layer, "ParallelLMHead") or uses > 1
+
+
+def _is(layer: nn.Module, kind: str) -> bool:
+    """Whether the layer's class has this name or one of its parents has: the classes are another library's."""
+    return any(cls.__name__ == kind for cls in type(layer).__mro__)
