@@ -117,5 +117,5 @@ def mismatch(trainer_logprobs: Tensor, engine_logprobs: Tensor) -> Report:
     return {
         "engine/logprob_mismatch": difference,
         "engine/logprob_mismatch_max": difference,
-        "engine/probability_ratio": torch.exp(difference),
+        "engine/logprob_mismatch_exp": torch.exp(difference),
     }

@@ -140,6 +140,16 @@ class RolloutSection:
     """Longest response in tokens."""
     temperature: float = 1.0
     """Sampling temperature; log-probs are taken at it everywhere."""
+    top_p: float = 1.0
+    """Sample only from the most likely tokens that reach this probability together; log-probs are of that part everywhere."""
+    top_k: int = 0
+    """Sample only from the k most likely tokens, as with top_p; 0: from all."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a response, special tokens counted; the token that completes one is the response's last."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Tokens that end a response, beside the model's end tokens."""
+    first_token_temperature: float | None = None
+    """Sample the first token at this temperature, for variety (FIRE; 30 in the paper). That token is not learned."""
 
 
 @dataclass

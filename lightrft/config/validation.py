@@ -12,6 +12,7 @@ from lightrft.config.sections import (
     ConfigError,
     ModelSection,
     RewardSection,
+    RolloutSection,
     StrategySection,
     needs_critic,
     needs_reference,
@@ -31,8 +32,7 @@ def validate(config: Config, *, door: str, world_size: int) -> None:
     problems = _missing_inputs(config, door)
     owners = section_of_field()
     problems += [f"--{name} must be at least 1" for name in COUNTS if getattr(getattr(config, owners[name]), name) < 1]
-    if config.rollout.temperature <= 0:
-        problems.append("--temperature must be above 0; evaluation is greedy by itself")
+    problems += _sampling_problems(config.rollout)
     if len(config.optim.adam_betas) != 2:
         problems.append("--adam_betas takes two numbers")
     if door == "train_ppo":
@@ -49,7 +49,7 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
     """What the user wrote that changes nothing in this run, each with the reason."""
     owners = section_of_field()
     used = DOORS[door]
-    training = {f.name for f in fields(RewardSection)} - {"reward"} | {"lora_rank", *LORA, "freeze_prefix"}
+    training = {f.name for f in fields(RewardSection)} - {"reward"} | {"lora_rank", *LORA, "freeze_prefix", *RANDOM}
     idle = {name for name, section in owners.items() if section not in used} | (training if door == "evaluate" else set())
     unused = [f"--{name} has no effect in {door}" for name in sorted(written & idle)]
     conditional = {
@@ -88,6 +88,9 @@ LORA = ("lora_alpha", "lora_dropout", "target_modules")
 CRITIC = ("critic_pretrain", "critic_learning_rate", "lambd", "value_clip")
 """Fields of the critic."""
 
+RANDOM = ("temperature", "top_p", "top_k", "first_token_temperature")
+"""Fields of sampling that greedy responses do not know."""
+
 ZERO = ("zero_stage", "zpg", "adam_offload", "param_offload", "overlap_comm", "grad_accum_dtype")
 """Fields of DeepSpeed alone."""
 
@@ -111,6 +114,19 @@ def _missing_inputs(config: Config, door: str) -> list[str]:
     if not getattr(config.data, data_flag):
         problems.append(f"--{data_flag} is empty: give a JSONL or parquet file, a folder of them, or a hub name")
     return problems
+
+
+def _sampling_problems(rollout: RolloutSection) -> list[str]:
+    first = rollout.first_token_temperature
+    impossible = {
+        "--temperature must be above 0; evaluation is greedy by itself": rollout.temperature <= 0,
+        "--top_p must be above 0 and at most 1, which is all tokens": not 0 < rollout.top_p <= 1,
+        "--top_k must not be negative; 0 is all tokens": rollout.top_k < 0,
+        "--stop takes texts that are not empty": "" in rollout.stop,
+        "--stop_token_ids takes tokens, which are not negative": any(token < 0 for token in rollout.stop_token_ids),
+        "--first_token_temperature must be above 0; leave it out for the same as of the others": first is not None and first <= 0,
+    }
+    return [problem for problem, holds in impossible.items() if holds]
 
 
 def _layout_problems(config: Config, world_size: int) -> list[str]:

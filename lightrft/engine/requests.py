@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from lightrft.algorithms.truncation import Truncation
+from lightrft.config import RolloutSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +36,27 @@ class Sampling:
     banned_token_ids: tuple[int, ...] = ()
     """Never sampled. The placeholders of images, videos and audio never are, whatever stands here."""
 
+    @classmethod
+    def of(cls, section: RolloutSection, **own: Any) -> Self:
+        """What the flags say, and `own` on top of it."""
+        said = {
+            "n": section.n_samples_per_prompt, "max_tokens": section.generate_max_len, "temperature": section.temperature,
+            "top_p": section.top_p, "top_k": section.top_k, "stop": tuple(section.stop),
+            "stop_token_ids": tuple(section.stop_token_ids), "first_token_temperature": section.first_token_temperature,
+        }  # fmt: skip
+        return cls(**said | own)
+
+    @classmethod
+    def greedy(cls, section: RolloutSection, **own: Any) -> Self:
+        """The most likely response, once, within the same limits."""
+        return cls.of(section, **{"n": 1, "temperature": 0.0, "first_token_temperature": None} | own)
+
     @property
     def truncation(self) -> Truncation:
         """The part of the vocabulary that it samples from."""
         return Truncation(top_k=self.top_k, top_p=self.top_p, banned=self.banned_token_ids)
 
-    def resolved(self, placeholders: tuple[int, ...]) -> "Sampling":
+    def resolved(self, placeholders: tuple[int, ...]) -> Self:
         """As adapters see it: every banned token named, and what is nothing to greedy sampling left out."""
         banned = tuple(sorted({*self.banned_token_ids, *placeholders}))
         greedy = {"top_p": 1.0, "top_k": 0} if self.temperature == 0 else {}

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.models.attention import Layout
 from lightrft.models.vocabulary import head_logprobs
 from lightrft.parallel.sequence import UNDIVIDED, Undivided
@@ -30,10 +31,11 @@ class Actor(nn.Module):
         self.sequence: Undivided = UNDIVIDED
         self.logit_scale = logit_scale(language_model)
 
-    def forward(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch, temperature: float, truncation: Truncation = ALL) -> tuple[Tensor, Tensor]:
         """log p(token | the tokens before it in its sequence) at `temperature`, and the entropy there: [T] float32 each.
 
-        Both are 0 for tokens that are not learned; the head is not even computed there.
+        With a truncation both are of the part of the vocabulary that was sampled from. They are 0 for tokens that are not
+        learned; the head is not even computed there.
         """
         whole = filled(batch, self.sequence.multiple)
         hidden = hidden_states(self.language_model, whole, self.sequence)
@@ -41,7 +43,7 @@ class Actor(nn.Module):
         asked = send(self.sequence.own(before, whole.num_tokens), hidden.device)
         here = self.sequence.positions(whole.num_tokens, hidden.device)
         weight, targets = self.language_model.get_output_embeddings().weight, whole.input_ids[here[asked] + 1]
-        values = head_logprobs(hidden[asked], weight, targets, temperature=temperature / self.logit_scale)
+        values = head_logprobs(hidden[asked], weight, targets, temperature=temperature / self.logit_scale, truncation=truncation)
         zeros = torch.zeros(len(hidden), device=hidden.device)
         mine = torch.stack([zeros.index_put((asked,), value) for value in values], dim=1)
         logprobs, entropy = self.sequence.gather(mine).roll(1, 0)[: batch.num_tokens].unbind(1)

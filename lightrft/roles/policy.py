@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.engine.base import Sampling
 from lightrft.models.heads import Actor
 from lightrft.models.lora import adapted_layers, adapters_off, joined
@@ -46,18 +47,20 @@ class Policy(Role):
         reference: Actor | None = None,
         average: Actor | None = None,
         temperature: float = 1.0,
+        truncation: Truncation = ALL,
         tokenizer: PreTrainedTokenizerBase | None = None,
         **limits: Any,
     ):
         """An actor with adapters may be its own `reference`: it is asked without them. `average` is not frozen, and follows the
-        actor. `limits` are those of Role: max_tokens, batching.
+        actor. All log-probs are of what is sampled from: at `temperature`, of the part of the vocabulary that `truncation`
+        leaves. `limits` are those of Role: max_tokens, batching.
         """
         super().__init__(strategy, actor, optimizer, scheduler, **limits)
         if reference is actor and not adapted_layers(actor.language_model):
             raise ValueError("an actor without adapters cannot be its own reference")
         self.reference = reference
         self.average = average
-        self.temperature = temperature
+        self.temperature, self.truncation = temperature, truncation
         self.tokenizer = tokenizer
         self._generations = 0
         self._version_before_refit: int | None = None
@@ -71,12 +74,12 @@ class Policy(Role):
 
     def get_logprobs(self, batch: Mapping[str, Any], mbs: int | None = None) -> dict[str, Tensor]:
         """`logprobs` [B, S] float32: log p of every token after those before it. Column 0 and the padding are 0."""
-        return {"logprobs": self._answer(batch, self.actor, lambda part: self.actor(part, self.temperature)[0], mbs)}
+        return {"logprobs": self._answer(batch, self.actor, lambda part: self._ask(self.actor, part)[0], mbs)}
 
     def get_reference_logprobs(self, batch: Mapping[str, Any], mbs: int | None = None) -> dict[str, Tensor]:
         """`reference_logprobs` [B, S]: the same under the reference model."""
         with self._reference() as reference:
-            values = self._answer(batch, reference, lambda part: reference(part, self.temperature)[0], mbs)
+            values = self._answer(batch, reference, lambda part: self._ask(reference, part)[0], mbs)
         return {"reference_logprobs": values}
 
     def logprobs(self, batch: Batch, rows: Rows) -> Tensor:
@@ -85,17 +88,17 @@ class Policy(Role):
 
     def logprobs_and_entropy(self, batch: Batch, rows: Rows) -> tuple[Tensor, Tensor]:
         """The same, and the entropy of the distribution that each learned token was drawn from: [T], [T]."""
-        both = self._infer(self.actor, lambda part: torch.stack(self.actor(part, self.temperature), dim=1), batch, rows)
+        both = self._infer(self.actor, lambda part: torch.stack(self._ask(self.actor, part), dim=1), batch, rows)
         return both[:, 0], both[:, 1]
 
     def reference_logprobs(self, batch: Batch, rows: Rows) -> Tensor:
         """log p of every learned token under the reference model: [T]."""
         with self._reference() as reference:
-            return self._infer(reference, lambda part: reference(part, self.temperature)[0], batch, rows)
+            return self._infer(reference, lambda part: self._ask(reference, part)[0], batch, rows)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Report]:
         """Log-probs of learned tokens [T], 0 elsewhere; their entropy goes into the batch."""
-        logprobs, batch.entropy = self.actor(batch, self.temperature)
+        logprobs, batch.entropy = self._ask(self.actor, batch)
         return logprobs, {"train/entropy": batch.entropy.detach()}
 
     def update_average(self, beta: float) -> None:
@@ -117,11 +120,11 @@ class Policy(Role):
         flat = flatten(batch, self.strategy.mesh.data).batch
         prompts = [ids.tolist() for ids in flat.input_ids.split(flat.lengths.tolist())]
         self._generations += 1
-        sampling = Sampling(
-            max_tokens=self.strategy.config.generate_max_len,
-            temperature=0.0 if greedy else self.temperature,
+        sampling = Sampling.of(
+            self.strategy.config, n=1, temperature=0.0 if greedy else self.temperature, first_token_temperature=None,
+            top_p=self.truncation.top_p, top_k=self.truncation.top_k, banned_token_ids=self.truncation.banned,
             seed=self.strategy.seed * 1_000_003 + self._generations,
-        )
+        )  # fmt: skip
         completions = self.strategy.gather_and_generate(sampling, prompts)
         return self._generated(prompts, [samples[0] for samples in completions])
 
@@ -236,6 +239,10 @@ class Policy(Role):
         if self._profiler is not None:
             self.stop_profiling()
         self.strategy.close()
+
+    def _ask(self, model: Actor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Log-probs of learned tokens, 0 elsewhere, and their entropy: [T], [T]."""
+        return model(batch, self.temperature, self.truncation)
 
     @contextmanager
     def _reference(self) -> Iterator[Actor]:

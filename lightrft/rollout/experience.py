@@ -45,18 +45,25 @@ class ExperienceMaker:
         shape: RewardShaper,
         kl_coefficient: KLCoefficient,
         critic: Critic | None = None,
+        first_token_apart: bool = False,
     ):
-        """ValueError for an estimator that needs what this run does not make."""
+        """`first_token_apart`: first tokens were sampled from another distribution than the policy's and are not learned.
+
+        ValueError for an estimator that needs what this run does not make.
+        """
         self.policy, self.critic, self.section, self.train = policy, critic, algorithm, train
         self.shape, self.kl_coefficient, self.kl = shape, kl_coefficient, kl_estimators[algorithm.kl_estimator]
         self.estimator: Estimator = resolve(estimators, algorithm.advantage_estimator, given=("lengths",))
         self.mark = marks[algorithm.policy_loss] if algorithm.policy_loss in marks else None
+        self.first_token_apart = first_token_apart
         self.data = policy.strategy.mesh.data
 
     def __call__(self, samples: list[Sample], metrics: Metrics) -> Planned:
         first_row = sum(self.data.gather(len(samples))[: self.data.rank])
         experience = flatten(samples, first_row=first_row)
         filters.leave_out(experience, filters.by_length(samples, self.section))
+        if self.first_token_apart:
+            filters.leave_out_first_tokens(experience)
         judged = Judged.share(self.data, samples, first_row=first_row)
         rewards, groups = judged.totals()
         kept = filters.by_difficulty(rewards, groups, self.section)

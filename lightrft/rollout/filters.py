@@ -34,3 +34,9 @@ def by_entropy(experience: Experience, section: AlgorithmSection) -> Tensor:
 def leave_out(experience: Experience, kept: Tensor) -> None:
     """Only the sequences that are `kept` [N] stay learned."""
     experience.loss_mask = experience.loss_mask & kept[experience.sequence_ids]
+
+
+def leave_out_first_tokens(experience: Experience) -> None:
+    """The first token of each response is as one of its prompt: the others stay learned."""
+    learned = experience.loss_mask
+    experience.loss_mask = learned & learned.roll(1)  # before the first one stands a token of the prompt

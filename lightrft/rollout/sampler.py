@@ -19,13 +19,11 @@ class Sampler:
 
     def __call__(self, prompts: list[Prompt], *, seed: int) -> list[Sample]:
         """`n_samples_per_prompt` samples for each of this rank's prompts. `prompts` are those of all ranks."""
-        section = self.section
-        count, longest = section.n_samples_per_prompt, section.generate_max_len
-        return self._sample(prompts, Sampling(n=count, max_tokens=longest, temperature=section.temperature, seed=seed))
+        return self._sample(prompts, Sampling.of(self.section, seed=seed))
 
     def greedy(self, prompts: list[Prompt]) -> list[Sample]:
         """The most likely response to each of this rank's prompts."""
-        return self._sample(prompts, Sampling(max_tokens=self.section.generate_max_len, temperature=0.0))
+        return self._sample(prompts, Sampling.greedy(self.section))
 
     def _sample(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
         data = self.strategy.mesh.data

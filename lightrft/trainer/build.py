@@ -10,6 +10,8 @@ from lightrft.config import Config, ConfigError, needs_critic, needs_reference
 from lightrft.data.conversations import answer_problem
 from lightrft.data.loader import StepOrder
 from lightrft.data.prompts import load_prompts
+from lightrft.engine.expected import placeholder_token_ids
+from lightrft.engine.requests import Sampling
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer, load_tokenizer
 from lightrft.models.trainable import choose_trained
@@ -26,6 +28,9 @@ from lightrft.strategy import StrategyBase
 from lightrft.trainer.ppo import PPOTrainer
 from lightrft.trainer.sft import SFTTrainer
 
+ANY_TOKEN = Sampling()
+"""Every token at its own probability: what is learned from given responses."""
+
 
 def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     tokenizer = load_tokenizer(config.model)
@@ -40,7 +45,8 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     frozen = config.train.freezing_actor_steps
     if frozen >= steps:
         raise ConfigError(f"--freezing_actor_steps {frozen} leaves none of this run's {steps} steps to the actor")
-    policy = build_policy(config, strategy, updates=(steps - frozen) * updates, reference=needs_reference(algorithm))
+    sampling, reference = Sampling.of(config.rollout), needs_reference(algorithm)
+    policy = build_policy(config, strategy, updates=(steps - frozen) * updates, reference=reference, sampling=sampling)
     critic = build_critic(config, strategy, updates=steps * updates) if needs_critic(algorithm) else None
     strategy.announce("start_engine")
     strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
@@ -61,7 +67,13 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         sampler=Sampler(strategy, tokenizer, config.rollout),
         judge=judge,
         make_experience=ExperienceMaker(
-            policy, algorithm, config.train, shape=shaper, kl_coefficient=kl_coefficient, critic=critic
+            policy,
+            algorithm,
+            config.train,
+            shape=shaper,
+            kl_coefficient=kl_coefficient,
+            critic=critic,
+            first_token_apart=sampling.first_token_temperature is not None,
         ),
         objective=PolicyObjective(algorithm, kl_coefficient),
         critic=critic,
@@ -96,14 +108,20 @@ def total_steps(config: Config, order: StepOrder) -> int:
     return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
 
 
-def build_policy(config: Config, strategy: StrategyBase, *, updates: int, reference: bool) -> Policy:
-    """The sharded actor with its optimizer and schedule over `updates` optimizer steps, and the frozen reference."""
+def build_policy(
+    config: Config, strategy: StrategyBase, *, updates: int, reference: bool, sampling: Sampling = ANY_TOKEN
+) -> Policy:
+    """The sharded actor with its optimizer and schedule over `updates` optimizer steps, and the frozen reference.
+
+    Log-probs are of the distribution that `sampling` draws from.
+    """
     optim = config.optim
     strategy.announce("load_models")
     with strategy.init_model_context():
         actor = Actor(choose_trained(load_model(config.model), config.model))
     optimizer = strategy.create_optimizer(actor, optim.actor_learning_rate, optim.adam_betas, optim.l2)
     scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
+    drawn = sampling.resolved(placeholder_token_ids(actor.language_model.config)) if sampling is not ANY_TOKEN else sampling
     actor, optimizer, scheduler = strategy.prepare((actor, optimizer, scheduler))
     frozen = actor if reference and config.model.lora_rank else None
     if reference and frozen is None:
@@ -124,7 +142,8 @@ def build_policy(config: Config, strategy: StrategyBase, *, updates: int, refere
         scheduler,
         reference=frozen,
         average=average,
-        temperature=config.rollout.temperature,
+        temperature=drawn.temperature,
+        truncation=drawn.truncation,
         max_tokens=config.train.max_tokens_per_microbatch,
         batching=config.train.batching,
     )

@@ -87,7 +87,7 @@ def test_mismatch_is_reported_between_engine_and_old_logprobs_and_has_no_gradien
         report = evaluate(AlgorithmSection(), batch, moved)[2]
         assert report["engine/logprob_mismatch"].tolist() == pytest.approx([0.0, 0.5, 0.0, 0.0, LOG2], abs=1e-6)
         assert report["engine/logprob_mismatch_max"].tolist() == report["engine/logprob_mismatch"].tolist()
-        assert report["engine/probability_ratio"].tolist() == pytest.approx([1.0, math.exp(0.5), 1.0, 1.0, 2.0], abs=1e-6)
+        assert report["engine/logprob_mismatch_exp"].tolist() == pytest.approx([1.0, math.exp(0.5), 1.0, 1.0, 2.0], abs=1e-6)
     assert not mismatch(torch.zeros(2, requires_grad=True), torch.ones(2))["engine/logprob_mismatch"].requires_grad
 
 

@@ -202,6 +202,20 @@ def test_the_kept_part_is_that_of_transformers(options):
     assert torch.equal(Truncation(**options)(logits.clone(), best).isinf(), warped.isinf())
 
 
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.7}], ids=["alone", "top-k", "top-p"])
+def test_banned_tokens_are_as_if_they_were_not_in_the_vocabulary(options):
+    hidden, weight, targets = inputs(scale=0.5)
+    banned, kept = (0, 4, V - 1), [token for token in range(V) if token not in (0, 4, V - 1)]
+    targets = torch.tensor(kept)[targets.clamp(min=0) % len(kept)]
+    values = token_logprobs(hidden, weight, targets, truncation=Truncation(banned=banned, **options), chunk=7)
+    renumbered = torch.searchsorted(torch.tensor(kept), targets)
+    expected = token_logprobs(hidden, weight[kept], renumbered, truncation=Truncation(**options), chunk=7)
+    for value, reference in zip(values, expected, strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-6, atol=2e-6)
+    logprobs, _ = token_logprobs(hidden, weight, torch.full_like(targets, 4), truncation=Truncation(banned=banned, **options))
+    assert logprobs.isfinite().all(), "a banned token that is asked for, as in a prompt, has a log-prob all the same"
+
+
 def test_tokens_of_equal_probability_stay_together():
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
     target = torch.tensor([[0]])

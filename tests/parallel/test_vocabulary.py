@@ -118,7 +118,10 @@ def test_bf16_and_several_targets(vocabulary):
         assert all(torch.equal(mine, its) for mine, its in zip(values + gradients, first, strict=True))
 
 
-@pytest.mark.parametrize("truncation", [Truncation(top_k=5), Truncation(top_p=0.8), Truncation(top_k=30, top_p=0.9)], ids=str)
+TRUNCATIONS = [Truncation(top_k=5), Truncation(top_p=0.8), Truncation(30, 0.9), Truncation(30, 0.9, (3, 50, 96))]
+
+
+@pytest.mark.parametrize("truncation", [*TRUNCATIONS, Truncation(banned=(0, 96))], ids=str)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_truncation_is_that_of_the_whole_vocabulary(tp, truncation):
     """23 rows do not divide by the number of ranks, nor do 97 tokens."""
