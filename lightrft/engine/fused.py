@@ -88,7 +88,7 @@ def _pieces(name: str, renamed: str | None, parts: Mapping[str, list[str]], plac
     """None where the engine has no such layer."""
     path, _, attribute = (renamed or "").rpartition(".")
     own = name.split(".")[-2]
-    fused = next((fused for fused, its_parts in parts.items() if own in its_parts), None)
+    fused = next((fused for fused, its_parts in parts.items() if own in its_parts and own != fused), None)
     if fused is not None:
         path = f"{path.rpartition('.')[0]}.{fused}"
     layer = places.get(path)

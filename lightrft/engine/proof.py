@@ -105,7 +105,7 @@ def bits(rows: Tensor, dtype: torch.dtype, *, place: tuple[int, int], columns: i
     of_rows = weights(place[0], len(rows), rows.device)
     total, done = torch.zeros((), dtype=torch.int64, device=rows.device), 0
     for chunk in rows.split(max(1, CHUNK_BYTES // (columns * size))):
-        sums = _words(chunk.to(dtype), word).view(len(chunk), -1, block).sum(-1) * FIRST
+        sums = _words(chunk.to(dtype), word).view(len(chunk), len(of_blocks), block).sum(-1) * FIRST
         sums ^= (sums >> 32) & 0xFFFFFFFF
         total += (sums.mul_(of_blocks).sum(1) * of_rows[done : done + len(chunk)]).sum()
         done += len(chunk)

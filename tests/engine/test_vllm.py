@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 from loguru import logger
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Phi3Config, PretrainedConfig, Qwen2Config
 
-from engine.contract import Bench, reference_greedy, start
+from engine.contract import Bench, one_wrong_element_is_named, perturbed, reference_greedy, start
+from lightrft.engine.base import EngineError
 from lightrft.parallel.mesh import Mesh
 from ranks import run_ranks
 from tiny import tiny_model
@@ -37,6 +39,46 @@ def test_two_tensor_parallel_engines_beside_each_other(tmp_path: Path) -> None:
     assert names[0] == names[1] != names[2] == names[3]
     assert len(names[0]) == len(names[2]) == 1
     assert all(line.endswith("(deleted)") for _, mapped in results for line in mapped)
+
+
+def _proof_of_every_weight(folder: str, dtype: torch.dtype) -> tuple[list[str], str]:
+    """Names that no proof covers, and what is said of a tied head that still multiplies with the old weights."""
+    mesh = Mesh("cpu")
+    engine = start("vllm", folder, mesh.world, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    bench = Bench(engine, model, mesh.world, mesh.world.rank)
+    bench.load(perturbed(model, 1))
+    one_wrong_element_is_named(bench)
+    stale = ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightrft.engine.vllm._renew_tied_layers", lambda model: None)
+        if model.config.tie_word_embeddings:
+            with pytest.raises(EngineError) as caught:
+                bench.load(perturbed(model, 2))
+            stale = str(caught.value)
+    unknown = engine._shim.weights.unknown
+    engine.close()
+    return unknown, stale
+
+
+SHAPE = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192,
+         "vocab_size": 301, "initializer_range": 0.08, "max_position_embeddings": 512, "pad_token_id": 0, "eos_token_id": 1}
+
+
+@pytest.mark.parametrize(("config", "ranks", "dtype"), [
+    (Qwen2Config(**SHAPE, tie_word_embeddings=True), 4, torch.float32),
+    (Phi3Config(**SHAPE), 2, torch.float32),
+    (Qwen2Config(**SHAPE), 1, torch.bfloat16),
+], ids=["repeated-heads-biases-padding-tied", "fused-in-the-folder", "bfloat16"])  # fmt: skip
+def test_every_weight_is_proven(tmp_path: Path, config: PretrainedConfig, ranks: int, dtype: torch.dtype) -> None:
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.08 * torch.randn(parameter.shape)  # biases and norms too
+    model.save_pretrained(tmp_path)
+    for unproven, stale in run_ranks(ranks, _proof_of_every_weight, str(tmp_path), dtype, timeout=400):
+        assert unproven == []
+        assert ("model.embed_tokens.weight in the engine is not" in stale) == config.tie_word_embeddings
 
 
 def test_a_version_outside_the_tested_range_is_named() -> None:

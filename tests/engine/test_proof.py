@@ -1,0 +1,126 @@
+"""Fingerprints: of pieces as of the whole, changed by whatever changes a weight."""
+
+import math
+
+import pytest
+import torch
+
+from lightrft.engine import proof
+from lightrft.engine.proof import Fingerprints, product, signs
+
+CPU = torch.device("cpu")
+SHAPES = {"wide": (12, 256), "odd": (6, 10), "odd_rows": (8, 31), "vector": (9,), "experts": (4, 6, 8), "scalar": (1,)}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+
+
+def prints(whole: dict[str, torch.Tensor], slices: int = 1, **options) -> Fingerprints:
+    dtype = next(iter(whole.values())).dtype
+    return Fingerprints({name: tensor.shape for name, tensor in whole.items()}, dtype, slices=slices, **options)
+
+
+def sent(whole: dict[str, torch.Tensor], **options) -> Fingerprints:
+    made = prints(whole, **options)
+    assert list(made.watch(iter(whole.items()))) == list(whole.items())
+    return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("chunk", [1, 600, 10**9])
+def test_pieces_add_up_to_copies_of_the_whole(dtype, chunk, monkeypatch) -> None:
+    """In rows and columns, twice, one of them not contiguous, one where no word begins."""
+    whole = tensors(dtype)
+    monkeypatch.setattr(proof, "CHUNK_BYTES", chunk)
+    expected, held = sent(whole, slices=2), prints(whole, slices=2)
+    for name, tensor in whole.items():
+        half, last = len(tensor) // 2, tensor.shape[-1] // 2
+        if name in ("wide", "odd"):
+            held.add(name, tensor[:, :last])
+            held.add(name, tensor[:, last:].clone(), column=last)
+            held.add(name, torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape))
+        else:
+            rows = math.prod(tensor.shape[1:-1])
+            held.add(name, tensor[:half])
+            held.add(name, tensor[half:], row=half * rows)
+    assert expected.wrong(held.numbers(CPU)) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_whatever_changes_a_weight_is_found(dtype) -> None:
+    for name, tensor in tensors(dtype).items():
+        expected, integer = sent({name: tensor}), proof.INTEGERS[dtype.itemsize]
+        for element in (0, tensor.numel() // 2, tensor.numel() - 1):
+            for bit in range(8 * dtype.itemsize):  # the lowest one too, and the sign
+                changed = tensor.clone()
+                changed.view(integer).view(-1)[element] ^= torch.tensor(1 << bit).to(integer)
+                assert expected.wrong(sent({name: changed}).numbers(CPU)) == [name]
+        for dim in range(tensor.ndim):
+            if tensor.shape[dim] > 1:
+                assert expected.wrong(sent({name: tensor.roll(1, dim)}).numbers(CPU)) == [name]
+
+
+def test_weights_of_few_values_in_other_places_are_found() -> None:
+    """Powers of two have all their bits at one end; equal sums lie at other places."""
+    whole = {"a": torch.ones(8, 1024), "b": torch.ones(300)}
+    whole["a"][2], whole["a"][3, :512], whole["b"][7] = 2.0, -1.0, 0.5
+    expected = sent(whole)
+    for one in range(8):
+        for other in range(one):
+            rows = whole["a"].clone()
+            rows[[one, other]] = rows[[other, one]]
+            moved = not torch.equal(rows, whole["a"])
+            assert (expected.wrong(sent(whole | {"a": rows}).numbers(CPU)) == ["a"]) == moved
+    for shift in (1, 64, 299):
+        assert expected.wrong(sent(whole | {"b": whole["b"].roll(shift)}).numbers(CPU)) == ["b"]
+    assert expected.wrong(sent(whole | {"a": whole["a"].roll(128, 1)}).numbers(CPU)) == ["a"]
+
+
+def test_what_is_missing_or_there_in_part_is_found() -> None:
+    whole = tensors(torch.float32)
+    expected, held = sent(whole), prints(whole)
+    assert expected.wrong(held.numbers(CPU)) == list(SHAPES)
+    for name, tensor in whole.items():
+        held.add(name, tensor)
+    held.add("wide", whole["wide"][:3])
+    assert expected.wrong(held.numbers(CPU)) == ["wide"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_differ_by_rounding_or_are_found(dtype) -> None:
+    """Summed in another order and in pieces they are the same; one element that is another of its kind is found."""
+    generator = torch.Generator().manual_seed(1)
+    whole = {"w": (torch.randn(96, 2048, generator=generator) * 0.02).to(dtype)}
+    expected = sent(whole, bits=(), products=("w",))
+    assert torch.equal(product(whole["w"], dtype), (whole["w"].float() @ signs(0, 2048, CPU)).double())
+
+    def held(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = prints(whole, bits=(), products=("w",))
+        for column in range(0, 2048, 512):
+            part = weight[:, column : column + 512]
+            values = (part.float().flip(1) @ signs(column, 512, CPU).flip(0)).to(dtype).double()
+            made.add_product("w", values, part.numel())
+        return made.numbers(CPU)
+
+    assert expected.wrong(held(whole["w"])) == []
+    smallest = 0.002 if dtype == torch.float32 else 0.04
+    for element in range(0, whole["w"].numel(), 4099):
+        changed = whole["w"].clone()
+        changed.view(-1)[element] += smallest
+        assert expected.wrong(held(changed)) == ["w"]
+    assert expected.wrong(held(whole["w"].roll(1, 0))) == ["w"]
+    assert expected.wrong(held(whole["w"] * torch.nan)) == ["w"]
+
+
+def test_in_a_narrower_dtype() -> None:
+    """Sent in float32, kept in bfloat16: compared in bfloat16."""
+    whole = tensors(torch.float32)
+    shapes = {name: tensor.shape for name, tensor in whole.items()}
+    expected, held = Fingerprints(shapes, torch.bfloat16), Fingerprints(shapes, torch.bfloat16)
+    for name, tensor in whole.items():
+        expected.add(name, tensor)
+        held.add(name, tensor.bfloat16())
+    assert expected.wrong(held.numbers(CPU)) == []
