@@ -8,7 +8,7 @@ import inspect
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -241,15 +241,19 @@ def _is_noticed(bench: Bench, tamper: Callable[[dict[str, torch.Tensor]], None],
     bench.load(bench.model)
 
 
-def one_wrong_element_is_named(bench: Bench) -> None:
-    """In every weight, somewhere, with the other sign; in bfloat16 the largest, as products of a packed one are rounded there."""
+def flipped_elements_are_named(bench: Bench, names: Iterable[str]) -> None:
+    """One element of each weight with the other sign; in bfloat16 the largest, as products of a packed one are rounded there."""
 
     def flip(name: str, tensors: dict[str, torch.Tensor]) -> None:
         flat = tensors[name].view(-1)
         flat[len(flat) * 2 // 3 if flat.dtype == torch.float32 else flat.abs().argmax()] *= -1
 
-    for name in bench.engine.expected:
+    for name in names:
         _is_noticed(bench, partial(flip, name), name)
+
+
+def one_wrong_element_is_named(bench: Bench) -> None:
+    flipped_elements_are_named(bench, bench.engine.expected)
     assert bench.greedy() == bench.expected
 
 

@@ -7,7 +7,7 @@ import torch
 from loguru import logger
 from transformers import AutoModelForCausalLM, Phi3Config, PretrainedConfig, Qwen2Config
 
-from engine.contract import Bench, one_wrong_element_is_named, perturbed, reference_greedy, start
+from engine.contract import Bench, flipped_elements_are_named, perturbed, reference_greedy, start
 from lightrft.engine.base import EngineError
 from lightrft.parallel.mesh import Mesh
 from ranks import run_ranks
@@ -48,7 +48,7 @@ def _proof_of_every_weight(folder: str, dtype: torch.dtype) -> tuple[list[str], 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     bench = Bench(engine, model, mesh.world, mesh.world.rank)
     bench.load(perturbed(model, 1))
-    one_wrong_element_is_named(bench)
+    flipped_elements_are_named(bench, engine.expected)
     stale = ""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightrft.engine.vllm._renew_tied_layers", lambda model: None)
