@@ -25,6 +25,7 @@ EXTRAS = {
     "sglang": {"sglang": ">=0.5.6"},
     "deepspeed": {"deepspeed": ">=0.19.8"},
     "lora": {"peft": ">=0.18"},
+    "http": {"httpx": ">=0.27", "tenacity": ">=9.0"},
     "track": {"wandb": ">=0.20"},
     "dev": {"pytest": ">=8.0", "hypothesis": ">=6.100", "ruff": ">=0.12", "pyright": ">=1.1.400"},
 }

@@ -18,8 +18,12 @@ from packaging.utils import canonicalize_name
 from lightrft import __version__, versions
 
 ROOT = Path(__file__).resolve().parent.parent
-NEEDS_AN_EXTRA = {"lightrft.engine.vllm": "vllm", "lightrft.strategy.deepspeed": "deepspeed"}
-"""Modules that may only be imported where their package is installed, each named after it."""
+NEEDS_AN_EXTRA = {
+    "lightrft.engine.vllm": "vllm",
+    "lightrft.roles.remote_teacher": "tenacity",
+    "lightrft.strategy.deepspeed": "deepspeed",
+}
+"""Modules that may only be imported where a package of an extra is installed."""
 
 IMPORT_ALL = """
 import importlib, json, sys

@@ -69,6 +69,12 @@ def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Tensor:
     return rewards - group_sum(lengths * rewards, groups) / group_sum(lengths, groups).clamp(min=1)
 
 
+@estimators.register("distill")
+def distill(rewards: Tensor, groups: Tensor) -> Tensor:
+    """A_i = 0: rewards are only reported, and the advantage of a token is what the teacher adds, returns.distill()."""
+    return torch.zeros_like(rewards)
+
+
 @estimators.register("remax")
 def remax(rewards: Tensor, groups: Tensor, *, greedy_rewards: Tensor) -> Tensor:
     """A_i = R_i - the reward of the greedy response to the same prompt. Li et al., arXiv 2310.10505."""

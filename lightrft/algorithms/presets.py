@@ -42,6 +42,8 @@ PRESETS: dict[str, Recipe] = {
     "sapo": SAPO | aggregated("seq-mean-token-mean") | NO_KL,
     # arXiv 2505.12504
     "cpgd": PPO | {"policy_loss": "cpgd", "policy_drift_coef": 0.01} | aggregated("token-mean") | NO_KL,
+    # arXiv 2306.13649 with samples of the actor alone and the reverse divergence
+    "distill": PPO | aggregated("token-mean") | NO_KL | {"distill_coef": 1.0},
 }
 """--advantage_estimator name -> configuration fields."""
 PRESETS["group_norm"] = PRESETS["grpo"]

@@ -20,6 +20,10 @@ class ModelSection:
     """Model to start from: a Hugging Face folder or hub name."""
     critic_pretrain: str = ""
     """Model the critic starts from, with its head if it has one (a reward model): a folder or hub name; empty: --pretrain."""
+    teacher_pretrain: str = ""
+    """Model that --distill_coef learns from, with the same tokenizer, frozen beside the actor: a folder or hub name."""
+    teacher_url: str = ""
+    """The same behind an OpenAI-compatible endpoint that echoes prompts with log-probs: http://host:8000/v1."""
     bf16: bool = False
     """Compute in bfloat16 with float32 master weights; otherwise everything is float32."""
     gradient_checkpointing: bool = False
@@ -222,6 +226,8 @@ class AlgorithmSection:
     """The critic's loss clips a new value to the old one plus and minus this; 0: not at all."""
     pass_k: int = 4
     """Draws of the estimator pass_at_k."""
+    distill_coef: float = 0.0
+    """Add so many times log p_teacher - log p_actor to the advantage of each token (on-policy distillation); 0: no teacher."""
     advantages_norm: bool = False
     """Normalise advantages to mean 0 and deviation 1 over all learned tokens of the step."""
     advantage_clip: float | None = None

@@ -75,6 +75,7 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
         "system_prompt": (config.data.apply_chat_template, "--apply_chat_template"),
         **{name: (config.model.lora_rank > 0, "--lora_rank") for name in (*LORA, "save_adapter_only")},
         **{name: (needs_critic(config.algorithm), "--advantage_estimator ppo") for name in CRITIC},
+        **{name: (config.algorithm.distill_coef > 0, "--distill_coef") for name in TEACHERS},
     }
     unused += [f"--{name} has no effect without {needs}" for name, (active, needs) in conditional.items()
                if name in written and not active and owners[name] in used]
@@ -91,6 +92,9 @@ CRITIC = ("critic_pretrain", "critic_learning_rate", "lambd", "value_clip")
 RANDOM = ("temperature", "top_p", "top_k", "first_token_temperature")
 """Fields of sampling that greedy responses do not know."""
 
+TEACHERS = ("teacher_pretrain", "teacher_url")
+"""Where a teacher can be."""
+
 ZERO = ("zero_stage", "zpg", "adam_offload", "param_offload", "overlap_comm", "grad_accum_dtype")
 """Fields of DeepSpeed alone."""
 
@@ -106,7 +110,7 @@ def _missing_inputs(config: Config, door: str) -> list[str]:
     problems = []
     if not config.model.pretrain:
         problems.append("--pretrain is empty: give a Hugging Face folder or hub name")
-    for name in ("pretrain", "critic_pretrain"):
+    for name in ("pretrain", "critic_pretrain", "teacher_pretrain"):
         path = getattr(config.model, name)
         if path.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(path)):
             problems.append(f"--{name} {path}: no such folder")
@@ -209,9 +213,26 @@ COMPARING = (
 """Estimators whose advantage is 0 for a sample that is alone in its group."""
 
 
+def _teacher_problems(config: Config) -> list[str]:
+    algorithm, given = config.algorithm, [name for name in TEACHERS if getattr(config.model, name)]
+    wanted = algorithm.distill_coef > 0
+    impossible = {
+        "--distill_coef must not be negative": algorithm.distill_coef < 0,
+        "--advantage_estimator distill learns from the teacher alone: --distill_coef must be above 0": (
+            algorithm.advantage_estimator == "distill" and not wanted
+        ),
+        "--distill_coef needs a teacher: give --teacher_pretrain or --teacher_url": wanted and not given,
+        "--teacher_pretrain and --teacher_url are two teachers: drop one": len(given) > 1,
+        "--teacher_url answers at temperature 1: --temperature must be 1, or take --teacher_pretrain": (
+            wanted and bool(config.model.teacher_url) and config.rollout.temperature != 1
+        ),
+    }
+    return [problem for problem, holds in impossible.items() if holds]
+
+
 def _algorithm_problems(config: Config) -> list[str]:
     algorithm, rollout, reward = config.algorithm, config.rollout, config.reward
-    problems = []
+    problems = _teacher_problems(config)
     for name in ("length_filter", "difficulty_filter", "entropy_filter"):
         pair = getattr(algorithm, name)
         if pair and (len(pair) != 2 or pair[0] > pair[1]):

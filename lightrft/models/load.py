@@ -107,9 +107,26 @@ def _local_folder(name: str) -> Path:
     return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.py"]))
 
 
-def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
-    given = f"--pretrain {section.pretrain}"
-    tokenizer = AutoTokenizer.from_pretrained(_checked(section.pretrain, given), trust_remote_code=section.trust_remote_code)
+def check_vocabulary(section: ModelSection, flag: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """ValueError where the model that `flag` names knows the tokens of `tokenizer` by other ids; it may know more."""
+    ours, theirs = tokenizer.get_vocab(), load_tokenizer(section, flag).get_vocab()
+    different = [token for token in ours if theirs.get(token) != ours[token]]
+    if different:
+        token = min(different, key=lambda token: ours[token])
+        raise ValueError(
+            f"--{flag} {getattr(section, flag)} has another vocabulary: {len(different)} of the {len(ours)} tokens of --pretrain "
+            f"are not the same there, the first is {token!r}, {ours[token]} here and {theirs.get(token, 'nothing')} there"
+        )
+
+
+def load_tokenizer(section: ModelSection, flag: str = "pretrain") -> PreTrainedTokenizerBase:
+    """ValueError where there is none, and for one without an end token."""
+    given = f"--{flag} {getattr(section, flag)}"
+    name = _checked(getattr(section, flag), given)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{given} has no tokenizer that transformers can load: {error}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{given}: its tokenizer has no end token, so no response would ever stop")
     return tokenizer

@@ -10,7 +10,7 @@ from lightrft.algorithms.advantage import Estimator, estimators
 from lightrft.algorithms.covariance import marks
 from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.options import options, resolve
-from lightrft.algorithms.returns import gae, reward_to_go, whiten
+from lightrft.algorithms.returns import distill, gae, reward_to_go, whiten
 from lightrft.algorithms.selection import top_share
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config import AlgorithmSection, TrainSection
@@ -19,6 +19,7 @@ from lightrft.observe.metrics import Metrics
 from lightrft.roles.critic import Critic
 from lightrft.roles.microbatch import Rows
 from lightrft.roles.policy import Policy
+from lightrft.roles.teacher import Teacher
 from lightrft.rollout import filters
 from lightrft.rollout.judged import Judged, placed
 from lightrft.rollout.measure import measure_experience, measure_groups, measure_values
@@ -45,13 +46,14 @@ class ExperienceMaker:
         shape: RewardShaper,
         kl_coefficient: KLCoefficient,
         critic: Critic | None = None,
+        teacher: Teacher | None = None,
         first_token_apart: bool = False,
     ):
         """`first_token_apart`: first tokens were sampled from another distribution than the policy's and are not learned.
 
         ValueError for an estimator that needs what this run does not make.
         """
-        self.policy, self.critic, self.section, self.train = policy, critic, algorithm, train
+        self.policy, self.critic, self.teacher, self.section, self.train = policy, critic, teacher, algorithm, train
         self.shape, self.kl_coefficient, self.kl = shape, kl_coefficient, kl_estimators[algorithm.kl_estimator]
         self.estimator: Estimator = resolve(estimators, algorithm.advantage_estimator, given=("lengths",))
         self.mark = marks[algorithm.policy_loss] if algorithm.policy_loss in marks else None
@@ -81,7 +83,8 @@ class ExperienceMaker:
         )
         self._ask(experience, minibatches)
         penalty = self._diverge(experience, metrics) if self._measures_divergence else 0.0
-        self._set_advantages(experience, experience.credits - penalty)
+        taught = self._teach(experience, minibatches, metrics) if self.teacher is not None else 0.0
+        self._set_advantages(experience, experience.credits - penalty, taught)
         if self.critic is not None:
             measure_values(experience, self.data.sum, metrics)
         self._choose_tokens(experience, minibatches)
@@ -99,7 +102,7 @@ class ExperienceMaker:
         section, rows = self.section, [members for minibatch in minibatches for members in minibatch]
         several = len(minibatches) * self.train.max_epochs > 1
         needs_entropy = bool(section.entropy_filter or section.high_entropy_token_ratio)
-        needs_old = several or self.mark is not None or self._measures_divergence
+        needs_old = several or self.mark is not None or self.teacher is not None or self._measures_divergence
         if needs_entropy or (needs_old and not section.use_engine_logprobs):
             experience.old_logprobs, experience.entropy = self.policy.logprobs_and_entropy(experience, rows)
         if section.use_engine_logprobs:
@@ -127,14 +130,22 @@ class ExperienceMaker:
         metrics.mean("rollout/kl_coef", self.kl_coefficient.value)
         return 0.0 if self.section.use_kl_loss else self.kl_coefficient.value * divergence
 
-    def _set_advantages(self, experience: Experience, rewards: Tensor) -> None:
-        """What each token and those after it earned, normalised over the tokens of all ranks where asked for."""
+    def _teach(self, experience: Experience, minibatches: list[Rows], metrics: Metrics) -> Tensor:
+        """What the teacher adds to the advantage of each token: [T]."""
+        rows, learned = [members for minibatch in minibatches for members in minibatch], experience.loss_mask
+        gap = torch.where(learned, distill(experience.old_logprobs, self.teacher.logprobs(experience, rows)), 0.0)
+        metrics.mean("rollout/teacher_kl", -gap, learned)
+        return self.section.distill_coef * gap
+
+    def _set_advantages(self, experience: Experience, rewards: Tensor, taught: Tensor | float) -> None:
+        """What each token and those after it earned and what the teacher adds, normalised over all ranks' where asked for."""
         section, learned = self.section, experience.loss_mask
         if self.critic is None:
             advantages = reward_to_go(rewards, experience, gamma=section.gamma)
         else:
             advantages, returns = gae(rewards, experience.values, experience, gamma=section.gamma, lambd=section.lambd)
             experience.returns = returns.float()
+        advantages = advantages + taught
         if section.advantages_norm:
             advantages = whiten(advantages, learned, self.data.sum)
         if section.advantage_clip is not None:

@@ -37,6 +37,12 @@ def gsm8k(samples: list[Sample], label: list[str], **_: Any) -> list[float]:
     return [float(answer is not None and answer == right) for answer, right in pairs]
 
 
+@rewards.register("none")
+def none(samples: list[Sample], **_: Any) -> list[float]:
+    """0, where nothing is judged: distillation alone."""
+    return [0.0] * len(samples)
+
+
 class Judge:
     """A reward function and the checks on what it returns."""
 

@@ -3,6 +3,8 @@
 from functools import partial
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from lightrft.algorithms.kl import KLCoefficient
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.algorithms.shaping import RewardShaper
@@ -13,7 +15,7 @@ from lightrft.data.prompts import load_prompts
 from lightrft.engine.expected import placeholder_token_ids
 from lightrft.engine.requests import Sampling
 from lightrft.models.heads import Actor, Scorer
-from lightrft.models.load import load_model, load_scorer, load_tokenizer
+from lightrft.models.load import check_vocabulary, load_model, load_scorer, load_tokenizer
 from lightrft.models.trainable import choose_trained
 from lightrft.observe.console import Console
 from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard, WandB
@@ -21,6 +23,7 @@ from lightrft.observe.trace import Trace
 from lightrft.parallel import device
 from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
+from lightrft.roles.teacher import Teacher
 from lightrft.rollout.experience import ExperienceMaker
 from lightrft.rollout.rewards import Judge
 from lightrft.rollout.sampler import Sampler
@@ -47,7 +50,8 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         raise ConfigError(f"--freezing_actor_steps {frozen} leaves none of this run's {steps} steps to the actor")
     sampling, reference = Sampling.of(config.rollout), needs_reference(algorithm)
     policy = build_policy(config, strategy, updates=(steps - frozen) * updates, reference=reference, sampling=sampling)
-    critic = build_critic(config, strategy, updates=steps * updates) if needs_critic(algorithm) else None
+    critic = build_critic(config, strategy, tokenizer, updates=steps * updates) if needs_critic(algorithm) else None
+    teacher = build_teacher(config, strategy, tokenizer) if algorithm.distill_coef > 0 else None
     strategy.announce("start_engine")
     strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
@@ -73,6 +77,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
             shape=shaper,
             kl_coefficient=kl_coefficient,
             critic=critic,
+            teacher=teacher,
             first_token_apart=sampling.first_token_temperature is not None,
         ),
         objective=PolicyObjective(algorithm, kl_coefficient),
@@ -149,9 +154,11 @@ def build_policy(
     )
 
 
-def build_critic(config: Config, strategy: StrategyBase, *, updates: int) -> Critic:
-    """The sharded critic with its optimizer and schedule; of the same backbone it gets the same adapters."""
+def build_critic(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, *, updates: int) -> Critic:
+    """The sharded critic with its optimizer and schedule; it gets adapters as the actor does."""
     optim = config.optim
+    if config.model.critic_pretrain:
+        check_vocabulary(config.model, "critic_pretrain", tokenizer)
     strategy.announce("load_critic")
     with strategy.init_model_context():
         model = load_scorer(config.model, "critic_pretrain" if config.model.critic_pretrain else "pretrain")
@@ -160,6 +167,22 @@ def build_critic(config: Config, strategy: StrategyBase, *, updates: int) -> Cri
     scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
     limits = {"max_tokens": config.train.max_tokens_per_microbatch, "batching": config.train.batching}
     return Critic(strategy, *strategy.prepare((scorer, optimizer, scheduler)), **limits)
+
+
+def build_teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase) -> Teacher:
+    """A frozen model on the same devices, sharded like the reference, or one that is asked over HTTP."""
+    strategy.announce("load_teacher")
+    if config.model.teacher_url:
+        try:
+            from lightrft.roles.remote_teacher import RemoteTeacher
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"--teacher_url needs {error.name}: pip install 'lightrft[http]'") from error
+        return RemoteTeacher(config.model.teacher_url, tokenizer, strategy.mesh.siblings)
+    check_vocabulary(config.model, "teacher_pretrain", tokenizer)
+    with strategy.init_model_context():
+        model = Actor(load_model(config.model, "teacher_pretrain")).requires_grad_(False)
+    limits = {"max_tokens": config.train.max_tokens_per_microbatch, "batching": config.train.batching}
+    return Policy(strategy, strategy.prepare(model), temperature=config.rollout.temperature, **limits)
 
 
 def evaluation(config: Config, strategy: StrategyBase) -> tuple[Sampler, Judge]:

@@ -166,8 +166,13 @@ def test_other_groups_do_not_matter(name, samples):
 
 
 def test_every_estimator_is_tested_here():
-    known = {*COMPARING, "reinforce", "reinforce++", "gae", "ppo", "remax"}
+    known = {*COMPARING, "reinforce", "reinforce++", "gae", "ppo", "distill", "remax"}
     assert set(estimators.names()) == known
+
+
+def test_distillation_takes_no_advantage_from_rewards():
+    rewards = torch.tensor([1.0, 0.0, 5.0], dtype=torch.float64)
+    assert estimators["distill"](rewards, torch.tensor([0, 0, 1])).tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,14 @@ from lightrft.strategy import get_strategy
 from lightrft.trainer.build import ppo_trainer
 from ranks import run_ranks
 from runs import PPO, prepare, repeatable, rows_of
+from scripts.prepare_quickstart import tiny_qwen3
 
 CORRECTED = ["--rollout_correction=mis", "--rollout_correction_low=0.99999", "--rollout_correction_high=1.00001"]
 MARKED = ["--policy_loss=kl_cov", "--cov_ratio=0.3"]
 DRAWN = ["--policy_loss=clip_cov", "--cov_ratio=0.3", "--clip_cov_range", "-9", "9"]
 OVERLONG = ["--overlong_buffer", "--overlong_buffer_len=2"]
 KL = ["--init_kl_coef=0.5", "--use_kl_loss=false", "--kl_estimator=k1"]
+TEACHER = ["--teacher_pretrain={folder}/teacher", "--distill_coef=0.5"]
 CRITIC = ["--advantage_estimator=gae", "--critic_learning_rate=1e-3"]
 """What a flag needs beside it."""
 
@@ -49,6 +51,7 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "lambd": (CRITIC, ["--lambd=0.5"]),
     "value_clip": (CRITIC, ["--value_clip=0.001"]),
     "pass_k": (["--advantage_estimator=pass_at_k"], ["--pass_k=1"]),
+    "distill_coef": (TEACHER, ["--distill_coef=0.9"]),
     "advantages_norm": ([], ["--advantages_norm"]),
     "advantage_clip": ([], ["--advantage_clip=0.05"]),
     "mask_truncated": ([], ["--mask_truncated"]),
@@ -60,7 +63,7 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "kl_estimator": (KL, ["--kl_estimator=k3"]),
     "kl_target": (KL, ["--kl_target=0.1"]),
     "kl_horizon": ([*KL, "--kl_target=0.1"], ["--kl_horizon=100"]),
-    "reward": ([], ["--reward={reward}:share_of_letters"]),
+    "reward": ([], ["--reward={folder}/reward.py:share_of_letters"]),
     "overlong_buffer": ([], OVERLONG),
     "overlong_buffer_len": (OVERLONG, ["--overlong_buffer_len=5"]),
     "overlong_buffer_penalty_factor": (OVERLONG, ["--overlong_buffer_penalty_factor=3"]),
@@ -87,6 +90,7 @@ def test_every_field_is_turned():
 def numbers(tmp_path_factory) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("inputs")
     inputs = prepare(folder)
+    tiny_qwen3(folder / "teacher", seed=1)
     (folder / "reward.py").open("a").write(OTHER_REWARD)
     return run_ranks(1, every_step, inputs, str(folder), timeout=400)[0]
 
@@ -103,8 +107,8 @@ def every_step(inputs: list[str], folder: str) -> dict[str, tuple[dict[str, Any]
 
     made = {}
     for name, (both, flags) in TURNED.items():
-        turned = [flag.format(reward=f"{folder}/reward.py") for flag in flags]
-        made[name] = step(both), step([*both, *turned])
+        both, flags = ([flag.format(folder=folder) for flag in part] for part in (both, flags))
+        made[name] = step(both), step([*both, *flags])
     again = one_step([*inputs, *PPO, *EXTREMES, f"--save_path={folder}/again"])
     return made | {"nothing": (step([]), again)}
 

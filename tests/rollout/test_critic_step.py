@@ -89,8 +89,8 @@ def response(row: int) -> slice:
     return slice(SHAPES[row][0], sum(SHAPES[row][:2]))
 
 
-def logprobs(model: nn.Module, row: int) -> Tensor:
-    return rows.plain_logprobs(model, ids_of(row))[response(row)]
+def logprobs(model: nn.Module, row: int, temperature: float = rows.TEMPERATURE) -> Tensor:
+    return rows.plain_logprobs(model, ids_of(row), temperature)[response(row)]
 
 
 def values(model: nn.Module, row: int) -> Tensor:

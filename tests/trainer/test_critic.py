@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from lightrft.cli.door import read_config
 from lightrft.config import Config
+from lightrft.models.load import load_tokenizer
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import build_critic
 from ranks import run_ranks
@@ -107,7 +109,7 @@ def made(flags: list[str]) -> tuple[dict[str, torch.Tensor], list[str]]:
     config: Config = read_config("train_ppo", "", flags)
     strategy = get_strategy(config)
     strategy.setup_distributed()
-    critic = build_critic(config, strategy, updates=1)
+    critic = build_critic(config, strategy, load_tokenizer(config.model), updates=1)
     learned = [name for name, parameter in critic.module.hf_parameters() if parameter.requires_grad]
     return dict(strategy.full_params(critic.module)), learned
 
@@ -117,6 +119,7 @@ def made(flags: list[str]) -> tuple[dict[str, torch.Tensor], list[str]]:
 def test_where_it_comes_from(inputs, strategy):
     folder = inputs[1].partition("=")[2]
     scored = dense_scorer(folder, 3)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(scored)
     flags = [*inputs, *PPO, *CRITIC, *strategy]
     from_scored = [f"--critic_pretrain={scored}"]
     for pretrain, more in ((folder, []), (scored, from_scored), (scored, [*from_scored, *LORA])):

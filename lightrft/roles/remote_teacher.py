@@ -1,0 +1,101 @@
+"""A teacher behind an HTTP endpoint: OpenAI's completions, which echo the token ids of a prompt with their log-probs.
+
+    POST URL/completions  {"prompt": [ids], "echo": true, "logprobs": 1, "max_tokens": 0, ...}
+
+Servers of vLLM and SGLang answer it. Nothing is generated.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import torch
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.parallel.collectives import Axis
+from lightrft.roles.microbatch import Rows
+from lightrft.types import Batch
+
+AT_ONCE = 32
+"""Requests of one rank that are under way at the same time."""
+SECONDS = 600.0
+"""The longest that one request may take."""
+ATTEMPTS = 8
+"""Of a request to a server that is away or busy; half a minute in all."""
+NUM_PROBED = 64
+"""Tokens, spread over the vocabulary, that the server must know by the same ids."""
+
+
+class RemoteTeacher:
+    """Its log-probs are at temperature 1. ValueError at once for a server that does not answer, or knows other tokens."""
+
+    def __init__(self, url: str, tokenizer: PreTrainedTokenizerBase, siblings: Axis):
+        """`url` as of `http://host:8000/v1`. `siblings`: ranks with the same batches, which divide the requests."""
+        self.url, self.siblings = url.rstrip("/"), siblings
+        self._client = httpx.Client(timeout=SECONDS)
+        self._model = self._ask("GET", "models")["data"][0]["id"]
+        self._check_vocabulary(tokenizer)
+
+    def logprobs(self, batch: Batch, rows: Rows) -> Tensor:
+        """log p of every learned token, 0 elsewhere: [T] float32. One request for each sequence that is learned from."""
+        ids, masks = (column.split(batch.lengths.tolist()) for column in (batch.input_ids, batch.loss_mask))
+        asked = [place for place, mask in enumerate(masks) if mask.any()]
+        mine = asked[self.siblings.rank :: self.siblings.size]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            scored = dict(zip(mine, pool.map(lambda place: self._score(ids[place].tolist())[0], mine), strict=True))
+        values = torch.zeros(batch.num_tokens)
+        for part in self.siblings.gather(scored):
+            for place, found in part.items():
+                values[batch.offsets[place] : batch.offsets[place + 1]] = torch.tensor(found)
+        return torch.where(batch.loss_mask, values, 0.0)
+
+    def _score(self, ids: list[int]) -> tuple[list[float], list[str]]:
+        """The log-prob of every token, of the first 0, and the tokens as the server writes them."""
+        request = {"model": self._model, "prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 0, "temperature": 1.0}
+        found = self._ask("POST", "completions", request)["choices"][0].get("logprobs") or {}
+        values, tokens = ((found.get(name) or [])[: len(ids)] for name in ("token_logprobs", "tokens"))
+        if len(values) != len(ids) or None in values[1:]:
+            raise ValueError(f"--teacher_url {self.url}: {len(ids)} tokens were sent, and {len(values)} log-probs came back")
+        return [0.0, *values[1:]], tokens
+
+    def _check_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Tokens that stand for themselves are compared; pieces of a character and special tokens are shown in many ways."""
+        step = max(len(tokenizer) // NUM_PROBED, 1)
+        ids = [token for token in range(0, len(tokenizer), step) if token not in tokenizer.all_special_ids]
+        _, theirs = self._score(ids)
+        for token, shown in zip(ids, theirs, strict=True):
+            own = tokenizer.decode([token])
+            if own.isascii() and own.isprintable() and own.strip() != shown.strip():
+                raise ValueError(
+                    f"--teacher_url {self.url} has another vocabulary: token {token} is {shown!r} there and {own!r} in the "
+                    "tokenizer of --pretrain; a teacher needs the same"
+                )
+
+    def _ask(self, method: str, path: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
+        attempts = Retrying(
+            retry=retry_if_exception(_may_pass),
+            wait=wait_exponential(multiplier=0.2, max=15),
+            stop=stop_after_attempt(ATTEMPTS),
+            reraise=True,
+        )
+        try:
+            return attempts(self._ask_once, method, path, request)
+        except httpx.HTTPStatusError as error:
+            code, said = error.response.status_code, error.response.text[:300]
+            raise ValueError(f"--teacher_url {self.url}: {method} {path} ended with {code}: {said}") from error
+        except httpx.HTTPError as error:
+            raise ValueError(f"--teacher_url {self.url}: {method} {path}: {type(error).__name__}: {error}") from error
+
+    def _ask_once(self, method: str, path: str, request: dict[str, Any] | None) -> dict[str, Any]:
+        response = self._client.request(method, f"{self.url}/{path}", json=request)
+        response.raise_for_status()
+        return response.json()
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether asking again can help: the server is away, or says that it is busy or broken."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.status_code == 429 or error.response.status_code >= 500
+    return isinstance(error, httpx.TransportError)

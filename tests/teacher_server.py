@@ -1,0 +1,69 @@
+"""A small OpenAI-compatible server for one test: a real model that scores the tokens of prompts, in a process of its own."""
+
+import json
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+@contextmanager
+def teacher_server(folder: str, *, busy: int = 0, short: bool = False) -> Iterator[str]:
+    """Its URL. The first `busy` requests are answered with 503; a `short` one returns a log-prob too few."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    process = multiprocessing.get_context("fork").Process(target=_serve, args=(server, folder, busy, short), daemon=True)
+    process.start()
+    server.socket.close()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        process.kill()
+        process.join()
+
+
+def _serve(server: ThreadingHTTPServer, folder: str, busy: int, short: bool) -> None:
+    torch.set_num_threads(1)
+    Handler.model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    Handler.tokenizer = AutoTokenizer.from_pretrained(folder)
+    Handler.busy, Handler.short = busy, short
+    server.serve_forever()
+
+
+class Handler(BaseHTTPRequestHandler):
+    model: Any
+    tokenizer: Any
+    busy: int
+    short: bool
+
+    def do_GET(self) -> None:
+        self._answer({"data": [{"id": "teacher"}]} if self.path == "/v1/models" else None)
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        asked = {"model": "teacher", "echo": True, "logprobs": 1, "max_tokens": 0, "temperature": 1.0}
+        right = self.path == "/v1/completions" and request == asked | {"prompt": request["prompt"]}
+        self._answer(self._score(request["prompt"]) if right else None)
+
+    def _score(self, ids: list[int]) -> dict[str, Any]:
+        tokens = torch.tensor(ids)
+        with torch.no_grad():
+            logprobs = self.model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0].tolist()
+        found = [None, *logprobs][: len(ids) - self.short]
+        return {"choices": [{"logprobs": {"token_logprobs": found, "tokens": [self.tokenizer.decode([token]) for token in ids]}}]}
+
+    def _answer(self, content: dict[str, Any] | None) -> None:
+        cls = type(self)
+        cls.busy -= 1
+        code = 503 if cls.busy >= 0 else 200 if content else 400
+        body = json.dumps(content if code == 200 else {"error": "not so"}).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
