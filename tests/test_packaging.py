@@ -20,7 +20,7 @@ from lightrft import __version__, versions
 ROOT = Path(__file__).resolve().parent.parent
 NEEDS_AN_EXTRA = {
     "lightrft.engine.vllm": "vllm",
-    "lightrft.roles.remote_teacher": "tenacity",
+    "lightrft.roles.remote_teacher": "httpx",
     "lightrft.strategy.deepspeed": "deepspeed",
 }
 """Modules that may only be imported where a package of an extra is installed."""
