@@ -31,6 +31,9 @@ EXTRAS = {
 }
 """Name of the extra -> what it brings: `pip install lightrft[vllm]`."""
 
+ENGINES = {"vllm": ">=0.32,<0.33"}
+"""What each engine was tested with. Others are accepted with a warning: what depends on the version is in the engine's shim."""
+
 TENSOR_PARALLEL = {"torch": "==2.13.*", "transformers": ">=5.12,<5.24"}
 """What --tp_size was tested with, the ends of the ranges among them: its plan depends on the inside of both packages."""
 

@@ -37,7 +37,7 @@ def enter(door: str, build: Build, description: str | None, argv: list[str] | No
     if not faulthandler.is_enabled():
         faulthandler.enable()
     adopt_slurm(os.environ)
-    _set_up_logging()
+    set_up_logging()
     try:
         code = _run(door, build, description, argv)
     except ConfigError as error:
@@ -116,7 +116,7 @@ def _first_local_rank() -> bool:
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 
-def _set_up_logging() -> None:
+def set_up_logging() -> None:
     """One format for all ranks, above the live display; what users cannot act on is left out."""
     rank = os.environ.get("RANK")
     place = f"rank {rank} " if rank else ""

@@ -8,6 +8,7 @@ DOORS = {
     "train_sft": "supervised fine-tuning",
     "evaluate": "judge greedy responses to held-out prompts",
     "report": "write the report of a run",
+    "doctor": "check this machine, and whether engine and trainer agree about a model",
 }
 
 

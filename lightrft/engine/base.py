@@ -153,6 +153,14 @@ class Engine(ABC):
     def reset_cache(self) -> None:
         """Forget every cached prefix and encoder output."""
 
+    def parts(self, token_ids: list[int]) -> dict[str, Tensor]:
+        """What each part of the model gives for these tokens, see Probe; the prefix cache is dropped. For the doctor."""
+        self._check_usable()
+        self._check_requests([Request(token_ids, sampling=Sampling(max_tokens=1))], Sampling(max_tokens=1))
+        self.reset_cache()
+        with self._fatal("parts"):
+            return self._parts(token_ids)
+
     def close(self) -> None:
         """Free everything; every later call but close() raises."""
         if not self.closed:
@@ -179,6 +187,12 @@ class Engine(ABC):
 
     @abstractmethod
     def _close(self) -> None: ...
+
+    # -- what an adapter implements so that one can look into it
+
+    def _parts(self, token_ids: list[int]) -> dict[str, Tensor]:
+        """Probe.parts(); here for an engine whose model is out of reach: nothing."""
+        return {}
 
     # -- what an adapter implements to prove its weights
 

@@ -12,6 +12,7 @@ from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.engine.base import Engine, EngineSetup, Part
 from lightrft.engine.expected import Vocabulary, expected_parameters
 from lightrft.engine.first_token import Done
+from lightrft.engine.probe import Probe
 from lightrft.engine.proof import Fingerprints
 from lightrft.engine.requests import Request, Sampling
 from lightrft.engine.stops import StopStrings
@@ -118,6 +119,13 @@ class HFEngine(Engine):
 
     def _num_cached(self) -> int:
         return 0
+
+    @torch.inference_mode()
+    def _parts(self, token_ids: list[int]) -> dict[str, Tensor]:
+        probe = Probe(len(token_ids))
+        with probe.attached(self.model):
+            logits = self.model(input_ids=torch.tensor([token_ids], device=self.device), logits_to_keep=1).logits
+        return probe.parts(logits)
 
     def _sleep(self, level: int) -> None:
         """Buffers stay: they are small, and those outside the checkpoint (rotary frequencies) come in no stream."""

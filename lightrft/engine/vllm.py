@@ -15,7 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from loguru import logger
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
@@ -23,11 +25,14 @@ from lightrft.engine.base import Engine, EngineError, EngineSetup, Part
 from lightrft.engine.expected import Vocabulary, expected_parameters
 from lightrft.engine.first_token import Done
 from lightrft.engine.fused import PARTS, FusedWeights
+from lightrft.engine.probe import Probe
 from lightrft.engine.proof import Fingerprints
 from lightrft.engine.requests import Request, Sampling
 from lightrft.engine.weights import Named
 from lightrft.parallel.collectives import Axis
+from lightrft.parallel.device import local_rank
 from lightrft.types import Completion
+from lightrft.versions import ENGINES
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process
@@ -47,9 +52,6 @@ from vllm.distributed.parallel_state import destroy_model_parallel  # noqa: E402
 from vllm.inputs import tokens_input  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
-
-TESTED = ("0.32.0", "0.33.0")
-"""From this version up to, but not including, that one. What depends on the version is in this file's shim only."""
 
 
 class _Shim:
@@ -107,6 +109,19 @@ class _Shim:
 
     @staticmethod
     @contextmanager
+    def rank_in_environment() -> Iterator[None]:
+        """While an engine starts: it reads its rank where torchrun writes it, also in a process without a launcher."""
+        said = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(local_rank())}
+        missing = {name: value for name, value in said.items() if name not in os.environ}
+        os.environ.update(missing)
+        try:
+            yield
+        finally:
+            for name in missing:
+                del os.environ[name]
+
+    @staticmethod
+    @contextmanager
     def own_shared_memory(axis: Axis) -> Iterator[None]:
         """While an engine starts on CPUs: a name of its own for the memory through which its ranks exchange tensors.
 
@@ -143,7 +158,7 @@ class VLLMEngine(Engine):
         self.device = setup.device
         self.on_cpu = setup.device.type == "cpu"
         memory = _Shim.own_shared_memory(setup.axis) if self.on_cpu else nullcontext()
-        with _random_state_kept(self.device), memory, warnings.catch_warnings():
+        with _random_state_kept(self.device), memory, _Shim.rank_in_environment(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._llm = LLM(**_arguments(setup))
         self._shim = _Shim(self._llm, self.expected)
@@ -221,6 +236,16 @@ class VLLMEngine(Engine):
     def _num_cached(self) -> int:
         return self._shim.num_cached_blocks()
 
+    def _parts(self, token_ids: list[int]) -> dict[str, torch.Tensor]:
+        probe, logits = Probe(len(token_ids)), []
+        seen = self._shim.model.logits_processor.register_forward_hook(lambda module, given, output: logits.append(output))
+        try:
+            with probe.attached(self._shim.model):
+                self._generate([Request(token_ids, sampling=Sampling(max_tokens=1, temperature=0))], 0, lambda *_: None)
+        finally:
+            seen.remove()
+        return probe.parts(logits[0][-1])
+
     def _sleep(self, level: int) -> None:
         if not self.on_cpu:
             self._llm.sleep(level)
@@ -275,9 +300,8 @@ def _until_failure(named_tensors: Iterator[Named], failures: list[Exception]) ->
 
 
 def _check_version(version: str) -> None:
-    first, beyond = map(Version, TESTED)
-    if not first <= Version(Version(version).base_version) < beyond:
-        logger.warning("vllm {} is outside the tested range: {} <= version < {}", version, first, beyond)
+    if not SpecifierSet(ENGINES["vllm"]).contains(Version(version).base_version):
+        logger.warning("vllm {} is outside the tested range, {}", version, ENGINES["vllm"])
 
 
 def _packs(layer: torch.nn.Module) -> bool:

@@ -60,6 +60,11 @@ def memory_in_use(device: torch.device) -> int:
     return psutil.Process().memory_info().rss
 
 
+def free_memory(device: torch.device) -> tuple[int, int]:
+    """Free and all bytes of an accelerator, whoever uses it."""
+    return torch.accelerator.get_memory_info(device)
+
+
 def release_cached_memory(device: torch.device) -> None:
     """Give cached blocks back, so that the engine and the trainer can share one device."""
     if device.type != "cpu":

@@ -1,0 +1,121 @@
+"""Check this machine, and whether engine and trainer agree about a model: token by token, then layer by layer.
+
+lightrft doctor --model Qwen/Qwen2.5-0.5B-Instruct --bf16
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lightrft.cli.door import set_up_logging
+from lightrft.config import Config, DataSection, EngineSection, ModelSection, RolloutSection, StrategySection, TrainSection
+from lightrft.models.load import load_tokenizer
+from lightrft.strategy import get_strategy
+from lightrft.trainer.checkup import Check, checkup
+from lightrft.trainer.diagnosis import MISMATCH, Diagnosis, diagnose
+
+SHOWN = 8
+"""Parts of the model, around the first that differs."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = _parser().parse_args(argv)
+    set_up_logging()
+    console = Console(width=None if sys.stdout.isatty() else 130)
+    checks = checkup(Path())
+    console.print(_checks(checks))
+    healthy = not any(check.fatal for check in checks)
+    if arguments.model and healthy:
+        healthy = _examine(arguments, console)
+    console.print("[green]all is well[/]" if healthy else "[red]not well: see above[/]")
+    sys.exit(0 if healthy else 1)
+
+
+def _examine(arguments: argparse.Namespace, console: Console) -> bool:
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise SystemExit("the doctor looks at a model in one process: start it without torchrun")
+    config = _config(arguments)
+    strategy = get_strategy(config)
+    try:
+        strategy.setup_distributed()
+        diagnosis = diagnose(config, strategy, load_tokenizer(config.model), arguments.engine_model)
+    except Exception as error:  # whatever it is, it is the diagnosis
+        console.print(f"[red]{escape(arguments.model)} cannot be examined[/]: {type(error).__name__}: {escape(str(error))}")
+        return False
+    finally:
+        strategy.close()
+    console.print(_gaps(diagnosis))
+    if diagnosis.parts:
+        console.print(_parts(diagnosis))
+    if diagnosis.advice:
+        console.print(f"[bold]Look at[/] {escape(diagnosis.advice)}")
+    return diagnosis.healthy
+
+
+def _config(arguments: argparse.Namespace) -> Config:
+    """One rank of FSDP2, as a run has it, and an engine that nothing hides from."""
+    return Config(
+        model=ModelSection(pretrain=arguments.model, bf16=arguments.bf16, trust_remote_code=arguments.trust_remote_code),
+        data=DataSection(prompt_max_len=128),
+        strategy=StrategySection(fsdp=True),
+        engine=EngineSection(
+            engine_type=arguments.engine_type, engine_enforce_eager=True, engine_mem_util=arguments.engine_mem_util,
+            engine_kv_cache_gb=arguments.engine_kv_cache_gb,
+        ),
+        rollout=RolloutSection(generate_max_len=64),
+        train=TrainSection(),
+    )  # fmt: skip
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="", help="Hugging Face folder or hub name; without one only the machine is checked")
+    parser.add_argument("--engine_model", default="", help="another folder for the engine, such as an export of the model")
+    parser.add_argument("--engine_type", default="auto", help="auto, vllm or hf")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, as with --bf16 in a run")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
+    parser.add_argument("--engine_mem_util", type=float, default=EngineSection.engine_mem_util, help="of an accelerator")
+    parser.add_argument("--engine_kv_cache_gb", type=float, default=EngineSection.engine_kv_cache_gb, help="on a CPU")
+    return parser
+
+
+def _checks(checks: list[Check]) -> Table:
+    table = Table("", "Found", "To do", title="This machine", box=box.SIMPLE, title_justify="left")
+    for check in checks:
+        colour = "green" if not check.problem else "red" if check.fatal else "yellow"
+        table.add_row(f"[{colour}]{check.name}[/]", check.found, check.problem)
+    return table
+
+
+def _gaps(diagnosis: Diagnosis) -> Table:
+    title = f"Log-probs of {diagnosis.engine} and trainer, {str(diagnosis.dtype).removeprefix('torch.')}"
+    table = Table("Responses", "Tokens", "Mean gap", "Largest", "Mean of exp", "At", title=title, box=box.SIMPLE,
+                  title_justify="left")  # fmt: skip
+    for name, gap in diagnosis.gaps.items():
+        colour = "green" if gap.mean <= MISMATCH[diagnosis.dtype] else "red"
+        mean = f"[{colour}]{gap.mean:.1e}[/]"
+        table.add_row(name, str(gap.tokens), mean, f"{gap.largest:.1e}", f"{gap.mean_exp:.4f}", escape(gap.worst))
+    return table
+
+
+def _parts(diagnosis: Diagnosis) -> Table:
+    """The first part that differs and those around it; the last ones where none does."""
+    first = diagnosis.parts.index(diagnosis.first) if diagnosis.first else len(diagnosis.parts) - 1
+    start = max(0, first - SHOWN // 2)
+    title = f"Parts of the model, {start + 1} to {min(start + SHOWN, len(diagnosis.parts))} of {len(diagnosis.parts)}"
+    table = Table("Part", "Relative difference", "Explained by rounding", title=title, box=box.SIMPLE, title_justify="left")
+    for part in diagnosis.parts[start : start + SHOWN]:
+        mark = " [bold red]<- here they part[/]" if part is diagnosis.first else ""
+        colour = "red" if part.differs else "green"
+        table.add_row(part.name + mark, f"[{colour}]{part.relative:.1e}[/]", f"{part.allowed:.1e}")
+    return table
+
+
+if __name__ == "__main__":
+    main()

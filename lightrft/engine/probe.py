@@ -1,0 +1,72 @@
+"""What the parts of a decoder say of one sequence, by name: for finding where two implementations of a model part.
+
+The names are those of the Hugging Face model, with two more: `self_attn.qkv_proj`, what q_proj, k_proj and v_proj say side by
+side, as engines fuse them, and `self_attn.heads`, what attention gives to o_proj.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PARTS = (
+    *("embed_tokens", "input_layernorm", "q_proj", "k_proj", "v_proj", "qkv_proj", "q_norm", "k_norm", "o_proj"),
+    *("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm", "mlp", "norm"),
+)
+"""Last parts of the names of what is looked at."""
+LOGITS = "lm_head"
+
+
+class Probe:
+    """While it is attached, what each part of a model gives: [T, ...] as float32 on the host, in the order of computing."""
+
+    def __init__(self, num_tokens: int):
+        self.num_tokens = num_tokens
+        self.outputs: dict[str, Tensor] = {}
+
+    @contextmanager
+    def attached(self, model: nn.Module) -> Iterator[None]:
+        handles = self.attach(model)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def attach(self, model: nn.Module) -> list[Any]:
+        """Handles, each with remove()."""
+        handles = []
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] in PARTS:
+                handles.append(module.register_forward_hook(self._hook(name)))
+            if name.endswith(".o_proj"):
+                handles.append(module.register_forward_pre_hook(self._hook(name.removesuffix("o_proj") + "heads")))
+        return handles
+
+    def add(self, name: str, value: Tensor) -> None:
+        if value.numel() % self.num_tokens == 0:
+            self.outputs[name] = value.detach().reshape(self.num_tokens, -1).float().cpu().clone()
+
+    def parts(self, logits: Tensor) -> dict[str, Tensor]:
+        """All that was seen, and the logits [V] after the last token."""
+        self._join_projections()
+        return self.outputs | {LOGITS: logits.detach().reshape(1, -1).float().cpu()}
+
+    def _hook(self, name: str) -> Any:
+        def see(module: nn.Module, arguments: Any, output: Any = None) -> None:
+            found = arguments if output is None else output
+            self.add(name, found[0] if isinstance(found, tuple) else found)
+
+        return see
+
+    def _join_projections(self) -> None:
+        joined: dict[str, Tensor] = {}
+        for name, value in self.outputs.items():
+            path, _, part = name.rpartition(".")
+            if part in ("q_proj", "k_proj", "v_proj"):
+                name = f"{path}.qkv_proj"
+                value = torch.cat([joined[name], value], 1) if name in joined else value
+            joined[name] = value
+        self.outputs = joined

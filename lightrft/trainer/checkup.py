@@ -1,0 +1,105 @@
+"""What of this machine a run needs: packages, device, memory, disk, the network of one node. Each with the way out."""
+
+import platform
+import shutil
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from lightrft.parallel.device import current_device, free_memory
+from lightrft.versions import CORE, ENGINES, EXTRAS, installed_version, untested_versions, version_problems
+
+GB = 2**30
+SHARED_MEMORY = Path("/dev/shm")
+PORT = 29500
+"""Where torchrun meets by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    name: str
+    found: str
+    problem: str = ""
+    """Empty where all is well."""
+    fatal: bool = False
+    """Nothing runs like this; otherwise it may become a problem."""
+
+
+def checkup(folder: Path) -> list[Check]:
+    """Of this process's machine; runs would be written to `folder`."""
+    return [*_packages(), *_engines(), _device(), _host_memory(), _disk(folder), _shared_memory(), _name(), _port()]
+
+
+def _packages() -> list[Check]:
+    core = "; ".join(version_problems(CORE))
+    found = ", ".join(f"{name} {installed_version(name)}" for name in ("torch", "transformers") if installed_version(name))
+    optional = [problem for table in EXTRAS.values() for problem in version_problems(table, optional=True)]
+    named = f"Python {platform.python_version()}, {found}"
+    return [Check("packages", named, core, fatal=bool(core)), Check("optional packages", _extras(), "; ".join(optional))]
+
+
+def _extras() -> str:
+    names = [name for extra, table in EXTRAS.items() if extra != "dev" for name in table]
+    found = [f"{name} {version}" for name in names if (version := installed_version(name))]
+    return ", ".join(found) or "none"
+
+
+def _engines() -> list[Check]:
+    """Those that are installed, against what was tested."""
+    there = {name: tested for name, tested in ENGINES.items() if installed_version(name)}
+    if not there:
+        return [Check("engine", "hf alone", "no vllm is installed: generation is slow; pip install 'lightrft[vllm]'")]
+    return [
+        Check(f"engine {name}", str(installed_version(name)), "; ".join(f"{what}" for what in untested_versions({name: tested})))
+        for name, tested in there.items()
+    ]
+
+
+def _device() -> Check:
+    device = current_device()
+    if device.type == "cpu":
+        return Check("device", f"CPU, {torch.get_num_threads()} threads", "no accelerator: good for trying things out")
+    count, (free, total) = torch.accelerator.device_count(), free_memory(device)
+    busy = f"{(total - free) / GB:.0f} GB are taken by other programs" if free < 0.9 * total else ""
+    return Check("device", f"{count} x {device.type}, {total / GB:.0f} GB each, {free / GB:.0f} GB free", busy)
+
+
+def _host_memory() -> Check:
+    memory = psutil.virtual_memory()
+    problem = "less than 4 GB are free" if memory.available < 4 * GB else ""
+    return Check("host memory", f"{memory.total / GB:.0f} GB, {memory.available / GB:.0f} GB free", problem)
+
+
+def _disk(folder: Path) -> Check:
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    problem = "less than 20 GB: a checkpoint takes 12 bytes for each parameter, --max_ckpt_num bounds their number"
+    return Check("disk", f"{free / GB:.0f} GB free in {there}", problem if free < 20 * GB else "")
+
+
+def _shared_memory() -> Check:
+    if not SHARED_MEMORY.is_dir():
+        return Check("shared memory", "none", f"no {SHARED_MEMORY}: ranks of one machine exchange tensors there")
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    problem = "less than 1 GB: start containers with --shm-size 8g or --ipc host" if free < GB else ""
+    return Check("shared memory", f"{free / GB:.1f} GB free in {SHARED_MEMORY}", problem)
+
+
+def _name() -> Check:
+    name = socket.gethostname()
+    try:
+        return Check("host name", f"{name} is {socket.gethostbyname(name)}")
+    except OSError as error:
+        return Check("host name", name, f"it has no address ({error}): torchrun --standalone needs one; add it to /etc/hosts")
+
+
+def _port() -> Check:
+    with socket.socket() as asked:
+        try:
+            asked.bind(("", PORT))
+        except OSError:
+            return Check("port", str(PORT), "in use: pass torchrun --standalone, or --master-port PORT")
+    return Check("port", f"{PORT} is free")

@@ -1,0 +1,188 @@
+"""Where engine and trainer part: log-probs of every token first, then the parts of the model, in the order of computing.
+
+The engine is fed as in training, by the weight stream, so what is compared is what a run would do.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from lightrft.config import Config
+from lightrft.engine.expected import placeholder_token_ids
+from lightrft.engine.probe import LOGITS, Probe
+from lightrft.engine.requests import Request, Sampling
+from lightrft.models.heads import Actor, logit_scale
+from lightrft.models.load import load_model
+from lightrft.roles.policy import Policy
+from lightrft.strategy import StrategyBase
+from lightrft.trainer.identity import NOT_THE_MODEL
+from lightrft.types import Completion
+
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog. 27 + 58 =",
+    "def mean(numbers):\n    return",
+    "Question: a train leaves at 9:40 and arrives at 13:05. How long is the journey?\nAnswer:",
+    "Once upon a time",
+)
+SAMPLING = {"greedy": Sampling(temperature=0, max_tokens=32), "sampled": Sampling(n=4, max_tokens=32, seed=1)}
+MISMATCH = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+"""Mean difference of log-probs that rounding explains."""
+ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+"""Relative difference of one part's output that rounding explains in the first layer; it grows with the root of the depth."""
+
+ADVICE = {
+    "embed_tokens": "the embeddings: other weights or another vocabulary, or a scale of the embeddings on one side only",
+    "input_layernorm": "the norm before attention: rms_norm_eps, the order of norms, 1 + weight, or the residual before it",
+    "qkv_proj": "the projections of queries, keys and values: a bias, or weights fused in another order",
+    "q_norm": "the norm of queries: rms_norm_eps, or whether it stands before the rotation",
+    "k_norm": "the norm of keys: rms_norm_eps, or whether it stands before the rotation",
+    "heads": "attention, while its queries, keys and values agree: rope_theta or the scaling of rope, the scale of the "
+    "scores, a sliding window or a soft cap",
+    "o_proj": "the output projection of attention: its weight or a bias",
+    "post_attention_layernorm": "the norm after attention: rms_norm_eps, the order of norms, or a scaled residual",
+    "pre_feedforward_layernorm": "the norm before the feed-forward layer: rms_norm_eps, or the order of norms",
+    "post_feedforward_layernorm": "the norm after the feed-forward layer: rms_norm_eps, or the order of norms",
+    "mlp": "the feed-forward layer: hidden_act, or gate and up in another order",
+    "norm": "the last norm: rms_norm_eps, or the residual before it",
+    LOGITS: "the head: its dtype (bfloat16 against float32), a head that is tied on one side only, a scale or soft cap of logits",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Of the log-probs of some responses' tokens."""
+
+    tokens: int
+    mean: float
+    largest: float
+    mean_exp: float
+    worst: str
+    """The token of the largest difference, with both log-probs."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartGap:
+    """Of one part's outputs, the mean square of the difference relative to that of the trainer's."""
+
+    name: str
+    relative: float
+    allowed: float
+
+    @property
+    def differs(self) -> bool:
+        return not self.relative <= self.allowed  # NaN differs
+
+
+@dataclass(slots=True)
+class Diagnosis:
+    engine: str
+    dtype: torch.dtype
+    gaps: dict[str, Gap]
+    parts: list[PartGap] = field(default_factory=list)
+    """In the order of computing; empty for an engine that cannot be looked into."""
+    settings: list[str] = field(default_factory=list)
+    """What the configurations of the two models have different."""
+
+    @property
+    def first(self) -> PartGap | None:
+        """Where they part."""
+        return next((part for part in self.parts if part.differs), None)
+
+    @property
+    def healthy(self) -> bool:
+        within = all(gap.mean <= MISMATCH[self.dtype] for gap in self.gaps.values())
+        return within and self.first is None
+
+    @property
+    def advice(self) -> str:
+        if self.first is None:
+            return "" if self.healthy else "no part of the model differs: look at how the engine makes log-probs from logits"
+        said = ADVICE[self.first.name.rpartition(".")[2]]
+        return f"{said}. The settings differ in {'; '.join(self.settings)}" if self.settings else said
+
+
+def diagnose(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, engine_model: str = "") -> Diagnosis:
+    """Of `--pretrain`, on one process. `engine_model` is another folder for the engine, with the same weights' names."""
+    pretrain = config.model.pretrain
+    with strategy.init_model_context():
+        actor = Actor(load_model(config.model))
+    part = Sampling().resolved(placeholder_token_ids(actor.language_model.config)).truncation
+    policy = Policy(strategy, strategy.prepare(actor), truncation=part)
+    engine_config = replace(config, model=replace(config.model, pretrain=engine_model or pretrain))
+    strategy.setup_inference_engine(engine_config, config.engine.engine_type, actor=policy.actor)
+    prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
+    with strategy.engine_awake(policy.actor):
+        requests = [Request(prompt) for prompt in prompts]
+        responses = {name: strategy.engine.generate(requests, sampling) for name, sampling in SAMPLING.items()}
+        sequence = prompts[2] + responses["sampled"][2][0].token_ids
+        theirs = strategy.engine.parts(sequence)
+    gaps = {name: _gap(policy, prompts, found, tokenizer.decode) for name, found in responses.items()}
+    ours = trainer_parts(policy, sequence)
+    settings = _settings(pretrain, engine_model, trust_remote_code=config.model.trust_remote_code) if engine_model else []
+    return Diagnosis(strategy.engine_name, strategy.dtype, gaps, compare(ours, theirs, strategy.dtype), settings)
+
+
+def compare(ours: dict[str, Tensor], theirs: dict[str, Tensor], dtype: torch.dtype) -> list[PartGap]:
+    """Of the parts that both have, in the order in which the trainer computes them."""
+    depths = {name: next((int(part) for part in name.split(".") if part.isdigit()), None) for name in ours}
+    deepest = max((depth for depth in depths.values() if depth is not None), default=0)
+    found = []
+    for name, mine in ours.items():
+        if name in theirs and theirs[name].shape == mine.shape:
+            relative = ((theirs[name] - mine).norm() / mine.norm()).item()
+            depth = 0 if name.endswith("embed_tokens") else deepest if depths[name] is None else depths[name]
+            found.append(PartGap(name, relative, ROUNDING[dtype] * math.sqrt(1 + depth)))
+    return found
+
+
+@torch.no_grad()
+def trainer_parts(policy: Policy, sequence: list[int]) -> dict[str, Tensor]:
+    """What Engine.parts() gives, of the actor as it is trained."""
+    policy.prepare_for_logprobs()
+    policy.actor.eval()
+    model, logits, probe = policy.strategy.unwrap_model(policy.actor), [], Probe(len(sequence))
+
+    def head(module: nn.Module, arguments: Any, output: Any) -> None:
+        last = output.last_hidden_state[0, -1:]  # the weight is whole while the model computes
+        logits.append((last @ model.get_output_embeddings().weight.T).float() * logit_scale(model))
+
+    seen = model.base_model.register_forward_hook(head)
+    try:
+        with probe.attached(model):
+            policy.get_logprobs(_padded([sequence]))
+    finally:
+        seen.remove()
+    return probe.parts(logits[0])
+
+
+def _gap(policy: Policy, prompts: list[list[int]], responses: list[list[Completion]], decode: Callable[[int], str]) -> Gap:
+    rows = [(prompt, sample) for prompt, samples in zip(prompts, responses, strict=True) for sample in samples]
+    logprobs = policy.get_logprobs(_padded([prompt + sample.token_ids for prompt, sample in rows]))["logprobs"]
+    pairs = [
+        (mine, its, token)
+        for row, (prompt, sample) in zip(logprobs.tolist(), rows, strict=True)
+        for mine, its, token in zip(row[len(prompt) :], sample.logprobs, sample.token_ids, strict=False)
+    ]
+    gaps = torch.tensor([abs(mine - its) for mine, its, _ in pairs], dtype=torch.float64)
+    mine, its, token = pairs[int(gaps.nan_to_num(torch.inf).argmax())]
+    worst = f"token {token} {decode(token)!r}: trainer {mine:.6f}, engine {its:.6f}"
+    return Gap(len(pairs), gaps.mean().item(), gaps.max().item(), gaps.exp().mean().item(), worst)
+
+
+def _padded(sequences: list[list[int]]) -> dict[str, Tensor]:
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    ids = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.int64)
+    for row, sequence in zip(ids, sequences, strict=True):
+        row[: len(sequence)] = torch.tensor(sequence)
+    return {"input_ids": ids, "input_lengths": lengths}
+
+
+def _settings(*folders: str, trust_remote_code: bool) -> list[str]:
+    mine, its = (AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).to_dict() for folder in folders)
+    return [f"{name}: trainer {mine.get(name)!r}, engine {its.get(name)!r}" for name in sorted({*mine, *its})
+            if mine.get(name) != its.get(name) and name not in NOT_THE_MODEL]

@@ -1,0 +1,36 @@
+"""What the doctor says of a machine."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from lightrft.trainer import checkup as module
+from lightrft.trainer.checkup import Check, checkup
+
+
+def named(checks: list[Check]) -> dict[str, Check]:
+    return {check.name: check for check in checks}
+
+
+def test_this_machine_can_run(tmp_path: Path) -> None:
+    checks = named(checkup(tmp_path / "not" / "there" / "yet"))
+    assert {"packages", "device", "host memory", "disk", "shared memory", "host name", "port"} <= set(checks)
+    assert not any(check.fatal for check in checks.values())
+    assert "torch" in checks["packages"].found and str(tmp_path.anchor) in checks["disk"].found
+
+
+def test_what_is_wrong_is_said_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        monkeypatch.setattr(module, "PORT", taken.getsockname()[1])
+        monkeypatch.setattr(module, "CORE", {"torch": ">=99"})
+        monkeypatch.setattr(module, "ENGINES", {"vllm": ">=99"})
+        monkeypatch.setattr(module, "installed_version", lambda name: "0.32.0")
+        monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path / "none")
+        monkeypatch.setattr(module.shutil, "disk_usage", lambda path: type("usage", (), {"free": 10**9}))
+        checks = named(checkup(tmp_path))
+    assert checks["packages"].fatal and "lightrft works with >=99" in checks["packages"].problem
+    assert "--master-port" in checks["port"].problem and "tested: >=99" in checks["engine vllm"].problem
+    assert "--max_ckpt_num" in checks["disk"].problem and "exchange tensors" in checks["shared memory"].problem

@@ -1,0 +1,126 @@
+"""The doctor finds where an engine's model is another one than the trainer's, and says that all is well where it is."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightrft.config import Config, DataSection, EngineSection, ModelSection, RolloutSection, StrategySection
+from lightrft.engine import hf
+from lightrft.models.load import load_tokenizer
+from lightrft.strategy import get_strategy
+from lightrft.trainer.diagnosis import Diagnosis, compare, diagnose
+from ranks import run_ranks
+from tiny import tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and beside it the same weights under other settings."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny_model(folder / "plain", seed=1)
+    config = json.loads((folder / "plain" / "config.json").read_text())
+    rope = config["rope_parameters"] | {"rope_theta": 3 * config["rope_parameters"]["rope_theta"]}
+    for name, change in {
+        "theta": {"rope_parameters": rope},
+        "eps": {"rms_norm_eps": 1e-5},
+        "act": {"hidden_act": "gelu"},
+        "scaled": {"rope_parameters": rope | {"rope_type": "linear", "factor": 2.0}},
+    }.items():
+        shutil.copytree(folder / "plain", folder / name)
+        (folder / name / "config.json").write_text(json.dumps(config | change))
+    return folder
+
+
+def examine(folder: Path, engine_type: str, engine_model: str, *, bf16: bool = False) -> Diagnosis:
+    config = Config(
+        model=ModelSection(pretrain=str(folder / "plain"), bf16=bf16),
+        data=DataSection(prompt_max_len=128),
+        strategy=StrategySection(fsdp=True),
+        engine=EngineSection(engine_type=engine_type, engine_kv_cache_gb=0.125),
+        rollout=RolloutSection(generate_max_len=64),
+    )
+    strategy = get_strategy(config)
+    strategy.setup_distributed()
+    try:
+        return diagnose(config, strategy, load_tokenizer(config.model), str(folder / engine_model) if engine_model else "")
+    finally:
+        strategy.close_engine()
+
+
+def _several(folder: Path, cases: dict[str, dict]) -> dict[str, Diagnosis]:
+    return {name: examine(folder, "hf", **options) for name, options in cases.items()}
+
+
+@pytest.mark.slow
+def test_the_first_part_that_differs_is_named(folder: Path) -> None:
+    cases = {name: {"engine_model": name} for name in ("", "theta", "scaled", "eps", "act")} | {
+        "bf16": {"engine_model": "", "bf16": True}
+    }
+    (found,) = run_ranks(1, _several, folder, cases)
+    for name, first, advice in (
+        ("theta", "model.layers.0.self_attn.heads", "rope_theta"),
+        ("scaled", "model.layers.0.self_attn.heads", "'factor': 2.0"),
+        ("eps", "model.layers.0.input_layernorm", "rms_norm_eps: trainer 1e-06, engine 1e-05"),
+        ("act", "model.layers.0.mlp", "hidden_act: trainer 'silu', engine 'gelu'"),
+    ):
+        assert found[name].first.name == first and advice in found[name].advice
+        assert not found[name].healthy
+    assert found["theta"].gaps["sampled"].mean > 1e-2
+    for name in ("", "bf16"):
+        assert found[name].healthy and not found[name].advice
+        assert len(found[name].parts) == 19, "2 x 8 parts of layers, embeddings, last norm, head"
+    assert found[""].gaps["greedy"].tokens == 4 * 32 and found[""].gaps["sampled"].largest < 1e-5
+    assert 1e-5 < found["bf16"].gaps["sampled"].mean < 0.05
+
+
+def _with_a_head_of_bfloat16(folder: Path) -> Diagnosis:
+    load: Callable = hf._load
+
+    def rounded(*arguments):
+        model = load(*arguments)
+        model.lm_head.register_forward_hook(lambda module, given, output: output.bfloat16().float())
+        return model
+
+    hf._load = rounded
+    return examine(folder, "hf", "")
+
+
+def test_a_rounded_head_is_named(folder: Path) -> None:
+    (found,) = run_ranks(1, _with_a_head_of_bfloat16, folder)
+    assert found.first.name == "lm_head" and "bfloat16 against float32" in found.advice
+    assert not found.healthy
+
+
+def test_what_is_not_a_number_differs() -> None:
+    good, bad = {"norm": torch.ones(3, 2)}, {"norm": torch.full((3, 2), torch.nan)}
+    assert compare(good, bad, torch.float32)[0].differs and not compare(good, good, torch.float32)[0].differs
+    assert compare(good, {"norm": torch.ones(3, 4)}, torch.float32) == [], "of another shape: not the same part"
+
+
+@pytest.mark.slow
+def test_vllm_is_looked_into(folder: Path) -> None:
+    pytest.importorskip("vllm", reason="vllm is not installed")
+    (found,) = run_ranks(1, examine, folder, "vllm", "theta")
+    assert found.first.name == "model.layers.0.self_attn.heads" and len(found.parts) == 19
+    assert [part.differs for part in found.parts[:5]] == [False] * 5
+
+
+@pytest.mark.slow
+def test_the_command(folder: Path) -> None:
+    """A process without a launcher; what is broken ends it with 1, and says why."""
+    pytest.importorskip("vllm", reason="vllm is not installed")
+
+    def doctor(*flags: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "lightrft.cli.doctor", "--engine_kv_cache_gb", "0.125", *flags]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+    well = doctor("--model", str(folder / "plain"), "--engine_type", "vllm")
+    assert (well.returncode, well.stdout.strip().splitlines()[-1]) == (0, "all is well"), well.stdout + well.stderr
+    ill = doctor("--model", str(folder / "plain"), "--engine_type", "hf", "--engine_model", str(folder / "eps"))
+    assert ill.returncode == 1 and "here they part" in ill.stdout and "rms_norm_eps: trainer" in ill.stdout
