@@ -20,6 +20,17 @@ def sft(logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tenso
     return share_of_mean(-logprobs, batch, "token-mean", denominator), {}
 
 
+class MixedIn:
+    """A supervised loss beside another: so many times sft(). PPO-ptx: Ouyang et al., arXiv 2203.02155, equation 2."""
+
+    def __init__(self, coefficient: float):
+        self.coefficient = coefficient
+
+    def __call__(self, logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tensor, Report]:
+        loss, _ = sft(logprobs, batch, denominator)
+        return self.coefficient * loss, {"train/ptx_loss": -logprobs}
+
+
 class ValueObjective:
     """What the critic learns: returns, clipped."""
 

@@ -24,7 +24,7 @@ from lightrft.types import Prompt
 
 
 def build(config: Config, strategy: StrategyBase) -> Callable[[], None]:
-    prompts = load_prompts(config.data, load_tokenizer(config.model), held_out=True)
+    prompts = load_prompts(config.data, load_tokenizer(config.model), source="eval_data")
     return partial(run, config, strategy, prompts, *evaluation(config, strategy))
 
 

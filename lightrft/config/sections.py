@@ -54,6 +54,10 @@ class DataSection:
     """Held-out data, in the same form; empty: no evaluation."""
     eval_split: str = "test"
     """Split of the held-out data."""
+    pretrain_data: str = ""
+    """Prompts with answers that the actor learns beside its samples (--ptx_coef), in the same form; empty: none."""
+    pretrain_split: str = "train"
+    """Split of these."""
     input_key: str = "input"
     """Column of the prompt: a string, or a list of chat messages."""
     label_key: str = "label"
@@ -216,6 +220,8 @@ class AlgorithmSection:
     """Ratios above this are truncated or masked."""
     use_engine_logprobs: bool = False
     """Take the engine's log-probs as those before the step: one forward pass less, and the clip measures from the engine."""
+    ptx_coef: float = 0.05
+    """Coefficient of the supervised loss on --pretrain_data, added to each optimizer step of the actor."""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = "token-mean"
     """How token losses become one number, always over all ranks and micro-batches of an optimizer step."""
     gamma: float = 1.0

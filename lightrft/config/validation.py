@@ -51,6 +51,7 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
     used = DOORS[door]
     training = {f.name for f in fields(RewardSection)} - {"reward"} | {"lora_rank", *LORA, "freeze_prefix", *RANDOM}
     idle = {name for name, section in owners.items() if section not in used} | (training if door == "evaluate" else set())
+    idle |= set() if door == "train_ppo" else {"pretrain_data", "pretrain_split"}
     unused = [f"--{name} has no effect in {door}" for name in sorted(written & idle)]
     conditional = {
         "gradient_checkpointing_policy": (config.model.gradient_checkpointing, "--gradient_checkpointing"),
@@ -75,6 +76,7 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
         "system_prompt": (config.data.apply_chat_template, "--apply_chat_template"),
         **{name: (config.model.lora_rank > 0, "--lora_rank") for name in (*LORA, "save_adapter_only")},
         **{name: (needs_critic(config.algorithm), "--advantage_estimator ppo") for name in CRITIC},
+        **{name: (bool(config.data.pretrain_data), "--pretrain_data") for name in ("ptx_coef", "pretrain_split")},
         **{name: (config.algorithm.distill_coef > 0, "--distill_coef") for name in TEACHERS},
     }
     unused += [f"--{name} has no effect without {needs}" for name, (active, needs) in conditional.items()
@@ -259,6 +261,8 @@ def _algorithm_problems(config: Config) -> list[str]:
     for name, factor in (("gamma", algorithm.gamma), ("lambd", algorithm.lambd)):
         if not 0 <= factor <= 1:
             problems.append(f"--{name} must be between 0 and 1")
+    if algorithm.ptx_coef <= 0:
+        problems.append("--ptx_coef must be above 0; without --pretrain_data nothing is added")
     if algorithm.value_clip < 0:
         problems.append("--value_clip must not be negative; 0 is no clipping")
     if config.train.freezing_actor_steps < 0:

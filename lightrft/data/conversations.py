@@ -3,6 +3,9 @@
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.config import TrainSection
+from lightrft.data.packing import plan
+from lightrft.parallel.collectives import Axis
 from lightrft.types import Batch, Prompt
 
 
@@ -25,3 +28,19 @@ def supervised_batch(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, 
         loss_mask=torch.tensor([value for part in learned for value in part], dtype=torch.bool),
         rows=torch.tensor(rows, dtype=torch.int64),
     )
+
+
+def supervised_part(
+    prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, axis: Axis, train: TrainSection
+) -> tuple[Batch, list[list[int]]]:
+    """This rank's share of the prompts and answers of all, balanced, and its micro-batches."""
+    batch = supervised_batch(prompts, tokenizer, list(range(len(prompts))))
+    schedule = plan(
+        batch.lengths.tolist(),
+        num_ranks=axis.size,
+        minibatch_size=len(batch),
+        max_tokens=train.max_tokens_per_microbatch,
+        max_sequences=train.micro_train_batch_size,
+        batching=train.batching,
+    )
+    return batch.select(schedule.rows(axis.rank)), schedule.local(axis.rank)[0]

@@ -12,23 +12,27 @@ from lightrft.types import Prompt
 Judge = Callable[[Prompt], str | None]
 """Why a prompt cannot be used; None when it can."""
 
+SOURCES = {
+    "prompt_data": ("prompt_split", "max_samples"),
+    "eval_data": ("eval_split", "max_eval_samples"),
+    "pretrain_data": ("pretrain_split", None),
+}
+"""Field that names data -> those of its split and of its limit on rows."""
+
 
 def load_prompts(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, *, held_out: bool = False, judge: Judge | None = None
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data", judge: Judge | None = None
 ) -> list[Prompt]:
-    """All usable prompts of the training data, or of the held-out data, in file order.
+    """All usable prompts of the data that the field `source` names, in file order.
 
     Rows without the input column, or whose prompt is longer than `prompt_max_len` tokens, are bad rows.
     """
-    source, split, limit, flag = (
-        (section.eval_data, section.eval_split, section.max_eval_samples, "--eval_data")
-        if held_out
-        else (section.prompt_data, section.prompt_split, section.max_samples, "--prompt_data")
-    )
+    split, most = SOURCES[source]
+    given, limit = getattr(section, source), getattr(section, most) if most else None
     _check_templates(section, tokenizer)
-    bad = BadRows(skip=section.bad_rows == "skip", flag=flag)
+    bad = BadRows(skip=section.bad_rows == "skip", flag=f"--{source}")
     prompts: list[Prompt] = []
-    for where, row in read_rows(source, split, bad):
+    for where, row in read_rows(given, getattr(section, split), bad):
         try:
             prompt = make_prompt(section, tokenizer, row, index=len(prompts))
         except ValueError as error:
@@ -43,7 +47,7 @@ def load_prompts(
             break
     bad.report()
     if not prompts:
-        raise DataError(f"{flag} {source}: no usable row ({len(bad.reasons)} bad ones left out)")
+        raise DataError(f"--{source} {given}: no usable row ({len(bad.reasons)} bad ones left out)")
     return prompts
 
 

@@ -101,6 +101,10 @@ class Policy(Role):
         logprobs, batch.entropy = self._ask(self.actor, batch)
         return logprobs, {"train/entropy": batch.entropy.detach()}
 
+    def supervised(self, batch: Batch) -> tuple[Tensor, Report]:
+        """The same for given answers, which were not sampled: at temperature 1, of all tokens."""
+        return self.actor(batch, 1.0)[0], {}
+
     def update_average(self, beta: float) -> None:
         """average <- beta * average + (1 - beta) * actor, if there is one."""
         if self.average is not None:

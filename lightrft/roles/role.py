@@ -35,6 +35,18 @@ class Answer(Batch):
     values: Tensor = per_token()  # [T] float32
 
 
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """Something to learn in an optimizer step: sequences in micro-batches, and each one's share of a loss."""
+
+    batch: Batch
+    rows: Rows
+    objective: Objective
+    denominator: Denominator
+    forward: Callable[[Batch], tuple[Tensor, Report]]
+    """What the objective is given, and what to report beside its reports."""
+
+
 @dataclass(slots=True)
 class TrainStep:
     """One optimizer step that has begun."""
@@ -126,18 +138,28 @@ class Role(ABC):
     # -- one optimizer step on flat batches
 
     def update(
-        self, batch: Batch, rows: Rows, objective: Objective, denominator: Denominator, metrics: Metrics
+        self,
+        batch: Batch,
+        rows: Rows,
+        objective: Objective,
+        denominator: Denominator,
+        metrics: Metrics,
+        *,
+        beside: Lesson | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One optimizer step over the given micro-batches; returns the global loss and the gradient norm before clipping.
+        """One optimizer step over the given micro-batches, and those of what is learned beside them.
 
-        Reports are averaged over learned tokens; those whose name ends in `_max` or `_min` are reduced by that.
+        Returns the global loss and the gradient norm before clipping. Reports are averaged over learned tokens; those whose
+        name ends in `_max` or `_min` are reduced by that.
         """
-        self.begin_train_step(objective, denominator, len(rows))
-        for micro_batch in micro_batches(batch, rows, self.strategy.device):
-            report, weight = self.train_microbatch(micro_batch), self.weight(micro_batch)
-            for name, values in report.items():
-                add = {"_max": metrics.max, "_min": metrics.min}.get(name[-4:], metrics.mean)
-                add(name, values, weight)
+        lessons = [Lesson(batch, rows, objective, denominator, self.forward), *([beside] if beside else [])]
+        self.begin_train_step(objective, denominator, sum(len(lesson.rows) for lesson in lessons))
+        for lesson in lessons:
+            for micro_batch in micro_batches(lesson.batch, lesson.rows, self.strategy.device):
+                report, weight = self.train_microbatch(micro_batch, lesson), self.weight(micro_batch)
+                for name, values in report.items():
+                    add = {"_max": metrics.max, "_min": metrics.min}.get(name[-4:], metrics.mean)
+                    add(name, values, weight)
         return self.finish_train_step()
 
     def begin_train_step(
@@ -153,15 +175,19 @@ class Role(ABC):
         loss = torch.zeros((), device=self.strategy.device)
         self._step = TrainStep(objective, denominator, num_microbatches, not eval_mode, loss)
 
-    def train_microbatch(self, batch: Batch) -> Report:
-        """Add the gradients of one micro-batch, which is on the device; returns what there is to report, on the device."""
+    def train_microbatch(self, batch: Batch, lesson: Lesson | None = None) -> Report:
+        """Add the gradients of one micro-batch, which is on the device; returns what there is to report, on the device.
+
+        It is part of `lesson`; of what the step was begun with when None.
+        """
         step = self._open_step()
+        lesson = lesson or Lesson(batch, [], step.objective, step.denominator, self.forward)
         if step.begun == step.num_microbatches:
             raise RuntimeError(f"the train step was begun with {step.num_microbatches} micro-batches; this is one more")
         step.begun, step.batch = step.begun + 1, batch
         with torch.set_grad_enabled(step.learn):
-            values, report = self.forward(batch)
-            loss, more = step.objective(values, batch, step.denominator)
+            values, report = lesson.forward(batch)
+            loss, more = lesson.objective(values, batch, lesson.denominator)
         if step.learn:
             self.strategy.backward(loss, self.module, self.optimizer, last=step.begun == step.num_microbatches)
         step.loss += loss.detach()

@@ -28,6 +28,7 @@ from lightrft.rollout.experience import ExperienceMaker
 from lightrft.rollout.rewards import Judge
 from lightrft.rollout.sampler import Sampler
 from lightrft.strategy import StrategyBase
+from lightrft.trainer.mixin import Mixin
 from lightrft.trainer.ppo import PPOTrainer
 from lightrft.trainer.sft import SFTTrainer
 
@@ -39,7 +40,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     tokenizer = load_tokenizer(config.model)
     judge = Judge(config.reward.reward, strategy.mesh.siblings)
     prompts = load_prompts(config.data, tokenizer)
-    eval_prompts = load_prompts(config.data, tokenizer, held_out=True) if config.data.eval_data else []
+    eval_prompts = load_prompts(config.data, tokenizer, source="eval_data") if config.data.eval_data else []
     order = StepOrder(len(prompts), config.rollout.rollout_batch_size, config.train.seed)
     steps = total_steps(config, order)
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
@@ -52,6 +53,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     policy = build_policy(config, strategy, updates=(steps - frozen) * updates, reference=reference, sampling=sampling)
     critic = build_critic(config, strategy, tokenizer, updates=steps * updates) if needs_critic(algorithm) else None
     teacher = build_teacher(config, strategy, tokenizer) if algorithm.distill_coef > 0 else None
+    mixin = build_mixin(config, policy, tokenizer) if config.data.pretrain_data else None
     strategy.announce("start_engine")
     strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
@@ -82,14 +84,15 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         ),
         objective=PolicyObjective(algorithm, kl_coefficient),
         critic=critic,
-        parts={"reward_shaper": shaper, "kl_coefficient": kl_coefficient},
+        mixin=mixin,
+        parts={"reward_shaper": shaper, "kl_coefficient": kl_coefficient} | ({"mixin": mixin} if mixin else {}),
     )
 
 
 def sft_trainer(config: Config, strategy: StrategyBase) -> SFTTrainer:
     tokenizer = load_tokenizer(config.model)
     prompts = load_prompts(config.data, tokenizer, judge=answer_problem)
-    eval_prompts = load_prompts(config.data, tokenizer, held_out=True, judge=answer_problem) if config.data.eval_data else []
+    eval_prompts = load_prompts(config.data, tokenizer, source="eval_data", judge=answer_problem) if config.data.eval_data else []
     order = StepOrder(len(prompts), config.train.train_batch_size, config.train.seed)
     steps = total_steps(config, order)
     policy = build_policy(config, strategy, updates=steps, reference=False)
@@ -183,6 +186,17 @@ def build_teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedT
         model = Actor(load_model(config.model, "teacher_pretrain")).requires_grad_(False)
     limits = {"max_tokens": config.train.max_tokens_per_microbatch, "batching": config.train.batching}
     return Policy(strategy, strategy.prepare(model), temperature=config.rollout.temperature, **limits)
+
+
+def build_mixin(config: Config, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Mixin:
+    """Prompts with answers from --pretrain_data, learned beside the samples."""
+    prompts = load_prompts(config.data, tokenizer, source="pretrain_data", judge=answer_problem)
+    if len(prompts) < config.train.train_batch_size:
+        raise ConfigError(
+            f"--pretrain_data {config.data.pretrain_data}: {len(prompts)} rows do not fill one optimizer step of "
+            f"--train_batch_size {config.train.train_batch_size}"
+        )
+    return Mixin(policy, prompts, tokenizer, train=config.train, coefficient=config.algorithm.ptx_coef)
 
 
 def evaluation(config: Config, strategy: StrategyBase) -> tuple[Sampler, Judge]:

@@ -9,6 +9,7 @@ from lightrft.rollout.rewards import Judge
 from lightrft.rollout.sampler import Sampler
 from lightrft.trainer.base import Trainer
 from lightrft.trainer.evaluate import evaluate
+from lightrft.trainer.mixin import Mixin
 
 
 class PPOTrainer(Trainer):
@@ -22,9 +23,11 @@ class PPOTrainer(Trainer):
         make_experience: ExperienceMaker,
         objective: PolicyObjective,
         critic: Critic | None = None,
+        mixin: Mixin | None = None,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
+        self.mixin = mixin
         self.critic, self.value_objective = critic, ValueObjective(self.config.algorithm)
         if critic is not None:
             self.models["critic"] = (critic.module, critic.optimizer, critic.scheduler)
@@ -46,17 +49,18 @@ class PPOTrainer(Trainer):
                 self._learn(self.critic, self.value_objective, planned, "critic")
         if number > self.config.train.freezing_actor_steps:
             with self.trace.phase("train"):
-                self._learn(self.policy, self.objective, planned, "train")
+                self._learn(self.policy, self.objective, planned, "train", self.mixin)
 
     def evaluate(self) -> None:
         with self.strategy.engine_awake(self.policy.actor):
             evaluate(self.sampler, self.judge, self.eval_prompts, self.metrics)
 
-    def _learn(self, role: Role, objective: Objective, planned: Planned, phase: str) -> None:
+    def _learn(self, role: Role, objective: Objective, planned: Planned, phase: str, mixin: Mixin | None = None) -> None:
         """One optimizer step per minibatch and epoch. What one role learns from does not depend on the other's updates."""
         for rows in planned.minibatches * self.config.train.max_epochs:
             denominator = role.denominator(planned.experience, rows, length=self.config.rollout.generate_max_len)
             self.metrics.mean(f"{phase}/learning_rate", role.scheduler.get_last_lr()[0])
-            loss, norm = role.update(planned.experience, rows, objective, denominator, self.metrics)
+            beside = mixin.next() if mixin is not None else None
+            loss, norm = role.update(planned.experience, rows, objective, denominator, self.metrics, beside=beside)
             self.metrics.mean(f"{phase}/loss", loss)
             self.metrics.mean(f"{phase}/grad_norm", norm)

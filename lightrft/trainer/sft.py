@@ -1,8 +1,7 @@
 """Supervised fine-tuning: learn the answer column, mean over all answer tokens of a step."""
 
 from lightrft.algorithms.objectives import sft
-from lightrft.data.conversations import supervised_batch
-from lightrft.data.packing import plan
+from lightrft.data.conversations import supervised_part
 from lightrft.roles.microbatch import Rows
 from lightrft.trainer.base import Trainer
 from lightrft.types import Batch, Prompt
@@ -33,15 +32,4 @@ class SFTTrainer(Trainer):
         return stop is not None and self.loss < stop
 
     def _my_part(self, prompts: list[Prompt]) -> tuple[Batch, Rows]:
-        """This rank's share of the prompts and answers, balanced, and its micro-batches."""
-        data, train = self.strategy.mesh.data, self.config.train
-        batch = supervised_batch(prompts, self.tokenizer, list(range(len(prompts))))
-        schedule = plan(
-            batch.lengths.tolist(),
-            num_ranks=data.size,
-            minibatch_size=len(batch),
-            max_tokens=train.max_tokens_per_microbatch,
-            max_sequences=train.micro_train_batch_size,
-            batching=train.batching,
-        )
-        return batch.select(schedule.rows(data.rank)), schedule.local(data.rank)[0]
+        return supervised_part(prompts, self.tokenizer, self.strategy.mesh.data, self.config.train)

@@ -42,7 +42,7 @@ def load(source: Path, **options):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     section = DataSection(**{"eval_data" if held_out else "prompt_data": str(source)} | options)
-    return load_prompts(section, tokenizer, held_out=held_out, judge=judge)
+    return load_prompts(section, tokenizer, source="eval_data" if held_out else "prompt_data", judge=judge)
 
 
 def write_lines(path: Path, *rows) -> Path:

@@ -52,6 +52,7 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "value_clip": (CRITIC, ["--value_clip=0.001"]),
     "pass_k": (["--advantage_estimator=pass_at_k"], ["--pass_k=1"]),
     "distill_coef": (TEACHER, ["--distill_coef=0.9"]),
+    "ptx_coef": (["--pretrain_data={folder}/train.jsonl"], ["--ptx_coef=0.5"]),
     "advantages_norm": ([], ["--advantages_norm"]),
     "advantage_clip": ([], ["--advantage_clip=0.05"]),
     "mask_truncated": ([], ["--mask_truncated"]),

@@ -1,0 +1,43 @@
+"""Given answers that the actor learns beside its samples, so that it does not forget them."""
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.algorithms.objectives import MixedIn
+from lightrft.config import TrainSection
+from lightrft.data.conversations import supervised_part
+from lightrft.data.loader import StepOrder
+from lightrft.roles.policy import Policy
+from lightrft.roles.role import Lesson
+from lightrft.types import Prompt
+
+
+class Mixin:
+    """A batch of rows for each optimizer step, as many as that has samples, in an order of its own; a part of checkpoints."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        prompts: list[Prompt],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        train: TrainSection,
+        coefficient: float,
+    ):
+        """ValueError for fewer rows than --train_batch_size."""
+        self.policy, self.prompts, self.tokenizer, self.train = policy, prompts, tokenizer, train
+        self.order = StepOrder(len(prompts), train.train_batch_size, train.seed)
+        self.objective = MixedIn(coefficient)
+        self.taken = 0
+
+    def next(self) -> Lesson:
+        """With the denominator of this batch alone: the mean over the answer tokens of all ranks; one collective."""
+        prompts = [self.prompts[row] for row in self.order.rows(self.taken)]
+        self.taken += 1
+        batch, rows = supervised_part(prompts, self.tokenizer, self.policy.strategy.mesh.data, self.train)
+        return Lesson(batch, rows, self.objective, self.policy.denominator(batch, rows, length=1), self.policy.supervised)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.taken = state["taken"]

@@ -1,0 +1,107 @@
+"""Answers that are learned beside samples: in each optimizer step one more loss, with a denominator of its own."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightrft.algorithms.objectives import sft
+from lightrft.config import TrainSection
+from lightrft.observe.metrics import Metrics
+from lightrft.trainer.mixin import Mixin
+from lightrft.types import Prompt
+from ranks import run_ranks
+from roles import rows
+from runs import PPO, prepare, repeatable, train
+from tiny import byte_tokenizer, tiny_model
+
+ANSWERS = ["yes", "no, never", "a", "it is so", "bc", "0123456789", "d"]
+COEFFICIENT = 0.7
+TRAIN = TrainSection(train_batch_size=3, max_tokens_per_microbatch=24, seed=5)
+
+
+def given() -> list[Prompt]:
+    tokenizer = byte_tokenizer()
+    texts = [f"{number}?" for number in range(len(ANSWERS))]
+    return [
+        Prompt(index=place, text=text, token_ids=tokenizer(text)["input_ids"], columns={"label": answer})
+        for place, (text, answer) in enumerate(zip(texts, ANSWERS, strict=True))
+    ]
+
+
+def updated(folder: str):
+    """[loss, norm] of three steps, the parameters after them, what was reported."""
+    made = rows.strategy()
+    policy, metrics = rows.policy(made, folder, max_tokens=24), Metrics()
+    mixin = Mixin(policy, given(), byte_tokenizer(), train=TRAIN, coefficient=COEFFICIENT)
+    batch, (members,) = policy.deal(rows.share(rows.whole(), made.get_rank(), made.mesh.data.size))
+    numbers = []
+    for _ in range(3):
+        denominator = policy.denominator(batch, members)
+        numbers.append(torch.stack(policy.update(batch, members, sft, denominator, metrics, beside=mixin.next())))
+    return torch.stack(numbers), dict(made.full_params(policy.module)), metrics.reduce(made.mesh.data), mixin.state_dict()
+
+
+def plain(folder: str):
+    """Samples at the temperature of sampling, answers at 1; each mean over its own tokens."""
+    model, order, batch = rows.plain_model(folder), Mixin(None, given(), None, train=TRAIN, coefficient=1.0).order, rows.whole()
+    optimizer, numbers, seen = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), [], []
+    for step in range(3):
+        optimizer.param_groups[0]["lr"] = 0.05 * (0.5 if step == 0 else 1.0)
+        samples = [
+            rows.plain_logprobs(model, batch["input_ids"][row, :length])[rows.PROMPT[row] :]
+            for row, length in enumerate(rows.LENGTHS)
+            if row != 3
+        ]
+        answers = []
+        for place in order.rows(step):
+            prompt, answer = given()[place].token_ids, [*ANSWERS[place].encode(), 258]
+            answers.append(rows.plain_logprobs(model, torch.tensor([*prompt, *answer]), 1.0)[len(prompt) :])
+        seen.append(-torch.cat(answers).detach())
+        loss = -torch.cat(samples).mean() - COEFFICIENT * torch.cat(answers).mean()
+        loss.backward()
+        numbers.append([loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()])
+        optimizer.step()
+        optimizer.zero_grad()
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return torch.tensor(numbers), parameters, torch.cat(seen).mean()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_both_losses_are_plain_torch(folder, world_size):
+    """Seven rows in batches of three: the third step begins the second pass."""
+    numbers, parameters, reported = plain(folder)
+    for found, tensors, metrics, state in run_ranks(world_size, updated, folder):
+        torch.testing.assert_close(found, numbers, rtol=1e-5, atol=1e-6)
+        assert all((tensors[name] - wanted).norm() <= 1e-5 * wanted.norm() for name, wanted in parameters.items())
+        assert metrics["train/ptx_loss"] == pytest.approx(reported.item(), rel=1e-5)
+        assert state == {"taken": 3}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> list[str]:
+    flags = prepare(tmp_path_factory.mktemp("inputs"))
+    return [*flags, f"--pretrain_data={flags[2].partition('=')[2]}", "--train_batch_size=16", "--ptx_coef=0.5"]
+
+
+@pytest.mark.slow
+def test_answers_are_learned_and_a_run_goes_on(inputs, tmp_path):
+    flags = [flag for flag in PPO if not flag.startswith("--train_batch_size")]
+    whole = train("train_ppo", 2, [*inputs, *flags, "--max_steps=6"], tmp_path / "whole")
+    losses = [row["train/ptx_loss"] for row in whole]
+    assert losses[-1] < losses[0] - 1, losses
+    parts = [*inputs, *flags, f"--ckpt_path={tmp_path / 'checkpoints'}", "--save_steps=3"]
+    train("train_ppo", 2, [*parts, "--max_steps=3"], tmp_path / "parts")
+    resumed = train("train_ppo", 2, [*parts, "--max_steps=6", "--load_checkpoint"], tmp_path / "parts")
+    assert repeatable(resumed) == repeatable(whole)
+
+
+def test_too_few_answers_are_refused(inputs, tmp_path):
+    few = tmp_path / "few.jsonl"
+    few.write_text('{"input": "a", "label": "b"}\n')
+    with pytest.raises(RuntimeError, match="--pretrain_data .*: 1 rows do not fill one optimizer step of --train_batch_size 16"):
+        train("train_ppo", 1, [*inputs, *PPO, "--train_batch_size=16", f"--pretrain_data={few}"], tmp_path / "run")
