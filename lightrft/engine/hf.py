@@ -30,7 +30,8 @@ class HFEngine(Engine):
 
     def __init__(self, setup: EngineSetup):
         if setup.axis.size > 1:
-            raise ValueError(f"--engine_tp_size {setup.axis.size}: the hf engine runs on one rank; use --engine_type vllm, or 1")
+            raise ValueError(f"--engine_tp_size {setup.axis.size}: the hf engine runs on one rank; "
+                             "use --engine_type vllm or sglang, or 1")
         config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
         trust = {"trust_remote_code": setup.trust_remote_code}
         super().__init__(expected_parameters(config, **trust), sleep_level=setup.section.engine_sleep_level,

@@ -18,9 +18,9 @@ class StopStrings:
         self.tokenizer, self.stop = tokenizer, stop
         self.window = BYTES_OF_A_CHARACTER * (max(map(len, stop)) + 1)
 
-    def reached(self, token_ids: list[int]) -> bool:
-        """Whether the last tokens have one; to be asked after every token."""
-        return self._inside(token_ids[-self.window :])
+    def reached(self, token_ids: list[int], every: int = 1) -> bool:
+        """Whether the last tokens have one; to be asked after every token, or `every` so many."""
+        return self._inside(token_ids[-self.window - every + 1 :])
 
     def cut(self, completion: Completion) -> Completion:
         """Without what follows the token that completes the first of them."""

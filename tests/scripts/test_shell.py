@@ -76,11 +76,12 @@ def test_every_requirement_is_pinned_once(path):
 def test_makes_the_environment_in_order(machine):
     result = machine.make("test")
     assert result.returncode == 0, result.stderr
-    torch, lock, itself, tests = machine.installed()
+    torch, lock, itself, tests, sglang = machine.installed()
     assert torch == "--no-compile torch==2.13.0"
     assert lock == f"--no-compile --no-deps -r {ROOT}/requirements/cpu.txt"
     assert itself == f"--no-compile --no-deps --no-build-isolation -e {ROOT}"
     assert tests.endswith(f"-r {ROOT}/requirements/test.txt")
+    assert sglang == f"--no-compile --no-deps --python {machine.venv}-sglang/bin/python -r {ROOT}/requirements/sglang.txt"
     assert (machine.venv / "install_s").read_text().strip().isdigit()
 
 
@@ -89,7 +90,7 @@ def test_makes_it_once_and_adds_the_tests_later(machine):
     assert len(machine.installed()) == 3
     assert machine.make().stdout == "" and machine.installed() == []
     machine.make("test")
-    assert len(machine.installed()) == 1
+    assert len(machine.installed()) == 2
     assert machine.make("test").stdout == "" and machine.installed() == []
 
 
