@@ -28,6 +28,7 @@ from lightrft.engine.fused import PARTS, FusedWeights
 from lightrft.engine.probe import Probe
 from lightrft.engine.proof import Fingerprints
 from lightrft.engine.requests import Request, Sampling
+from lightrft.engine.start import starting
 from lightrft.engine.weights import Named
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import local_rank
@@ -160,7 +161,8 @@ class VLLMEngine(Engine):
         memory = _Shim.own_shared_memory(setup.axis) if self.on_cpu else nullcontext()
         with _random_state_kept(self.device), memory, _Shim.rank_in_environment(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self._llm = LLM(**_arguments(setup))
+            with starting("vllm", setup):
+                self._llm = LLM(**_arguments(setup))
         self._shim = _Shim(self._llm, self.expected)
         if unknown := self._shim.weights.unknown:
             logger.warning("--verify_weight_sync cannot find {} of {} weights in vLLM, such as {}: the proof leaves them out",

@@ -4,13 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from loguru import logger
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from engine.contract import start
+from lightrft.config import EngineSection
 from lightrft.engine import build
-from lightrft.engine.expected import end_token_ids, expected_parameters
+from lightrft.engine.base import EngineError, EngineSetup
+from lightrft.engine.expected import end_token_ids, expected_parameters, placeholder_token_ids
 from lightrft.engine.hf import HFEngine
+from lightrft.engine.requests import Sampling
+from lightrft.engine.start import starting
 from lightrft.parallel.collectives import Axis
 from tiny import EOS, tiny_model
 
@@ -82,3 +87,22 @@ def test_end_tokens_come_from_the_generation_config_first(
     if generation is not None:
         file.write_text(json.dumps(generation))
     assert end_token_ids(str(tmp_path), AutoConfig.from_pretrained(tmp_path)) == expected
+
+
+def test_a_library_that_does_not_start_is_said_in_the_words_of_flags() -> None:
+    """What it refuses is the user's to mend, what breaks in it is not."""
+    setup = EngineSetup(section=EngineSection(), model_path="some/model", dtype=torch.float32, device=torch.device("cpu"),
+                        axis=ALONE, max_model_len=8)
+    for cause, raised in ((ValueError("no room"), ValueError), (MemoryError("no room"), EngineError)):
+        said = "--engine_type vllm does not start with some/model.*no room\n.*--engine_mem_util"
+        with pytest.raises(raised, match=said) as caught:
+            with starting("vllm", setup):
+                raise cause
+        assert caught.value.__cause__ is cause
+
+
+def test_placeholders_of_media_are_known_from_the_configuration() -> None:
+    plain = PretrainedConfig(vocab_size=9)
+    media = PretrainedConfig(vocab_size=9, image_token_id=3, video_token_id=4, audio_token_index=7, vision_start_token_id=5)
+    assert placeholder_token_ids(plain) == () and placeholder_token_ids(media) == (3, 4, 7)
+    assert Sampling(banned_token_ids=(8, 3)).resolved(placeholder_token_ids(media)).banned_token_ids == (3, 4, 7, 8)
