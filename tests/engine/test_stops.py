@@ -25,7 +25,7 @@ def completion(tokens: list[int], reason: str = "length") -> Completion:
         ("one, two; three", (";", ", "), "one, "),
         ("nothing", ("else",), "nothing"),
         ("日本語です", ("語",), "日本語"),
-        ("ends with it", ("it",), "ends with it"),
+        ("ends with it", ("h it",), "ends with it"),
     ],
 )
 def test_the_last_token_completes_the_first_text(tokenizer, text, stop, kept):
