@@ -31,7 +31,7 @@ EXTRAS = {
 }
 """Name of the extra -> what it brings: `pip install lightrft[vllm]`."""
 
-ENGINES = {"vllm": ">=0.32,<0.33"}
+ENGINES = {"vllm": ">=0.32,<0.33", "sglang": ">=0.5.21,<0.5.24"}
 """What each engine was tested with. Others are accepted with a warning: what depends on the version is in the engine's shim."""
 
 TENSOR_PARALLEL = {"torch": "==2.13.*", "transformers": ">=5.12,<5.24"}

@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 import torch
 from loguru import logger
-from packaging.version import Version
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
@@ -30,6 +29,7 @@ from lightrft.engine.first_token import Done
 from lightrft.engine.fused import FusedWeights
 from lightrft.engine.proof import Fingerprints
 from lightrft.engine.requests import Request, Sampling
+from lightrft.engine.start import warn_if_untested
 from lightrft.engine.stops import StopStrings
 from lightrft.engine.weights import Named
 from lightrft.types import Completion
@@ -46,8 +46,6 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo  # noqa: E
 from sglang.srt.utils import MultiprocessingSerializer  # noqa: E402
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket  # noqa: E402
 
-TESTED = ("0.5.21", "0.5.24")
-"""From this version up to, but not including, that one. What depends on the version is in this file's shim only."""
 IDLE_SECONDS = 60
 """So long may SGLang take to become idle after its last answer."""
 SPARE_TOKENS = 8
@@ -284,7 +282,7 @@ class SGLangEngine(Engine):
     """
 
     def __init__(self, setup: EngineSetup):
-        _check_version(sglang.__version__)
+        warn_if_untested("sglang", sglang.__version__)
         config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
         trust = {"trust_remote_code": setup.trust_remote_code}
         super().__init__(expected_parameters(config, **trust), sleep_level=setup.section.engine_sleep_level, axis=setup.axis,
@@ -526,9 +524,3 @@ def _buckets(named_tensors: Iterator[Named], bucket_bytes: int) -> Iterator[list
         size += tensor.nbytes
     if bucket:
         yield bucket
-
-
-def _check_version(version: str) -> None:
-    first, beyond = map(Version, TESTED)
-    if not first <= Version(Version(version).base_version) < beyond:
-        logger.warning("sglang {} is outside the tested range: {} <= version < {}", version, first, beyond)

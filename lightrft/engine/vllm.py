@@ -17,8 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from loguru import logger
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from lightrft.engine.base import Engine, EngineError, EngineSetup, Part
@@ -28,12 +26,11 @@ from lightrft.engine.fused import PARTS, FusedWeights
 from lightrft.engine.probe import Probe
 from lightrft.engine.proof import Fingerprints
 from lightrft.engine.requests import Request, Sampling
-from lightrft.engine.start import starting
+from lightrft.engine.start import starting, warn_if_untested
 from lightrft.engine.weights import Named
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import local_rank
 from lightrft.types import Completion
-from lightrft.versions import ENGINES
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process
@@ -151,7 +148,7 @@ class VLLMEngine(Engine):
     """
 
     def __init__(self, setup: EngineSetup):
-        _check_version(vllm.__version__)
+        warn_if_untested("vllm", vllm.__version__)
         config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
         trust = {"trust_remote_code": setup.trust_remote_code}
         super().__init__(expected_parameters(config, **trust), sleep_level=setup.section.engine_sleep_level, axis=setup.axis,
@@ -299,11 +296,6 @@ def _until_failure(named_tensors: Iterator[Named], failures: list[Exception]) ->
         yield from named_tensors
     except Exception as error:
         failures.append(error)
-
-
-def _check_version(version: str) -> None:
-    if not SpecifierSet(ENGINES["vllm"]).contains(Version(version).base_version):
-        logger.warning("vllm {} is outside the tested range, {}", version, ENGINES["vllm"])
 
 
 def _packs(layer: torch.nn.Module) -> bool:

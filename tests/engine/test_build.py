@@ -15,7 +15,7 @@ from lightrft.engine.base import EngineError, EngineSetup
 from lightrft.engine.expected import end_token_ids, expected_parameters, placeholder_token_ids
 from lightrft.engine.hf import HFEngine
 from lightrft.engine.requests import Sampling
-from lightrft.engine.start import starting
+from lightrft.engine.start import starting, warn_if_untested
 from lightrft.parallel.collectives import Axis
 from tiny import EOS, tiny_model
 
@@ -106,3 +106,16 @@ def test_placeholders_of_media_are_known_from_the_configuration() -> None:
     media = PretrainedConfig(vocab_size=9, image_token_id=3, video_token_id=4, audio_token_index=7, vision_start_token_id=5)
     assert placeholder_token_ids(plain) == () and placeholder_token_ids(media) == (3, 4, 7)
     assert Sampling(banned_token_ids=(8, 3)).resolved(placeholder_token_ids(media)).banned_token_ids == (3, 4, 7, 8)
+
+
+def test_a_version_outside_the_tested_range_is_named() -> None:
+    lines: list[str] = []
+    sink = logger.add(lines.append, level="WARNING", format="{message}")
+    for version in ("0.32.0", "0.32.1+cpu", "0.31.0", "0.33.0rc1", "1.0"):
+        warn_if_untested("vllm", version)
+    for version in ("0.5.21", "0.5.23.post1", "0.5.20", "0.5.24"):
+        warn_if_untested("sglang", version)
+    logger.remove(sink)
+    assert [line.split(" is")[0] for line in lines] == [
+        "vllm 0.31.0", "vllm 0.33.0rc1", "vllm 1.0", "sglang 0.5.20", "sglang 0.5.24"
+    ]  # fmt: skip

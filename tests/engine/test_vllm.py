@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from loguru import logger
 from transformers import AutoModelForCausalLM, Phi3Config, PretrainedConfig, Qwen2Config
 
 from engine.contract import Bench, flipped_elements_are_named, perturbed, reference_greedy, start
@@ -79,18 +78,3 @@ def test_every_weight_is_proven(tmp_path: Path, config: PretrainedConfig, ranks:
     for unproven, stale in run_ranks(ranks, _proof_of_every_weight, str(tmp_path), dtype, timeout=400):
         assert unproven == []
         assert ("model.embed_tokens.weight in the engine is not" in stale) == config.tie_word_embeddings
-
-
-def test_a_version_outside_the_tested_range_is_named() -> None:
-    run_ranks(1, _versions)
-
-
-def _versions() -> None:
-    from lightrft.engine.vllm import _check_version
-
-    lines: list[str] = []
-    sink = logger.add(lines.append, level="WARNING")
-    for version in ("0.32.0", "0.32.1+cpu", "0.31.0", "0.33.0rc1", "1.0"):
-        _check_version(version)
-    logger.remove(sink)
-    assert [line.split("vllm ")[-1].split(" is")[0] for line in lines] == ["0.31.0", "0.33.0rc1", "1.0"]
