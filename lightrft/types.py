@@ -90,6 +90,15 @@ def per_sequence(default: Any = None) -> Any:
 
 
 @dataclass(slots=True)
+class Routing:
+    """What the routers of a mixture of E experts did, summed over tokens and layers; float32."""
+
+    chosen: Tensor  # [E] how often an expert was among the chosen
+    probabilities: Tensor  # [E] with gradient
+    count: Tensor  # [] tokens times layers
+
+
+@dataclass(slots=True)
 class Batch:
     """Sequences end to end: the one layout of training tensors.
 
@@ -106,6 +115,7 @@ class Batch:
     rows: Tensor = per_sequence()  # [N] int64, where each sequence stood in the whole batch of all ranks
     entropy: Tensor | None = per_token()  # [T] float32, of the model that learns: Policy.forward sets it, with its gradient
     learned: Tensor | None = field(default=None, metadata={"per": "batch"})  # [M] int64, see learned_tokens; made by `to`
+    routing: Routing | None = field(default=None, metadata={"per": "batch"})  # of the model that learns, set as entropy is
 
     def __len__(self) -> int:
         return len(self.lengths)

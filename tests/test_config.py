@@ -266,6 +266,7 @@ def test_a_sequence_that_fits_no_microbatch():
         (["--lambd", "-0.1"], "--lambd must be between 0 and 1"),
         (["--value_clip", "-1"], "--value_clip must not be negative; 0 is no clipping"),
         (["--ptx_coef", "0"], "--ptx_coef must be above 0; without --pretrain_data nothing is added"),
+        (["--aux_loss_coef", "-1"], "--aux_loss_coef must not be negative"),
         (["--distill_coef", "-1"], "--distill_coef must not be negative"),
         (["--distill_coef", "1"], "--distill_coef needs a teacher: give --teacher_pretrain or --teacher_url"),
         (["--advantage_estimator", "distill"], "distill learns from the teacher alone: --distill_coef must be above 0"),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 PAD, BOS, EOS = 256, 257, 258
 VOCABULARY = 384
@@ -21,6 +21,20 @@ def tiny_model(folder: Path | str, seed: int = 0, tie: bool = False) -> str:
         torch.manual_seed(seed)
         Qwen3ForCausalLM(config).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def tiny_experts(folder: Path | str) -> str:
+    """The same as a mixture of five experts, of which a token gets two."""
+    tiny_model(folder)
+    config = Qwen3MoeConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32, intermediate_size=48,
+        moe_intermediate_size=24, num_experts=5, num_experts_per_tok=2, vocab_size=VOCABULARY, initializer_range=0.2,
+        max_position_embeddings=512, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS, dtype=torch.float32,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen3MoeForCausalLM(config).save_pretrained(folder)
     return str(folder)
 
 

@@ -1,8 +1,11 @@
 """What a model is trained on: log-probs of one micro-batch in, its share of the global loss out."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from lightrft.algorithms.balance import Balance
 from lightrft.algorithms.correction import corrections, importance_ratios
 from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.options import keywords, options, resolve
@@ -29,6 +32,18 @@ class MixedIn:
     def __call__(self, logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tensor, Report]:
         loss, _ = sft(logprobs, batch, denominator)
         return self.coefficient * loss, {"train/ptx_loss": -logprobs}
+
+
+class Balanced:
+    """Another loss, and so many times the load of experts."""
+
+    def __init__(self, objective: Callable[..., tuple[Tensor, Report]], balance: Balance, coefficient: float):
+        self.objective, self.balance, self.coefficient = objective, balance, coefficient
+
+    def __call__(self, logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tensor, Report]:
+        loss, report = self.objective(logprobs, batch, denominator)
+        report |= {"train/aux_loss": self.balance.loss.expand(len(logprobs))}
+        return loss + self.coefficient * self.balance.share(batch.routing), report
 
 
 class ValueObjective:

@@ -220,6 +220,8 @@ class AlgorithmSection:
     """Ratios above this are truncated or masked."""
     use_engine_logprobs: bool = False
     """Take the engine's log-probs as those before the step: one forward pass less, and the clip measures from the engine."""
+    aux_loss_coef: float = 0.0
+    """Coefficient of the loss that keeps the experts of a mixture equally busy: one more forward pass; 0: none."""
     ptx_coef: float = 0.05
     """Coefficient of the supervised loss on --pretrain_data, added to each optimizer step of the actor."""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = "token-mean"

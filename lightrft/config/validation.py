@@ -261,6 +261,8 @@ def _algorithm_problems(config: Config) -> list[str]:
     for name, factor in (("gamma", algorithm.gamma), ("lambd", algorithm.lambd)):
         if not 0 <= factor <= 1:
             problems.append(f"--{name} must be between 0 and 1")
+    if algorithm.aux_loss_coef < 0:
+        problems.append("--aux_loss_coef must not be negative")
     if algorithm.ptx_coef <= 0:
         problems.append("--ptx_coef must be above 0; without --pretrain_data nothing is added")
     if algorithm.value_clip < 0:

@@ -66,6 +66,10 @@ class Undivided:
         """
         return values if self.axis.size == 1 else self.in_order(Gather.apply(values, self.axis))
 
+    def sum(self, values: Tensor) -> Tensor:
+        """Of what each rank has of its own tokens, in any shape, the sum; its gradient as in gather()."""
+        return values if self.axis.size == 1 else Gather.apply(values[None], self.axis).sum(0)
+
     def in_order(self, gathered: Tensor) -> Tensor:
         """[T, ...] as the ranks have them, one rank after the other -> in the order of the batch."""
         numbers = [number for rank in range(self.axis.size) for number in self.chunks(rank)]

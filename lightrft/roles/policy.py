@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,23 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.algorithms.balance import Balance
+from lightrft.algorithms.objectives import Balanced
+from lightrft.algorithms.reduce import Denominator
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.engine.base import Sampling
 from lightrft.models.heads import Actor
 from lightrft.models.lora import adapted_layers, adapters_off, joined
+from lightrft.models.routers import Routers
+from lightrft.observe.metrics import Metrics
 from lightrft.observe.profiler import Profiler
-from lightrft.roles.microbatch import Rows
+from lightrft.roles.microbatch import Rows, micro_batches
 from lightrft.roles.padded import flatten
-from lightrft.roles.role import Report, Role
+from lightrft.roles.role import Objective, Report, Role
 from lightrft.strategy import StrategyBase
 from lightrft.strategy.named import hf_parameters
 from lightrft.strategy.phases import Phase
-from lightrft.types import Batch, Completion
+from lightrft.types import Batch, Completion, Routing
 
 EVERYTHING = 2**62
 
@@ -62,6 +68,8 @@ class Policy(Role):
         self.average = average
         self.temperature, self.truncation = temperature, truncation
         self.tokenizer = tokenizer
+        self.routers: Routers | None = None
+        """Those of the actor, a mixture of experts whose load update() balances."""
         self._generations = 0
         self._version_before_refit: int | None = None
         self._profiler: Profiler | None = None
@@ -98,8 +106,19 @@ class Policy(Role):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Report]:
         """Log-probs of learned tokens [T], 0 elsewhere; their entropy goes into the batch."""
-        logprobs, batch.entropy = self._ask(self.actor, batch)
+        with self.routers.watch() if self.routers else nullcontext([]) as logits:
+            logprobs, batch.entropy = self._ask(self.actor, batch)
+        if self.routers:
+            batch.routing = self.routers.routing(logits, batch, self.actor.sequence)
         return logprobs, {"train/entropy": batch.entropy.detach()}
+
+    def update(
+        self, batch: Batch, rows: Rows, objective: Objective, denominator: Denominator, metrics: Metrics, **beside: Any
+    ) -> tuple[Tensor, Tensor]:
+        """One optimizer step; see Role. With `routers` the load of all its tokens is measured before, in one forward pass."""
+        if self.routers:
+            objective = Balanced(objective, self._balance(batch, rows), self.routers.coefficient)
+        return super().update(batch, rows, objective, denominator, metrics, **beside)
 
     def supervised(self, batch: Batch) -> tuple[Tensor, Report]:
         """The same for given answers, which were not sampled: at temperature 1, of all tokens."""
@@ -243,6 +262,18 @@ class Policy(Role):
         if self._profiler is not None:
             self.stop_profiling()
         self.strategy.close()
+
+    def _balance(self, batch: Batch, rows: Rows) -> Balance:
+        """The load of the experts over the tokens of all ranks, without dropout."""
+        self.strategy.enter(Phase.LOGPROB, self.actor)
+        self.actor.eval()
+        sums = []
+        with torch.no_grad():
+            for part in micro_batches(batch, rows, self.strategy.device):
+                self.forward(part)
+                sums.append(part.routing)
+        mine = Routing(*(sum(getattr(each, field.name) for each in sums) for field in fields(Routing)))
+        return Balance.of(mine, self.strategy.mesh.data.sum)
 
     def _ask(self, model: Actor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Log-probs of learned tokens, 0 elsewhere, and their entropy: [T], [T]."""

@@ -16,6 +16,7 @@ from lightrft.engine.expected import placeholder_token_ids
 from lightrft.engine.requests import Sampling
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import check_vocabulary, load_model, load_scorer, load_tokenizer
+from lightrft.models.routers import Routers
 from lightrft.models.trainable import choose_trained
 from lightrft.observe.console import Console
 from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard, WandB
@@ -53,6 +54,8 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     policy = build_policy(config, strategy, updates=(steps - frozen) * updates, reference=reference, sampling=sampling)
     critic = build_critic(config, strategy, tokenizer, updates=steps * updates) if needs_critic(algorithm) else None
     teacher = build_teacher(config, strategy, tokenizer) if algorithm.distill_coef > 0 else None
+    if algorithm.aux_loss_coef > 0:
+        policy.routers = Routers(policy.actor.language_model, algorithm.aux_loss_coef)
     mixin = build_mixin(config, policy, tokenizer) if config.data.pretrain_data else None
     strategy.announce("start_engine")
     strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)

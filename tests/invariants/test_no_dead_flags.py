@@ -16,12 +16,14 @@ from lightrft.trainer.build import ppo_trainer
 from ranks import run_ranks
 from runs import PPO, prepare, repeatable, rows_of
 from scripts.prepare_quickstart import tiny_qwen3
+from tiny import tiny_experts
 
 CORRECTED = ["--rollout_correction=mis", "--rollout_correction_low=0.99999", "--rollout_correction_high=1.00001"]
 MARKED = ["--policy_loss=kl_cov", "--cov_ratio=0.3"]
 DRAWN = ["--policy_loss=clip_cov", "--cov_ratio=0.3", "--clip_cov_range", "-9", "9"]
 OVERLONG = ["--overlong_buffer", "--overlong_buffer_len=2"]
 KL = ["--init_kl_coef=0.5", "--use_kl_loss=false", "--kl_estimator=k1"]
+EXPERTS = ["--pretrain={folder}/experts", "--aux_loss_coef=1"]
 TEACHER = ["--teacher_pretrain={folder}/teacher", "--distill_coef=0.5"]
 CRITIC = ["--advantage_estimator=gae", "--critic_learning_rate=1e-3"]
 """What a flag needs beside it."""
@@ -52,6 +54,7 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "value_clip": (CRITIC, ["--value_clip=0.001"]),
     "pass_k": (["--advantage_estimator=pass_at_k"], ["--pass_k=1"]),
     "distill_coef": (TEACHER, ["--distill_coef=0.9"]),
+    "aux_loss_coef": (EXPERTS, ["--aux_loss_coef=9"]),
     "ptx_coef": (["--pretrain_data={folder}/train.jsonl"], ["--ptx_coef=0.5"]),
     "advantages_norm": ([], ["--advantages_norm"]),
     "advantage_clip": ([], ["--advantage_clip=0.05"]),
@@ -92,6 +95,7 @@ def numbers(tmp_path_factory) -> dict[str, tuple[dict[str, Any], dict[str, Any]]
     folder = tmp_path_factory.mktemp("inputs")
     inputs = prepare(folder)
     tiny_qwen3(folder / "teacher", seed=1)
+    tiny_experts(folder / "experts")
     (folder / "reward.py").open("a").write(OTHER_REWARD)
     return run_ranks(1, every_step, inputs, str(folder), timeout=400)[0]
 

@@ -1,0 +1,46 @@
+"""The routers of a mixture of experts, and what they decide while the model computes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightrft.algorithms.balance import routing
+from lightrft.algorithms.reduce import sequence_sums
+from lightrft.models.heads import filled
+from lightrft.parallel.sequence import Undivided
+from lightrft.types import Batch, Routing
+
+
+class Routers:
+    """Found by what transformers records of them."""
+
+    def __init__(self, model: PreTrainedModel, coefficient: float):
+        """`coefficient` of the loss that balances them. ValueError for a model whose family has none."""
+        self.coefficient = coefficient
+        recorder, config = (model._can_record_outputs or {}).get("router_logits"), model.config.get_text_config()
+        if recorder is None or getattr(config, "router_aux_loss_coef", None) is None:
+            raise ValueError(f"--aux_loss_coef: {type(model).__name__} has no experts that such a loss balances")
+        self.modules: list[nn.Module] = [part for part in model.modules() if isinstance(part, recorder.target_class)]
+        self.index = recorder.index
+        self.top_k: int = config.num_experts_per_tok
+        """Experts that a token gets."""
+
+    @contextmanager
+    def watch(self) -> Iterator[list[Tensor]]:
+        """Logits [t, E] of every router that computes inside, with their gradient."""
+        seen: list[Tensor] = []
+        hooks = [part.register_forward_hook(lambda _, __, output: seen.append(output[self.index])) for part in self.modules]
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def routing(self, logits: list[Tensor], batch: Batch, sequence: Undivided) -> Routing:
+        """Of all tokens of sequences that are learned from; prompts count, what only fills a batch does not."""
+        whole = filled(batch, sequence.multiple)
+        counts = (sequence_sums(whole.loss_mask.float(), whole) > 0)[whole.sequence_ids]
+        mine = routing(logits, counts[sequence.positions(whole.num_tokens, counts.device)], self.top_k)
+        return Routing(sequence.sum(mine.chosen), sequence.sum(mine.probabilities), sequence.sum(mine.count))
