@@ -57,10 +57,15 @@ class Sample:
     """The response decoded without special tokens: what rewards judge. The prompt is never part of it."""
     finish_reason: str
     weight_version: int = 0
+    """Of the engine's weights that drew the first token; a response that grew over several steps has newer ones behind it."""
     reward: float = 0.0
     """Of the whole response; the sum where it was rewarded step by step."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """What the reward is the sum of, where its function says so; for metrics."""
+    left_out: bool = False
+    """Nothing is learned from it; its reward counts for its group."""
+    greedy_reward: float = 0.0
+    """Of the greedy response to the same prompt, where an estimator compares with it."""
     token_rewards: list[float | None] | None = None
     """For each token of the response the reward that came with it, None where none did; unset: all of it came at the end."""
 

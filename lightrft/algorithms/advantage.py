@@ -31,7 +31,7 @@ def reinforce(rewards: Tensor, groups: Tensor) -> Tensor:
     return rewards
 
 
-@estimators.register("grpo", "group_norm", "gspo", "gmpo", "cispo", "sapo", "cpgd")
+@estimators.register("grpo", "group_norm", "dapo", "gspo", "gmpo", "cispo", "sapo", "cpgd")
 def grpo(rewards: Tensor, groups: Tensor, *, eps: float = 1e-4) -> Tensor:
     """A_i = (R_i - mean_g R) / (std_g R + eps), std with Bessel's correction.
 
@@ -95,6 +95,21 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, pass_k: int) -> Tensor:
     sigma = (failing * (1 - failing)).sqrt()
     deviation = failing - wrong * share_of_draws(wrongs - 1, size - 1, pass_k - 1)
     return torch.where(sigma > 0, deviation / sigma.clamp(min=1e-12), 0.0)
+
+
+def by_difficulty(advantages: Tensor, solved: Tensor, *, least: float, most: float) -> Tensor:
+    """A w(p) where A is positive, else A w(1 - p), p the share of right samples in the group: [M], [M] -> [M].
+
+    w(p) = least + (most - least) / (1 + exp(10 (p - 0.75))): what is rare counts more. The form is that of GRPO-LEAD,
+    arXiv 2504.09696, section 3.3.
+    """
+    rarity = torch.where(advantages > 0, solved, 1 - solved)
+    return advantages * (least + (most - least) * torch.sigmoid(10 * (0.75 - rarity)))
+
+
+def solved_share(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Share of right samples in each sample's group: [N], [N] -> [N] float64."""
+    return group_sum((rewards > RIGHT).double(), groups) / group_sum(torch.ones(len(rewards), dtype=torch.float64), groups)
 
 
 def share_of_draws(part: Tensor, whole: Tensor, k: int) -> Tensor:

@@ -23,6 +23,8 @@ PRESETS: dict[str, Recipe] = {
     "ppo": PPO | aggregated("token-mean") | kl(0.02, "k1", in_loss=False) | CRITIC,
     # DeepSeekMath, arXiv 2402.03300
     "grpo": PPO | aggregated("seq-mean-token-mean") | kl(0.04, "k3", in_loss=True),
+    # arXiv 2503.14476; its penalty begins a fifth before the longest response
+    "dapo": PPO | {"eps_clip_high": 0.28, "dynamic_sampling": True, "overlong_buffer": True} | aggregated("token-mean") | NO_KL,
     # arXiv 2503.20783
     "dr_grpo": PPO | aggregated("seq-mean-token-sum-norm") | NO_KL,
     # arXiv 2507.18071
@@ -31,6 +33,8 @@ PRESETS: dict[str, Recipe] = {
     "gmpo": {"policy_loss": "gmpo", "eps_clip_low": 0.4, "eps_clip_high": 0.4} | aggregated("seq-mean-token-mean") | NO_KL,
     # arXiv 2402.14740; the coefficient depends on the task there
     "rloo": {"policy_loss": "reinforce"} | aggregated("seq-mean-token-sum") | kl(0.05, "k1", in_loss=False),
+    # arXiv 2310.10505; one response per prompt is enough, and the coefficient depends on the task
+    "remax": {"policy_loss": "reinforce"} | aggregated("seq-mean-token-sum") | kl(0.05, "k1", in_loss=False),
     # arXiv 2501.03262; the coefficients depend on the task there
     "reinforce++": PPO | aggregated("token-mean") | kl(0.01, "k1", in_loss=False) | {"advantages_norm": True},
     "reinforce++_baseline": PPO | aggregated("token-mean") | kl(0.001, "k2", in_loss=True) | {"advantages_norm": True},

@@ -60,7 +60,8 @@ class RewardShaper:
         """What the rewards count, from what they are. `lengths` of the responses that end with them. [M] each -> [M] float32."""
         section, shaped = self.section, rewards.double()
         if section.overlong_buffer:
-            buffer, factor = section.overlong_buffer_len, section.overlong_buffer_penalty_factor
+            buffer = section.overlong_buffer_len or max(self.longest // 5, 1)
+            factor = section.overlong_buffer_penalty_factor
             shaped = shaped + overlong_penalty(lengths, longest=self.longest, buffer=buffer, factor=factor)
         if section.reward_running_norm:
             self.moments.update(shaped)

@@ -158,6 +158,22 @@ class RolloutSection:
     """Tokens that end a response, beside the model's end tokens."""
     first_token_temperature: float | None = None
     """Sample the first token at this temperature, for variety (FIRE; 30 in the paper). That token is not learned."""
+    eval_n_samples: int = 0
+    """Evaluation also draws so many responses to each prompt, at the temperature, and tells how often any of k is right."""
+    dynamic_sampling: bool = False
+    """Ask other prompts in place of those whose responses all got the same reward, until a step is full (DAPO)."""
+    dynamic_sampling_rounds: int = 10
+    """At most so many rounds; what is missing then is filled up with groups that nothing is learned from."""
+    over_sampling: float = 1.0
+    """Ask so many times the prompts that are needed, and stop as soon as enough of their groups are complete."""
+    early_stop_every: int = 256
+    """With over_sampling: after so many tokens of each response the ranks see whether enough groups are complete."""
+    partial_rollout: bool = False
+    """With over_sampling: go on in the next step with the responses that were stopped; otherwise they are lost."""
+    curriculum: list[float] = field(default_factory=list)
+    """Prompts of whose responses less than the first or more than the second share was right rest for curriculum_rest passes."""
+    curriculum_rest: int = 3
+    """Passes over the data until such a prompt is asked again."""
 
 
 @dataclass
@@ -166,8 +182,8 @@ class RewardSection:
     """Reward function: a name, module:function or file.py:function."""
     overlong_buffer: bool = False
     """Lower the reward of a response whose length comes near generate_max_len."""
-    overlong_buffer_len: int = 4096
-    """The penalty begins so many tokens before generate_max_len and grows linearly."""
+    overlong_buffer_len: int | None = None
+    """The penalty begins so many tokens before generate_max_len and grows linearly; unset: a fifth of it, as in DAPO."""
     overlong_buffer_penalty_factor: float = 1.0
     """The penalty at generate_max_len."""
     reward_running_norm: bool = False
@@ -246,6 +262,8 @@ class AlgorithmSection:
     """Learn only from responses of at least and at most so many tokens: two numbers."""
     difficulty_filter: list[float] = field(default_factory=list)
     """Learn only from groups of whose responses at least and at most this share is right (a reward above 0.5): two numbers."""
+    difficulty_weights: list[float] = field(default_factory=list)
+    """Weigh advantages between these two: near the second where a group is rarely right and this sample is, or the other way."""
     entropy_filter: list[float] = field(default_factory=list)
     """Learn only from responses whose tokens have a mean entropy between these two, in nats."""
     use_kl_loss: bool = False

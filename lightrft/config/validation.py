@@ -22,6 +22,7 @@ from lightrft.config.sections import (
 COUNTS = (
     *("rollout_batch_size", "n_samples_per_prompt", "generate_max_len", "prompt_max_len", "train_batch_size", "max_epochs"),
     *("num_episodes", "max_tokens_per_microbatch", "logging_steps", "max_ckpt_num", "weight_sync_bucket_mb"),
+    *("dynamic_sampling_rounds", "early_stop_every", "curriculum_rest"),
     *("micro_rollout_batch_size", "engine_tp_size", "dp_replicate", "sp_size", "cp_size", "tp_size"),
 )
 """Fields that count things and cannot be 0."""
@@ -49,7 +50,8 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
     """What the user wrote that changes nothing in this run, each with the reason."""
     owners = section_of_field()
     used = DOORS[door]
-    training = {f.name for f in fields(RewardSection)} - {"reward"} | {"lora_rank", *LORA, "freeze_prefix", *RANDOM}
+    training = {f.name for f in fields(RewardSection)} - {"reward"} | {"lora_rank", *LORA, "freeze_prefix", *COLLECTING}
+    training |= set() if config.rollout.eval_n_samples else set(RANDOM)
     idle = {name for name, section in owners.items() if section not in used} | (training if door == "evaluate" else set())
     idle |= set() if door == "train_ppo" else {"pretrain_data", "pretrain_split"}
     unused = [f"--{name} has no effect in {door}" for name in sorted(written & idle)]
@@ -61,10 +63,15 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
         "rollout_correction_level": (bool(config.algorithm.rollout_correction), "--rollout_correction"),
         "rollout_correction_low": (bool(config.algorithm.rollout_correction), "--rollout_correction"),
         "rollout_correction_high": (bool(config.algorithm.rollout_correction), "--rollout_correction"),
+        "dynamic_sampling_rounds": (config.rollout.dynamic_sampling, "--dynamic_sampling"),
+        "early_stop_every": (config.rollout.over_sampling > 1, "--over_sampling"),
+        "partial_rollout": (config.rollout.over_sampling > 1, "--over_sampling"),
+        "curriculum_rest": (bool(config.rollout.curriculum), "--curriculum"),
         "overlong_buffer_len": (config.reward.overlong_buffer, "--overlong_buffer"),
         "overlong_buffer_penalty_factor": (config.reward.overlong_buffer, "--overlong_buffer"),
         "reward_running_norm_minus_mean": (config.reward.reward_running_norm, "--reward_running_norm"),
         "engine_sleep_level": (config.engine.enable_engine_sleep, "--enable_engine_sleep"),
+        "eval_n_samples": (bool(config.data.eval_data), "--eval_data"),
         "eval_steps": (bool(config.data.eval_data), "--eval_data"),
         "wandb_project": (config.observe.use_wandb, "--use_wandb"),
         "wandb_run_name": (config.observe.use_wandb, "--use_wandb"),
@@ -84,6 +91,12 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
     of_zero = written & set(ZERO) if config.strategy.fsdp else set()
     return unused + [f"--{name} has no effect with --fsdp" for name in sorted(of_zero)]
 
+
+COLLECTING = (
+    *("dynamic_sampling", "dynamic_sampling_rounds", "over_sampling", "early_stop_every", "partial_rollout"),
+    *("curriculum", "curriculum_rest"),
+)
+"""Fields of the choice of prompts and groups in training."""
 
 LORA = ("lora_alpha", "lora_dropout", "target_modules")
 """Fields of adapters, without effect where there are none."""
@@ -209,7 +222,7 @@ def _heads(pretrain: str) -> dict[str, int]:
 
 
 COMPARING = (
-    *("grpo", "group_norm", "gspo", "gmpo", "cispo", "sapo", "cpgd"),
+    *("grpo", "group_norm", "dapo", "gspo", "gmpo", "cispo", "sapo", "cpgd"),
     *("dr_grpo", "reinforce++_baseline", "reinforce_baseline", "rloo", "opo", "pass_at_k"),
 )
 """Estimators whose advantage is 0 for a sample that is alone in its group."""
@@ -235,8 +248,9 @@ def _teacher_problems(config: Config) -> list[str]:
 def _algorithm_problems(config: Config) -> list[str]:
     algorithm, rollout, reward = config.algorithm, config.rollout, config.reward
     problems = _teacher_problems(config)
-    for name in ("length_filter", "difficulty_filter", "entropy_filter"):
-        pair = getattr(algorithm, name)
+    names = ("length_filter", "difficulty_filter", "difficulty_weights", "entropy_filter")
+    pairs = {name: getattr(algorithm, name) for name in names}
+    for name, pair in (pairs | {"curriculum": rollout.curriculum}).items():
         if pair and (len(pair) != 2 or pair[0] > pair[1]):
             problems.append(f"--{name} takes the least and the most: two numbers")
     for name, bound in (("advantage_clip", algorithm.advantage_clip), ("reward_clip", reward.reward_clip)):
@@ -276,8 +290,17 @@ def _algorithm_problems(config: Config) -> list[str]:
         problems.append(f"--advantage_estimator {estimator} compares the samples of a prompt: --n_samples_per_prompt 2 or more")
     if estimator == "pass_at_k" and not 1 <= algorithm.pass_k <= samples:
         problems.append(f"--pass_k {algorithm.pass_k} draws from --n_samples_per_prompt {samples}: give 1 to {samples}")
+    if rollout.over_sampling < 1:
+        problems.append("--over_sampling is how many times the needed prompts are asked: at least 1")
+    if rollout.over_sampling > 1 and rollout.stop:
+        problems.append("--over_sampling looks at parts of responses, in which a text of --stop can be cut in two: drop one")
+    if rollout.dynamic_sampling and samples == 1:
+        problems.append("--dynamic_sampling looks for responses to one prompt that differ: --n_samples_per_prompt 2 or more")
+    normed = [f"--{name}" for name in ("reward_running_norm", "reward_group_norm", "reward_clip") if getattr(reward, name)]
+    if estimator == "remax" and normed:
+        problems.append(f"--advantage_estimator remax compares with the greedy reward as it is: drop {' '.join(normed)}")
     buffer, longest = reward.overlong_buffer_len, rollout.generate_max_len
-    if reward.overlong_buffer and not 1 <= buffer <= longest:
+    if reward.overlong_buffer and buffer is not None and not 1 <= buffer <= longest:
         problems.append(f"--overlong_buffer_len {buffer} must be between 1 and --generate_max_len {longest}")
     return problems
 

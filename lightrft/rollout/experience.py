@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.advantage import Estimator, estimators
+from lightrft.algorithms.advantage import Estimator, by_difficulty, estimators
 from lightrft.algorithms.covariance import marks
 from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.options import options, resolve
@@ -55,7 +55,7 @@ class ExperienceMaker:
         """
         self.policy, self.critic, self.teacher, self.section, self.train = policy, critic, teacher, algorithm, train
         self.shape, self.kl_coefficient, self.kl = shape, kl_coefficient, kl_estimators[algorithm.kl_estimator]
-        self.estimator: Estimator = resolve(estimators, algorithm.advantage_estimator, given=("lengths",))
+        self.estimator: Estimator = resolve(estimators, algorithm.advantage_estimator, given=("lengths", "greedy_rewards"))
         self.mark = marks[algorithm.policy_loss] if algorithm.policy_loss in marks else None
         self.first_token_apart = first_token_apart
         self.data = policy.strategy.mesh.data
@@ -95,7 +95,12 @@ class ExperienceMaker:
         """Advantages of all ranks' rewards, shaped before, so that no statistic is a rank's own: [M]."""
         groups = judged.groups.long()
         rewards = self.shape(judged.rewards, groups, judged.finished)
-        return self.estimator(rewards, groups, **options(self.estimator, self.section, lengths=judged.lengths))
+        given = {"lengths": judged.lengths, "greedy_rewards": judged.greedy}
+        advantages = self.estimator(rewards, groups, **options(self.estimator, self.section, **given))
+        if self.section.difficulty_weights:
+            least, most = self.section.difficulty_weights
+            advantages = by_difficulty(advantages, judged.solved(), least=least, most=most)
+        return advantages
 
     def _ask(self, experience: Experience, minibatches: list[Rows]) -> None:
         """What the models say before the step. With a single update the old log-probs are its own, so nothing is computed."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.advantage import RIGHT, group_sum
+from lightrft.algorithms.advantage import solved_share
 from lightrft.algorithms.reduce import sequence_means
 from lightrft.config import AlgorithmSection
 from lightrft.types import Experience, Sample
@@ -12,7 +12,7 @@ from lightrft.types import Experience, Sample
 def by_length(samples: list[Sample], section: AlgorithmSection) -> Tensor:
     """[N] bool: long and short enough, and not cut at the limit where --mask_truncated says so (DAPO, arXiv 2503.14476)."""
     least, most = section.length_filter or (0, float("inf"))
-    whole = [not (section.mask_truncated and sample.truncated) for sample in samples]
+    whole = [not (sample.left_out or (section.mask_truncated and sample.truncated)) for sample in samples]
     fits = [least <= len(sample.token_ids) <= most for sample in samples]
     return torch.tensor(whole, dtype=torch.bool) & torch.tensor(fits, dtype=torch.bool)
 
@@ -20,7 +20,7 @@ def by_length(samples: list[Sample], section: AlgorithmSection) -> Tensor:
 def by_difficulty(rewards: Tensor, groups: Tensor, section: AlgorithmSection) -> Tensor:
     """[N] bool: the share of right responses in the group lies between the two numbers of --difficulty_filter. [N], [N]."""
     least, most = section.difficulty_filter or (0.0, 1.0)
-    solved = group_sum((rewards > RIGHT).double(), groups) / group_sum(torch.ones(len(rewards), dtype=torch.float64), groups)
+    solved = solved_share(rewards, groups)
     return (least <= solved) & (solved <= most)
 
 

@@ -7,6 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from lightrft.algorithms.advantage import solved_share
 from lightrft.parallel.collectives import Axis
 from lightrft.types import Experience, Sample
 
@@ -23,6 +24,8 @@ class Judged:
     """Tokens that the reward is for."""
     finished: Tensor
     """Tokens of the response that ends with this reward, 0 where others follow."""
+    greedy: Tensor
+    """Reward of the greedy response to the same prompt."""
     mine: slice
     """Those of this rank."""
 
@@ -36,16 +39,26 @@ class Judged:
 
     def totals(self) -> tuple[Tensor, Tensor]:
         """Reward and group of each response of all ranks: [N], [N]."""
-        _, row = self.rows.unique(return_inverse=True)
+        row = self._row
         count = int(row.max()) + 1 if len(row) else 0
         rewards = self.rewards.new_zeros(count).index_add(0, row, self.rewards)
         return rewards, self.groups.new_zeros(count).index_copy(0, row, self.groups)
+
+    def solved(self) -> Tensor:
+        """For each reward the share of right responses in its group: [M]."""
+        return solved_share(*self.totals())[self._row]
+
+    @property
+    def _row(self) -> Tensor:
+        """[M] int64, which of the responses a reward is of."""
+        return self.rows.unique(return_inverse=True)[1]
 
 
 def _lines(row: int, sample: Sample) -> Iterator[tuple[float, ...]]:
     before = 0
     for place, (token, reward) in enumerate(sample.steps, 1):
-        yield row, sample.group, reward, token + 1 - before, len(sample.token_ids) if place == len(sample.steps) else 0
+        whole = len(sample.token_ids) if place == len(sample.steps) else 0
+        yield row, sample.group, reward, token + 1 - before, whole, sample.greedy_reward
         before = token + 1
 
 

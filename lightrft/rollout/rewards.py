@@ -3,14 +3,16 @@
     def short_and_right(samples, label, **columns):
         return [float(s.text == right) - 0.01 * len(s.token_ids) for s, right in zip(samples, label)]
 
-Each column of the data set arrives as a list, aligned with the samples; `label` is the column of --label_key. A response that
-is rewarded step by step has a list instead of a number: for each of its tokens a number, or None where nothing is to be said.
-A reward of parts is a dictionary of numbers: their sum counts, and each is a metric.
+A function is called once for each prompt, as soon as the last of its samples is complete, while those of others still grow. Each
+column of the data set arrives as a list, aligned with the samples; `label` is the column of --label_key. A response that is
+rewarded step by step has a list instead of a number: for each of its tokens a number, or None where nothing is to be said. A
+reward of parts is a dictionary of numbers: their sum counts, and each is a metric.
 """
 
 import math
 import re
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from lightrft.parallel.collectives import Axis
@@ -44,32 +46,37 @@ def none(samples: list[Sample], **_: Any) -> list[float]:
 
 
 class Judge:
-    """A reward function and the checks on what it returns."""
+    """A reward function and the checks on what it returns. It is asked in the background, while other samples still grow."""
 
     def __init__(self, name: str, siblings: Axis | None = None):
         """`siblings`: ranks that hold the same samples. The first of them judges for all; a judge need not repeat itself."""
-        self.name, self.siblings = name, siblings
+        self.name, self.siblings = name, siblings or Axis("siblings", 1, 0, None)
         self.function: Reward = rewards[name]
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward")
+        self._begun: list[Future] = []
 
     def __call__(self, samples: list[Sample]) -> None:
         """Set `reward` of every sample. ValueError, on all siblings, for a reward that fails or is no number."""
-        if self.siblings is None or self.siblings.size == 1:
-            self._judge(samples)
-            return
-        failure = self._failure(samples) if self.siblings.rank == 0 else None
-        given = [(sample.reward, sample.reward_parts, sample.token_rewards) for sample in samples]
-        values, message = self.siblings.broadcast((given, failure and str(failure)))
-        if message is not None:
-            raise failure or ValueError(message)
-        for sample, value in zip(samples, values, strict=True):
-            sample.reward, sample.reward_parts, sample.token_rewards = value
+        self.begin(samples)
+        self.finish(samples)
 
-    def _failure(self, samples: list[Sample]) -> ValueError | None:
-        try:
-            self._judge(samples)
-        except ValueError as error:
-            return error
-        return None
+    def begin(self, samples: list[Sample]) -> None:
+        """Have these judged, in one call of the function; it is called for one thing after another."""
+        if self.siblings.rank == 0:
+            self._begun.append(self._worker.submit(self._judge, samples))
+
+    def finish(self, samples: list[Sample]) -> None:
+        """Wait for all that was begun. `samples` are these; siblings give them in the same order, and all get the rewards."""
+        begun, self._begun = self._begun, []
+        failure = next(filter(None, [future.exception() for future in begun]), None)
+        if self.siblings.size > 1:
+            given = [(sample.reward, sample.reward_parts, sample.token_rewards) for sample in samples]
+            values, message = self.siblings.broadcast((given, failure and str(failure)))
+            failure = failure or (message and ValueError(message))
+            for sample, value in zip(samples, values, strict=True):
+                sample.reward, sample.reward_parts, sample.token_rewards = value
+        if failure:
+            raise failure
 
     def _judge(self, samples: list[Sample]) -> None:
         if not samples:

@@ -1,44 +1,84 @@
 """From prompts to samples, with the engine that the strategy hosts."""
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config import RolloutSection
 from lightrft.data.loader import share_of
-from lightrft.engine.base import Sampling
+from lightrft.engine.requests import Request, Sampling
+from lightrft.rollout.groups import GROWING, Group
 from lightrft.strategy import StrategyBase
-from lightrft.types import Prompt, Sample
+from lightrft.types import Completion, Prompt, Sample
+
+Pending = tuple[Request, list[Sample], Group]
+"""A request, the responses that it lengthens, and their group."""
 
 
 class Sampler:
-    """Samples a group of responses for each prompt; every data rank takes its consecutive part of the prompts."""
+    """Lets the responses of groups grow. Ranks that share a replica of data call it with the same groups."""
 
     def __init__(self, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, section: RolloutSection):
         self.strategy = strategy
         self.tokenizer = tokenizer
         self.section = section
 
-    def __call__(self, prompts: list[Prompt], *, seed: int) -> list[Sample]:
-        """`n_samples_per_prompt` samples for each of this rank's prompts. `prompts` are those of all ranks."""
-        return self._sample(prompts, Sampling.of(self.section, seed=seed))
+    def grow(
+        self, groups: list[Group], *, seed: int, limit: int | None = None, on_complete: Callable[[Group], None] | None = None
+    ) -> None:
+        """Lengthen the growing responses of this rank's groups: to their end, or by at most `limit` tokens.
 
-    def greedy(self, prompts: list[Prompt]) -> list[Sample]:
-        """The most likely response to each of this rank's prompts."""
-        return self._sample(prompts, Sampling.greedy(self.section))
+        `on_complete` hears of a group as soon as its last response has ended, while others still grow.
+        """
+        pending = [each for group in groups for each in self._pending(group, limit)]
+        arrived: set[int] = set()
 
-    def _sample(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
-        data = self.strategy.mesh.data
+        def take(index: int, completions: list[Completion]) -> None:
+            _, samples, group = pending[index]
+            arrived.add(index)
+            for sample, completion in zip(samples, completions, strict=True):
+                self._extend(sample, completion)
+            if group.complete and on_complete is not None:
+                on_complete(group)
+
+        requests = [request for request, _, _ in pending]
+        answers = self.strategy.complete(requests, Sampling.of(self.section, seed=seed), on_done=take)
+        for index, completions in enumerate(answers):
+            if index not in arrived:
+                take(index, completions)
+
+    def answer(self, prompts: list[Prompt]) -> list[Group]:
+        """The greedy response to each of this rank's prompts and --eval_n_samples others; `prompts` are those of all ranks."""
+        data, count = self.strategy.mesh.data, self.section.eval_n_samples
         mine = share_of(data.rank, data.size, len(prompts))
-        completions = self.strategy.gather_and_generate(sampling, [prompts[group].token_ids for group in mine])
-        return [
-            Sample(
-                prompt=prompts[group],
-                group=group,
-                token_ids=completion.token_ids,
-                logprobs=completion.logprobs,
-                text=self.tokenizer.decode(completion.token_ids, skip_special_tokens=True),
-                finish_reason=completion.finish_reason,
-                weight_version=completion.weight_version,
-            )
-            for group, completions_of_prompt in zip(mine, completions, strict=True)
-            for completion in completions_of_prompt
-        ]
+        groups = [Group.begin(number, number, prompts[number], count=count, greedy=True) for number in mine]
+        self.grow(groups, seed=0)
+        return groups
+
+    def _pending(self, group: Group, limit: int | None) -> Iterator[Pending]:
+        """New samples of a prompt are one request and share its prefill; later each goes on by itself."""
+        growing = [sample for sample in group.samples if sample.finish_reason == GROWING]
+        first = not any(sample.token_ids for sample in group.samples)
+        for samples in [growing] if growing and first else [[sample] for sample in growing]:
+            sampling = Sampling.of(self.section, n=len(samples))
+            yield self._request(samples[0], sampling, limit), samples, group
+        if group.greedy is not None and group.greedy.finish_reason == GROWING:
+            yield self._request(group.greedy, Sampling.greedy(self.section), limit), [group.greedy], group
+
+    def _request(self, sample: Sample, sampling: Sampling, limit: int | None) -> Request:
+        """What follows the tokens of a response."""
+        left = self.section.generate_max_len - len(sample.token_ids)
+        sampling = replace(sampling, max_tokens=min(limit or left, left))
+        if sample.token_ids:
+            sampling = replace(sampling, first_token_temperature=None)
+        return Request([*sample.prompt.token_ids, *sample.token_ids], sample.prompt.multi_modal, sampling)
+
+    def _extend(self, sample: Sample, completion: Completion) -> None:
+        if not sample.token_ids:
+            sample.weight_version = completion.weight_version
+        sample.token_ids += completion.token_ids
+        sample.logprobs += completion.logprobs
+        if completion.finish_reason != "length" or len(sample.token_ids) >= self.section.generate_max_len:
+            sample.finish_reason = completion.finish_reason
+            sample.text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)

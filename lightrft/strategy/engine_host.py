@@ -11,7 +11,7 @@ from easydict import EasyDict
 from torch import Tensor
 
 from lightrft.data.loader import share_of
-from lightrft.engine.base import Engine, Request, Sampling
+from lightrft.engine.base import Engine, OnDone, Request, Sampling
 from lightrft.engine.build import build_engine
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import release_cached_memory
@@ -94,18 +94,27 @@ class EngineHost:
             for sample in samples
         ]
 
-    def gather_and_generate(self, sampling: Sampling, prompt_token_ids: list[list[int]]) -> list[list[Completion]]:
-        """The engine gets the prompts of all its ranks; each rank takes back its own, in order. Any numbers of prompts.
+    def complete(
+        self, sampling: Sampling, requests: list[Request], on_done: OnDone | None = None
+    ) -> list[list[Completion]]:
+        """The engine gets the requests of all its ranks; each rank takes back its own, in order. Any numbers of requests.
 
-        Ranks that share a replica of data pass the same prompts: each has its part of them answered, and all get all answers.
-        Which ranks share an engine is another matter.
+        Ranks that share a replica of data pass the same requests: each has its part of them answered, and all get all answers.
+        Which ranks share an engine is another matter. `on_done` hears of what this rank's engine has done, as it is done.
         """
-        mine = [prompt_token_ids[index] for index in share_of(self.siblings.rank, self.siblings.size, len(prompt_token_ids))]
+        part = share_of(self.siblings.rank, self.siblings.size, len(requests))
+        mine = requests[part.start : part.stop]
         everyone = self.axis.gather(mine)
-        first = sum(len(prompts) for prompts in everyone[: self.axis.rank])
-        completions = self.generate(sampling, [ids for prompts in everyone for ids in prompts])
+        first = sum(len(others) for others in everyone[: self.axis.rank])
+
+        def heard(index: int, completions: list[Completion]) -> None:
+            if on_done is not None and first <= index < first + len(mine):
+                on_done(part.start + index - first, completions)
+
+        own = replace(sampling, seed=replica_seed(sampling.seed, self.replica))
+        completions = self.engine.generate([request for others in everyone for request in others], own, on_done=heard)
         answered = self.siblings.gather(completions[first : first + len(mine)])
-        return [samples for part in answered for samples in part]
+        return [samples for answers in answered for samples in answers]
 
 
 def replica_seed(seed: int, replica: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from easydict import EasyDict
 from torch import nn
 
-from lightrft.engine.base import Engine, Sampling
+from lightrft.engine.base import Engine, OnDone, Request, Sampling
 from lightrft.strategy.config import Arguments, StrategyConfig
 from lightrft.strategy.engine_host import EngineHost, EngineStatus
 from lightrft.strategy.model_verbs import ModelVerbs
@@ -97,7 +97,16 @@ class EngineVerbs(ModelVerbs):
 
         Ranks that share an engine gather their prompts. `sampling.seed` is equal on all ranks; replicas draw differently.
         """
-        return self._engine_host().gather_and_generate(sampling, prompt_token_ids)
+        return self.complete([Request(list(ids)) for ids in prompt_token_ids], sampling)
+
+    def complete(
+        self, requests: list[Request], sampling: Sampling, on_done: OnDone | None = None
+    ) -> list[list[Completion]]:
+        """gather_and_generate() of requests, each with what is its own; `on_done` hears of those that are done before the others.
+
+        It is called with the number and the completions of a request, on the ranks whose engine answered it.
+        """
+        return self._engine_host().complete(sampling, requests, on_done)
 
     def engine_generate_local(self, sampling_params: Sampling, prompt_token_ids: list[list[int]]) -> list[EasyDict]:
         """One EasyDict for each sample, a prompt's samples side by side. Ranks that share an engine pass the same prompts."""

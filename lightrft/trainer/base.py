@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 
 import lightrft
 from lightrft.config import Config, ConfigError
-from lightrft.data.loader import StepOrder
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.sinks import Observer
 from lightrft.observe.trace import Trace
@@ -44,7 +43,6 @@ class Trainer(ABC):
         policy: Policy,
         *,
         tokenizer: PreTrainedTokenizerBase,
-        order: StepOrder,
         total_steps: int,
         prompts: list[Prompt],
         eval_prompts: list[Prompt],
@@ -54,7 +52,7 @@ class Trainer(ABC):
     ):
         """`parts` are what else has a state that a checkpoint must hold; see StrategyBase.save_ckpt()."""
         self.config, self.strategy, self.policy = config, strategy, policy
-        self.tokenizer, self.order, self.total_steps = tokenizer, order, total_steps
+        self.tokenizer, self.total_steps = tokenizer, total_steps
         self.prompts, self.eval_prompts = prompts, eval_prompts
         self.observer, self.trace = observer, trace
         self.metrics = Metrics()

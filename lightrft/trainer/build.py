@@ -5,12 +5,14 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.kl import KLCoefficient
 from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.algorithms.options import keywords
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config import Config, ConfigError, needs_critic, needs_reference
 from lightrft.data.conversations import answer_problem
-from lightrft.data.loader import StepOrder
+from lightrft.data.loader import Order
 from lightrft.data.prompts import load_prompts
 from lightrft.engine.expected import placeholder_token_ids
 from lightrft.engine.requests import Sampling
@@ -25,6 +27,7 @@ from lightrft.parallel import device
 from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher
+from lightrft.rollout.collector import Collector
 from lightrft.rollout.experience import ExperienceMaker
 from lightrft.rollout.rewards import Judge
 from lightrft.rollout.sampler import Sampler
@@ -32,6 +35,7 @@ from lightrft.strategy import StrategyBase
 from lightrft.trainer.mixin import Mixin
 from lightrft.trainer.ppo import PPOTrainer
 from lightrft.trainer.sft import SFTTrainer
+from lightrft.types import Prompt
 
 ANY_TOKEN = Sampling()
 """Every token at its own probability: what is learned from given responses."""
@@ -42,8 +46,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     judge = Judge(config.reward.reward, strategy.mesh.siblings)
     prompts = load_prompts(config.data, tokenizer)
     eval_prompts = load_prompts(config.data, tokenizer, source="eval_data") if config.data.eval_data else []
-    order = StepOrder(len(prompts), config.rollout.rollout_batch_size, config.train.seed)
-    steps = total_steps(config, order)
+    steps = total_steps(config, len(prompts), config.rollout.rollout_batch_size)
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     updates = samples // config.train.train_batch_size * config.train.max_epochs
     algorithm = config.algorithm
@@ -59,22 +62,22 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     mixin = build_mixin(config, policy, tokenizer) if config.data.pretrain_data else None
     strategy.announce("start_engine")
     strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
+    collect = collector(config, strategy, prompts, Sampler(strategy, tokenizer, config.rollout), judge)
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
     kl_coefficient = KLCoefficient(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
+    parts = {"collector": collect, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
     observer, trace = observation(config, strategy)
     return PPOTrainer(
         config,
         strategy,
         policy,
         tokenizer=tokenizer,
-        order=order,
         total_steps=steps,
         observer=observer,
         trace=trace,
         prompts=prompts,
         eval_prompts=eval_prompts,
-        sampler=Sampler(strategy, tokenizer, config.rollout),
-        judge=judge,
+        collect=collect,
         make_experience=ExperienceMaker(
             policy,
             algorithm,
@@ -88,7 +91,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         objective=PolicyObjective(algorithm, kl_coefficient),
         critic=critic,
         mixin=mixin,
-        parts={"reward_shaper": shaper, "kl_coefficient": kl_coefficient} | ({"mixin": mixin} if mixin else {}),
+        parts=parts | ({"mixin": mixin} if mixin else {}),
     )
 
 
@@ -96,8 +99,7 @@ def sft_trainer(config: Config, strategy: StrategyBase) -> SFTTrainer:
     tokenizer = load_tokenizer(config.model)
     prompts = load_prompts(config.data, tokenizer, judge=answer_problem)
     eval_prompts = load_prompts(config.data, tokenizer, source="eval_data", judge=answer_problem) if config.data.eval_data else []
-    order = StepOrder(len(prompts), config.train.train_batch_size, config.train.seed)
-    steps = total_steps(config, order)
+    steps = total_steps(config, len(prompts), config.train.train_batch_size)
     policy = build_policy(config, strategy, updates=steps, reference=False)
     observer, trace = observation(config, strategy)
     return SFTTrainer(
@@ -105,7 +107,6 @@ def sft_trainer(config: Config, strategy: StrategyBase) -> SFTTrainer:
         strategy,
         policy,
         tokenizer=tokenizer,
-        order=order,
         total_steps=steps,
         observer=observer,
         trace=trace,
@@ -114,8 +115,16 @@ def sft_trainer(config: Config, strategy: StrategyBase) -> SFTTrainer:
     )
 
 
-def total_steps(config: Config, order: StepOrder) -> int:
-    steps = order.steps_per_pass * config.train.num_episodes
+def collector(config: Config, strategy: StrategyBase, prompts: list[Prompt], sampler: Sampler, judge: Judge) -> Collector:
+    greedy = "greedy_rewards" in keywords(estimators[config.algorithm.advantage_estimator])
+    data, seed = strategy.mesh.data, config.train.seed
+    return Collector(sampler, judge, prompts, section=config.rollout, data=data, seed=seed, greedy=greedy)
+
+
+def total_steps(config: Config, num_rows: int, batch_size: int) -> int:
+    """As many whole batches as there are in all passes over the data."""
+    Order.check(num_rows, batch_size)
+    steps = num_rows * config.train.num_episodes // batch_size
     return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
 
 

@@ -1,18 +1,35 @@
-"""Held-out evaluation: the greedy response to every prompt, judged by the reward."""
+"""Held-out evaluation: the greedy response to every prompt, and of several sampled ones how often any of k is right."""
 
+import torch
+
+from lightrft.algorithms.advantage import RIGHT, share_of_draws
 from lightrft.observe.metrics import Metrics
+from lightrft.rollout.groups import Group
 from lightrft.rollout.rewards import Judge
 from lightrft.rollout.sampler import Sampler
 from lightrft.types import Prompt, Sample
 
 
 def evaluate(sampler: Sampler, judge: Judge, prompts: list[Prompt], metrics: Metrics) -> list[Sample]:
-    """Add `eval/*` metrics over all ranks' prompts; the engine must be awake. Returns this rank's samples."""
-    samples = sampler.greedy(prompts)
-    judge(samples)
-    for sample in samples:
-        metrics.mean("eval/accuracy", sample.reward)
-        metrics.mean("eval/response_length", len(sample.token_ids))
-        metrics.mean("eval/truncated", float(sample.truncated))
-    metrics.sum("eval/num_samples", len(samples))
-    return samples
+    """Add `eval/*` metrics over all ranks' prompts; the engine must be awake. Returns this rank's greedy samples."""
+    groups = sampler.answer(prompts)
+    judge([sample for group in groups for sample in group.responses])
+    for group in groups:
+        metrics.mean("eval/accuracy", group.greedy.reward)
+        metrics.mean("eval/response_length", len(group.greedy.token_ids))
+        metrics.mean("eval/truncated", float(group.greedy.truncated))
+        for k, share in pass_at_k(group).items():
+            metrics.mean(f"eval/pass_at_{k}", share)
+    metrics.sum("eval/num_samples", len(groups))
+    return [group.greedy for group in groups]
+
+
+def pass_at_k(group: Group) -> dict[int, float]:
+    """k -> share of all draws of k from the n samples in which one is right: 1 - C(wrong, k) / C(n, k); k is 1, 2, 4, ... n.
+
+    Unbiased: Chen et al., arXiv 2107.03374, equation 1.
+    """
+    count, wrong = len(group.samples), sum(sample.reward <= RIGHT for sample in group.samples)
+    powers = {2**power for power in range(count.bit_length())}
+    wrong, whole = torch.tensor([float(wrong)]), torch.tensor([float(count)])
+    return {k: 1 - float(share_of_draws(wrong, whole, k)) for k in sorted({*powers, count}) if 0 < k <= count}

@@ -5,7 +5,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.algorithms.objectives import MixedIn
 from lightrft.config import TrainSection
 from lightrft.data.conversations import supervised_part
-from lightrft.data.loader import StepOrder
+from lightrft.data.loader import Order
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import Lesson
 from lightrft.types import Prompt
@@ -23,15 +23,17 @@ class Mixin:
         train: TrainSection,
         coefficient: float,
     ):
-        """ValueError for fewer rows than --train_batch_size."""
+        """DataError for fewer rows than --train_batch_size."""
         self.policy, self.prompts, self.tokenizer, self.train = policy, prompts, tokenizer, train
-        self.order = StepOrder(len(prompts), train.train_batch_size, train.seed)
+        Order.check(len(prompts), train.train_batch_size)
+        self.order = Order(len(prompts), train.seed)
         self.objective = MixedIn(coefficient)
         self.taken = 0
 
     def next(self) -> Lesson:
         """With the denominator of this batch alone: the mean over the answer tokens of all ranks; one collective."""
-        prompts = [self.prompts[row] for row in self.order.rows(self.taken)]
+        size = self.train.train_batch_size
+        prompts = [self.prompts[row] for row in self.order.rows(self.taken * size, size)]
         self.taken += 1
         batch, rows = supervised_part(prompts, self.tokenizer, self.policy.strategy.mesh.data, self.train)
         return Lesson(batch, rows, self.objective, self.policy.denominator(batch, rows, length=1), self.policy.supervised)

@@ -3,10 +3,9 @@
 from lightrft.algorithms.objectives import PolicyObjective, ValueObjective
 from lightrft.roles.critic import Critic
 from lightrft.roles.role import Objective, Role
+from lightrft.rollout.collector import Collector
 from lightrft.rollout.experience import ExperienceMaker, Planned
 from lightrft.rollout.measure import measure_samples
-from lightrft.rollout.rewards import Judge
-from lightrft.rollout.sampler import Sampler
 from lightrft.trainer.base import Trainer
 from lightrft.trainer.evaluate import evaluate
 from lightrft.trainer.mixin import Mixin
@@ -18,8 +17,7 @@ class PPOTrainer(Trainer):
     def __init__(
         self,
         *args,
-        sampler: Sampler,
-        judge: Judge,
+        collect: Collector,
         make_experience: ExperienceMaker,
         objective: PolicyObjective,
         critic: Critic | None = None,
@@ -31,14 +29,13 @@ class PPOTrainer(Trainer):
         self.critic, self.value_objective = critic, ValueObjective(self.config.algorithm)
         if critic is not None:
             self.models["critic"] = (critic.module, critic.optimizer, critic.scheduler)
-        self.sampler, self.judge, self.make_experience, self.objective = sampler, judge, make_experience, objective
+        self.collect, self.make_experience, self.objective = collect, make_experience, objective
 
     def step(self, number: int) -> None:
-        prompts = [self.prompts[row] for row in self.order.rows(number - 1)]
         with self.trace.phase("generate"), self.strategy.engine_awake(self.policy.actor):
-            samples = self.sampler(prompts, seed=self.config.train.seed * 1_000_003 + number)
+            groups = self.collect(number, self.metrics)
         with self.trace.phase("reward"):
-            self.judge(samples)
+            samples = self.collect.judged(groups)
         self.interruption.safe_point()
         self.show(number, samples)
         measure_samples(samples, self.strategy.weight_version, self.metrics)
@@ -53,7 +50,7 @@ class PPOTrainer(Trainer):
 
     def evaluate(self) -> None:
         with self.strategy.engine_awake(self.policy.actor):
-            evaluate(self.sampler, self.judge, self.eval_prompts, self.metrics)
+            evaluate(self.collect.sampler, self.collect.judge, self.eval_prompts, self.metrics)
 
     def _learn(self, role: Role, objective: Objective, planned: Planned, phase: str, mixin: Mixin | None = None) -> None:
         """One optimizer step per minibatch and epoch. What one role learns from does not depend on the other's updates."""

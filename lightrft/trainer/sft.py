@@ -1,7 +1,10 @@
 """Supervised fine-tuning: learn the answer column, mean over all answer tokens of a step."""
 
+from typing import Any
+
 from lightrft.algorithms.objectives import sft
 from lightrft.data.conversations import supervised_part
+from lightrft.data.loader import Order
 from lightrft.roles.microbatch import Rows
 from lightrft.trainer.base import Trainer
 from lightrft.types import Batch, Prompt
@@ -10,9 +13,14 @@ from lightrft.types import Batch, Prompt
 class SFTTrainer(Trainer):
     """One step is one optimizer step over `train_batch_size` rows."""
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.order = Order(len(self.prompts), self.config.train.seed)
+
     def step(self, number: int) -> None:
         with self.trace.phase("data"):
-            batch, rows = self._my_part([self.prompts[row] for row in self.order.rows(number - 1)])
+            size = self.config.train.train_batch_size
+            batch, rows = self._my_part([self.prompts[row] for row in self.order.rows((number - 1) * size, size)])
         with self.trace.phase("train"):
             denominator = self.policy.denominator(batch, rows, length=1)
             self.metrics.mean("train/learning_rate", self.policy.scheduler.get_last_lr()[0])

@@ -61,6 +61,7 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "mask_truncated": ([], ["--mask_truncated"]),
     "length_filter": ([], ["--length_filter", "6", "6"]),
     "difficulty_filter": ([], ["--difficulty_filter", "0.5", "1"]),
+    "difficulty_weights": ([], ["--difficulty_weights", "0.4", "1.5"]),
     "entropy_filter": ([], ["--entropy_filter", "5.4", "5.8"]),
     "use_kl_loss": (["--init_kl_coef=0.5", "--kl_estimator=k2"], ["--use_kl_loss"]),
     "init_kl_coef": (KL, ["--init_kl_coef=5"]),

@@ -204,6 +204,19 @@ def stepwise() -> list[Sample]:
     return [*samples, make_sample([70, 71], [], 1, 5.0), make_sample([70, 71], [6], 1, 1.0)]
 
 
+def beside_greedy(samples: list[Sample]) -> list[Sample]:
+    """The greedy response to the prompt of group g got g + 0.5."""
+    for sample in samples:
+        sample.greedy_reward = sample.group + 0.5
+    return samples
+
+
+def without(samples: list[Sample], *places: int) -> list[Sample]:
+    for place in places:
+        samples[place].left_out = True
+    return samples
+
+
 def cut(samples: list[Sample], *places: int) -> list[Sample]:
     for place in places:
         samples[place].finish_reason = "length"
@@ -223,13 +236,18 @@ CASES: dict[str, tuple[list[Sample], dict[str, Any], dict[str, Any]]] = {
         {"overlong_buffer": True, "overlong_buffer_len": 4, "overlong_buffer_penalty_factor": 2.0},
     ),
     "cut off": (cut(all_samples(), 3, 6), {"mask_truncated": True}, {}),
+    "greedy": (beside_greedy(all_samples()), {"advantage_estimator": "remax"}, {}),
+    "left out": (without(all_samples(), 0, 4), {}, {}),
     "short and long": (all_samples(), {"length_filter": [2, 6]}, {}),
     "hard enough": (all_samples(), {"difficulty_filter": [0.0, 0.9]}, {}),
     "pass at 2": (all_samples(), {"advantage_estimator": "pass_at_k", "pass_k": 2}, {}),
+    "rare": (all_samples(), {"difficulty_weights": [0.4, 1.5]}, {}),
     "certain": (all_samples(), {"entropy_filter": [0.0, 0.01]}, {}),
     "open": (all_samples(), {"entropy_filter": [0.01, 20.0]}, {}),
 }
 WHOLE = [[value] * length for value, (_, _, length) in zip(ADVANTAGES, SAMPLES, strict=True)]
+# w(1/2) = 0.4 + 1.1 / (1 + exp(-2.5)) = 1.416556, w(1) = 0.4 + 1.1 / (1 + exp(2.5)) = 0.483444, w(0) = 1.499392
+RARE = [1.416556, 1.416556, 1.499392, 0.483444, 1.499392, 1.0, 1.0, 1.0]
 LENGTHS = [length for _, _, length in SAMPLES]
 # deviations from the group mean: 0.5, -0.5, -1, 3, -2, 0, 0, 0, each as often as its response has tokens (37):
 # sum 1.5 - 4.5 - 4 + 3 - 14 = -18; squares 0.75 + 2.25 + 4 + 9 + 28 = 44; variance 44/37 - (18/37)^2 = 0.952520, std 0.975971
@@ -246,11 +264,15 @@ EXPECTED: dict[str, list[list[float] | None]] = {
     # longest 10, buffer 4: -0.5 per token from 7 on
     "too long": [[reward - max(0, length - 6) / 2] * length for _, reward, length in SAMPLES],
     "cut off": [None if place in (3, 6) else whole for place, whole in enumerate(WHOLE)],
+    "greedy": [[reward - group - 0.5] * length for group, reward, length in SAMPLES],
+    "left out": [None if place in (0, 4) else whole for place, whole in enumerate(WHOLE)],
     "short and long": [whole if 2 <= len(whole) <= 6 else None for whole in WHOLE],
     # right are half of group 0, all of group 1, none of group 2
     "hard enough": [None if SAMPLES[place][0] == 1 else whole for place, whole in enumerate(WHOLE)],
     # group 0: one wrong of two, no draw fails; groups 1: none wrong; group 2: all wrong
     "pass at 2": [[0.0] * length for length in LENGTHS],
+    # shares of right responses 1/2, 1 and 0: w(p) = 0.4 + 1.1 / (1 + exp(10 (p - 0.75))), of 1 - p where A < 0
+    "rare": [[value * weight for value in whole] for whole, weight in zip(WHOLE, RARE, strict=True)],
     "certain": [None] * 8,
     "open": list(WHOLE),
 }
@@ -284,13 +306,18 @@ def test_options(made, name):
             assert columns["advantages"].tolist() == pytest.approx([0.0] * prompt + expected, abs=1e-6)
 
 
+def of_the_moon(rewards, groups, *, phase):
+    return rewards * phase
+
+
 def test_what_a_run_does_not_make_is_named(folder):
-    with pytest.raises(RuntimeError, match="--advantage_estimator remax needs greedy_rewards, which this run does not make"):
-        run_ranks(1, make_remax, folder)
+    with pytest.raises(RuntimeError, match="of_the_moon needs phase, which this run does not make"):
+        run_ranks(1, make_of_the_moon, folder)
 
 
-def make_remax(folder: str) -> None:
-    experience_of(make_policy(folder, 8, reference=False), [], [0], algorithm=AlgorithmSection(advantage_estimator="remax"))
+def make_of_the_moon(folder: str) -> None:
+    section = AlgorithmSection(advantage_estimator=f"{__name__}:of_the_moon")
+    experience_of(make_policy(folder, 8, reference=False), [], [0], algorithm=section)
 
 
 # -- tokens that are chosen among those of an optimizer step

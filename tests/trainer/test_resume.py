@@ -22,18 +22,19 @@ from runs import PPO, prepare, repeatable, rows_of, train
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 DEADLY_REWARD = '''
 import json, os, resource, signal
-calls, seen = 0, []
+seen = []
+if "DIE_WRITING_AT" in os.environ:
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
 def deadly(samples, label, **columns):
     """In the step that the environment names: kill this process, or let it die in the middle of the next checkpoint's file."""
-    global calls
-    calls += 1
-    seen.append(sorted({sample.weight_version for sample in samples}))
-    if calls == int(os.environ.get("KILL_AT", 0)):
+    (version,) = {sample.weight_version for sample in samples}
+    if version not in seen:
+        seen.append(version)
+    if len(seen) == int(os.environ.get("KILL_AT", 0)):
         os.kill(os.getpid(), signal.SIGKILL)
-    if calls == int(os.environ.get("DIE_WRITING_AT", 0)):
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    if len(seen) == int(os.environ.get("DIE_WRITING_AT", 0)):
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-    return [sum(token < 128 for token in sample.token_ids) / len(sample.token_ids) + sum(seen[-1]) for sample in samples]
+    return [sum(token < 128 for token in sample.token_ids) / len(sample.token_ids) + version for sample in samples]
 '''
 """It adds the version of the weights, so that one that begins afresh is seen in the metrics."""
 STRATEGIES = {"fsdp": ["--fsdp"], "zero2": ["--zero_stage=2"], "zero3": ["--zero_stage=3"]}

@@ -1,0 +1,196 @@
+"""A step's samples: which prompts are asked, by which rank, until when, and which groups are worth learning from.
+
+Plain: `rollout_batch_size` prompts, and every response to its end. Beyond that, together as one likes:
+
+- dynamic sampling (DAPO, arXiv 2503.14476): groups of equal rewards give way to other prompts, round after round
+- over-sampling: more prompts than needed, and an end as soon as enough groups are complete
+- partial rollouts (Kimi k1.5, arXiv 2501.12599): what then still grows goes on in the next step, with its log-probs
+- curriculum: prompts that were too easy or too hard rest for some passes over the data
+
+All ranks decide alike, from numbers that all of them have. What ends first on a clock does not matter.
+"""
+
+import random
+from collections.abc import Iterable
+from itertools import count
+from math import ceil
+from typing import Any
+
+import torch
+from loguru import logger
+
+from lightrft.config import ConfigError, RolloutSection
+from lightrft.data.loader import Order, fair_share
+from lightrft.observe.metrics import Metrics
+from lightrft.parallel.collectives import Axis
+from lightrft.rollout.groups import GROWING, Group, History, Visit
+from lightrft.rollout.rewards import Judge
+from lightrft.rollout.sampler import Sampler
+from lightrft.types import Prompt, Sample
+
+LEAST_ACCEPTANCE = 0.25
+"""A round draws at most four prompts for one that is missing, however few were accepted before."""
+
+
+class Collector:
+    """Fills one step after the other. As a part of a checkpoint it has what was drawn, what still grows, and the history."""
+
+    def __init__(
+        self, sampler: Sampler, judge: Judge, prompts: list[Prompt], *, section: RolloutSection, data: Axis, seed: int,
+        greedy: bool = False,
+    ):  # fmt: skip
+        """`greedy`: each group has the greedy response to its prompt, too."""
+        self.sampler, self.judge, self.prompts, self.section = sampler, judge, prompts, section
+        self.data, self.seed, self.greedy = data, seed, greedy
+        self.order, self.history = Order(len(prompts), seed), History(len(prompts))
+        self.place = 0
+        """How many prompts were drawn or passed over, in the order of the data."""
+        self.number = 0
+        """How many groups were begun."""
+        self.carried: list[Group] = []
+        """Begun, and not learned from yet: those of all ranks, on every rank."""
+
+    def __call__(self, step: int, metrics: Metrics) -> list[Group]:
+        """This rank's complete groups of a step; on all ranks they are `rollout_batch_size`. The engine must be awake.
+
+        ConfigError where no group of any round teaches anything.
+        """
+        section, missing, rounds = self.section, self.section.rollout_batch_size, 0
+        held: list[Group] = []
+        chosen: set[int] = set()
+        idle: list[int] = []
+        while missing and rounds < section.dynamic_sampling_rounds:
+            tried = len(chosen) + len(idle)
+            mine = self._drawn(missing, acceptance=len(chosen) / tried if tried else 1.0)
+            self._generate(mine, missing, seed=f"{self.seed}/{step}/{rounds}")
+            teaching, useless = self._sorted_out([group for group in mine if group.complete])
+            chosen |= set(teaching[:missing])
+            idle += useless
+            settled = chosen.union(idle)
+            held += [group for group in mine if group.number in settled]
+            self._carry([group for group in mine if group.number not in settled])
+            missing, rounds = section.rollout_batch_size - len(chosen), rounds + 1
+        if section.dynamic_sampling:
+            metrics.max("rollout/sampling_rounds", rounds)
+            metrics.max("rollout/groups_given_up", len(idle))
+        metrics.max("rollout/groups_carried", len(self.carried))
+        instead = set(self._instead(idle, missing))
+        for group in held:
+            if group.number in instead:
+                group.leave_out()
+        return sorted((group for group in held if group.number in chosen | instead), key=lambda group: group.number)
+
+    def judged(self, groups: list[Group]) -> list[Sample]:
+        """The samples of groups, with their rewards. What all ranks have of them is remembered for the next visit."""
+        self._settle(groups)
+        return [sample for group in groups for sample in group.samples]
+
+    # -- which prompts
+
+    def _drawn(self, missing: int, *, acceptance: float) -> list[Group]:
+        """This rank's part of what is asked in a round: groups that were carried, then new ones; as much work on every rank."""
+        wanted = ceil(missing * self.section.over_sampling / max(acceptance, LEAST_ACCEPTANCE))
+        drawn, self.carried = self.carried[:wanted], self.carried[wanted:]
+        drawn += [self._begun(row) for row in self._rows(wanted - len(drawn))]
+        lengths = self.history.expected_lengths([group.row for group in drawn])
+        costs = [_work(group, length) for group, length in zip(drawn, lengths, strict=True)]
+        share = fair_share(self.data.rank, self.data.size, costs)
+        return drawn[share.start : share.stop]
+
+    def _rows(self, wanted: int) -> list[int]:
+        """The next prompts of the data, without those that rest."""
+        rows: list[int] = []
+        while len(rows) < wanted:
+            for row in self.order.rows(self.place, wanted - len(rows)):
+                if not self._rests(row):
+                    rows.append(row)
+                self.place += 1
+        return rows
+
+    def _rests(self, row: int) -> bool:
+        least, most = self.section.curriculum or (0.0, 1.0)
+        last = int(self.history.turns[row])
+        return not (last < 0 or least <= self.history.solved[row] <= most or self._turn - last >= self.section.curriculum_rest)
+
+    @property
+    def _turn(self) -> int:
+        return self.place // len(self.prompts)
+
+    def _begun(self, row: int) -> Group:
+        self.number += 1
+        return Group.begin(self.number, row, self.prompts[row], count=self.section.n_samples_per_prompt, greedy=self.greedy)
+
+    # -- until when
+
+    def _generate(self, mine: list[Group], needed: int, *, seed: str) -> None:
+        """Let this rank's groups grow until `needed` of all ranks' are complete; to the end without over-sampling."""
+        limit = self.section.early_stop_every if self.section.over_sampling > 1 else None
+        for group in mine:
+            if group.complete:
+                self.judge.begin(group.responses)
+        for turn in count():
+            number = random.Random(f"{seed}/{turn}").getrandbits(48)
+            self.sampler.grow(mine, seed=number, limit=limit, on_complete=lambda group: self.judge.begin(group.responses))
+            complete = sum(group.complete for group in mine)
+            complete, growing = self.data.sum(torch.tensor([complete, len(mine) - complete])).tolist()
+            if complete >= needed or not growing:
+                return
+
+    # -- which groups
+
+    def _sorted_out(self, complete: list[Group]) -> tuple[list[int], list[int]]:
+        """The numbers of all ranks' complete groups that are worth learning from, and of those that are not, ascending."""
+        if not self.section.dynamic_sampling:
+            return sorted(_joined(self.data.gather([group.number for group in complete]))), []
+        visits = self._settle(complete)
+        return [visit.number for visit in visits if visit.teaches], [visit.number for visit in visits if not visit.teaches]
+
+    def _settle(self, groups: list[Group]) -> list[Visit]:
+        """Wait for the rewards of this rank's groups, and remember those of all ranks."""
+        self.judge.finish([sample for group in groups for sample in group.responses])
+        for group in groups:
+            group.compare_with_greedy()
+        visits = sorted(_joined(self.data.gather([Visit.of(group) for group in groups])), key=lambda visit: visit.number)
+        self.history.record(visits, self._turn)
+        return visits
+
+    def _carry(self, left: list[Group]) -> None:
+        if self.section.partial_rollout:
+            states = _joined(self.data.gather([group.state_dict() for group in left]))
+            groups = [Group.restored(state, self.prompts) for state in states]
+            self.carried = sorted([*self.carried, *groups], key=lambda group: group.number)
+
+    def _instead(self, idle: list[int], missing: int) -> list[int]:
+        """What fills a step for which no round found enough: groups that teach nothing, and are left out of the loss."""
+        if missing == self.section.rollout_batch_size:
+            raise ConfigError(
+                f"--dynamic_sampling: {len(idle)} prompts in {self.section.dynamic_sampling_rounds} rounds, and to each of them "
+                "all responses got the same reward: there is nothing to learn from. Are the data far too easy or too hard, is "
+                "the reward constant? `lightrft evaluate` shows responses; --dynamic_sampling_rounds allows more rounds"
+            )
+        if missing and self.data.rank == 0:
+            logger.warning("dynamic sampling: {} of {} groups have no signal after {} rounds", missing,
+                           self.section.rollout_batch_size, self.section.dynamic_sampling_rounds)
+        return sorted(idle)[:missing]
+
+    # -- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same on all ranks."""
+        carried = [group.state_dict() for group in self.carried]
+        return {"place": self.place, "number": self.number, "carried": carried, "history": self.history.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place, self.number = state["place"], state["number"]
+        self.carried = [Group.restored(group, self.prompts) for group in state["carried"]]
+        self.history.load_state_dict(state["history"])
+
+
+def _work(group: Group, length: float) -> float:
+    """Tokens that a group is expected to take, at least one for each response that still grows."""
+    growing = (sample for sample in group.responses if sample.finish_reason == GROWING)
+    return sum(max(length - len(sample.token_ids), 1.0) for sample in growing) or 1.0
+
+
+def _joined(parts: Iterable[list]) -> list:
+    return [each for part in parts for each in part]

@@ -1,0 +1,115 @@
+"""A prompt and its responses while they grow, and what is remembered of prompts from one visit to the next."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from lightrft.algorithms.advantage import RIGHT
+from lightrft.types import Prompt, Sample
+
+GROWING = ""
+"""The finish reason of a response that is not at its end."""
+
+
+@dataclass(slots=True)
+class Group:
+    """The responses to one prompt, from the first token to the last, over as many steps as they take."""
+
+    number: int
+    """Among all groups of the run, in the order in which they were drawn."""
+    row: int
+    """Of the prompt among all prompts."""
+    samples: list[Sample]
+    greedy: Sample | None = None
+    """The greedy response to the same prompt, for estimators that compare with it. It is not learned from."""
+
+    @classmethod
+    def begin(cls, number: int, row: int, prompt: Prompt, *, count: int, greedy: bool) -> Self:
+        responses = [Sample(prompt, number, [], [], "", GROWING) for _ in range(count + greedy)]
+        return cls(number, row, responses[:count], responses[count] if greedy else None)
+
+    @property
+    def responses(self) -> list[Sample]:
+        """All that is generated and judged."""
+        return self.samples if self.greedy is None else [*self.samples, self.greedy]
+
+    @property
+    def complete(self) -> bool:
+        return all(sample.finish_reason != GROWING for sample in self.responses)
+
+    @property
+    def teaches(self) -> bool:
+        """Whether its rewards differ."""
+        return len({sample.reward for sample in self.samples}) > 1
+
+    def leave_out(self) -> None:
+        """Learn nothing from it."""
+        for sample in self.samples:
+            sample.left_out = True
+
+    def compare_with_greedy(self) -> None:
+        """Tell the samples the reward of the greedy response."""
+        if self.greedy is not None:
+            for sample in self.samples:
+                sample.greedy_reward = self.greedy.reward
+
+    def state_dict(self) -> dict[str, Any]:
+        """In plain types, without the prompt. Rewards are given when all of it has grown."""
+        responses = [(s.token_ids, s.logprobs, s.text, s.finish_reason, s.weight_version) for s in self.responses]
+        return {"number": self.number, "row": self.row, "responses": responses, "greedy": self.greedy is not None}
+
+    @classmethod
+    def restored(cls, state: dict[str, Any], prompts: list[Prompt]) -> Self:
+        count = len(state["responses"]) - state["greedy"]
+        group = cls.begin(state["number"], state["row"], prompts[state["row"]], count=count, greedy=state["greedy"])
+        for sample, values in zip(group.responses, state["responses"], strict=True):
+            sample.token_ids, sample.logprobs, sample.text, sample.finish_reason, sample.weight_version = values
+        return group
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What every rank learns of a complete and judged group."""
+
+    number: int
+    row: int
+    teaches: bool
+    solved: float
+    """Share of right responses."""
+    length: float
+    """Mean number of tokens of a response."""
+
+    @classmethod
+    def of(cls, group: Group) -> Self:
+        count = len(group.samples)
+        solved = sum(sample.reward > RIGHT for sample in group.samples) / count
+        return cls(group.number, group.row, group.teaches, solved, sum(len(s.token_ids) for s in group.samples) / count)
+
+
+class History:
+    """The last visit to each prompt; the same on all ranks."""
+
+    def __init__(self, num_prompts: int):
+        self.turns = torch.full((num_prompts,), -1)
+        """[prompts] int64, the pass over the data in which it was visited last; -1 before the first."""
+        self.solved = torch.zeros(num_prompts)
+        self.lengths = torch.zeros(num_prompts)
+
+    def record(self, visits: Iterable[Visit], turn: int) -> None:
+        for visit in visits:
+            self.turns[visit.row], self.solved[visit.row], self.lengths[visit.row] = turn, visit.solved, visit.length
+
+    def expected_lengths(self, rows: list[int]) -> list[float]:
+        """Tokens of a response to each prompt: as at the last visit, for new prompts as of the others; 1 where there are none."""
+        known = self.turns >= 0
+        usual = float(self.lengths[known].mean()) if known.any() else 1.0
+        return [max(float(self.lengths[row]) if known[row] else usual, 1.0) for row in rows]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"turns": self.turns, "solved": self.solved, "lengths": self.lengths}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in ("turns", "solved", "lengths"):
+            getattr(self, name).copy_(state[name])

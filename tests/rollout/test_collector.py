@@ -1,0 +1,212 @@
+"""What a step is filled with: decided alike on all ranks, repeatable, and the same after a resumed run."""
+
+import copy
+
+import pytest
+import torch
+
+from lightrft.config import ConfigError, RolloutSection
+from lightrft.observe.metrics import Metrics
+from lightrft.parallel.collectives import Axis
+from lightrft.parallel.mesh import Mesh
+from lightrft.rollout.collector import Collector
+from lightrft.rollout.groups import GROWING
+from lightrft.rollout.rewards import Judge
+from lightrft.types import Prompt
+from ranks import run_ranks
+
+ALONE = Axis("data", 1, 0, None)
+
+
+def rows_reward(samples, mode, length, **columns):
+    """The first response to a prompt of the mode `some` is right; of `all` and `none` it is as they say."""
+    assert len({sample.group for sample in samples}) == 1, "a function is called for one prompt at a time"
+    share = {"all": len(samples), "none": 0, "some": 1}[mode[0]]
+    return [float(place < share) for place in range(len(samples))]
+
+
+class Script:
+    """Stands for the engine: a response has as many tokens as its prompt's column says, each drawn by the seed."""
+
+    def __init__(self, longest: int = 100):
+        self.longest, self.calls, self.tokens = longest, [], 0
+
+    def grow(self, groups, *, seed, limit=None, on_complete=None):
+        self.calls.append((seed, [group.number for group in groups]))
+        for group in sorted(groups, key=lambda group: group.samples[0].prompt.columns["length"]):
+            before = group.complete
+            for sample in group.responses:
+                left = min(sample.prompt.columns["length"], self.longest) - len(sample.token_ids)
+                new = min(left, limit or left)
+                sample.token_ids += [seed % 251] * new
+                sample.logprobs += [-0.5] * new
+                self.tokens += new
+                if new == left:
+                    sample.finish_reason = "stop"
+            if group.complete and not before:
+                on_complete(group)
+
+
+def prompts(modes: str, lengths: list[int] | None = None) -> list[Prompt]:
+    """One for each letter: s(ome), a(ll), n(one) of the responses are right."""
+    names = {"s": "some", "a": "all", "n": "none"}
+    lengths = lengths or [5] * len(modes)
+    rows = zip(modes, lengths, strict=True)
+    return [Prompt(i, "", [1, i], {"mode": names[mode], "length": length}) for i, (mode, length) in enumerate(rows)]
+
+
+def collector(data: list[Prompt], axis: Axis = ALONE, greedy: bool = False, **flags) -> Collector:
+    section = RolloutSection(**{"rollout_batch_size": 4, "n_samples_per_prompt": 3, "generate_max_len": 100} | flags)
+    return Collector(Script(), Judge(f"{__name__}:rows_reward"), data, section=section, data=axis, seed=7, greedy=greedy)
+
+
+def step(collect: Collector, number: int = 1, metrics: Metrics | None = None):
+    groups = collect(number, metrics or Metrics())
+    return groups, collect.judged(groups)
+
+
+def test_a_plain_step_takes_the_next_prompts_of_the_order():
+    collect = collector(prompts("s" * 10))
+    rows = [group.row for number in range(1, 6) for group in step(collect, number)[0]]
+    assert sorted(rows[:10]) == sorted(rows[10:]) == list(range(10)) and rows[:10] != rows[10:]
+    assert len(collect.sampler.calls) == 5 and len({seed for seed, _ in collect.sampler.calls}) == 5
+
+
+def test_samples_carry_rewards_and_groups():
+    groups, samples = step(collector(prompts("asns")))
+    assert len(samples) == 12
+    for group in groups:
+        mode = group.samples[0].prompt.columns["mode"]
+        assert [sample.reward for sample in group.samples] == {"all": [1, 1, 1], "none": [0, 0, 0], "some": [1, 0, 0]}[mode]
+        assert {sample.group for sample in group.samples} == {group.number}
+
+
+def test_dynamic_sampling_replaces_groups_without_signal():
+    """Half of the prompts teach something: a step holds only those, and another seed is drawn in each round."""
+    collect = collector(prompts("sasn" * 10), dynamic_sampling=True)
+    metrics = Metrics()
+    for number in range(1, 6):
+        groups, samples = step(collect, number, metrics)
+        assert len(groups) == 4 and all(group.teaches for group in groups)
+        assert [group.number for group in groups] == sorted(group.number for group in groups)
+        assert not any(sample.left_out for sample in samples)
+    row = metrics.reduce(ALONE)
+    assert row["rollout/sampling_rounds"] >= 2 and row["rollout/groups_given_up"] >= 1
+    assert len({seed for seed, _ in collect.sampler.calls}) == len(collect.sampler.calls)
+
+
+def test_few_signals_fill_a_step_up_with_groups_that_are_left_out():
+    collect = collector(prompts("s" + "a" * 39), dynamic_sampling=True, dynamic_sampling_rounds=3)
+    collect.place = collect.order.rows(0, 40).index(0)
+    groups, _ = step(collect)
+    assert len(groups) == 4 and groups[0].row == 0
+    assert [all(sample.left_out for sample in group.samples) for group in groups] == [group.row != 0 for group in groups]
+
+
+def test_data_without_signal_are_an_error():
+    with pytest.raises(ConfigError, match="prompts in 3 rounds.*nothing to learn from"):
+        step(collector(prompts("an" * 20), dynamic_sampling=True, dynamic_sampling_rounds=3))
+
+
+def test_over_sampling_stops_with_enough_complete_groups():
+    """Eight prompts for four, and half of them are long: these are given up after the tokens of one look."""
+    collect = collector(prompts("s" * 8, [10, 90] * 4), over_sampling=2.0, early_stop_every=10)
+    groups, samples = step(collect)
+    assert [len(sample.token_ids) for sample in samples] == [10] * 12
+    assert collect.sampler.tokens == 8 * 3 * 10 and collect.carried == []
+
+
+def test_partial_rollouts_go_on_in_the_next_step():
+    data = prompts("s" * 8, [10, 35] * 4)
+    collect = collector(data, over_sampling=2.0, early_stop_every=10, partial_rollout=True)
+    step(collect, 1)
+    assert len(collect.carried) == 4 and all(len(s.token_ids) == 10 for group in collect.carried for s in group.samples)
+    carried = {group.number: [list(sample.token_ids) for sample in group.samples] for group in collect.carried}
+    finished = {}
+    for number in range(2, 6):
+        finished |= {group.number: group for group in step(collect, number)[0] if group.number in carried}
+    assert set(finished) == set(carried)
+    for number, group in finished.items():
+        assert [sample.token_ids[:10] for sample in group.samples] == carried[number]
+        assert all(len(sample.token_ids) == len(sample.logprobs) == 35 for sample in group.samples)
+        assert len({token for sample in group.samples for token in sample.token_ids}) > 1, "drawn in several calls"
+
+
+def test_complete_groups_beyond_the_step_are_kept_for_the_next_one():
+    collect = collector(prompts("s" * 8), over_sampling=2.0, partial_rollout=True)
+    first = [group.number for group in step(collect, 1)[0]]
+    tokens = collect.sampler.tokens
+    second, samples = step(collect, 2)
+    assert first == [1, 2, 3, 4] and [group.number for group in second] == [5, 6, 7, 8]
+    assert sum(sample.reward for sample in samples) == 4
+    assert collect.sampler.tokens - tokens == 4 * 3 * 5, "only the new prompts were asked"
+
+
+def test_curriculum_lets_prompts_rest_that_are_too_easy_or_too_hard():
+    collect = collector(prompts("sans" * 3), curriculum=[0.1, 0.9], curriculum_rest=3, rollout_batch_size=12)
+    assert sorted(group.row for group in step(collect, 1)[0]) == list(range(12))
+    again = [group.samples[0].prompt.columns["mode"] for number in (2, 3) for group in step(collect, number)[0]]
+    assert again[:18].count("some") == 18, "two passes without them"
+    assert {"all", "none"} <= set(again[18:]), "and in the third they are back"
+
+
+def test_the_greedy_response_is_judged_and_not_learned_from():
+    groups, samples = step(collector(prompts("sas" + "n"), greedy=True))
+    assert len(samples) == 12
+    for group in groups:
+        assert len(group.responses) == 4 and group.greedy.finish_reason == "stop"
+        assert {sample.greedy_reward for sample in group.samples} == {group.greedy.reward}
+    assert {group.greedy.reward for group in groups} == {0.0, 1.0}
+
+
+FLAGS = {"dynamic_sampling": True, "over_sampling": 1.5, "early_stop_every": 8, "partial_rollout": True, "curriculum": [0.1, 0.9]}
+MIXED = prompts("ssanssnassns" * 3, [7, 30, 12, 25, 9, 41, 3, 18, 22, 11, 36, 5] * 3)
+
+
+def course(collect: Collector, numbers: range) -> list:
+    """What each step has learned from, on this rank."""
+    steps = [step(collect, number)[0] for number in numbers]
+    return [[(group.number, group.row, len(group.samples[0].token_ids)) for group in groups] for groups in steps]
+
+
+def test_a_resumed_run_goes_on_alike(tmp_path):
+    whole = collector(MIXED, **FLAGS)
+    expected = course(whole, range(1, 11))
+    first = collector(MIXED, **FLAGS)
+    assert course(first, range(1, 6)) == expected[:5] and first.carried
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    resumed = collector(MIXED, **FLAGS)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert course(resumed, range(6, 11)) == expected[5:]
+    assert not any(sample.finish_reason == GROWING for group in step(resumed, 11)[0] for sample in group.samples)
+
+
+def on_ranks() -> tuple[list, dict, int]:
+    collect = collector(copy.deepcopy(MIXED), Mesh("cpu").data, **FLAGS)
+    return course(collect, range(1, 9)), collect.state_dict(), collect.sampler.tokens
+
+
+def test_ranks_decide_alike_and_together_as_one():
+    """Which groups fill a step, what is carried and remembered: the same on every rank, and as on one rank alone."""
+    (alone,), pair = run_ranks(1, on_ranks), run_ranks(2, on_ranks)
+    joined = [sorted(first + second) for first, second in zip(*(steps for steps, _, _ in pair), strict=True)]
+    assert joined == alone[0] and all(len(groups) == 4 for groups in joined)
+    for _, state, _ in pair:
+        assert state["place"] == alone[1]["place"] and state["number"] == alone[1]["number"]
+        assert [group["number"] for group in state["carried"]] == [group["number"] for group in alone[1]["carried"]]
+        assert all(torch.equal(state["history"][name], alone[1]["history"][name]) for name in state["history"])
+
+
+def long_and_short() -> int:
+    """Tokens of this rank in the second pass, when lengths are known: a few prompts are ten times as long."""
+    collect = collector(prompts("s" * 16, [50, 50, 50, 50] + [5] * 12), Mesh("cpu").data, rollout_batch_size=16)
+    step(collect, 1)
+    before = collect.sampler.tokens
+    step(collect, 2)
+    return collect.sampler.tokens - before
+
+
+def test_ranks_get_as_much_work_by_the_lengths_of_the_last_visit():
+    tokens = run_ranks(2, long_and_short)
+    assert sum(tokens) == 3 * (4 * 50 + 12 * 5)
+    assert max(tokens) - min(tokens) <= 3 * 50, "not more than one long prompt"

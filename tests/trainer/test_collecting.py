@@ -1,0 +1,67 @@
+"""Whole runs that choose their prompts and groups: dynamic sampling, early stops, partial rollouts, greedy baselines."""
+
+import json
+import math
+
+import pytest
+
+from runs import PPO, prepare, repeatable, train
+
+pytestmark = pytest.mark.slow
+
+MANY_BYTES = '''
+
+def asciis(samples, label, **columns):
+    """1 for a response of four ASCII bytes of six or more, so that many groups agree."""
+    return [float(sum(token < 128 for token in sample.token_ids) >= 4) for sample in samples]
+'''
+ALL = [
+    "--dynamic_sampling", "--over_sampling=1.5", "--early_stop_every=2", "--partial_rollout", "--rollout_correction=tis",
+    "--curriculum", "0.05", "0.95",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    flags = prepare(folder)
+    (folder / "reward.py").open("a").write(MANY_BYTES)
+    return [flag.replace("share_of_ascii", "asciis") for flag in flags]
+
+
+def test_every_group_of_dynamic_sampling_has_a_signal(inputs, tmp_path):
+    rows = train("train_ppo", 2, [*inputs, *PPO, "--advantage_estimator=dapo", "--max_steps=6"], tmp_path)
+    assert all(row["rollout/groups_without_signal"] == 0 for row in rows)
+    assert sum(row["rollout/groups_given_up"] for row in rows) > 0
+    assert max(row["rollout/sampling_rounds"] for row in rows) > 1
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_partial_rollouts_have_the_log_probs_they_were_drawn_with(inputs, tmp_path, engine):
+    """With a learning rate of 0 all weights agree with those of any version: so must the log-probs of every token."""
+    flags = [*ALL, f"--engine_type={engine}", "--enable_engine_sleep", "--actor_learning_rate=0", "--max_steps=5"]
+    rows = train("train_ppo", 2, [*inputs, *PPO, *flags, "--n_samples_per_prompt=2", "--train_batch_size=16"], tmp_path)
+    assert max(row["rollout/groups_carried"] for row in rows) > 0
+    assert max(row["rollout/staleness_max"] for row in rows) >= 1
+    assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
+
+
+def test_a_run_that_carries_responses_resumes_alike(inputs, tmp_path):
+    """The checkpoint after step 3 is taken up by another process: its steps 4 to 6 are those of the whole run."""
+    flags = [*inputs, *PPO, *ALL, "--save_steps=3"]
+    whole = train("train_ppo", 2, [*flags, "--max_steps=6"], tmp_path / "whole")
+    train("train_ppo", 2, [*flags, "--max_steps=3"], tmp_path / "parts")
+    parts = train("train_ppo", 2, [*flags, "--max_steps=6", "--load_checkpoint"], tmp_path / "parts")
+    assert whole[2]["rollout/groups_carried"] > 0
+    assert repeatable(parts)[-3:] == repeatable(whole)[-3:]
+
+
+def test_remax_learns_from_one_sample_per_prompt(inputs, tmp_path):
+    flags = [flag.replace(":asciis", ":share_of_ascii") for flag in inputs]
+    ppo = [flag for flag in PPO if not flag.startswith(("--n_samples", "--train_batch", "--rollout_batch", "--init_kl"))]
+    sizes = ["--n_samples_per_prompt=1", "--rollout_batch_size=24", "--train_batch_size=24", "--init_kl_coef=0"]
+    rows = train("train_ppo", 2, [*flags, *ppo, *sizes, "--advantage_estimator=remax", "--max_steps=15"], tmp_path)
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert sum(row["rollout/reward"] for row in rows[-3:]) / 3 > rows[0]["rollout/reward"] + 0.15
+    samples = (tmp_path / "samples.jsonl").read_text().splitlines()
+    assert json.loads(samples[0])["response"] is not None
