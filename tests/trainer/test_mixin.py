@@ -53,7 +53,7 @@ def plain(folder: str):
             if row != 3
         ]
         answers = []
-        for place in order.rows(step):
+        for place in order.rows(step * TRAIN.train_batch_size, TRAIN.train_batch_size):
             prompt, answer = given()[place].token_ids, [*ANSWERS[place].encode(), 258]
             answers.append(rows.plain_logprobs(model, torch.tensor([*prompt, *answer]), 1.0)[len(prompt) :])
         seen.append(-torch.cat(answers).detach())
