@@ -16,6 +16,7 @@ from lightrft.trainer.build import build_critic
 from ranks import run_ranks
 from roles.rows import dense_scorer
 from runs import PPO, prepare, repeatable, train
+from scripts.prepare_quickstart import tiny_qwen3
 from strategy.zero import DeepSpeedStrategy
 
 REWARD = '''
@@ -24,6 +25,7 @@ def by_prompt(samples, label, **columns):
     return [sum(token < 128 for token in s.token_ids) / len(s.token_ids) + len(s.prompt.token_ids) % 2 for s in samples]
 '''
 CRITIC = ["--advantage_estimator=ppo", "--critic_learning_rate=1e-3", "--train_batch_size=16"]
+"""Two updates of each in a step."""
 LORA = ["--lora_rank=8", "--lora_alpha=32", "--lora_dropout=0.1"]
 ZERO = ["--fsdp=false", "--zero_stage=3"]
 
@@ -51,8 +53,17 @@ def test_the_reward_rises_and_the_critic_explains_it(inputs, tmp_path, strategy)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(inputs, tmp_path_factory) -> list[dict]:
-    return train("train_ppo", 2, [*inputs, *PPO, *CRITIC, "--max_steps=2"], tmp_path_factory.mktemp("run"))
+def everything(inputs, tmp_path_factory) -> list[str]:
+    """All that one run can have: a critic, a teacher, a reference, and answers beside samples."""
+    teacher = tiny_qwen3(tmp_path_factory.mktemp("teacher"), seed=1)
+    answers = inputs[2].partition("=")[2]
+    more = [f"--teacher_pretrain={teacher}", "--distill_coef=0.2", f"--pretrain_data={answers}", "--init_kl_coef=0.05"]
+    return [*inputs, *PPO, *CRITIC, *more, "--max_steps=2"]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(everything, tmp_path_factory) -> list[dict]:
+    return train("train_ppo", 2, everything, tmp_path_factory.mktemp("run"))
 
 
 @pytest.mark.slow
@@ -61,8 +72,9 @@ def two_ranks(inputs, tmp_path_factory) -> list[dict]:
     [["--sp_size=2"], ["--cp_size=2"], ["--tp_size=2", "--tp_sequence_parallel"], [*ZERO, "--offload_idle"], ["--offload_idle"]],
     ids=str,
 )
-def test_other_layouts_train_the_same(inputs, two_ranks, tmp_path, layout):
-    rows = train("train_ppo", 2, [*inputs, *PPO, *CRITIC, "--max_steps=2", *layout], tmp_path)
+def test_other_layouts_train_the_same(everything, two_ranks, tmp_path, layout):
+    rows = train("train_ppo", 2, [*everything, *layout], tmp_path)
+    assert {"critic/loss", "rollout/teacher_kl", "train/ptx_loss", "train/kl"} <= rows[0].keys()
     for mine, expected in zip(repeatable(rows), repeatable(two_ranks), strict=True):
         assert mine.pop("engine/logprob_mismatch_max") < 1e-4
         assert mine == pytest.approx({name: expected[name] for name in mine}, rel=2e-3, abs=1e-5)
