@@ -48,7 +48,7 @@ PPO = [
 
 def train(door: str, world_size: int, flags: list[str], save_path: Path, timeout: float = 180) -> list[dict[str, Any]]:
     """Run a door on forked ranks; returns the rows of metrics.jsonl."""
-    run_ranks(world_size, _train, door, [*flags, f"--save_path={save_path}"], timeout=timeout)
+    run_ranks(world_size, run_here, door, [*flags, f"--save_path={save_path}"], timeout=timeout)
     return rows_of(save_path)
 
 
@@ -60,12 +60,14 @@ def repeatable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.startswith(NOT_REPEATABLE)} for row in rows]
 
 
-def _train(door: str, flags: list[str]) -> None:
+def run_here(door: str, flags: list[str], seed: int = 0) -> None:
+    """On the rank that this process is; `seed` is that of what the configuration's does not reach."""
     config = read_config(door, "", flags)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     strategy = get_strategy(config)
     strategy.setup_distributed()
     build(door, config, strategy).fit()
+    strategy.close()
 
 
 def build(door: str, config: Config, strategy: Any) -> Any:
