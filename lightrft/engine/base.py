@@ -200,13 +200,13 @@ class Engine(ABC):
         """Empty ones; here for an engine that keeps every weight as it came."""
         return Fingerprints(self.expected, dtype, slices=self.axis.size)
 
+    @abstractmethod
     def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         """prints.numbers() of all that this rank's part of the engine computes with, read now and where it lies."""
-        raise EngineError(f"--verify_weight_sync: {type(self).__name__} cannot tell its weights; use --no_verify_weight_sync")
 
+    @abstractmethod
     def _num_cached(self) -> int:
         """Blocks of prefixes that the next request could still use."""
-        return 0
 
     # -- shared checks
 

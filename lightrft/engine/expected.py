@@ -38,10 +38,12 @@ class Vocabulary:
 
 
 def expected_parameters(config: PretrainedConfig, *, trust_remote_code: bool = False) -> dict[str, torch.Size]:
-    """Hugging Face name -> full shape of every parameter, tied ones once: what one weight stream must bring."""
+    """Hugging Face name -> full shape of what one weight stream must bring: parameters, tied ones once, persistent buffers."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
+    saved = model.state_dict()
+    buffers = {name: buffer.shape for name, buffer in model.named_buffers() if name in saved}
+    return {name: parameter.shape for name, parameter in model.named_parameters()} | buffers
 
 
 def end_token_ids(model_path: str, config: PretrainedConfig) -> frozenset[int]:

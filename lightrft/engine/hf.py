@@ -109,13 +109,14 @@ class HFEngine(Engine):
 
     @torch.no_grad()
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
-        parameters = dict(self.model.named_parameters())
+        weights = self.model.state_dict()
         for name, tensor in named_tensors:
-            parameters[name].copy_(tensor)
+            weights[name].copy_(tensor)
 
     def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
-        for name, parameter in self.model.named_parameters():
-            prints.add(name, parameter)
+        weights = self.model.state_dict()
+        for name in self.expected:
+            prints.add(name, weights[name])
         return prints.numbers(self.device)
 
     def _num_cached(self) -> int:

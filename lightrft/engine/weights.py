@@ -1,11 +1,13 @@
 """The weight stream: every parameter under its Hugging Face name, full, in the transfer dtype, bucket by bucket.
 
 A shard is cast before it is gathered, so the bytes moved are parameters x transfer dtype, once for every axis that cuts them.
-At most two buckets exist beside the model at any time: what was gathered, and the full tensors made of it.
+At most two buckets exist beside the model at any time: what was gathered, and the full tensors made of it. On an accelerator
+the next one is gathered while an engine takes this one over, and so they are half as large.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -13,29 +15,41 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightrft.parallel.cuts import Cut, cuts_of
+from lightrft.parallel.device import ahead, bucket_bytes
 
 Named = tuple[str, Tensor]
 
 
-def stream(parameters: Iterable[Named], dtype: torch.dtype, bucket_bytes: int) -> Iterator[Named]:
+def stream(parameters: Iterable[Named], dtype: torch.dtype, limit: int) -> Iterator[Named]:
     """Yield (name, full tensor of `dtype`) for plain and sharded parameters, in their order.
 
     All ranks of the sharding mesh must consume the whole stream. A yielded tensor stays valid as long as it is held, and
-    holding it holds its bucket; a parameter that nothing cuts and that already has the dtype is yielded itself. A tensor larger
-    than a bucket travels alone. ValueError for a parameter that is not yet summed (partial).
+    holding it holds its bucket, of at most `limit` bytes; a parameter that nothing cuts and that already has the dtype is yielded
+    itself. A tensor larger than a bucket travels alone. ValueError for a parameter that is not yet summed (partial).
     """
-    for bucket in _buckets(parameters, dtype, bucket_bytes):
-        names, tensors = zip(*bucket, strict=True)
-        yield from zip(names, _whole(tensors, dtype), strict=True)
+    parameters = iter(parameters)
+    first = next(parameters, None)
+    if first is None:
+        return
+    device, names = first[1].device, deque()
+    buckets = _buckets(chain([first], parameters), dtype, bucket_bytes(device, limit))
+
+    def whole() -> Iterator[list[Tensor]]:
+        for bucket in buckets:
+            names.extend(name for name, _ in bucket)
+            yield _whole([tensor for _, tensor in bucket], dtype)
+
+    for tensors in ahead(whole(), device):
+        yield from ((names.popleft(), tensor) for tensor in tensors)
 
 
-def _buckets(parameters: Iterable[Named], dtype: torch.dtype, bucket_bytes: int) -> Iterator[list[Named]]:
+def _buckets(parameters: Iterable[Named], dtype: torch.dtype, limit: int) -> Iterator[list[Named]]:
     """Consecutive parameters that fit into one bucket when whole."""
     bucket: list[Named] = []
     size = 0
     for name, tensor in parameters:
         nbytes = tensor.numel() * dtype.itemsize
-        if bucket and size + nbytes > bucket_bytes:
+        if bucket and size + nbytes > limit:
             yield bucket
             bucket, size = [], 0
         bucket.append((name, tensor))
@@ -44,7 +58,7 @@ def _buckets(parameters: Iterable[Named], dtype: torch.dtype, bucket_bytes: int)
         yield bucket
 
 
-def _whole(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> list[Tensor]:
+def _whole(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The tensors of one bucket, cut by cut, from the last cut to the first; one all-gather for each group and turn."""
     cuts = [cuts_of(tensor) for tensor in tensors]
     parts = [tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach().to(dtype) for tensor in tensors]

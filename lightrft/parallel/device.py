@@ -1,9 +1,11 @@
 """The one place that decides where tensors live and which libraries carry them."""
 
 import os
+from collections.abc import Iterator
 
 import psutil
 import torch
+from torch import Tensor
 
 
 def local_rank() -> int:
@@ -41,6 +43,36 @@ def collective_backend(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{torch.distributed.get_default_backend_for_device(device)}"
 
 
+def bucket_bytes(device: torch.device, limit: int) -> int:
+    """How many bytes to gather at once, at most `limit`.
+
+    On a CPU memory beyond 32 MB is new at every allocation, and its first use takes longer than the gather. On an accelerator
+    two buckets are under way (see ahead()), which share the limit.
+    """
+    return min(limit, 16 * 2**20) if device.type == "cpu" else limit // 2
+
+
+def ahead(items: Iterator[list[Tensor]], device: torch.device) -> Iterator[list[Tensor]]:
+    """The same tensors. On an accelerator the next are made on a stream of their own while the caller uses these."""
+    if device.type == "cpu":
+        yield from items
+        return
+    side, main = torch.Stream(device), torch.accelerator.current_stream(device)
+
+    def make() -> tuple[list[Tensor] | None, torch.Event]:
+        side.wait_stream(main)  # what the tensors are made of, and the use of those before
+        with side:
+            return next(items, None), side.record_event()
+
+    coming = make()
+    while coming[0] is not None:
+        (tensors, made), coming = coming, make()
+        main.wait_event(made)
+        for tensor in tensors:
+            tensor.record_stream(main)
+        yield tensors
+
+
 def has_flash_attention(device: torch.device) -> bool:
     """Whether flash attention's kernels run there: NVIDIA's Ampere and later."""
     return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -63,6 +95,14 @@ def memory_in_use(device: torch.device) -> int:
 def free_memory(device: torch.device) -> tuple[int, int]:
     """Free and all bytes of an accelerator, whoever uses it."""
     return torch.accelerator.get_memory_info(device)
+
+
+def occupied_memory(device: torch.device) -> int:
+    """Bytes of the accelerator that anything on it occupies, an engine with its own allocator too; resident ones on the CPU."""
+    if device.type != "cpu":
+        free, total = torch.accelerator.get_memory_info(device)
+        return total - free
+    return psutil.Process().memory_info().rss
 
 
 def release_cached_memory(device: torch.device) -> None:

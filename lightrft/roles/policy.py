@@ -18,7 +18,7 @@ from lightrft.algorithms.reduce import Denominator
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.engine.base import Sampling
 from lightrft.models.heads import Actor
-from lightrft.models.lora import adapted_layers, adapters_off, joined
+from lightrft.models.lora import adapted_layers, adapters_off, joined, plain_name
 from lightrft.models.routers import Routers
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.profiler import Profiler
@@ -26,7 +26,7 @@ from lightrft.roles.microbatch import Rows, micro_batches
 from lightrft.roles.padded import flatten
 from lightrft.roles.role import Objective, Report, Role
 from lightrft.strategy import StrategyBase
-from lightrft.strategy.named import hf_parameters
+from lightrft.strategy.named import hf_parameters, persistent_buffers, unwrap
 from lightrft.strategy.phases import Phase
 from lightrft.types import Batch, Completion, Routing
 
@@ -207,7 +207,9 @@ class Policy(Role):
     def refit_info(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Hugging Face name -> full shape and dtype of what stream_weights() brings, in its order."""
         shapes = ((name, self.strategy.full_shape(parameter)) for name, parameter in hf_parameters(self.actor))
-        return {name: (shape, self.strategy.dtype) for name, shape in joined(shapes, lambda _, base, *adapter: base)}
+        learned = {name: (shape, self.strategy.dtype) for name, shape in joined(shapes, lambda _, base, *adapter: base)}
+        buffers = persistent_buffers(unwrap(self.actor))
+        return learned | {plain_name(name): (buffer.shape, buffer.dtype) for name, buffer in buffers}
 
     def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of the actor; all ranks consume the whole stream."""

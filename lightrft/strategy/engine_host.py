@@ -8,17 +8,19 @@ from typing import Self
 
 import torch
 from easydict import EasyDict
+from loguru import logger
 from torch import Tensor
 
 from lightrft.data.loader import share_of
 from lightrft.engine.base import Engine, OnDone, Request, Sampling
 from lightrft.engine.build import build_engine
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.device import release_cached_memory
+from lightrft.parallel.device import occupied_memory, release_cached_memory
 from lightrft.parallel.mesh import Mesh
 from lightrft.strategy.config import StrategyConfig
 from lightrft.types import Completion
 
+GB = 1e9
 Weights = Callable[[], Iterator[tuple[str, Tensor]]]
 """Starts one weight stream."""
 
@@ -35,6 +37,8 @@ class EngineHost:
         self.engine, self.axis, self.device, self.sleeps = engine, axis, device, sleeps
         self.siblings = mesh.siblings
         self.replica = mesh.world.rank // axis.size
+        self.memory: dict[str, float] = {}
+        """`memory/engine_awake_gb` and `memory/engine_asleep_gb`: what was occupied before the last sleep, and after it."""
 
     @classmethod
     def build(
@@ -77,8 +81,12 @@ class EngineHost:
 
     def sleep(self, *, keep_weights: bool) -> None:
         """If it may. An engine that nobody refills keeps its weights, on the host."""
-        if self.sleeps:
+        if self.sleeps and self.engine.awake:
+            awake = occupied_memory(self.device) / GB
             self.engine.sleep(level=1 if keep_weights else None)
+            asleep = occupied_memory(self.device) / GB
+            self.memory = {"memory/engine_awake_gb": awake, "memory/engine_asleep_gb": asleep}
+            logger.debug("the engine sleeps: {:.2f} GB were occupied, {:.2f} are", awake, asleep)
 
     def generate(self, sampling: Sampling, prompt_token_ids: list[list[int]]) -> list[list[Completion]]:
         """On the engine as it is: ranks that share one pass the same prompts."""

@@ -40,6 +40,11 @@ class EngineVerbs(ModelVerbs):
         return self._host.engine.version if self._host else 0
 
     @property
+    def engine_memory(self) -> dict[str, float]:
+        """What the engine's last sleep gave back, as metrics in 1e9 bytes; empty where it does not sleep."""
+        return self._host.memory if self._host else {}
+
+    @property
     def engine_status(self) -> EngineStatus:
         """SLEEPED until an engine exists."""
         return self._host.status if self._host else EngineStatus.SLEEPED

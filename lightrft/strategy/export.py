@@ -32,7 +32,7 @@ def export(
         folder,
         world,
         partial(_check_target, folder),
-        partial(_write_weights, writer, model, stream, dtype),
+        partial(_write_weights, writer, stream, dtype),
         lambda _: writer.name_files() if world.rank == 0 else None,
         partial(_write_rest, model, tokenizer, dtype, world.rank == 0),
     )
@@ -59,11 +59,9 @@ def export_adapter(
     return folder
 
 
-def _write_weights(writer: ShardWriter, model: PreTrainedModel, stream: Stream, dtype: torch.dtype, _: Path) -> None:
-    for name, tensor in stream:
-        writer.add(name, tensor)
-    for name, buffer in _persistent_buffers(model):
-        writer.add(name, buffer.to(dtype) if buffer.is_floating_point() else buffer)
+def _write_weights(writer: ShardWriter, stream: Stream, dtype: torch.dtype, _: Path) -> None:
+    for name, tensor in stream:  # buffers too, which come as they are
+        writer.add(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
     writer.finish()
 
 
@@ -83,11 +81,6 @@ def _write_rest(
         tokenizer.save_pretrained(part)
     for path in part.iterdir():
         sync_file(path)
-
-
-def _persistent_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    saved = model.state_dict().keys()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 def _architecture(model: PreTrainedModel) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from lightrft.models.lora import merged
 from lightrft.strategy.config import Arguments, optim_section
 from lightrft.strategy.dropout import draw_by_data_rank
 from lightrft.strategy.memory_verbs import MemoryVerbs
-from lightrft.strategy.named import mark_actor, unwrap
+from lightrft.strategy.named import mark_actor, persistent_buffers, unwrap
 from lightrft.strategy.optim import create_adamw, create_lr_scheduler, parameter_names
 
 Trained = tuple[nn.Module | None, Optimizer | None, LRScheduler | None]
@@ -127,11 +128,12 @@ class ModelVerbs(MemoryVerbs):
     def full_params(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter, tied ones once, in transfer dtype, bucket by bucket.
 
-        Adapters are merged into their layers. A tensor is valid until the next one is asked for. dtype None: bfloat16 with
-        --bf16, else float32. An offloaded model comes back for it.
+        Adapters are merged into their layers; persistent buffers follow, as they are. A tensor is valid until the next one is
+        asked for. dtype None: bfloat16 with --bf16, else float32. An offloaded model comes back for it.
         """
         self.reload_model(model)
-        return merged(unwrap(model), self.stream(model, dtype or self.dtype))
+        whole = unwrap(model)
+        return merged(whole, chain(self.stream(model, dtype or self.dtype), persistent_buffers(whole)))
 
     @torch.no_grad()
     def moving_average(self, model: nn.Module, model_ema: nn.Module, beta: float = 0.992) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 from weakref import WeakSet
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 _ACTORS: WeakSet[nn.Module] = WeakSet()
@@ -24,6 +24,14 @@ def hf_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     if isinstance(model, Named):
         return model.hf_parameters()
     raise TypeError(f"{type(model).__name__} is neither a transformers model nor has it hf_parameters()")
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What is not learned and yet belongs to the model's weights."""
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -142,7 +142,7 @@ class Trainer(ABC):
 
     def _report(self, number: int, last: bool) -> None:
         """Reduce once over all ranks, and tell the sinks."""
-        for name, value in self.trace.step().items():
+        for name, value in (self.trace.step() | self.strategy.engine_memory).items():
             add = self.metrics.max if name.startswith("memory/") else self.metrics.mean
             add(name, value)
         if self.strategy.skipped_steps:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightrft.engine.base import Engine, EngineError, Part, Request, Sampling
 from lightrft.engine.first_token import Done
+from lightrft.engine.proof import Fingerprints
 
 EXPECTED = {"a": torch.Size([2]), "b": torch.Size([3])}
 STREAM = [("a", torch.zeros(2)), ("b", torch.zeros(3))]
@@ -41,6 +42,12 @@ class Idle(Engine):
 
     def _wake(self, part: Part) -> None:
         self._act("wake")
+
+    def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
+        return prints.numbers(torch.device("cpu"))
+
+    def _num_cached(self) -> int:
+        return 0
 
     def _close(self) -> None:
         self.closings += 1

@@ -1,6 +1,7 @@
 """Every engine passes the contract, alone, as replicas, and (vLLM, SGLang) cut over two ranks."""
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,22 +42,25 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="session")
-def outcomes(request: pytest.FixtureRequest, folders: tuple[str, str]) -> list[dict[str, str]]:
-    """Of every rank: case -> traceback. One engine start for all cases."""
-    layout = LAYOUTS[request.param]
-    run = partial(run_ranks, layout.ranks, run_contract, layout.engine, layout.ranks_per_engine, layout.cases, *folders,
-                  timeout=600)
-    if layout.engine == "vllm":
-        pytest.importorskip("vllm", reason="vllm is not installed")
-    if layout.engine == "sglang":
-        return in_sglang_environment(run, timeout=1300)
-    return run()
+def outcomes(folders: tuple[str, str]) -> Callable[[str], list[dict[str, str]]]:
+    """Name of a layout -> of every rank: case -> traceback. One engine start for all cases, also of several tests."""
+
+    @cache
+    def run(name: str) -> list[dict[str, str]]:
+        layout = LAYOUTS[name]
+        ranks = partial(run_ranks, layout.ranks, run_contract, layout.engine, layout.ranks_per_engine, layout.cases, *folders,
+                        timeout=600)
+        return in_sglang_environment(ranks, timeout=1300) if layout.engine == "sglang" else ranks()
+
+    return run
 
 
-@pytest.mark.parametrize(("outcomes", "case"), [
+@pytest.mark.parametrize(("layout", "case"), [
     pytest.param(name, case.__name__, marks=pytest.mark.slow if layout.engine in ("vllm", "sglang") else ())
     for name, layout in LAYOUTS.items() for case in layout.cases
-], indirect=["outcomes"], scope="session")
-def test_contract(outcomes: list[dict[str, str]], case: str) -> None:
-    failures = [f"rank {rank}:\n{outcome[case]}" for rank, outcome in enumerate(outcomes) if outcome[case]]
+])
+def test_contract(outcomes: Callable[[str], list[dict[str, str]]], layout: str, case: str) -> None:
+    if LAYOUTS[layout].engine == "vllm":
+        pytest.importorskip("vllm", reason="vllm is not installed")
+    failures = [f"rank {rank}:\n{outcome[case]}" for rank, outcome in enumerate(outcomes(layout)) if outcome[case]]
     assert not failures, "\n".join(failures)

@@ -103,6 +103,10 @@ def test_plain_parameters_pass_without_a_copy() -> None:
         assert (tensor.data_ptr() == parameter.data_ptr()) == (parameter.dtype == torch.float32)
 
 
+def test_nothing_of_nothing() -> None:
+    assert list(stream(iter(()), torch.float32, 1)) == []
+
+
 def test_nothing_is_gathered_before_it_is_asked_for() -> None:
     seen = []
 

@@ -1,0 +1,213 @@
+"""The weight stream: its time against a plain copy, against the engine's own reload and against the obvious way; its memory.
+
+    python scripts/bench/weight_sync.py                          # the table in docs/benchmarks.md, about two minutes
+    python scripts/bench/weight_sync.py --layers 2 --hidden 128 --vocabulary 2000 --cases single fsdp2 --repeat 1
+
+A random Qwen3 with tied embeddings, prepared as a trainer prepares it (float32 masters). One start of `torchrun` per case:
+
+    single    one process, streamed in float32 into tensors that are there; and into the hf engine
+    vllm      one process, streamed in float32 into vLLM, against vLLM's reload_weights from a state dict in memory
+    fsdp2, fsdp4, hsdp4, tp2, fsdp2tp2, zero2x2, zero3x2   so many ranks, bfloat16, each into tensors that are there
+
+`memcpy_s` copies the same bytes; `naive_s` gathers one tensor at a time in float32 and casts it then. Times are the best of the
+repetitions, in wall seconds, taken in turn; those of several ranks are rank 0's between barriers. `peak_extra_bytes` is how
+far the process rose above what it was. One thread per process.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {"fsdp": True}),
+    "vllm": (1, {"fsdp": True}),
+    "fsdp2": (2, {"fsdp": True, "bf16": True}),
+    "fsdp4": (4, {"fsdp": True, "bf16": True}),
+    "hsdp4": (4, {"fsdp": True, "bf16": True, "dp_replicate": 2}),
+    "tp2": (2, {"fsdp": True, "bf16": True, "tp_size": 2}),
+    "fsdp2tp2": (4, {"fsdp": True, "bf16": True, "tp_size": 2}),
+    "zero2x2": (2, {"bf16": True, "zero_stage": 2}),
+    "zero3x2": (2, {"bf16": True, "zero_stage": 3}),
+}
+"""Name -> ranks and what the strategy is told. Without bf16 both sides are float32."""
+
+
+def make_model(folder: Path, args: argparse.Namespace) -> None:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    heads = args.hidden // 64
+    config = Qwen3Config(
+        vocab_size=args.vocabulary, hidden_size=args.hidden, intermediate_size=3 * args.hidden, num_hidden_layers=args.layers,
+        num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=64, max_position_embeddings=512,
+        tie_word_embeddings=True, dtype="float32",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
+    """On every rank."""
+    from transformers import AutoModelForCausalLM
+
+    from lightrft.strategy import get_strategy
+
+    options = CASES[case][1] | {"weight_sync_bucket_mb": args.bucket_mb, "train_batch_size": 8, "micro_train_batch_size": 1}
+    strategy = get_strategy(options)
+    strategy.setup_distributed()
+    model = AutoModelForCausalLM.from_pretrained(args.folder)
+    model, _ = strategy.prepare((model, strategy.create_optimizer(model, lr=1e-6)))
+    room = {name: tensor.clone() for name, tensor in strategy.full_params(model)}
+    sizes = [tensor.nbytes for tensor in room.values()]
+    shape = {"bytes": sum(sizes), "peak_limit_bytes": 2 * args.bucket_mb * 2**20 + max(sizes)}
+
+    def copy() -> None:
+        for name, tensor in strategy.full_params(model):
+            room[name].copy_(tensor)
+
+    def naive() -> None:
+        for name, parameter in model.named_parameters():
+            room[name].copy_(parameter.full_tensor())
+
+    ways = {"stream": copy}
+    if case == "vllm":
+        ways |= into_vllm(strategy, model, room, args)
+    elif case == "single":
+        ways |= {"memcpy": memcpy(room)} | into_hf(strategy, model, args)
+    elif "zero" not in case:
+        ways["naive"] = naive
+    found = shape | {f"{name}_s": seconds for name, seconds in best(ways, args.repeat).items()}
+    found["peak_extra_bytes"] = peak(copy)
+    strategy.close()
+    return found
+
+
+def memcpy(room: dict) -> Callable[[], None]:
+    source = {name: tensor.clone() for name, tensor in room.items()}
+
+    def copy() -> None:
+        for name, tensor in source.items():
+            room[name].copy_(tensor)
+
+    return copy
+
+
+def into_hf(strategy: Any, model: Any, args: argparse.Namespace) -> dict[str, Callable[[], None]]:
+    return syncs(engine_of(strategy, "hf", args), strategy, model, "hf")
+
+
+def into_vllm(strategy: Any, model: Any, room: dict, args: argparse.Namespace) -> dict[str, Callable[[], None]]:
+    engine = engine_of(strategy, "vllm", args)
+
+    def reload() -> None:
+        engine._shim.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(room.items())})
+
+    return {"reload": reload} | syncs(engine, strategy, model, "vllm")
+
+
+def engine_of(strategy: Any, name: str, args: argparse.Namespace) -> Any:
+    from lightrft.config import EngineSection
+    from lightrft.engine.build import build_engine
+
+    section = EngineSection(engine_type=name, engine_kv_cache_gb=0.125)
+    return build_engine(section, model_path=str(args.folder), dtype=strategy.dtype, device=strategy.device,
+                        axis=strategy.mesh.engine(1), max_model_len=256, from_stream=True)
+
+
+def syncs(engine: Any, strategy: Any, model: Any, name: str) -> dict[str, Callable[[], None]]:
+    """A whole load_weights(), with and without its proof."""
+
+    def sync(dtype: Any) -> None:
+        engine.proof_dtype = dtype
+        engine.load_weights(strategy.full_params(model), engine.version + 1)
+
+    return {f"{name}_sync": lambda: sync(None), f"{name}_proven": lambda: sync(strategy.dtype)}
+
+
+def best(ways: dict[str, Callable[[], None]], repeat: int) -> dict[str, float]:
+    """Seconds, after one round that nobody times."""
+    import torch.distributed as dist
+
+    seconds = dict.fromkeys(ways, math.inf)
+    for timed in [False] + [True] * repeat:
+        for name, way in ways.items():
+            dist.barrier()
+            start = time.perf_counter()
+            way()
+            dist.barrier()
+            if timed:
+                seconds[name] = min(seconds[name], time.perf_counter() - start)
+    return seconds
+
+
+def peak(action: Callable[[], None]) -> int:
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is there
+    before = resident("VmHWM")
+    action()
+    return resident("VmHWM") - before
+
+
+def resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+def summary(cases: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """The aims of the stream, over the cases that were run."""
+    report: dict[str, Any] = {}
+    if single := cases.get("single"):
+        report["over_memcpy"] = single["stream_s"] / single["memcpy_s"]
+        report["verify_share_hf"] = 1 - single["hf_sync_s"] / single["hf_proven_s"]
+    if vllm := cases.get("vllm"):
+        report["over_engine_reload"] = vllm["vllm_sync_s"] / vllm["reload_s"]
+        report["verify_share"] = 1 - vllm["vllm_sync_s"] / vllm["vllm_proven_s"]
+    speedups = [found["naive_s"] / found["stream_s"] for found in cases.values() if "naive_s" in found]
+    if speedups:
+        report["speedup_over_naive"] = min(speedups)
+    report = {name: round(value, 3) for name, value in report.items()}
+    report["peak_extra_bytes"] = max(found["peak_extra_bytes"] for found in cases.values())
+    report["peak_limit_bytes"] = min(found["peak_limit_bytes"] for found in cases.values())
+    rounded = {name: {key: round(value, 4) for key, value in found.items()} for name, found in cases.items()}
+    return report | {"cases": rounded}
+
+
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    for name, default in {"hidden": 768, "layers": 12, "vocabulary": 32000, "bucket-mb": 64, "repeat": 5}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # given to a rank
+    args = parser.parse_args(argv)
+    if args.folder is None:
+        print(json.dumps(summary(launch(args, argv))))
+        return
+    import torch
+
+    torch.set_num_threads(1)
+    (case,) = args.cases
+    found = measure(case, args)
+    if os.environ["RANK"] == "0":
+        (args.folder / f"{case}.json").write_text(json.dumps(found))
+
+
+def launch(args: argparse.Namespace, argv: list[str]) -> dict[str, dict[str, float]]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder, args)
+        for case in args.cases:
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={CASES[case][0]}"]
+            subprocess.run([*torchrun, __file__, *argv, f"--cases={case}", f"--folder={folder}"], check=True, stdout=2)
+        return {case: json.loads((folder / f"{case}.json").read_text()) for case in args.cases}
+
+
+if __name__ == "__main__":
+    main()
