@@ -383,3 +383,14 @@ def test_settings_of_adapters_need_adapters():
     config, written = parse([*RUNNABLE, *argv, "--lora_rank=4"])
     assert flags_without_effect(config, written, "train_ppo") == []
     assert "--lora_rank has no effect in evaluate" in flags_without_effect(config, written, "evaluate")
+
+
+def test_samplings_that_nobody_can_draw_from_are_named():
+    wrong = ["--temperature=0", "--top_p=0", "--top_k=-1", "--stop", "", "--stop_token_ids", "-3", "--first_token_temperature=0"]
+    said = problems(*RUNNABLE, *wrong)
+    names = ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "first_token_temperature")
+    assert all(f"--{name} " in said for name in names)
+    written = {"top_p", "first_token_temperature"}
+    assert [flag.split()[0] for flag in flags_without_effect(parsed(*RUNNABLE), written, "evaluate")] == [
+        "--first_token_temperature", "--top_p"
+    ]  # fmt: skip
