@@ -180,6 +180,9 @@ class RolloutSection:
 class RewardSection:
     reward: str = "exact_match"
     """Reward function: a name, module:function or file.py:function."""
+    reward_background: bool = True
+    """Ask it in a thread, while other responses are still generated. What needs signals, as some timeouts do, wants the main
+    thread: --no_reward_background."""
     overlong_buffer: bool = False
     """Lower the reward of a response whose length comes near generate_max_len."""
     overlong_buffer_len: int | None = None

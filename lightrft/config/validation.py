@@ -50,7 +50,8 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
     """What the user wrote that changes nothing in this run, each with the reason."""
     owners = section_of_field()
     used = DOORS[door]
-    training = {f.name for f in fields(RewardSection)} - {"reward"} | {"lora_rank", *LORA, "freeze_prefix", *COLLECTING}
+    training = {f.name for f in fields(RewardSection)} - {"reward", "reward_background"}
+    training |= {"lora_rank", *LORA, "freeze_prefix", *COLLECTING}
     training |= set() if config.rollout.eval_n_samples else set(RANDOM)
     idle = {name for name, section in owners.items() if section not in used} | (training if door == "evaluate" else set())
     idle |= set() if door == "train_ppo" else {"pretrain_data", "pretrain_split"}

@@ -6,7 +6,8 @@
 A function is called once for each prompt, as soon as the last of its samples is complete, while those of others still grow. Each
 column of the data set arrives as a list, aligned with the samples; `label` is the column of --label_key. A response that is
 rewarded step by step has a list instead of a number: for each of its tokens a number, or None where nothing is to be said. A
-reward of parts is a dictionary of numbers: their sum counts, and each is a metric.
+reward of parts is a dictionary of numbers: their sum counts, and each is a metric. What is random in a reward takes a generator of
+its own: an engine may be drawing from the global ones.
 """
 
 import math
@@ -46,14 +47,17 @@ def none(samples: list[Sample], **_: Any) -> list[float]:
 
 
 class Judge:
-    """A reward function and the checks on what it returns. It is asked in the background, while other samples still grow."""
+    """A reward function and the checks on what it returns."""
 
-    def __init__(self, name: str, siblings: Axis | None = None):
-        """`siblings`: ranks that hold the same samples. The first of them judges for all; a judge need not repeat itself."""
+    def __init__(self, name: str, siblings: Axis | None = None, *, background: bool = True):
+        """`siblings`: ranks that hold the same samples. The first of them judges for all; a judge need not repeat itself.
+
+        In the `background` it is asked by a thread while other samples still grow, else by the main thread in finish().
+        """
         self.name, self.siblings = name, siblings or Axis("siblings", 1, 0, None)
         self.function: Reward = rewards[name]
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward")
-        self._begun: list[Future] = []
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward") if background else None
+        self._begun: list[tuple[list[Sample], Future | None]] = []
 
     def __call__(self, samples: list[Sample]) -> None:
         """Set `reward` of every sample. ValueError, on all siblings, for a reward that fails or is no number."""
@@ -63,12 +67,11 @@ class Judge:
     def begin(self, samples: list[Sample]) -> None:
         """Have these judged, in one call of the function; it is called for one thing after another."""
         if self.siblings.rank == 0:
-            self._begun.append(self._worker.submit(self._judge, samples))
+            self._begun.append((samples, self._worker.submit(self._judge, samples) if self._worker else None))
 
     def finish(self, samples: list[Sample]) -> None:
         """Wait for all that was begun. `samples` are these; siblings give them in the same order, and all get the rewards."""
-        begun, self._begun = self._begun, []
-        failure = next(filter(None, [future.exception() for future in begun]), None)
+        failure = self._failure()
         if self.siblings.size > 1:
             given = [(sample.reward, sample.reward_parts, sample.token_rewards) for sample in samples]
             values, message = self.siblings.broadcast((given, failure and str(failure)))
@@ -77,6 +80,15 @@ class Judge:
                 sample.reward, sample.reward_parts, sample.token_rewards = value
         if failure:
             raise failure
+
+    def _failure(self) -> ValueError | None:
+        begun, self._begun = self._begun, []
+        try:
+            for samples, future in begun:
+                self._judge(samples) if future is None else future.result()
+        except ValueError as error:
+            return error
+        return None
 
     def _judge(self, samples: list[Sample]) -> None:
         if not samples:
@@ -87,7 +99,9 @@ class Judge:
             values = self.function(samples, **columns)
         except Exception as error:
             has = ", ".join(sorted(names)) or "none"
-            raise ValueError(f"--reward {self.name}: {type(error).__name__}: {error}. The data has the columns {has}") from error
+            hint = ": --no_reward_background asks it there" if "main thread" in str(error) else ""
+            message = f"--reward {self.name}: {type(error).__name__}: {error}{hint}. The data has the columns {has}"
+            raise ValueError(message) from error
         if not hasattr(values, "__len__") or len(values) != len(samples):
             raise ValueError(f"--reward {self.name}: {values!r:.200} is not a list of {len(samples)} rewards, one per sample")
         for sample, value in zip(samples, values, strict=True):

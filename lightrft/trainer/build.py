@@ -43,7 +43,7 @@ ANY_TOKEN = Sampling()
 
 def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     tokenizer = load_tokenizer(config.model)
-    judge = Judge(config.reward.reward, strategy.mesh.siblings)
+    judge = Judge(config.reward.reward, strategy.mesh.siblings, background=config.reward.reward_background)
     prompts = load_prompts(config.data, tokenizer)
     eval_prompts = load_prompts(config.data, tokenizer, source="eval_data") if config.data.eval_data else []
     steps = total_steps(config, len(prompts), config.rollout.rollout_batch_size)
@@ -213,7 +213,7 @@ def build_mixin(config: Config, policy: Policy, tokenizer: PreTrainedTokenizerBa
 
 def evaluation(config: Config, strategy: StrategyBase) -> tuple[Sampler, Judge]:
     """An engine with the weights of `pretrain`, and what judges its responses."""
-    judge = Judge(config.reward.reward, strategy.mesh.siblings)
+    judge = Judge(config.reward.reward, strategy.mesh.siblings, background=config.reward.reward_background)
     config.engine.enable_engine_sleep = False  # nothing else needs the device
     strategy.announce("start_engine")
     strategy.setup_inference_engine(config, config.engine.engine_type)

@@ -88,7 +88,8 @@ def share_of_letters(samples, label, **columns):
 
 
 def test_every_field_is_turned():
-    assert set(TURNED) == {field.name for section in (AlgorithmSection, RewardSection) for field in fields(section)}
+    names = {field.name for section in (AlgorithmSection, RewardSection) for field in fields(section)}
+    assert set(TURNED) == names - {"reward_background"}, "that one says where a reward is asked, and changes no number"
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,9 @@
 """What a reward may be, what is checked of it, and that every error names the flag and the path."""
 
+import signal
 import sys
 import textwrap
+import threading
 from dataclasses import replace
 
 import pytest
@@ -139,6 +141,32 @@ def test_names_that_are_none(tmp_path):
 
 def test_no_samples_ask_for_nothing(tmp_path):
     Judge(write(tmp_path, "raise SystemExit"))([])
+
+
+def timed(samples, **columns):
+    signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+    return [float(threading.current_thread() is threading.main_thread())] * len(samples)
+
+
+def test_a_reward_with_signals_is_asked_in_the_main_thread():
+    one = sample("1")
+    with pytest.raises(ValueError, match="main thread.*: --no_reward_background asks it there"):
+        Judge(f"{__name__}:timed")([one])
+    Judge(f"{__name__}:timed", background=False)([one])
+    assert one.reward == 1
+
+
+def in_turn(samples, **columns):
+    return [float(samples[0].text)] * len(samples)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_what_is_begun_is_judged_when_it_is_finished(background):
+    judge, groups = Judge(f"{__name__}:in_turn", background=background), [[sample(str(n)), sample(str(n))] for n in range(5)]
+    for group in groups:
+        judge.begin(group)
+    judge.finish([one for group in groups for one in group])
+    assert [one.reward for group in groups for one in group] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
 
 
 def test_known_names():
