@@ -6,8 +6,8 @@
 A function is called once for each prompt, as soon as the last of its samples is complete, while those of others still grow. Each
 column of the data set arrives as a list, aligned with the samples; `label` is the column of --label_key. A response that is
 rewarded step by step has a list instead of a number: for each of its tokens a number, or None where nothing is to be said. A
-reward of parts is a dictionary of numbers: their sum counts, and each is a metric. What is random in a reward takes a generator of
-its own: an engine may be drawing from the global ones.
+reward of parts is a dictionary of numbers: their sum counts, and each is a metric. What is random in a reward takes a generator
+of its own: an engine may be drawing from the global ones.
 """
 
 import math
