@@ -1,7 +1,7 @@
 """The weight stream: its time against a plain copy, against the engine's own reload and against the obvious way; its memory.
 
-    python scripts/bench/weight_sync.py                          # the table in docs/benchmarks.md, about two minutes
-    python scripts/bench/weight_sync.py --layers 2 --hidden 128 --vocabulary 2000 --cases single fsdp2 --repeat 1
+    python scripts/bench/weight_sync.py                          # the table in docs/benchmarks.md, some minutes
+    python scripts/bench/weight_sync.py --layers 2 --hidden 128 --vocabulary 2000 --cases single --repeat 1
 
 A random Qwen3 with tied embeddings, prepared as a trainer prepares it (float32 masters). One start of `torchrun` per case:
 

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from lightrft.engine.base import EngineError, Sampling
 from lightrft.strategy import EngineStatus, FSDPStrategy
 from lightrft.strategy.engine_host import replica_seed
+from lightrft.strategy.named import persistent_buffers
 from ranks import run_ranks
 from strategy.training import load, one_step, strategy
 
@@ -147,6 +149,30 @@ def failing_inside(folder: str):
 
 def test_an_error_inside_leaves_the_engine_asleep(folder):
     assert run_ranks(1, failing_inside, folder) == [EngineStatus.SLEEPED]
+
+
+def with_buffers(folder: str):
+    """Routing that no gradient changes. Returns whether the engine and a folder have it, and what the engine's sleep showed."""
+    made, model, _ = actor_with_engine(folder)
+    (name,) = [name for name, _ in persistent_buffers(model)]
+    model.get_buffer(name).uniform_()
+    made.update_engine_weights(model)
+    found = made.engine.model.get_buffer(name)
+    saved = load(made.save_model(model, None, folder + "/saved")).get_buffer(name)
+    expected = model.get_buffer(name)
+    made.maybe_sleep_inference_engine()
+    return torch.equal(found, expected), torch.equal(saved, expected), sorted(made.engine_memory)
+
+
+def test_buffers_that_belong_to_the_weights_are_streamed_and_saved(tmp_path):
+    config = DeepseekV3Config(
+        hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=96,
+        num_key_value_heads=2, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, n_group=1,
+        topk_group=1, n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=0, max_position_embeddings=64,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    memory = ["memory/engine_asleep_gb", "memory/engine_awake_gb"]
+    assert run_ranks(2, with_buffers, str(tmp_path)) == [(True, True, memory)] * 2
 
 
 def test_no_engine_yet():

@@ -1,0 +1,18 @@
+"""Why: the benchmark reaches into the strategies and the engines; a renamed method must not go unnoticed."""
+
+import json
+
+import pytest
+
+from scripts.bench.weight_sync import main
+
+
+@pytest.mark.slow
+def test_the_aims_and_the_cases_are_reported(monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", ".")
+    main(["--cases", "single", "fsdp2", "--hidden=128", "--layers=1", "--vocabulary=500", "--repeat=1"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert all(found[name] > 0 for name in ("over_memcpy", "speedup_over_naive")) and found["verify_share_hf"] < 1
+    assert found["peak_extra_bytes"] <= found["peak_limit_bytes"] + 8 * 2**20  # what the allocator does beside it
+    assert set(found["cases"]) == {"single", "fsdp2"}
+    assert found["cases"]["single"]["bytes"] == 2 * found["cases"]["fsdp2"]["bytes"]
