@@ -22,7 +22,7 @@ CORE = {
 
 EXTRAS = {
     "vllm": {"vllm": ">=0.20"},
-    "sglang": {"sglang": ">=0.5.6"},
+    "sglang": {"sglang": ">=0.5.21"},
     "deepspeed": {"deepspeed": ">=0.19.8"},
     "lora": {"peft": ">=0.18"},
     "http": {"httpx": ">=0.27", "tenacity": ">=9.0"},

@@ -19,6 +19,8 @@ from typing import Any
 import psutil
 import torch
 from loguru import logger
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
@@ -29,10 +31,10 @@ from lightrft.engine.first_token import Done
 from lightrft.engine.fused import FusedWeights
 from lightrft.engine.proof import Fingerprints
 from lightrft.engine.requests import Request, Sampling
-from lightrft.engine.start import warn_if_untested
 from lightrft.engine.stops import StopStrings
 from lightrft.engine.weights import Named
 from lightrft.types import Completion
+from lightrft.versions import ENGINES
 
 if not torch.accelerator.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # read by SGLang at its import
@@ -197,7 +199,7 @@ class _Truncate(CustomLogitProcessor):
 def _answer(self: Scheduler, folder: str) -> None:
     question, arguments = torch.load(Path(folder, "question"))
     answer = QUESTIONS[question](self, **arguments)
-    torch.save(answer, Path(folder, str(self.tp_worker.model_runner.tp_rank)))
+    torch.save(answer, Path(folder, str(torch.distributed.get_rank(self.tp_group.cpu_group))))
 
 
 @torch.no_grad()
@@ -282,7 +284,7 @@ class SGLangEngine(Engine):
     """
 
     def __init__(self, setup: EngineSetup):
-        warn_if_untested("sglang", sglang.__version__)
+        _check_version(sglang.__version__)
         config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
         trust = {"trust_remote_code": setup.trust_remote_code}
         super().__init__(expected_parameters(config, **trust), sleep_level=setup.section.engine_sleep_level, axis=setup.axis,
@@ -524,3 +526,8 @@ def _buckets(named_tensors: Iterator[Named], bucket_bytes: int) -> Iterator[list
         size += tensor.nbytes
     if bucket:
         yield bucket
+
+
+def _check_version(version: str) -> None:
+    if not SpecifierSet(ENGINES["sglang"]).contains(Version(version).base_version):
+        logger.warning("sglang {} is outside the tested range, {}", version, ENGINES["sglang"])

@@ -1,0 +1,178 @@
+"""What of SGLang the adapter lightrft/engine/sglang.py uses, and what a version of SGLang has: read from sources, not imported.
+
+    python scripts/sglang_interface.py --out tests/engine/sglang_newest.json     record the newest version (downloads its wheel)
+"""
+
+import argparse
+import ast
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ARGUMENTS = ("_arguments", "_on_accelerator", "_on_cpu")
+SAMPLING = ("_parameters", "_prefilled")
+TAGS = ("_sleep", "_wake")
+"""Functions of the adapter in which strings are names of SGLang's: its engine's arguments, of a request, of its memory."""
+ATTRIBUTES = {
+    "sglang.srt.managers.io_struct:FlushCacheReqOutput": ["success"],
+    "sglang.srt.managers.scheduler:Scheduler": ["handle_rpc_request", "tp_group", "tp_worker", "tree_cache"],
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager": ["abort_request", "_subprocess_watchdog"],
+    "sglang.srt.managers.tp_worker:TpModelWorker": ["model_runner"],
+    "sglang.srt.mem_cache.radix_cache:RadixCache": ["evictable_size"],
+    "sglang.srt.model_executor.model_runner:ModelRunner": ["model"],
+    "sglang.srt.sampling.custom_logit_processor:CustomLogitProcessor": ["to_str"],
+    "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo": ["from_schedule_batch", "sampling_seed"],
+    "sglang.srt.utils.watchdog:SubprocessWatchdog": ["stop"],
+    "sglang.srt.weight_sync.tensor_bucket:FlattenedTensorBucket": ["get_flattened_tensor", "get_metadata"],
+}
+"""Beyond its engine's methods: what the adapter reaches of SGLang's objects, here and in SGLang's processes."""
+
+
+def used(adapter: str) -> dict[str, Any]:
+    """From the adapter's source: what it imports, calls with which keywords, and names by strings."""
+    tree = ast.parse(adapter)
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    imports = [(node.module, name.name) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+               and str(node.module).startswith("sglang") for name in node.names]
+    modules = {name: f"{module}.{name}" for module, name in imports if name.islower() and "_" not in name}
+    imports += [(modules[node.value.id], node.attr) for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name) and node.value.id in modules]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    start = next(node for node in calls if ast.unparse(node.func) == "_SGLang")
+    methods: dict[str, set[str]] = {}
+    for call in calls:
+        if ast.unparse(call.func).startswith("self.engine.") and isinstance(call.func.value, ast.Attribute):
+            owner, name = ast.unparse(call.func.value), call.func.attr
+            if owner == "self.engine":
+                methods.setdefault(name, set()).update(keyword.arg for keyword in call.keywords)
+    return {
+        "imports": imports,
+        "methods": methods,
+        "arguments": {word.arg for word in start.keywords if word.arg} | set(_keys(functions, ARGUMENTS)),
+        "sampling": set(_keys(functions, SAMPLING)) - {"top_k", "top_p", "banned"},  # of the adapter's own processor
+        "tags": {value for name in TAGS for value in _strings_in_sets(functions[name])},
+    }
+
+
+def interface(packages: Path | str) -> dict[str, Any]:
+    """What the SGLang in a folder of packages has, as far as the adapter could use it; fit for JSON."""
+    sources = Path(packages) / "sglang" / "srt"
+    fields = [sources / "server_args.py", *sorted((sources / "arg_groups" / "fields").glob("*.py"))]
+    constants = ast.parse((sources / "constants.py").read_text())
+    return {
+        "version": next(Path(packages).glob("sglang-*.dist-info")).name.split("-")[1].removesuffix(".dist"),
+        "names": {module: sorted(names & _names(packages, module)) for module, names in _imported().items()},
+        "methods": _methods(_class(_module(packages, "sglang.srt.entrypoints.engine"), "Engine")),
+        "arguments": sorted({name for file in fields for name in _annotated(ast.parse(file.read_text()))}),
+        "sampling": sorted(_annotated(_class(_module(packages, "sglang.srt.sampling.sampling_params"), "SamplingParams"))),
+        "tags": sorted(node.value for node in ast.walk(constants)
+                       if isinstance(node, ast.Constant) and isinstance(node.value, str)),
+        "attributes": {place: sorted(set(names) & _attributes(packages, place)) for place, names in ATTRIBUTES.items()},
+    }
+
+
+def missing(wanted: dict[str, Any], there: dict[str, Any]) -> list[str]:
+    """What the adapter uses and the version does not have."""
+    problems = [f"from {module} import {name}" for module, name in wanted["imports"]
+                if name not in there["names"].get(module, [])]
+    for method, keywords in wanted["methods"].items():
+        lost = [method] if method not in there["methods"] else sorted(keywords - set(there["methods"][method]))
+        takes_all = "**" in there["methods"].get(method, [])
+        problems += [] if lost and takes_all else [f"Engine.{method}: {name}" for name in lost]
+    for kind in ("arguments", "sampling", "tags"):
+        problems += [f"{kind}: {name}" for name in sorted(wanted[kind] - set(there[kind]))]
+    return problems + [f"{place}.{name}" for place, names in ATTRIBUTES.items() for name in names
+                       if name not in there["attributes"].get(place, [])]
+
+
+def _imported() -> dict[str, set[str]]:
+    """Module -> what the adapter imports of it."""
+    adapter = Path(__file__).resolve().parent.parent / "lightrft" / "engine" / "sglang.py"
+    found: dict[str, set[str]] = {}
+    for module, name in used(adapter.read_text())["imports"]:
+        found.setdefault(module, set()).add(name)
+    return found
+
+
+def _module(packages: Path | str, module: str) -> ast.Module:
+    path = Path(packages, *module.split("."))
+    return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+
+
+def _class(tree: ast.AST, name: str) -> ast.ClassDef:
+    return next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
+
+
+def _names(packages: Path | str, module: str) -> set[str]:
+    """What can be imported from a module: what it defines or imports, and the modules in a package."""
+    folder = Path(packages, *module.split("."))
+    found = {path.stem for path in folder.glob("*")}
+    if folder.is_dir() and not (folder / "__init__.py").exists():
+        return found
+    for node in ast.walk(_module(packages, module)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and str(node.module).startswith(module):
+            found |= _names(packages, node.module)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {name.asname or name.name for name in node.names}
+    return found
+
+
+def _methods(cls: ast.ClassDef) -> dict[str, list[str]]:
+    """Method -> its parameters; `**` for any."""
+    found = {}
+    for node in cls.body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            spec = node.args
+            found[node.name] = [one.arg for one in [*spec.args, *spec.kwonlyargs]] + (["**"] if spec.kwarg else [])
+    return found
+
+
+def _annotated(tree: ast.AST) -> Iterator[str]:
+    """Fields of the classes in there."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+def _attributes(packages: Path | str, place: str) -> set[str]:
+    """Methods and fields of a class, and what its methods assign to `self`."""
+    module, _, name = place.partition(":")
+    cls = _class(_module(packages, module), name)
+    assigned = {node.attr for node in ast.walk(cls) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    return assigned | set(_annotated(cls)) | {node.name for node in ast.walk(cls) if isinstance(node, ast.FunctionDef)}
+
+
+def _keys(functions: dict[str, ast.FunctionDef], names: tuple[str, ...]) -> Iterator[str]:
+    for name in names:
+        for node in ast.walk(functions[name]):
+            if isinstance(node, ast.Dict):
+                yield from (key.value for key in node.keys if isinstance(key, ast.Constant))
+
+
+def _strings_in_sets(function: ast.FunctionDef) -> Iterator[str]:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Set):
+            yield from (element.value for element in node.elts if isinstance(element, ast.Constant))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    out = parser.parse_args().out
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, "sglang"], check=True)
+        zipfile.ZipFile(next(Path(folder).glob("*.whl"))).extractall(folder)
+        found = interface(folder)
+    out.write_text(json.dumps(found) + "\n")
+    print(f"{out}: sglang {found['version']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""What is SGLang's own, beyond the contract: one course on a tensor-parallel engine, which ends with its death."""
+
+import math
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.contract import STREAM_ONLY_CASES, Bench, _outcome, start
+from lightrft.engine.base import EngineError, Request, Sampling
+from lightrft.parallel.mesh import Mesh
+
+SECONDS_TO_DIE = 30
+
+
+def course(folder: str) -> dict[str, str]:
+    """Two ranks share an engine of a tied model. Case -> traceback, empty when it passed."""
+    mesh = Mesh("cpu")
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # torchrun's: an engine that sees it waits forever
+    before = _settings()
+    too_small = _refusal(folder, mesh)
+    bench = Bench(start("sglang", folder, mesh.engine(2), from_stream=True),
+                  AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), mesh.engine(2), mesh.world.rank)
+    results = {case.__name__: _outcome(case, bench) for case in STREAM_ONLY_CASES[:-1]}  # the last one closes the engine
+    results["a_cache_for_less_than_one_sequence_is_refused"] = too_small
+    after = _settings()
+    results["the_process_keeps_its_settings"] = "" if after == before else f"{before}\n{after}"
+    for case in (a_stream_comes_in_buckets, a_forgotten_stream_is_seen, a_long_wait_for_stop_strings_is_cut, a_death_is_told):
+        results[case.__name__] = _outcome(case, bench)
+    return results
+
+
+def _settings() -> dict:
+    """What SGLang's start changes in a process, but for variables of its own."""
+    handlers = {str(number): signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG")}
+    return handlers | {"start": multiprocessing.get_start_method(allow_none=True), "environment": environment}
+
+
+def _refusal(folder: str, mesh: Mesh) -> str:
+    try:
+        start("sglang", folder, mesh.engine(2), max_model_len=500_000)
+    except ValueError as error:
+        return "" if "--engine_kv_cache_gb" in str(error) else str(error)
+    return "it started"
+
+
+def a_stream_comes_in_buckets(bench: Bench) -> None:
+    """Smaller ones than the largest tensor, so that each of these travels alone."""
+    bench.engine.bucket_bytes = 20_000
+    bench.load(bench.model)
+    assert bench.greedy() == bench.expected
+
+
+def a_forgotten_stream_is_seen(bench: Bench) -> None:
+    """Also by one who forgets to ask: a sleep of level 2 destroys the weights, though SGLang keeps them on a CPU."""
+    bench.engine.sleep(2)
+    bench.engine.wake("weights")
+    bench.engine.wake("kv_cache")
+    bench.engine.weights_valid = True
+    sample = bench.generate([[1, 2, 3]], Sampling(temperature=0, max_tokens=2))[0][0]
+    assert all(math.isnan(value) for value in sample.logprobs)
+    bench.load(bench.model)
+    assert bench.greedy() == bench.expected
+
+
+def a_long_wait_for_stop_strings_is_cut(bench: Bench) -> None:
+    """SGLang has no tokenizer here: requests are watched from outside and ended."""
+    begun = bench.generate([[5, 6]], Sampling(temperature=0, max_tokens=200))[0][0].token_ids
+    text = bench.engine.vocabulary.tokenizer.decode(begun[3:5])
+    generated = []
+    plain = bench.engine._completion
+    bench.engine._completion = lambda answer, sample: generated.append(len(answer["output_ids"])) or plain(answer, sample)
+    sample = bench.generate([[5, 6]], Sampling(temperature=0, max_tokens=200, stop=(text,)))[0][0]
+    del bench.engine._completion
+    assert sample.finish_reason == "stop" and text in bench.engine.vocabulary.tokenizer.decode(sample.token_ids)
+    assert sample.token_ids == begun[: len(sample.token_ids)] and len(sample.token_ids) <= 5
+    if bench.axis.rank == 0:
+        assert generated[0] < 100
+
+
+def a_death_is_told(bench: Bench) -> None:
+    """A killed process of SGLang's, in the middle of a call: all ranks that share the engine say so, soon."""
+    if bench.axis.rank == 0:
+        scheduler = psutil.Process(bench.engine._shim.engine.get_all_child_pids()[0])
+        threading.Timer(1.0, scheduler.kill).start()
+    begun = time.monotonic()
+    requests = [Request([place % 250, 7], sampling=Sampling(n=4, max_tokens=240)) for place in range(2000)]
+    with pytest.raises(EngineError, match="a process of SGLang died"):
+        bench.engine.generate(requests, Sampling())
+    assert time.monotonic() - begun < SECONDS_TO_DIE
+    with pytest.raises(EngineError, match="broke earlier"):
+        bench.greedy()
+    bench.engine.close()
+    assert not psutil.Process().children(recursive=True) or bench.axis.rank
