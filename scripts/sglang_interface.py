@@ -21,7 +21,8 @@ TAGS = ("_sleep", "_wake")
 ATTRIBUTES = {
     "sglang.srt.managers.io_struct:FlushCacheReqOutput": ["success"],
     "sglang.srt.managers.scheduler:Scheduler": ["handle_rpc_request", "tp_group", "tp_worker", "tree_cache"],
-    "sglang.srt.managers.tokenizer_manager:TokenizerManager": ["abort_request", "_subprocess_watchdog"],
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager": ["_subprocess_watchdog", "abort_request", "signal_handler_class"],
+    "sglang.srt.managers.tokenizer_manager:SignalHandler": ["running_phase_sigquit_handler", "sigterm_handler"],
     "sglang.srt.managers.tp_worker:TpModelWorker": ["model_runner"],
     "sglang.srt.mem_cache.radix_cache:RadixCache": ["evictable_size"],
     "sglang.srt.model_executor.model_runner:ModelRunner": ["model"],

@@ -1,5 +1,6 @@
 """SGLang beside the trainer: the first of `engine_tp_size` consecutive ranks owns the engine and its processes."""
 
+import asyncio
 import atexit
 import copy
 import logging
@@ -10,7 +11,7 @@ import signal
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,8 @@ from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket  # noqa: 
 
 IDLE_SECONDS = 60
 """So long may SGLang take to become idle after its last answer."""
+SECONDS_TO_NOTICE = 1.0
+"""So late may the death of one of SGLang's processes be seen in a call that waits for it."""
 SPARE_TOKENS = 8
 """SGLang takes no prompt that comes closer than 6 tokens to its context length."""
 LOOK_EVERY = 8
@@ -70,14 +73,14 @@ class _Shim:
         with _settings_kept():
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores_of_each(arguments["tp_size"]))
             try:
-                self.engine = _SGLang(**arguments, log_level="error", custom_sigquit_handler=_raise_that_it_died)
+                self.engine = _SGLang(**arguments, log_level="error", custom_sigquit_handler=_died)
+                self.engine.tokenizer_manager.signal_handler_class = _NoHandlers
                 self.flush_cache()  # its first call takes the handlers of signals, which are given back here
             except BaseException:
                 _kill(set(psutil.Process().children()) - before)
                 raise
-            for number in (signal.SIGTERM, signal.SIGQUIT):
-                self.engine.loop.remove_signal_handler(number)
-        signal.signal(signal.SIGQUIT, _raise_that_it_died)
+        self.engine.loop = _Loop(self.engine.loop)
+        signal.signal(signal.SIGQUIT, self.engine.loop.on_death)
         atexit.unregister(self.engine.shutdown)  # it kills every child of this process, the trainer's own among them
         atexit.register(self.shutdown)
 
@@ -238,9 +241,44 @@ def _checked(answer: tuple[bool, str]) -> None:
         raise EngineError(f"SGLang refused: {message}")
 
 
-def _raise_that_it_died(number: int, frame: Any) -> None:
+def _died(number: int, frame: Any) -> None:
     """SGLang's processes announce their end with SIGQUIT; its own handler would kill this process without a word."""
     raise EngineError("a process of SGLang died; what it said stands above")
+
+
+class _NoHandlers:
+    """For the event loop, which calls them beside those of this process: SGLang's would end it."""
+
+    def __init__(self, tokenizer_manager: Any): ...
+
+    def sigterm_handler(self, number: int | None = None, frame: Any = None) -> None: ...
+
+    def running_phase_sigquit_handler(self, number: int | None = None, frame: Any = None) -> None: ...
+
+
+class _Loop:
+    """SGLang's event loop: the loop itself lets no exception of a signal's handler through, so it is left now and then."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop = loop
+        self.runs = self.dead = False
+
+    def run_until_complete(self, awaitable: Awaitable) -> Any:
+        task = asyncio.ensure_future(awaitable, loop=self.loop)
+        self.runs = True
+        try:
+            while not task.done() and not self.dead:
+                self.loop.run_until_complete(asyncio.wait({task}, timeout=SECONDS_TO_NOTICE))
+        finally:
+            self.runs = False
+        if self.dead:
+            _died(signal.SIGQUIT, None)
+        return task.result()
+
+    def on_death(self, number: int, frame: Any) -> None:
+        self.dead = True
+        if not self.runs:
+            _died(number, frame)
 
 
 def _cores_of_each(tp: int) -> str:
@@ -294,7 +332,8 @@ class SGLangEngine(Engine):
         self._asleep: set[str] = set()
         self._shim: _Shim | None = None
         multiprocessing.current_process().authkey = self.axis.broadcast(bytes(multiprocessing.current_process().authkey))
-        self._known = self._led(lambda: self._start(_arguments(setup, config)))
+        arguments = _arguments(setup, config)
+        self._known = self._led(lambda: self._start(arguments))
         if len(self._known) < len(self.expected):
             logger.warning("--verify_weight_sync can find {} of {} weights in SGLang: the proof leaves the others out",
                            len(self._known), len(self.expected))

@@ -98,4 +98,4 @@ def a_death_is_told(bench: Bench) -> None:
     with pytest.raises(EngineError, match="broke earlier"):
         bench.greedy()
     bench.engine.close()
-    assert not psutil.Process().children(recursive=True) or bench.axis.rank
+    assert not [child for child in psutil.Process().children(recursive=True) if child.name().startswith("sglang")]

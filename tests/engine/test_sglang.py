@@ -21,7 +21,7 @@ NEWEST = Path(__file__).parent / "sglang_newest.json"
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     folder = tiny_model(tmp_path_factory.mktemp("tied"), seed=2, tie=True)
-    return in_sglang_environment(partial(run_ranks, 2, course, folder, timeout=400), timeout=900)
+    return in_sglang_environment(partial(run_ranks, 2, course, folder, timeout=400), timeout=850)
 
 
 @pytest.mark.slow
@@ -37,7 +37,7 @@ def test_a_run_with_another_flag(tmp_path: Path) -> None:
     """GRPO on two ranks, as with vLLM: SGLang samples what the trainer computes, and the reward rises."""
     engine = ["--engine_type=sglang", "--engine_kv_cache_gb=0.05", "--enable_engine_sleep"]
     flags = [*prepare(tmp_path), *PPO, *engine, "--max_steps=6"]
-    in_sglang_environment(partial(train, "train_ppo", 2, flags, tmp_path / "run", timeout=400), timeout=900)
+    in_sglang_environment(partial(train, "train_ppo", 2, flags, tmp_path / "run", timeout=400), timeout=850)
     rows = rows_of(tmp_path / "run")
     assert len(rows) == 6 and max(row["engine/logprob_mismatch_max"] for row in rows) < 1e-4
     assert rows[-1]["rollout/reward"] > rows[0]["rollout/reward"]
