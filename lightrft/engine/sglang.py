@@ -20,8 +20,6 @@ from typing import Any
 import psutil
 import torch
 from loguru import logger
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
@@ -32,10 +30,10 @@ from lightrft.engine.first_token import Done
 from lightrft.engine.fused import FusedWeights
 from lightrft.engine.proof import Fingerprints
 from lightrft.engine.requests import Request, Sampling
+from lightrft.engine.start import starting, warn_if_untested
 from lightrft.engine.stops import StopStrings
 from lightrft.engine.weights import Named
 from lightrft.types import Completion
-from lightrft.versions import ENGINES
 
 if not torch.accelerator.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # read by SGLang at its import
@@ -322,7 +320,7 @@ class SGLangEngine(Engine):
     """
 
     def __init__(self, setup: EngineSetup):
-        _check_version(sglang.__version__)
+        warn_if_untested("sglang", sglang.__version__)
         config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
         trust = {"trust_remote_code": setup.trust_remote_code}
         super().__init__(expected_parameters(config, **trust), sleep_level=setup.section.engine_sleep_level, axis=setup.axis,
@@ -333,7 +331,8 @@ class SGLangEngine(Engine):
         self._shim: _Shim | None = None
         multiprocessing.current_process().authkey = self.axis.broadcast(bytes(multiprocessing.current_process().authkey))
         arguments = _arguments(setup, config)
-        self._known = self._led(lambda: self._start(arguments))
+        with starting("sglang", setup):
+            self._known = self._led(lambda: self._start(arguments))
         if len(self._known) < len(self.expected):
             logger.warning("--verify_weight_sync can find {} of {} weights in SGLang: the proof leaves the others out",
                            len(self._known), len(self.expected))
@@ -565,8 +564,3 @@ def _buckets(named_tensors: Iterator[Named], bucket_bytes: int) -> Iterator[list
         size += tensor.nbytes
     if bucket:
         yield bucket
-
-
-def _check_version(version: str) -> None:
-    if not SpecifierSet(ENGINES["sglang"]).contains(Version(version).base_version):
-        logger.warning("sglang {} is outside the tested range, {}", version, ENGINES["sglang"])
