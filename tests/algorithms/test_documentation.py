@@ -11,7 +11,8 @@ from lightrft.algorithms.kl import kl_estimators
 from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.algorithms.presets import PRESETS
 
-TEXT = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "algorithms.md").read_text()
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TEXT.splitlines() if line.startswith("| [`")]
 
 
@@ -42,3 +43,9 @@ def test_every_preset_has_a_row_and_a_section():
     for row in ROWS:
         anchor = re.search(r"\(#([^)]+)\)", row[0]).group(1)
         assert f"### {anchor}\n" in TEXT or f'<a id="{anchor}"></a>' in TEXT
+
+
+def test_every_preset_has_a_curve():
+    recipes = {id(preset): name for name, preset in reversed(PRESETS.items())}.values()
+    assert [name for name in recipes if f"(presets/{name}.svg)" not in TEXT] == []
+    assert [name for name in re.findall(r"\(presets/(.*)\.svg\)", TEXT) if not (DOCS / "presets" / f"{name}.svg").is_file()] == []
