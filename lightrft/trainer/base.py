@@ -5,7 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,17 @@ from lightrft.types import Prompt, Sample
 from lightrft.versions import installed_versions
 
 
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What a run goes through."""
+
+    tokenizer: PreTrainedTokenizerBase
+    prompts: list[Prompt]
+    eval_prompts: list[Prompt]
+    """Held out; none without --eval_data."""
+    total_steps: int
+
+
 class Trainer(ABC):
     """Runs `step` from the first or the resumed one to the last. Steps count from 1."""
 
@@ -41,19 +52,16 @@ class Trainer(ABC):
         config: Config,
         strategy: StrategyBase,
         policy: Policy,
+        course: Course,
         *,
-        tokenizer: PreTrainedTokenizerBase,
-        total_steps: int,
-        prompts: list[Prompt],
-        eval_prompts: list[Prompt],
         observer: Observer,
         trace: Trace,
         parts: Mapping[str, Stateful] = NOTHING,
     ):
         """`parts` are what else has a state that a checkpoint must hold; see StrategyBase.save_ckpt()."""
         self.config, self.strategy, self.policy = config, strategy, policy
-        self.tokenizer, self.total_steps = tokenizer, total_steps
-        self.prompts, self.eval_prompts = prompts, eval_prompts
+        self.tokenizer, self.total_steps = course.tokenizer, course.total_steps
+        self.prompts, self.eval_prompts = course.prompts, course.eval_prompts
         self.observer, self.trace = observer, trace
         self.metrics = Metrics()
         self.interruption = Interruption(strategy.mesh.world)

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -32,6 +33,7 @@ from lightrft.rollout.experience import ExperienceMaker
 from lightrft.rollout.rewards import Judge
 from lightrft.rollout.sampler import Sampler
 from lightrft.strategy import StrategyBase
+from lightrft.trainer.base import Course
 from lightrft.trainer.mixin import Mixin
 from lightrft.trainer.ppo import PPOTrainer
 from lightrft.trainer.sft import SFTTrainer
@@ -42,11 +44,9 @@ ANY_TOKEN = Sampling()
 
 
 def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
-    tokenizer = load_tokenizer(config.model)
     judge = Judge(config.reward.reward, strategy.mesh.siblings, background=config.reward.reward_background)
-    prompts = load_prompts(config.data, tokenizer)
-    eval_prompts = load_prompts(config.data, tokenizer, source="eval_data") if config.data.eval_data else []
-    steps = total_steps(config, len(prompts), config.rollout.rollout_batch_size)
+    course = load_course(config, config.rollout.rollout_batch_size)
+    tokenizer, steps = course.tokenizer, course.total_steps
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     updates = samples // config.train.train_batch_size * config.train.max_epochs
     algorithm = config.algorithm
@@ -62,7 +62,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     mixin = build_mixin(config, policy, tokenizer) if config.data.pretrain_data else None
     strategy.announce("start_engine")
     strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
-    collect = collector(config, strategy, prompts, Sampler(strategy, tokenizer, config.rollout), judge)
+    collect = collector(config, strategy, course.prompts, Sampler(strategy, tokenizer, config.rollout), judge)
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
     kl_coefficient = KLCoefficient(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
     parts = {"collector": collect, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
@@ -71,12 +71,9 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         config,
         strategy,
         policy,
-        tokenizer=tokenizer,
-        total_steps=steps,
+        course,
         observer=observer,
         trace=trace,
-        prompts=prompts,
-        eval_prompts=eval_prompts,
         collect=collect,
         make_experience=ExperienceMaker(
             policy,
@@ -96,23 +93,18 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
 
 
 def sft_trainer(config: Config, strategy: StrategyBase) -> SFTTrainer:
-    tokenizer = load_tokenizer(config.model)
-    prompts = load_prompts(config.data, tokenizer, judge=answer_problem)
-    eval_prompts = load_prompts(config.data, tokenizer, source="eval_data", judge=answer_problem) if config.data.eval_data else []
-    steps = total_steps(config, len(prompts), config.train.train_batch_size)
-    policy = build_policy(config, strategy, updates=steps, reference=False)
+    course = load_course(config, config.train.train_batch_size, judge=answer_problem)
+    policy = build_policy(config, strategy, updates=course.total_steps, reference=False)
     observer, trace = observation(config, strategy)
-    return SFTTrainer(
-        config,
-        strategy,
-        policy,
-        tokenizer=tokenizer,
-        total_steps=steps,
-        observer=observer,
-        trace=trace,
-        prompts=prompts,
-        eval_prompts=eval_prompts,
-    )
+    return SFTTrainer(config, strategy, policy, course, observer=observer, trace=trace)
+
+
+def load_course(config: Config, batch_size: int, **options: Any) -> Course:
+    """Training and held-out data; `options` are those of load_prompts()."""
+    tokenizer = load_tokenizer(config.model)
+    prompts = load_prompts(config.data, tokenizer, **options)
+    eval_prompts = load_prompts(config.data, tokenizer, source="eval_data", **options) if config.data.eval_data else []
+    return Course(tokenizer, prompts, eval_prompts, total_steps(config, len(prompts), batch_size))
 
 
 def collector(config: Config, strategy: StrategyBase, prompts: list[Prompt], sampler: Sampler, judge: Judge) -> Collector:
