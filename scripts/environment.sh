@@ -35,7 +35,7 @@ find_python() {
 }
 
 pip_install() {
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "$@"
+    "$venv/bin/python" -m pip ${into:+--python "$into"} install --quiet --disable-pip-version-check --no-compile "$@"
 }
 
 make_environment() {
@@ -80,7 +80,7 @@ make_sglang_environment() {
     mkdir -p "$sglang"
     echo unfinished >"$sglang/lightrft-requirements"
     "$venv/bin/python" -m venv "$sglang" --without-pip
-    pip_install --no-deps --python "$sglang/bin/python" -r "$root/requirements/sglang.txt"
+    into=$sglang/bin/python pip_install --no-deps -r "$root/requirements/sglang.txt"
     "$sglang/bin/python" -c 'if True:
         import pathlib, sys, sysconfig
         beneath = sysconfig.get_path("purelib", vars={"base": sys.argv[1]})
