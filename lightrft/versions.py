@@ -10,6 +10,7 @@ CORE = {
     "safetensors": ">=0.6",
     "datasets": ">=4.0",
     "numpy": ">=1.26",
+    "pillow": ">=10.0",
     "loguru": ">=0.7",
     "easydict": ">=1.10",
     "pyyaml": ">=6.0",

@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
 from lightrft.config import EngineSection
 from lightrft.engine.expected import Vocabulary
 from lightrft.engine.first_token import Done, first_token_apart
+from lightrft.engine.media import IMAGES, digest
 from lightrft.engine.proof import Fingerprints
-from lightrft.engine.requests import Request, Sampling, strange
+from lightrft.engine.requests import Expanded, Request, Sampling, strange
 from lightrft.engine.stops import StopStrings
 from lightrft.parallel.collectives import Axis
 from lightrft.types import Completion
@@ -64,6 +66,8 @@ class Engine(ABC):
         self.max_model_len = max_model_len
         self.vocabulary = vocabulary
         """Without one token ids are not checked, nothing is banned by itself, and there are no stop strings."""
+        self.most_images = 0
+        """Of one prompt; 0: this engine generates from text only."""
         self.version = 0
         """Version of the weights in use; completions carry it."""
         self.awake: set[Part] = {"weights", "kv_cache"}
@@ -91,7 +95,7 @@ class Engine(ABC):
             raise EngineError("generate() without weights (sleep level 2, or a broken stream): call load_weights() first")
         placeholders = self.vocabulary.placeholder_token_ids if self.vocabulary else ()
         own = [replace(each, sampling=(each.sampling or sampling).resolved(placeholders)) for each in requests]
-        self._check_requests(own, sampling)
+        own = self._readable(own, sampling)
         completions: dict[int, list[Completion]] = {}
 
         def done(index: int, samples: list[Completion]) -> None:
@@ -156,7 +160,7 @@ class Engine(ABC):
     def parts(self, token_ids: list[int]) -> dict[str, Tensor]:
         """What each part of the model gives for these tokens, see Probe; the prefix cache is dropped. For the doctor."""
         self._check_usable()
-        self._check_requests([Request(token_ids, sampling=Sampling(max_tokens=1))], Sampling(max_tokens=1))
+        self._readable([Request(token_ids, sampling=Sampling(max_tokens=1))], Sampling(max_tokens=1))
         self.reset_cache()
         with self._fatal("parts"):
             return self._parts(token_ids)
@@ -175,6 +179,10 @@ class Engine(ABC):
 
         Stop strings should end a sample; what an engine generates beyond them is cut off.
         """
+
+    def _expanded(self, request: Request) -> Expanded:
+        """A prompt with images as the model reads it; ValueError when it cannot. Called where most_images is above 0."""
+        raise NotImplementedError(f"{type(self).__name__} says that it takes images")
 
     @abstractmethod
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None: ...
@@ -236,35 +244,62 @@ class Engine(ABC):
         if missing:
             raise ValueError(f"weight stream: {len(missing)} weights never came, the first is {next(iter(missing))}")
 
-    def _check_requests(self, requests: list[Request], sampling: Sampling) -> None:
-        """Raise on every rank of the engine, before any of them enters it: one rank alone inside would wait forever."""
-        problem = self._problem(requests, sampling)
-        question = (problem, [(request.token_ids, request.sampling) for request in requests], sampling)
-        digest = hashlib.sha256(repr(question).encode()).hexdigest() if self.axis.size > 1 else ""
-        if len(set(self.axis.gather(digest))) > 1:
-            raise ValueError("the ranks that share an engine must generate for the same requests with the same sampling")
+    def _readable(self, requests: list[Request], sampling: Sampling) -> list[Request]:
+        """The requests, those with media as the model reads them.
+
+        Raises on every rank of the engine, before any of them enters it: one rank alone inside would wait forever.
+        """
+        readable: list[Request] = []
+        problem = sampling.problem(self.vocabulary.size if self.vocabulary else None)
+        try:
+            readable += [] if problem else (self._checked_request(index, request) for index, request in enumerate(requests))
+        except ValueError as error:
+            problem = str(error)
+        if self.axis.size > 1:
+            asked = [(request.token_ids, "" if problem else digest(request), request.sampling) for request in requests]
+            question = hashlib.sha256(repr((problem, asked, sampling)).encode()).hexdigest()
+            if len(set(self.axis.gather(question))) > 1:
+                raise ValueError("the ranks that share an engine must generate for the same requests with the same sampling")
         if problem:
             raise ValueError(problem)
+        return readable
 
-    def _problem(self, requests: list[Request], sampling: Sampling) -> str | None:
-        size = self.vocabulary.size if self.vocabulary else None
-        if problem := sampling.problem(size):
-            return problem
-        for index, request in enumerate(requests):
-            if problem := self._problem_of(request) or request.sampling.problem(size):
-                return f"request {index} {problem}"
-        return None
+    def _checked_request(self, index: int, request: Request) -> Request:
+        """ValueError when it cannot be answered."""
+        problem = self._media_problem(request)
+        try:
+            if not problem and request.multi_modal.get(IMAGES):
+                request = replace(request, expanded=self._expanded(request))
+        except (ValueError, OSError) as error:  # PIL reads an image when it is first looked at
+            problem = f"has images that cannot be read: {error}"
+        if problem := problem or self._problem_of(request):
+            raise ValueError(f"request {index} {problem}")
+        return request
+
+    def _media_problem(self, request: Request) -> str | None:
+        known = {IMAGES} if self.most_images else set()
+        if others := request.multi_modal.keys() - known:
+            return f"carries {', '.join(sorted(others))}: this engine generates from {' and '.join(['text', *known])} only"
+        if not known:
+            return None
+        images, places = request.multi_modal.get(IMAGES, []), self.vocabulary.num_placeholders(request.token_ids, "image")
+        if strangers := [type(image).__name__ for image in images if not isinstance(image, Image)]:
+            return f"has a {strangers[0]} among its images, which are to be PIL images"
+        if len(images) > self.most_images:
+            return f"has {len(images)} images, more than --limit_mm_image_per_prompt {self.most_images}"
+        return f"has {len(images)} images and {places} placeholders for images" if len(images) != places else None
 
     def _problem_of(self, request: Request) -> str | None:
-        length, new, limit = len(request.token_ids), request.sampling.max_tokens, self.max_model_len or math.inf
-        if request.multi_modal:
-            return f"carries {', '.join(request.multi_modal)}: this engine generates from text only"
+        length, new, limit = len(request.prompt), request.sampling.max_tokens, self.max_model_len or math.inf
+        size = self.vocabulary.size if self.vocabulary else None
         if not length:
             return "has no tokens"
         if length + new > limit:
             return f"can never fit: {length} prompt tokens and max_tokens {new} exceed max_model_len {limit}"
-        if self.vocabulary and (token := strange(request.token_ids, self.vocabulary.size)) is not None:
-            return f"has the token {token}, which is not in the vocabulary of {self.vocabulary.size}"
+        if (token := strange(request.token_ids, size)) is not None:
+            return f"has the token {token}, which is not in the vocabulary of {size}"
+        if problem := request.sampling.problem(size):
+            return problem
         return self._tokenizer_problem() if request.sampling.stop else None
 
     def _tokenizer_problem(self) -> str | None:

@@ -64,7 +64,7 @@ def _first_token(request: Request) -> Request:
 def _rest(request: Request, begun: Completion) -> Request:
     sampling = request.sampling
     rest = replace(sampling, n=1, max_tokens=sampling.max_tokens - 1, first_token_temperature=None)
-    return replace(request, token_ids=request.token_ids + begun.token_ids, sampling=rest)
+    return replace(request.followed_by(begun.token_ids), sampling=rest)
 
 
 def _joined(first: Completion, rest: Completion) -> Completion:

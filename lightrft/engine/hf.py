@@ -5,16 +5,17 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.engine.base import Engine, EngineSetup, Part
-from lightrft.engine.expected import Vocabulary, expected_parameters
+from lightrft.engine.expected import Vocabulary, expected_parameters, model_class, reads_images
 from lightrft.engine.first_token import Done
+from lightrft.engine.media import ImageReader, joined
 from lightrft.engine.probe import Probe
 from lightrft.engine.proof import Fingerprints
-from lightrft.engine.requests import Request, Sampling
+from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.stops import StopStrings
 from lightrft.parallel.device import release_cached_memory
 from lightrft.types import Completion
@@ -36,6 +37,9 @@ class HFEngine(Engine):
         trust = {"trust_remote_code": setup.trust_remote_code}
         super().__init__(expected_parameters(config, **trust), sleep_level=setup.section.engine_sleep_level,
                          max_model_len=setup.max_model_len, vocabulary=Vocabulary.of(setup.model_path, config, **trust))
+        self.images = ImageReader(setup.model_path, self.vocabulary.placeholders["image"], **trust)
+        if reads_images(config) and not _has_positions_in_space(config):
+            self.most_images = setup.section.limit_mm_image_per_prompt
         self.device, self.dtype = setup.device, setup.dtype
         self.batch_size = setup.section.micro_rollout_batch_size
         self.model = _load(setup, config).eval().requires_grad_(False)
@@ -44,18 +48,21 @@ class HFEngine(Engine):
     def reset_cache(self) -> None:
         """Nothing to do: a cache lives inside one generate()."""
 
+    def _expanded(self, request: Request) -> Expanded:
+        return self.images.expanded(request)
+
     @torch.inference_mode()
     def _generate(self, requests: list[Request], seed: int, done: Done) -> None:
         seeds = torch.randint(2**62, (len(requests),), generator=torch.Generator().manual_seed(seed)).tolist()
         alike: dict[Sampling, list[int]] = {}
-        for index in sorted(range(len(requests)), key=lambda index: len(requests[index].token_ids)):
+        for index in sorted(range(len(requests)), key=lambda index: len(requests[index].prompt)):
             alike.setdefault(requests[index].sampling, []).append(index)
         for sampling, members in alike.items():
             for start in range(0, len(members), self.batch_size):
                 chosen = members[start : start + self.batch_size]
                 noise = torch.stack([_noise(seeds[index], sampling) for index in chosen]).to(self.device)
-                prompts = [requests[index].token_ids for index in chosen]
-                samples = self._samples(sampling, chosen, list(map(len, prompts)), done)
+                prompts = [requests[index] for index in chosen]
+                samples = self._samples(sampling, chosen, [len(request.prompt) for request in prompts], done)
                 self._complete(prompts, noise.flatten(0, 1), sampling, samples)
 
     def _samples(self, sampling: Sampling, chosen: list[int], lengths: list[int], done: Done) -> "_Samples":
@@ -66,7 +73,7 @@ class HFEngine(Engine):
                        for length in lengths for sample in range(sampling.n)]
         return _Samples(sampling, completions, ends, stops, chosen, done)
 
-    def _complete(self, prompts: list[list[int]], noise: Tensor, sampling: Sampling, samples: "_Samples") -> None:
+    def _complete(self, prompts: list[Request], noise: Tensor, sampling: Sampling, samples: "_Samples") -> None:
         """n completions of each prompt, prompt by prompt. noise [prompts x n, max_tokens] in [0, 1)."""
         rows, logits = self._prefill(prompts, sampling.n)
         for step in range(sampling.max_tokens):
@@ -77,8 +84,9 @@ class HFEngine(Engine):
                 break
             logits = self._decode(rows, rows.drop_finished(tokens))
 
-    def _prefill(self, prompts: list[list[int]], n: int) -> tuple["_Rows", Tensor]:
+    def _prefill(self, requests: list[Request], n: int) -> tuple["_Rows", Tensor]:
         """One row per sample, and the logits [prompts x n, V] of its first token."""
+        prompts = [request.prompt for request in requests]
         longest = max(len(prompt) for prompt in prompts)
         padding = [longest - len(prompt) for prompt in prompts]
         ids = torch.tensor([[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)], device=self.device)
@@ -86,7 +94,8 @@ class HFEngine(Engine):
         mask = mask.long()
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         cache = DynamicCache(config=self.model.config)
-        logits = self._forward(ids, mask, positions, cache)
+        images = joined([request.expanded.features for request in requests if request.expanded])
+        logits = self._forward(ids, mask, positions, cache, **{name: self._input(tensor) for name, tensor in images.items()})
         cache.batch_repeat_interleave(n)
         rows = _Rows(
             index=torch.arange(len(prompts) * n, device=self.device),
@@ -102,10 +111,13 @@ class HFEngine(Engine):
         rows.next_position = rows.next_position + 1
         return logits
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache, **images: Tensor) -> Tensor:
         output = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
-                            use_cache=True, logits_to_keep=1)
+                            use_cache=True, logits_to_keep=1, **images)
         return output.logits[:, -1]
+
+    def _input(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
 
     @torch.no_grad()
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -237,8 +249,13 @@ def _noise(seed: int, sampling: Sampling) -> Tensor:
 def _load(setup: EngineSetup, config: PretrainedConfig) -> PreTrainedModel:
     options = {"dtype": setup.dtype, "trust_remote_code": setup.trust_remote_code}
     if not setup.from_stream:
-        return AutoModelForCausalLM.from_pretrained(setup.model_path, **options).to(setup.device)
+        return model_class(config).from_pretrained(setup.model_path, **options).to(setup.device)
     with no_init_weights(), setup.device:
-        model = AutoModelForCausalLM.from_config(config, **options)
+        model = model_class(config).from_config(config, **options)
     model.tie_weights()
     return model
+
+
+def _has_positions_in_space(config: PretrainedConfig) -> bool:
+    """Its tokens of images have rows and columns (M-RoPE), which this engine does not count."""
+    return "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {})

@@ -79,13 +79,40 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """One prompt to complete."""
+class Expanded:
+    """A prompt as its model reads it."""
 
     token_ids: list[int]
+    """Every placeholder replaced by as many tokens as its image has, and those that frame it."""
+    features: Any
+    """The images, in whatever form the engine takes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to complete.
+
+        Request([4, 86, 104, 97, 116, 63], multi_modal={"images": [image]})      # 4 stands for an image
+    """
+
+    token_ids: list[int]
+    """With one placeholder for each image, as a chat template writes it."""
     multi_modal: dict[str, Any] = field(default_factory=dict)
+    """`images`: PIL images, in the order of their placeholders."""
     sampling: Sampling | None = None
     """Its own, instead of the call's; the seed is the call's."""
+    expanded: Expanded | None = None
+    """An engine sets it while it answers a request with media."""
+
+    @property
+    def prompt(self) -> list[int]:
+        """What the model reads."""
+        return self.expanded.token_ids if self.expanded else self.token_ids
+
+    def followed_by(self, token_ids: list[int]) -> Self:
+        """The same prompt with more text behind it."""
+        expanded = self.expanded and replace(self.expanded, token_ids=self.expanded.token_ids + token_ids)
+        return replace(self, token_ids=self.token_ids + token_ids, expanded=expanded)
 
 
 def strange(token_ids: Iterable[int], vocabulary_size: int | None) -> int | None:

@@ -17,15 +17,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from loguru import logger
+from PIL.Image import Image
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from lightrft.engine.base import Engine, EngineError, EngineSetup, Part
-from lightrft.engine.expected import Vocabulary, expected_parameters
+from lightrft.engine.expected import Vocabulary, expected_parameters, reads_images
 from lightrft.engine.first_token import Done
 from lightrft.engine.fused import PARTS, FusedWeights
+from lightrft.engine.media import images_of
 from lightrft.engine.probe import Probe
 from lightrft.engine.proof import Fingerprints
-from lightrft.engine.requests import Request, Sampling
+from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.start import starting, warn_if_untested
 from lightrft.engine.weights import Named
 from lightrft.parallel.collectives import Axis
@@ -47,7 +49,7 @@ logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # its impo
 import vllm  # noqa: E402  after its environment
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed.parallel_state import destroy_model_parallel  # noqa: E402
-from vllm.inputs import tokens_input  # noqa: E402
+from vllm.inputs import MultiModalInput, TokensInput, TokensPrompt, tokens_input  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
@@ -73,8 +75,13 @@ class _Shim:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
         _renew_tied_layers(self.model)
 
-    def submit(self, name: str, token_ids: list[int], parameters: SamplingParams) -> None:
-        self.llm.llm_engine.add_request(name, tokens_input(token_ids), parameters)
+    def with_images(self, token_ids: list[int], images: list[Image]) -> MultiModalInput:
+        """The images processed, their placeholders expanded."""
+        (prompt,) = self.llm.renderer.render_cmpl([TokensPrompt(prompt_token_ids=token_ids, multi_modal_data={"image": images})])
+        return prompt
+
+    def submit(self, name: str, prompt: TokensInput | MultiModalInput, parameters: SamplingParams) -> None:
+        self.llm.llm_engine.add_request(name, prompt, parameters)
 
     def finished(self) -> Iterator[tuple[str, RequestOutput]]:
         """Name and output of each submitted request as it ends, until there are none."""
@@ -153,13 +160,14 @@ class VLLMEngine(Engine):
         trust = {"trust_remote_code": setup.trust_remote_code}
         super().__init__(expected_parameters(config, **trust), sleep_level=setup.section.engine_sleep_level, axis=setup.axis,
                          max_model_len=setup.max_model_len, vocabulary=Vocabulary.of(setup.model_path, config, **trust))
+        self.most_images = setup.section.limit_mm_image_per_prompt if reads_images(config) else 0
         self.device = setup.device
         self.on_cpu = setup.device.type == "cpu"
         memory = _Shim.own_shared_memory(setup.axis) if self.on_cpu else nullcontext()
         with _random_state_kept(self.device), memory, _Shim.rank_in_environment(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with starting("vllm", setup):
-                self._llm = LLM(**_arguments(setup))
+                self._llm = LLM(**_arguments(setup, self.most_images))
         self._shim = _Shim(self._llm, self.expected)
         if unknown := self._shim.weights.unknown:
             logger.warning("--verify_weight_sync cannot find {} of {} weights in vLLM, such as {}: the proof leaves them out",
@@ -168,6 +176,10 @@ class VLLMEngine(Engine):
 
     def reset_cache(self) -> None:
         self._shim.reset_caches()
+
+    def _expanded(self, request: Request) -> Expanded:
+        prompt = self._shim.with_images(request.token_ids, images_of(request))
+        return Expanded(prompt["prompt_token_ids"], prompt)
 
     def _generate(self, requests: list[Request], seed: int, done: Done) -> None:
         samples: dict[int, dict[int, RequestOutput]] = {index: {} for index in range(len(requests))}
@@ -188,14 +200,18 @@ class VLLMEngine(Engine):
         if request.sampling.stop:
             self._shim.decode_with(self.vocabulary.tokenizer)
         parameters = self._parameters(request.sampling)
+        prompt = tokens_input(request.token_ids)
+        if request.expanded:
+            prompt = {**request.expanded.features, "prompt_token_ids": request.prompt}
         for sample in range(_draws(request.sampling)):
-            self._shim.submit(f"{index}/{sample}", request.token_ids, parameters)
+            self._shim.submit(f"{index}/{sample}", prompt, parameters)
 
     def _parameters(self, sampling: Sampling) -> SamplingParams:
         parameters = SamplingParams(
             max_tokens=sampling.max_tokens, temperature=min(sampling.temperature, 1.0),
             top_p=sampling.top_p, top_k=sampling.top_k,
             logit_bias=dict.fromkeys(sampling.banned_token_ids, -math.inf) or None,
+            ignore_eos=True,  # a tokenizer's end token, which vLLM knows of some models: those that end are named next
             stop_token_ids=sorted(self.vocabulary.end_token_ids | set(sampling.stop_token_ids)),
             stop=list(sampling.stop), detokenize=bool(sampling.stop), skip_special_tokens=False, include_stop_str_in_output=True,
             logprobs=0,  # of the sampled token only
@@ -261,10 +277,14 @@ class VLLMEngine(Engine):
         gc.collect()
 
 
-def _arguments(setup: EngineSetup) -> dict:
+def _arguments(setup: EngineSetup, most_images: int) -> dict:
     section, on_cpu = setup.section, setup.device.type == "cpu"
     memory = {"kv_cache_memory_bytes": int(section.engine_kv_cache_gb * 2**30)} if on_cpu else {}
-    return memory | {
+    images = {
+        "limit_mm_per_prompt": {"image": most_images, "video": 0, "audio": 0},
+        "mm_processor_cache_gb": 0,  # what would stay in it are the images of the last step
+    }
+    return memory | (images if most_images else {}) | {
         "model": setup.model_path,
         "trust_remote_code": setup.trust_remote_code,
         "dtype": str(setup.dtype).removeprefix("torch."),
@@ -279,7 +299,7 @@ def _arguments(setup: EngineSetup) -> dict:
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature
         "generation_config": "vllm",  # no sampling defaults from the model's folder
-        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "skip_tokenizer_init": not most_images,  # token ids in, token ids out; its processors of images want one all the same
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }

@@ -148,7 +148,7 @@ class Policy(Role):
             top_p=self.truncation.top_p, top_k=self.truncation.top_k, banned_token_ids=self.truncation.banned,
             seed=self.strategy.seed * 1_000_003 + self._generations,
         )  # fmt: skip
-        completions = self.strategy.gather_and_generate(sampling, prompts)
+        completions = self.strategy.gather_and_generate(sampling, prompts, sleep_engine=False)
         return self._generated(prompts, [samples[0] for samples in completions])
 
     def _generated(self, prompts: list[list[int]], completions: list[Completion]) -> dict[str, Tensor]:

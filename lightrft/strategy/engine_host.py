@@ -88,17 +88,16 @@ class EngineHost:
             self.memory = {"memory/engine_awake_gb": awake, "memory/engine_asleep_gb": asleep}
             logger.debug("the engine sleeps: {:.2f} GB were occupied, {:.2f} are", awake, asleep)
 
-    def generate(self, sampling: Sampling, prompt_token_ids: list[list[int]]) -> list[list[Completion]]:
-        """On the engine as it is: ranks that share one pass the same prompts."""
-        own = replace(sampling, seed=replica_seed(sampling.seed, self.replica))
-        return self.engine.generate([Request(token_ids=list(ids)) for ids in prompt_token_ids], own)
+    def generate(self, sampling: Sampling, requests: list[Request]) -> list[list[Completion]]:
+        """On the engine as it is: ranks that share one pass the same requests."""
+        return self.engine.generate(requests, replace(sampling, seed=replica_seed(sampling.seed, self.replica)))
 
-    def generate_dicts(self, sampling: Sampling, prompt_token_ids: list[list[int]]) -> list[EasyDict]:
+    def generate_dicts(self, sampling: Sampling, requests: list[Request]) -> list[EasyDict]:
         """One for each sample, a prompt's samples side by side."""
         return [
-            EasyDict(prompt_token_ids=list(prompt), output_token_ids=sample.token_ids, output_logprobs=sample.logprobs,
+            EasyDict(prompt_token_ids=list(request.token_ids), output_token_ids=sample.token_ids, output_logprobs=sample.logprobs,
                      finish_reason=sample.finish_reason, weight_version=sample.weight_version)
-            for prompt, samples in zip(prompt_token_ids, self.generate(sampling, prompt_token_ids), strict=True)
+            for request, samples in zip(requests, self.generate(sampling, requests), strict=True)
             for sample in samples
         ]
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from easydict import EasyDict
 from torch import nn
@@ -12,6 +13,7 @@ from lightrft.strategy.config import Arguments, StrategyConfig
 from lightrft.strategy.engine_host import EngineHost, EngineStatus
 from lightrft.strategy.model_verbs import ModelVerbs
 from lightrft.strategy.phases import Phase
+from lightrft.strategy.prompt_reader import PromptReader
 from lightrft.types import Completion
 
 
@@ -24,6 +26,7 @@ class EngineVerbs(ModelVerbs):
         super().__init__()
         self._host: EngineHost | None = None
         self._engine_actor: nn.Module | None = None
+        self._kept_awake = 0
 
     @property
     def engine(self) -> Engine:
@@ -75,9 +78,11 @@ class EngineVerbs(ModelVerbs):
         Without an actor the engine keeps its weights, and takes those of the actor it was set up with if it has none.
         """
         self._wake_engine(actor)
+        self._kept_awake += 1
         try:
             yield self.engine
         finally:
+            self._kept_awake -= 1
             self.maybe_sleep_inference_engine()
 
     def wakeup_inference_engine(self, actor: nn.Module | None = None) -> None:
@@ -97,12 +102,27 @@ class EngineVerbs(ModelVerbs):
         if host.status is EngineStatus.WAKEUP:
             self.enter(Phase.GENERATE)
 
-    def gather_and_generate(self, sampling: Sampling, prompt_token_ids: list[list[int]]) -> list[list[Completion]]:
-        """`sampling.n` completions of each of this rank's own prompts, in order; numbers of prompts may differ, also be 0.
+    def gather_and_generate(
+        self, sampling_params: Sampling, all_prompt_token_ids: list[list[int]] | None = None, *,
+        all_prompts: list[str] | None = None, all_images: list | None = None, sleep_engine: bool = True,
+        images_num: list[int] | None = None, all_videos: list | None = None, videos_num: list[int] | None = None,
+    ) -> list[list[Completion]]:  # fmt: skip
+        """`n` completions of each of this rank's own prompts, in order; numbers of prompts may differ, also be 0.
 
-        Ranks that share an engine gather their prompts. `sampling.seed` is equal on all ranks; replicas draw differently.
+        Prompts are token ids or text, with one placeholder for each image. Images come in a list for each prompt (None: it has
+        none), or flat with the number of each prompt in `images_num`; so do videos. A prompt without images loses its
+        placeholders. Ranks may have images or not: each prompt carries its own to whatever engine answers it.
+        Ranks that share an engine gather their prompts. The seed is equal on all ranks; replicas draw differently.
+        An engine that sleeps is woken. With `sleep_engine` it sleeps afterwards, if it may, but not inside engine_awake().
         """
-        return self.complete([Request(list(ids)) for ids in prompt_token_ids], sampling)
+        media = {"images": (all_images, images_num), "videos": (all_videos, videos_num)}
+        requests = self._reader().requests(all_prompt_token_ids, all_prompts, media)
+        if self.engine_status is EngineStatus.SLEEPED:
+            self.wakeup_inference_engine()
+        completions = self.complete(requests, sampling_params)
+        if sleep_engine and not self._kept_awake:
+            self.maybe_sleep_inference_engine()
+        return completions
 
     def complete(
         self, requests: list[Request], sampling: Sampling, on_done: OnDone | None = None
@@ -113,9 +133,17 @@ class EngineVerbs(ModelVerbs):
         """
         return self._engine_host().complete(sampling, requests, on_done)
 
-    def engine_generate_local(self, sampling_params: Sampling, prompt_token_ids: list[list[int]]) -> list[EasyDict]:
-        """One EasyDict for each sample, a prompt's samples side by side. Ranks that share an engine pass the same prompts."""
-        return self._engine_host().generate_dicts(sampling_params, prompt_token_ids)
+    def engine_generate_local(
+        self, sampling_params: Sampling, prompt_token_ids: list[list[int]] | None = None,
+        multi_modal_inputs: list[dict[str, Any]] | None = None,
+    ) -> list[EasyDict]:  # fmt: skip
+        """One EasyDict for each sample, a prompt's samples side by side. Ranks that share an engine pass the same prompts.
+
+        They come in one of two ways: as token ids, or as `{"prompt": text, "multi_modal_data": {"image": [image]}}`, where
+        `prompt_token_ids` may stand instead of `prompt`. Ids that are given back are those that were given: unexpanded.
+        """
+        requests = self._reader().local_requests(prompt_token_ids, multi_modal_inputs)
+        return self._engine_host().generate_dicts(sampling_params, requests)
 
     def engine_lags(self, version: int | None = None) -> None:
         """The actor's weights have changed behind the engine's back: it needs a new stream, and has had `version` of them."""
@@ -128,6 +156,9 @@ class EngineVerbs(ModelVerbs):
         host, self._host, self._engine_actor = self._host, None, None
         if host is not None:
             host.engine.close()
+
+    def _reader(self) -> PromptReader:
+        return PromptReader(self._engine_host().engine.vocabulary, special_tokens=not self.config.apply_chat_template)
 
     def _engine_host(self) -> EngineHost:
         if self._host is None:

@@ -1,0 +1,79 @@
+"""Images of a prompt: as every engine sees them, and what a model of transformers reads in their place."""
+
+import hashlib
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+from transformers import AutoProcessor, ProcessorMixin
+
+from lightrft.engine.requests import Expanded, Request
+
+IMAGES = "images"
+"""Where a request has them."""
+
+
+def images_of(request: Request) -> list[Image.Image]:
+    """In RGB, as processors read them; engines would else lay transparent images on grounds of different colours."""
+    return [image.convert("RGB") for image in request.multi_modal.get(IMAGES, [])]
+
+
+def digest(request: Request) -> str:
+    """Of all pixels; empty without media."""
+    if not request.multi_modal:
+        return ""
+    whole = hashlib.sha256()
+    for image in images_of(request):
+        whole.update(repr(image.size).encode())
+        whole.update(image.tobytes())
+    return whole.hexdigest()
+
+
+class ImageReader:
+    """The processor of a model's folder, which is asked for images alone: the tokens of a prompt stay as they are.
+
+    That is what its placeholders need, as text that becomes tokens a second time may become others.
+    """
+
+    def __init__(self, model_path: str, placeholders: Iterable[int], *, trust_remote_code: bool = False):
+        self.model_path, self.placeholders, self.trust_remote_code = model_path, frozenset(placeholders), trust_remote_code
+
+    @cached_property
+    def processor(self) -> ProcessorMixin:
+        """Loaded when the first image comes."""
+        try:
+            processor = AutoProcessor.from_pretrained(self.model_path, trust_remote_code=self.trust_remote_code)
+        except (OSError, ValueError, ImportError) as error:
+            raise ValueError(f"{self.model_path} has no processor that transformers can load: {error}") from error
+        if not isinstance(processor, ProcessorMixin):
+            raise ValueError(f"{self.model_path} has no processor of images")
+        return processor
+
+    def expanded(self, request: Request) -> Expanded:
+        """The tokens that stand for each image in the place of its placeholder, and the tensors of all of them."""
+        images = images_of(request)
+        output = self.processor(text=[self.processor.image_token] * len(images), images=[[image] for image in images],
+                                add_special_tokens=False, padding=True, return_tensors="pt")
+        ids, real = output.pop("input_ids"), output.pop("attention_mask").bool()
+        if others := [name for name, tensor in output.items() if tensor.shape == ids.shape]:
+            raise ValueError(f"the hf engine does not know the model's {', '.join(others)}; use --engine_type vllm")
+        spans = iter([row[kept].tolist() for row, kept in zip(ids, real, strict=True)])
+        token_ids = [new for token in request.token_ids for new in (next(spans) if token in self.placeholders else [token])]
+        return Expanded(token_ids, dict(output))
+
+
+def joined(features: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """The images of several requests, in order; where some have fewer or smaller parts, zeros fill them up, as in a processor."""
+    return {name: _stacked([each[name] for each in features]) for name in (features[0] if features else ())}
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    """One behind the other along the first dimension, all others as long as the longest."""
+    shape = [sum(map(len, tensors)), *(max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True))]
+    whole, start = tensors[0].new_zeros(shape), 0
+    for tensor in tensors:
+        whole[(slice(start, start + len(tensor)), *map(slice, tensor.shape[1:]))] = tensor
+        start += len(tensor)
+    return whole

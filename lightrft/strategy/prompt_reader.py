@@ -1,0 +1,78 @@
+"""Prompts and media in the forms in which users hold them, to requests of an engine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from lightrft.engine.expected import Vocabulary
+from lightrft.engine.requests import Request
+
+Given = tuple[list | None, list[int] | None]
+"""The items of one medium, and how many belong to each prompt where they come flat."""
+MEDIA = {"images": "image", "videos": "video"}
+"""Name in a request -> name in a prompt for one engine, and of the placeholder."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    vocabulary: Vocabulary
+    special_tokens: bool
+    """Whether the tokenizer adds its own to text; a chat template has written them already."""
+
+    def requests(
+        self, token_ids: list[list[int]] | None, texts: list[str] | None, media: Mapping[str, Given]
+    ) -> list[Request]:
+        """One for each prompt. ValueError unless there is exactly one kind of prompts, and media for each of them."""
+        if (token_ids is None) == (texts is None):
+            raise ValueError("give all_prompt_token_ids or all_prompts, and only one of them")
+        prompts = token_ids if texts is None else [self.tokens(text) for text in texts]
+        own = {name: per_prompt(items, counts, len(prompts), name) for name, (items, counts) in media.items()}
+        return [self.request(ids, {name: items[index] for name, items in own.items()}) for index, ids in enumerate(prompts)]
+
+    def local_requests(self, token_ids: list[list[int]] | None, inputs: list[dict[str, Any]] | None) -> list[Request]:
+        """The same from prompts that carry their media."""
+        if (token_ids is None) == (inputs is None):
+            raise ValueError("give prompt_token_ids or multi_modal_inputs, and only one of them")
+        return [self.request(ids, {}) for ids in token_ids] if inputs is None else [self.local(one) for one in inputs]
+
+    def local(self, given: Mapping[str, Any]) -> Request:
+        data = given.get("multi_modal_data") or {}
+        unknown = [*(given.keys() - {"prompt", "prompt_token_ids", "multi_modal_data"}), *(data.keys() - set(MEDIA.values()))]
+        if unknown or ("prompt" in given) == ("prompt_token_ids" in given):
+            raise ValueError("a multi-modal input has prompt or prompt_token_ids, and multi_modal_data with image or video, "
+                             f"not {', '.join(given)}{f' with {unknown[0]}' if unknown else ''}")
+        ids = self.tokens(given["prompt"]) if "prompt" in given else given["prompt_token_ids"]
+        return self.request(ids, {name: as_list(data.get(medium)) for name, medium in MEDIA.items()})
+
+    def request(self, token_ids: list[int], media: Mapping[str, list]) -> Request:
+        """Placeholders that nothing stands behind are left out."""
+        token_ids = list(token_ids)
+        for name, medium in MEDIA.items():
+            if not media.get(name):
+                token_ids = self.vocabulary.without_placeholders(token_ids, medium)
+        return Request(token_ids, {name: items for name, items in media.items() if items})
+
+    def tokens(self, text: str) -> list[int]:
+        return self.vocabulary.tokenizer(text, add_special_tokens=self.special_tokens)["input_ids"]
+
+
+def per_prompt(items: list | None, counts: list[int] | None, num_prompts: int, name: str) -> list[list]:
+    """A list for each prompt, from such lists (None, one item alone) or from a flat one with counts."""
+    if items is None:
+        return [[] for _ in range(num_prompts)]
+    if counts is None:
+        if len(items) != num_prompts:
+            raise ValueError(f"all_{name} has {len(items)} entries for {num_prompts} prompts: one list for each prompt, "
+                             f"or all in one list with {name}_num")
+        return [as_list(one) for one in items]
+    if len(counts) != num_prompts or sum(counts) != len(items):
+        raise ValueError(f"{name}_num counts {sum(counts)} {name} of {len(counts)} prompts, "
+                         f"and there are {len(items)} of {num_prompts}")
+    ends = list(accumulate(counts))
+    return [list(items[end - count : end]) for count, end in zip(counts, ends, strict=True)]
+
+
+def as_list(items: Any) -> list:
+    """Nothing, one item, or several."""
+    return [] if items is None else list(items) if isinstance(items, list | tuple) else [items]

@@ -1,0 +1,240 @@
+"""Prompts with images, by the same model in plain transformers: hf alone, vllm on two ranks as replicas and cut in two."""
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor, PretrainedConfig, Qwen2_5_VLConfig
+
+from engine.contract import perturbed, start
+from lightrft.engine.base import Request, Sampling
+from lightrft.engine.expected import Vocabulary, reads_images
+from lightrft.engine.media import digest, joined
+from lightrft.parallel.collectives import Axis
+from lightrft.strategy import EngineStatus, FSDPStrategy
+from lightrft.strategy.prompt_reader import PromptReader, per_prompt
+from lightrft.types import Completion
+from ranks import run_ranks
+from seeing import IMAGE, picture, seeing_model
+from tiny import tiny_model
+
+GREEDY = Sampling(temperature=0, max_tokens=10)
+ALONE = Axis("engine", 1, 0, None)
+SEEN = [
+    ("What is <image>?", [picture(1)]), ("No picture.", []), ("<image> or <image>", [picture(2, 30, 60), picture(1)]),
+    ("What is <image>?", [picture(3, 90, 20)]), ("x", []), ("<image>", [picture(2, 30, 60)]), ("What is <image>?", [picture(1)]),
+]  # fmt: skip
+Prompt = tuple[str, list[Image.Image]]
+
+
+class Reference:
+    """Plain transformers: text and images to the processor, and what it gives to the model."""
+
+    def __init__(self, folder: str):
+        self.processor = AutoProcessor.from_pretrained(folder)
+        self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def inputs(self, text: str, images: list[Image.Image]) -> dict[str, torch.Tensor]:
+        return dict(self.processor(text=[text], images=[images] if images else None, return_tensors="pt"))
+
+    def request(self, text: str, images: list[Image.Image]) -> Request:
+        return Request(self.processor.tokenizer(text)["input_ids"], {"images": images} if images else {})
+
+    def greedy(self, prompt: Prompt) -> list[int]:
+        inputs = self.inputs(*prompt)
+        tokens = self.model.generate(**inputs, max_new_tokens=10, do_sample=False, bad_words_ids=[[IMAGE]])
+        return tokens[0, inputs["input_ids"].shape[1] :].tolist()
+
+    @torch.no_grad()
+    def check(self, prompt: Prompt, samples: list[Completion], temperature: float = 1.0, skip: int = 0) -> None:
+        """Log-probs of all but the first `skip` tokens of each sample, by one forward pass over it."""
+        for sample in samples:
+            inputs, new = self.inputs(*prompt), torch.tensor([sample.token_ids])
+            inputs["input_ids"] = torch.cat([inputs["input_ids"], new], 1)
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+            logits = self.model(**inputs).logits[0, -1 - len(sample.token_ids) : -1] / temperature
+            logits[:, IMAGE] = -torch.inf
+            expected = logits.log_softmax(-1).gather(1, new[0, :, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(sample.logprobs)[skip:], expected[skip:], rtol=0, atol=1e-5)
+
+
+@dataclass
+class Scene:
+    strategy: FSDPStrategy
+    reference: Reference
+
+    @property
+    def mine(self) -> list[Prompt]:
+        """Of this rank: one has all images, the other text alone, or nothing."""
+        return SEEN if self.strategy.get_rank() == 0 else [SEEN[1], SEEN[4]]
+
+    def same_as_reference(self, prompts: list[Prompt] = SEEN) -> None:
+        answers = self.strategy.engine.generate([self.reference.request(*prompt) for prompt in prompts], GREEDY)
+        for prompt, samples in zip(prompts, answers, strict=True):
+            assert [sample.token_ids for sample in samples] == [self.reference.greedy(prompt)]
+            self.reference.check(prompt, samples)
+
+
+def text_and_images_in_one_call(scene: Scene) -> None:
+    scene.same_as_reference()
+    assert len({tuple(scene.reference.greedy(prompt)) for prompt in SEEN}) == 6  # the images make a difference
+
+
+def samples_share_the_images_of_their_prompt(scene: Scene) -> None:
+    sampling = Sampling(n=3, max_tokens=6, temperature=0.7, seed=3)
+    requests = [scene.reference.request(*prompt) for prompt in SEEN]
+    answers = scene.strategy.engine.generate(requests, sampling)
+    for prompt, samples in zip(SEEN, answers, strict=True):
+        assert len({tuple(sample.token_ids) for sample in samples}) > 1
+        scene.reference.check(prompt, samples, temperature=0.7)
+    again = scene.strategy.engine.generate(requests, sampling)
+    assert [[sample.token_ids for sample in samples] for samples in again] == [
+        [sample.token_ids for sample in samples] for samples in answers
+    ]
+
+
+def what_follows_a_first_token_sees_the_images(scene: Scene) -> None:
+    sampling = Sampling(n=2, max_tokens=6, first_token_temperature=5.0, seed=1)
+    answers = scene.strategy.engine.generate([scene.reference.request(*prompt) for prompt in SEEN], sampling)
+    for prompt, samples in zip(SEEN, answers, strict=True):
+        scene.reference.check(prompt, samples, skip=1)
+
+
+def a_response_goes_on(scene: Scene) -> None:
+    """As partial rollouts do: the prompt with its images, and a part of a response behind it."""
+    whole = scene.reference.greedy(SEEN[2])
+    grown = scene.reference.request(*SEEN[2]).followed_by(whole[:4])
+    ((sample,),) = scene.strategy.engine.generate([grown], Sampling(temperature=0, max_tokens=6))
+    assert sample.token_ids == whole[4:]
+
+
+def the_same_image_under_new_weights(scene: Scene) -> None:
+    engine, first = scene.strategy.engine, scene.reference.model
+    for seed in (1, 2):
+        scene.reference.model = perturbed(first, seed)
+        engine.load_weights(scene.reference.model.named_parameters(), version=seed + 1)
+        scene.same_as_reference(SEEN[:4])
+    scene.reference.model = first
+    engine.load_weights(first.named_parameters(), version=1)
+    scene.same_as_reference(SEEN[:4])
+
+
+def impossible_images_are_refused(scene: Scene) -> None:
+    engine, ids = scene.strategy.engine, [IMAGE, 65]
+    for request, message in (
+        (Request(ids), "request 1 has 0 images and 1 placeholders"),
+        (Request([65], {"images": [picture(1)]}), "has 1 images and 0 placeholders"),
+        (Request([IMAGE] * 4, {"images": [picture(1)] * 4}), "4 images, more than --limit_mm_image_per_prompt 3"),
+        (Request(ids, {"images": ["cat.png"]}), "has a str among its images"),
+        (Request(ids, {"images": [picture(1)], "videos": [1]}), "carries videos: this engine generates from text and images only"),
+        (Request([IMAGE] + [65] * 50, {"images": [picture(1)]}), "can never fit: 57 prompt tokens and max_tokens 10"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.generate([Request([66]), request], GREEDY)
+    scene.same_as_reference(SEEN[:1])
+
+
+def ranks_of_an_engine_need_the_same_images(scene: Scene) -> None:
+    if scene.strategy.engine.axis.size > 1:
+        own = picture(scene.strategy.get_rank())
+        with pytest.raises(ValueError, match="the same requests"):
+            scene.strategy.engine.generate([Request([IMAGE], {"images": [own]})], GREEDY)
+
+
+def each_rank_gets_its_own_answers(scene: Scene) -> None:
+    """All images on one rank, text alone or nothing on the other; nested and flat, ids and text."""
+    gather, ids = scene.strategy.gather_and_generate, [scene.reference.request(*prompt).token_ids for prompt in scene.mine]
+    texts, images = [text for text, _ in scene.mine], [images for _, images in scene.mine]
+    flat, counts = [image for some in images for image in some], [len(some) for some in images]
+    expected = [scene.reference.greedy(prompt) for prompt in scene.mine]
+    none = [some or None for some in images] if flat else None
+    with scene.strategy.engine_awake():
+        for answers in (
+            gather(GREEDY, ids, all_images=none), gather(GREEDY, all_prompts=texts, all_images=flat, images_num=counts),
+        ):  # fmt: skip
+            assert [samples[0].token_ids for samples in answers] == expected
+            for prompt, samples in zip(scene.mine, answers, strict=True):
+                scene.reference.check(prompt, samples)
+        only = scene.mine if flat else []
+        answers = gather(GREEDY, [ids for ids, _ in zip(ids, only, strict=False)], all_images=images if only else [])
+        assert [samples[0].token_ids for samples in answers] == expected[: len(only)]
+
+
+def a_prompt_without_images_has_no_placeholders(scene: Scene) -> None:
+    with scene.strategy.engine_awake():
+        answers = scene.strategy.gather_and_generate(GREEDY, all_prompts=["a<image>b", "<image>"], all_images=[None, [picture(1)]])
+    assert [samples[0].token_ids for samples in answers] == [
+        scene.reference.greedy(prompt) for prompt in (("ab", []), ("<image>", [picture(1)]))
+    ]
+
+
+def local_answers(scene: Scene) -> None:
+    inputs = [{"prompt": text, "multi_modal_data": {"image": images}} for text, images in SEEN]
+    inputs[0] = {"prompt_token_ids": scene.reference.request(*SEEN[0]).token_ids, "multi_modal_data": {"image": picture(1)}}
+    with scene.strategy.engine_awake():
+        dicts = scene.strategy.engine_generate_local(GREEDY, multi_modal_inputs=inputs)
+        for given in ({}, {"prompt_token_ids": [[65]], "multi_modal_inputs": inputs}):
+            with pytest.raises(ValueError, match="give prompt_token_ids or multi_modal_inputs"):
+                scene.strategy.engine_generate_local(GREEDY, **given)
+    for prompt, answer in zip(SEEN, dicts, strict=True):
+        assert answer.prompt_token_ids == scene.reference.request(*prompt).token_ids
+        assert answer.output_token_ids == scene.reference.greedy(prompt)
+
+
+def it_sleeps_afterwards(scene: Scene) -> None:
+    made, prompt = scene.strategy, scene.reference.request(*SEEN[0])
+    seen = []
+    for sleeps in (False, True):
+        made.maybe_sleep_inference_engine()
+        answers = made.gather_and_generate(GREEDY, [prompt.token_ids], all_images=[prompt.multi_modal["images"]], sleep_engine=sleeps)
+        assert answers[0][0].token_ids == scene.reference.greedy(SEEN[0])
+        seen.append(made.engine_status)
+    assert seen == [EngineStatus.WAKEUP, EngineStatus.SLEEPED]
+    made.wakeup_inference_engine()
+
+
+CASES: list[Callable[[Scene], None]] = [
+    text_and_images_in_one_call, samples_share_the_images_of_their_prompt, what_follows_a_first_token_sees_the_images,
+    a_response_goes_on, the_same_image_under_new_weights, impossible_images_are_refused, ranks_of_an_engine_need_the_same_images,
+    each_rank_gets_its_own_answers, a_prompt_without_images_has_no_placeholders, local_answers, it_sleeps_afterwards,
+]  # fmt: skip
+
+
+def outcomes(engine_type: str, sizes: list[int], folder: str) -> dict[str, str]:
+    """Case -> traceback, empty when it passed. The engine's weights are streamed from a sharded actor."""
+    results = {}
+    for size in sizes:
+        made = FSDPStrategy(args={
+            "fsdp": True, "pretrain": folder, "engine_type": engine_type, "engine_tp_size": size, "prompt_max_len": 48,
+            "generate_max_len": 16, "limit_mm_image_per_prompt": 3, "engine_kv_cache_gb": 0.125, "micro_rollout_batch_size": 3,
+        })  # fmt: skip
+        made.setup_distributed()
+        actor = made.prepare(AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32))
+        made.setup_inference_engine(actor=actor)
+        made.wakeup_inference_engine()
+        scene = Scene(made, Reference(folder))
+        for case in CASES:
+            try:
+                case(scene)
+            except BaseException:
+                results[f"{case.__name__}, {size} ranks per engine"] = traceback.format_exc()
+        made.close_engine()
+    return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return seeing_model(tmp_path_factory.mktemp("seeing"))
+
+
+@pytest.mark.parametrize(("engine_type", "sizes", "ranks"), [
+    ("hf", [1], 1), pytest.param("hf", [1], 2, marks=pytest.mark.slow), pytest.param("vllm", [1, 2], 2, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_images(folder: str, engine_type: str, sizes: list[int], ranks: int) -> None:
+    if engine_type == "vllm":
+        pytest.importorskip("vllm", reason="vllm is not installed")
+    failures = run_ranks(ranks, outcomes, engine_type, sizes, folder, timeout=500)
+    assert failures == [{}] * ranks, "\n".join(f"{case}\n{trace}" for rank in failures for case, trace in rank.items())

@@ -1,0 +1,42 @@
+"""A random Idefics3 of 0.2 M parameters with a byte tokenizer and its processor, in a folder, as a user would have it."""
+
+from pathlib import Path
+
+import torch
+from PIL import Image
+from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3ImageProcessor, Idefics3Processor
+
+from tiny import BOS, EOS, PAD, VOCABULARY, byte_tokenizer
+
+IMAGE = 259
+MARKS = {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>", "global_image_token": "<global-img>",
+         "end_of_utterance_token": "<end_of_utterance>"}
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.12}
+
+
+def seeing_model(folder: Path | str, seed: int = 0) -> str:
+    """It reads seven tokens for an image: four of it and three around them. Returns the folder."""
+    config = Idefics3Config(
+        text_config=SIZES | {
+            "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 192, "num_key_value_heads": 2,
+            "max_position_embeddings": 512, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS,
+        },
+        vision_config=SIZES | {"hidden_size": 32, "intermediate_size": 64, "image_size": 56, "patch_size": 14},
+        image_token_id=IMAGE, scale_factor=2, pad_token_id=PAD, tie_word_embeddings=False, dtype=torch.float32,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        Idefics3ForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer, size = byte_tokenizer(), {"longest_edge": 56}
+    tokenizer.add_special_tokens({"extra_special_tokens": list(MARKS.values())})
+    for name, mark in MARKS.items():
+        setattr(tokenizer, name, mark)
+    images = Idefics3ImageProcessor(size=size, max_image_size=size, do_image_splitting=False)
+    Idefics3Processor(images, tokenizer, image_seq_len=4).save_pretrained(folder)
+    return str(folder)
+
+
+def picture(seed: int, width: int = 40, height: int = 40) -> Image.Image:
+    """Coloured noise."""
+    pixels = torch.randint(0, 256, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return Image.fromarray(pixels.numpy())
