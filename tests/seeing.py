@@ -18,8 +18,9 @@ def seeing_model(folder: Path | str, seed: int = 0) -> str:
     """It reads seven tokens for an image: four of it and three around them. Returns the folder."""
     config = Idefics3Config(
         text_config=SIZES | {
-            "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 192, "num_key_value_heads": 2,
-            "max_position_embeddings": 512, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS,
+            "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 192,
+            "num_key_value_heads": 2, "max_position_embeddings": 512,
+            "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS,
         },
         vision_config=SIZES | {"hidden_size": 32, "intermediate_size": 64, "image_size": 56, "patch_size": 14},
         image_token_id=IMAGE, scale_factor=2, pad_token_id=PAD, tie_word_embeddings=False, dtype=torch.float32,

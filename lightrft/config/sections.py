@@ -131,7 +131,7 @@ class EngineSection:
     engine_enforce_eager: bool = False
     """Run vLLM or SGLang without CUDA graphs; always so on a CPU."""
     limit_mm_image_per_prompt: int = 4
-    """Most images of one prompt, for which the engine keeps memory; 0: text only."""
+    """Most images of one prompt, for which the engine keeps memory."""
     micro_rollout_batch_size: int = 64
     """Prompts that the hf engine generates at once."""
     weight_sync_bucket_mb: int = 512

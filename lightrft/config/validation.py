@@ -23,7 +23,7 @@ COUNTS = (
     *("rollout_batch_size", "n_samples_per_prompt", "generate_max_len", "prompt_max_len", "train_batch_size", "max_epochs"),
     *("num_episodes", "max_tokens_per_microbatch", "logging_steps", "max_ckpt_num", "weight_sync_bucket_mb"),
     *("dynamic_sampling_rounds", "early_stop_every", "curriculum_rest"),
-    *("micro_rollout_batch_size", "engine_tp_size", "dp_replicate", "sp_size", "cp_size", "tp_size"),
+    *("limit_mm_image_per_prompt", "micro_rollout_batch_size", "engine_tp_size", "dp_replicate", "sp_size", "cp_size", "tp_size"),
 )
 """Fields that count things and cannot be 0."""
 
@@ -72,6 +72,7 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
         "overlong_buffer_penalty_factor": (config.reward.overlong_buffer, "--overlong_buffer"),
         "reward_running_norm_minus_mean": (config.reward.reward_running_norm, "--reward_running_norm"),
         "engine_sleep_level": (config.engine.enable_engine_sleep, "--enable_engine_sleep"),
+        "limit_mm_image_per_prompt": (False, "images, which the prompts of data do not have yet"),
         "eval_n_samples": (bool(config.data.eval_data), "--eval_data"),
         "eval_steps": (bool(config.data.eval_data), "--eval_data"),
         "wandb_project": (config.observe.use_wandb, "--use_wandb"),
