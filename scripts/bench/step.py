@@ -133,8 +133,8 @@ def train(flags: list[str]) -> list[dict[str, float]]:
 def watch(trainer: Any) -> Clock:
     clock, numbers = Clock(), {}
     for owner, method, phase in (
-        (trainer, "step", "prep"), (trainer, "_report", "prep"), (trainer, "_update", "fwdbwd"),
-        (trainer.strategy, "gather_and_generate", "gen"), (trainer.strategy.engine, "load_weights", "sync"),
+        (trainer, "step", "prep"), (trainer, "_report", "prep"), (trainer, "_learn", "fwdbwd"),
+        (trainer.strategy, "complete", "gen"), (trainer.strategy.engine, "load_weights", "sync"),
         (trainer.strategy, "optimizer_step", "opt"), (trainer.make_experience, "_set_logprobs", "old_logp"),
     ):  # fmt: skip
         clock.charge(owner, method, phase)
