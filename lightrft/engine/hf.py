@@ -38,7 +38,7 @@ class HFEngine(Engine):
         super().__init__(expected_parameters(config, **trust), sleep_level=setup.section.engine_sleep_level,
                          max_model_len=setup.max_model_len, vocabulary=Vocabulary.of(setup.model_path, config, **trust))
         self.images = ImageReader(setup.model_path, self.vocabulary.placeholders["image"], **trust)
-        if reads_images(config) and not _has_positions_in_space(config):
+        if reads_images(config) and not has_positions_in_space(config):
             self.most_images = setup.section.limit_mm_image_per_prompt
         self.device, self.dtype = setup.device, setup.dtype
         self.batch_size = setup.section.micro_rollout_batch_size
@@ -256,6 +256,6 @@ def _load(setup: EngineSetup, config: PretrainedConfig) -> PreTrainedModel:
     return model
 
 
-def _has_positions_in_space(config: PretrainedConfig) -> bool:
+def has_positions_in_space(config: PretrainedConfig) -> bool:
     """Its tokens of images have rows and columns (M-RoPE), which this engine does not count."""
     return "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {})

@@ -16,7 +16,7 @@ IMAGES = "images"
 
 
 def images_of(request: Request) -> list[Image.Image]:
-    """In RGB, as processors read them; engines would else lay transparent images on grounds of different colours."""
+    """In RGB, transparency dropped, as transformers reads them; vLLM would lay what is transparent on white."""
     return [image.convert("RGB") for image in request.multi_modal.get(IMAGES, [])]
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, Gemma3Confi
 from engine.contract import Bench, flipped_elements_are_named, perturbed, start
 from lightrft.engine.base import Request, Sampling
 from lightrft.engine.expected import Vocabulary, reads_images
+from lightrft.engine.hf import has_positions_in_space
 from lightrft.engine.media import digest, joined
 from lightrft.parallel.collectives import Axis
 from lightrft.strategy import EngineStatus, FSDPStrategy
@@ -23,10 +24,11 @@ from tiny import tiny_model
 
 GREEDY = Sampling(temperature=0, max_tokens=10)
 ALONE = Axis("engine", 1, 0, None)
-FIRST = picture(1)
+FIRST, CLEAR = picture(1), picture(4)
+CLEAR.putalpha(picture(5).convert("L"))
 SEEN = [
     ("What is <image>?", [FIRST]), ("No picture.", []), ("<image> or <image>", [picture(2, 30, 60), FIRST]),
-    ("What is <image>?", [picture(3, 90, 20)]), ("x", []), ("<image>", [picture(2, 30, 60)]), ("What is <image>?", [FIRST]),
+    ("What is <image>?", [picture(3, 90, 20)]), ("x", []), ("<image>", [CLEAR]), ("What is <image>?", [FIRST]),
 ]  # fmt: skip
 Prompt = tuple[str, list[Image.Image]]
 
@@ -85,6 +87,10 @@ class Scene:
 
 def text_and_images_in_one_call(scene: Scene) -> None:
     scene.same_as_reference()
+    for text, images in SEEN:
+        if images:
+            read = scene.strategy.engine._expanded(scene.reference.request(text, images)).token_ids
+            assert read == scene.reference.inputs(text, images)["input_ids"][0].tolist()
     assert len({tuple(scene.reference.greedy(prompt)) for prompt in SEEN}) == 6  # the images make a difference
 
 
@@ -303,7 +309,8 @@ def test_requests_with_other_pixels_are_others():
     white = Image.new("RGB", (2, 3), "white")
     changed = white.copy()
     changed.putpixel((1, 2), (255, 255, 254))
-    assert of(white) == of(white.copy()) == of(white.convert("L"))
+    clear = Image.new("RGBA", (2, 3), (255, 255, 255, 0))
+    assert of(white) == of(white.copy()) == of(white.convert("L")) == of(clear)
     assert len({digest(Request([1])), of(white), of(changed), of(white, white), of(white.resize((3, 2)))}) == 5
 
 
@@ -325,3 +332,10 @@ def test_the_form_of_a_model_that_engines_load():
     """With its towers, unless it is trained as a model of text."""
     kinds = {config: reads_images(config()) for config in (Qwen3Config, Idefics3Config, Qwen2_5_VLConfig, Gemma3Config)}
     assert kinds == {Qwen3Config: False, Idefics3Config: True, Qwen2_5_VLConfig: True, Gemma3Config: True}
+
+
+def test_positions_in_space_are_known_from_the_configuration():
+    """As released models write them."""
+    spatial = Qwen2_5_VLConfig(text_config={"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}})
+    assert has_positions_in_space(spatial)
+    assert not has_positions_in_space(Idefics3Config()) and not has_positions_in_space(Qwen3Config())
