@@ -28,7 +28,7 @@ FIRST, CLEAR = picture(1), picture(4)
 CLEAR.putalpha(picture(5).convert("L"))
 SEEN = [
     ("What is <image>?", [FIRST]), ("No picture.", []), ("<image> or <image>", [picture(2, 30, 60), FIRST]),
-    ("What is <image>?", [picture(3, 90, 20)]), ("x", []), ("<image>", [CLEAR]), ("What is <image>?", [FIRST]),
+    ("What is <image>?", [FIRST]), ("x", []), ("<image>", [CLEAR]), ("What is <image>?", [picture(3, 90, 20)]),
 ]  # fmt: skip
 Prompt = tuple[str, list[Image.Image]]
 
@@ -177,6 +177,7 @@ def each_rank_gets_its_own_answers(scene: Scene) -> None:
             gather(GREEDY, ids, all_images=none), gather(GREEDY, all_prompts=texts, all_images=flat, images_num=counts),
         ):  # fmt: skip
             assert [samples[0].token_ids for samples in answers] == expected
+            assert scene.strategy.engine_status is EngineStatus.WAKEUP
             for prompt, samples in zip(scene.mine, answers, strict=True):
                 scene.reference.check(prompt, samples)
         only = scene.mine if flat else []
