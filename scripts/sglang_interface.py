@@ -19,6 +19,10 @@ SAMPLING = ("_parameters", "_prefilled")
 TAGS = ("_sleep", "_wake")
 """Functions of the adapter in which strings are names of SGLang's: its engine's arguments, of a request, of its memory."""
 ATTRIBUTES = {
+    "sglang.srt.layers.linear:ColumnParallelLinear": ["output_partition_sizes"],
+    "sglang.srt.layers.linear:QKVParallelLinear": ["num_kv_head_replicas"],
+    "sglang.srt.layers.linear:RowParallelLinear": ["input_size_per_partition"],
+    "sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding": ["shard_indices"],
     "sglang.srt.managers.io_struct:FlushCacheReqOutput": ["success"],
     "sglang.srt.managers.scheduler:Scheduler": ["handle_rpc_request", "tp_group", "tp_worker", "tree_cache"],
     "sglang.srt.managers.tokenizer_manager:TokenizerManager": ["_subprocess_watchdog", "abort_request", "signal_handler_class"],

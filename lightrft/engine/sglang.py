@@ -11,7 +11,7 @@ import signal
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,18 +210,28 @@ def _fill_with_nan(scheduler: Scheduler) -> None:
             parameter.fill_(torch.nan)
 
 
+def _weights(scheduler: Scheduler, names: Collection[str]) -> FusedWeights:
+    """From version 0.5.22 on a layer knows its group, and not its place in it."""
+    model = scheduler.tp_worker.model_runner.model
+    for layer in model.modules():
+        known = vars(layer)
+        if "tp_group" in known and "tp_rank" not in known:
+            group = layer.tp_group
+            layer.tp_rank, layer.tp_size = (0, 1) if group is None else (group.rank_in_group, group.world_size)
+    return FusedWeights(model, names)
+
+
 def _known_weights(scheduler: Scheduler, names: list[str]) -> list[str]:
     """Of `names` those whose place in the model is known."""
-    unknown = FusedWeights(scheduler.tp_worker.model_runner.model, names).unknown
-    return [name for name in names if name not in set(unknown)]
+    unknown = set(_weights(scheduler, names).unknown)
+    return [name for name in names if name not in unknown]
 
 
 def _held(scheduler: Scheduler, shapes: dict[str, torch.Size], dtype: torch.dtype, slices: int) -> list[Tensor]:
-    model = scheduler.tp_worker.model_runner.model
-    weights = FusedWeights(model, shapes)
+    weights = _weights(scheduler, shapes)
     prints = weights.fingerprints(shapes, dtype, slices)
     weights.add_to(prints)
-    return [numbers.cpu() for numbers in prints.numbers(next(model.parameters()).device)]
+    return [numbers.cpu() for numbers in prints.numbers(next(scheduler.tp_worker.model_runner.model.parameters()).device)]
 
 
 def _num_cached(scheduler: Scheduler) -> int:
