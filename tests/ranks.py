@@ -77,6 +77,7 @@ def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any],
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
     code = 1
     gc.freeze()  # what the parent made stays as it is: no collection looks at it, and its pages remain shared
+    gc.unfreeze = lambda: None  # vLLM's end would undo that, and wait for the threads of a process group that only the parent has
     stacks = open(Path(folder) / f"stacks{rank}", "w")
     faulthandler.register(signal.SIGUSR1, file=stacks)
     try:
