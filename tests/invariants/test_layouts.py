@@ -16,6 +16,7 @@ from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.config import Config
 from lightrft.data.packing import plan
 from lightrft.data.plane import move
+from lightrft.engine.requests import Sampling
 from lightrft.models import logprobs
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
@@ -114,7 +115,7 @@ def build(folder: str, mode: str, layout: Layout) -> tuple[Config, Policy]:
     logprobs.HOST_CHUNK = layout.chunk
     strategy = get_strategy(config)
     strategy.setup_distributed()
-    return config, build_policy(config, strategy, updates=STEPS, reference=False)
+    return config, build_policy(config, strategy, updates=STEPS, reference=False, sampling=Sampling.of(config.rollout))
 
 
 def updated(config: Config, policy: Policy, layout: Layout, steps: int) -> list[list[float]]:
