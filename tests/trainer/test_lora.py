@@ -20,9 +20,10 @@ def inputs(tmp_path_factory):
 
 @pytest.mark.slow
 def test_reward_rises_with_adapters_alone(inputs, tmp_path):
-    flags = [*inputs, *PPO, *LORA, "--max_steps=35", "--init_kl_coef=0.001", "--seed=1"]
+    flags = [*inputs, *PPO, *LORA, "--max_steps=35", "--init_kl_coef=0.001", "--actor_learning_rate=2e-2", "--seed=2"]
     rows = train("train_ppo", 2, flags, tmp_path)
-    assert sum(row["rollout/reward"] for row in rows[-5:]) / 5 > rows[0]["rollout/reward"] + 0.2
+    assert rows[0]["rollout/reward"] < 0.55
+    assert sum(row["rollout/reward"] for row in rows[-5:]) / 5 > 0.8
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
     assert all(math.isfinite(value) for row in rows for value in row.values())
     assert rows[0]["train/kl"] == 0 < rows[-1]["train/kl"]

@@ -13,11 +13,11 @@ def inputs(tmp_path_factory):
 
 
 def test_reward_rises_in_twenty_steps(inputs, tmp_path):
-    rows = train("train_ppo", 2, [*inputs, *PPO, "--max_steps=20"], tmp_path)
+    rows = train("train_ppo", 2, [*inputs, *PPO, "--max_steps=20", "--seed=2"], tmp_path)
     assert [row["step"] for row in rows] == list(range(1, 21))
     assert all(math.isfinite(value) for row in rows for value in row.values())
-    assert rows[0]["rollout/reward"] < 0.6
-    assert sum(row["rollout/reward"] for row in rows[-5:]) / 5 > rows[0]["rollout/reward"] + 0.2
+    assert rows[0]["rollout/reward"] < 0.55
+    assert sum(row["rollout/reward"] for row in rows[-5:]) / 5 > 0.85
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
     assert (tmp_path / "model" / "model.safetensors").is_file()
 

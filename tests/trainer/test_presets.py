@@ -39,14 +39,13 @@ def with_seeds(flags: list[str], seeds: range, folder: Path) -> None:
 def test_every_recipe_learns(inputs, tmp_path, name):
     flags = [*inputs, *RUN, f"--advantage_estimator={name}", "--train_batch_size=16", "--max_steps=10"]
     flags += BESIDE.get(name, [])
-    seeds = range(3 if name in THRICE else 1)
+    seeds = range(1, 4 if name in THRICE else 2)
     run_ranks(2, with_seeds, flags, seeds, tmp_path, timeout=400)
     for seed in seeds:
         rows = rows_of(tmp_path / str(seed))
         assert all(math.isfinite(value) for row in rows for value in row.values())
         rewards = [row["rollout/reward"] for row in rows]
-        rise = 0.1 if name in THRICE else 0.0
-        assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + rise, (seed, rewards)
+        assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 0.1, (seed, rewards)
 
 
 def test_what_must_learn_with_every_seed_is_there():
