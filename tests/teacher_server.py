@@ -12,10 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 @contextmanager
-def teacher_server(folder: str, *, busy: int = 0, short: bool = False) -> Iterator[str]:
-    """Its URL. The first `busy` requests are answered with 503; a `short` one returns a log-prob too few."""
+def teacher_server(folder: str, *, busy: int = 0, short: bool = False, key: str = "") -> Iterator[str]:
+    """Its URL. The first `busy` requests are answered with 503; a `short` one returns a log-prob too few;
+    with a `key` only requests that bring it are answered.
+    """
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    process = multiprocessing.get_context("fork").Process(target=_serve, args=(server, folder, busy, short), daemon=True)
+    process = multiprocessing.get_context("fork").Process(target=_serve, args=(server, folder, busy, short, key), daemon=True)
     process.start()
     server.socket.close()
     try:
@@ -25,11 +27,11 @@ def teacher_server(folder: str, *, busy: int = 0, short: bool = False) -> Iterat
         process.join()
 
 
-def _serve(server: ThreadingHTTPServer, folder: str, busy: int, short: bool) -> None:
+def _serve(server: ThreadingHTTPServer, folder: str, busy: int, short: bool, key: str) -> None:
     torch.set_num_threads(1)
     Handler.model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     Handler.tokenizer = AutoTokenizer.from_pretrained(folder)
-    Handler.busy, Handler.short = busy, short
+    Handler.busy, Handler.short, Handler.key = busy, short, key
     server.serve_forever()
 
 
@@ -38,6 +40,7 @@ class Handler(BaseHTTPRequestHandler):
     tokenizer: Any
     busy: int
     short: bool
+    key: str
 
     def do_GET(self) -> None:
         self._answer({"data": [{"id": "teacher"}]} if self.path == "/v1/models" else None)
@@ -58,7 +61,8 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, content: dict[str, Any] | None) -> None:
         cls = type(self)
         cls.busy -= 1
-        code = 503 if cls.busy >= 0 else 200 if content else 400
+        right = not cls.key or self.headers["Authorization"] == f"Bearer {cls.key}"
+        code = 503 if cls.busy >= 0 else 401 if not right else 200 if content else 400
         body = json.dumps(content if code == 200 else {"error": "not so"}).encode()
         self.send_response(code)
         self.send_header("Content-Length", str(len(body)))

@@ -23,7 +23,8 @@ class ModelSection:
     teacher_pretrain: str = ""
     """Model that --distill_coef learns from, with the same tokenizer, frozen beside the actor: a folder or hub name."""
     teacher_url: str = ""
-    """The same behind an OpenAI-compatible endpoint that echoes prompts with log-probs: http://host:8000/v1."""
+    """The same behind an OpenAI-compatible endpoint that echoes prompts with log-probs, http://host:8000/v1; the environment
+    variable TEACHER_API_KEY is its key, if it needs one."""
     bf16: bool = False
     """Compute in bfloat16 with float32 master weights; otherwise everything is float32."""
     gradient_checkpointing: bool = False

@@ -5,6 +5,7 @@
 Servers of vLLM and SGLang answer it. Nothing is generated.
 """
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +19,8 @@ from lightrft.parallel.collectives import Axis
 from lightrft.roles.microbatch import Rows
 from lightrft.types import Batch
 
+KEY = "TEACHER_API_KEY"
+"""Environment variable that goes with every request, so that no secret is written into a run's configuration."""
 AT_ONCE = 32
 """Requests of one rank that are under way at the same time."""
 SECONDS = 600.0
@@ -34,7 +37,8 @@ class RemoteTeacher:
     def __init__(self, url: str, tokenizer: PreTrainedTokenizerBase, siblings: Axis):
         """`url` as of `http://host:8000/v1`. `siblings`: ranks with the same batches, which divide the requests."""
         self.url, self.siblings = url.rstrip("/"), siblings
-        self._client = httpx.Client(timeout=SECONDS)
+        key = os.environ.get(KEY)
+        self._client = httpx.Client(timeout=SECONDS, headers={"Authorization": f"Bearer {key}"} if key else {})
         self._model = self._ask("GET", "models")["data"][0]["id"]
         self._check_vocabulary(tokenizer)
 

@@ -73,7 +73,7 @@ def _write_rest(
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.use_cache = True  # training switches it off
-    config.architectures = config.architectures or [_architecture(model)]
+    config.architectures = [_architecture(model)]  # a critic may come from a model with another head
     config.save_pretrained(part)
     if model.can_generate():
         model.generation_config.save_pretrained(part)

@@ -101,11 +101,7 @@ class Trainer(ABC):
             self.strategy.announce("checkpoint")
             self.strategy.finish_ckpt()
             self.strategy.announce("save_model")
-            adapter_only = self.config.train.save_adapter_only and self.config.model.lora_rank
-            save = self.strategy.save_adapter if adapter_only else self.strategy.save_model
-            save(self.policy.actor, self.tokenizer, self.folder / "model")
-            if self.policy.average is not None:
-                save(self.policy.average, self.tokenizer, self.folder / "model_ema")
+            self.save_models()
             status = "finished"
         except Interrupted:
             self.strategy.announce("checkpoint")
@@ -115,6 +111,14 @@ class Trainer(ABC):
         finally:
             self.observer.close(status)
             self._describe_run(status, time.perf_counter() - began)
+
+    def save_models(self) -> None:
+        """What a run is for, as Hugging Face folders; all ranks call it."""
+        adapter_only = self.config.train.save_adapter_only and self.config.model.lora_rank
+        save = self.strategy.save_adapter if adapter_only else self.strategy.save_model
+        save(self.policy.actor, self.tokenizer, self.folder / "model")
+        if self.policy.average is not None:
+            save(self.policy.average, self.tokenizer, self.folder / "model_ema")
 
     def show(self, number: int, samples: list[Sample]) -> None:
         """Write the first sample of some prompts where people read it."""
@@ -167,7 +171,12 @@ class Trainer(ABC):
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What the run's checkpoints belong to."""
-        return identity(self.config, self.strategy.unwrap_model(self.policy.actor).config, self.prompts)
+        return identity(self.config, self.strategy.unwrap_model(self.policy.actor).config, self.learned_rows)
+
+    @property
+    def learned_rows(self) -> list[Prompt]:
+        """All data that the parameters depend on."""
+        return self.prompts
 
     @property
     def checkpoints(self) -> Path:

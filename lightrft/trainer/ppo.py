@@ -9,6 +9,7 @@ from lightrft.rollout.measure import measure_samples
 from lightrft.trainer.base import Trainer
 from lightrft.trainer.evaluate import evaluate
 from lightrft.trainer.mixin import Mixin
+from lightrft.types import Prompt
 
 
 class PPOTrainer(Trainer):
@@ -51,6 +52,15 @@ class PPOTrainer(Trainer):
     def evaluate(self) -> None:
         with self.strategy.engine_awake(self.policy.actor):
             evaluate(self.collect.sampler, self.collect.judge, self.eval_prompts, self.metrics)
+
+    def save_models(self) -> None:
+        super().save_models()
+        if self.critic is not None:
+            self.strategy.save_model(self.critic.module, self.tokenizer, self.folder / "critic")
+
+    @property
+    def learned_rows(self) -> list[Prompt]:
+        return self.prompts + (self.mixin.prompts if self.mixin is not None else [])
 
     def _learn(self, role: Role, objective: Objective, planned: Planned, phase: str, mixin: Mixin | None = None) -> None:
         """One optimizer step per minibatch and epoch. What one role learns from does not depend on the other's updates."""

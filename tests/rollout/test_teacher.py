@@ -108,8 +108,13 @@ def test_a_server_with_another_vocabulary_is_refused(folders):
         RemoteTeacher(url, Shifted(), alone())
 
 
-def test_a_busy_server_is_asked_again_and_a_wrong_one_is_not(folders):
+def test_a_busy_server_is_asked_again_and_a_wrong_one_is_not(folders, monkeypatch):
     with teacher_server(folders[1], busy=3) as url:
+        assert RemoteTeacher(url, byte_tokenizer(), alone())._model == "teacher"
+    with teacher_server(folders[1], key="secret") as url:
+        with pytest.raises(ValueError, match="GET models ended with 401"):
+            RemoteTeacher(url, byte_tokenizer(), alone())
+        monkeypatch.setenv("TEACHER_API_KEY", "secret")
         assert RemoteTeacher(url, byte_tokenizer(), alone())._model == "teacher"
     with teacher_server(folders[1], short=True) as url, pytest.raises(ValueError, match="64 tokens were sent, and 63 log-probs"):
         RemoteTeacher(url, byte_tokenizer(), alone())

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from lightrft.cli.door import read_config
 from lightrft.config import Config
@@ -90,8 +90,13 @@ def test_a_run_goes_on_with_the_same_numbers(inputs, tmp_path, options):
     train("train_ppo", 2, [*parts, "--max_steps=2"], tmp_path / "parts")
     resumed = train("train_ppo", 2, [*parts, "--max_steps=4", "--load_checkpoint"], tmp_path / "parts")
     assert repeatable(resumed) == repeatable(whole)
-    found, expected = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("parts", "whole"))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for kind, result in ((AutoModelForCausalLM, "model"), (AutoModelForSequenceClassification, "critic")):
+        found, expected = (load_file(tmp_path / run / result / "model.safetensors") for run in ("parts", "whole"))
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        loaded, info = kind.from_pretrained(tmp_path / "whole" / result, output_loading_info=True)
+        assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        assert loaded.config.architectures == [type(loaded).__name__]
+    assert loaded.score.out_features == 1 and loaded.score.weight.std() > 0.01
 
 
 @pytest.mark.slow

@@ -98,6 +98,10 @@ def test_answers_are_learned_and_a_run_goes_on(inputs, tmp_path):
     train("train_ppo", 2, [*parts, "--max_steps=3"], tmp_path / "parts")
     resumed = train("train_ppo", 2, [*parts, "--max_steps=6", "--load_checkpoint"], tmp_path / "parts")
     assert repeatable(resumed) == repeatable(whole)
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text('{"input": "a", "label": "b"}\n' * 24)
+    with pytest.raises(RuntimeError, match="the training data has changed, first in the rows"):
+        train("train_ppo", 2, [*parts, f"--pretrain_data={answers}", "--load_checkpoint"], tmp_path / "parts")
 
 
 def test_too_few_answers_are_refused(inputs, tmp_path):
