@@ -78,6 +78,7 @@ LAYOUTS = [
     (1, {}, 1000),
     (2, {}, 24),
     (2, {"sp_size": 2}, 40),
+    (2, {"sp_size": 2, "sp_impl": "zigzag"}, 40),
     (2, {"gradient_checkpointing": True}, 30),
     (2, {"fsdp": False, "zero_stage": 2}, 24),
     (2, {"fsdp": False, "zero_stage": 3}, 24),

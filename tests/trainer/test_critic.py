@@ -73,9 +73,21 @@ def two_ranks(everything, tmp_path_factory) -> list[dict]:
     ids=str,
 )
 def test_other_layouts_train_the_same(everything, two_ranks, tmp_path, layout):
-    rows = train("train_ppo", 2, [*everything, *layout], tmp_path)
+    assert_same(train("train_ppo", 2, [*everything, *layout], tmp_path), two_ranks)
+
+
+@pytest.mark.slow
+def test_sequences_and_layers_divided_at_once(everything, tmp_path):
+    """Four ranks of one replica of data against four replicas; engines, and so the samples, are the same."""
+    whole, divided = (
+        train("train_ppo", 4, [*everything, *layout], tmp_path / str(len(layout))) for layout in ([], ["--cp_size=2", "--tp_size=2"])
+    )
+    assert_same(divided, whole)
+
+
+def assert_same(rows: list[dict], wanted: list[dict]) -> None:
     assert {"critic/loss", "rollout/teacher_kl", "train/ptx_loss", "train/kl"} <= rows[0].keys()
-    for mine, expected in zip(repeatable(rows), repeatable(two_ranks), strict=True):
+    for mine, expected in zip(repeatable(rows), repeatable(wanted), strict=True):
         assert mine.pop("engine/logprob_mismatch_max") < 1e-4
         assert mine == pytest.approx({name: expected[name] for name in mine}, rel=2e-3, abs=1e-5)
 

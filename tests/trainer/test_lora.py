@@ -51,18 +51,25 @@ def test_a_run_goes_on_and_ends_with_its_adapter(inputs, tmp_path):
     assert (after - before).abs().max() > 1e-3
 
 
+TWO_STEPS = [*PPO, *LORA, "--init_kl_coef=0.1", "--use_kl_loss", "--max_steps=2", "--train_batch_size=16"]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(inputs, tmp_path_factory) -> list[dict]:
+    return train("train_ppo", 2, [*inputs, *TWO_STEPS], tmp_path_factory.mktemp("run"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    [["--fsdp=false", "--zero_stage=3"], ["--fsdp=false", "--zero_stage=1"], ["--sp_size=2"], ["--dp_replicate=2"],
-     ["--offload_idle"]],
+    [["--fsdp=false", "--zero_stage=3"], ["--fsdp=false", "--zero_stage=1"], ["--sp_size=2"], ["--cp_size=2"],
+     ["--dp_replicate=2"], ["--offload_idle"]],
     ids=str,
 )
-def test_other_layouts_train_the_same(inputs, tmp_path, layout):
-    flags = [*inputs, *PPO, *LORA, "--init_kl_coef=0.1", "--use_kl_loss", "--max_steps=2", "--train_batch_size=16"]
-    plain, other = (train("train_ppo", 2, [*flags, *more], tmp_path / str(len(more))) for more in ([], layout))
+def test_other_layouts_train_the_same(inputs, two_ranks, tmp_path, layout):
+    other = train("train_ppo", 2, [*inputs, *TWO_STEPS, *layout], tmp_path)
     assert len(other) == 2 and other[-1]["train/kl"] > 0
-    for mine, expected in zip(repeatable(other), repeatable(plain), strict=True):
+    for mine, expected in zip(repeatable(other), repeatable(two_ranks), strict=True):
         assert mine.pop("engine/logprob_mismatch_max") < 1e-4
         for name in mine:
             assert mine[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-5), name

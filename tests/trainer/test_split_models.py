@@ -16,7 +16,7 @@ TP, SP, CP = ["--tp_size=2"], ["--sp_size=2"], ["--cp_size=2"]
         ("hf", 4, 1, [*TP, "--tp_sequence_parallel"]),
         ("hf", 4, 1, [*TP, *SP, "--offload_idle"]),
         ("vllm", 2, 1, [*TP, "--fsdp_cpu_offload"]),
-        ("vllm", 2, 2, TP),
+        ("vllm", 4, 2, [*TP, *SP]),
         ("vllm", 2, 1, [*SP, "--offload_idle"]),
         ("vllm", 2, 2, CP),
     ],
