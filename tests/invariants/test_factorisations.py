@@ -64,7 +64,10 @@ def test_every_product_is_plain_torch(tmp_path):
 @pytest.mark.slow
 def test_every_axis_at_once_is_plain_torch(tmp_path):
     """Two replicas, of one shard each, of sequences and of layers."""
-    layouts = [Layout(8, replicas=2, sp=2, tp=2, tokens=60), Layout(8, replicas=2, sp=2, impl="zigzag", tp=2, tokens=60, sequence=True)]
+    layouts = [
+        Layout(8, replicas=2, sp=2, tp=2, tokens=60),
+        Layout(8, replicas=2, sp=2, impl="zigzag", tp=2, tokens=60, sequence=True),
+    ]
     assert_all_are_plain_torch(family_model(tmp_path, "qwen3", vocabulary=261, kv_heads=4), "token-mean", layouts, steps=3)
 
 

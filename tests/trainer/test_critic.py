@@ -80,7 +80,8 @@ def test_other_layouts_train_the_same(everything, two_ranks, tmp_path, layout):
 def test_sequences_and_layers_divided_at_once(everything, tmp_path):
     """Four ranks of one replica of data against four replicas; engines, and so the samples, are the same."""
     whole, divided = (
-        train("train_ppo", 4, [*everything, *layout], tmp_path / str(len(layout))) for layout in ([], ["--cp_size=2", "--tp_size=2"])
+        train("train_ppo", 4, [*everything, *layout], tmp_path / str(len(layout)))
+        for layout in ([], ["--cp_size=2", "--tp_size=2"])
     )
     assert_same(divided, whole)
 
