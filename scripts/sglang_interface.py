@@ -19,6 +19,7 @@ SAMPLING = ("_parameters", "_prefilled")
 TAGS = ("_sleep", "_wake")
 """Functions of the adapter in which strings are names of SGLang's: its engine's arguments, of a request, of its memory."""
 ATTRIBUTES = {
+    "sglang.srt.entrypoints.engine:Engine": ["_launch_detokenizer_subprocesses", "run_scheduler_process_func"],
     "sglang.srt.layers.linear:ColumnParallelLinear": ["output_partition_sizes"],
     "sglang.srt.layers.linear:QKVParallelLinear": ["num_kv_head_replicas"],
     "sglang.srt.layers.linear:RowParallelLinear": ["input_size_per_partition"],

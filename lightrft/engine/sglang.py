@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import copy
+import gc
 import logging
 import multiprocessing
 import os
@@ -147,6 +148,7 @@ class _Shim:
 
 def _run_scheduler(*args: Any, **kwargs: Any) -> None:
     """A process of SGLang's that holds weights and generates."""
+    gc.freeze()  # on a CPU every dropped cache is a collection; of all that was imported it would take half a second
     setattr(Scheduler, _answer.__name__, _answer)
     SamplingBatchInfo.from_schedule_batch = classmethod(_with_seeds(SamplingBatchInfo.from_schedule_batch.__func__))
     if not torch.accelerator.is_available():
@@ -156,6 +158,11 @@ def _run_scheduler(*args: Any, **kwargs: Any) -> None:
 
 class _SGLang(SGLang):
     run_scheduler_process_func = staticmethod(_run_scheduler)
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(cls, *args: Any, **kwargs: Any) -> tuple[list, list]:
+        """None: it is given token ids and gives token ids."""
+        return [], []
 
 
 def _with_seeds(make: Callable) -> Callable:
