@@ -16,6 +16,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lightrft.engine.names import PublishedNames
+
 PLACEHOLDERS = {medium: (f"{medium}_token_id", f"{medium}_token_index") for medium in ("image", "video", "audio")}
 """Where configurations name the token that stands for a part of an image, a video or a sound."""
 FRAME = ("vision_start_token_id", "vision_end_token_id")
@@ -76,13 +78,10 @@ def reads_images(config: PretrainedConfig) -> bool:
     return model_class(config) is AutoModelForImageTextToText
 
 
-def expected_parameters(config: PretrainedConfig, *, trust_remote_code: bool = False) -> dict[str, torch.Size]:
-    """Hugging Face name -> full shape of what one weight stream must bring: parameters, tied ones once, persistent buffers."""
+def published_names(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PublishedNames:
+    """The weights of the model that an engine loads: what one stream must bring, and what engines call it."""
     with torch.device("meta"):
-        model = model_class(config).from_config(config, trust_remote_code=trust_remote_code)
-    saved = model.state_dict()
-    buffers = {name: buffer.shape for name, buffer in model.named_buffers() if name in saved}
-    return {name: parameter.shape for name, parameter in model.named_parameters()} | buffers
+        return PublishedNames(model_class(config).from_config(config, trust_remote_code=trust_remote_code))
 
 
 def end_token_ids(model_path: str, config: PretrainedConfig) -> frozenset[int]:

@@ -3,43 +3,59 @@
 Both describe their layers by the same names and numbers.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from lightrft.engine.experts import ATTRIBUTES, ROUTED, Index, expert_part, expert_places, is_experts
+from lightrft.engine.names import PublishedNames
 from lightrft.engine.proof import Fingerprints, signs
 
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """Fused layer -> the layers of the Hugging Face model that it is made of."""
 
 
+def engine_names(names: PublishedNames) -> dict[str, str]:
+    """What engines call each weight of a model, before fusing. Experts, which are published one by one, are together there."""
+    return {name: names.renamed.get(name) or _of_pieces(name, names.pieces(name)) for name in names.shapes}
+
+
+def _of_pieces(name: str, pieces: list[str]) -> str:
+    own = name.rpartition(".")[2]
+    return f"{os.path.commonprefix(pieces).rpartition('.')[0]}.{ATTRIBUTES.get(own, own)}"
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """These rows of a layer's parameter are the part of the tensor `name` that begins at `row` and `column`."""
+    """This part of a layer's parameter is the part of the tensor `name` that begins at `row` and `column`."""
 
     name: str
     layer: nn.Module
     attribute: str
-    rows: slice
+    part: Index
     row: int = 0
     column: int = 0
 
     @property
     def tensor(self) -> Tensor:
-        return getattr(self.layer, self.attribute)[self.rows]
+        if is_experts(self.layer):
+            return expert_part(self.layer, self.attribute, self.part)
+        return getattr(self.layer, self.attribute)[self.part]
 
 
 class FusedWeights:
     """Of one rank's part of a model: the weights that are there, and those that layers multiply with in another form.
 
-    `rename` gives the engine's name of a weight before fusing, `packs` says whether a layer computes with another form.
+    `names` has the engine's name, before fusing, of each weight that it takes; `packs` says whether a layer computes with another
+    form.
     """
 
     def __init__(
-        self, model: nn.Module, names: Collection[str], *, rename: Callable[[str], str | None] = str,
-        parts: Mapping[str, list[str]] = PARTS, packs: Callable[[nn.Module], bool] = lambda _: False,
+        self, model: nn.Module, names: Mapping[str, str | None], *, parts: Mapping[str, list[str]] = PARTS,
+        packs: Callable[[nn.Module], bool] = lambda _: False,
     ):  # fmt: skip
         self.raw: list[Piece] = []
         self.packed: list[Piece] = []
@@ -51,8 +67,8 @@ class FusedWeights:
             for parameter in layer._parameters.values():
                 if parameter is not None:
                     users.setdefault(parameter, []).append(layer)
-        for name in names:
-            found = list(_pieces(name, rename(name), parts, places))
+        for name, renamed in names.items():
+            found = list(_pieces(name, renamed, parts, places))
             self.unknown += [] if found else [name]
             for piece in found:
                 self._add(piece, users[getattr(piece.layer, piece.attribute)], packs)
@@ -73,7 +89,7 @@ class FusedWeights:
             if piece.layer not in results:
                 x = signs(piece.column, columns, piece.layer.weight.device).to(prints.dtype)
                 results[piece.layer] = piece.layer.quant_method.apply(piece.layer, x[None], None)[0].double()
-            values = results[piece.layer][piece.rows]
+            values = results[piece.layer][piece.part]
             prints.add_product(piece.name, values, len(values) * columns, row=piece.row)
 
     def _add(self, piece: Piece, users: list[nn.Module], packs: Callable[[nn.Module], bool]) -> None:
@@ -91,16 +107,18 @@ def _pieces(name: str, renamed: str | None, parts: Mapping[str, list[str]], plac
     fused = next((fused for fused, its_parts in parts.items() if own in its_parts and own != fused), None)
     if fused is not None:
         path = f"{path.rpartition('.')[0]}.{fused}"
-    layer = places.get(path)
+    layer = places.get(f"{path}.{ROUTED}", places.get(path))
     if layer is not None and getattr(layer, attribute, None) is not None:
         part = None if fused is None else parts[fused].index(own)
-        for rows, row, column in _places(layer, attribute, part):
-            yield Piece(name, layer, attribute, rows, row, column)
+        for there, row, column in _places(layer, attribute, part):
+            yield Piece(name, layer, attribute, there, row, column)
 
 
-def _places(layer: nn.Module, attribute: str, part: int | None) -> Iterator[tuple[slice, int, int]]:
-    """(rows of the layer's parameter, row and column of the full tensor), of one part of a fused layer or of all of them."""
-    if _is(layer, "VocabParallelEmbedding"):
+def _places(layer: nn.Module, attribute: str, part: int | None) -> Iterator[tuple[Index, int, int]]:
+    """(part of the layer's parameter, row and column of the full tensor), of one part of a fused layer or of all of them."""
+    if is_experts(layer):
+        yield from expert_places(layer, attribute)
+    elif _is(layer, "VocabParallelEmbedding"):
         own = layer.shard_indices
         yield slice(own.org_vocab_end_index - own.org_vocab_start_index), own.org_vocab_start_index, 0
     elif _is(layer, "ColumnParallelLinear"):

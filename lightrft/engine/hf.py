@@ -10,7 +10,7 @@ from transformers.initialization import no_init_weights
 
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.engine.base import Engine, EngineSetup, Part
-from lightrft.engine.expected import Vocabulary, expected_parameters, model_class, reads_images
+from lightrft.engine.expected import Vocabulary, model_class, published_names, reads_images
 from lightrft.engine.first_token import Done
 from lightrft.engine.media import ImageReader, joined
 from lightrft.engine.probe import Probe
@@ -35,7 +35,7 @@ class HFEngine(Engine):
                              "use --engine_type vllm or sglang, or 1")
         config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
         trust = {"trust_remote_code": setup.trust_remote_code}
-        super().__init__(expected_parameters(config, **trust), sleep_level=setup.section.engine_sleep_level,
+        super().__init__(published_names(config, **trust).shapes, sleep_level=setup.section.engine_sleep_level,
                          max_model_len=setup.max_model_len, vocabulary=Vocabulary.of(setup.model_path, config, **trust))
         self.images = ImageReader(setup.model_path, self.vocabulary.placeholders["image"], **trust)
         if reads_images(config) and not has_positions_in_space(config):

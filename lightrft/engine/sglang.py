@@ -12,7 +12,7 @@ import signal
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +26,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 from lightrft.algorithms.truncation import Truncation
 from lightrft.engine.base import Engine, EngineError, EngineSetup, Part
-from lightrft.engine.expected import Vocabulary, expected_parameters
+from lightrft.engine.expected import Vocabulary, published_names
 from lightrft.engine.first_token import Done
-from lightrft.engine.fused import FusedWeights
+from lightrft.engine.fused import FusedWeights, engine_names
 from lightrft.engine.proof import Fingerprints
 from lightrft.engine.requests import Request, Sampling
 from lightrft.engine.start import starting, warn_if_untested
@@ -217,7 +217,7 @@ def _fill_with_nan(scheduler: Scheduler) -> None:
             parameter.fill_(torch.nan)
 
 
-def _weights(scheduler: Scheduler, names: Collection[str]) -> FusedWeights:
+def _weights(scheduler: Scheduler, names: dict[str, str]) -> FusedWeights:
     """From version 0.5.22 on a layer knows its group, and not its place in it."""
     model = scheduler.tp_worker.model_runner.model
     for layer in model.modules():
@@ -228,14 +228,16 @@ def _weights(scheduler: Scheduler, names: Collection[str]) -> FusedWeights:
     return FusedWeights(model, names)
 
 
-def _known_weights(scheduler: Scheduler, names: list[str]) -> list[str]:
+def _known_weights(scheduler: Scheduler, names: dict[str, str]) -> list[str]:
     """Of `names` those whose place in the model is known."""
     unknown = set(_weights(scheduler, names).unknown)
     return [name for name in names if name not in unknown]
 
 
-def _held(scheduler: Scheduler, shapes: dict[str, torch.Size], dtype: torch.dtype, slices: int) -> list[Tensor]:
-    weights = _weights(scheduler, shapes)
+def _held(
+    scheduler: Scheduler, names: dict[str, str], shapes: dict[str, torch.Size], dtype: torch.dtype, slices: int
+) -> list[Tensor]:
+    weights = _weights(scheduler, names)
     prints = weights.fingerprints(shapes, dtype, slices)
     weights.add_to(prints)
     return [numbers.cpu() for numbers in prints.numbers(next(scheduler.tp_worker.model_runner.model.parameters()).device)]
@@ -340,7 +342,8 @@ class SGLangEngine(Engine):
         warn_if_untested("sglang", sglang.__version__)
         config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
         trust = {"trust_remote_code": setup.trust_remote_code}
-        super().__init__(expected_parameters(config, **trust), sleep_level=setup.section.engine_sleep_level, axis=setup.axis,
+        self.names = published_names(config, **trust)
+        super().__init__(self.names.shapes, sleep_level=setup.section.engine_sleep_level, axis=setup.axis,
                          max_model_len=setup.max_model_len, vocabulary=Vocabulary.of(setup.model_path, config, **trust))
         self.on_cpu = setup.device.type == "cpu"
         self.bucket_bytes = setup.section.weight_sync_bucket_mb * 2**20
@@ -358,7 +361,11 @@ class SGLangEngine(Engine):
     def _start(self, arguments: dict[str, Any]) -> list[str]:
         """Which weights have a known place."""
         self._shim = _Shim(arguments)
-        return self._shim.ask("known_weights", names=list(self.expected))[0]
+        return self._shim.ask("known_weights", names=self._places(self.expected))[0]
+
+    def _places(self, names: Iterable[str]) -> dict[str, str]:
+        known = engine_names(self.names)
+        return {name: known[name] for name in names}
 
     def reset_cache(self) -> None:
         with self._fatal("reset_cache"):
@@ -431,7 +438,7 @@ class SGLangEngine(Engine):
         with self._fatal("load_weights"):
             self._led(lambda: self._shim.begin_weight_update())
         try:
-            for bucket in _buckets(named_tensors, self.bucket_bytes):
+            for bucket in _buckets(self.names.published(named_tensors), self.bucket_bytes):
                 with self._fatal("load_weights"):
                     self._send(bucket)
         finally:
@@ -451,7 +458,8 @@ class SGLangEngine(Engine):
     def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         """The first rank has all of it, the others nothing: they add up."""
         shapes = {name: self.expected[name] for name in self._known}
-        asked = self._led(lambda: self._shim.ask("held", shapes=shapes, dtype=prints.dtype, slices=self.axis.size))
+        asked = self._led(lambda: self._shim.ask("held", names=self._places(shapes), shapes=shapes,
+                                                  dtype=prints.dtype, slices=self.axis.size))
         held = [sum(of_ranks) for of_ranks in zip(*asked, strict=True)]
         return tuple(held) if self.axis.rank == 0 else tuple(map(torch.zeros_like, held))
 

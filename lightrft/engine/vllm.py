@@ -9,7 +9,7 @@ import os
 import random
 import uuid
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -21,10 +21,12 @@ from PIL.Image import Image
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from lightrft.engine.base import Engine, EngineError, EngineSetup, Part
-from lightrft.engine.expected import Vocabulary, expected_parameters, reads_images
+from lightrft.engine.expected import Vocabulary, published_names, reads_images
+from lightrft.engine.experts import pack_experts, unpacked_experts
 from lightrft.engine.first_token import Done
-from lightrft.engine.fused import PARTS, FusedWeights
+from lightrft.engine.fused import PARTS, FusedWeights, engine_names
 from lightrft.engine.media import images_of
+from lightrft.engine.names import PublishedNames
 from lightrft.engine.probe import Probe
 from lightrft.engine.proof import Fingerprints
 from lightrft.engine.requests import Expanded, Request, Sampling
@@ -57,7 +59,7 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 class _Shim:
     """Everything that is not vLLM's documented offline interface, so that a new version is checked here."""
 
-    def __init__(self, llm: LLM, names: Collection[str]):
+    def __init__(self, llm: LLM, names: PublishedNames):
         """vLLM shuts itself down when its client is collected and at exit, and then destroys the trainer's process group."""
         self.llm = llm
         llm.llm_engine.engine_core._finalizer.detach()
@@ -65,14 +67,18 @@ class _Shim:
         (self.model,) = llm.apply_model(lambda model: model)
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         parts = getattr(self.model, "packed_modules_mapping", PARTS)
-        self.weights = FusedWeights(self.model, names, rename=mapper.map_name if mapper else str, parts=parts, packs=_packs)
+        known = engine_names(names)
+        known = {name: mapper.map_name(published) for name, published in known.items()} if mapper else known
+        self.weights = FusedWeights(self.model, known, parts=parts, packs=_packs)
 
     def reload_weights(self, named_tensors: Iterator[Named]) -> None:
-        """Full tensors under Hugging Face names; vLLM slices, fuses and repacks them layer by layer.
+        """Full tensors under published names; vLLM slices, fuses and repacks them layer by layer.
 
         It must see the stream end: an exception in between leaves half of its layers without storage.
         """
+        experts = unpacked_experts(self.model)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
+        pack_experts(experts)
         _renew_tied_layers(self.model)
 
     def with_images(self, token_ids: list[int], images: list[Image]) -> MultiModalInput:
@@ -158,7 +164,8 @@ class VLLMEngine(Engine):
         warn_if_untested("vllm", vllm.__version__)
         config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
         trust = {"trust_remote_code": setup.trust_remote_code}
-        super().__init__(expected_parameters(config, **trust), sleep_level=setup.section.engine_sleep_level, axis=setup.axis,
+        self.names = published_names(config, **trust)
+        super().__init__(self.names.shapes, sleep_level=setup.section.engine_sleep_level, axis=setup.axis,
                          max_model_len=setup.max_model_len, vocabulary=Vocabulary.of(setup.model_path, config, **trust))
         self.most_images = setup.section.limit_mm_image_per_prompt if reads_images(config) else 0
         self.device = setup.device
@@ -168,10 +175,9 @@ class VLLMEngine(Engine):
             warnings.simplefilter("ignore")
             with starting("vllm", setup):
                 self._llm = LLM(**_arguments(setup, self.most_images))
-        self._shim = _Shim(self._llm, self.expected)
+        self._shim = _Shim(self._llm, self.names)
         if unknown := self._shim.weights.unknown:
-            logger.warning("--verify_weight_sync cannot find {} of {} weights in vLLM, such as {}: the proof leaves them out",
-                           len(unknown), len(self.expected), unknown[0])
+            logger.warning("--verify_weight_sync leaves out what it cannot find: {}", self.names.strangers(unknown, "vllm"))
         self.weights_valid = not setup.from_stream
 
     def reset_cache(self) -> None:
@@ -236,7 +242,12 @@ class VLLMEngine(Engine):
     def _load_weights(self, named_tensors: Iterator[Named]) -> None:
         failures: list[Exception] = []
         with self._fatal("load_weights"), torch.no_grad():
-            self._shim.reload_weights(_until_failure(named_tensors, failures))
+            try:
+                self._shim.reload_weights(self.names.published(_until_failure(named_tensors, failures)))
+            except (ValueError, KeyError) as error:
+                if not (unknown := self._shim.weights.unknown):
+                    raise
+                raise ValueError(f"{self.names.strangers(unknown, 'vllm')}. It said: {error!s:.300}") from error
         if failures:
             raise failures[0]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lightrft.engine.names import PublishedNames, made_as
 from lightrft.models.lora import CONFIG as ADAPTER_CONFIG
 from lightrft.models.lora import adapted_layers, is_adapter, save_adapter
 from lightrft.parallel.collectives import Axis
@@ -24,7 +24,10 @@ Stream = Iterator[tuple[str, Tensor]]
 def export(
     model: nn.Module, stream: Stream, tokenizer: PreTrainedTokenizerBase | None, folder: Path, dtype: torch.dtype, world: Axis
 ) -> Path:
-    """All ranks consume the stream, each writes some of the files. The folder appears whole or not at all (CheckpointError)."""
+    """As models of its family are published. All ranks consume the stream, each writes some of the files.
+
+    The folder appears whole or not at all (CheckpointError).
+    """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"only a transformers model becomes a Hugging Face folder, not {type(model).__name__}")
     writer = ShardWriter(folder.with_name(folder.name + PART), MAX_SHARD_BYTES, world)
@@ -32,7 +35,7 @@ def export(
         folder,
         world,
         partial(_check_target, folder),
-        partial(_write_weights, writer, stream, dtype),
+        partial(_write_weights, writer, PublishedNames.of(model).published(stream), dtype),
         lambda _: writer.name_files() if world.rank == 0 else None,
         partial(_write_rest, model, tokenizer, dtype, world.rank == 0),
     )
@@ -73,7 +76,7 @@ def _write_rest(
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.use_cache = True  # training switches it off
-    config.architectures = [_architecture(model)]  # a critic may come from a model with another head
+    config.architectures = [made_as(model).__name__]  # a critic may come from a model with another head
     config.save_pretrained(part)
     if model.can_generate():
         model.generation_config.save_pretrained(part)
@@ -81,11 +84,6 @@ def _write_rest(
         tokenizer.save_pretrained(part)
     for path in part.iterdir():
         sync_file(path)
-
-
-def _architecture(model: PreTrainedModel) -> str:
-    """The class that transformers knows; sharding put one of its own in front of it."""
-    return next(cls.__name__ for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def _check_target(folder: Path, part: Path, mark: str = "config.json") -> None:

@@ -12,7 +12,7 @@ from engine.contract import start
 from lightrft.config import EngineSection
 from lightrft.engine import build
 from lightrft.engine.base import EngineError, EngineSetup
-from lightrft.engine.expected import end_token_ids, expected_parameters, placeholder_token_ids
+from lightrft.engine.expected import end_token_ids, placeholder_token_ids, published_names
 from lightrft.engine.hf import HFEngine
 from lightrft.engine.requests import Sampling
 from lightrft.engine.start import starting, warn_if_untested
@@ -64,7 +64,7 @@ def test_hf_has_no_tensor_parallel(folder: Path) -> None:
 
 
 def test_expected_names_and_shapes_with_the_tied_one_once(folder: Path) -> None:
-    expected = expected_parameters(AutoConfig.from_pretrained(folder))
+    expected = published_names(AutoConfig.from_pretrained(folder)).shapes
     assert "lm_head.weight" not in expected
     assert expected["model.embed_tokens.weight"] == (384, 64)
     assert expected["model.layers.1.self_attn.k_proj.weight"] == (64, 64)
