@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightrft.parallel.cuts import Cut, cuts_of
 from lightrft.parallel.device import ahead, bucket_bytes
+from lightrft.parallel.gather import AllGather
 
 Named = tuple[str, Tensor]
 
@@ -77,12 +77,14 @@ def _whole(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def _gathered(parts: list[Tensor], cuts: list[Cut], dtype: torch.dtype) -> list[Tensor]:
     """Undo one cut of each tensor; all are cut over one group. The cast happens here, before the gather."""
     sizes = [cut.numel for cut in cuts]
-    mine = torch.empty(sum(sizes), dtype=dtype, device=parts[0].device)
-    for room, part, cut in zip(mine.split(sizes), parts, cuts, strict=True):
-        room[: part.numel()].copy_(part.movedim(cut.dim, 0).reshape(-1))
-    everyone = torch.empty(cuts[0].pieces, mine.numel(), dtype=dtype, device=mine.device)
-    dist.all_gather_into_tensor(everyone.view(-1), mine, group=cuts[0].group)
-    return [_joined(pieces, cut) for pieces, cut in zip(everyone.split(sizes, dim=1), cuts, strict=True)]
+    gather = AllGather(sum(sizes), dtype, parts[0].device, cuts[0].group)
+    for room, part, cut in zip(gather.mine.split(sizes), parts, cuts, strict=True):
+        rows = part.movedim(cut.dim, 0)
+        room[: rows.numel()].view(rows.shape).copy_(rows)
+    gather.run()
+    joined = [_joined(pieces, cut) for pieces, cut in zip(gather.everyone.split(sizes, dim=1), cuts, strict=True)]
+    passing = gather.everyone.untyped_storage().data_ptr() if gather.passing else None
+    return [whole.clone() if whole.untyped_storage().data_ptr() == passing else whole for whole in joined]
 
 
 def _joined(pieces: Tensor, cut: Cut) -> Tensor:

@@ -1,14 +1,19 @@
 """The weight stream: equal to the full tensors bit for bit, whatever the sharding and the bucket size."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
+from loguru import logger
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lightrft.engine.weights import stream
+from lightrft.parallel import gather
+from lightrft.parallel.gather import AllGather
 from ranks import run_ranks
 
 BUCKETS = [1, 100, 1000, 10**9]
@@ -31,20 +36,57 @@ class Gathers:
     """While entered, notes what this rank contributes to every all-gather."""
 
     def __enter__(self) -> list[torch.Tensor]:
-        self.original, self.seen = dist.all_gather_into_tensor, []
-        dist.all_gather_into_tensor = self._gather
+        self.original, self.seen = AllGather.run, []
+        AllGather.run = lambda gather: (self.seen.append(gather.mine), self.original(gather))
         return self.seen
 
     def __exit__(self, *_) -> None:
-        dist.all_gather_into_tensor = self.original
+        AllGather.run = self.original
 
-    def _gather(self, output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
-        self.seen.append(part)
-        self.original(output, part, group=group)
+
+def _memory_is_shared() -> None:
+    """As torch gathers through sockets: fitting into a half or not; all through one memory, which has no name."""
+    gather.HALF_BYTES = 2048  # before the first use, so that what follows in this start has large tensors too
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool):
+        for count in (1, 7, 256, 1023, 5000):
+            mine = (torch.arange(count) * 37 + rank * 101).remainder(120).to(dtype)
+            expected = torch.empty(size, count, dtype=dtype)
+            dist.all_gather(list(expected.unbind()), mine)
+            one = AllGather(count, dtype, mine.device, group)
+            assert one.passing == (size * mine.nbytes <= 2048)
+            one.mine.copy_(mine)
+            one.run()
+            assert torch.equal(one.everyone, expected)
+    assert len(gather._of_groups) == 1
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "lightrft-gather" in line]
+    assert len(mapped) == 1 and mapped[0].endswith("/memfd:lightrft-gather (deleted)")
+
+
+def _on_hosts(of_ranks: str) -> bool:
+    """Whether a new group gathers through memory where `of_ranks` has the host of each rank; what it gathers is right."""
+    gather._host = lambda: of_ranks[dist.get_rank()].strip()
+    one = AllGather(9, torch.float32, torch.device("cpu"), dist.new_group())
+    one.mine.fill_(dist.get_rank())
+    one.run()
+    assert one.everyone.tolist() == [[float(rank)] * 9 for rank in range(dist.get_world_size())]
+    return one.passing
+
+
+def _gathers() -> tuple[list[bool], str]:
+    """Through memory or not, for each layout of hosts; and what is said where a rank may not open the first one's memory."""
+    _memory_is_shared()
+    there, said = [_on_hosts(of_ranks) for of_ranks in ("aaaa", "aabb", "abab", "    ")], []
+    logger.add(said.append, format="{message}", level="WARNING")
+    if dist.get_rank() == 1:
+        gather.open = lambda *_: (_ for _ in ()).throw(PermissionError("not yours"))
+    there.append(_on_hosts("aaaa"))
+    return there, "".join(said)
 
 
 def _compare(replicate: int) -> list[tuple[int, torch.dtype, int, int]]:
     """(bucket bytes, transfer dtype, all-gathers, bytes contributed), after comparing every tensor with the whole model's."""
+    gather.HALF_BYTES = 2048  # below the largest tensor
     expected, model = dict(Uneven().named_parameters()), Uneven()
     sizes, names = (replicate, dist.get_world_size() // replicate), ("replicate", "shard")
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names) if replicate > 1 else init_device_mesh("cpu", sizes[1:])
@@ -91,10 +133,6 @@ def _counts() -> list[int]:
     return counts
 
 
-def test_one_all_gather_per_bucket() -> None:
-    assert run_ranks(2, _counts) == [[4, 4, 4, 2, 2, 1]] * 2
-
-
 def test_plain_parameters_pass_without_a_copy() -> None:
     whole = Uneven()
     for name, tensor in stream(whole.named_parameters(), torch.float32, 1):
@@ -128,10 +166,6 @@ def _mixed() -> None:
     received = list(stream(parameters, torch.float32, 10**6))
     assert [name for name, _ in received] == list("0123")
     assert all(torch.equal(tensor, tensors[int(name)]) for name, tensor in received)
-
-
-def test_plain_and_sharded_parameters_in_turns() -> None:
-    run_ranks(2, _mixed)
 
 
 class Split(nn.Module):
@@ -190,10 +224,6 @@ def _on_one_axis() -> None:
         assert torch.equal(received["a"], whole), placements
 
 
-def test_plain_placements() -> None:
-    run_ranks(4, _on_one_axis)
-
-
 def _partial() -> str:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with pytest.raises(ValueError) as caught:
@@ -201,5 +231,28 @@ def _partial() -> str:
     return str(caught.value)
 
 
-def test_what_is_not_summed_is_refused() -> None:
-    assert "sharded up to twice" in run_ranks(2, _partial)[0]
+def _on_two_ranks() -> tuple:
+    return _gathers(), _counts(), _mixed(), _partial()
+
+
+def test_two_ranks() -> None:
+    """Through memory, or sockets; one all-gather per bucket; plain and sharded ones in turns; what is not summed is refused."""
+    for rank, (gathers, counts, _, refused) in enumerate(run_ranks(2, _on_two_ranks)):
+        _right(rank, gathers, [True, True, False, False, False])
+        assert counts == [4, 4, 4, 2, 2, 1]
+        assert "sharded up to twice" in refused
+
+
+def _on_four_ranks() -> tuple:
+    return _gathers(), _on_one_axis()
+
+
+def test_four_ranks() -> None:
+    """Through memory, or sockets; plain placements."""
+    for rank, (gathers, _) in enumerate(run_ranks(4, _on_four_ranks)):
+        _right(rank, gathers, [True, False, False, False, False])
+
+
+def _right(rank: int, gathers: tuple[list[bool], str], there: list[bool]) -> None:
+    assert gathers[0] == there
+    assert ("through sockets, as they cannot share memory: not yours" in gathers[1]) == (rank == 0)
