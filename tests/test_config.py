@@ -143,6 +143,16 @@ def test_errors_of_the_command_line(argv, message):
     assert message in str(error.value)
 
 
+def test_flags_of_other_launch_scripts():
+    config, written = parse(
+        ["--remote_rm_url=http://a:1/b?c=d", "--disable_engine_sleep", "--packing_samples", "--flash_attn", "--use_fire"]
+    )
+    assert config.reward.reward == "http://a:1/b?c=d" and not config.engine.enable_engine_sleep
+    assert config.train.batching == "packed" and config.rollout.first_token_temperature == 10
+    assert {"reward", "batching", "enable_engine_sleep", "first_token_temperature"} <= written
+    assert parse(["--first_token_temperature", "5", "--use_fire"])[0].rollout.first_token_temperature == 5
+
+
 def test_two_unknown_flags_are_named_at_once():
     with pytest.raises(ConfigError, match="--sed.*--max_stps"):
         parse(["--sed", "1", "--max_stps", "2"])
@@ -285,8 +295,11 @@ def test_algorithms_that_cannot_run(argv, message):
 
 
 def test_a_single_sample_is_enough_for_some():
-    validate(parsed(*RUNNABLE, "--n_samples_per_prompt", "1", "--train_batch_size", "128", "--advantage_estimator", "reinforce"),
-             door="train_ppo", world_size=2)
+    validate(
+        parsed(*RUNNABLE, "--n_samples_per_prompt", "1", "--train_batch_size", "128", "--advantage_estimator", "reinforce"),
+        door="train_ppo",
+        world_size=2,
+    )
 
 
 def test_sft_asks_nothing_about_rollouts():
@@ -316,6 +329,8 @@ def test_sft_asks_nothing_about_rollouts():
         ("train_ppo", ["--kl_horizon", "100"], "--kl_horizon has no effect without --kl_target"),
         ("train_ppo", ["--rollout_correction_high", "5"], "--rollout_correction_high has no effect without --rollout_correction"),
         ("train_ppo", ["--reward_running_norm_minus_mean"], "has no effect without --reward_running_norm"),
+        ("train_ppo", ["--reward_model_coef=2"], "--reward_model_coef has no effect without --reward_pretrain"),
+        ("train_sft", ["--prompt_data_probs", "1", "2"], "has no effect without several --prompt_data, joined by commas"),
         ("evaluate", ["--reward_clip", "5"], "--reward_clip has no effect in evaluate"),
         ("train_ppo", ["--fsdp", "--zero_stage", "3"], "--zero_stage has no effect with --fsdp"),
         ("train_ppo", ["--grad_accum_dtype", "bf16"], "--grad_accum_dtype has no effect without --bf16"),

@@ -32,7 +32,8 @@ def run(config: Config, strategy: StrategyBase, prompts: list[Prompt], sampler: 
     metrics = Metrics()
     strategy.announce("evaluate")
     with strategy.engine_awake():
-        evaluate(sampler, judge, prompts, metrics)
+        groups = sampler.answer(prompts)
+    evaluate(groups, judge, metrics)
     result = {name.removeprefix("eval/"): value for name, value in metrics.reduce(strategy.mesh.data).items()}
     if strategy.is_rank_0():
         file = Path(config.train.save_path) / "evaluation.json"

@@ -19,12 +19,22 @@ from transformers import HfArgumentParser
 
 from lightrft.config.sections import SECTIONS, Config, ConfigError, section_of_field
 
+RENAMED = {"--remote_rm_url": "--reward"}
+SWITCHES: dict[str, list[str]] = {
+    "--disable_engine_sleep": ["--no_enable_engine_sleep"],
+    "--packing_samples": ["--batching=packed"],
+    "--use_fire": ["--first_token_temperature=10"],
+    "--flash_attn": [],  # always, where the device has it
+    "--save_trajectories": [],  # always; --num_trajectories_to_save says how many
+}
+"""Flags of the launch scripts of this family of tools, and what they are here."""
+
 
 def parse(argv: list[str] | None = None, description: str = "") -> tuple[Config, set[str]]:
     """Configuration from `--config file.yaml` and flags, and the names of the fields that the user wrote."""
     argv = list(sys.argv[1:] if argv is None else argv)
     files, flags = _split_config_flag(argv)
-    arguments = [token for file in files for token in _arguments_of_file(file)] + flags
+    arguments = [token for file in files for token in _arguments_of_file(file)] + _translated(flags)
     parser = _Parser(list(SECTIONS.values()), description=description, allow_abbrev=False)
     documentation = {name: text for cls in SECTIONS.values() for name, text in field_docs(cls).items()}
     for action in parser._actions:
@@ -36,6 +46,13 @@ def parse(argv: list[str] | None = None, description: str = "") -> tuple[Config,
     written = {token[2:].split("=")[0] for token in arguments if token.startswith("--")}
     written = {name.removeprefix("no_") if name not in documentation else name for name in written}
     return Config(**dict(zip(SECTIONS, sections, strict=True))), written
+
+
+def _translated(flags: list[str]) -> list[str]:
+    """Switches come first, so that a flag of ours beside them wins."""
+    switches = [token for flag in flags for token in SWITCHES.get(flag, [])]
+    rest = [flag.partition("=") for flag in flags if flag not in SWITCHES]
+    return switches + [RENAMED.get(name, name) + equals + value for name, equals, value in rest]
 
 
 @cache

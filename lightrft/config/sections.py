@@ -20,6 +20,9 @@ class ModelSection:
     """Model to start from: a Hugging Face folder or hub name."""
     critic_pretrain: str = ""
     """Model the critic starts from, with its head if it has one (a reward model): a folder or hub name; empty: --pretrain."""
+    reward_pretrain: list[str] = field(default_factory=list)
+    """Reward models that judge beside --reward, frozen: folders or hub names with one score as their head, and the same tokenizer
+    as --pretrain. What they say is added to what --reward says; --reward none leaves it to them."""
     teacher_pretrain: str = ""
     """Model that --distill_coef learns from, with the same tokenizer, frozen beside the actor: a folder or hub name."""
     teacher_url: str = ""
@@ -48,7 +51,9 @@ class ModelSection:
 @dataclass
 class DataSection:
     prompt_data: str = ""
-    """Training data: a JSONL, JSON or parquet file, a folder of them, or a hub name."""
+    """Training data: a JSONL, JSON or parquet file, a folder of them, or a hub name; several are joined by commas."""
+    prompt_data_probs: list[float] = field(default_factory=list)
+    """Shares of several data sets in every pass over them, all of whose rows come at least once; unset: each row once."""
     prompt_split: str = "train"
     """Split of the training data."""
     eval_data: str = ""
@@ -63,6 +68,8 @@ class DataSection:
     """Column of the prompt: a string, or a list of chat messages."""
     label_key: str = "label"
     """Column of the right answer: rewards receive it as `label`, SFT learns it."""
+    reference_key: str | None = None
+    """Column of a reference answer: rewards receive it as `reference`."""
     input_template: str | None = None
     """Text around the prompt, with one {}: `Question: {}\\nAnswer: `."""
     apply_chat_template: bool = False
@@ -72,7 +79,7 @@ class DataSection:
     prompt_max_len: int = 1024
     """Longest prompt in tokens; longer ones are bad rows."""
     max_samples: int | None = None
-    """Use only the first so many rows of the training data."""
+    """Use only the first so many rows of the training data, of each of several."""
     max_eval_samples: int | None = None
     """Use only the first so many rows of the held-out data."""
     bad_rows: Literal["fail", "skip"] = "fail"
@@ -182,10 +189,12 @@ class RolloutSection:
 @dataclass
 class RewardSection:
     reward: str = "exact_match"
-    """Reward function: a name, module:function or file.py:function."""
+    """Reward function: a name, module:function, file.py:function, or the http(s) address of a server."""
     reward_background: bool = True
     """Ask it in a thread, while other responses are still generated. What needs signals, as some timeouts do, wants the main
     thread: --no_reward_background."""
+    reward_model_coef: float = 1.0
+    """What the scores of --reward_pretrain are multiplied with."""
     overlong_buffer: bool = False
     """Lower the reward of a response whose length comes near generate_max_len."""
     overlong_buffer_len: int | None = None

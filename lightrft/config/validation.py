@@ -50,7 +50,7 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
     """What the user wrote that changes nothing in this run, each with the reason."""
     owners = section_of_field()
     used = DOORS[door]
-    training = {f.name for f in fields(RewardSection)} - {"reward", "reward_background"}
+    training = {f.name for f in fields(RewardSection)} - {"reward", "reward_background", "reward_model_coef"}
     training |= {"lora_rank", *LORA, "freeze_prefix", *COLLECTING}
     training |= set() if config.rollout.eval_n_samples else set(RANDOM)
     idle = {name for name, section in owners.items() if section not in used} | (training if door == "evaluate" else set())
@@ -68,6 +68,8 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
         "early_stop_every": (config.rollout.over_sampling > 1, "--over_sampling"),
         "partial_rollout": (config.rollout.over_sampling > 1, "--over_sampling"),
         "curriculum_rest": (bool(config.rollout.curriculum), "--curriculum"),
+        "prompt_data_probs": ("," in config.data.prompt_data, "several --prompt_data, joined by commas"),
+        "reward_model_coef": (bool(config.model.reward_pretrain), "--reward_pretrain"),
         "overlong_buffer_len": (config.reward.overlong_buffer, "--overlong_buffer"),
         "overlong_buffer_penalty_factor": (config.reward.overlong_buffer, "--overlong_buffer"),
         "reward_running_norm_minus_mean": (config.reward.reward_running_norm, "--reward_running_norm"),
@@ -127,8 +129,8 @@ def _missing_inputs(config: Config, door: str) -> list[str]:
     problems = []
     if not config.model.pretrain:
         problems.append("--pretrain is empty: give a Hugging Face folder or hub name")
-    for name in ("pretrain", "critic_pretrain", "teacher_pretrain"):
-        path = getattr(config.model, name)
+    models = [(name, getattr(config.model, name)) for name in ("pretrain", "critic_pretrain", "teacher_pretrain")]
+    for name, path in (*models, *(("reward_pretrain", each) for each in config.model.reward_pretrain)):
         if path.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(path)):
             problems.append(f"--{name} {path}: no such folder")
     data_flag = "eval_data" if door == "evaluate" else "prompt_data"
@@ -298,6 +300,11 @@ def _algorithm_problems(config: Config) -> list[str]:
         problems.append("--over_sampling looks at parts of responses, in which a text of --stop can be cut in two: drop one")
     if rollout.dynamic_sampling and samples == 1:
         problems.append("--dynamic_sampling looks for responses to one prompt that differ: --n_samples_per_prompt 2 or more")
+    if rollout.dynamic_sampling and config.model.reward_pretrain:
+        problems.append(
+            "--dynamic_sampling asks for rewards while the engine generates, and the models of --reward_pretrain judge when it "
+            "sleeps: drop one, or put the model behind a server and give its address as --reward"
+        )
     normed = [f"--{name}" for name in ("reward_running_norm", "reward_group_norm", "reward_clip") if getattr(reward, name)]
     if estimator == "remax" and normed:
         problems.append(f"--advantage_estimator remax compares with the greedy reward as it is: drop {' '.join(normed)}")

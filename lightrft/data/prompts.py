@@ -1,6 +1,9 @@
 """Prompts from rows: template, chat template, tokens, and the limit on their length."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -23,16 +26,37 @@ SOURCES = {
 def load_prompts(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data", judge: Judge | None = None
 ) -> list[Prompt]:
-    """All usable prompts of the data that the field `source` names, in file order.
+    """All usable prompts of the data that the field `source` names, in file order; several data sets one after the other.
 
     Rows without the input column, or whose prompt is longer than `prompt_max_len` tokens, are bad rows.
     """
-    split, most = SOURCES[source]
-    given, limit = getattr(section, source), getattr(section, most) if most else None
     _check_templates(section, tokenizer)
+    given = getattr(section, source)
+    names = [given] if Path(given).exists() else given.split(",")
+    parts = [_load(section, tokenizer, source, name, judge) for name in names]
+    mixed = mixture(parts, section.prompt_data_probs if source == "prompt_data" else [])
+    return [replace(prompt, index=index) for index, prompt in enumerate(mixed)]
+
+
+def mixture(parts: list[list[Prompt]], shares: list[float]) -> list[Prompt]:
+    """Everything once; or with shares all rows at least once, those of the part that is largest for its share exactly once.
+
+    DataError for shares that are not one positive number for each part.
+    """
+    if not shares:
+        return [prompt for part in parts for prompt in part]
+    if len(shares) != len(parts) or min(shares) <= 0:
+        raise DataError(f"--prompt_data_probs takes a number above 0 for each of the {len(parts)} data sets of --prompt_data")
+    whole = max(len(part) / share for part, share in zip(parts, shares, strict=True))
+    return [prompt for part, share in zip(parts, shares, strict=True) for prompt in islice(cycle(part), round(share * whole))]
+
+
+def _load(section: DataSection, tokenizer: PreTrainedTokenizerBase, source: str, name: str, judge: Judge | None) -> list[Prompt]:
+    split, most = SOURCES[source]
+    limit = getattr(section, most) if most else None
     bad = BadRows(skip=section.bad_rows == "skip", flag=f"--{source}")
     prompts: list[Prompt] = []
-    for where, row in read_rows(given, getattr(section, split), bad):
+    for where, row in read_rows(name, getattr(section, split), bad):
         try:
             prompt = make_prompt(section, tokenizer, row, index=len(prompts))
         except ValueError as error:
@@ -47,7 +71,7 @@ def load_prompts(
             break
     bad.report()
     if not prompts:
-        raise DataError(f"--{source} {given}: no usable row ({len(bad.reasons)} bad ones left out)")
+        raise DataError(f"--{source} {name}: no usable row ({len(bad.reasons)} bad ones left out)")
     return prompts
 
 
@@ -73,6 +97,10 @@ def make_prompt(section: DataSection, tokenizer: PreTrainedTokenizerBase, row: d
     columns = {name: value for name, value in row.items() if name != section.input_key}
     if section.label_key in row:
         columns["label"] = row[section.label_key]
+    if section.reference_key is not None:
+        if section.reference_key not in row:
+            raise ValueError(f"no column {section.reference_key!r} (--reference_key); it has {', '.join(row)}")
+        columns["reference"] = row[section.reference_key]
     return Prompt(index=index, text=text, token_ids=token_ids, columns=columns)
 
 

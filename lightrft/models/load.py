@@ -31,19 +31,25 @@ def load_model(section: ModelSection, flag: str = "pretrain") -> PreTrainedModel
     return _load(AutoModelForCausalLM, section, flag)
 
 
-def load_scorer(section: ModelSection, flag: str = "pretrain") -> PreTrainedModel:
-    """The same with one number per token instead of logits; the head is new, and random, where the folder has none."""
-    return _load(AutoModelForSequenceClassification, section, flag, num_labels=1)
+def load_scorer(section: ModelSection, flag: str = "pretrain", *, name: str = "", new_head: bool = True) -> PreTrainedModel:
+    """The same with one number per token instead of logits. `name`: which one, of several that `flag` names.
+
+    Where the folder has no head it is new, and random; without `new_head` that is an error like other missing weights.
+    """
+    return _load(AutoModelForSequenceClassification, section, flag, name=name, new_head=new_head, num_labels=1)
 
 
-def _load(kind: type, section: ModelSection, flag: str, **options: Any) -> PreTrainedModel:
+def _load(
+    kind: type, section: ModelSection, flag: str, *, name: str = "", new_head: bool = False, **options: Any
+) -> PreTrainedModel:
     options |= {"trust_remote_code": section.trust_remote_code}
-    given = f"--{flag} {getattr(section, flag)}"
-    name = _checked(getattr(section, flag), given)
-    model = _empty(kind, name, options) if makes_empty() else None
+    name = name or getattr(section, flag)
+    given = f"--{flag} {name}"
+    name = _checked(name, given)
+    model = _empty(kind, name, new_head, options) if makes_empty() else None
     if model is None:
         with real_parameters():
-            model = _whole(kind, name, given, options)
+            model = _whole(kind, name, given, new_head, options)
     problems = _not_flat(model)
     if problems:
         name = type(model).__name__
@@ -52,19 +58,21 @@ def _load(kind: type, section: ModelSection, flag: str, **options: Any) -> PreTr
     return model
 
 
-def _whole(kind: type, name: str, given: str, options: dict[str, Any]) -> PreTrainedModel:
+def _whole(kind: type, name: str, given: str, new_head: bool, options: dict[str, Any]) -> PreTrainedModel:
     """All of it on this rank, converted where transformers knows how."""
     model, found = kind.from_pretrained(
         name, dtype=torch.float32, attn_implementation=ATTENTION, output_loading_info=True, **options
     )
-    missing, unexpected = _without_new_head(model, found["missing_keys"], found["unexpected_keys"])
+    missing, unexpected = found["missing_keys"], found["unexpected_keys"]
+    if new_head:
+        missing, unexpected = _without_head(model, missing, unexpected)
     for names, what in ((missing, "of the model are not there"), (unexpected, "there are not of the model")):
         if names:
             raise ValueError(f"{given}: {len(names)} tensors {what}, the first is {min(names)}")
     return model
 
 
-def _empty(kind: type, name: str, options: dict[str, Any]) -> PreTrainedModel | None:
+def _empty(kind: type, name: str, new_head: bool, options: dict[str, Any]) -> PreTrainedModel | None:
     """The model without memory for what the folder holds; None where the folder has to be read as a whole to make sense."""
     folder = _local_folder(name)
     files = WeightFiles.of(folder)
@@ -76,18 +84,18 @@ def _empty(kind: type, name: str, options: dict[str, Any]) -> PreTrainedModel | 
         config, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=options["trust_remote_code"]
     )
     missing, unexpected = missing_and_unexpected(model, files.files)
-    new_head = {name for name in missing if not is_backbone(model, name)}
-    if any(_without_new_head(model, missing, unexpected)):
+    heads = {name for name in missing if not is_backbone(model, name)} if new_head else set()
+    if any(_without_head(model, missing, unexpected) if new_head else (missing, unexpected)):
         logger.info("{} has other names than {}: every rank reads all of it, and converts it", name, type(model).__name__)
         return None
-    for child_name in {name.split(".")[0] for name in new_head}:
+    for child_name in {name.split(".")[0] for name in heads}:
         _fill_new_head(model, child_name)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()
 
 
-def _without_new_head(model: PreTrainedModel, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
+def _without_head(model: PreTrainedModel, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
     """A scorer's head may be missing; it then takes the place of another."""
     head = {name for name in missing if not is_backbone(model, name)}
     if model.can_generate() or not head:
@@ -107,22 +115,27 @@ def _local_folder(name: str) -> Path:
     return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.py"]))
 
 
-def check_vocabulary(section: ModelSection, flag: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """ValueError where the model that `flag` names knows the tokens of `tokenizer` by other ids; it may know more."""
-    ours, theirs = tokenizer.get_vocab(), load_tokenizer(section, flag).get_vocab()
+def check_vocabulary(section: ModelSection, flag: str, tokenizer: PreTrainedTokenizerBase, *, name: str = "") -> None:
+    """ValueError where the model that `flag` names knows the tokens of `tokenizer` by other ids; it may know more.
+
+    `name`: which one, of several that `flag` names.
+    """
+    name = name or getattr(section, flag)
+    ours, theirs = tokenizer.get_vocab(), load_tokenizer(section, flag, name=name).get_vocab()
     different = [token for token in ours if theirs.get(token) != ours[token]]
     if different:
         token = min(different, key=lambda token: ours[token])
         raise ValueError(
-            f"--{flag} {getattr(section, flag)} has another vocabulary: {len(different)} of the {len(ours)} tokens of --pretrain "
+            f"--{flag} {name} has another vocabulary: {len(different)} of the {len(ours)} tokens of --pretrain "
             f"are not the same there, the first is {token!r}, {ours[token]} here and {theirs.get(token, 'nothing')} there"
         )
 
 
-def load_tokenizer(section: ModelSection, flag: str = "pretrain") -> PreTrainedTokenizerBase:
-    """ValueError where there is none, and for one without an end token."""
-    given = f"--{flag} {getattr(section, flag)}"
-    name = _checked(getattr(section, flag), given)
+def load_tokenizer(section: ModelSection, flag: str = "pretrain", *, name: str = "") -> PreTrainedTokenizerBase:
+    """ValueError where there is none, and for one without an end token. `name`: which one, of several that `flag` names."""
+    name = name or getattr(section, flag)
+    given = f"--{flag} {name}"
+    name = _checked(name, given)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError) as error:

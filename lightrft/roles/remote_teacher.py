@@ -5,28 +5,20 @@
 Servers of vLLM and SGLang answer it. Nothing is generated.
 """
 
-import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-import httpx
 import torch
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.parallel.collectives import Axis
+from lightrft.roles.endpoint import Endpoint
 from lightrft.roles.microbatch import Rows
 from lightrft.types import Batch
 
 KEY = "TEACHER_API_KEY"
-"""Environment variable that goes with every request, so that no secret is written into a run's configuration."""
 AT_ONCE = 32
 """Requests of one rank that are under way at the same time."""
-SECONDS = 600.0
-"""The longest that one request may take."""
-ATTEMPTS = 8
-"""Of a request to a server that is away or busy; half a minute in all."""
 NUM_PROBED = 64
 """Tokens, spread over the vocabulary, that the server must know by the same ids."""
 
@@ -36,10 +28,9 @@ class RemoteTeacher:
 
     def __init__(self, url: str, tokenizer: PreTrainedTokenizerBase, siblings: Axis):
         """`url` as of `http://host:8000/v1`. `siblings`: ranks with the same batches, which divide the requests."""
-        self.url, self.siblings = url.rstrip("/"), siblings
-        key = os.environ.get(KEY)
-        self._client = httpx.Client(timeout=SECONDS, headers={"Authorization": f"Bearer {key}"} if key else {})
-        self._model = self._ask("GET", "models")["data"][0]["id"]
+        self.siblings = siblings
+        self._server = Endpoint("--teacher_url", url, KEY)
+        self._model = self._server.ask("GET", "models")["data"][0]["id"]
         self._check_vocabulary(tokenizer)
 
     def logprobs(self, batch: Batch, rows: Rows) -> Tensor:
@@ -58,10 +49,10 @@ class RemoteTeacher:
     def _score(self, ids: list[int]) -> tuple[list[float], list[str]]:
         """The log-prob of every token, of the first 0, and the tokens as the server writes them."""
         request = {"model": self._model, "prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 0, "temperature": 1.0}
-        found = self._ask("POST", "completions", request)["choices"][0].get("logprobs") or {}
+        found = self._server.ask("POST", "completions", request)["choices"][0].get("logprobs") or {}
         values, tokens = ((found.get(name) or [])[: len(ids)] for name in ("token_logprobs", "tokens"))
         if len(values) != len(ids) or None in values[1:]:
-            raise ValueError(f"--teacher_url {self.url}: {len(ids)} tokens were sent, and {len(values)} log-probs came back")
+            raise ValueError(f"{self._server.named}: {len(ids)} tokens were sent, and {len(values)} log-probs came back")
         return [0.0, *values[1:]], tokens
 
     def _check_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -73,33 +64,6 @@ class RemoteTeacher:
             own = tokenizer.decode([token])
             if own.isascii() and own.isprintable() and own.strip() != shown.strip():
                 raise ValueError(
-                    f"--teacher_url {self.url} has another vocabulary: token {token} is {shown!r} there and {own!r} in the "
+                    f"{self._server.named} has another vocabulary: token {token} is {shown!r} there and {own!r} in the "
                     "tokenizer of --pretrain; a teacher needs the same"
                 )
-
-    def _ask(self, method: str, path: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
-        attempts = Retrying(
-            retry=retry_if_exception(_may_pass),
-            wait=wait_exponential(multiplier=0.2, max=15),
-            stop=stop_after_attempt(ATTEMPTS),
-            reraise=True,
-        )
-        try:
-            return attempts(self._ask_once, method, path, request)
-        except httpx.HTTPStatusError as error:
-            code, said = error.response.status_code, error.response.text[:300]
-            raise ValueError(f"--teacher_url {self.url}: {method} {path} ended with {code}: {said}") from error
-        except httpx.HTTPError as error:
-            raise ValueError(f"--teacher_url {self.url}: {method} {path}: {type(error).__name__}: {error}") from error
-
-    def _ask_once(self, method: str, path: str, request: dict[str, Any] | None) -> dict[str, Any]:
-        response = self._client.request(method, f"{self.url}/{path}", json=request)
-        response.raise_for_status()
-        return response.json()
-
-
-def _may_pass(error: BaseException) -> bool:
-    """Whether asking again can help: the server is away, or says that it is busy or broken."""
-    if isinstance(error, httpx.HTTPStatusError):
-        return error.response.status_code == 429 or error.response.status_code >= 500
-    return isinstance(error, httpx.TransportError)

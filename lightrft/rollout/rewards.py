@@ -18,6 +18,7 @@ from typing import Any
 
 from lightrft.parallel.collectives import Axis
 from lightrft.registry import Registry
+from lightrft.rollout.model_rewards import ModelRewards
 from lightrft.types import Sample
 
 Reward = Callable[..., list[float | list[float | None] | dict[str, float]]]
@@ -55,7 +56,9 @@ class Judge:
         In the `background` it is asked by a thread while other samples still grow, else by the main thread in finish().
         """
         self.name, self.siblings = name, siblings or Axis("siblings", 1, 0, None)
-        self.function: Reward = rewards[name]
+        self.function: Reward = _on_server(name) if name.startswith(("http://", "https://")) else rewards[name]
+        self.models: ModelRewards | None = None
+        """Reward models that judge beside the function, when the engine sleeps: the device has room for one at a time."""
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward") if background else None
         self._begun: list[tuple[list[Sample], Future | None]] = []
 
@@ -70,7 +73,10 @@ class Judge:
             self._begun.append((samples, self._worker.submit(self._judge, samples) if self._worker else None))
 
     def finish(self, samples: list[Sample]) -> None:
-        """Wait for all that was begun. `samples` are these; siblings give them in the same order, and all get the rewards."""
+        """Wait for all that was begun, then ask the reward models. All ranks call it together.
+
+        `samples` are those that were begun; siblings give them in the same order, and all get the rewards.
+        """
         failure = self._failure()
         if self.siblings.size > 1:
             given = [(sample.reward, sample.reward_parts, sample.token_rewards) for sample in samples]
@@ -80,6 +86,8 @@ class Judge:
                 sample.reward, sample.reward_parts, sample.token_rewards = value
         if failure:
             raise failure
+        if self.models is not None:
+            self.models(samples)
 
     def _failure(self) -> ValueError | None:
         begun, self._begun = self._begun, []
@@ -134,6 +142,14 @@ class Judge:
         if not math.isfinite(number):
             raise ValueError(f"--reward {self.name}: {value!r} is not a finite number, for the response {sample.text!r:.200}")
         return number
+
+
+def _on_server(url: str) -> Reward:
+    try:
+        from lightrft.rollout.remote_reward import RemoteReward
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--reward {url} needs {error.name}: pip install 'lightrft[http]'") from error
+    return RemoteReward(url)
 
 
 def _last_number(text: str) -> float | None:

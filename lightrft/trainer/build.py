@@ -27,9 +27,11 @@ from lightrft.observe.trace import Trace
 from lightrft.parallel import device
 from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
+from lightrft.roles.reward_model import RewardModel
 from lightrft.roles.teacher import Teacher
 from lightrft.rollout.collector import Collector
 from lightrft.rollout.experience import ExperienceMaker
+from lightrft.rollout.model_rewards import ModelRewards
 from lightrft.rollout.rewards import Judge
 from lightrft.rollout.sampler import Sampler
 from lightrft.strategy import StrategyBase
@@ -60,6 +62,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     if algorithm.aux_loss_coef > 0:
         policy.routers = Routers(policy.actor.language_model, algorithm.aux_loss_coef)
     mixin = build_mixin(config, policy, tokenizer) if config.data.pretrain_data else None
+    judge.models = build_model_rewards(config, strategy, tokenizer)
     strategy.announce("start_engine")
     strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
     collect = collector(config, strategy, course.prompts, Sampler(strategy, tokenizer, config.rollout), judge)
@@ -192,6 +195,23 @@ def build_teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedT
     return Policy(strategy, strategy.prepare(model), temperature=config.rollout.temperature, **limits)
 
 
+def build_model_rewards(
+    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase
+) -> ModelRewards | None:
+    """The frozen models of --reward_pretrain, sharded like the reference; None where there are none."""
+    limits = {"max_tokens": config.train.max_tokens_per_microbatch, "batching": config.train.batching}
+    models: dict[str, RewardModel] = {}
+    for name in config.model.reward_pretrain:
+        strategy.announce("load_reward_models")
+        check_vocabulary(config.model, "reward_pretrain", tokenizer, name=name)
+        with strategy.init_model_context():
+            model = load_scorer(config.model, "reward_pretrain", name=name, new_head=False)
+            scorer = Scorer(model).requires_grad_(False)
+        short = Path(name).name
+        models[f"{short}_{len(models)}" if short in models else short] = RewardModel(strategy, strategy.prepare(scorer), **limits)
+    return ModelRewards(models, config.reward.reward_model_coef) if models else None
+
+
 def build_mixin(config: Config, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Mixin:
     """Prompts with answers from --pretrain_data, learned beside the samples."""
     prompts = load_prompts(config.data, tokenizer, source="pretrain_data", judge=answer_problem)
@@ -206,10 +226,12 @@ def build_mixin(config: Config, policy: Policy, tokenizer: PreTrainedTokenizerBa
 def evaluation(config: Config, strategy: StrategyBase) -> tuple[Sampler, Judge]:
     """An engine with the weights of `pretrain`, and what judges its responses."""
     judge = Judge(config.reward.reward, strategy.mesh.siblings, background=config.reward.reward_background)
-    config.engine.enable_engine_sleep = False  # nothing else needs the device
+    tokenizer = load_tokenizer(config.model)
+    judge.models = build_model_rewards(config, strategy, tokenizer)
+    config.engine.enable_engine_sleep = judge.models is not None  # else nothing else needs the device
     strategy.announce("start_engine")
     strategy.setup_inference_engine(config, config.engine.engine_type)
-    return Sampler(strategy, load_tokenizer(config.model), config.rollout), judge
+    return Sampler(strategy, tokenizer, config.rollout), judge
 
 
 def observation(config: Config, strategy: StrategyBase) -> tuple[Observer, Trace]:

@@ -6,13 +6,10 @@ from lightrft.algorithms.advantage import RIGHT, share_of_draws
 from lightrft.observe.metrics import Metrics
 from lightrft.rollout.groups import Group
 from lightrft.rollout.rewards import Judge
-from lightrft.rollout.sampler import Sampler
-from lightrft.types import Prompt, Sample
 
 
-def evaluate(sampler: Sampler, judge: Judge, prompts: list[Prompt], metrics: Metrics) -> list[Sample]:
-    """Add `eval/*` metrics over all ranks' prompts; the engine must be awake. Returns this rank's greedy samples."""
-    groups = sampler.answer(prompts)
+def evaluate(groups: list[Group], judge: Judge, metrics: Metrics) -> None:
+    """Add `eval/*` metrics of all ranks' groups, which Sampler.answer() made. The engine should sleep."""
     judge([sample for group in groups for sample in group.responses])
     for group in groups:
         metrics.mean("eval/accuracy", group.greedy.reward)
@@ -21,7 +18,6 @@ def evaluate(sampler: Sampler, judge: Judge, prompts: list[Prompt], metrics: Met
         for k, share in pass_at_k(group).items():
             metrics.mean(f"eval/pass_at_{k}", share)
     metrics.sum("eval/num_samples", len(groups))
-    return [group.greedy for group in groups]
 
 
 def pass_at_k(group: Group) -> dict[int, float]:

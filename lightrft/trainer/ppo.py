@@ -51,7 +51,8 @@ class PPOTrainer(Trainer):
 
     def evaluate(self) -> None:
         with self.strategy.engine_awake(self.policy.actor):
-            evaluate(self.collect.sampler, self.collect.judge, self.eval_prompts, self.metrics)
+            groups = self.collect.sampler.answer(self.eval_prompts)
+        evaluate(groups, self.collect.judge, self.metrics)
 
     def save_models(self) -> None:
         super().save_models()

@@ -249,3 +249,53 @@ def test_a_judge_leaves_prompts_out(tmp_path, warnings):
     file = write_lines(tmp_path / "data.jsonl", *ROWS)
     prompts = load(file, bad_rows="skip", judge=lambda prompt: "even" if prompt.columns["label"] == "2" else None)
     assert [(p.index, p.text) for p in prompts] == [(0, "2+3=")] and "data.jsonl:1: even" in warnings[0]
+
+
+# -- several data sets
+
+
+def several(tmp_path: Path, *counts: int) -> str:
+    files = [
+        write_lines(tmp_path / f"{name}.jsonl", *({"input": f"{name}{i}", "label": "x"} for i in range(count)))
+        for name, count in zip("abc", counts, strict=False)
+    ]
+    return ",".join(map(str, files))
+
+
+def test_several_data_sets_one_after_the_other(tmp_path):
+    prompts = load(several(tmp_path, 3, 2))
+    assert [prompt.text for prompt in prompts] == ["a0", "a1", "a2", "b0", "b1"]
+    assert [prompt.index for prompt in prompts] == [0, 1, 2, 3, 4]
+    assert [prompt.text for prompt in load(several(tmp_path, 3, 4), max_samples=2)] == ["a0", "a1", "b0", "b1"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "shares", "expected"),
+    [((3, 2), [0.5, 0.5], (3, 3)), ((4, 2), [0.2, 0.8], (4, 16)), ((2, 6, 1), [1, 2, 1], (3, 6, 3)), ((3, 3), [7, 7], (3, 3))],
+    ids=str,
+)
+def test_shares_of_several_data_sets(tmp_path, counts, shares, expected):
+    """Every row comes, and as often as any other of its data set, give or take one."""
+    texts = [prompt.text for prompt in load(several(tmp_path, *counts), prompt_data_probs=shares)]
+    for name, count, total in zip("abc", counts, expected, strict=False):
+        times = [texts.count(f"{name}{i}") for i in range(count)]
+        assert sum(times) == total and min(times) >= 1 and max(times) - min(times) <= 1
+
+
+@pytest.mark.parametrize("shares", [[1.0], [0.5, 0.0], [0.2, 0.3, 0.5]], ids=str)
+def test_shares_that_are_not_of_these_data_sets(tmp_path, shares):
+    with pytest.raises(DataError, match="--prompt_data_probs takes a number above 0 for each of the 2 data sets"):
+        load(several(tmp_path, 3, 2), prompt_data_probs=shares)
+
+
+def test_a_comma_in_a_name_and_a_missing_file(tmp_path):
+    assert len(load(write_lines(tmp_path / "a,b.jsonl", *ROWS))) == 2
+    with pytest.raises(DataError, match="--prompt_data nowhere.jsonl: no such file"):
+        load(f"{several(tmp_path, 1)},nowhere.jsonl")
+
+
+def test_a_reference_answer(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", {"input": "1", "label": "x", "solution": "y"})
+    assert load(path, reference_key="solution")[0].columns["reference"] == "y"
+    with pytest.raises(DataError, match=r"a.jsonl:1: no column 'answer' \(--reference_key\); it has input, label, solution"):
+        load(path, reference_key="answer")

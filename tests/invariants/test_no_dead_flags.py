@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from lightrft.cli.door import read_config
 from lightrft.config import AlgorithmSection, RewardSection
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import ppo_trainer
 from ranks import run_ranks
+from roles import rows
 from runs import PPO, prepare, repeatable, rows_of
 from scripts.prepare_quickstart import tiny_qwen3
 from tiny import tiny_experts
@@ -69,6 +71,7 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "kl_target": (KL, ["--kl_target=0.1"]),
     "kl_horizon": ([*KL, "--kl_target=0.1"], ["--kl_horizon=100"]),
     "reward": ([], ["--reward={folder}/reward.py:share_of_letters"]),
+    "reward_model_coef": (["--reward_pretrain={folder}/model/scorer1"], ["--reward_model_coef=2"]),
     "overlong_buffer": ([], OVERLONG),
     "overlong_buffer_len": (OVERLONG, ["--overlong_buffer_len=5"]),
     "overlong_buffer_penalty_factor": (OVERLONG, ["--overlong_buffer_penalty_factor=3"]),
@@ -80,11 +83,11 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
 """Field -> (flags of both runs, flags of the second)."""
 EXTREMES = ["--advantage_estimator=dr_grpo", "--loss_agg_mode=token-mean", "--seed=29"]
 """Without the standard deviation of groups, which would hide what only scales rewards; and with responses that end early."""
-OTHER_REWARD = '''
+OTHER_REWARD = """
 
 def share_of_letters(samples, label, **columns):
     return [sum(97 <= token < 123 for token in sample.token_ids) / len(sample.token_ids) for sample in samples]
-'''
+"""
 
 
 def test_every_field_is_turned():
@@ -97,7 +100,9 @@ def numbers(tmp_path_factory) -> dict[str, tuple[dict[str, Any], dict[str, Any]]
     folder = tmp_path_factory.mktemp("inputs")
     inputs = prepare(folder)
     tiny_qwen3(folder / "teacher", seed=1)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "teacher")
     tiny_experts(folder / "experts")
+    tokenizer.save_pretrained(rows.dense_scorer(str(folder / "model"), 1))
     (folder / "reward.py").open("a").write(OTHER_REWARD)
     return run_ranks(1, every_step, inputs, str(folder), timeout=400)[0]
 

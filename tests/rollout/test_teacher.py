@@ -108,6 +108,7 @@ def test_a_server_with_another_vocabulary_is_refused(folders):
         RemoteTeacher(url, Shifted(), alone())
 
 
+@pytest.mark.slow
 def test_a_busy_server_is_asked_again_and_a_wrong_one_is_not(folders, monkeypatch):
     with teacher_server(folders[1], busy=3) as url:
         assert RemoteTeacher(url, byte_tokenizer(), alone())._model == "teacher"

@@ -1,0 +1,29 @@
+"""A reward function on a server: what it computes with need not be on this machine.
+
+    POST URL  {"query": [prompt and response], "prompts": [...], "responses": [...], "labels": [...]}  ->  {"rewards": [...]}
+
+One request for each prompt, with all its responses; a reward is what a function here may return for a sample.
+"""
+
+from typing import Any
+
+from lightrft.roles.endpoint import Endpoint
+from lightrft.types import Sample
+
+KEY = "REWARD_API_KEY"
+
+
+class RemoteReward:
+    """A Reward. ValueError for a server that stays away, or answers something else."""
+
+    def __init__(self, url: str):
+        self._server = Endpoint("--reward", url, KEY)
+
+    def __call__(self, samples: list[Sample], label: list[Any] | None = None, **_: Any) -> list[Any]:
+        prompts, responses = [sample.prompt.text for sample in samples], [sample.text for sample in samples]
+        whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+        given = {"query": whole, "prompts": prompts, "responses": responses, "labels": label or [None] * len(samples)}
+        answer = self._server.ask("POST", request=given)
+        if not isinstance(answer, dict) or "rewards" not in answer:
+            raise ValueError(f'the answer is not {{"rewards": [...]}}: {answer!r:.200}')
+        return answer["rewards"]

@@ -1,0 +1,134 @@
+"""Rewards that other models give: a reward model beside the actor, and a server."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+
+from lightrft.rollout.model_rewards import ModelRewards
+from lightrft.rollout.rewards import Judge, rewards
+from lightrft.types import Prompt, Sample
+from ranks import run_ranks
+from roles import rows
+from tiny import tiny_model
+
+SHAPES = [(3, 5), (1, 1), (7, 2), (4, 0), (2, 9)]
+"""Tokens of prompt and response."""
+COEFFICIENT = 0.5
+
+
+def samples() -> list[Sample]:
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for number, shape in enumerate(SHAPES):
+        prompt, response = (torch.randint(0, 256, (count,), generator=generator).tolist() for count in shape)
+        text = f"{number}!"
+        asked = Prompt(number, f"{number}?", prompt, {"label": str(number)})
+        made.append(Sample(asked, number, response, [0.0] * len(response), text, "stop"))
+    return made
+
+
+def by_step(given: list[Sample], **_) -> list:
+    """A number, for each token, by parts, in turn."""
+    kinds = {
+        0: lambda s: 2.0,
+        1: lambda s: [1.0],
+        2: lambda s: {"a": 1.0, "b": 3.0},
+        3: lambda s: 0.0,
+        4: lambda s: [1.0] + [None] * 8,
+    }
+    return [kinds[sample.group](sample) for sample in given]
+
+
+def scored(folders: list[str], held: list[int]) -> list[tuple[float, dict, list | None]]:
+    made = rows.strategy()
+    rewards.register("by_step")(by_step)
+    judge = Judge("by_step", made.mesh.siblings)
+    models = {f"model{place}": rows.reward_model(made, folder, max_tokens=24) for place, folder in enumerate(folders)}
+    judge.models = ModelRewards(models, COEFFICIENT)
+    mine = samples()[sum(held[: made.get_rank()]) : sum(held[: made.get_rank() + 1])]
+    judge(mine)
+    return [(sample.reward, sample.reward_parts, sample.token_rewards) for sample in mine]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[str]:
+    folder = tiny_model(tmp_path_factory.mktemp("model"))
+    return [rows.dense_scorer(folder, seed) for seed in (1, 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("held", [[5], [2, 3], [5, 0]], ids=str)
+def test_scores_are_added_to_what_the_function_says(folders, held):
+    """Scores of transformers' own class, which reads the last token."""
+    found = [each for part in run_ranks(len(held), scored, folders, held) for each in part]
+    plain = [rows.plain_scorer(folder) for folder in folders]
+    function = [2.0, 1.0, 4.0, 0.0, 1.0]
+    for sample, (reward, parts, tokens), said in zip(samples(), found, function, strict=True):
+        ids = torch.tensor([*sample.prompt.token_ids, *sample.token_ids])
+        with torch.no_grad():
+            scores = [COEFFICIENT * float(model(ids[None], use_cache=False).logits) for model in plain]
+        assert reward == pytest.approx(said + sum(scores), abs=1e-4)
+        own = {"a": 1.0, "b": 3.0} if sample.group == 2 else {"function": said}
+        assert parts == pytest.approx(own | {"model0": scores[0], "model1": scores[1]}, abs=1e-4)
+        if sample.group == 4:
+            assert tokens == [1.0, *[None] * 7, pytest.approx(sum(scores), abs=1e-4)]
+        elif sample.group == 1:
+            assert tokens == [pytest.approx(1.0 + sum(scores), abs=1e-4)]
+        else:
+            assert tokens is None
+
+
+# -- a server
+
+
+class Lengths(BaseHTTPRequestHandler):
+    """Rewards a response by its length; `said` are the requests, `answer` what it says instead."""
+
+    said: list
+    answer: object = None
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        type(self).said.append((self.path, request, self.headers["Authorization"]))
+        answer = {"rewards": [len(text) for text in request["responses"]]} if self.answer is None else self.answer
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def address():
+    Lengths.said, Lengths.answer = [], None
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Lengths)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/get_reward"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_server_is_a_reward_function(address, monkeypatch):
+    monkeypatch.setenv("REWARD_API_KEY", "secret")
+    given = samples()[:2]
+    Judge(address)(given)
+    assert [sample.reward for sample in given] == [2, 2]
+    request = {"query": ["0?0!", "1?1!"], "prompts": ["0?", "1?"], "responses": ["0!", "1!"], "labels": ["0", "1"]}
+    assert Lengths.said == [("/get_reward", request, "Bearer secret")]
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [({"scores": [1, 1]}, 'the answer is not {"rewards": '), ({"rewards": [1]}, r"\[1\] is not a list of 2 rewards")],
+    ids=str,
+)
+def test_other_answers_are_refused(address, answer, says):
+    Lengths.answer = answer
+    with pytest.raises(ValueError, match=f"--reward {address}: .*{says}"):
+        Judge(address)(samples()[:2])
