@@ -103,13 +103,13 @@ class FusedWeights:
 def _pieces(name: str, renamed: str | None, parts: Mapping[str, list[str]], places: Mapping[str, nn.Module]) -> Iterator[Piece]:
     """None where the engine has no such layer."""
     path, _, attribute = (renamed or "").rpartition(".")
-    own = name.split(".")[-2]
-    fused = next((fused for fused, its_parts in parts.items() if own in its_parts and own != fused), None)
-    if fused is not None:
-        path = f"{path.rpartition('.')[0]}.{fused}"
+    own, inside = name.split(".")[-2], path.rpartition(".")[0]
+    fused = next((fused for fused, its_parts in parts.items() if own in its_parts and f"{inside}.{fused}" in places), own)
+    part = parts[fused].index(own) if fused != own else None
+    if part is not None:
+        path = f"{inside}.{fused}"
     layer = places.get(f"{path}.{ROUTED}", places.get(path))
     if layer is not None and getattr(layer, attribute, None) is not None:
-        part = None if fused is None else parts[fused].index(own)
         for there, row, column in _places(layer, attribute, part):
             yield Piece(name, layer, attribute, there, row, column)
 

@@ -66,7 +66,7 @@ class _Shim:
         atexit.register(gc.unfreeze)  # it froze every object; unfrozen ones are collected in order, without complaints
         (self.model,) = llm.apply_model(lambda model: model)
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
-        parts = getattr(self.model, "packed_modules_mapping", PARTS)
+        parts = PARTS | getattr(self.model, "packed_modules_mapping", {})
         known = engine_names(names)
         known = {name: mapper.map_name(published) for name, published in known.items()} if mapper else known
         self.weights = FusedWeights(self.model, known, parts=parts, packs=_packs)
@@ -167,14 +167,15 @@ class VLLMEngine(Engine):
         self.names = published_names(config, **trust)
         super().__init__(self.names.shapes, sleep_level=setup.section.engine_sleep_level, axis=setup.axis,
                          max_model_len=setup.max_model_len, vocabulary=Vocabulary.of(setup.model_path, config, **trust))
-        self.most_images = setup.section.limit_mm_image_per_prompt if reads_images(config) else 0
+        sees = reads_images(config)
+        self.most_images = setup.section.limit_mm_image_per_prompt if sees else 0
         self.device = setup.device
         self.on_cpu = setup.device.type == "cpu"
         memory = _Shim.own_shared_memory(setup.axis) if self.on_cpu else nullcontext()
         with _random_state_kept(self.device), memory, _Shim.rank_in_environment(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with starting("vllm", setup):
-                self._llm = LLM(**_arguments(setup, self.most_images))
+                self._llm = LLM(**_arguments(setup, self.most_images, sees))
         self._shim = _Shim(self._llm, self.names)
         if unknown := self._shim.weights.unknown:
             logger.warning("--verify_weight_sync leaves out what it cannot find: {}", self.names.strangers(unknown, "vllm"))
@@ -288,14 +289,14 @@ class VLLMEngine(Engine):
         gc.collect()
 
 
-def _arguments(setup: EngineSetup, most_images: int) -> dict:
+def _arguments(setup: EngineSetup, most_images: int, sees: bool) -> dict:
     section, on_cpu = setup.section, setup.device.type == "cpu"
     memory = {"kv_cache_memory_bytes": int(section.engine_kv_cache_gb * 2**30)} if on_cpu else {}
     images = {
         "limit_mm_per_prompt": {"image": most_images, "video": 0, "audio": 0},
         "mm_processor_cache_gb": 0,  # what would stay in it are the images of the last step
     }
-    return memory | (images if most_images else {}) | {
+    return memory | (images if sees else {}) | {
         "model": setup.model_path,
         "trust_remote_code": setup.trust_remote_code,
         "dtype": str(setup.dtype).removeprefix("torch."),
@@ -310,7 +311,7 @@ def _arguments(setup: EngineSetup, most_images: int) -> dict:
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature
         "generation_config": "vllm",  # no sampling defaults from the model's folder
-        "skip_tokenizer_init": not most_images,  # token ids in, token ids out; its processors of images want one all the same
+        "skip_tokenizer_init": not sees,  # token ids in, token ids out; its processors of images want one all the same
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }

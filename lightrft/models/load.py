@@ -7,11 +7,15 @@ import torch
 from huggingface_hub import snapshot_download
 from loguru import logger
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -25,10 +29,11 @@ from lightrft.models.weight_files import WeightFiles, is_backbone, missing_and_u
 def load_model(section: ModelSection, flag: str = "pretrain") -> PreTrainedModel:
     """The causal language model that `flag` names, in float32 (the master weights), with attention over flat batches.
 
+    With its towers where a family has no other form; they are not used, and not trained, as long as prompts are text.
     Inside init_model_context() it may be empty: its parameters get memory when it is sharded. ValueError for weights that
     are missing in the folder, or that the model does not know.
     """
-    return _load(AutoModelForCausalLM, section, flag)
+    return _load(None, section, flag)
 
 
 def load_scorer(section: ModelSection, flag: str = "pretrain", *, name: str = "", new_head: bool = True) -> PreTrainedModel:
@@ -40,12 +45,13 @@ def load_scorer(section: ModelSection, flag: str = "pretrain", *, name: str = ""
 
 
 def _load(
-    kind: type, section: ModelSection, flag: str, *, name: str = "", new_head: bool = False, **options: Any
+    kind: type | None, section: ModelSection, flag: str, *, name: str = "", new_head: bool = False, **options: Any
 ) -> PreTrainedModel:
     options |= {"trust_remote_code": section.trust_remote_code}
     name = name or getattr(section, flag)
     given = f"--{flag} {name}"
     name = _checked(name, given)
+    kind = kind or _generating(AutoConfig.from_pretrained(name, **options))
     model = _empty(kind, name, new_head, options) if makes_empty() else None
     if model is None:
         with real_parameters():
@@ -56,6 +62,12 @@ def _load(
         raise ValueError(f"{given}: {name} cannot be trained on flat batches: {'; '.join(problems)}")
     model.config.use_cache = False
     return model
+
+
+def _generating(config: PretrainedConfig) -> type:
+    """The class that generates text, and no more than that if there is a choice."""
+    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def _whole(kind: type, name: str, given: str, new_head: bool, options: dict[str, Any]) -> PreTrainedModel:
