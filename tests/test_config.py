@@ -69,6 +69,14 @@ def test_forms_of_switching_off(argv):
     assert config.observe.use_tensorboard is False and written == {"use_tensorboard"}
 
 
+def test_other_spellings_count_as_written():
+    config, written = parse(["--eps-clip-low", "0.1", "--no-use-tensorboard", "--disable_engine_sleep"])
+    assert written == {"eps_clip_low", "use_tensorboard", "enable_engine_sleep"}
+    assert not config.observe.use_tensorboard and not config.engine.enable_engine_sleep
+    config.expand({"eps_clip_low": 0.2}, written)
+    assert config.algorithm.eps_clip_low == 0.1
+
+
 def test_a_file_gives_defaults_and_flags_override_it(file):
     path = file("train:\n  seed: 7\n  max_steps: 5\noptim:\n  actor_learning_rate: 1.0e-3\n  adam_betas: [0.5, 0.6]\n")
     for argv in (["--config", path, "--seed", "8"], ["--seed", "8", f"--config={path}"]):
@@ -252,6 +260,21 @@ def test_batches_that_do_not_divide_show_all_numbers():
     assert "rollout_batch_size 10 x n_samples_per_prompt 3 = 30 samples are not a multiple of train_batch_size 7" in message
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--max_steps=0", "--max_samples=0", "--max_eval_samples=0", "--micro_train_batch_size=-1", "--zpg=0"], "at least 1"),
+        (["--dual_clip=1", "--dual_clip=nan"], "above 1"),
+        (["--sapo_tau_positive=0", "--timeout_minutes=0", "--rollout_correction_high=nan"], "above 0"),
+        (["--actor_learning_rate=-1", "--max_norm=-1", "--eval_n_samples=-1", "--eps_clip_low=-0.2"], "at least 0"),
+        (["--ema_beta=2", "--lr_warmup_ratio=3", "--engine_mem_util=60"], "between 0 and 1"),
+    ],
+)
+def test_numbers_out_of_their_range_are_named(argv, said):
+    message = problems(*RUNNABLE, *argv)
+    assert all(f"{flag.split('=')[0]} must be {said}" in message for flag in argv)
+
+
 def test_a_sequence_that_fits_no_microbatch():
     message = problems(*RUNNABLE, "--prompt_max_len", "100", "--generate_max_len", "60", "--max_tokens_per_microbatch", "128")
     assert "prompt_max_len 100 + generate_max_len 60 = 160 tokens do not fit into max_tokens_per_microbatch 128" in message
@@ -272,6 +295,7 @@ def test_a_sequence_that_fits_no_microbatch():
         (["--high_entropy_token_ratio", "1.2"], "--high_entropy_token_ratio is a share, between 0 and 1"),
         (["--policy_loss", "cpgd", "--eps_clip_low", "1"], "--policy_loss cpgd takes the logarithm of 1 - eps_clip_low"),
         (["--rollout_correction", "tis", "--use_engine_logprobs"], "--rollout_correction corrects nothing"),
+        (["--rollout_correction=mis", "--rollout_correction_low=3"], "--rollout_correction_low is above --rollout_correction_"),
         (["--gamma", "1.5"], "--gamma must be between 0 and 1"),
         (["--lambd", "-0.1"], "--lambd must be between 0 and 1"),
         (["--value_clip", "-1"], "--value_clip must not be negative; 0 is no clipping"),
@@ -373,6 +397,7 @@ def test_help_shows_the_meaning_of_every_flag(capsys):
         parse(["--help"], "What the door does.")
     shown = " ".join(capsys.readouterr().out.split())
     assert end.value.code == 0 and "What the door does." in shown
+    assert "--no-use-tensorboard Switch off --use_tensorboard. --" in shown
     assert "Stop after so many steps, whatever num_episodes says." in shown and "cosine to 10 % of the peak" in shown
 
 

@@ -5,6 +5,7 @@
 The file gives defaults, flags override it.
 """
 
+import argparse
 import ast
 import inspect
 import sys
@@ -36,15 +37,18 @@ def parse(argv: list[str] | None = None, description: str = "") -> tuple[Config,
     files, flags = _split_config_flag(argv)
     arguments = [token for file in files for token in _arguments_of_file(file)] + _translated(flags)
     parser = _Parser(list(SECTIONS.values()), description=description, allow_abbrev=False)
+    parser.add_argument("--disable_engine_sleep", dest="enable_engine_sleep", action="store_false")  # its name in other tools
     documentation = {name: text for cls in SECTIONS.values() for name, text in field_docs(cls).items()}
     for action in parser._actions:
         action.help = documentation.get(action.dest, action.help).replace("%", "%%")
+        if isinstance(action, argparse._StoreFalseAction):
+            action.help, action.default = f"Switch off --{action.dest}.", argparse.SUPPRESS
     _check_flag_names(arguments, set(parser._option_string_actions))
     *sections, stray = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
     if stray:
         raise ConfigError(f"unexpected {' '.join(stray)}: every value follows its --flag. All flags: --help")
-    written = {token[2:].split("=")[0] for token in arguments if token.startswith("--")}
-    written = {name.removeprefix("no_") if name not in documentation else name for name in written}
+    options = parser._option_string_actions  # --eps-clip is --eps_clip, and --no_fsdp is of fsdp
+    written = {options[token.split("=")[0]].dest for token in arguments if token.startswith("--")}
     return Config(**dict(zip(SECTIONS, sections, strict=True))), written
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,36 @@ from lightrft.config.sections import (
 COUNTS = (
     *("rollout_batch_size", "n_samples_per_prompt", "generate_max_len", "prompt_max_len", "train_batch_size", "max_epochs"),
     *("num_episodes", "max_tokens_per_microbatch", "logging_steps", "max_ckpt_num", "weight_sync_bucket_mb"),
-    *("dynamic_sampling_rounds", "early_stop_every", "curriculum_rest"),
+    *("dynamic_sampling_rounds", "early_stop_every", "curriculum_rest", "max_samples", "max_eval_samples", "max_steps", "zpg"),
     *("limit_mm_image_per_prompt", "micro_rollout_batch_size", "engine_tp_size", "dp_replicate", "sp_size", "cp_size", "tp_size"),
+    "micro_train_batch_size",
 )
 """Fields that count things and cannot be 0."""
+
+RANGES: dict[str, tuple[Callable[[float], bool], Sequence[str]]] = {
+    "at least 1": (lambda value: value >= 1, COUNTS),
+    "above 1": (lambda value: value > 1, ["dual_clip"]),
+    "above 0": (
+        lambda value: value > 0,
+        ["sapo_tau_positive", "sapo_tau_negative", "rollout_correction_high", "timeout_minutes", "engine_kv_cache_gb"],
+    ),
+    "at least 0": (
+        lambda value: value >= 0,
+        [
+            *("actor_learning_rate", "critic_learning_rate", "l2", "max_norm", "max_ckpt_mem", "num_trajectories_to_save"),
+            *("eps_clip", "eps_clip_low", "eps_clip_high", "policy_drift_coef", "kl_cov_coef", "rollout_correction_low"),
+            *("eval_n_samples", "overlong_buffer_penalty_factor"),
+        ],
+    ),
+    "between 0 and 1": (lambda value: 0 <= value <= 1, ["lr_warmup_ratio", "ema_beta", "gamma", "lambd", "engine_mem_util"]),
+}
+"""What a number must be -> whether it is, and the fields that must be so."""
 
 
 def validate(config: Config, *, door: str, world_size: int) -> None:
     """Raise one ConfigError that names every impossible combination."""
     problems = _missing_inputs(config, door)
-    owners = section_of_field()
-    problems += [f"--{name} must be at least 1" for name in COUNTS if getattr(getattr(config, owners[name]), name) < 1]
+    problems += _range_problems(config, door)
     problems += _sampling_problems(config.rollout)
     if len(config.optim.adam_betas) != 2:
         problems.append("--adam_betas takes two numbers")
@@ -136,6 +156,15 @@ def _missing_inputs(config: Config, door: str) -> list[str]:
     data_flag = "eval_data" if door == "evaluate" else "prompt_data"
     if not getattr(config.data, data_flag):
         problems.append(f"--{data_flag} is empty: give a JSONL or parquet file, a folder of them, or a hub name")
+    return problems
+
+
+def _range_problems(config: Config, door: str) -> list[str]:
+    owners = section_of_field()
+    problems = []
+    for said, (holds, names) in RANGES.items():
+        values = {name: getattr(getattr(config, owners[name]), name) for name in names if owners[name] in DOORS[door]}
+        problems += [f"--{name} must be {said}" for name, value in values.items() if value is not None and not holds(value)]
     return problems
 
 
@@ -260,6 +289,9 @@ def _algorithm_problems(config: Config) -> list[str]:
     for name, bound in (("advantage_clip", algorithm.advantage_clip), ("reward_clip", reward.reward_clip)):
         if bound is not None and bound <= 0:
             problems.append(f"--{name} must be above 0; leave it out for no clipping")
+    masking = algorithm.rollout_correction in ("mis", "icepop")
+    if masking and algorithm.rollout_correction_low > algorithm.rollout_correction_high:
+        problems.append("--rollout_correction_low is above --rollout_correction_high: no token would count")
     if algorithm.clip_cov_range != sorted(algorithm.clip_cov_range) or len(algorithm.clip_cov_range) != 2:
         problems.append("--clip_cov_range takes the least and the most: two numbers")
     for name, share in (("high_entropy_token_ratio", algorithm.high_entropy_token_ratio), ("cov_ratio", algorithm.cov_ratio)):
@@ -276,9 +308,6 @@ def _algorithm_problems(config: Config) -> list[str]:
             problems.append(f"--{name} must be above 0")
     if algorithm.init_kl_coef < 0:
         problems.append("--init_kl_coef must not be negative")
-    for name, factor in (("gamma", algorithm.gamma), ("lambd", algorithm.lambd)):
-        if not 0 <= factor <= 1:
-            problems.append(f"--{name} must be between 0 and 1")
     if algorithm.aux_loss_coef < 0:
         problems.append("--aux_loss_coef must not be negative")
     if algorithm.ptx_coef <= 0:
