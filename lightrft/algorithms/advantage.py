@@ -3,7 +3,8 @@
 Each takes the rewards and groups of **all** samples of a step, of all ranks, and gives one advantage per reward: [M], [M] -> [M].
 A sample has one reward for the whole response, or several, each for a step of it (process supervision). What an estimator
 names beside them is a field of the algorithm section, or one of: `lengths` [M], tokens that the reward is for;
-`greedy_rewards` [M], the reward of the greedy response to the same prompt. returns.py spreads advantages over tokens.
+`greedy_rewards` [M], the reward of the greedy response to the same prompt, 0 for all steps of a response but its last.
+returns.py spreads advantages over tokens.
 """
 
 from collections.abc import Callable

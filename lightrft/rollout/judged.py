@@ -25,7 +25,7 @@ class Judged:
     finished: Tensor
     """Tokens of the response that ends with this reward, 0 where others follow."""
     greedy: Tensor
-    """Reward of the greedy response to the same prompt."""
+    """Reward of the whole greedy response to the same prompt, beside the last reward of a response; 0 beside others."""
     mine: slice
     """Those of this rank."""
 
@@ -57,8 +57,8 @@ class Judged:
 def _lines(row: int, sample: Sample) -> Iterator[tuple[float, ...]]:
     before = 0
     for place, (token, reward) in enumerate(sample.steps, 1):
-        whole = len(sample.token_ids) if place == len(sample.steps) else 0
-        yield row, sample.group, reward, token + 1 - before, whole, sample.greedy_reward
+        whole, greedy = (len(sample.token_ids), sample.greedy_reward) if place == len(sample.steps) else (0, 0.0)
+        yield row, sample.group, reward, token + 1 - before, whole, greedy
         before = token + 1
 
 

@@ -237,6 +237,7 @@ CASES: dict[str, tuple[list[Sample], dict[str, Any], dict[str, Any]]] = {
     ),
     "cut off": (cut(all_samples(), 3, 6), {"mask_truncated": True}, {}),
     "greedy": (beside_greedy(all_samples()), {"advantage_estimator": "remax"}, {}),
+    "greedy, stepwise": (beside_greedy(stepwise()), {"advantage_estimator": "remax"}, {}),
     "left out": (without(all_samples(), 0, 4), {}, {}),
     "short and long": (all_samples(), {"length_filter": [2, 6]}, {}),
     "hard enough": (all_samples(), {"difficulty_filter": [0.0, 0.9]}, {}),
@@ -265,6 +266,8 @@ EXPECTED: dict[str, list[list[float] | None]] = {
     "too long": [[reward - max(0, length - 6) / 2] * length for _, reward, length in SAMPLES],
     "cut off": [None if place in (3, 6) else whole for place, whole in enumerate(WHOLE)],
     "greedy": [[reward - group - 0.5] * length for group, reward, length in SAMPLES],
+    # the greedy response is subtracted once from a response, however many steps were rewarded
+    "greedy, stepwise": [[1 + 3 - 0.5, 1 + 3 - 0.5, 3 - 0.5], [2 - 0.5, 2 - 0.5], [], [1 - 1.5]],
     "left out": [None if place in (0, 4) else whole for place, whole in enumerate(WHOLE)],
     "short and long": [whole if 2 <= len(whole) <= 6 else None for whole in WHOLE],
     # right are half of group 0, all of group 1, none of group 2
