@@ -368,7 +368,8 @@ def test_a_flag_without_effect_is_named(door, argv, warning):
 
 
 def test_flags_with_effect_are_not_named():
-    config, written = parse(["--init_kl_coef", "0.1", "--kl_estimator", "k1", "--eval_data", "x", "--eval_steps", "5", "--bf16"])
+    config, written = parse(["--init_kl_coef", "0.1", "--kl_estimator", "k1", "--eval_data", "x", "--eval_steps", "5", "--bf16",
+                             "--dynamic_sampling", "--partial_rollout"])  # fmt: skip
     assert flags_without_effect(config, written, "train_ppo") == []
 
 

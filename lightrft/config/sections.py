@@ -179,7 +179,8 @@ class RolloutSection:
     early_stop_every: int = 256
     """With over_sampling: after so many tokens of each response the ranks see whether enough groups are complete."""
     partial_rollout: bool = False
-    """With over_sampling: go on in the next step with the responses that were stopped; otherwise they are lost."""
+    """With over_sampling: go on in the next step with the responses that were stopped; otherwise they are lost. With
+    dynamic_sampling too: learn in the next step from groups that were more than needed."""
     curriculum: list[float] = field(default_factory=list)
     """Prompts of whose responses less than the first or more than the second share was right rest for curriculum_rest passes."""
     curriculum_rest: int = 3

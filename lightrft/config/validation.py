@@ -86,7 +86,7 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
         "rollout_correction_high": (bool(config.algorithm.rollout_correction), "--rollout_correction"),
         "dynamic_sampling_rounds": (config.rollout.dynamic_sampling, "--dynamic_sampling"),
         "early_stop_every": (config.rollout.over_sampling > 1, "--over_sampling"),
-        "partial_rollout": (config.rollout.over_sampling > 1, "--over_sampling"),
+        "partial_rollout": (config.rollout.over_sampling > 1 or config.rollout.dynamic_sampling, "--over_sampling"),
         "curriculum_rest": (bool(config.rollout.curriculum), "--curriculum"),
         "prompt_data_probs": ("," in config.data.prompt_data, "several --prompt_data, joined by commas"),
         "reward_model_coef": (bool(config.model.reward_pretrain), "--reward_pretrain"),
