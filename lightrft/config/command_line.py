@@ -37,7 +37,6 @@ def parse(argv: list[str] | None = None, description: str = "") -> tuple[Config,
     files, flags = _split_config_flag(argv)
     arguments = [token for file in files for token in _arguments_of_file(file)] + _translated(flags)
     parser = _Parser(list(SECTIONS.values()), description=description, allow_abbrev=False)
-    parser.add_argument("--disable_engine_sleep", dest="enable_engine_sleep", action="store_false")  # its name in other tools
     documentation = {name: text for cls in SECTIONS.values() for name, text in field_docs(cls).items()}
     for action in parser._actions:
         action.help = documentation.get(action.dest, action.help).replace("%", "%%")
