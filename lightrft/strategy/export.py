@@ -1,11 +1,13 @@
 """A Hugging Face folder from a weight stream."""
 
 import copy
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -17,6 +19,8 @@ from lightrft.strategy.atomic import PART, sync_file, write_folder
 from lightrft.strategy.shard_writer import ShardWriter
 
 MAX_SHARD_BYTES = 5 * 10**9
+PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
+"""Of models that see: nothing in it is trained."""
 
 Stream = Iterator[tuple[str, Tensor]]
 
@@ -82,8 +86,18 @@ def _write_rest(
         model.generation_config.save_pretrained(part)
     if tokenizer is not None:
         tokenizer.save_pretrained(part)
+    for file in _files_beside(model):
+        shutil.copy(file, part)
     for path in part.iterdir():
         sync_file(path)
+
+
+def _files_beside(model: PreTrainedModel) -> list[Path]:
+    """What reads images for it, from where it came from: a folder, or the hub's files on this machine."""
+    if Path(model.name_or_path).is_dir():
+        return [path for name in PROCESSOR if (path := Path(model.name_or_path, name)).is_file()]
+    cached = [try_to_load_from_cache(model.name_or_path, name) for name in PROCESSOR] if model.name_or_path else []
+    return [Path(path) for path in cached if isinstance(path, str)]
 
 
 def _check_target(folder: Path, part: Path, mark: str = "config.json") -> None:
