@@ -1,41 +1,45 @@
-"""Call a function in the environment that has SGLang: it lies over the tests' own, beside its folder."""
+"""Call a function in the environment that has SGLang: it lies over the tests' own, beside its folder.
 
+SGLang's import takes longer than most of what is tested, so one process imports it for all tests and is forked for each call.
+"""
+
+import atexit
+import gc
+import importlib
+import logging
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PREFIX = Path(f"{sys.prefix}-sglang")
+SEARCHED = os.pathsep.join(map(str, [ROOT / "tests" / "sglang_stand_ins", ROOT, ROOT / "tests"]))
 
 
-def in_sglang_environment(function: Callable[..., Any], *args: Any, timeout: float = 600) -> Any:
-    """`function(*args)` in a process of that environment, which imports SGLang first, so that forked ranks have it.
+def in_sglang_environment(function: Callable[..., Any], *args: Any, timeout: float = 600, spawns: bool = False) -> Any:
+    """`function(*args)` in a fork of a process of that environment, which has imported SGLang; ranks are forked from there.
 
+    SGLang's own processes are forked from it too (spares.py), or with `spawns` started afresh, as they are for users.
     The function, its arguments and its result travel by pickle, so it must live in a module that can be imported. What it
     raises, a dead process, the time limit (seconds) or a call of the stand-in for SGLang's kernels raise RuntimeError here.
     """
     with tempfile.TemporaryDirectory() as folder:
         paths = {name: Path(folder) / name for name in ("call", "answer", "output", "stand_in_calls")}
-        paths["call"].write_bytes(pickle.dumps((function, args)))
-        with open(paths["output"], "wb") as output:
-            process = subprocess.Popen([_python(), "-W", "ignore", __file__, folder], cwd=ROOT, env=_environment(paths),
-                                       stdout=output, stderr=output, start_new_session=True)
-            try:
-                process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                pass
-            finally:
-                _end_group(process)
+        environment = os.environ | {"STAND_IN_CALLS": str(paths["stand_in_calls"]), "PYTHONPATH": SEARCHED}
+        paths["call"].write_bytes(pickle.dumps((environment, spawns, pickle.dumps((function, args)))))
+        ended = _host().call(folder, timeout)
         said = paths["output"].read_text(errors="replace")[-20_000:]
         if not paths["answer"].exists():
-            raise RuntimeError(f"{function} ended with {process.returncode} within {timeout} s and said:\n{said}")
+            raise RuntimeError(f"{function} ended with {ended} within {timeout} s and said:\n{said}")
         result, error = pickle.loads(paths["answer"].read_bytes())
         if error:
             raise RuntimeError(f"{said}\n{error}")
@@ -44,37 +48,77 @@ def in_sglang_environment(function: Callable[..., Any], *args: Any, timeout: flo
         return result
 
 
-def _python() -> Path:
-    python = PREFIX / "bin" / "python"
-    if not python.exists():
-        raise RuntimeError(f"no environment with SGLang at {PREFIX}: make it with `bash scripts/environment.sh test`")
-    return python
+class _Host:
+    """The process that has imported SGLang. It lives as long as this one."""
+
+    def __init__(self):
+        python = PREFIX / "bin" / "python"
+        if not python.exists():
+            raise RuntimeError(f"no environment with SGLang at {PREFIX}: make it with `bash scripts/environment.sh test`")
+        self.said = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen([python, "-W", "ignore", __file__], cwd=ROOT, env=os.environ | {"PYTHONPATH": SEARCHED},
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, text=True)
+        atexit.register(self.process.kill)
+        if not self.process.stdout.readline():
+            self.said.seek(0)
+            raise RuntimeError(f"SGLang cannot be imported:\n{self.said.read()}")
+
+    def call(self, folder: str, timeout: float) -> str:
+        """How the fork ended that answers in this folder; nothing of it is left."""
+        print(folder, file=self.process.stdin, flush=True)
+        pid = int(self.process.stdout.readline())
+        ended = select.select([self.process.stdout], [], [], timeout)[0]
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        code = self.process.stdout.readline().strip()
+        return code if ended else "nothing"
 
 
-def _environment(paths: dict[str, Path]) -> dict[str, str]:
-    path = os.pathsep.join(map(str, [ROOT / "tests" / "sglang_stand_ins", ROOT, ROOT / "tests"]))
-    return os.environ | {"PYTHONPATH": path, "STAND_IN_CALLS": str(paths["stand_in_calls"])}
+@cache
+def _host() -> _Host:
+    return _Host()
 
 
-def _end_group(process: subprocess.Popen) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
+def _serve() -> None:
+    """A folder on each line of standard input: the process that answers in it, and how that ended."""
+    import lightrft.engine.sglang  # noqa: F401  before all of SGLang, as it sets its environment
+
+    logging.disable()  # many models need what is not here
+    importlib.import_module("sglang.srt.models.registry").ModelRegistry._load_default_models()
+    logging.disable(logging.NOTSET)
+    gc.freeze()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        pid = os.fork()
+        if not pid:
+            _answer(Path(line.strip()))
+        print(pid, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
 def _answer(folder: Path) -> None:
-    import lightrft.engine.sglang  # noqa: F401
-
-    function, args = pickle.loads((folder / "call").read_bytes())
     try:
-        answer = function(*args), ""
-    except BaseException:
-        answer = None, traceback.format_exc()
-    (folder / "answer.part").write_bytes(pickle.dumps(answer))
-    os.rename(folder / "answer.part", folder / "answer")
+        os.setsid()
+        output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1), os.dup2(output, 2)
+        environment, spawns, call = pickle.loads((folder / "call").read_bytes())
+        os.environ.update(environment)
+        if not spawns:
+            import spares
+
+            spares.for_each_child()
+        try:
+            function, args = pickle.loads(call)
+            answer = function(*args), ""
+        except BaseException:
+            answer = None, traceback.format_exc()
+        (folder / "answer.part").write_bytes(pickle.dumps(answer))
+        os.rename(folder / "answer.part", folder / "answer")
+    finally:
+        os._exit(0)
 
 
 if __name__ == "__main__":
-    _answer(Path(sys.argv[1]))
+    _serve()

@@ -1,14 +1,15 @@
-"""What is SGLang's own, beyond the contract: a course with the real engine, and what its versions have."""
+"""What is SGLang's own, beyond the contract: a course with the real engine, whole runs, and what its versions have."""
 
 import json
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 
 from engine.sglang_course import course
 from ranks import run_ranks
-from runs import PPO, prepare, rows_of, train
+from runs import PPO, prepare, repeatable, rows_of, train
 from scripts.sglang_interface import interface, missing, used
 from sglang_environment import PREFIX, in_sglang_environment
 from tiny import tiny_model
@@ -21,7 +22,7 @@ NEWEST = Path(__file__).parent / "sglang_newest.json"
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     folder = tiny_model(tmp_path_factory.mktemp("tied"), seed=2, tie=True)
-    return in_sglang_environment(partial(run_ranks, 2, course, folder, timeout=400), timeout=850)
+    return in_sglang_environment(partial(run_ranks, 2, course, folder, timeout=400), timeout=850, spawns=True)
 
 
 @pytest.mark.slow
@@ -32,15 +33,58 @@ def test_course(outcomes: list[dict[str, str]]) -> None:
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.slow
-def test_a_run_with_another_flag(tmp_path: Path) -> None:
-    """GRPO on two ranks, as with vLLM: SGLang samples what the trainer computes, and the reward rises."""
+# -- runs, which differ from those with another engine in one flag
+
+
+LORA = ["--lora_rank=8", "--lora_alpha=32", "--actor_learning_rate=1e-2"]
+RUNS = {
+    "fsdp": (2, []),
+    "zero2": (2, ["--fsdp=false", "--zero_stage=2"]),
+    "tp": (2, ["--tp_size=2"]),
+    "ulysses": (2, ["--sp_size=2"]),
+    "alone": (1, []),
+    "tp, engine cut": (2, ["--tp_size=2", "--engine_tp_size=2"]),
+    "lora": (2, LORA),
+    "lora, zero3": (2, [*LORA, "--fsdp=false", "--zero_stage=3", "--offload_idle"]),
+}
+"""Ranks and flags. ../trainer/test_resume.py has ZeRO 3."""
+SAME = {"zero2": "fsdp", "tp": "fsdp", "ulysses": "fsdp", "tp, engine cut": "alone", "lora, zero3": "lora"}
+"""Runs that have the same numbers, as they have as many engines."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, float]]]:
+    folder = tmp_path_factory.mktemp("runs")
     engine = ["--engine_type=sglang", "--engine_kv_cache_gb=0.05", "--enable_engine_sleep"]
-    flags = [*prepare(tmp_path), *PPO, *engine, "--max_steps=6"]
-    in_sglang_environment(partial(train, "train_ppo", 2, flags, tmp_path / "run", timeout=400), timeout=850)
-    rows = rows_of(tmp_path / "run")
-    assert len(rows) == 6 and max(row["engine/logprob_mismatch_max"] for row in rows) < 1e-4
-    assert rows[-1]["rollout/reward"] > rows[0]["rollout/reward"]
+    flags = [*prepare(folder), *PPO, *engine, "--train_batch_size=16"]
+
+    @cache
+    def rows(name: str) -> list[dict[str, float]]:
+        ranks, own = RUNS[name]
+        steps = "--max_steps=6" if name == "fsdp" else "--max_steps=3"
+        in_sglang_environment(partial(train, "train_ppo", ranks, [*flags, *own, steps], folder / name))
+        return repeatable(rows_of(folder / name))
+
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_every_strategy_feeds_it(run: Callable[[str], list[dict[str, float]]], name: str) -> None:
+    """Of every step: SGLang samples from what the trainer computes with, and the layout changes no number."""
+    rows = run(name)
+    assert max(row["engine/logprob_mismatch_max"] for row in rows) < 1e-4 < min(row["train/grad_norm"] for row in rows)
+    for mine, other in zip(rows[:3], run(SAME.get(name, name))[:3], strict=True):
+        for metric in mine.keys() - {"engine/logprob_mismatch_max"}:
+            assert mine[metric] == pytest.approx(other[metric], rel=2e-3, abs=1e-5), metric
+
+
+@pytest.mark.slow
+def test_the_reward_rises(run: Callable[[str], list[dict[str, float]]]) -> None:
+    assert len(run("fsdp")) == 6 and run("fsdp")[-1]["rollout/reward"] > run("fsdp")[0]["rollout/reward"]
+
+
+# -- without an engine
 
 
 def test_the_pinned_version_has_what_is_used() -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from lightrft.engine.base import Sampling
 from lightrft.strategy import get_strategy
 from ranks import run_ranks
 from runs import PPO, prepare, repeatable, rows_of, train
+from sglang_environment import in_sglang_environment
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 DEADLY_REWARD = '''
@@ -40,6 +42,7 @@ def deadly(samples, label, **columns):
 STRATEGIES = {"fsdp": ["--fsdp"], "zero2": ["--zero_stage=2"], "zero3": ["--zero_stage=3"]}
 REMEMBERS = ["--reward_running_norm", "--use_kl_loss=false", "--init_kl_coef=0.1", "--kl_target=1e-4", "--kl_horizon=50"]
 """What goes on from step to step beside the models: moments of all rewards, a coefficient that moves."""
+SGLANG = ["--engine_type=sglang", "--engine_kv_cache_gb=0.05", "--enable_engine_sleep"]
 RUN = [*PPO, *REMEMBERS, "--max_steps=6", "--train_batch_size=16", "--lr_scheduler=cosine", "--save_steps=2"]
 
 
@@ -61,12 +64,17 @@ def assert_same_run(found: Path, expected: Path) -> None:
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+def run(flags: list[str], folder: Path) -> None:
+    where = in_sglang_environment if "--engine_type=sglang" in flags else partial.__call__
+    where(partial(train, "train_ppo", 2, flags, folder))
+
+
 def interrupted(flags: list[str], folder: Path, monkeypatch, says: str = "ended with -9", **environment: str) -> list[str]:
     """Run until something happens; returns what is in the folder of checkpoints."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=says):
-        train("train_ppo", 2, flags, folder)
+        run(flags, folder)
     for name in environment:
         monkeypatch.delenv(name)
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
@@ -76,6 +84,8 @@ CASES = {
     "hf-fsdp": ("fsdp", []),
     "hf-zero2": ("zero2", ["--async_save"]),
     "vllm-fsdp": ("fsdp", ["--engine_type=vllm", "--enable_engine_sleep"]),
+    "sglang-fsdp": ("fsdp", SGLANG),
+    "sglang-zero3": ("zero3", [*SGLANG, "--async_save", "--offload_idle"]),
     "vllm-zero3": ("zero3", ["--engine_type=vllm", "--enable_engine_sleep", "--async_save", "--offload_idle"]),
 }
 
@@ -85,10 +95,10 @@ def test_killed_run_continues_with_the_same_numbers(inputs, tmp_path, monkeypatc
     """Killed in step 4, after the checkpoint of step 2, in the middle of a pass of three steps."""
     strategy, options = CASES[case]
     flags = [*inputs, *RUN, *STRATEGIES[strategy], *options]
-    train("train_ppo", 2, flags, tmp_path / "whole")
+    run(flags, tmp_path / "whole")
     assert interrupted(flags, tmp_path / "killed", monkeypatch, KILL_AT="4") == ["latest", "step2"]
     assert len(rows_of(tmp_path / "killed")) == 3
-    train("train_ppo", 2, [*flags, "--load_checkpoint"], tmp_path / "killed")
+    run([*flags, "--load_checkpoint"], tmp_path / "killed")
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
     assert len({row["rollout/kl_coef"] for row in rows_of(tmp_path / "whole")}) == 6
 
