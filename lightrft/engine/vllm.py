@@ -33,7 +33,7 @@ from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.start import starting, warn_if_untested
 from lightrft.engine.weights import Named
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.device import local_rank
+from lightrft.parallel.device import local_rank, seed_generators
 from lightrft.types import Completion
 
 ENVIRONMENT = {
@@ -191,7 +191,7 @@ class VLLMEngine(Engine):
     def _generate(self, requests: list[Request], seed: int, done: Done) -> None:
         samples: dict[int, dict[int, RequestOutput]] = {index: {} for index in range(len(requests))}
         with _random_state_kept(self.device), self._stance():
-            torch.manual_seed(seed)
+            seed_generators(seed, self.device)
             for index, request in enumerate(requests):
                 self._submit(index, request)
             for name, output in self._shim.finished():

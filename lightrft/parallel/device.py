@@ -28,6 +28,17 @@ def select_device() -> torch.device:
     return device
 
 
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed torch's generators of the host and of this device.
+
+    torch.manual_seed() also leaves a seed for every kind of device that was never used, and with each a stack trace, which takes
+    longer than many a layer.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
+
+
 def check_device_index(index: int, seen: int) -> None:
     if index >= seen:
         raise RuntimeError(

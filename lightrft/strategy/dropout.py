@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from lightrft.parallel.collectives import Axis
+from lightrft.parallel.device import seed_generators
 
 
 def draw_by_data_rank(module: nn.Module, data: Axis, device: torch.device) -> None:
@@ -21,7 +22,7 @@ def draw_by_data_rank(module: nn.Module, data: Axis, device: torch.device) -> No
         if module.training:
             seed = int(torch.randint(2**62, ())) + data.rank
             kept.append((torch.get_rng_state(), accelerator and accelerator.get_rng_state(device)))
-            torch.manual_seed(seed)
+            seed_generators(seed, device)
 
     def end(*_: Any) -> None:
         if kept:
