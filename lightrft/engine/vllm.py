@@ -49,11 +49,14 @@ for variable, default in ENVIRONMENT.items():
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # its import speaks before it has read the level
 
 import vllm  # noqa: E402  after its environment
-from vllm import LLM, SamplingParams  # noqa: E402
+from vllm import LLM, SamplingParams, ir  # noqa: E402
 from vllm.distributed.parallel_state import destroy_model_parallel  # noqa: E402
 from vllm.inputs import MultiModalInput, TokensInput, TokensPrompt, tokens_input  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
+
+HOST = "host"
+"""Our name, in vLLM's registry of kernels, for those that it has for CPUs."""
 
 
 class _Shim:
@@ -292,11 +295,12 @@ class VLLMEngine(Engine):
 def _arguments(setup: EngineSetup, most_images: int, sees: bool) -> dict:
     section, on_cpu = setup.section, setup.device.type == "cpu"
     memory = {"kv_cache_memory_bytes": int(section.engine_kv_cache_gb * 2**30)} if on_cpu else {}
+    kernels = {"ir_op_priority": {"rms_norm": [HOST], "fused_add_rms_norm": [HOST]}} if on_cpu else {}
     images = {
         "limit_mm_per_prompt": {"image": most_images, "video": 0, "audio": 0},
         "mm_processor_cache_gb": 0,  # what would stay in it are the images of the last step
     }
-    return memory | (images if sees else {}) | {
+    return memory | kernels | (images if sees else {}) | {
         "model": setup.model_path,
         "trust_remote_code": setup.trust_remote_code,
         "dtype": str(setup.dtype).removeprefix("torch."),
@@ -315,6 +319,38 @@ def _arguments(setup: EngineSetup, most_images: int, sees: bool) -> dict:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+
+
+def _kernel_takes(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
+    """Its vectors have up to 16 numbers. In bfloat16 it would round otherwise than transformers does."""
+    plain = variance_size is None and weight is not None
+    return plain and x.dtype == weight.dtype == torch.float32 and x.shape[-1] % 16 == 0
+
+
+@ir.ops.rms_norm.register_impl(
+    HOST, supports_args=lambda x, weight, epsilon, variance_size=None: _kernel_takes(x, weight, variance_size)
+)
+def _rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
+) -> torch.Tensor:
+    """vLLM's kernel for CPUs, which it has and does not choose: five to ten times as fast as torch, operation by operation."""
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    torch.ops._C.rms_norm(normed, x.contiguous(), weight, epsilon)
+    return normed
+
+
+@ir.ops.fused_add_rms_norm.register_impl(
+    HOST,
+    inplace=True,
+    supports_args=lambda x, x_residual, weight, epsilon, variance_size=None: (
+        _kernel_takes(x, weight, variance_size) and x.is_contiguous() and x_residual.is_contiguous()
+    ),
+)
+def _add_rms_norm(
+    x: torch.Tensor, x_residual: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
+    return x, x_residual
 
 
 def _draws(sampling: Sampling) -> int:

@@ -40,10 +40,30 @@ def test_two_tensor_parallel_engines_beside_each_other(tmp_path: Path) -> None:
     assert all(line.endswith("(deleted)") for _, mapped in results for line in mapped)
 
 
+def _norms_are_of_one_kernel(dtype: torch.dtype) -> None:
+    """Also of heads that are cut out of a wider tensor; where it rounds otherwise, or its vectors do not fit, torch computes."""
+    from vllm import ir
+
+    def expected(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()).to(dtype)
+
+    for width, kernel in ((32, "host" if dtype == torch.float32 else "native"), (24, "native")):
+        x, residual, weight = (torch.randn(*shape, width, dtype=dtype) for shape in ((5, 6), (5, 2), ()))
+        heads, summed = x[:, 2:4], x[:, 2:4] + residual
+        assert ir.ops.rms_norm.dispatch(heads, weight, 1e-6).provider == kernel
+        torch.testing.assert_close(ir.ops.rms_norm(heads, weight, 1e-6), expected(heads, weight))
+        assert ir.ops.fused_add_rms_norm.dispatch(heads, residual, weight, 1e-6).provider == "native"  # it writes in place
+        alone = heads.contiguous()
+        assert ir.ops.fused_add_rms_norm.dispatch(alone, residual, weight, 1e-6).provider == kernel
+        normed, total = ir.ops.fused_add_rms_norm.maybe_inplace(alone, residual, weight, 1e-6)
+        torch.testing.assert_close((normed, total), (expected(summed, weight), summed))
+
+
 def _proof_of_every_weight(folder: str, dtype: torch.dtype) -> tuple[list[str], str]:
     """Names that no proof covers, and what is said of a tied head that still multiplies with the old weights."""
     mesh = Mesh("cpu")
     engine = start("vllm", folder, mesh.world, dtype=dtype)
+    _norms_are_of_one_kernel(dtype)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     bench = Bench(engine, model, mesh.world, mesh.world.rank)
     bench.load(perturbed(model, 1))
