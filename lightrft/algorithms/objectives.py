@@ -92,8 +92,7 @@ class PolicyObjective:
         logprobs = torch.where(learned, logprobs, 0.0)
         old = logprobs.detach() if batch.old_logprobs is None else torch.where(learned, batch.old_logprobs, 0.0)
         advantages = torch.where(learned, batch.advantages, 0.0)
-        given = options(self.policy_loss, section, batch=batch, marked=batch.marked)
-        values, report = self.policy_loss(logprobs, old, advantages, **given)
+        values, report = self._losses(logprobs, old, advantages, batch)
         if batch.weights is not None:
             values = values * batch.weights
         if self.correction:
@@ -120,15 +119,30 @@ class PolicyObjective:
         if lacking:
             raise ValueError(f"the policy gradient needs {', '.join(lacking)} in the batch")
 
+    def _losses(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Experience) -> tuple[Tensor, Report]:
+        given = options(self.policy_loss, self.section, batch=batch, marked=batch.marked)
+        made = self.policy_loss(logprobs, old_logprobs, advantages, **given)
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise ValueError(f"--policy_loss {self.section.policy_loss} returns no pair: the losses of tokens and what to report")
+        return _of_tokens(f"--policy_loss {self.section.policy_loss}", made[0], logprobs), made[1]
+
     def _correct(self, old_logprobs: Tensor, batch: Experience) -> tuple[Tensor, Report]:
         """Weights [T] for what the engine, or an older policy, sampled with other probabilities."""
         ratios = importance_ratios(old_logprobs, batch.engine_logprobs, batch, self.section.rollout_correction_level)
         weights = self.correction(ratios, **options(self.correction, self.section))
+        weights = _of_tokens(f"--rollout_correction {self.section.rollout_correction}", weights, ratios)
         return weights, {
             "engine/is_weight_mean": weights,
             "engine/is_weight_max": weights,
             "engine/is_weight_masked_share": weights != ratios,
         }
+
+
+def _of_tokens(flag: str, values: Tensor, like: Tensor) -> Tensor:
+    """A scalar would be spread over all tokens, and the loss be another than was meant."""
+    if values.shape != like.shape:
+        raise ValueError(f"{flag} returns {list(values.shape)}, not one value for each of the {len(like)} tokens")
+    return values
 
 
 def drift(logprobs: Tensor, old_logprobs: Tensor) -> Report:

@@ -97,6 +97,11 @@ class ExperienceMaker:
         rewards = self.shape(judged.rewards, groups, judged.finished)
         given = {"lengths": judged.lengths, "greedy_rewards": judged.greedy}
         advantages = self.estimator(rewards, groups, **options(self.estimator, self.section, **given))
+        if advantages.shape != rewards.shape or not advantages.isfinite().all():
+            raise ValueError(
+                f"--advantage_estimator {self.section.advantage_estimator} returns {advantages!r:.200}, "
+                f"not a finite advantage for each of the {len(rewards)} rewards"
+            )
         if self.section.difficulty_weights:
             least, most = self.section.difficulty_weights
             advantages = by_difficulty(advantages, judged.solved(), least=least, most=most)

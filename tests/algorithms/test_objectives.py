@@ -156,6 +156,31 @@ def test_a_users_own_loss():
 # -- the critic
 
 
+def mean_loss(logprobs, old_logprobs, advantages):
+    return (-advantages * logprobs).mean(), {}
+
+
+def bare_loss(logprobs, old_logprobs, advantages):
+    return -advantages * logprobs
+
+
+def mean_weight(ratio):
+    return ratio.mean()
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"policy_loss": f"{__name__}:mean_loss"}, r"mean_loss returns \[\], not one value for each of the 5 tokens"),
+        ({"policy_loss": f"{__name__}:bare_loss"}, "bare_loss returns no pair"),
+        ({"rollout_correction": f"{__name__}:mean_weight"}, r"mean_weight returns \[\], not one value for each of the 5 tokens"),
+    ],
+)
+def test_what_a_users_own_function_must_return(section, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate(AlgorithmSection(**section), experience())
+
+
 def value_loss(clip: float, **columns: list[float]):
     """Learned are values of 1, 2 and 5, which were 1.5, 2 and 3, where 0, 4 and 5.25 were right."""
     values = torch.tensor([9.0, 1.0, 2.0, 9.0, 5.0], requires_grad=True)

@@ -313,14 +313,28 @@ def of_the_moon(rewards, groups, *, phase):
     return rewards * phase
 
 
-def test_what_a_run_does_not_make_is_named(folder):
-    with pytest.raises(RuntimeError, match="of_the_moon needs phase, which this run does not make"):
-        run_ranks(1, make_of_the_moon, folder)
+def of_groups(rewards, groups):
+    return rewards[groups == 0]
 
 
-def make_of_the_moon(folder: str) -> None:
-    section = AlgorithmSection(advantage_estimator=f"{__name__}:of_the_moon")
-    experience_of(make_policy(folder, 8, reference=False), [], [0], algorithm=section)
+def of_nothing(rewards, groups):
+    return rewards / (rewards - rewards)
+
+
+def test_estimators_that_cannot_be_are_named(folder):
+    needs, of_another_shape, not_finite = run_ranks(1, estimate_with, folder, ["of_the_moon", "of_groups", "of_nothing"])[0]
+    assert "of_the_moon needs phase, which this run does not make" in needs
+    for message in (of_another_shape, not_finite):
+        assert "not a finite advantage for each of the 8 rewards" in message
+
+
+def estimate_with(folder: str, names: list[str]) -> list[str]:
+    policy, messages = make_policy(folder, 8, reference=False), []
+    for name in names:
+        with pytest.raises(ValueError) as error:
+            experience_of(policy, all_samples(), [8], algorithm=AlgorithmSection(advantage_estimator=f"{__name__}:{name}"))
+        messages.append(str(error.value))
+    return messages
 
 
 # -- tokens that are chosen among those of an optimizer step
