@@ -9,18 +9,25 @@ from lightrft.parallel.collectives import Axis
 from lightrft.types import Batch, Prompt
 
 
-def answer_problem(prompt: Prompt) -> str | None:
-    """Why a row cannot be learned from; None when it can."""
+def answer_problem(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, longest: int) -> str | None:
+    """Why a row cannot be learned from, with its end token in at most `longest` tokens; None when it can."""
     label = prompt.columns.get("label")
     if not isinstance(label, str) or not label:
         return f"no text to learn in the answer column (--label_key): {label!r}"
+    length = len(prompt.token_ids) + len(answer_ids(label, tokenizer))
+    if length > longest:
+        return f"prompt and answer have {length} tokens, more than --max_tokens_per_microbatch {longest}"
     return None
+
+
+def answer_ids(label: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What is learned."""
+    return [*tokenizer(label, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
 
 
 def supervised_batch(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, rows: list[int]) -> Batch:
     """Prompt, answer and end token end to end; answer and end token are learned. `rows`: places in the whole batch."""
-    answers = [tokenizer(p.columns["label"], add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for p in prompts]
-    pairs = list(zip((p.token_ids for p in prompts), answers, strict=True))
+    pairs = [(prompt.token_ids, answer_ids(prompt.columns["label"], tokenizer)) for prompt in prompts]
     learned = [part for prompt, answer in pairs for part in ([False] * len(prompt), [True] * len(answer))]
     return Batch(
         lengths=torch.tensor([len(prompt) + len(answer) for prompt, answer in pairs], dtype=torch.int64),

@@ -1,8 +1,8 @@
 """The wiring: from a configuration to a trainer that is ready to run. Nothing else happens here."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -96,18 +96,23 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
 
 
 def sft_trainer(config: Config, strategy: StrategyBase) -> SFTTrainer:
-    course = load_course(config, config.train.train_batch_size, judge=answer_problem)
+    course = load_course(config, config.train.train_batch_size, answers=True)
     policy = build_policy(config, strategy, updates=course.total_steps, reference=False)
     observer, trace = observation(config, strategy)
     return SFTTrainer(config, strategy, policy, course, observer=observer, trace=trace)
 
 
-def load_course(config: Config, batch_size: int, **options: Any) -> Course:
-    """Training and held-out data; `options` are those of load_prompts()."""
+def load_course(config: Config, batch_size: int, *, answers: bool = False) -> Course:
+    """Training and held-out data; with `answers` those are learned, and must be there."""
     tokenizer = load_tokenizer(config.model)
-    prompts = load_prompts(config.data, tokenizer, **options)
-    eval_prompts = load_prompts(config.data, tokenizer, source="eval_data", **options) if config.data.eval_data else []
+    judge = judge_of_answers(config, tokenizer) if answers else None
+    prompts = load_prompts(config.data, tokenizer, judge=judge)
+    eval_prompts = load_prompts(config.data, tokenizer, source="eval_data", judge=judge) if config.data.eval_data else []
     return Course(tokenizer, prompts, eval_prompts, total_steps(config, len(prompts), batch_size))
+
+
+def judge_of_answers(config: Config, tokenizer: PreTrainedTokenizerBase) -> Callable[[Prompt], str | None]:
+    return partial(answer_problem, tokenizer=tokenizer, longest=config.train.max_tokens_per_microbatch)
 
 
 def collector(config: Config, strategy: StrategyBase, prompts: list[Prompt], sampler: Sampler, judge: Judge) -> Collector:
@@ -214,7 +219,7 @@ def build_model_rewards(
 
 def build_mixin(config: Config, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Mixin:
     """Prompts with answers from --pretrain_data, learned beside the samples."""
-    prompts = load_prompts(config.data, tokenizer, source="pretrain_data", judge=answer_problem)
+    prompts = load_prompts(config.data, tokenizer, source="pretrain_data", judge=judge_of_answers(config, tokenizer))
     if len(prompts) < config.train.train_batch_size:
         raise ConfigError(
             f"--pretrain_data {config.data.pretrain_data}: {len(prompts)} rows do not fill one optimizer step of "

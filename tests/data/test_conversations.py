@@ -26,9 +26,15 @@ def test_no_rows():
 
 @pytest.mark.parametrize("label", [None, "", 5, ["a"]])
 def test_an_answer_that_cannot_be_learned(label):
-    assert repr(label) in answer_problem(prompt("a", label)) and "--label_key" in answer_problem(prompt("a", label))
-    assert answer_problem(Prompt(index=0, text="a", token_ids=[97])) is not None
+    for row in (prompt("a", label), Prompt(index=0, text="a", token_ids=[97])):
+        problem = answer_problem(row, byte_tokenizer(), 100)
+        assert repr(row.columns.get("label")) in problem and "--label_key" in problem
 
 
 def test_a_good_answer():
-    assert answer_problem(prompt("a", "b")) is None
+    assert answer_problem(prompt("ab", "cd"), byte_tokenizer(), 5) is None
+
+
+def test_an_answer_that_fits_no_microbatch():
+    problem = answer_problem(prompt("ab", "cd"), byte_tokenizer(), 4)
+    assert problem == "prompt and answer have 5 tokens, more than --max_tokens_per_microbatch 4"
