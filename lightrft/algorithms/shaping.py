@@ -64,6 +64,7 @@ class RewardShaper:
             factor = section.overlong_buffer_penalty_factor
             shaped = shaped + overlong_penalty(lengths, longest=self.longest, buffer=buffer, factor=factor)
         if section.reward_running_norm:
+            shaped = shaped.float().double()  # so equal rewards have no spread: sums of equal float32 are exact in float64
             self.moments.update(shaped)
             center = self.moments.mean if section.reward_running_norm_minus_mean else 0.0
             shaped = (shaped - center) / (self.moments.std or 1.0)
@@ -71,7 +72,7 @@ class RewardShaper:
             shaped = shaped.clamp(-section.reward_clip, section.reward_clip)
         if section.reward_group_norm:
             shaped = grpo(shaped.float(), groups)
-        return shaped.float()  # as estimators get them: sums of equal float32 rewards are exact in float64
+        return shaped.float()  # as estimators get them, for the same reason
 
     def state_dict(self) -> dict[str, Any]:
         return vars(self.moments).copy()

@@ -95,7 +95,7 @@ class ExperienceMaker:
         """Advantages of all ranks' rewards, shaped before, so that no statistic is a rank's own: [M]."""
         groups = judged.groups.long()
         rewards = self.shape(judged.rewards, groups, judged.finished)
-        given = {"lengths": judged.lengths, "greedy_rewards": judged.greedy}
+        given = {"lengths": judged.lengths, "greedy_rewards": judged.greedy.float()}
         advantages = self.estimator(rewards, groups, **options(self.estimator, self.section, **given))
         if advantages.shape != rewards.shape or not advantages.isfinite().all():
             raise ValueError(

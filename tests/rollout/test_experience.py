@@ -317,7 +317,8 @@ def of_groups(rewards, groups):
     return rewards[groups == 0]
 
 
-def of_nothing(rewards, groups):
+def of_nothing(rewards, groups, *, greedy_rewards):
+    assert greedy_rewards.dtype == rewards.dtype  # else equal ones would differ
     return rewards / (rewards - rewards)
 
 
