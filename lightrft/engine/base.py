@@ -15,7 +15,7 @@ from lightrft.config import EngineSection
 from lightrft.engine.expected import Vocabulary
 from lightrft.engine.first_token import Done, first_token_apart
 from lightrft.engine.media import IMAGES, digest
-from lightrft.engine.proof import Fingerprints
+from lightrft.engine.proof import TURNS, Fingerprints
 from lightrft.engine.requests import Expanded, Request, Sampling, strange
 from lightrft.engine.stops import StopStrings
 from lightrft.parallel.collectives import Axis
@@ -75,6 +75,8 @@ class Engine(ABC):
         """False from a sleep of level 2, or a broken stream, until the next complete one."""
         self.proof_dtype: torch.dtype | None = None
         """What is streamed must be found in the engine, compared in this dtype, its own; None: nobody looks."""
+        self.proof_turn: int | None = None
+        """Which part of the weights the next proof looks at; None: at all of them."""
         self.closed = False
         self._failure: BaseException | None = None
 
@@ -119,14 +121,16 @@ class Engine(ABC):
         if "weights" not in self.awake:
             raise EngineError('load_weights() on a sleeping engine: call wake("weights") first')
         self.weights_valid = False
+        turn, self.proof_turn = self.proof_turn, None
         stream = self._checked(named_tensors)
-        sent = self._fingerprints(self.proof_dtype) if self.proof_dtype else None
+        sent = self._fingerprints(self.proof_dtype, turn) if self.proof_dtype else None
         self._load_weights(stream if sent is None else sent.watch(stream))
         for name, _ in stream:  # the end of the stream is where missing names are found
             raise EngineError(f"{type(self).__name__} stopped reading the weight stream at {name}")
         self.reset_cache()
         if sent is not None:
             self._prove(sent)
+            self.proof_turn = 0 if turn is None else (turn + 1) % TURNS
         self.version = version
         self.weights_valid = True
 
@@ -204,9 +208,9 @@ class Engine(ABC):
 
     # -- what an adapter implements to prove its weights
 
-    def _fingerprints(self, dtype: torch.dtype) -> Fingerprints:
+    def _fingerprints(self, dtype: torch.dtype, turn: int | None) -> Fingerprints:
         """Empty ones; here for an engine that keeps every weight as it came."""
-        return Fingerprints(self.expected, dtype, slices=self.axis.size)
+        return Fingerprints(self.expected, dtype, slices=self.axis.size, turn=turn)
 
     @abstractmethod
     def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
@@ -220,7 +224,7 @@ class Engine(ABC):
 
     def _prove(self, sent: Fingerprints) -> None:
         """EngineError unless the engine has what was sent, and nothing computed before."""
-        held = [self.axis.sum(numbers) for numbers in self._held(self._fingerprints(sent.dtype))]
+        held = [self.axis.sum(numbers) for numbers in self._held(self._fingerprints(sent.dtype, sent.turn))]
         problems = []
         if wrong := sent.wrong(held):
             problems.append(f"{wrong[0]} in the engine is not what was sent ({len(wrong)} of {len(self.expected)} differ)")

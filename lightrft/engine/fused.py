@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightrft.engine.experts import ATTRIBUTES, ROUTED, Index, expert_part, expert_places, is_experts
 from lightrft.engine.names import PublishedNames
-from lightrft.engine.proof import Fingerprints, signs
+from lightrft.engine.proof import TURNS, Fingerprints, signs
 
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """Fused layer -> the layers of the Hugging Face model that it is made of."""
@@ -73,17 +73,19 @@ class FusedWeights:
             for piece in found:
                 self._add(piece, users[getattr(piece.layer, piece.attribute)], packs)
 
-    def fingerprints(self, shapes: Mapping[str, torch.Size], dtype: torch.dtype, slices: int) -> Fingerprints:
-        """Empty ones for what can be compared here."""
-        bits, products = ({piece.name: None for piece in pieces} for pieces in (self.raw, self.packed))
-        return Fingerprints(shapes, dtype, slices=slices, bits=bits, products=products)
+    def fingerprints(
+        self, shapes: Mapping[str, torch.Size], dtype: torch.dtype, slices: int, turn: int | None
+    ) -> Fingerprints:
+        """Empty ones for what can be compared here, in this turn."""
+        bits, products = ({piece.name: None for piece in pieces} for pieces in (self.raw, self._multiplied(turn)))
+        return Fingerprints(shapes, dtype, slices=slices, bits=bits, products=products, turn=turn)
 
     @torch.inference_mode()
     def add_to(self, prints: Fingerprints) -> None:
         for piece in self.raw:
             prints.add(piece.name, piece.tensor, row=piece.row, column=piece.column)
         results: dict[nn.Module, Tensor] = {}
-        for piece in self.packed:
+        for piece in self._multiplied(prints.turn):
             cut = _is(piece.layer, "RowParallelLinear")
             columns = piece.layer.input_size_per_partition if cut else prints.shapes[piece.name][1]
             if piece.layer not in results:
@@ -91,6 +93,11 @@ class FusedWeights:
                 results[piece.layer] = piece.layer.quant_method.apply(piece.layer, x[None], None)[0].double()
             values = results[piece.layer][piece.part]
             prints.add_product(piece.name, values, len(values) * columns, row=piece.row)
+
+    def _multiplied(self, turn: int | None) -> list[Piece]:
+        """Of the layers that have a turn with each TURNS-th other, all if that is None."""
+        order = {layer: index % TURNS for index, layer in enumerate(dict.fromkeys(piece.layer for piece in self.packed))}
+        return [piece for piece in self.packed if turn in (None, order[piece.layer])]
 
     def _add(self, piece: Piece, users: list[nn.Module], packs: Callable[[nn.Module], bool]) -> None:
         if piece.tensor.numel():

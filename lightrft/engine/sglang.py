@@ -235,10 +235,10 @@ def _known_weights(scheduler: Scheduler, names: dict[str, str]) -> list[str]:
 
 
 def _held(
-    scheduler: Scheduler, names: dict[str, str], shapes: dict[str, torch.Size], dtype: torch.dtype, slices: int
+    scheduler: Scheduler, names: dict[str, str], shapes: dict[str, torch.Size], dtype: torch.dtype, slices: int, turn: int | None
 ) -> list[Tensor]:
     weights = _weights(scheduler, names)
-    prints = weights.fingerprints(shapes, dtype, slices)
+    prints = weights.fingerprints(shapes, dtype, slices, turn)
     weights.add_to(prints)
     return [numbers.cpu() for numbers in prints.numbers(next(scheduler.tp_worker.model_runner.model.parameters()).device)]
 
@@ -452,14 +452,14 @@ class SGLangEngine(Engine):
         self._led(lambda: self._shim.update_weights(payloads))
         del kept  # now, as every rank's is read
 
-    def _fingerprints(self, dtype: torch.dtype) -> Fingerprints:
-        return Fingerprints(self.expected, dtype, slices=self.axis.size, bits=self._known)
+    def _fingerprints(self, dtype: torch.dtype, turn: int | None) -> Fingerprints:
+        return Fingerprints(self.expected, dtype, slices=self.axis.size, bits=self._known, turn=turn)
 
     def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         """The first rank has all of it, the others nothing: they add up."""
         shapes = {name: self.expected[name] for name in self._known}
         asked = self._led(lambda: self._shim.ask("held", names=self._places(shapes), shapes=shapes,
-                                                  dtype=prints.dtype, slices=self.axis.size))
+                                                  dtype=prints.dtype, slices=self.axis.size, turn=prints.turn))
         held = [sum(of_ranks) for of_ranks in zip(*asked, strict=True)]
         return tuple(held) if self.axis.rank == 0 else tuple(map(torch.zeros_like, held))
 

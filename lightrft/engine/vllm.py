@@ -255,8 +255,8 @@ class VLLMEngine(Engine):
         if failures:
             raise failures[0]
 
-    def _fingerprints(self, dtype: torch.dtype) -> Fingerprints:
-        return self._shim.weights.fingerprints(self.expected, dtype, self.axis.size)
+    def _fingerprints(self, dtype: torch.dtype, turn: int | None) -> Fingerprints:
+        return self._shim.weights.fingerprints(self.expected, dtype, self.axis.size, turn)
 
     def _held(self, prints: Fingerprints) -> tuple[torch.Tensor, torch.Tensor]:
         with self._stance():

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TopKLogitsWarper
 from lightrft.config import EngineSection
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
 from lightrft.engine.build import build_engine
+from lightrft.engine.proof import TURNS
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 from lightrft.types import Completion
@@ -238,12 +239,16 @@ def _tampered(engine: Engine, tamper: Callable[[dict[str, torch.Tensor]], None])
         del engine._load_weights
 
 
-def _is_noticed(bench: Bench, tamper: Callable[[dict[str, torch.Tensor]], None], name: str) -> None:
-    """The error names the weight, nothing is generated with it, a complete stream repairs."""
+def _is_noticed(
+    bench: Bench, tamper: Callable[[dict[str, torch.Tensor]], None], name: str, turn: int | None = None
+) -> None:
+    """The error names the weight, nothing is generated with it, a complete stream repairs, and what repairs is proven whole."""
+    bench.engine.proof_turn = turn
     with _tampered(bench.engine, tamper), pytest.raises(EngineError, match=f"{name} in the engine is not what was sent"):
         bench.load(bench.model, 9)
     with pytest.raises(EngineError, match="load_weights"):
         bench.greedy()
+    assert bench.engine.proof_turn is None
     bench.load(bench.model)
 
 
@@ -279,6 +284,31 @@ def swapped_weights_are_named(bench: Bench) -> None:
     for name in ("model.embed_tokens.weight", layers[1] + "self_attn.o_proj.weight", layers[0] + "mlp.down_proj.weight"):
         for dim in (0, 1):
             _is_noticed(bench, lambda tensors, name=name, dim=dim: tensors.update({name: tensors[name].roll(1, dim)}), name)
+    assert bench.greedy() == bench.expected
+
+
+def later_proofs_look_at_parts(bench: Bench) -> None:
+    """One wrong element is named in its turn, and so is a weight that stays the old one, or, where it lies as it came, in any."""
+    name, old = "model.layers.1.mlp.up_proj.weight", perturbed(bench.model, 43)
+
+    def flip(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name][0, tensors[name][0].abs().argmax()] *= -1
+
+    def stay(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = old.get_parameter(name).detach()
+
+    by_product = [turn for turn in range(TURNS) if name in bench.engine._fingerprints(torch.float32, turn).products]
+    turn = by_product[0] if by_product else 0
+    assert len(by_product) <= 1
+    for tamper in (flip, stay):
+        _is_noticed(bench, tamper, name, turn)
+    if not by_product:
+        _is_noticed(bench, stay, name, (turn + 1) % TURNS)
+    bench.engine.proof_turn = (turn + 1) % TURNS
+    with _tampered(bench.engine, flip):
+        bench.load(bench.model)
+    assert bench.engine.proof_turn == (turn + 2) % TURNS
+    bench.load(bench.model)
     assert bench.greedy() == bench.expected
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightrft.engine.base import Engine, EngineError, Part, Request, Sampling
 from lightrft.engine.first_token import Done
-from lightrft.engine.proof import Fingerprints
+from lightrft.engine.proof import TURNS, Fingerprints
 
 EXPECTED = {"a": torch.Size([2]), "b": torch.Size([3])}
 STREAM = [("a", torch.zeros(2)), ("b", torch.zeros(3))]
@@ -82,3 +82,47 @@ def test_a_stream_that_the_adapter_does_not_read_to_its_end_does_not_count() -> 
 def test_missing_names_are_found_even_if_the_adapter_stops_one_early() -> None:
     with pytest.raises(ValueError, match="1 weights never came, the first is b"):
         Idle(reads=1).load_weights(STREAM[:1], 1)
+
+
+class Keeps(Idle):
+    """Holds what came, but for the elements in `wrong`."""
+
+    def __init__(self):
+        super().__init__()
+        self.expected, self.proof_dtype = {"a": torch.Size([64, 2])}, torch.float32
+        self.wrong: list[int] = []
+
+    def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+        ((_, tensor),) = named_tensors
+        self.held = tensor.clone()
+        self.held.view(-1)[self.wrong] += 1
+
+    def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
+        prints.add("a", self.held)
+        return super()._held(prints)
+
+
+def test_the_first_proof_is_whole_and_the_later_ones_look_at_parts_in_turns() -> None:
+    """An element that is wrong from the second sync on is named in its turn, and then by the next proof, which is whole."""
+    engine, stream = Keeps(), [("a", torch.arange(128.0).view(64, 2))]
+    engine.wrong = [77]
+    with pytest.raises(EngineError, match="a in the engine is not what was sent"):
+        engine.load_weights(stream, 1)
+    engine.wrong = []
+    engine.load_weights(stream, 1)
+    engine.wrong = [77]
+    for turn in range(77 // 4):  # rows 2 and 3 come with turn 1, and so on
+        assert engine.proof_turn == turn
+        engine.load_weights(stream, 2)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="a in the engine is not what was sent"):
+            engine.load_weights(stream, 3)
+        assert engine.proof_turn is None and not engine.weights_valid
+    engine.wrong = []
+    for turn in [*range(TURNS), 0]:
+        engine.load_weights(stream, 4)
+        assert engine.proof_turn == turn
+    engine.sleep(2)  # every row is written anew: what does not come is seen in any part
+    engine.wake("weights")
+    engine.load_weights(stream, 5)
+    assert engine.proof_turn == 1

@@ -115,6 +115,33 @@ def test_products_differ_by_rounding_or_are_found(dtype) -> None:
     assert expected.wrong(held(whole["w"] * torch.nan)) == ["w"]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_turns(dtype, monkeypatch) -> None:
+    """Each looks at a part of every tensor, whole or in pieces: at a row once, at a vector every time."""
+    monkeypatch.setattr(proof, "TURNS", 4)
+    whole, integer = tensors(dtype), proof.INTEGERS[dtype.itemsize]
+    looked_at = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in SHAPES.items()}
+    for turn in range(4):
+        expected, held = sent(whole, slices=2, turn=turn), prints(whole, slices=2, turn=turn)
+        for name, tensor in whole.items():
+            cut, last = max(1, len(tensor) // 3), tensor.shape[-1] // 2
+            held.add(name, tensor[:cut])
+            held.add(name, tensor[cut:], row=cut * math.prod(tensor.shape[1:-1]))
+            if name in ("wide", "odd"):
+                held.add(name, tensor[:, :last])
+                held.add(name, tensor[:, last:], column=last)
+        assert expected.wrong(held.numbers(CPU)) == []
+        for name, tensor in whole.items():
+            assert expected.wrong(sent(whole | {name: tensor * 2}, slices=2, turn=turn).numbers(CPU)) == [name]
+            for element in range(0, tensor.numel(), tensor.shape[-1] if tensor.ndim > 1 else 1):
+                changed = tensor.clone()
+                changed.view(integer).view(-1)[element] ^= 1
+                wrong = expected.wrong(sent(whole | {name: changed}, slices=2, turn=turn).numbers(CPU))
+                looked_at[name].view(-1)[element] += wrong == [name]
+    for times in looked_at.values():
+        assert (times.view(-1, times.shape[-1])[:, 0] == 1).all() if times.ndim > 1 else (times == 4).all()
+
+
 def test_in_a_narrower_dtype() -> None:
     """Sent in float32, kept in bfloat16: compared in bfloat16."""
     whole = tensors(torch.float32)
