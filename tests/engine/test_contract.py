@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 import pytest
 
-from engine.contract import CASES, STREAM_ONLY_CASES, one_wrong_element_is_named, run_contract, swapped_weights_are_named
+from engine.contract import (
+    CASES,
+    STREAM_ONLY_CASES,
+    later_proofs_look_at_parts,
+    one_wrong_element_is_named,
+    run_contract,
+    swapped_weights_are_named,
+)
 from ranks import run_ranks
 from sglang_environment import in_sglang_environment
 from tiny import tiny_model
@@ -21,8 +28,9 @@ class Layout(NamedTuple):
     """Those on an engine that reads no checkpoint need another start."""
 
 
-NOT_LONG = [case for case in CASES if case not in (one_wrong_element_is_named, swapped_weights_are_named)]
-"""Without two that SGLang passes alone, and takes long for."""
+LONG = one_wrong_element_is_named, swapped_weights_are_named, later_proofs_look_at_parts
+NOT_LONG = [case for case in CASES if case not in LONG]
+"""Without three that SGLang passes alone, and takes long for."""
 LAYOUTS = {
     "hf": Layout("hf", 1, 1),
     "hf-2-replicas": Layout("hf", 2, 1),
