@@ -4,6 +4,7 @@ On a CPU vLLM packs both for its kernel, in blocks of rows, filled up to whole b
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +15,20 @@ ROUTED = "routed_experts"
 """The layer inside of a mixture that has them."""
 BLOCK = 16
 """Rows that lie together, element by element, in the packed form of plain vector units."""
+AS_LOADED = {"TRITON", "BATCHED_TRITON"}
+"""vLLM's kernels that leave the weights as they were loaded; others turn or swap them, and are not known here."""
 
 Index = slice | tuple[int, slice]
 
 
 def is_experts(layer: nn.Module) -> bool:
-    return any(kind.__name__ == "RoutedExperts" for kind in type(layer).__mro__)
+    return is_a(layer, "RoutedExperts")
 
 
 def expert_places(layer: nn.Module, attribute: str) -> Iterator[tuple[Index, int, int]]:
     """(part of the layer's tensor, row and column of the full tensor [experts, rows, columns]); none where that is not known."""
     split = layer.moe_config.moe_parallel_config
-    if split.ep_size > 1 or (_kernel(layer) is not None and _kernel(layer).isa != "vec"):
+    if split.ep_size > 1 or not _is_known(layer):
         return
     own = layer.moe_config.intermediate_size_per_partition
     if split.tp_size == 1 or attribute == "w2_weight":
@@ -44,7 +47,7 @@ def expert_part(layer: nn.Module, attribute: str, index: Index) -> Tensor:
 
 def unpacked_experts(model: nn.Module) -> list[nn.Module]:
     """Before a reload: gives packed weights the shape that is loaded, without their values. The layers that have to be packed."""
-    layers = [layer for layer in model.modules() if is_experts(layer) and _kernel(layer) is not None]
+    layers = [layer for layer in model.modules() if is_experts(layer) and _packs(layer)]
     for layer in layers:
         for attribute in ATTRIBUTES.values():
             parameter = getattr(layer, attribute)
@@ -58,17 +61,26 @@ def pack_experts(layers: list[nn.Module]) -> None:
         _kernel(layer).process_weights_after_loading(layer)
 
 
-def _kernel(layer: nn.Module) -> object | None:
-    """What packs the layer's weights on a CPU; None elsewhere."""
-    kernel = layer.quant_method.moe_kernel.fused_experts
-    packs = any(kind.__name__ == "CPUUnquantizedExperts" for kind in type(kernel).__mro__)
-    return kernel if packs and not kernel._use_zentorch else None
+def _kernel(layer: nn.Module) -> Any:
+    return layer.quant_method.moe_kernel.fused_experts
+
+
+def _packs(layer: nn.Module) -> bool:
+    """Whether the layer's kernel, one for CPUs, has packed its weights."""
+    kernel = layer.quant_method.moe_kernel and _kernel(layer)
+    return is_a(kernel, "CPUUnquantizedExperts") and not kernel._use_zentorch
+
+
+def _is_known(layer: nn.Module) -> bool:
+    if _packs(layer):
+        return _kernel(layer).isa == "vec"
+    method = layer.quant_method
+    return is_a(method, "UnquantizedFusedMoEMethod") and method.unquantized_backend.name in AS_LOADED
 
 
 def _plain(layer: nn.Module, attribute: str, weight: Tensor) -> Tensor:
     """[..., rows, columns] without packing and filling; the same where it is neither."""
-    kernel = _kernel(layer)
-    if kernel is None:
+    if not _packs(layer):
         return weight
     *experts, rows, columns = weight.shape
     blocks = weight.reshape(*experts, rows // BLOCK, columns, BLOCK)
@@ -77,3 +89,8 @@ def _plain(layer: nn.Module, attribute: str, weight: Tensor) -> Tensor:
     if attribute == "w2_weight":
         return rows_again[..., :own]
     return rows_again.unflatten(-2, (2, rows // 2))[..., :own, :].flatten(-3, -2)
+
+
+def is_a(thing: object, kind: str) -> bool:
+    """Whether its class has this name or one of its parents has: the classes are another library's."""
+    return any(cls.__name__ == kind for cls in type(thing).__mro__)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lightrft.engine.experts import ATTRIBUTES, ROUTED, Index, expert_part, expert_places, is_experts
+from lightrft.engine.experts import ATTRIBUTES, ROUTED, Index, expert_part, expert_places, is_a, is_experts
 from lightrft.engine.names import PublishedNames
 from lightrft.engine.proof import TURNS, Fingerprints, signs
 
@@ -86,7 +86,7 @@ class FusedWeights:
             prints.add(piece.name, piece.tensor, row=piece.row, column=piece.column)
         results: dict[nn.Module, Tensor] = {}
         for piece in self._multiplied(prints.turn):
-            cut = _is(piece.layer, "RowParallelLinear")
+            cut = is_a(piece.layer, "RowParallelLinear")
             columns = piece.layer.input_size_per_partition if cut else prints.shapes[piece.name][1]
             if piece.layer not in results:
                 x = signs(piece.column, columns, piece.layer.weight.device).to(prints.dtype)
@@ -125,26 +125,21 @@ def _places(layer: nn.Module, attribute: str, part: int | None) -> Iterator[tupl
     """(part of the layer's parameter, row and column of the full tensor), of one part of a fused layer or of all of them."""
     if is_experts(layer):
         yield from expert_places(layer, attribute)
-    elif _is(layer, "VocabParallelEmbedding"):
+    elif is_a(layer, "VocabParallelEmbedding"):
         own = layer.shard_indices
         yield slice(own.org_vocab_end_index - own.org_vocab_start_index), own.org_vocab_start_index, 0
-    elif _is(layer, "ColumnParallelLinear"):
+    elif is_a(layer, "ColumnParallelLinear"):
         here = full = 0
         for index, size in enumerate(layer.output_partition_sizes):
-            repeated = layer.num_kv_head_replicas if _is(layer, "QKVParallelLinear") and index > 0 else 1
+            repeated = layer.num_kv_head_replicas if is_a(layer, "QKVParallelLinear") and index > 0 else 1
             if part in (None, index):
                 yield slice(here, here + size), (full if part is None else 0) + layer.tp_rank // repeated * size, 0
             here, full = here + size, full + size * layer.tp_size // repeated
     else:
-        cut = _is(layer, "RowParallelLinear") and attribute == "weight"
+        cut = is_a(layer, "RowParallelLinear") and attribute == "weight"
         yield slice(None), 0, layer.tp_rank * layer.input_size_per_partition if cut else 0
 
 
 def _multiplies(layer: nn.Module, uses: int) -> bool:
     """Not an embedding alone; a tied head is another layer with its weight, or the same one under another name."""
-    return not _is(layer, "VocabParallelEmbedding") or _is(layer, "ParallelLMHead") or uses > 1
-
-
-def _is(layer: nn.Module, kind: str) -> bool:
-    """Whether the layer's class has this name or one of its parents has: the classes are another library's."""
-    return any(cls.__name__ == kind for cls in type(layer).__mro__)
+    return not is_a(layer, "VocabParallelEmbedding") or is_a(layer, "ParallelLMHead") or uses > 1

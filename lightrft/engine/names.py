@@ -67,8 +67,8 @@ class PublishedNames:
         first = ", ".join(f"{name} (published as {self.pieces(name)[0]})" for name in names[:3])
         return (
             f"{engine} has no place for {len(names)} of the {len(self.shapes)} weights of {type(self._model).__name__}, such as "
-            f"{first}. Another version of it may have, and --engine_type hf has; if folders of this model call them otherwise, "
-            "say so with transformers' register_checkpoint_conversion_mapping()"
+            f"{first}. It may do without; if not, another version of it may take them, and --engine_type hf does; and if folders "
+            "of this model call them otherwise, say so with transformers' register_checkpoint_conversion_mapping()"
         )
 
     def _find(self, weights: dict[str, Tensor]) -> None:

@@ -19,6 +19,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
 from lightrft.config import ModelSection
 from lightrft.models.attention import ATTENTION
@@ -97,8 +99,9 @@ def _empty(kind: type, name: str, new_head: bool, options: dict[str, Any]) -> Pr
     )
     missing, unexpected = missing_and_unexpected(model, files.files)
     heads = {name for name in missing if not is_backbone(model, name)} if new_head else set()
-    if any(_without_head(model, missing, unexpected) if new_head else (missing, unexpected)):
-        logger.info("{} has other names than {}: every rank reads all of it, and converts it", name, type(model).__name__)
+    other_names = any(_without_head(model, missing, unexpected) if new_head else (missing, unexpected))
+    if other_names or any(isinstance(step, WeightConverter) for step in get_model_conversion_mapping(model)):
+        logger.info("{} has other weights than {}: every rank reads all of it, and converts it", name, type(model).__name__)
         return None
     for child_name in {name.split(".")[0] for name in heads}:
         _fill_new_head(model, child_name)

@@ -126,7 +126,7 @@ class ModelVerbs(MemoryVerbs):
         return unwrap(model)
 
     def full_params(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every parameter, tied ones once, in transfer dtype, bucket by bucket.
+        """(name in the transformers model, full tensor) of every parameter, tied ones once, in transfer dtype, bucket by bucket.
 
         Adapters are merged into their layers; persistent buffers follow, as they are. A tensor is valid until the next one is
         asked for. dtype None: bfloat16 with --bf16, else float32. An offloaded model comes back for it.

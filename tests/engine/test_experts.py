@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, PretrainedConfig
 
 from engine.contract import Bench, flipped_elements_are_named, perturbed, start
 from lightrft.config import ModelSection
-from lightrft.engine.base import Request, Sampling
+from lightrft.engine.base import Engine, EngineError, Request, Sampling
+from lightrft.engine.expected import published_names
+from lightrft.engine.names import PublishedNames
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.parallel.mesh import Mesh
@@ -40,7 +42,7 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path / "source")
 
 
-def course(folder: str, target: str) -> tuple[dict, list, list, list]:
+def course(folder: str, target: str) -> tuple[dict[str, torch.Tensor], list, tuple[torch.Tensor, ...], list]:
     """On both ranks: the trained parameters, and what one engine on two ranks and, from the folder, one on each rank answer.
 
     The answers of the first are also scored by the trainer.
@@ -63,19 +65,30 @@ def course(folder: str, target: str) -> tuple[dict, list, list, list]:
     trained = {name: tensor.clone() for name, tensor in made.full_params(actor)}
     made.save_model(actor, byte_tokenizer(), target)
     made.close_engine()
-    alone = start("vllm", target, Mesh("cpu").engine(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightrft.engine.vllm.published_names", with_a_stranger)
+        alone = start("vllm", target, Mesh("cpu").engine(1))
     again = answers_of(alone)
+    with pytest.raises(EngineError, match=r"vllm has no place for 1 of .*published as model.strange.weight"):
+        alone.load_weights(plain.named_parameters(), 1)
     alone.close()
     return trained, answers, scored, again
 
 
-def answers_of(engine) -> list[tuple[list[int], list[float]]]:
+def with_a_stranger(config: PretrainedConfig, **options: bool) -> PublishedNames:
+    """As of a family whose folders vLLM does not know."""
+    names = published_names(config, **options)
+    names.renamed["model.norm.weight"] = "model.strange.weight"
+    return names
+
+
+def answers_of(engine: Engine) -> list[tuple[list[int], list[float]]]:
     found = engine.generate([Request(prompt) for prompt in PROMPTS], GREEDY)
     return [(samples[0].token_ids, samples[0].logprobs) for samples in found]
 
 
 @torch.no_grad()
-def scores(actor: Actor, answers: list[tuple[list[int], list[float]]]) -> list[list[float]]:
+def scores(actor: Actor, answers: list[tuple[list[int], list[float]]]) -> tuple[torch.Tensor, ...]:
     """The trainer's log-probs of the same tokens, in one flat batch."""
     rows = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, answers, strict=True)]
     learned = [[False] * len(prompt) + [True] * len(tokens) for prompt, (tokens, _) in zip(PROMPTS, answers, strict=True)]
