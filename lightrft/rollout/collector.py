@@ -181,8 +181,10 @@ class Collector:
         return {"place": self.place, "number": self.number, "carried": carried, "history": self.history.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Groups that have grown beyond a --generate_max_len that is shorter now are lost."""
         self.place, self.number = state["place"], state["number"]
-        self.carried = [Group.restored(group, self.prompts) for group in state["carried"]]
+        carried = [Group.restored(group, self.prompts) for group in state["carried"]]
+        self.carried = [group for group in carried if group.fits(self.section.generate_max_len)]
         self.history.load_state_dict(state["history"])
 
 

@@ -39,6 +39,10 @@ class Group:
     def complete(self) -> bool:
         return all(sample.finish_reason != GROWING for sample in self.responses)
 
+    def fits(self, longest: int) -> bool:
+        """Whether no response is longer, and those that grow may still do so."""
+        return all(len(sample.token_ids) + (sample.finish_reason == GROWING) <= longest for sample in self.responses)
+
     @property
     def teaches(self) -> bool:
         """Whether its rewards differ."""

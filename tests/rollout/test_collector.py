@@ -181,6 +181,17 @@ def test_a_resumed_run_goes_on_alike(tmp_path):
     assert not any(sample.finish_reason == GROWING for group in step(resumed, 11)[0] for sample in group.samples)
 
 
+def test_a_resumed_run_with_shorter_responses_loses_those_that_are_too_long():
+    first = collector(MIXED, **FLAGS | {"early_stop_every": 2})
+    course(first, range(1, 6))
+    lengths = [max(len(sample.token_ids) + (sample.finish_reason == GROWING) for sample in g.responses) for g in first.carried]
+    assert min(lengths) < max(lengths)
+    resumed = collector(MIXED, **FLAGS, generate_max_len=max(lengths) - 1)
+    resumed.load_state_dict(first.state_dict())
+    short = [group.number for group, length in zip(first.carried, lengths, strict=True) if length < max(lengths)]
+    assert [group.number for group in resumed.carried] == short
+
+
 def on_ranks() -> tuple[list, dict, int]:
     collect = collector(copy.deepcopy(MIXED), Mesh("cpu").data, **FLAGS)
     return course(collect, range(1, 9)), collect.state_dict(), collect.sampler.tokens
