@@ -41,12 +41,16 @@ class Bench:
         model = tiny_model(seed, **options)
         return self.strategy.prepare((model, optimizer_of(model)))
 
-    def backward(self, model: nn.Module, optimizer: Optimizer, step: int, micro_batches: int = 1, scale: float = 1.0) -> float:
-        """This rank's part of an optimizer step; returns its part of the loss."""
+    def backward(
+        self, model: nn.Module, optimizer: Optimizer, step: int, micro_batches: int = 1,
+        change: Callable[[Tensor], Tensor] | None = None,
+    ) -> float:  # fmt: skip
+        """This rank's part of an optimizer step, whose loss goes through `change` before; returns its part of the loss."""
         data, total, denominator = self.strategy.mesh.data, 0.0, tokens(step)
         rows = [batch(step)[row] for row in share_of(data.rank, data.size, len(LENGTHS))]
         for index in range(micro_batches):
-            loss = loss_of(model, rows[index::micro_batches], denominator) * scale
+            loss = loss_of(model, rows[index::micro_batches], denominator)
+            loss = loss if change is None else change(loss)
             self.strategy.backward(loss, model, optimizer, last=index == micro_batches - 1)
             total += loss.item()
         return total

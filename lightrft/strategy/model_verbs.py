@@ -95,17 +95,18 @@ class ModelVerbs(MemoryVerbs):
 
         `loss` is this rank's share of the global mean: gradients are summed over ranks and micro-batches, nothing divides
         them. Only the `last` micro-batch of an optimizer step communicates. All ranks have the same number of micro-batches.
+        A loss that is not finite makes its gradients so, and with them the norm on all ranks: see optimizer_step().
         """
         self._check_here(model)
         (self._unsummed.discard if last else self._unsummed.add)(model)
-        self.accumulate(loss, model, last)
+        self.accumulate(loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan), model, last)
 
     def optimizer_step(
         self, optimizer: Optimizer, model: nn.Module, scheduler: LRScheduler | None = None, name: str = "model"
     ) -> Tensor:
         """Clip by one global norm, step, advance the schedule, forget the gradients. Returns the norm before clipping: [].
 
-        A norm that is not finite skips step and schedule on all ranks, and is counted in `skipped_steps`.
+        A norm or a loss that is not finite skips step and schedule on all ranks, and is counted in `skipped_steps`.
         """
         if model in self._unsummed:
             raise RuntimeError(f"optimizer_step({name}) after backward(last=False): gradients were not summed over the ranks yet")

@@ -112,7 +112,7 @@ def each_model_is_clipped_by_its_own_norm(bench: Bench) -> None:
         norms = []
         for step in range(STEPS):
             bench.backward(*actor, step)
-            bench.backward(*critic, step, scale=100.0)
+            bench.backward(*critic, step, change=lambda loss: loss * 100)
             norms += [bench.strategy.optimizer_step(pair[1], pair[0], name=name).item()
                       for pair, name in ((critic, "critic"), (actor, "actor"))]
     found, expected = Course(norms=norms[1::2], parameters=bench.snapshot(actor[0])), plain(sgd, max_norm=0.1)
@@ -128,16 +128,21 @@ def max_norm_0_does_not_clip(bench: Bench) -> None:
 
 
 def a_norm_that_is_not_finite_skips_the_step_everywhere(bench: Bench) -> None:
-    """One rank's loss is not a number: no rank steps or advances its schedule, and what follows is as if nothing had been."""
+    """One rank's loss is not a number: no rank steps or advances its schedule, and what follows is as if nothing had been.
+
+    It counts in the same way where its gradients are numbers.
+    """
     strategy, model = bench.strategy, tiny_model()
     optimizer = strategy.create_optimizer(model, 1e-2)
     scheduler = strategy.create_scheduler(optimizer, "constant", 4, 10)
     strategy.prepare((model, optimizer, scheduler))
     bench.course(model, optimizer, range(1), scheduler)
     before, rates, skipped = bench.snapshot(model), scheduler.get_last_lr(), strategy.skipped_steps
-    bench.backward(model, optimizer, 1, scale=math.nan if strategy.is_rank_0() else 1.0)
-    norm = strategy.optimizer_step(optimizer, model, scheduler)
-    assert not torch.isfinite(norm) and strategy.skipped_steps == skipped + 1
+    wrong = math.nan if strategy.is_rank_0() else 0.0
+    for count, change in enumerate((lambda loss: loss * (1 + wrong), lambda loss: loss + wrong), 1):
+        bench.backward(model, optimizer, 1, change=change)
+        norm = strategy.optimizer_step(optimizer, model, scheduler)
+        assert not torch.isfinite(norm) and strategy.skipped_steps == skipped + count
     assert distance(bench.snapshot(model), before) == 0 and scheduler.get_last_lr() == rates
     found = bench.course(model, optimizer, range(1, 3), scheduler)
     expected = plain(lambda model: AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0), rates=[2.5e-3, 5e-3, 7.5e-3])
