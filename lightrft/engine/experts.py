@@ -27,9 +27,9 @@ def is_experts(layer: nn.Module) -> bool:
 
 def expert_places(layer: nn.Module, attribute: str) -> Iterator[tuple[Index, int, int]]:
     """(part of the layer's tensor, row and column of the full tensor [experts, rows, columns]); none where that is not known."""
-    split = layer.moe_config.moe_parallel_config
-    if split.ep_size > 1 or not _is_known(layer):
+    if not is_experts(layer) or not _is_known(layer):
         return
+    split = layer.moe_config.moe_parallel_config
     own = layer.moe_config.intermediate_size_per_partition
     if split.tp_size == 1 or attribute == "w2_weight":
         yield slice(None), 0, split.tp_rank * own if attribute == "w2_weight" else 0
@@ -72,6 +72,9 @@ def _packs(layer: nn.Module) -> bool:
 
 
 def _is_known(layer: nn.Module) -> bool:
+    """Whether all experts lie here, in a form that is known."""
+    if layer.moe_config.moe_parallel_config.ep_size > 1:
+        return False
     if _packs(layer):
         return _kernel(layer).isa == "vec"
     method = layer.quant_method

@@ -123,7 +123,7 @@ def _pieces(name: str, renamed: str | None, parts: Mapping[str, list[str]], plac
 
 def _places(layer: nn.Module, attribute: str, part: int | None) -> Iterator[tuple[Index, int, int]]:
     """(part of the layer's parameter, row and column of the full tensor), of one part of a fused layer or of all of them."""
-    if is_experts(layer):
+    if attribute in ATTRIBUTES.values():
         yield from expert_places(layer, attribute)
     elif is_a(layer, "VocabParallelEmbedding"):
         own = layer.shard_indices

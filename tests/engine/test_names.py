@@ -133,6 +133,7 @@ def weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()} | buffers
 
 
+@pytest.mark.slow
 def test_names_are_those_of_released_folders_and_lead_back(family: tuple[PreTrainedModel, list[str]], tmp_path: Path) -> None:
     model, expected = family
     published = dict(PublishedNames.of(model).published(weights(model).items()))

@@ -1,11 +1,12 @@
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from lightrft.config import ModelSection
 from lightrft.models.heads import Actor
@@ -16,6 +17,7 @@ from lightrft.strategy import export, shard_writer
 from lightrft.strategy.shard_writer import ShardWriter
 from memory import larger_model, peak_of
 from ranks import run_ranks
+from seeing import IMAGE, picture, seeing_model
 from strategy.training import fill_the_disk, load, snapshot, strategy
 from tiny import byte_tokenizer
 
@@ -29,7 +31,7 @@ def exported(folder: str, target: Path, shard_bytes: int, **args):
         for parameter in actor.parameters():
             parameter.add_(0.01)
     actor = made.prepare(actor)
-    path = made.save_model(actor, byte_tokenizer(), target)
+    path = made.save_model(actor, AutoTokenizer.from_pretrained(folder), target)
     return path, snapshot(made, actor)
 
 
@@ -46,6 +48,17 @@ def test_from_pretrained_loads_what_was_trained(folder, tied_folder, tmp_path, w
     assert AutoTokenizer.from_pretrained(target)("27+58=").input_ids == [50, 55, 43, 53, 56, 61]
     ids = torch.arange(6)[None]
     assert torch.isfinite(loaded(input_ids=ids).logits).all()
+
+
+@pytest.mark.slow
+def test_a_model_that_sees_keeps_what_reads_images(tmp_path):
+    source, target = seeing_model(tmp_path / "source"), tmp_path / "model"
+    _, trained = run_ranks(2, partial(exported, bf16=True), source, target, 10**9)[0]
+    found = dict(AutoModelForImageTextToText.from_pretrained(target, dtype=torch.float32).named_parameters())
+    assert found.keys() == trained.keys()
+    assert all(torch.equal(found[name], trained[name].bfloat16().float()) for name in found)
+    inputs = AutoProcessor.from_pretrained(target)(text=["What is <image>?"], images=[[picture(1)]], return_tensors="pt")
+    assert inputs["input_ids"].tolist()[0].count(IMAGE) == 4
 
 
 def test_config_is_that_of_the_original(folder, tmp_path):
