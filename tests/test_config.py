@@ -218,6 +218,9 @@ def test_layouts_that_do_not_divide():
     message = problems(*RUNNABLE, "--engine_tp_size", "4", "--dp_replicate", "5", world_size=6)
     assert "--engine_tp_size 4 does not divide the 6 processes" in message
     assert "--dp_replicate 5 does not divide the 6 processes" in message
+    message = problems(*RUNNABLE, "--zero_stage", "3", "--zpg", "4", world_size=6)
+    assert "--zpg 4 does not divide the 6 processes" in message
+    assert "--adam_betas takes two numbers, at least 0 and below 1" in problems(*RUNNABLE, "--adam_betas", "1", "0.9")
 
 
 def test_all_that_tensor_parallelism_does_not_divide(tmp_path):

@@ -54,8 +54,8 @@ def validate(config: Config, *, door: str, world_size: int) -> None:
     problems = _missing_inputs(config, door)
     problems += _range_problems(config, door)
     problems += _sampling_problems(config.rollout)
-    if len(config.optim.adam_betas) != 2:
-        problems.append("--adam_betas takes two numbers")
+    if len(config.optim.adam_betas) != 2 or not all(0 <= beta < 1 for beta in config.optim.adam_betas):
+        problems.append("--adam_betas takes two numbers, at least 0 and below 1")
     if door == "train_ppo":
         problems += _algorithm_problems(config)
     if not problems:
@@ -192,6 +192,8 @@ def _layout_problems(config: Config, world_size: int) -> list[str]:
         named = (("dp_replicate", replicate), ("cp_size" if strategy.cp_size > 1 else "sp_size", sp), ("tp_size", tp))
         sizes = [f"--{name} {size}" for name, size in named if size > 1]
         problems.append(f"{' x '.join(sizes)} does not divide the {world_size} processes")
+    if world_size % strategy.zpg:
+        problems.append(f"--zpg {strategy.zpg} does not divide the {world_size} processes")
     if not strategy.fsdp:
         problems += deepspeed_problems(strategy, bf16=config.model.bf16)
     counts = _heads(config.model.pretrain) if sp * tp > 1 else {}
