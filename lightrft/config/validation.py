@@ -192,7 +192,7 @@ def _layout_problems(config: Config, world_size: int) -> list[str]:
         named = (("dp_replicate", replicate), ("cp_size" if strategy.cp_size > 1 else "sp_size", sp), ("tp_size", tp))
         sizes = [f"--{name} {size}" for name, size in named if size > 1]
         problems.append(f"{' x '.join(sizes)} does not divide the {world_size} processes")
-    if world_size % strategy.zpg:
+    if not strategy.fsdp and world_size % strategy.zpg:
         problems.append(f"--zpg {strategy.zpg} does not divide the {world_size} processes")
     if not strategy.fsdp:
         problems += deepspeed_problems(strategy, bf16=config.model.bf16)
