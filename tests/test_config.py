@@ -340,6 +340,9 @@ def test_sft_asks_nothing_about_rollouts():
     ("door", "argv", "warning"),
     [
         ("train_sft", ["--temperature", "0.5"], "--temperature has no effect in train_sft"),
+        ("train_sft", ["--max_epochs", "3"], "--max_epochs has no effect in train_sft"),
+        ("evaluate", ["--num_episodes", "3"], "--num_episodes has no effect in evaluate"),
+        ("evaluate", ["--use_wandb"], "--use_wandb has no effect in evaluate"),
         ("train_ppo", ["--kl_estimator", "k1"], "--kl_estimator has no effect without --init_kl_coef"),
         ("train_ppo", ["--eval_steps", "5"], "--eval_steps has no effect without --eval_data"),
         ("train_ppo", ["--no_enable_engine_sleep", "--engine_sleep_level", "1"], "--engine_sleep_level has no effect without"),

@@ -17,13 +17,20 @@ from lightrft.algorithms.covariance import marks
 from lightrft.algorithms.options import BOTH_BOUNDS, unread
 from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.algorithms.presets import correction_bounds, recipe
-from lightrft.config import Config, ConfigError, flags_without_effect, parse, validate
+from lightrft.config import AlgorithmSection, Config, ConfigError, flags_without_effect, parse, validate
 from lightrft.strategy import StrategyBase, get_strategy
 from lightrft.strategy.launch import adopt_slurm, tell_launcher
 from lightrft.trainer.interruption import Interrupted
 from lightrft.versions import check_versions
 
 T = TypeVar("T")
+
+DEFAULT = AlgorithmSection.advantage_estimator
+RECIPES = (
+    f"The recipe of --advantage_estimator comes before the defaults that are shown here. That of {DEFAULT}, where none is named: "
+    + ", ".join(f"--{name} {value}" for name, value in recipe(DEFAULT).items())
+)
+"""What --help says of defaults, beside those of the fields."""
 
 USER_ERROR = 2
 """Exit code for what the user can mend: configuration and data."""
@@ -58,7 +65,7 @@ def enter(door: str, build: Build, description: str | None, argv: list[str] | No
 
 def read_config(door: str, description: str | None, argv: list[str] | None) -> Config:
     """The resolved configuration: file, flags, then the recipe of the algorithm for what the user left open."""
-    config, written = parse(argv, description or "")
+    config, written = parse(argv, (description or "") + (RECIPES if door == "train_ppo" else ""))
     warnings_for_user = check_versions()
     algorithm = config.algorithm
     bounds = {} if algorithm.eps_clip is None else dict.fromkeys(BOTH_BOUNDS["eps_clip"], algorithm.eps_clip)

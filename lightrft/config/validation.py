@@ -15,6 +15,7 @@ from lightrft.config.sections import (
     RewardSection,
     RolloutSection,
     StrategySection,
+    TrainSection,
     needs_critic,
     needs_reference,
     section_of_field,
@@ -74,7 +75,8 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
     training |= {"lora_rank", *LORA, "freeze_prefix", *COLLECTING}
     training |= set() if config.rollout.eval_n_samples else set(RANDOM)
     idle = {name for name, section in owners.items() if section not in used} | (training if door == "evaluate" else set())
-    idle |= set() if door == "train_ppo" else {"pretrain_data", "pretrain_split"}
+    idle |= set() if door == "train_ppo" else {"pretrain_data", "pretrain_split", *OF_SAMPLES}
+    idle |= {f.name for f in fields(TrainSection)} - {"seed", "save_path"} if door == "evaluate" else set()
     unused = [f"--{name} has no effect in {door}" for name in sorted(written & idle)]
     conditional = {
         "gradient_checkpointing_policy": (config.model.gradient_checkpointing, "--gradient_checkpointing"),
@@ -122,6 +124,9 @@ COLLECTING = (
 )
 """Fields of the choice of prompts and groups in training."""
 
+OF_SAMPLES = ("max_epochs", "freezing_actor_steps", "num_trajectories_to_save")
+"""Fields of the training section, and one of observation, about samples."""
+
 LORA = ("lora_alpha", "lora_dropout", "target_modules")
 """Fields of adapters, without effect where there are none."""
 
@@ -140,7 +145,7 @@ ZERO = ("zero_stage", "zpg", "adam_offload", "param_offload", "overlap_comm", "g
 DOORS: dict[str, set[str]] = {
     "train_ppo": set(SECTIONS),
     "train_sft": {"model", "data", "strategy", "optim", "train", "observe"},
-    "evaluate": {"model", "data", "strategy", "engine", "rollout", "reward", "train", "observe"},
+    "evaluate": {"model", "data", "strategy", "engine", "rollout", "reward", "train"},
 }
 """The sections that each door reads."""
 

@@ -64,6 +64,14 @@ def test_what_it_reads_is_not_mentioned(said):
     assert said == []
 
 
+def test_help_tells_the_recipe_that_wins_over_defaults(capsys):
+    with pytest.raises(SystemExit):
+        read("--help")
+    algorithm, shown = read().algorithm, " ".join(capsys.readouterr().out.split())
+    assert f"--use_kl_loss {algorithm.use_kl_loss}, --init_kl_coef {algorithm.init_kl_coef}, --kl_estimator k3" in shown
+    assert algorithm.init_kl_coef > 0 and f"--loss_agg_mode {algorithm.loss_agg_mode}" in shown
+
+
 @pytest.mark.parametrize("flag", ["advantage_estimator", "policy_loss", "rollout_correction"])
 def test_a_name_that_does_not_exist_is_an_error_of_the_user(flag):
     with pytest.raises(ConfigError, match=f"--{flag} nothing: no .* of this name"):
