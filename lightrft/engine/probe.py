@@ -1,7 +1,7 @@
 """What the parts of a decoder say of one sequence, by name: for finding where two implementations of a model part.
 
-The names are those of the Hugging Face model, with two more: `self_attn.qkv_proj`, what q_proj, k_proj and v_proj say side by
-side, as engines fuse them, and `self_attn.heads`, what attention gives to o_proj.
+The names are those of the Hugging Face model, as if it had no towers, with two more: `self_attn.qkv_proj`, what q_proj, k_proj
+and v_proj say side by side, as engines fuse them, and `self_attn.heads`, what attention gives to o_proj.
 """
 
 from collections.abc import Iterator
@@ -17,6 +17,8 @@ PARTS = (
 )
 """Last parts of the names of what is looked at."""
 LOGITS = "lm_head"
+BESIDE_TOWERS = {"language_model", "text_model"}
+"""What a model of images and text calls its language part, in a place that is not the same everywhere."""
 
 
 class Probe:
@@ -38,7 +40,8 @@ class Probe:
     def attach(self, model: nn.Module) -> list[Any]:
         """Handles, each with remove()."""
         handles = []
-        for name, module in model.named_modules():
+        for path, module in model.named_modules():
+            name = ".".join(part for part in path.split(".") if part not in BESIDE_TOWERS)
             if name.rpartition(".")[2] in PARTS:
                 handles.append(module.register_forward_hook(self._hook(name)))
             if name.endswith(".o_proj"):

@@ -74,6 +74,11 @@ class _Shim:
         known = {name: mapper.map_name(published) for name, published in known.items()} if mapper else known
         self.weights = FusedWeights(self.model, known, parts=parts, packs=_packs)
 
+    @property
+    def logits_processor(self) -> torch.nn.Module:
+        """Of a model with towers it is in the language part."""
+        return next(part for name, part in self.model.named_modules() if name.rpartition(".")[2] == "logits_processor")
+
     def reload_weights(self, named_tensors: Iterator[Named]) -> None:
         """Full tensors under published names; vLLM slices, fuses and repacks them layer by layer.
 
@@ -268,7 +273,7 @@ class VLLMEngine(Engine):
 
     def _parts(self, token_ids: list[int]) -> dict[str, torch.Tensor]:
         probe, logits = Probe(len(token_ids)), []
-        seen = self._shim.model.logits_processor.register_forward_hook(lambda module, given, output: logits.append(output))
+        seen = self._shim.logits_processor.register_forward_hook(lambda module, given, output: logits.append(output))
         try:
             with probe.attached(self._shim.model):
                 self._generate([Request(token_ids, sampling=Sampling(max_tokens=1, temperature=0))], 0, lambda *_: None)

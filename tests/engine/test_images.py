@@ -14,6 +14,7 @@ from lightrft.engine.base import Request, Sampling
 from lightrft.engine.expected import Vocabulary, reads_images
 from lightrft.engine.hf import has_positions_in_space
 from lightrft.engine.media import digest, joined
+from lightrft.engine.probe import Probe
 from lightrft.parallel.collectives import Axis
 from lightrft.strategy import EngineStatus, FSDPStrategy
 from lightrft.strategy.prompt_reader import PromptReader, per_prompt
@@ -143,6 +144,16 @@ def weights_behind_images_are_proven(scene: Scene) -> None:
     scene.same_as_reference(SEEN[:1])
 
 
+@torch.no_grad()
+def its_parts_are_called_as_in_a_model_of_text(scene: Scene) -> None:
+    tokens, probe = [65, 66, 67], Probe(3)
+    with probe.attached(scene.reference.model):
+        expected = probe.parts(scene.reference.model(torch.tensor([tokens])).logits[0, -1])
+    found = scene.strategy.engine.parts(tokens)
+    for name in ("model.embed_tokens", "model.layers.1.self_attn.o_proj", "model.layers.0.mlp", "lm_head"):
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-5)
+
+
 def impossible_images_are_refused(scene: Scene) -> None:
     engine, ids = scene.strategy.engine, [IMAGE, 65]
     for request, message in (
@@ -220,7 +231,8 @@ def it_sleeps_afterwards(scene: Scene) -> None:
 
 CASES: list[Callable[[Scene], None]] = [
     text_and_images_in_one_call, samples_share_the_images_of_their_prompt, what_follows_a_first_token_sees_the_images,
-    a_response_goes_on, the_same_image_under_new_weights, weights_behind_images_are_proven, impossible_images_are_refused,
+    a_response_goes_on, the_same_image_under_new_weights, weights_behind_images_are_proven,
+    its_parts_are_called_as_in_a_model_of_text, impossible_images_are_refused,
     ranks_of_an_engine_need_the_same_images, each_rank_gets_its_own_answers, a_prompt_without_images_has_no_placeholders,
     local_answers, it_sleeps_afterwards,
 ]  # fmt: skip
