@@ -45,8 +45,9 @@ class Actor(nn.Module):
         weight, targets = self.language_model.get_output_embeddings().weight, whole.input_ids[here[asked] + 1]
         values = head_logprobs(hidden[asked], weight, targets, temperature=temperature / self.logit_scale, truncation=truncation)
         zeros = torch.zeros(len(hidden), device=hidden.device)
-        mine = torch.stack([zeros.index_put((asked,), value) for value in values], dim=1)
-        logprobs, entropy = self.sequence.gather(mine).roll(1, 0)[: batch.num_tokens].unbind(1)
+        # Each by itself: in one tensor, what the loss does not use would have a gradient of zeros, which costs as much as any.
+        values = [self.sequence.gather(zeros.index_put((asked,), value)) for value in values]
+        logprobs, entropy = (value.roll(1, 0)[: batch.num_tokens] for value in values)
         return logprobs.clone(), entropy.clone()  # FSDP2 hooks what is returned, and views lose hooks
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

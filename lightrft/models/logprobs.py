@@ -1,8 +1,9 @@
 """Log-probabilities of tokens, without ever holding all logits.
 
 The logits of a chunk of tokens exist at a time, in the forward pass and again in the backward pass, where they are
-computed once more. From the first exponential on everything is float32, whatever the dtype of the model. The temperature
-divides a chunk's own float32 logits, never a tensor that somebody else sees.
+computed once more; only where all tokens fit into the memory of a chunk their exponentials are kept instead. From the first
+exponential on everything is float32, whatever the dtype of the model. The temperature divides a chunk's own float32 logits,
+never a tensor that somebody else sees.
 
 Shapes: T tokens, H hidden size, V vocabulary, K tokens asked for at each position.
 """
@@ -36,7 +37,8 @@ def token_logprobs(
     """
     columns = targets if targets.dim() == 2 else targets[:, None]
     rows = len(hidden) if chunk is None else chunk or chunk_rows(weight)
-    logprobs, entropy = _FromHidden.apply(hidden, weight, columns, temperature, truncation, max(rows, 1))
+    learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    logprobs, entropy = _FromHidden.apply(hidden, weight, columns, temperature, truncation, max(rows, 1), learns)
     return logprobs.view(targets.shape), entropy
 
 
@@ -69,10 +71,13 @@ def chunk_rows(weight: Tensor) -> int:
 class _FromHidden(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, truncation: Truncation, chunk: int
-    ) -> tuple[Tensor, Tensor]:
+        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, truncation: Truncation, chunk: int,
+        learns: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         results = _empty_results(hidden, targets)
-        for rows, logits, spare in row_chunks(hidden, len(weight), chunk, buffers=2):
+        fits = learns and len(hidden) <= chunk
+        ctx.kept = torch.empty(len(hidden), len(weight), dtype=torch.float32, device=hidden.device) if fits else None
+        for rows, logits, spare in _forward_chunks(hidden, weight, chunk, ctx.kept):
             scaled_logits(hidden[rows], weight, temperature, out=logits)
             _write(results, rows, _distribution(logits, targets[rows], truncation, spare))
         logprobs, log_sums, entropy = results
@@ -88,17 +93,47 @@ class _FromHidden(torch.autograd.Function):
         temperature, truncation, chunk = ctx.options
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for rows, logits in row_chunks(hidden, len(weight), chunk):
-            scaled_logits(hidden[rows], weight, temperature, out=logits)
-            upstream = (None if grad is None else grad[rows] / temperature for grad in (grad_logprobs, grad_entropy))
-            grad = _gradient(logits, targets[rows], truncation, log_sums[rows], entropy[rows], *upstream)
+
+        def computed_again() -> Iterator[tuple[slice, Tensor]]:
+            for rows, logits in row_chunks(hidden, len(weight), chunk):
+                scaled_logits(hidden[rows], weight, temperature, out=logits)
+                upstream = (None if grad is None else grad[rows] / temperature for grad in (grad_logprobs, grad_entropy))
+                yield rows, _gradient(logits, targets[rows], truncation, log_sums[rows], entropy[rows], *upstream)
+
+        kept, ctx.kept = ctx.kept, None  # the gradient takes its place, so another backward pass computes again
+        kept = kept if grad_entropy is None else None  # that one needs the logits
+        gradients = computed_again() if kept is None else [
+            (slice(None), _gradient_of_kept(kept, targets, grad_logprobs / temperature))
+        ]  # fmt: skip
+        for rows, grad in gradients:
             grad = grad.to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[rows])
             if grad.dtype == torch.float32:
                 grad_weight.addmm_(grad.T, hidden[rows])
             else:
                 grad_weight += grad.T @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+def _forward_chunks(hidden: Tensor, weight: Tensor, chunk: int, kept: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Rows, memory for their logits and for their exponentials: `kept`, which is [T, V], or some that is used again.
+
+    The rows do not depend on whether there is something to keep, and so the results are the same to the last bit.
+    """
+    if len(hidden) > chunk:
+        yield from row_chunks(hidden, len(weight), chunk, buffers=2)
+        return
+    spare = None
+    for rows, logits in row_chunks(hidden, len(weight), chunk // 4):
+        spare = torch.empty_like(logits) if spare is None and kept is None else spare
+        yield rows, logits, spare[: len(logits)] if kept is None else kept[rows]
+
+
+def _gradient_of_kept(weights: Tensor, targets: Tensor, grad_logprobs: Tensor) -> Tensor:
+    """Gradient of the logits [T, V] from unnormalised probabilities, in their memory: d log p_k / dz = onehot_k - p."""
+    grad_logprobs = torch.where(targets < 0, 0.0, grad_logprobs)
+    grad = weights.mul_(-grad_logprobs.sum(-1, keepdim=True) / weights.sum(-1, keepdim=True))
+    return grad.scatter_add_(-1, targets.clamp(min=0), grad_logprobs)
 
 
 class _FromLogits(torch.autograd.Function):

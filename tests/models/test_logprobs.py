@@ -309,6 +309,34 @@ def test_chunk_sizes_agree(truncation):
             assert ((tensor - reference).abs() <= 1e-6 * reference.abs().max()).all()
 
 
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 6, "top_p": 0.9}], ids=["all", "truncated"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_fits_into_a_chunk_is_not_computed_again(dtype, options):
+    hidden, weight, _ = inputs(dtype, scale=0.5)
+    targets, upstream = several_targets(), torch.linspace(-1.0, 2.0, 3 * T).view(T, 3)
+    expected = gradients(dense_truncated, hidden, weight, targets, (upstream, None), temperature=0.7, **options)
+    logprobs, _ = token_logprobs(hidden, weight, targets, temperature=0.7, truncation=Truncation(**options), chunk=T)
+    for products in (2, 3):  # the first time the gradient takes the place of what was kept
+        with Products() as seen:
+            actual = torch.autograd.grad(logprobs, [hidden, weight], upstream, retain_graph=True)
+        assert seen.count == products
+        for gradient, reference in zip(actual, expected, strict=True):
+            exact = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 2**-10}
+            torch.testing.assert_close(gradient, reference, **exact)
+
+
 def test_the_weight_gradient_of_bf16_is_summed_in_float32():
     # 512 chunks that add 1 each: bfloat16 stops counting at 256
     hidden, weight = torch.ones(512, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
