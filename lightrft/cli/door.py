@@ -6,6 +6,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TypeVar
 
 from loguru import logger
@@ -71,6 +72,7 @@ def read_config(door: str, description: str | None, argv: list[str] | None) -> C
     bounds = {} if algorithm.eps_clip is None else dict.fromkeys(BOTH_BOUNDS["eps_clip"], algorithm.eps_clip)
     config.expand(recipe(algorithm.advantage_estimator) | correction_bounds(algorithm.rollout_correction) | bounds, written)
     validate(config, door=door, world_size=int(os.environ.get("WORLD_SIZE", 1)))
+    written = _changed(config, written)
     warnings_for_user += flags_without_effect(config, written, door)
     if door == "train_ppo":
         warnings_for_user += _for_the_user(unread, estimators, algorithm.advantage_estimator, written)
@@ -81,6 +83,13 @@ def read_config(door: str, description: str | None, argv: list[str] | None) -> C
         if _first_local_rank():
             logger.warning(warning)
     return config
+
+
+def _changed(config: Config, written: set[str]) -> set[str]:
+    """Without those that say what would be so anyway, as a resolved configuration does of every field."""
+    defaults = {name: value for section in asdict(Config()).values() for name, value in section.items()}
+    values = {name: value for section in asdict(config).values() for name, value in section.items()}
+    return {name for name in written if values[name] != defaults[name]}
 
 
 def _run(door: str, build: Build, description: str | None, argv: list[str] | None) -> int:

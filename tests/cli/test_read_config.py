@@ -72,6 +72,13 @@ def test_help_tells_the_recipe_that_wins_over_defaults(capsys):
     assert algorithm.init_kl_coef > 0 and f"--loss_agg_mode {algorithm.loss_agg_mode}" in shown
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "dapo", "sapo", "ppo"])
+def test_a_resolved_configuration_reads_back_without_a_word(said, tmp_path, estimator):
+    config = read("--fsdp", f"--advantage_estimator={estimator}")
+    config.write(tmp_path / "config.yaml")
+    assert read(f"--config={tmp_path / 'config.yaml'}") == config and said == []
+
+
 @pytest.mark.parametrize("flag", ["advantage_estimator", "policy_loss", "rollout_correction"])
 def test_a_name_that_does_not_exist_is_an_error_of_the_user(flag):
     with pytest.raises(ConfigError, match=f"--{flag} nothing: no .* of this name"):
