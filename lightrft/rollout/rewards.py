@@ -119,10 +119,10 @@ class Judge:
         sample.reward_parts, sample.token_rewards = {}, None
         if isinstance(value, list):
             sample.token_rewards = self._per_token(value, sample)
-            sample.reward = sum(reward for _, reward in sample.steps)
+            sample.reward = math.fsum(reward for _, reward in sample.steps)  # the same in any order
         elif isinstance(value, dict):
             sample.reward_parts = {name: self._number(part, sample) for name, part in value.items()}
-            sample.reward = sum(sample.reward_parts.values())
+            sample.reward = math.fsum(sample.reward_parts.values())
         else:
             sample.reward = self._number(value, sample)
 

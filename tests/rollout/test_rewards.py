@@ -216,6 +216,20 @@ def parts(samples, **columns):
     return [{"format": 0.1, "answer": 1.0}, {"format": 0.1}, {}]
 
 
+def reordered(samples, **columns):
+    values = [[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]]
+    return [turn if len(samples[0].token_ids) == 3 else dict(zip("abc", turn, strict=True)) for turn in values]
+
+
+@pytest.mark.parametrize("tokens", [[1, 2, 3], [1]])
+def test_equal_parts_in_another_order_are_an_equal_reward(tokens):
+    samples = [sample(""), sample("")]
+    for each in samples:
+        each.token_ids = tokens
+    first, second = judged(f"{__file__}:reordered", *samples)
+    assert first == second
+
+
 def test_a_reward_may_have_parts():
     samples = [sample("") for _ in range(3)]
     assert judged(f"{__file__}:parts", *samples) == [1.1, 0.1, 0.0]
