@@ -1,11 +1,13 @@
 """How much memory something takes, and a model that is large enough to see it."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from scripts.bench.weight_sync import peak_of
+
+__all__ = ["larger_model", "peak_of"]
 
 
 def larger_model(tiny: str, folder: Path) -> int:
@@ -15,16 +17,3 @@ def larger_model(tiny: str, folder: Path) -> int:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="30MB")
     return 4 * model.num_parameters()
-
-
-def peak_of(action: Callable[[], Any]) -> int:
-    """Bytes by which this process's resident memory grew at most, while `action` ran."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is there
-    before = resident("VmHWM")
-    action()
-    return resident("VmHWM") - before
-
-
-def resident(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))

@@ -115,7 +115,8 @@ class Engine(ABC):
 
         A wrong, missing or repeated name raises ValueError and leaves the engine unusable until a complete stream came.
         Caches computed with the old weights are dropped. EngineError, on all ranks of the engine, when what it computes with
-        afterwards is not what was streamed, or a cache is left.
+        afterwards is not what was streamed, or a cache is left. The first proof, and one after a failure, looks at everything,
+        others at parts in turns (proof.py).
         """
         self._check_usable()
         if "weights" not in self.awake:

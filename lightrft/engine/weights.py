@@ -2,7 +2,8 @@
 
 A shard is cast before it is gathered, so the bytes moved are parameters x transfer dtype, once for every axis that cuts them.
 At most two buckets exist beside the model at any time: what was gathered, and the full tensors made of it. On an accelerator
-the next one is gathered while an engine takes this one over, and so they are half as large.
+the next one is gathered while an engine takes this one over, and so they are half as large. On CPUs what is gathered lies in
+memory that the ranks of a host share, with room for two buckets of that size (parallel/gather.py).
 """
 
 from collections import defaultdict, deque

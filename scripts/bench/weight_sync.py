@@ -11,7 +11,7 @@ A random Qwen3 with tied embeddings, prepared as a trainer prepares it (float32 
 
 `memcpy_s` copies the same bytes; `naive_s` gathers one tensor at a time in float32 and casts it then. Times are the best of the
 repetitions, in wall seconds, taken in turn; those of several ranks are rank 0's between barriers. `peak_extra_bytes` is how
-far the process rose above what it was. One thread per process.
+far the process rose above what it was, in the first stream, memory shared by ranks included. One thread per process.
 
 `first_proof_s` is a proof of everything, `turns_s` all of those in parts that follow, both by themselves, of tensors in memory.
 `verify_cost` is the share that one of the parts has, on the average, in a sync with it, `first_verify_cost` that of the first
@@ -69,9 +69,10 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
     strategy.setup_distributed()
     model = AutoModelForCausalLM.from_pretrained(args.folder)
     model, _ = strategy.prepare((model, strategy.create_optimizer(model, lr=1e-6)))
+    sizes: list[int] = []
+    shape = {"peak_extra_bytes": peak_of(lambda: sizes.extend(tensor.nbytes for _, tensor in strategy.full_params(model)))}
+    shape |= {"bytes": sum(sizes), "peak_limit_bytes": 2 * args.bucket_mb * 2**20 + max(sizes)}
     room = {name: tensor.clone() for name, tensor in strategy.full_params(model)}
-    sizes = [tensor.nbytes for tensor in room.values()]
-    shape = {"bytes": sum(sizes), "peak_limit_bytes": 2 * args.bucket_mb * 2**20 + max(sizes)}
 
     def copy() -> None:
         for name, tensor in strategy.full_params(model):
@@ -91,7 +92,6 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
     found = shape | best(ways, args.repeat)
     if "sync" in ways:
         found |= verify_cost(found) | verify_cost(found, "_cpu")
-    found["peak_extra_bytes"] = peak(copy)
     strategy.close()
     return found
 
@@ -166,7 +166,8 @@ def verify_cost(found: dict[str, float], cpu: str = "") -> dict[str, float]:
     return {name: seconds / (sync + seconds) for name, seconds in proofs.items()}
 
 
-def peak(action: Callable[[], None]) -> int:
+def peak_of(action: Callable[[], Any]) -> int:
+    """Bytes by which this process's resident memory grew at most, while `action` ran."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is there
     before = resident("VmHWM")
     action()
