@@ -1,5 +1,8 @@
 """PPO and its family: sample, judge, estimate advantages, update."""
 
+from copy import deepcopy
+from typing import Any
+
 from lightrft.algorithms.objectives import PolicyObjective, ValueObjective
 from lightrft.roles.critic import Critic
 from lightrft.roles.role import Objective, Role
@@ -8,6 +11,7 @@ from lightrft.rollout.experience import ExperienceMaker, Planned
 from lightrft.rollout.measure import measure_samples
 from lightrft.trainer.base import Trainer
 from lightrft.trainer.evaluate import evaluate
+from lightrft.trainer.interruption import Interrupted
 from lightrft.trainer.mixin import Mixin
 from lightrft.types import Prompt
 
@@ -33,11 +37,12 @@ class PPOTrainer(Trainer):
         self.collect, self.make_experience, self.objective = collect, make_experience, objective
 
     def step(self, number: int) -> None:
+        begun = deepcopy(self.collect.state_dict()), self.metrics.state_dict(), self.strategy.weight_version
         with self.trace.phase("generate"), self.strategy.engine_awake(self.policy.actor):
             groups = self.collect(number, self.metrics)
         with self.trace.phase("reward"):
             samples = self.collect.judged(groups)
-        self.interruption.safe_point()
+        self._safe_point(*begun)
         self.show(number, samples)
         measure_samples(samples, self.strategy.weight_version, self.metrics)
         with self.trace.phase("experience"):
@@ -48,6 +53,17 @@ class PPOTrainer(Trainer):
         if number > self.config.train.freezing_actor_steps:
             with self.trace.phase("train"):
                 self._learn(self.policy, self.objective, planned, "train", self.mixin)
+
+    def _safe_point(self, collector: dict[str, Any], metrics: dict[str, Any], weight_version: int) -> None:
+        """Interrupted here the step has not begun: a checkpoint is of the steps that are done, the same prompts come again."""
+        try:
+            self.interruption.safe_point()
+        except Interrupted:
+            self.collect.load_state_dict(collector)
+            self.metrics.clear()
+            self.metrics.load_state_dict(metrics)
+            self.strategy.engine_lags(weight_version)
+            raise
 
     def evaluate(self) -> None:
         with self.strategy.engine_awake(self.policy.actor):

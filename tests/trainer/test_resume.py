@@ -28,12 +28,14 @@ seen = []
 if "DIE_WRITING_AT" in os.environ:
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
 def deadly(samples, label, **columns):
-    """In the step that the environment names: kill this process, or let it die in the middle of the next checkpoint's file."""
+    """In the step that the environment names: kill this process, ask it to end, or let it die in the next checkpoint's file."""
     (version,) = {sample.weight_version for sample in samples}
     if version not in seen:
         seen.append(version)
     if len(seen) == int(os.environ.get("KILL_AT", 0)):
         os.kill(os.getpid(), signal.SIGKILL)
+    if len(seen) == int(os.environ.get("STOP_AT", 0)):
+        os.kill(os.getpid(), signal.SIGTERM)
     if len(seen) == int(os.environ.get("DIE_WRITING_AT", 0)):
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     return [sum(token < 128 for token in sample.token_ids) / len(sample.token_ids) + version for sample in samples]
@@ -224,6 +226,17 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(inputs, tmp_p
     flags = [*inputs, *RUN, *STRATEGIES["fsdp"], *options, f"--reward={tmp_path / 'full.py'}:deadly"]
     says = r"step4 could not be written: rank 0: OSError: \[Errno 27\].*; rank 1: OSError(.|\n)*rank 1:(.|\n)*step4 could not"
     assert interrupted(flags, tmp_path / "run", monkeypatch, says, DIE_WRITING_AT="4") == ["latest", "step2"]
+
+
+@pytest.mark.slow
+def test_a_step_that_is_interrupted_comes_again(inputs, tmp_path, monkeypatch):
+    """Asked to end in the middle of step 4: the checkpoint is of step 3, and the same prompts are drawn again."""
+    flags = [*inputs, *RUN, *STRATEGIES["fsdp"], "--logging_steps=2"]
+    run(flags, tmp_path / "whole")
+    stopped = interrupted(flags, tmp_path / "stopped", monkeypatch, "interrupted by SIGTERM", STOP_AT="4")
+    assert stopped == ["latest", "step2", "step3"]
+    run([*flags, "--load_checkpoint"], tmp_path / "stopped")
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
 
 
 @pytest.mark.slow
