@@ -55,9 +55,9 @@ class DeepSpeedStrategy(StrategyBase):
         self._holding: set[nn.Module] = set()
         """Models with gradients, most of which ZeRO keeps elsewhere."""
 
-    def setup_distributed(self, timeout: timedelta | None = None) -> None:
+    def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int | None = None) -> None:
         self.config.check_deepspeed()
-        super().setup_distributed(timeout)
+        super().setup_distributed(timeout, num_gpu_per_node)
         os.environ.setdefault("LOCAL_RANK", str(local_rank()))
         deepspeed.ops.__compatible_ops__ = {}  # else a compiler runs at every start, for a collective that nobody uses
         deepspeed.init_distributed()  # takes over the process group that is there

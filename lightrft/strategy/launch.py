@@ -38,6 +38,12 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("MASTER_PORT", str(20000 + int(environment["SLURM_JOB_ID"]) % 10000))
 
 
+def adopt_node_size(environment: MutableMapping[str, str], num_gpu_per_node: int) -> None:
+    """Which device of its node is a rank's own, for launchers that only count ranks; what they say of LOCAL_RANK wins."""
+    if "RANK" in environment:
+        environment.setdefault("LOCAL_RANK", str(int(environment["RANK"]) % num_gpu_per_node))
+
+
 def join_process_group(device: torch.device, timeout: timedelta) -> bool:
     """Create the default process group; False when somebody did already. `timeout` is that of its store from then on."""
     if dist.is_initialized():

@@ -5,7 +5,7 @@ Its verbs of models, device memory, the engine and checkpoints are in files of t
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from lightrft.strategy.checkpoint_verbs import CheckpointVerbs
 from lightrft.strategy.config import Arguments, StrategyConfig, sequence_layout
 from lightrft.strategy.dataloader import ResumableBatchSampler
 from lightrft.strategy.export import export, export_adapter
-from lightrft.strategy.launch import join_process_group
+from lightrft.strategy.launch import adopt_node_size, join_process_group
 from lightrft.strategy.named import unwrap
 from lightrft.strategy.watchdog import MARGIN, Watchdog
 from lightrft.versions import TENSOR_PARALLEL, untested_versions
@@ -72,13 +72,16 @@ class StrategyBase(CheckpointVerbs):
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
 
-    def setup_distributed(self, timeout: timedelta | None = None) -> None:
+    def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int | None = None) -> None:
         """Bind the device, join or create the process group, form the mesh, seed.
 
+        `num_gpu_per_node`, the same on all nodes, gives ranks their devices where the launcher does not (no LOCAL_RANK).
         ValueError for settings that cannot run, RuntimeError for an environment that no launcher made.
         """
         self.config.check()
         timeout = timeout or timedelta(minutes=self.config.timeout_minutes)
+        if num_gpu_per_node is not None:
+            adopt_node_size(os.environ, num_gpu_per_node)
         self._owns_processes = join_process_group(select_device(), timeout)
         self.device = current_device()
         self._watchdog = Watchdog.start(timeout)
@@ -169,19 +172,21 @@ class StrategyBase(CheckpointVerbs):
         shuffle: bool = True,
         collate_fn: Callable[[list], Any] | None = None,
         drop_last: bool = True,
+        sampler: Collection[int] | None = None,
         consumed_samples: int = 0,
     ) -> DataLoader:
         """Batches of `batch_size` rows **per data rank**, reshuffled every epoch.
 
         `consumed_samples` counts rows of all ranks since the start of training: the first iteration continues there. Rows
         arrive as a list, or as what `collate_fn` makes of it. Without drop_last the last list may be shorter, also empty,
-        on some ranks, but all ranks have the same number of batches.
+        on some ranks, but all ranks have the same number of batches. A `sampler` of your own, alike on all ranks, gives the
+        rows of an epoch in their order each time it is iterated, in place of `shuffle`; ranks divide them all the same.
         """
-        sampler = ResumableBatchSampler(
+        batches = ResumableBatchSampler(
             dataset, batch_size, self.mesh.data, shuffle=shuffle, drop_last=drop_last, seed=self.seed,
-            consumed_samples=consumed_samples,
+            consumed_samples=consumed_samples, rows=sampler,
         )
-        return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate_fn or list, pin_memory=pin_memory)
+        return DataLoader(dataset, batch_sampler=batches, collate_fn=collate_fn or list, pin_memory=pin_memory)
 
     # -- checkpoints: save_ckpt, load_ckpt and finish_ckpt are in checkpoint_verbs.py
 

@@ -1,4 +1,6 @@
 import pytest
+import torch
+from torch.utils.data import WeightedRandomSampler
 
 from lightrft.parallel.collectives import Axis
 from lightrft.strategy import FSDPStrategy
@@ -10,7 +12,7 @@ ROWS = list(range(100, 120))
 
 def sampler(rank: int = 0, size: int = 1, **options):
     options = {"batch_size": 2, "shuffle": True, "drop_last": True, "seed": 3, "consumed_samples": 0, "rows": 20} | options
-    rows = range(options.pop("rows"))
+    rows, options["rows"] = range(options.pop("rows")), options.pop("rows_of", None)
     return ResumableBatchSampler(rows, options.pop("batch_size"), Axis("data", size, rank, None), **options)
 
 
@@ -68,11 +70,30 @@ def test_too_few_rows_for_a_batch_is_an_error():
         sampler(rows=5, size=3)
 
 
+def weighted() -> WeightedRandomSampler:
+    return WeightedRandomSampler([1.0] * 10 + [3.0] * 10, 12, generator=torch.Generator().manual_seed(5))
+
+
+def test_rows_of_a_sampler_of_the_users():
+    """A random one draws anew each time; a resumed run draws what was drawn before."""
+    drawn = weighted()
+    epochs = [list(drawn) for _ in range(3)]
+    ranks = [sampler(rank, 3, rows_of=weighted()) for rank in range(3)]
+    found = [[row for batch in global_order(ranks) for row in batch] for _ in range(3)]
+    assert found == epochs and epochs[0] != epochs[1]
+    resumed = [sampler(rank, 2, batch_size=3, rows_of=weighted(), consumed_samples=12 + 6) for rank in range(2)]
+    assert [row for batch in global_order(resumed) for row in batch] == epochs[1][6:]
+    assert [row for batch in global_order(resumed) for row in batch] == epochs[2]
+
+
 def loaded():
     made = FSDPStrategy(seed=3)
     made.setup_distributed()
     loader = made.setup_dataloader(ROWS, 5, collate_fn=tuple)
     plain = made.setup_dataloader(ROWS, 4, shuffle=False, drop_last=False, consumed_samples=8)
+    last_first = list(made.setup_dataloader(ROWS, 5, sampler=range(19, -1, -1)))
+    begin = 119 - 5 * made.get_rank()
+    assert last_first == [list(range(begin, begin - 5, -1)), list(range(begin - 10, begin - 15, -1))]
     return [list(loader), list(loader)], list(plain), len(loader)
 
 

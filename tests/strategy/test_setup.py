@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightrft.parallel.device import check_device_index
 from lightrft.strategy import FSDPStrategy
-from lightrft.strategy.launch import adopt_slurm
+from lightrft.strategy.launch import adopt_node_size, adopt_slurm
 from ranks import run_ranks
 from strategy.training import strategy
 
@@ -104,6 +104,12 @@ def test_a_meeting_point_of_the_user_is_kept():
     environment = dict.fromkeys(SLURM, "2") | {"MASTER_ADDR": "here", "MASTER_PORT": "1"}
     adopt_slurm(environment)
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"], environment["RANK"]) == ("here", "1", "2")
+
+
+@pytest.mark.parametrize(("given", "own"), [({"RANK": "13"}, "5"), ({"RANK": "13", "LOCAL_RANK": "2"}, "2"), ({}, None)], ids=str)
+def test_ranks_are_given_the_devices_of_their_node(given, own):
+    adopt_node_size(given, 8)
+    assert given.get("LOCAL_RANK") == own
 
 
 @pytest.mark.slow
