@@ -15,6 +15,8 @@ FIXED = ("seed", "rollout_batch_size", "n_samples_per_prompt", "train_batch_size
 """Settings on which the order of the data, the updates of a step, or the meaning of what is stored depend."""
 FIXED_BESIDE_FROZEN = ("pretrain", "critic_pretrain", "lora_rank", "lora_alpha", "target_modules", "freeze_prefix")
 """The same for a checkpoint without frozen parameters, which come from --pretrain, and about what is in it."""
+TOWERS = ("vision_config", "audio_config")
+"""Parts of a model's configuration that stand for parts which are not trained."""
 NO_NUMBER_DEPENDS_ON = {
     *("save_path", "ckpt_path", "load_checkpoint", "save_steps", "max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt", "async_save"),
     "save_adapter_only",
@@ -40,6 +42,7 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What is not the same and may be. ConfigError with everything that may not."""
     settings = _changes(before["settings"], now["settings"])
     partly = any(run["settings"].get(name) for run in (before, now) for name in ("lora_rank", "freeze_prefix"))
+    partly |= any(name in now["model"] for name in TOWERS)
     fixed = (*FIXED, *FIXED_BESIDE_FROZEN) if partly else FIXED
     problems = [f"--{name} {change}" for name, change in settings.items() if name in fixed]
     problems += [f"the model's {name} {change}" for name, change in _changes(before["model"], now["model"]).items()]

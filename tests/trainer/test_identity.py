@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from transformers import Qwen3Config
+from transformers import Qwen2_5_VLConfig, Qwen3Config
 
 from lightrft.config import Config, ConfigError, section_of_field
 from lightrft.trainer.identity import FIXED, FIXED_BESIDE_FROZEN, NO_NUMBER_DEPENDS_ON, NOT_THE_MODEL, changed_settings, identity
@@ -52,6 +52,12 @@ def test_adapters_belong_to_their_base(name, value):
     assert f"--{name} was" in changed_settings(of(), of(**{name: value}))[0]  # said, and allowed, where all is in it
     assert "--lora_rank was 4, is 8" in refusal(of(lora_rank=8), of(lora_rank=4))
     assert "--lora_rank was 0, is 4" in refusal(of(lora_rank=4))
+
+
+def test_towers_belong_to_their_base():
+    """They are not trained, and so not in checkpoints."""
+    seeing = Qwen2_5_VLConfig()
+    assert "--pretrain was '', is 'other'" in refusal(of(model=seeing, pretrain="other"), of(model=seeing))
 
 
 def test_all_reasons_are_named_at_once():
