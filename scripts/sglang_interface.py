@@ -29,6 +29,7 @@ ATTRIBUTES = {
     "sglang.srt.managers.tokenizer_manager:TokenizerManager": ["_subprocess_watchdog", "abort_request", "signal_handler_class"],
     "sglang.srt.managers.tokenizer_manager:SignalHandler": ["running_phase_sigquit_handler", "sigterm_handler"],
     "sglang.srt.managers.tp_worker:TpModelWorker": ["model_runner"],
+    "sglang.srt.mem_cache.multimodal_cache:MultiModalStaticCache": ["__len__", "clear"],
     "sglang.srt.mem_cache.radix_cache:RadixCache": ["evictable_size"],
     "sglang.srt.model_executor.model_runner:ModelRunner": ["model"],
     "sglang.srt.sampling.custom_logit_processor:CustomLogitProcessor": ["to_str"],

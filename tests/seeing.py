@@ -1,16 +1,26 @@
-"""A random Idefics3 of 0.2 M parameters with a byte tokenizer and its processor, in a folder, as a user would have it."""
+"""Random models of 0.2 M parameters that read images, with a byte tokenizer and their processor, as a user would have them."""
 
 from pathlib import Path
 
 import torch
 from PIL import Image
-from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3ImageProcessor, Idefics3Processor
+from transformers import (
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3ImageProcessor,
+    Idefics3Processor,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+)
 
 from tiny import BOS, EOS, PAD, VOCABULARY, byte_tokenizer
 
 IMAGE = 259
 MARKS = {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>", "global_image_token": "<global-img>",
          "end_of_utterance_token": "<end_of_utterance>"}
+FRAMED = "<|vision_start|><|image_pad|><|vision_end|>"
+"""What stands for an image in a prompt of Qwen2.5-VL; of Idefics3: <image>."""
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.12}
 
 
@@ -34,6 +44,35 @@ def seeing_model(folder: Path | str, seed: int = 0) -> str:
         setattr(tokenizer, name, mark)
     images = Idefics3ImageProcessor(size=size, max_image_size=size, do_image_splitting=False)
     Idefics3Processor(images, tokenizer, image_seq_len=4).save_pretrained(folder)
+    return str(folder)
+
+
+def seeing_qwen(folder: Path | str) -> str:
+    """A Qwen2.5-VL: an image has a place in rows and columns, and is framed. Needs torchvision."""
+    from transformers import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+
+    tokenizer = byte_tokenizer()
+    marks = [f"<|{name}|>" for name in ("image_pad", "video_pad", "vision_start", "vision_end")]
+    tokenizer.add_special_tokens({"extra_special_tokens": marks})
+    config = Qwen2_5_VLConfig(
+        text_config=SIZES | {
+            "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 192, "num_key_value_heads": 2,
+            "max_position_embeddings": 512, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS,
+            "rope_parameters": {"rope_type": "default", "type": "mrope", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
+        },
+        vision_config={
+            "depth": 2, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "patch_size": 14,
+            "fullatt_block_indexes": [1], "window_size": 56, "initializer_range": 0.12,
+            "rope_parameters": {"rope_type": "axial", "rope_theta": 1e4},
+        },
+        image_token_id=IMAGE, video_token_id=IMAGE + 1, vision_start_token_id=IMAGE + 2, vision_end_token_id=IMAGE + 3,
+        tie_word_embeddings=False, dtype=torch.float32,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    size = {"shortest_edge": 28 * 28, "longest_edge": 9 * 28 * 28}
+    Qwen2_5_VLProcessor(Qwen2VLImageProcessor(size=size), tokenizer, Qwen2VLVideoProcessor(size=size)).save_pretrained(folder)
     return str(folder)
 
 

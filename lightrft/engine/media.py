@@ -37,8 +37,12 @@ class ImageReader:
     That is what its placeholders need, as text that becomes tokens a second time may become others.
     """
 
-    def __init__(self, model_path: str, placeholders: Iterable[int], *, trust_remote_code: bool = False):
+    def __init__(
+        self, model_path: str, placeholders: Iterable[int], *, trust_remote_code: bool = False, images_alone: bool = False
+    ):  # fmt: skip
         self.model_path, self.placeholders, self.trust_remote_code = model_path, frozenset(placeholders), trust_remote_code
+        self.images_alone = images_alone
+        """For an engine that finds out by itself what a model wants to know of each token."""
 
     @cached_property
     def processor(self) -> ProcessorMixin:
@@ -57,11 +61,12 @@ class ImageReader:
         output = self.processor(text=[self.processor.image_token] * len(images), images=[[image] for image in images],
                                 add_special_tokens=False, padding=True, return_tensors="pt")
         ids, real = output.pop("input_ids"), output.pop("attention_mask").bool()
-        if others := [name for name, tensor in output.items() if tensor.shape == ids.shape]:
-            raise ValueError(f"the hf engine does not know the model's {', '.join(others)}; use --engine_type vllm")
+        others = [name for name in output if name.endswith("token_type_ids")]
+        if others and not self.images_alone:
+            raise ValueError(f"the hf engine does not know the model's {', '.join(others)}; use --engine_type vllm or sglang")
         spans = iter([row[kept].tolist() for row, kept in zip(ids, real, strict=True)])
         token_ids = [new for token in request.token_ids for new in (next(spans) if token in self.placeholders else [token])]
-        return Expanded(token_ids, dict(output))
+        return Expanded(token_ids, {name: tensor for name, tensor in output.items() if name not in others})
 
 
 def joined(features: list[dict[str, Any]]) -> dict[str, Tensor]:

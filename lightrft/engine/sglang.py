@@ -26,11 +26,12 @@ from transformers import AutoConfig, PretrainedConfig
 
 from lightrft.algorithms.truncation import Truncation
 from lightrft.engine.base import Engine, EngineError, EngineSetup, Part
-from lightrft.engine.expected import Vocabulary, published_names
+from lightrft.engine.expected import Vocabulary, published_names, reads_images
 from lightrft.engine.first_token import Done
 from lightrft.engine.fused import FusedWeights, engine_names
+from lightrft.engine.media import ImageReader
 from lightrft.engine.proof import Fingerprints
-from lightrft.engine.requests import Request, Sampling
+from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.start import starting, warn_if_untested
 from lightrft.engine.stops import StopStrings
 from lightrft.engine.weights import Named
@@ -42,6 +43,7 @@ if not torch.accelerator.is_available():
 import sglang  # noqa: E402  after its environment
 from sglang.srt.entrypoints.engine import Engine as SGLang  # noqa: E402
 from sglang.srt.layers import sampler  # noqa: E402
+from sglang.srt.managers import mm_schedule  # noqa: E402
 from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process  # noqa: E402
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor  # noqa: E402
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo  # noqa: E402
@@ -57,6 +59,8 @@ SPARE_TOKENS = 8
 LOOK_EVERY = 8
 """Tokens between two looks for stop strings, which end a request from outside; RARELY where there are none."""
 RARELY = 2**30
+CORES = "SGLANG_CPU_OMP_THREADS_BIND"
+"""Which cores each process of one engine has; another engine may have more processes."""
 
 
 class _Shim:
@@ -70,7 +74,7 @@ class _Shim:
         logging.getLogger("sglang.srt.entrypoints.engine").setLevel(logging.CRITICAL)  # it announces our handler as an error
         before = set(psutil.Process().children())
         with _settings_kept():
-            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores_of_each(arguments["tp_size"]))
+            os.environ.setdefault(CORES, _cores_of_each(arguments["tp_size"]))
             try:
                 self.engine = _SGLang(**arguments, log_level="error", custom_sigquit_handler=_died)
                 self.engine.tokenizer_manager.signal_handler_class = _NoHandlers
@@ -84,10 +88,12 @@ class _Shim:
         atexit.register(self.shutdown)
 
     def generate(
-        self, prompts: list[list[int]], parameters: list[dict[str, Any]], processors: list[str | None]
+        self, requests: list[Request], parameters: list[dict[str, Any]], processors: list[str | None]
     ) -> Iterator[dict[str, Any]]:
         """What is known of each request, now and then, with its `index`, and once when it ends. One message starts them all."""
-        return self.engine.generate(input_ids=prompts, sampling_params=parameters, custom_logit_processor=processors,
+        images = [[each.expanded.features | {"format": "processor_output"}] if each.expanded else [] for each in requests]
+        return self.engine.generate(input_ids=[each.prompt for each in requests], sampling_params=parameters,
+                                    image_data=images if any(images) else None, custom_logit_processor=processors,
                                     return_logprob=True, stream=True)
 
     def abort(self, answer: dict[str, Any]) -> None:
@@ -225,7 +231,7 @@ def _weights(scheduler: Scheduler, names: dict[str, str]) -> FusedWeights:
         if "tp_group" in known and "tp_rank" not in known:
             group = layer.tp_group
             layer.tp_rank, layer.tp_size = (0, 1) if group is None else (group.rank_in_group, group.world_size)
-    return FusedWeights(model, names)
+    return FusedWeights(model, {name: place.replace(".attn.qkv.", ".attn.qkv_proj.") for name, place in names.items()})
 
 
 def _known_weights(scheduler: Scheduler, names: dict[str, str]) -> list[str]:
@@ -244,10 +250,16 @@ def _held(
 
 
 def _num_cached(scheduler: Scheduler) -> int:
-    return scheduler.tree_cache.evictable_size()
+    return scheduler.tree_cache.evictable_size() + len(mm_schedule.embedding_cache)
 
 
-QUESTIONS = {"fill_with_nan": _fill_with_nan, "known_weights": _known_weights, "held": _held, "num_cached": _num_cached}
+def _forget_images(scheduler: Scheduler) -> None:
+    """What its tower made of them outlives the cache of prefixes, and new weights."""
+    mm_schedule.embedding_cache.clear()
+
+
+QUESTIONS = {"fill_with_nan": _fill_with_nan, "known_weights": _known_weights, "held": _held, "num_cached": _num_cached,
+             "forget_images": _forget_images}
 """What SGLang's processes can be asked; they do it in their own memory."""
 
 
@@ -323,7 +335,7 @@ def _settings_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        own = {name: value for name, value in os.environ.items() if name.startswith("SGLANG")}
+        own = {name: value for name, value in os.environ.items() if name.startswith("SGLANG") and name != CORES}
         os.environ.clear()
         os.environ.update(environment | own)
         multiprocessing.set_start_method(start_method, force=True)
@@ -345,6 +357,8 @@ class SGLangEngine(Engine):
         self.names = published_names(config, **trust)
         super().__init__(self.names.shapes, sleep_level=setup.section.engine_sleep_level, axis=setup.axis,
                          max_model_len=setup.max_model_len, vocabulary=Vocabulary.of(setup.model_path, config, **trust))
+        self.most_images = setup.section.limit_mm_image_per_prompt if reads_images(config) else 0
+        self.images = ImageReader(setup.model_path, self.vocabulary.placeholders["image"], images_alone=True, **trust)
         self.on_cpu = setup.device.type == "cpu"
         self.bucket_bytes = setup.section.weight_sync_bucket_mb * 2**20
         self._asleep: set[str] = set()
@@ -369,7 +383,15 @@ class SGLangEngine(Engine):
 
     def reset_cache(self) -> None:
         with self._fatal("reset_cache"):
-            self._led(lambda: self._shim.flush_cache())
+            self._led(lambda: self._forget())
+
+    def _forget(self) -> None:
+        self._shim.flush_cache()
+        if self.most_images:
+            self._shim.ask("forget_images")
+
+    def _expanded(self, request: Request) -> Expanded:
+        return self.images.expanded(request)
 
     def _generate(self, requests: list[Request], seed: int, done: Done) -> None:
         for index, completions in self._followed(lambda: self._answers(requests, seed)):
@@ -396,15 +418,14 @@ class SGLangEngine(Engine):
         """Index and number of cached tokens of each of these requests."""
         if shared:
             parameters = [{"max_new_tokens": 0, "temperature": 0, "sampling_seed": 0}] * len(shared)
-            prompts = [requests[index].token_ids for index in shared]
-            for answer in self._shim.generate(prompts, parameters, [None] * len(shared)):
+            for answer in self._shim.generate([requests[index] for index in shared], parameters, [None] * len(shared)):
                 yield shared[answer["index"]], answer["meta_info"]["cached_tokens"]
 
     def _sampled(self, samples: list["_Sample"]) -> Iterator[tuple[int, Completion]]:
         """Place and completion of each sample as it ends. What was generated after a stop string is still there."""
         parameters = [self._parameters(sample) for sample in samples]
         processors = [_Truncate.to_str() if sample.request.sampling.truncation.active else None for sample in samples]
-        for answer in self._shim.generate([sample.request.token_ids for sample in samples], parameters, processors):
+        for answer in self._shim.generate([sample.request for sample in samples], parameters, processors):
             place, reason = answer["index"], answer["meta_info"]["finish_reason"]
             if reason is not None:
                 yield place, self._completion(answer, samples[place])
@@ -562,6 +583,7 @@ def _on_cpu(setup: EngineSetup, config: PretrainedConfig) -> dict[str, Any]:
                          f"sequence of {setup.max_model_len}: give more")
     return {
         "attention_backend": "torch_native",
+        "mm_attention_backend": "sdpa",
         "disable_overlap_schedule": True,
         "disable_cuda_graph": True,
         "max_total_tokens": tokens,

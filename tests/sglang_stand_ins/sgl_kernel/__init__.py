@@ -8,6 +8,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+OPERATORS = torch.library.Library("sgl_kernel", "DEF")
+for name in ("fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu",
+             "fused_qkvzba_split_reshape_cat_contiguous_cpu"):
+    OPERATORS.define(f"{name}() -> ()")  # modules of Qwen-VL name them when they are imported
+
 
 def __getattr__(name: str) -> Callable[..., Any]:
     if name.startswith("__"):
