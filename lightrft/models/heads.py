@@ -45,8 +45,8 @@ class Actor(nn.Module):
         weight, targets = self.language_model.get_output_embeddings().weight, whole.input_ids[here[asked] + 1]
         values = head_logprobs(hidden[asked], weight, targets, temperature=temperature / self.logit_scale, truncation=truncation)
         zeros = torch.zeros(len(hidden), device=hidden.device)
-        # Each by itself: in one tensor, what the loss does not use would have a gradient of zeros, which costs as much as any.
-        values = [self.sequence.gather(zeros.index_put((asked,), value)) for value in values]
+        # Not in one tensor, where what the loss does not use would have a gradient of zeros, which costs as much as any.
+        values = self.sequence.gather_all(*(zeros.index_put((asked,), value) for value in values))
         logprobs, entropy = (value.roll(1, 0)[: batch.num_tokens] for value in values)
         return logprobs.clone(), entropy.clone()  # FSDP2 hooks what is returned, and views lose hooks
 

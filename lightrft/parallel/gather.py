@@ -53,17 +53,19 @@ class SharedMemory:
     """
 
     def __init__(self, memory: mmap.mmap, axis: Axis):
-        self.axis = axis
-        self.halves = list(torch.frombuffer(memory, dtype=torch.uint8).chunk(2))
+        self.memory, self.axis = memory, axis
+        self.begin = 0
+        """Of the half whose turn it is, in bytes."""
 
     def rooms(self, size: int, count: int, dtype: torch.dtype) -> Tensor:
         """[size, count] of the half whose turn it is."""
-        return self.halves[0][: size * count * dtype.itemsize].view(dtype).view(size, count)
+        half = torch.frombuffer(self.memory, dtype=torch.uint8, count=HALF_BYTES, offset=self.begin)
+        return half[: size * count * dtype.itemsize].view(dtype).view(size, count)
 
     def meet(self) -> None:
         """From here on every rank reads what all have written, and the other half comes next."""
         self.axis.barrier()
-        self.halves.reverse()
+        self.begin = HALF_BYTES - self.begin
 
     def gather(self, everyone: Tensor, mine: Tensor) -> None:
         """everyone [ranks, N] <- mine [N] of every rank, in parts that fit."""

@@ -64,11 +64,17 @@ class Undivided:
         The gradient of a rank's values is its own slice: where all ranks compute the same loss, the sum over them of what
         follows is the gradient of that loss, once.
         """
-        return values if self.axis.size == 1 else self.in_order(Gather.apply(values, self.axis))
+        return self.gather_all(values)[0]
+
+    def gather_all(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """gather() of several of one shape and dtype, in one collective. What is not used has no gradient, instead of zeros."""
+        if self.axis.size == 1:
+            return values
+        return tuple(self.in_order(whole) for whole in Gather.apply(self.axis, *values))
 
     def sum(self, values: Tensor) -> Tensor:
         """Of what each rank has of its own tokens, in any shape, the sum; its gradient as in gather()."""
-        return values if self.axis.size == 1 else Gather.apply(values[None], self.axis).sum(0)
+        return values if self.axis.size == 1 else Gather.apply(self.axis, values[None])[0].sum(0)
 
     def in_order(self, gathered: Tensor) -> Tensor:
         """[T, ...] as the ranks have them, one rank after the other -> in the order of the batch."""
@@ -104,14 +110,18 @@ def gathered(values: Tensor, axis: Axis) -> Tensor:
 
 
 class Gather(torch.autograd.Function):
-    """[t, ...] of each rank -> [T, ...]. All ranks use it alike, so the gradient is a rank's own slice."""
+    """Each [t, ...] of every rank -> [T, ...]. All ranks use them alike, so a gradient is a rank's own slice."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, values: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: FunctionCtx, axis: Axis, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.axis = axis
-        return gathered(values, axis)
+        ctx.set_materialize_grads(False)
+        if len(values) == 1:
+            return (gathered(values[0], axis),)
+        return tuple(whole.contiguous() for whole in gathered(torch.stack(values, 1), axis).unbind(1))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.chunk(ctx.axis.size)[ctx.axis.rank], None
+    def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        size, rank = ctx.axis.size, ctx.axis.rank
+        return None, *(None if gradient is None else gradient.chunk(size)[rank] for gradient in gradients)

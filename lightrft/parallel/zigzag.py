@@ -26,7 +26,7 @@ class Zigzag(Undivided):
 
     def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The query as it is; key and value [t, H, D] -> [T, H, D] in the order of the batch, in one gather."""
-        both = _GatherSummed.apply(torch.cat([key, value], -1), self.axis)
+        (both,) = _GatherSummed.apply(self.axis, torch.cat([key, value], -1))
         return query, *self.in_order(both).split([key.shape[-1], value.shape[-1]], -1)
 
 
@@ -35,7 +35,7 @@ class _GatherSummed(Gather):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[None, Tensor]:
         mine = gradient.new_empty(len(gradient) // ctx.axis.size, *gradient.shape[1:])
         dist.reduce_scatter_tensor(mine, gradient.contiguous(), group=ctx.axis.group)
-        return mine, None
+        return None, mine

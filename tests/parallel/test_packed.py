@@ -41,8 +41,8 @@ def one_by_one(folder: str) -> Tensor:
 
 def answers(folder: str, layouts: list[dict]) -> list[tuple[Tensor, Tensor, int]]:
     """For each layout the log-probs, those of the rows in another order, and the gathers of one call."""
-    results, gather, seen = [], sequence.Undivided.gather, []
-    sequence.Undivided.gather = lambda divided, values: (seen.append(divided.axis.size > 1), gather(divided, values))[1]
+    results, gather, seen = [], sequence.Undivided.gather_all, []
+    sequence.Undivided.gather_all = lambda divided, *values: (seen.append(divided.axis.size > 1), gather(divided, *values))[1]
     for layout in layouts:
         strategy = FSDPStrategy(args={"fsdp": True, **layout})
         strategy.setup_distributed()

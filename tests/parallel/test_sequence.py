@@ -79,6 +79,10 @@ def round_trip(kind: str) -> tuple[Tensor, Tensor, Tensor]:
     mine = torch.stack([here, -here], 1).float().requires_grad_()
     whole = sequence.gather(mine)
     (whole * torch.arange(48.0).view(24, 2)).sum().backward()
+    used, unused = (torch.ones(len(here), requires_grad=True) for _ in range(2))
+    first, _ = sequence.gather_all(used * here, unused * here)
+    (first * torch.arange(24.0)).sum().backward()
+    assert torch.equal(used.grad, here.float() ** 2) and unused.grad is None
     return here, whole.detach(), mine.grad
 
 
