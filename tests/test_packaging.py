@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 NEEDS_AN_EXTRA = {
     "lightrft.engine.sglang": "sglang",
     "lightrft.engine.vllm": "vllm",
+    "lightrft.roles.endpoint": "httpx",
     "lightrft.roles.remote_teacher": "httpx",
+    "lightrft.rollout.remote_reward": "httpx",
     "lightrft.strategy.deepspeed": "deepspeed",
 }
 """Modules that may only be imported where a package of an extra is installed."""
