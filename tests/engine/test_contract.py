@@ -64,7 +64,7 @@ def outcomes(folders: tuple[str, str]) -> Callable[[str], list[dict[str, str]]]:
 
 
 @pytest.mark.parametrize(("layout", "case"), [
-    pytest.param(name, case.__name__, marks=pytest.mark.slow if layout.engine in ("vllm", "sglang") else ())
+    pytest.param(name, case.__name__, marks=() if name == "hf" else pytest.mark.slow)
     for name, layout in LAYOUTS.items() for case in layout.cases
 ])
 def test_contract(outcomes: Callable[[str], list[dict[str, str]]], layout: str, case: str) -> None:

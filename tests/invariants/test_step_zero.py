@@ -15,7 +15,7 @@ def inputs(tmp_path_factory):
     return prepare(tmp_path_factory.mktemp("inputs"))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_actor_that_does_not_move(inputs, tmp_path, world_size):
     rows = train("train_ppo", world_size, [*inputs, *PPO, *STILL, "--max_tokens_per_microbatch=60"], tmp_path)
     assert len(rows) == 4
@@ -26,6 +26,7 @@ def test_an_actor_that_does_not_move(inputs, tmp_path, world_size):
         assert row["train/grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_engine_mismatch_stays_flat(inputs, tmp_path):
     """The same weights streamed again and again: no drift between engine and trainer."""
     rows = train("train_ppo", 2, [*inputs, *PPO, *STILL, "--enable_engine_sleep"], tmp_path)

@@ -191,6 +191,7 @@ def compare(folders: tuple[str, str], ranks: int, named: dict[str, dict[str, Any
                 assert_same_parameters(course.parameters, expected[kind][name].parameters, start[name], (kind, args, name))
 
 
+@pytest.mark.slow
 def test_zero_3_on_one_rank_is_plain_torch(folders):
     compare(folders, 1, {"zero 3": {"zero_stage": 3}}, ("sgd",))
 

@@ -78,7 +78,10 @@ def with_aborts(folder: str, aborts: bool, args: dict):
     return torch.stack(numbers), state(policy)
 
 
-@pytest.mark.parametrize("args", [{}, {"bf16": True}, {"gradient_checkpointing": True}], ids=str)
+OPTIONS = [{}, *(pytest.param(args, marks=pytest.mark.slow) for args in ({"bf16": True}, {"gradient_checkpointing": True}))]
+
+
+@pytest.mark.parametrize("args", OPTIONS, ids=str)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_aborted_step_leaves_nothing_behind(folder, world_size, args):
     expected = run_ranks(world_size, with_aborts, folder, False, args)
