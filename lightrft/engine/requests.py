@@ -52,6 +52,11 @@ class Sampling:
         return cls.of(section, **{"n": 1, "temperature": 0.0, "first_token_temperature": None} | own)
 
     @property
+    def num_draws(self) -> int:
+        """Samples to compute: a greedy answer is the same every time."""
+        return self.n if self.temperature else 1
+
+    @property
     def truncation(self) -> Truncation:
         """The part of the vocabulary that it samples from."""
         return Truncation(top_k=self.top_k, top_p=self.top_p, banned=self.banned_token_ids)

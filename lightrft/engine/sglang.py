@@ -31,7 +31,7 @@ from lightrft.engine.first_token import Done
 from lightrft.engine.fused import FusedWeights, engine_names
 from lightrft.engine.media import ImageReader
 from lightrft.engine.proof import Fingerprints
-from lightrft.engine.requests import Expanded, Request, Sampling
+from lightrft.engine.requests import Expanded, Request
 from lightrft.engine.start import starting, warn_if_untested
 from lightrft.engine.stops import StopStrings
 from lightrft.engine.weights import Named
@@ -399,12 +399,12 @@ class SGLangEngine(Engine):
 
     def _answers(self, requests: list[Request], seed: int) -> Iterator[tuple[int, list[Completion]]]:
         """Every sample is a request to SGLang of its own, after one that leaves the prompt of all of them in the cache."""
-        shared = [index for index, request in enumerate(requests) if _draws(request.sampling) > 1]
+        shared = [index for index, request in enumerate(requests) if request.sampling.num_draws > 1]
         num_cached = dict(self._prefilled(requests, shared))
         draw = random.Random(seed)
         samples = [_Sample(index, requests[index], draw.getrandbits(63))
-                   for index, request in enumerate(requests) for _ in range(_draws(request.sampling))]
-        missing = [_draws(request.sampling) for request in requests]
+                   for index, request in enumerate(requests) for _ in range(request.sampling.num_draws)]
+        missing = [request.sampling.num_draws for request in requests]
         for place, completion in self._sampled(samples):
             index = samples[place].index
             samples[place].completion = completion
@@ -540,11 +540,6 @@ class _Sample:
     stopped: bool = False
     """A stop string has come, and the request was ended."""
     completion: Completion | None = None
-
-
-def _draws(sampling: Sampling) -> int:
-    """Samples to compute: a greedy answer is the same every time."""
-    return sampling.n if sampling.temperature else 1
 
 
 def _arguments(setup: EngineSetup, config: PretrainedConfig) -> dict[str, Any]:

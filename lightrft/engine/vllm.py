@@ -205,7 +205,7 @@ class VLLMEngine(Engine):
             for name, output in self._shim.finished():
                 index, sample = map(int, name.split("/"))
                 samples[index][sample] = output
-                if len(samples[index]) == _draws(requests[index].sampling):
+                if len(samples[index]) == requests[index].sampling.num_draws:
                     found = self._completions(samples.pop(index), requests[index].sampling)
                     with _random_state_kept(self.device):  # the engine's draws do not depend on who is told
                         done(index, found)
@@ -218,7 +218,7 @@ class VLLMEngine(Engine):
         prompt = tokens_input(request.token_ids)
         if request.expanded:
             prompt = {**request.expanded.features, "prompt_token_ids": request.prompt}
-        for sample in range(_draws(request.sampling)):
+        for sample in range(request.sampling.num_draws):
             self._shim.submit(f"{index}/{sample}", prompt, parameters)
 
     def _parameters(self, sampling: Sampling) -> SamplingParams:
@@ -356,11 +356,6 @@ def _add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
     return x, x_residual
-
-
-def _draws(sampling: Sampling) -> int:
-    """Samples to compute: a greedy answer is the same every time."""
-    return sampling.n if sampling.temperature else 1
 
 
 def _until_failure(named_tensors: Iterator[Named], failures: list[Exception]) -> Iterator[Named]:
