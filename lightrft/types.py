@@ -28,6 +28,16 @@ class Prompt:
     """Images, videos, audio of the prompt; empty for text."""
 
 
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """A prompt as its model reads it."""
+
+    token_ids: list[int]
+    """Every placeholder replaced by as many tokens as its image has, and those that frame it."""
+    features: Any
+    """The images, in whatever form the engine takes them; for training, tensors by name."""
+
+
 @dataclass(slots=True)
 class Completion:
     """What an engine returns for one sample: the new tokens only."""
@@ -101,6 +111,10 @@ class Routing:
     chosen: Tensor  # [E] how often an expert was among the chosen
     probabilities: Tensor  # [E] with gradient
     count: Tensor  # [] tokens times layers
+
+
+Features = dict[str, Tensor]
+"""What a processor makes of the images of one sequence, for its model; empty where it has none."""
 
 
 @dataclass(slots=True)
@@ -202,6 +216,22 @@ def send(value: Tensor, device: torch.device) -> Tensor:
     if torch.accelerator.is_available() and value.device.type == "cpu" and device.type != "cpu":
         value = value.pin_memory()
     return value.to(device, non_blocking=True)
+
+
+def joined(features: Sequence[Features]) -> Features:
+    """The images of several sequences, in order; smaller parts, and fewer, are filled up with zeros, as in a processor."""
+    features = [each for each in features if each]
+    return {name: _stacked([each[name] for each in features]) for name in (features[0] if features else ())}
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    """One behind the other along the first dimension, all others as long as the longest."""
+    shape = [sum(map(len, tensors)), *(max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True))]
+    whole, start = tensors[0].new_zeros(shape), 0
+    for tensor in tensors:
+        whole[(slice(start, start + len(tensor)), *map(slice, tensor.shape[1:]))] = tensor
+        start += len(tensor)
+    return whole
 
 
 def unpadded(values: Tensor, lengths: Tensor) -> Tensor:

@@ -3,13 +3,12 @@
 import hashlib
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any
 
 from PIL import Image
-from torch import Tensor
 from transformers import AutoProcessor, ProcessorMixin
 
-from lightrft.engine.requests import Expanded, Request
+from lightrft.engine.requests import Request
+from lightrft.types import Expanded
 
 IMAGES = "images"
 """Where a request has them."""
@@ -67,18 +66,3 @@ class ImageReader:
         spans = iter([row[kept].tolist() for row, kept in zip(ids, real, strict=True)])
         token_ids = [new for token in request.token_ids for new in (next(spans) if token in self.placeholders else [token])]
         return Expanded(token_ids, {name: tensor for name, tensor in output.items() if name not in others})
-
-
-def joined(features: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """The images of several requests, in order; where some have fewer or smaller parts, zeros fill them up, as in a processor."""
-    return {name: _stacked([each[name] for each in features]) for name in (features[0] if features else ())}
-
-
-def _stacked(tensors: list[Tensor]) -> Tensor:
-    """One behind the other along the first dimension, all others as long as the longest."""
-    shape = [sum(map(len, tensors)), *(max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True))]
-    whole, start = tensors[0].new_zeros(shape), 0
-    for tensor in tensors:
-        whole[(slice(start, start + len(tensor)), *map(slice, tensor.shape[1:]))] = tensor
-        start += len(tensor)
-    return whole

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from lightrft.algorithms.truncation import Truncation
 from lightrft.config import RolloutSection
+from lightrft.types import Expanded
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +82,6 @@ class Sampling:
         outside = strange((*self.stop_token_ids, *self.banned_token_ids), vocabulary_size)
         broken += [f"token {outside} is not in the vocabulary of {vocabulary_size}"] if outside is not None else []
         return f"cannot sample with {self}: {'; '.join(broken)}" if broken else None
-
-
-@dataclass(frozen=True, slots=True)
-class Expanded:
-    """A prompt as its model reads it."""
-
-    token_ids: list[int]
-    """Every placeholder replaced by as many tokens as its image has, and those that frame it."""
-    features: Any
-    """The images, in whatever form the engine takes them."""
 
 
 @dataclass(frozen=True, slots=True)

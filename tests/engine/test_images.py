@@ -15,12 +15,12 @@ from engine.contract import Bench, flipped_elements_are_named, perturbed, start
 from lightrft.engine.base import Request, Sampling
 from lightrft.engine.expected import Vocabulary, placeholder_token_ids, reads_images
 from lightrft.engine.hf import has_positions_in_space
-from lightrft.engine.media import digest, joined
+from lightrft.engine.media import digest
 from lightrft.engine.probe import Probe
 from lightrft.parallel.collectives import Axis
 from lightrft.strategy import EngineStatus, FSDPStrategy
 from lightrft.strategy.prompt_reader import PromptReader, per_prompt
-from lightrft.types import Completion
+from lightrft.types import Completion, joined
 from ranks import run_ranks
 from seeing import FRAMED, IMAGE, picture, seeing_model, seeing_qwen
 from sglang_environment import in_sglang_environment
