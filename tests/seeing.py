@@ -5,13 +5,15 @@ from pathlib import Path
 import torch
 from PIL import Image
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForImageTextToText,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     Idefics3ImageProcessor,
     Idefics3Processor,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
+    Qwen2VLProcessor,
+    Qwen3VLProcessor,
 )
 
 from tiny import BOS, EOS, PAD, VOCABULARY, byte_tokenizer
@@ -20,7 +22,7 @@ IMAGE = 259
 MARKS = {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>", "global_image_token": "<global-img>",
          "end_of_utterance_token": "<end_of_utterance>"}
 FRAMED = "<|vision_start|><|image_pad|><|vision_end|>"
-"""What stands for an image in a prompt of Qwen2.5-VL; of Idefics3: <image>."""
+"""What stands for an image in a prompt of Qwen-VL; of Idefics3: <image>."""
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.12}
 
 
@@ -47,22 +49,31 @@ def seeing_model(folder: Path | str, seed: int = 0) -> str:
     return str(folder)
 
 
-def seeing_qwen(folder: Path | str) -> str:
-    """A Qwen2.5-VL: an image has a place in rows and columns, and is framed. Needs torchvision."""
-    from transformers import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+def seeing_qwen(folder: Path | str, family: str = "qwen2_5_vl") -> str:
+    """A Qwen2-VL, 2.5 or 3: an image has a place in rows and columns, and is framed. Needs torchvision."""
+    from transformers import Qwen2VLImageProcessor, Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
 
+    processor, videos, patch, tower = {
+        "qwen2_vl": (Qwen2VLProcessor, Qwen2VLVideoProcessor, 14, {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}),
+        "qwen2_5_vl": (Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, 14, {
+            "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "fullatt_block_indexes": [1], "window_size": 56,
+        }),
+        "qwen3_vl": (Qwen3VLProcessor, Qwen3VLVideoProcessor, 16, {
+            "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 16,
+        }),
+    }[family]  # fmt: skip
     tokenizer = byte_tokenizer()
     marks = [f"<|{name}|>" for name in ("image_pad", "video_pad", "vision_start", "vision_end")]
     tokenizer.add_special_tokens({"extra_special_tokens": marks})
-    config = Qwen2_5_VLConfig(
+    config = CONFIG_MAPPING[family](
         text_config=SIZES | {
-            "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 192, "num_key_value_heads": 2,
+            "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 192, "num_key_value_heads": 2, "head_dim": 32,
             "max_position_embeddings": 512, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS,
             "rope_parameters": {"rope_type": "default", "type": "mrope", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
         },
-        vision_config={
-            "depth": 2, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "patch_size": 14,
-            "fullatt_block_indexes": [1], "window_size": 56, "initializer_range": 0.12,
+        vision_config=tower | {
+            "depth": 2, "num_heads": 2, "patch_size": patch, "initializer_range": 0.12,
             "rope_parameters": {"rope_type": "axial", "rope_theta": 1e4},
         },
         image_token_id=IMAGE, video_token_id=IMAGE + 1, vision_start_token_id=IMAGE + 2, vision_end_token_id=IMAGE + 3,
@@ -70,9 +81,10 @@ def seeing_qwen(folder: Path | str) -> str:
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
-    size = {"shortest_edge": 28 * 28, "longest_edge": 9 * 28 * 28}
-    Qwen2_5_VLProcessor(Qwen2VLImageProcessor(size=size), tokenizer, Qwen2VLVideoProcessor(size=size)).save_pretrained(folder)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    size = {"shortest_edge": (2 * patch) ** 2, "longest_edge": 9 * (2 * patch) ** 2}
+    images = Qwen2VLImageProcessor(size=size, patch_size=patch)
+    processor(images, tokenizer, videos(size=size, patch_size=patch)).save_pretrained(folder)
     return str(folder)
 
 

@@ -37,9 +37,9 @@ class HFEngine(Engine):
         trust = {"trust_remote_code": setup.trust_remote_code}
         super().__init__(published_names(config, **trust).shapes, sleep_level=setup.section.engine_sleep_level,
                          max_model_len=setup.max_model_len, vocabulary=Vocabulary.of(setup.model_path, config, **trust))
-        self.images = ImageReader(setup.model_path, self.vocabulary.placeholders["image"], **trust)
-        if reads_images(config) and not has_positions_in_space(config):
-            self.most_images = setup.section.limit_mm_image_per_prompt
+        self.in_space = has_positions_in_space(config)
+        self.images = ImageReader(setup.model_path, self.vocabulary.placeholders["image"], images_alone=self.in_space, **trust)
+        self.most_images = setup.section.limit_mm_image_per_prompt if reads_images(config) else 0
         self.device, self.dtype = setup.device, setup.dtype
         self.batch_size = setup.section.micro_rollout_batch_size
         self.model = _load(setup, config).eval().requires_grad_(False)
@@ -92,17 +92,27 @@ class HFEngine(Engine):
         ids = torch.tensor([[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)], device=self.device)
         mask = torch.arange(longest, device=self.device) >= torch.tensor(padding, device=self.device)[:, None]
         mask = mask.long()
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
         cache = DynamicCache(config=self.model.config)
         images = joined([request.expanded.features for request in requests if request.expanded])
-        logits = self._forward(ids, mask, positions, cache, **{name: self._input(tensor) for name, tensor in images.items()})
+        images = {name: self._input(tensor) for name, tensor in images.items()}
+        positions = self._positions(ids, mask, images)
+        logits = self._forward(ids, mask, positions, cache, **images)
         cache.batch_repeat_interleave(n)
         rows = _Rows(
             index=torch.arange(len(prompts) * n, device=self.device),
             running=[True] * (len(prompts) * n),
-            mask=mask.repeat_interleave(n, 0), next_position=mask.sum(-1).repeat_interleave(n), cache=cache,
+            mask=mask.repeat_interleave(n, 0), cache=cache,
+            next_position=(positions.view(-1, *ids.shape).amax((0, 2)) + 1).repeat_interleave(n),
         )
         return rows, logits.repeat_interleave(n, 0)
+
+    def _positions(self, ids: Tensor, mask: Tensor, images: dict[str, Tensor]) -> Tensor:
+        """[R, S]; or [3, R, S]: in time, rows and columns, where the model has such (M-RoPE, arXiv 2409.12191)."""
+        if not (self.in_space and images):
+            return (mask.cumsum(-1) - 1).clamp(min=0)
+        kinds = torch.isin(ids, torch.tensor(sorted(self.vocabulary.placeholders["image"]), device=ids.device)).int()
+        grids = {name: tensor for name, tensor in images.items() if "grid" in name}
+        return self.model.base_model.get_rope_index(ids, mm_token_type_ids=kinds, attention_mask=mask, **grids)[0]
 
     def _decode(self, rows: "_Rows", tokens: Tensor) -> Tensor:
         """Append one token [R] to every row; the logits [R, V] of the next."""
@@ -257,5 +267,5 @@ def _load(setup: EngineSetup, config: PretrainedConfig) -> PreTrainedModel:
 
 
 def has_positions_in_space(config: PretrainedConfig) -> bool:
-    """Its tokens of images have rows and columns (M-RoPE), which this engine does not count."""
+    """Its tokens of images have rows and columns (M-RoPE)."""
     return "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {})

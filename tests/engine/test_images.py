@@ -3,7 +3,7 @@
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -258,10 +258,10 @@ CASES: list[Callable[[Scene], None]] = [
 ]  # fmt: skip
 
 
-def outcomes(engine_type: str, sizes: list[int], sp_size: int, folder: str) -> dict[str, str]:
+def outcomes(engine_type: str, sizes: list[int], sp_size: int, *folders: str) -> dict[str, str]:
     """Case -> traceback, empty when it passed. The engine's weights are streamed from a sharded actor."""
     results = {}
-    for size in sizes:
+    for folder, size in product(folders, sizes):
         made = FSDPStrategy(args={
             "fsdp": True, "pretrain": folder, "engine_type": engine_type, "engine_tp_size": size, "sp_size": sp_size,
             "prompt_max_len": 48, "generate_max_len": 16, "limit_mm_image_per_prompt": 3,
@@ -276,7 +276,7 @@ def outcomes(engine_type: str, sizes: list[int], sp_size: int, folder: str) -> d
             try:
                 case(scene)
             except BaseException:
-                results[f"{case.__name__}, {size} ranks per engine"] = traceback.format_exc()
+                results[f"{case.__name__}, {Path(folder).name}, {size} ranks per engine"] = traceback.format_exc()
         made.close_engine()
     return results
 
@@ -298,12 +298,19 @@ def test_images(folder: str, engine_type: str, sizes: list[int], ranks: int, sp_
     assert failures == [{}] * ranks, "\n".join(f"{case}\n{trace}" for rank in failures for case, trace in rank.items())
 
 
+def outcomes_of_qwen(engine_type: str, sizes: list[int], folder: Path, *families: str) -> list[dict[str, str]]:
+    """For the environment that has torchvision, which their processors need."""
+    folders = [seeing_qwen(folder / family, family) for family in families]
+    return run_ranks(max(sizes), outcomes, engine_type, sizes, 1, *folders, timeout=500)
+
+
 @pytest.mark.slow
-def test_images_with_sglang(tmp_path: Path) -> None:
-    """A Qwen2.5-VL, whose processor needs torchvision; SGLang's environment has it."""
-    in_sglang_environment(seeing_qwen, tmp_path)
-    failures = in_sglang_environment(partial(run_ranks, 2, outcomes, "sglang", [1, 2], 1, str(tmp_path), timeout=500))
-    assert failures == [{}] * 2, "\n".join(f"{case}\n{trace}" for rank in failures for case, trace in rank.items())
+@pytest.mark.parametrize(("engine_type", "sizes", "families"), [
+    ("sglang", [1, 2], ["qwen2_5_vl"]), ("hf", [1], ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]),
+])  # fmt: skip
+def test_images_in_rows_and_columns(tmp_path: Path, engine_type: str, sizes: list[int], families: list[str]) -> None:
+    failures = in_sglang_environment(outcomes_of_qwen, engine_type, sizes, tmp_path, *families)
+    assert failures == [{}] * max(sizes), "\n".join(f"{case}\n{trace}" for rank in failures for case, trace in rank.items())
 
 
 # -- without a model
