@@ -1,4 +1,4 @@
-"""What of SGLang the adapter lightrft/engine/sglang.py uses, and what a version of SGLang has: read from sources, not imported.
+"""What of SGLang the adapter lightrft/engine/sglang/ uses, and what a version of SGLang has: read from sources, not imported.
 
     python scripts/sglang_interface.py --out tests/engine/sglang_newest.json     record the newest version (downloads its wheel)
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ARGUMENTS = ("_arguments", "_on_accelerator", "_on_cpu")
+ARGUMENTS = ("arguments", "_on_accelerator", "_on_cpu")
 SAMPLING = ("_parameters", "_prefilled")
 TAGS = ("_sleep", "_wake")
 """Functions of the adapter in which strings are names of SGLang's: its engine's arguments, of a request, of its memory."""
@@ -38,6 +38,14 @@ ATTRIBUTES = {
     "sglang.srt.weight_sync.tensor_bucket:FlattenedTensorBucket": ["get_flattened_tensor", "get_metadata"],
 }
 """Beyond its engine's methods: what the adapter reaches of SGLang's objects, here and in SGLang's processes."""
+
+
+ADAPTER = Path(__file__).resolve().parent.parent / "lightrft" / "engine" / "sglang"
+
+
+def source() -> str:
+    """The adapter's, of all its files."""
+    return "\n".join(file.read_text() for file in sorted(ADAPTER.glob("*.py")))
 
 
 def used(adapter: str) -> dict[str, Any]:
@@ -99,9 +107,8 @@ def missing(wanted: dict[str, Any], there: dict[str, Any]) -> list[str]:
 
 def _imported() -> dict[str, set[str]]:
     """Module -> what the adapter imports of it."""
-    adapter = Path(__file__).resolve().parent.parent / "lightrft" / "engine" / "sglang.py"
     found: dict[str, set[str]] = {}
-    for module, name in used(adapter.read_text())["imports"]:
+    for module, name in used(source())["imports"]:
         found.setdefault(module, set()).add(name)
     return found
 

@@ -23,7 +23,7 @@ LAYERS = {
 }  # fmt: skip
 OPTIONAL = {"deepspeed", "vllm", "sglang", "peft", "wandb", "flash_attn", "ray", "math_verify", "liger_kernel"}
 OPTIONAL_ELSEWHERE = {"wandb": "observe/sinks.py", "peft": "models/lora.py"}
-"""Exceptions to `only inside the file named after it`, and there only inside a function."""
+"""Exceptions to `only inside the file or folder named after it`, and there only inside a function."""
 HOMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 
@@ -66,16 +66,21 @@ def optional_imports(source: str, path: str) -> list[str]:
     found = []
     for name, eager in imports(source, path):
         package = name.split(".")[0]
-        if package in OPTIONAL and Path(path).stem != package:
+        if package in OPTIONAL and package not in places(path):
             if eager or path != f"lightrft/{OPTIONAL_ELSEWHERE.get(package)}":
                 found.append(f"{path} imports {package}")
     return found
 
 
 def adapter_imports(source: str, path: str) -> list[str]:
-    """Files named after an optional package, when another file imports them without being inside a function."""
+    """Files and folders named after an optional package, when others import them without being inside a function."""
     return [f"{path} imports {name}" for name, eager in imports(source, path)
-            if eager and name.startswith("lightrft.") and OPTIONAL & set(name.split("."))]
+            if eager and name.startswith("lightrft.") and OPTIONAL & set(name.split(".")) - places(path)]
+
+
+def places(path: str) -> set[str]:
+    """What the file and its folders are called."""
+    return set(Path(path).with_suffix("").parts)
 
 
 def calls_of_print(source: str) -> list[int]:
@@ -134,7 +139,7 @@ def test_every_room_is_a_package():
     assert {file.parent for file in FILES} == {file.parent for file in FILES if file.name == "__init__.py"}
 
 
-def test_optional_packages_stay_in_the_file_named_after_them():
+def test_optional_packages_stay_in_the_place_named_after_them():
     assert [wrong for source, path in sources() for wrong in optional_imports(source, path)] == []
 
 
@@ -190,7 +195,11 @@ def test_finds_optional_packages():
     assert optional_imports("import wandb", "lightrft/observe/sinks.py")
     assert not optional_imports("def f():\n    import wandb", "lightrft/observe/sinks.py")
     assert not optional_imports("from vllm import LLM", "lightrft/engine/vllm.py")
+    assert not optional_imports("from sglang.srt import utils", "lightrft/engine/sglang/shim.py")
+    assert optional_imports("from vllm import LLM", "lightrft/engine/sglang/shim.py")
     assert adapter_imports("from lightrft.engine.vllm import VLLMEngine", "lightrft/engine/build.py")
+    assert adapter_imports("from lightrft.engine.sglang.shim import Shim", "lightrft/engine/build.py")
+    assert not adapter_imports("from lightrft.engine.sglang.shim import Shim", "lightrft/engine/sglang/samples.py")
     assert not adapter_imports("def f():\n    from lightrft.engine.vllm import VLLMEngine", "lightrft/engine/build.py")
 
 

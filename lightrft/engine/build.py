@@ -13,7 +13,7 @@ ENGINES = {
     "sglang": "lightrft.engine.sglang:SGLangEngine",
     "hf": "lightrft.engine.hf:HFEngine",
 }
-"""Name -> adapter. An adapter's file imports its library, so it is imported only when chosen."""
+"""Name -> adapter. An adapter's file or folder imports its library, so it is imported only when chosen."""
 PREFERRED = ("vllm", "sglang")
 """`auto` takes the first of these that is installed."""
 INSTALL = {

@@ -1,19 +1,47 @@
 """A library's engine starts: whether its version was tested, and why it does not start, in the words of flags."""
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from loguru import logger
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+from transformers import AutoConfig, PretrainedConfig
 
-from lightrft.engine.base import EngineError, EngineSetup
+from lightrft.engine.base import Engine, EngineError, EngineSetup
+from lightrft.engine.expected import Vocabulary, published_names, reads_images
 from lightrft.versions import ENGINES
 
 MEMORY = (
     "If it is memory: --engine_mem_util is the engine's share of an accelerator, --engine_kv_cache_gb its cache on a CPU, "
     "--prompt_max_len + --generate_max_len its longest sequence, and --engine_tp_size ranks share one engine's weights."
 )
+
+
+class LibraryEngine(Engine):
+    """Of another library, which reads the model's folder itself and takes weights under published names."""
+
+    def __init__(self, library: str, version: str, setup: EngineSetup):
+        """`version` as the library says itself. All ranks construct and close their engines together."""
+        warn_if_untested(library, version)
+        config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
+        trust = {"trust_remote_code": setup.trust_remote_code}
+        self.names = published_names(config, **trust)
+        super().__init__(self.names.shapes, sleep_level=setup.section.engine_sleep_level, axis=setup.axis,
+                         max_model_len=setup.max_model_len, vocabulary=Vocabulary.of(setup.model_path, config, **trust))
+        self.most_images = setup.section.limit_mm_image_per_prompt if reads_images(config) else 0
+        self.device = setup.device
+        self.on_cpu = setup.device.type == "cpu"
+        with starting(library, setup):
+            unknown = self._start(setup, config)
+        if unknown:
+            logger.warning("--verify_weight_sync leaves out what it cannot find: {}", self.names.strangers(unknown, library))
+        self.weights_valid = not setup.from_stream
+
+    @abstractmethod
+    def _start(self, setup: EngineSetup, config: PretrainedConfig) -> list[str]:
+        """Starts the library's own; the expected weights whose place in it is not known."""
 
 
 @contextmanager

@@ -16,12 +16,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from loguru import logger
 from PIL.Image import Image
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from lightrft.engine.base import Engine, EngineError, EngineSetup, Part
-from lightrft.engine.expected import Vocabulary, published_names, reads_images
+from lightrft.engine.base import EngineError, EngineSetup, Part
+from lightrft.engine.expected import reads_images
 from lightrft.engine.experts import pack_experts, unpacked_experts
 from lightrft.engine.first_token import Done
 from lightrft.engine.fused import PARTS, FusedWeights, engine_names
@@ -30,7 +29,7 @@ from lightrft.engine.names import PublishedNames
 from lightrft.engine.probe import Probe
 from lightrft.engine.proof import Fingerprints
 from lightrft.engine.requests import Expanded, Request, Sampling
-from lightrft.engine.start import starting, warn_if_untested
+from lightrft.engine.start import LibraryEngine
 from lightrft.engine.weights import Named
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import local_rank, seed_generators
@@ -161,33 +160,21 @@ class _Shim:
                 file.unlink(missing_ok=True)
 
 
-class VLLMEngine(Engine):
-    """All ranks construct and close their engines together.
-
-    Its sampler uses torch's global generator, which is seeded for the time of one call: a generator per request would
+class VLLMEngine(LibraryEngine):
+    """Its sampler uses torch's global generator, which is seeded for the time of one call: a generator per request would
     sample row by row. Samples therefore repeat for the same requests, seed and state of the prefix cache.
     """
 
     def __init__(self, setup: EngineSetup):
-        warn_if_untested("vllm", vllm.__version__)
-        config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
-        trust = {"trust_remote_code": setup.trust_remote_code}
-        self.names = published_names(config, **trust)
-        super().__init__(self.names.shapes, sleep_level=setup.section.engine_sleep_level, axis=setup.axis,
-                         max_model_len=setup.max_model_len, vocabulary=Vocabulary.of(setup.model_path, config, **trust))
-        sees = reads_images(config)
-        self.most_images = setup.section.limit_mm_image_per_prompt if sees else 0
-        self.device = setup.device
-        self.on_cpu = setup.device.type == "cpu"
+        super().__init__("vllm", vllm.__version__, setup)
+
+    def _start(self, setup: EngineSetup, config: PretrainedConfig) -> list[str]:
         memory = _Shim.own_shared_memory(setup.axis) if self.on_cpu else nullcontext()
         with _random_state_kept(self.device), memory, _Shim.rank_in_environment(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with starting("vllm", setup):
-                self._llm = LLM(**_arguments(setup, self.most_images, sees))
+            self._llm = LLM(**_arguments(setup, self.most_images, reads_images(config)))
         self._shim = _Shim(self._llm, self.names)
-        if unknown := self._shim.weights.unknown:
-            logger.warning("--verify_weight_sync leaves out what it cannot find: {}", self.names.strangers(unknown, "vllm"))
-        self.weights_valid = not setup.from_stream
+        return self._shim.weights.unknown
 
     def reset_cache(self) -> None:
         self._shim.reset_caches()

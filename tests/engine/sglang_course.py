@@ -72,13 +72,15 @@ def a_forgotten_stream_is_seen(bench: Bench) -> None:
 
 def a_long_wait_for_stop_strings_is_cut(bench: Bench) -> None:
     """SGLang has no tokenizer here: requests are watched from outside and ended."""
+    from lightrft.engine.sglang.samples import Samples  # where SGLang is installed
+
     begun = bench.generate([[5, 6]], Sampling(temperature=0, max_tokens=200))[0][0].token_ids
     text = bench.engine.vocabulary.tokenizer.decode(begun[3:5])
     generated = []
-    plain = bench.engine._completion
-    bench.engine._completion = lambda answer, sample: generated.append(len(answer["output_ids"])) or plain(answer, sample)
+    plain = Samples._completion
+    Samples._completion = lambda its, answer, sample: generated.append(len(answer["output_ids"])) or plain(its, answer, sample)
     sample = bench.generate([[5, 6]], Sampling(temperature=0, max_tokens=200, stop=(text,)))[0][0]
-    del bench.engine._completion
+    Samples._completion = plain
     assert sample.finish_reason == "stop" and text in bench.engine.vocabulary.tokenizer.decode(sample.token_ids)
     assert sample.token_ids == begun[: len(sample.token_ids)] and len(sample.token_ids) <= 5
     if bench.axis.rank == 0:

@@ -10,12 +10,10 @@ import pytest
 from engine.sglang_course import course
 from ranks import run_ranks
 from runs import PPO, prepare, repeatable, rows_of, train
-from scripts.sglang_interface import interface, missing, used
+from scripts.sglang_interface import interface, missing, source, used
 from sglang_environment import PREFIX, in_sglang_environment
 from tiny import tiny_model
 
-ROOT = Path(__file__).resolve().parents[2]
-ADAPTER = ROOT / "lightrft" / "engine" / "sglang.py"
 NEWEST = Path(__file__).parent / "sglang_newest.json"
 
 
@@ -90,12 +88,12 @@ def test_the_reward_rises(run: Callable[[str], list[dict[str, float]]]) -> None:
 def test_the_pinned_version_has_what_is_used() -> None:
     packages = next(PREFIX.glob("lib/python*/site-packages"), None)
     assert packages is not None, f"no environment with SGLang at {PREFIX}: make it with `bash scripts/environment.sh test`"
-    assert missing(used(ADAPTER.read_text()), interface(packages)) == []
+    assert missing(used(source()), interface(packages)) == []
 
 
 def test_the_newest_version_has_what_is_used() -> None:
     """Recorded by scripts/sglang_interface.py."""
-    assert missing(used(ADAPTER.read_text()), json.loads(NEWEST.read_text())) == []
+    assert missing(used(source()), json.loads(NEWEST.read_text())) == []
 
 
 @pytest.mark.parametrize(("name", "other", "problem"), [
@@ -108,5 +106,5 @@ def test_the_newest_version_has_what_is_used() -> None:
     ("self.engine.begin_weight_update", "self.engine.start_update", "Engine.start_update: start_update"),
 ])
 def test_what_a_version_lacks_is_named(name: str, other: str, problem: str) -> None:
-    adapter = ADAPTER.read_text().replace("import Scheduler, run_scheduler_process", "import run_scheduler_process")
+    adapter = source().replace("import Scheduler, run_scheduler_process", "import run_scheduler_process")
     assert missing(used(adapter.replace(name, other)), json.loads(NEWEST.read_text())) == [problem]

@@ -1,0 +1,157 @@
+"""SGLang's engine by the contract of all engines: the first rank of an axis asks it, the others get its answers."""
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import sglang
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from lightrft.engine.base import EngineError, EngineSetup, Part
+from lightrft.engine.first_token import Done
+from lightrft.engine.fused import engine_names
+from lightrft.engine.media import ImageReader
+from lightrft.engine.proof import Fingerprints
+from lightrft.engine.requests import Expanded, Request
+from lightrft.engine.sglang.arguments import arguments
+from lightrft.engine.sglang.samples import Samples
+from lightrft.engine.sglang.shim import Shim
+from lightrft.engine.start import LibraryEngine
+from lightrft.engine.weights import Named
+
+
+class SGLangEngine(LibraryEngine):
+    """Each sample is drawn from a seed of its own, so it repeats for the same request, place and seed, however requests are
+    batched, up to the rounding of kernels that compute differently in other batches.
+    """
+
+    def __init__(self, setup: EngineSetup):
+        self._asleep: set[str] = set()
+        self._shim: Shim | None = None
+        super().__init__("sglang", sglang.__version__, setup)
+        self.images = ImageReader(setup.model_path, self.vocabulary.placeholders["image"], images_alone=True,
+                                  trust_remote_code=setup.trust_remote_code)
+        self.bucket_bytes = setup.section.weight_sync_bucket_mb * 2**20
+
+    def _start(self, setup: EngineSetup, config: PretrainedConfig) -> list[str]:
+        multiprocessing.current_process().authkey = self.axis.broadcast(bytes(multiprocessing.current_process().authkey))
+        options, places = arguments(setup, config), engine_names(self.names)
+        unknown = self._led(lambda: self._launch(options, places))
+        self._places = {name: place for name, place in places.items() if name not in unknown}
+        return unknown
+
+    def _launch(self, options: dict[str, Any], places: dict[str, str]) -> list[str]:
+        self._shim = Shim(options)
+        return self._shim.ask("unknown_weights", places=places)[0]
+
+    def reset_cache(self) -> None:
+        with self._fatal("reset_cache"):
+            self._led(lambda: self._forget())
+
+    def _forget(self) -> None:
+        self._shim.flush_cache()
+        if self.most_images:
+            self._shim.ask("forget_images")
+
+    def _expanded(self, request: Request) -> Expanded:
+        return self.images.expanded(request)
+
+    def _generate(self, requests: list[Request], seed: int, done: Done) -> None:
+        samples = Samples(self._shim, self.vocabulary, self.version)
+        for index, completions in self._followed(lambda: samples.of(requests, seed)):
+            done(index, completions)
+
+    # -- weights
+
+    def _load_weights(self, named_tensors: Iterator[Named]) -> None:
+        with self._fatal("load_weights"):
+            self._led(lambda: self._shim.begin_weight_update())
+        try:
+            for bucket in _buckets(self.names.published(named_tensors), self.bucket_bytes):
+                with self._fatal("load_weights"):
+                    self._send(bucket)
+        finally:
+            if self._failure is None:
+                with self._fatal("load_weights"):
+                    self._led(lambda: self._shim.end_weight_update())
+
+    def _send(self, bucket: list[Named]) -> None:
+        kept, payload = Shim.payload(bucket)
+        payloads = self.axis.gather(payload)
+        self._led(lambda: self._shim.update_weights(payloads))
+        del kept  # now, as every rank's is read
+
+    def _fingerprints(self, dtype: torch.dtype, turn: int | None) -> Fingerprints:
+        return Fingerprints(self.expected, dtype, slices=self.axis.size, bits=self._places, turn=turn)
+
+    def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
+        """The first rank has all of it, the others nothing: they add up."""
+        shapes = {name: self.expected[name] for name in self._places}
+        asked = self._led(lambda: self._shim.ask("held", places=self._places, shapes=shapes, dtype=prints.dtype,
+                                                  slices=self.axis.size, turn=prints.turn))
+        held = [sum(of_ranks) for of_ranks in zip(*asked, strict=True)]
+        return tuple(held) if self.axis.rank == 0 else tuple(map(torch.zeros_like, held))
+
+    def _num_cached(self) -> int:
+        return self._led(lambda: self._shim.ask("num_cached"))[0]
+
+    # -- memory
+
+    def _sleep(self, level: int) -> None:
+        """SGLang keeps no copy of the weights on the host unless it was started for that: level 1 then keeps them in place."""
+        if level == 2 and self.on_cpu:
+            self._led(lambda: self._shim.destroy_weights())
+        tags = {"kv_cache", "cuda_graph"} | ({"weights"} if level == 2 or self.sleep_level == 1 else set())
+        self._led(lambda: self._shim.release(sorted(tags - self._asleep)))
+        self._asleep |= tags
+
+    def _wake(self, part: Part) -> None:
+        tags = self._asleep & ({"weights"} if part == "weights" else {"kv_cache", "cuda_graph"})
+        if tags:
+            self._led(lambda: self._shim.resume(sorted(tags)))
+        self._asleep -= tags
+
+    def _close(self) -> None:
+        if self._shim is not None:
+            self._shim.shutdown()
+
+    # -- the first rank and the others
+
+    def _led(self, call: Callable[[], Any]) -> Any:
+        """What the first rank's `call` returned, on all ranks of the axis; and what it raised."""
+        outcome, failure = None, None
+        if self.axis.rank == 0:
+            try:
+                outcome = call()
+            except Exception as error:
+                failure = error
+        outcome, problem = self.axis.broadcast((outcome, failure and f"{type(failure).__name__}: {failure}"))
+        if failure is not None:
+            raise failure
+        if problem is not None:
+            raise EngineError(f"on the first rank of this engine: {problem}")
+        return outcome
+
+    def _followed(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """_led() for calls that return one thing after another."""
+        items = make() if self.axis.rank == 0 else iter(())
+        while True:
+            more, item = self._led(lambda: next(((True, item) for item in items), (False, None)))
+            if not more:
+                return
+            yield item
+
+
+def _buckets(named_tensors: Iterator[Named], bucket_bytes: int) -> Iterator[list[Named]]:
+    bucket: list[Named] = []
+    size = 0
+    for name, tensor in named_tensors:
+        if bucket and size + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

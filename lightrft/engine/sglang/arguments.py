@@ -1,0 +1,65 @@
+"""What SGLang's engine is started with."""
+
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from lightrft.engine.base import EngineSetup
+
+SPARE_TOKENS = 8
+"""SGLang takes no prompt that comes closer than 6 tokens to its context length."""
+
+
+def arguments(setup: EngineSetup, config: PretrainedConfig) -> dict[str, Any]:
+    section, on_cpu = setup.section, setup.device.type == "cpu"
+    return (_on_cpu(setup, config) if on_cpu else _on_accelerator(setup)) | {
+        "model_path": setup.model_path,
+        "trust_remote_code": setup.trust_remote_code,
+        "dtype": str(setup.dtype).removeprefix("torch."),
+        "load_format": "dummy" if setup.from_stream else "auto",
+        "context_length": setup.max_model_len + SPARE_TOKENS,
+        "tp_size": setup.axis.size,
+        "random_seed": setup.seed,
+        "device": setup.device.type,
+        "log_level": "error",
+        "sampling_backend": "pytorch",  # the one that draws from seeds
+        "grammar_backend": "none",
+        "sleep_on_idle": True,  # its processes would keep a core busy each while the trainer computes
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "enable_custom_logit_processor": True,
+        "enable_weights_cpu_backup": section.engine_sleep_level == 1 and not on_cpu,
+    }
+
+
+def _on_accelerator(setup: EngineSetup) -> dict[str, Any]:
+    return {
+        "base_gpu_id": setup.device.index,
+        "mem_fraction_static": setup.section.engine_mem_util,
+        "disable_cuda_graph": setup.section.engine_enforce_eager,
+        "enable_memory_saver": setup.section.enable_engine_sleep,
+    }
+
+
+def _on_cpu(setup: EngineSetup, config: PretrainedConfig) -> dict[str, Any]:
+    tokens = int(setup.section.engine_kv_cache_gb * 2**30) // _cache_bytes_of_a_token(config, setup.dtype, setup.axis.size)
+    if tokens < setup.max_model_len + SPARE_TOKENS:
+        raise ValueError(f"--engine_kv_cache_gb {setup.section.engine_kv_cache_gb} holds {tokens} tokens, fewer than one "
+                         f"sequence of {setup.max_model_len}: give more")
+    return {
+        "attention_backend": "torch_native",
+        "mm_attention_backend": "sdpa",
+        "disable_overlap_schedule": True,
+        "disable_cuda_graph": True,
+        "max_total_tokens": tokens,
+        "mem_fraction_static": 0.8,
+        "chunked_prefill_size": -1,
+    }
+
+
+def _cache_bytes_of_a_token(config: PretrainedConfig, dtype: torch.dtype, tp: int) -> int:
+    """Keys and values of all layers, on one of `tp` ranks."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * max(1, heads // tp) * head_dim * dtype.itemsize

@@ -1,0 +1,98 @@
+"""Samples of requests: what SGLang is asked for, and what it answers."""
+
+import copy
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lightrft.engine.base import EngineError
+from lightrft.engine.expected import Vocabulary
+from lightrft.engine.requests import Request
+from lightrft.engine.sglang.sampling import Truncate
+from lightrft.engine.sglang.shim import Shim
+from lightrft.engine.stops import StopStrings
+from lightrft.types import Completion
+
+LOOK_EVERY = 8
+"""Tokens between two looks for stop strings, which end a request from outside; RARELY where there are none."""
+RARELY = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Of one call of the engine."""
+
+    shim: Shim
+    vocabulary: Vocabulary
+    version: int
+    """Of the weights."""
+
+    def of(self, requests: list[Request], seed: int) -> Iterator[tuple[int, list[Completion]]]:
+        """Every sample is a request to SGLang of its own, after one that leaves the prompt of all of them in the cache."""
+        shared = [index for index, request in enumerate(requests) if request.sampling.num_draws > 1]
+        num_cached = dict(self._prefilled(requests, shared))
+        draw = random.Random(seed)
+        samples = [_Sample(index, requests[index], draw.getrandbits(63))
+                   for index, request in enumerate(requests) for _ in range(request.sampling.num_draws)]
+        missing = [request.sampling.num_draws for request in requests]
+        for place, completion in self._sampled(samples):
+            index = samples[place].index
+            samples[place].completion = completion
+            missing[index] -= 1
+            if not missing[index]:
+                found = [sample.completion for sample in samples if sample.index == index]
+                found[0].num_cached_tokens = num_cached.get(index, found[0].num_cached_tokens)
+                yield index, found if len(found) > 1 else [copy.deepcopy(found[0]) for _ in range(requests[index].sampling.n)]
+
+    def _prefilled(self, requests: list[Request], shared: list[int]) -> Iterator[tuple[int, int]]:
+        """Index and number of cached tokens of each of these requests."""
+        if shared:
+            parameters = [{"max_new_tokens": 0, "temperature": 0, "sampling_seed": 0}] * len(shared)
+            for answer in self.shim.generate([requests[index] for index in shared], parameters, [None] * len(shared)):
+                yield shared[answer["index"]], answer["meta_info"]["cached_tokens"]
+
+    def _sampled(self, samples: list["_Sample"]) -> Iterator[tuple[int, Completion]]:
+        """Place and completion of each sample as it ends. What was generated after a stop string is still there."""
+        parameters = [self._parameters(sample) for sample in samples]
+        processors = [Truncate.to_str() if sample.request.sampling.truncation.active else None for sample in samples]
+        for answer in self.shim.generate([sample.request for sample in samples], parameters, processors):
+            place, reason = answer["index"], answer["meta_info"]["finish_reason"]
+            if reason is not None:
+                yield place, self._completion(answer, samples[place])
+            elif (stop := samples[place].request.sampling.stop) and not samples[place].stopped:
+                samples[place].stopped = StopStrings(self.vocabulary.tokenizer, stop).reached(answer["output_ids"], LOOK_EVERY)
+                if samples[place].stopped:
+                    self.shim.abort(answer)
+
+    def _parameters(self, sample: "_Sample") -> dict[str, Any]:
+        sampling = sample.request.sampling
+        return {
+            "max_new_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "sampling_seed": sample.seed,
+            "stop_token_ids": sorted(self.vocabulary.end_token_ids | set(sampling.stop_token_ids)),
+            "skip_special_tokens": False,
+            "stream_interval": LOOK_EVERY if sampling.stop else RARELY,
+            "custom_params": {"top_k": sampling.top_k, "top_p": sampling.top_p, "banned": list(sampling.banned_token_ids),
+                              "temperature": sampling.temperature},
+        }
+
+    def _completion(self, answer: dict[str, Any], sample: "_Sample") -> Completion:
+        about = answer["meta_info"]
+        reason = about["finish_reason"]
+        if reason["type"] == "abort" and not sample.stopped:
+            raise EngineError(f"SGLang aborted a request: {reason.get('message')}")
+        logprobs = [logprob for logprob, *_ in about["output_token_logprobs"]]
+        return Completion(list(answer["output_ids"]), logprobs, reason["type"], self.version, about["cached_tokens"])
+
+
+@dataclass(slots=True)
+class _Sample:
+    index: int
+    """Of its request."""
+    request: Request
+    seed: int
+    stopped: bool = False
+    """A stop string has come, and the request was ended."""
+    completion: Completion | None = None

@@ -1,0 +1,52 @@
+"""How SGLang's processes draw: each sample from its own seed, of the part of the tokens that is to be sampled."""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from torch import Tensor
+
+from lightrft.algorithms.truncation import Truncation
+
+
+def with_seeds(make: Callable) -> Callable:
+    """SGLang draws each request from a seed of its own only if every kernel is deterministic too; here it always does."""
+
+    def from_schedule_batch(cls: type, batch: Any, vocab_size: int) -> SamplingBatchInfo:
+        info = make(cls, batch, vocab_size)
+        seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
+        info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=batch.device)
+        return info
+
+    return from_schedule_batch
+
+
+def draw(logprobs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    """[R, 1] int64: from each row of logprobs [R, V] the inverse of its cumulative distribution at a place that the row's seed
+    and position alone decide. SGLang's own drawing needs its kernels.
+    """
+    places = [random.Random(f"{of_row} {at}").random() for of_row, at in zip(seed.tolist(), position.tolist(), strict=True)]
+    cumulative = logprobs.double().exp().cumsum(-1)
+    total = cumulative[:, -1:]
+    below_total = torch.nextafter(total, torch.zeros_like(total))  # rounding must not select beyond the last token
+    return torch.searchsorted(cumulative, torch.minimum(torch.tensor(places)[:, None].double() * total, below_total), right=True)
+
+
+class Truncate(CustomLogitProcessor):
+    """Before the temperature divides them: -inf for the logits of tokens that are not to be sampled.
+
+    So log-probs are those of the part that is sampled; SGLang's own are of all tokens, and its top p is of all of them too.
+    """
+
+    def __call__(self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> Tensor:
+        alike = defaultdict(list)
+        for row, wanted in enumerate(custom_param_list):
+            alike[wanted["top_k"], wanted["top_p"], tuple(wanted["banned"]), wanted["temperature"]].append(row)
+        for (top_k, top_p, banned, temperature), rows in alike.items():
+            part, scaled = Truncation(top_k, top_p, banned), logits[rows].float() / (temperature or 1.0)
+            logits[rows] = logits[rows].masked_fill(part.outside(scaled, part.threshold(scaled)), -torch.inf)
+        return logits

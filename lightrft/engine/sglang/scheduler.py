@@ -1,0 +1,77 @@
+"""Inside of SGLang's processes that hold weights and generate: what they do otherwise, and what they can be asked."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.layers import sampler
+from sglang.srt.managers import mm_schedule
+from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from torch import Tensor
+
+from lightrft.engine.fused import FusedWeights
+from lightrft.engine.sglang.sampling import draw, with_seeds
+
+
+def run_scheduler(*args: Any, **kwargs: Any) -> None:
+    """A process of SGLang's that holds weights and generates."""
+    gc.freeze()  # on a CPU every dropped cache is a collection; of all that was imported it would take half a second
+    setattr(Scheduler, answer_question.__name__, answer_question)
+    SamplingBatchInfo.from_schedule_batch = classmethod(with_seeds(SamplingBatchInfo.from_schedule_batch.__func__))
+    if not torch.accelerator.is_available():
+        sampler.multinomial_with_seed = draw
+    run_scheduler_process(*args, **kwargs)
+
+
+def answer_question(self: Scheduler, folder: str) -> None:
+    question, arguments = torch.load(Path(folder, "question"))
+    answer = QUESTIONS[question](self, **arguments)
+    torch.save(answer, Path(folder, str(torch.distributed.get_rank(self.tp_group.cpu_group))))
+
+
+@torch.no_grad()
+def _fill_with_nan(scheduler: Scheduler) -> None:
+    for parameter in scheduler.tp_worker.model_runner.model.parameters():
+        if parameter.is_floating_point():
+            parameter.fill_(torch.nan)
+
+
+def _weights(scheduler: Scheduler, places: dict[str, str]) -> FusedWeights:
+    """From version 0.5.22 on a layer knows its group, and not its place in it."""
+    model = scheduler.tp_worker.model_runner.model
+    for layer in model.modules():
+        known = vars(layer)
+        if "tp_group" in known and "tp_rank" not in known:
+            group = layer.tp_group
+            layer.tp_rank, layer.tp_size = (0, 1) if group is None else (group.rank_in_group, group.world_size)
+    return FusedWeights(model, {name: place.replace(".attn.qkv.", ".attn.qkv_proj.") for name, place in places.items()})
+
+
+def _unknown_weights(scheduler: Scheduler, places: dict[str, str]) -> list[str]:
+    """Those that do not lie where `places`, name -> what engines call it, says."""
+    return _weights(scheduler, places).unknown
+
+
+def _held(
+    scheduler: Scheduler, places: dict[str, str], shapes: dict[str, torch.Size], dtype: torch.dtype, slices: int, turn: int | None
+) -> list[Tensor]:
+    weights = _weights(scheduler, places)
+    prints = weights.fingerprints(shapes, dtype, slices, turn)
+    weights.add_to(prints)
+    return [numbers.cpu() for numbers in prints.numbers(next(scheduler.tp_worker.model_runner.model.parameters()).device)]
+
+
+def _num_cached(scheduler: Scheduler) -> int:
+    return scheduler.tree_cache.evictable_size() + len(mm_schedule.embedding_cache)
+
+
+def _forget_images(scheduler: Scheduler) -> None:
+    """What its tower made of them outlives the cache of prefixes, and new weights."""
+    mm_schedule.embedding_cache.clear()
+
+
+QUESTIONS = {"fill_with_nan": _fill_with_nan, "unknown_weights": _unknown_weights, "held": _held, "num_cached": _num_cached,
+             "forget_images": _forget_images}
+"""What SGLang's processes can be asked; they do it in their own memory."""
