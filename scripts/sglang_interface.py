@@ -23,6 +23,7 @@ ATTRIBUTES = {
     "sglang.srt.layers.linear:ColumnParallelLinear": ["output_partition_sizes"],
     "sglang.srt.layers.linear:QKVParallelLinear": ["num_kv_head_replicas"],
     "sglang.srt.layers.linear:RowParallelLinear": ["input_size_per_partition"],
+    "sglang.srt.layers.logits_processor:LogitsProcessorOutput": ["next_token_logits"],
     "sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding": ["shard_indices"],
     "sglang.srt.managers.io_struct:FlushCacheReqOutput": ["success"],
     "sglang.srt.managers.scheduler:Scheduler": ["handle_rpc_request", "tp_group", "tp_worker", "tree_cache"],

@@ -21,6 +21,11 @@ BESIDE_TOWERS = {"language_model", "text_model"}
 """What a model of images and text calls its language part, in a place that is not the same everywhere."""
 
 
+def logits_processor(model: nn.Module) -> nn.Module:
+    """Of an engine's model: what makes logits of hidden states. Of a model with towers it is in the language part."""
+    return next(part for name, part in model.named_modules() if name.rpartition(".")[2] == "logits_processor")
+
+
 class Probe:
     """While it is attached, what each part of a model gives: [T, ...] as float32 on the host, in the order of computing."""
 

@@ -26,7 +26,7 @@ from lightrft.engine.first_token import Done
 from lightrft.engine.fused import PARTS, FusedWeights, engine_names
 from lightrft.engine.media import images_of
 from lightrft.engine.names import PublishedNames
-from lightrft.engine.probe import Probe
+from lightrft.engine.probe import Probe, logits_processor
 from lightrft.engine.proof import Fingerprints
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.start import LibraryEngine
@@ -72,11 +72,6 @@ class _Shim:
         known = engine_names(names)
         known = {name: mapper.map_name(published) for name, published in known.items()} if mapper else known
         self.weights = FusedWeights(self.model, known, parts=parts, packs=_packs)
-
-    @property
-    def logits_processor(self) -> torch.nn.Module:
-        """Of a model with towers it is in the language part."""
-        return next(part for name, part in self.model.named_modules() if name.rpartition(".")[2] == "logits_processor")
 
     def reload_weights(self, named_tensors: Iterator[Named]) -> None:
         """Full tensors under published names; vLLM slices, fuses and repacks them layer by layer.
@@ -260,7 +255,7 @@ class VLLMEngine(LibraryEngine):
 
     def _parts(self, token_ids: list[int]) -> dict[str, torch.Tensor]:
         probe, logits = Probe(len(token_ids)), []
-        seen = self._shim.logits_processor.register_forward_hook(lambda module, given, output: logits.append(output))
+        seen = logits_processor(self._shim.model).register_forward_hook(lambda module, given, output: logits.append(output))
         try:
             with probe.attached(self._shim.model):
                 self._generate([Request(token_ids, sampling=Sampling(max_tokens=1, temperature=0))], 0, lambda *_: None)

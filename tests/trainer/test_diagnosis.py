@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from lightrft.models.load import load_tokenizer
 from lightrft.strategy import get_strategy
 from lightrft.trainer.diagnosis import Diagnosis, compare, diagnose
 from ranks import run_ranks
+from sglang_environment import in_sglang_environment
 from tiny import tiny_model
 
 
@@ -109,6 +111,19 @@ def test_vllm_is_looked_into(folder: Path) -> None:
     (found,) = run_ranks(1, examine, folder, "vllm", "theta")
     assert found.first.name == "model.layers.0.self_attn.heads" and len(found.parts) == 19
     assert [part.differs for part in found.parts[:5]] == [False] * 5
+
+
+def _in_sglang(folder: Path, names: list[str]) -> dict[str, Diagnosis]:
+    return {name: examine(folder, "sglang", name) for name in names}
+
+
+@pytest.mark.slow
+def test_sglang_is_looked_into(folder: Path) -> None:
+    """Its model is in another process."""
+    (found,) = in_sglang_environment(partial(run_ranks, 1, _in_sglang, folder, ["theta", "", "eps"], timeout=300))
+    assert found["theta"].first.name == "model.layers.0.self_attn.heads" and len(found["theta"].parts) == 19
+    assert found["eps"].first.name == "model.layers.0.input_layernorm" and len(found["eps"].parts) == 19
+    assert found[""].healthy and len(found[""].parts) == 19
 
 
 @pytest.mark.slow

@@ -14,12 +14,15 @@ from lightrft.engine.first_token import Done
 from lightrft.engine.fused import engine_names
 from lightrft.engine.media import ImageReader
 from lightrft.engine.proof import Fingerprints
-from lightrft.engine.requests import Expanded, Request
+from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.sglang.arguments import arguments
 from lightrft.engine.sglang.samples import Samples
 from lightrft.engine.sglang.shim import Shim
 from lightrft.engine.start import LibraryEngine
 from lightrft.engine.weights import Named
+
+LATER_SUMMED = ("o_proj", "mlp")
+"""Parts of a model of which each tensor-parallel rank has a summand."""
 
 
 class SGLangEngine(LibraryEngine):
@@ -62,6 +65,15 @@ class SGLangEngine(LibraryEngine):
         samples = Samples(self._shim, self.vocabulary, self.version)
         for index, completions in self._followed(lambda: samples.of(requests, seed)):
             done(index, completions)
+
+    def _parts(self, token_ids: list[int]) -> dict[str, Tensor]:
+        """Of a model that is cut, without what each rank has a share of."""
+        self._led(lambda: self._shim.ask("watch", num_tokens=len(token_ids)))
+        try:
+            self._generate([Request(token_ids, sampling=Sampling(max_tokens=1, temperature=0))], 0, lambda *_: None)
+        finally:
+            seen = self._led(lambda: self._shim.ask("seen"))
+        return _whole(seen)
 
     # -- weights
 
@@ -142,6 +154,19 @@ class SGLangEngine(LibraryEngine):
             if not more:
                 return
             yield item
+
+
+def _whole(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What all ranks have alike, and the sum of what SGLang adds up only later."""
+    first, *others = of_ranks
+    found = {}
+    for name, part in first.items():
+        parts = [part, *(other[name] for other in others)]
+        if all(torch.equal(part, other) for other in parts):
+            found[name] = part
+        elif name.rpartition(".")[2] in LATER_SUMMED:
+            found[name] = sum(parts)
+    return found
 
 
 def _buckets(named_tensors: Iterator[Named], bucket_bytes: int) -> Iterator[list[Named]]:

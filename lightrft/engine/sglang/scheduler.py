@@ -12,6 +12,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
 from lightrft.engine.fused import FusedWeights
+from lightrft.engine.probe import Probe, logits_processor
 from lightrft.engine.sglang.sampling import draw, with_seeds
 
 
@@ -72,6 +73,25 @@ def _forget_images(scheduler: Scheduler) -> None:
     mm_schedule.embedding_cache.clear()
 
 
+_watches: list[tuple[Probe, list[Tensor], list[Any]]] = []
+"""Those that are open: a probe, logits, handles."""
+
+
+def _watch(scheduler: Scheduler, num_tokens: int) -> None:
+    """From now on, until _seen() is asked."""
+    model, probe, logits = scheduler.tp_worker.model_runner.model, Probe(num_tokens), []
+    head = logits_processor(model).register_forward_hook(lambda module, given, output: logits.append(output.next_token_logits))
+    _watches.append((probe, logits, [head, *probe.attach(model)]))
+
+
+def _seen(scheduler: Scheduler) -> dict[str, Tensor]:
+    """Probe.parts() of this rank, of the last token that was computed first."""
+    probe, logits, handles = _watches.pop()
+    for handle in handles:
+        handle.remove()
+    return probe.parts(logits[0][-1])
+
+
 QUESTIONS = {"fill_with_nan": _fill_with_nan, "unknown_weights": _unknown_weights, "held": _held, "num_cached": _num_cached,
-             "forget_images": _forget_images}
+             "forget_images": _forget_images, "watch": _watch, "seen": _seen}
 """What SGLang's processes can be asked; they do it in their own memory."""
