@@ -220,8 +220,8 @@ def send(value: Tensor, device: torch.device) -> Tensor:
 
 def joined(features: Sequence[Features]) -> Features:
     """The images of several sequences, in order; smaller parts, and fewer, are filled up with zeros, as in a processor."""
-    features = [each for each in features if each]
-    return {name: _stacked([each[name] for each in features]) for name in (features[0] if features else ())}
+    names = dict.fromkeys(name for each in features for name in each)
+    return {name: _stacked([each[name] for each in features if name in each]) for name in names}
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:

@@ -140,6 +140,10 @@ class EngineSection:
     """Run vLLM or SGLang without CUDA graphs; always so on a CPU."""
     limit_mm_image_per_prompt: int = 4
     """Most images of one prompt, for which the engine keeps memory."""
+    limit_mm_video_per_prompt: int = 0
+    """Most videos of one prompt. None unless told: vLLM keeps memory for the longest that would fit."""
+    limit_mm_audio_per_prompt: int = 1
+    """Most clips of sound in one prompt."""
     micro_rollout_batch_size: int = 64
     """Prompts that the hf engine generates at once."""
     weight_sync_bucket_mb: int = 512

@@ -42,7 +42,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], Sequence[str]]] = {
         [
             *("actor_learning_rate", "critic_learning_rate", "l2", "max_norm", "max_ckpt_mem", "num_trajectories_to_save"),
             *("eps_clip", "eps_clip_low", "eps_clip_high", "policy_drift_coef", "kl_cov_coef", "rollout_correction_low"),
-            *("eval_n_samples", "overlong_buffer_penalty_factor"),
+            *("eval_n_samples", "overlong_buffer_penalty_factor", "limit_mm_video_per_prompt", "limit_mm_audio_per_prompt"),
         ],
     ),
     "between 0 and 1": (lambda value: 0 <= value <= 1, ["lr_warmup_ratio", "ema_beta", "gamma", "lambd", "engine_mem_util"]),
@@ -97,6 +97,8 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
         "reward_running_norm_minus_mean": (config.reward.reward_running_norm, "--reward_running_norm"),
         "engine_sleep_level": (config.engine.enable_engine_sleep, "--enable_engine_sleep"),
         "limit_mm_image_per_prompt": (False, "images, which the prompts of data do not have yet"),
+        "limit_mm_video_per_prompt": (False, "videos, which the prompts of data do not have yet"),
+        "limit_mm_audio_per_prompt": (False, "clips of sound, which the prompts of data do not have yet"),
         "eval_n_samples": (bool(config.data.eval_data), "--eval_data"),
         "eval_steps": (bool(config.data.eval_data), "--eval_data"),
         "wandb_project": (config.observe.use_wandb, "--use_wandb"),

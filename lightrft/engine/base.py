@@ -5,16 +5,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from PIL.Image import Image
 from torch import Tensor
 
 from lightrft.config import EngineSection
 from lightrft.engine.expected import Vocabulary
 from lightrft.engine.first_token import Done, first_token_apart
-from lightrft.engine.media import IMAGES, digest
+from lightrft.engine.media import MEDIA, digest, read
 from lightrft.engine.proof import TURNS, Fingerprints
 from lightrft.engine.requests import Expanded, Request, Sampling, strange
 from lightrft.engine.stops import StopStrings
@@ -57,6 +56,9 @@ class Engine(ABC):
     Ranks that share an engine (its `axis`) make the same calls with the same arguments.
     """
 
+    media: ClassVar[tuple[str, ...]] = tuple(MEDIA)
+    """What this engine generates from, beside text, where its model can."""
+
     def __init__(self, expected: dict[str, torch.Size], *, sleep_level: int = 2, axis: Axis | None = None,
                  max_model_len: int | None = None, vocabulary: Vocabulary | None = None):
         self.expected = expected
@@ -66,8 +68,8 @@ class Engine(ABC):
         self.max_model_len = max_model_len
         self.vocabulary = vocabulary
         """Without one token ids are not checked, nothing is banned by itself, and there are no stop strings."""
-        self.most_images = 0
-        """Of one prompt; 0: this engine generates from text only."""
+        self.limits: dict[str, int] = {}
+        """The media that it generates from, and the most of each in one prompt; empty: text only."""
         self.version = 0
         """Version of the weights in use; completions carry it."""
         self.awake: set[Part] = {"weights", "kv_cache"}
@@ -186,8 +188,8 @@ class Engine(ABC):
         """
 
     def _expanded(self, request: Request) -> Expanded:
-        """A prompt with images as the model reads it; ValueError when it cannot. Called where most_images is above 0."""
-        raise NotImplementedError(f"{type(self).__name__} says that it takes images")
+        """A prompt with media as the model reads it; ValueError when it cannot. Called for those that have a limit."""
+        raise NotImplementedError(f"{type(self).__name__} says that it takes media")
 
     @abstractmethod
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None: ...
@@ -261,7 +263,8 @@ class Engine(ABC):
         except ValueError as error:
             problem = str(error)
         if self.axis.size > 1:
-            asked = [(request.token_ids, "" if problem else digest(request), request.sampling) for request in requests]
+            media = [""] * len(requests) if problem else map(digest, readable)
+            asked = [(request.token_ids, seen, request.sampling) for request, seen in zip(requests, media, strict=True)]
             question = hashlib.sha256(repr((problem, asked, sampling)).encode()).hexdigest()
             if len(set(self.axis.gather(question))) > 1:
                 raise ValueError("the ranks that share an engine must generate for the same requests with the same sampling")
@@ -273,26 +276,33 @@ class Engine(ABC):
         """ValueError when it cannot be answered."""
         problem = self._media_problem(request)
         try:
-            if not problem and request.multi_modal.get(IMAGES):
+            if not problem and any(request.multi_modal.values()):
+                request = replace(request, multi_modal=read(request.multi_modal))
                 request = replace(request, expanded=self._expanded(request))
-        except (ValueError, OSError) as error:  # PIL reads an image when it is first looked at
-            problem = f"has images that cannot be read: {error}"
+        except ValueError as error:
+            problem = f"has media that cannot be read: {error}"
         if problem := problem or self._problem_of(request):
             raise ValueError(f"request {index} {problem}")
         return request
 
     def _media_problem(self, request: Request) -> str | None:
-        known = {IMAGES} if self.most_images else set()
-        if others := request.multi_modal.keys() - known:
-            return f"carries {', '.join(sorted(others))}: this engine generates from {' and '.join(['text', *known])} only"
-        if not known:
-            return None
-        images, places = request.multi_modal.get(IMAGES, []), self.vocabulary.num_placeholders(request.token_ids, "image")
-        if strangers := [type(image).__name__ for image in images if not isinstance(image, Image)]:
-            return f"has a {strangers[0]} among its images, which are to be PIL images"
-        if len(images) > self.most_images:
-            return f"has {len(images)} images, more than --limit_mm_image_per_prompt {self.most_images}"
-        return f"has {len(images)} images and {places} placeholders for images" if len(images) != places else None
+        if others := sorted(request.multi_modal.keys() - self.limits):
+            return f"carries {', '.join(others)}: {self._reads()}"
+        for name, limit in self.limits.items():
+            count = len(request.multi_modal.get(name, []))
+            places = self.vocabulary.num_placeholders(request.token_ids, MEDIA[name])
+            if count > limit:
+                return f"has {count} {name}, more than --limit_mm_{MEDIA[name]}_per_prompt {limit}"
+            if count != places:
+                return f"has {count} {name} and {places} placeholders for {name}"
+        return None
+
+    def _reads(self) -> str:
+        """What this engine takes, and which others take more of what its model knows."""
+        known = [name for name, medium in MEDIA.items() if self.vocabulary and self.vocabulary.placeholders.get(medium)]
+        more = [name for name in known if name not in self.media]
+        said = f"this engine generates from {' and '.join(['text', *self.limits])} only"
+        return f"{said}; --engine_type vllm and hf read {' and '.join(more)} too" if more else said
 
     def _problem_of(self, request: Request) -> str | None:
         length, new, limit = len(request.prompt), request.sampling.max_tokens, self.max_model_len or math.inf

@@ -1,5 +1,6 @@
 """What a model's folder tells an engine before there are weights."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
@@ -7,18 +8,20 @@ from typing import Self
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
 
+from lightrft.config import EngineSection
 from lightrft.engine.names import PublishedNames
+from lightrft.engine.requests import MEDIA
 
-PLACEHOLDERS = {medium: (f"{medium}_token_id", f"{medium}_token_index") for medium in ("image", "video", "audio")}
+PLACEHOLDERS = {medium: (f"{medium}_token_id", f"{medium}_token_index") for medium in MEDIA.values()}
 """Where configurations name the token that stands for a part of an image, a video or a sound."""
 FRAME = ("vision_start_token_id", "vision_end_token_id")
 """Where they name the tokens that some models want around a placeholder."""
@@ -67,15 +70,21 @@ class Vocabulary:
             raise ValueError(f"text needs a tokenizer, and there is none in {self.model_path}: {error}") from error
 
 
-def model_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+def model_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForMultimodalLM]:
     """With its towers where that is the only form of the model that generates text; else the model of text, as it is trained."""
-    seeing = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    seeing = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
     reading = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return AutoModelForImageTextToText if seeing is not None and reading in (None, seeing) else AutoModelForCausalLM
+    return AutoModelForMultimodalLM if seeing is not None and reading in (None, seeing) else AutoModelForCausalLM
 
 
-def reads_images(config: PretrainedConfig) -> bool:
-    return model_class(config) is AutoModelForImageTextToText
+def most_of_each(section: EngineSection, config: PretrainedConfig, media: Iterable[str]) -> dict[str, int]:
+    """Of these media, those that the model reads, and how many of each a prompt may have."""
+    if model_class(config) is AutoModelForCausalLM:
+        return {}
+    flags = {"images": section.limit_mm_image_per_prompt, "videos": section.limit_mm_video_per_prompt,
+             "audios": section.limit_mm_audio_per_prompt}
+    known = placeholders(config)
+    return {name: flags[name] for name in media if known[MEDIA[name]]}
 
 
 def published_names(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PublishedNames:

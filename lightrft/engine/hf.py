@@ -10,9 +10,9 @@ from transformers.initialization import no_init_weights
 
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.engine.base import Engine, EngineSetup, Part
-from lightrft.engine.expected import Vocabulary, model_class, published_names, reads_images
+from lightrft.engine.expected import Vocabulary, model_class, most_of_each, published_names
 from lightrft.engine.first_token import Done
-from lightrft.engine.media import ImageReader
+from lightrft.engine.media import MediaReader
 from lightrft.engine.probe import Probe
 from lightrft.engine.proof import Fingerprints
 from lightrft.engine.requests import Expanded, Request, Sampling
@@ -38,8 +38,8 @@ class HFEngine(Engine):
         super().__init__(published_names(config, **trust).shapes, sleep_level=setup.section.engine_sleep_level,
                          max_model_len=setup.max_model_len, vocabulary=Vocabulary.of(setup.model_path, config, **trust))
         self.in_space = has_positions_in_space(config)
-        self.images = ImageReader(setup.model_path, self.vocabulary.placeholders["image"], images_alone=self.in_space, **trust)
-        self.most_images = setup.section.limit_mm_image_per_prompt if reads_images(config) else 0
+        self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, media_alone=self.in_space, **trust)
+        self.limits = most_of_each(setup.section, config, self.media)
         self.device, self.dtype = setup.device, setup.dtype
         self.batch_size = setup.section.micro_rollout_batch_size
         self.model = _load(setup, config).eval().requires_grad_(False)
@@ -49,7 +49,7 @@ class HFEngine(Engine):
         """Nothing to do: a cache lives inside one generate()."""
 
     def _expanded(self, request: Request) -> Expanded:
-        return self.images.expanded(request)
+        return self.reader.expanded(request)
 
     @torch.inference_mode()
     def _generate(self, requests: list[Request], seed: int, done: Done) -> None:
@@ -93,10 +93,10 @@ class HFEngine(Engine):
         mask = torch.arange(longest, device=self.device) >= torch.tensor(padding, device=self.device)[:, None]
         mask = mask.long()
         cache = DynamicCache(config=self.model.config)
-        images = joined([request.expanded.features for request in requests if request.expanded])
-        images = {name: self._input(tensor) for name, tensor in images.items()}
-        positions = self._positions(ids, mask, images)
-        logits = self._forward(ids, mask, positions, cache, **images)
+        media = joined([request.expanded.features for request in requests if request.expanded])
+        media = {name: self._input(tensor) for name, tensor in media.items()}
+        positions = self._positions(ids, mask, media)
+        logits = self._forward(ids, mask, positions, cache, **media)
         cache.batch_repeat_interleave(n)
         rows = _Rows(
             index=torch.arange(len(prompts) * n, device=self.device),
@@ -106,12 +106,15 @@ class HFEngine(Engine):
         )
         return rows, logits.repeat_interleave(n, 0)
 
-    def _positions(self, ids: Tensor, mask: Tensor, images: dict[str, Tensor]) -> Tensor:
+    def _positions(self, ids: Tensor, mask: Tensor, media: dict[str, Tensor]) -> Tensor:
         """[R, S]; or [3, R, S]: in time, rows and columns, where the model has such (M-RoPE, arXiv 2409.12191)."""
-        if not (self.in_space and images):
+        if not (self.in_space and media):
             return (mask.cumsum(-1) - 1).clamp(min=0)
-        kinds = torch.isin(ids, torch.tensor(sorted(self.vocabulary.placeholders["image"]), device=ids.device)).int()
-        grids = {name: tensor for name, tensor in images.items() if "grid" in name}
+        kinds = torch.zeros_like(ids)
+        for kind, medium in enumerate(("image", "video"), 1):  # as transformers numbers them
+            for token in self.vocabulary.placeholders[medium]:
+                kinds[ids == token] = kind
+        grids = {name: tensor for name, tensor in media.items() if "grid" in name}
         return self.model.base_model.get_rope_index(ids, mm_token_type_ids=kinds, attention_mask=mask, **grids)[0]
 
     def _decode(self, rows: "_Rows", tokens: Tensor) -> Tensor:
@@ -121,9 +124,9 @@ class HFEngine(Engine):
         rows.next_position = rows.next_position + 1
         return logits
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache, **images: Tensor) -> Tensor:
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache, **media: Tensor) -> Tensor:
         output = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
-                            use_cache=True, logits_to_keep=1, **images)
+                            use_cache=True, logits_to_keep=1, **media)
         return output.logits[:, -1]
 
     def _input(self, tensor: Tensor) -> Tensor:
@@ -267,5 +270,5 @@ def _load(setup: EngineSetup, config: PretrainedConfig) -> PreTrainedModel:
 
 
 def has_positions_in_space(config: PretrainedConfig) -> bool:
-    """Its tokens of images have rows and columns (M-RoPE)."""
+    """Its tokens of images and videos have times, rows and columns (M-RoPE)."""
     return "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {})

@@ -1,46 +1,150 @@
-"""Images of a prompt: as every engine sees them, and what a model of transformers reads in their place."""
+"""Images, videos and sounds of a prompt: as every engine sees them, and what a model of transformers reads in their place."""
 
 import hashlib
-from collections.abc import Iterable
+import wave
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
+from pathlib import Path
+from typing import Any, Self
 
+import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
 from transformers import AutoProcessor, ProcessorMixin
 
-from lightrft.engine.requests import Request
+from lightrft.engine.requests import MEDIA, Request
 from lightrft.types import Expanded
 
-IMAGES = "images"
-"""Where a request has them."""
+SAMPLE_BYTES = {1: np.uint8, 2: np.int16, 4: np.int32}
 
 
-def images_of(request: Request) -> list[Image.Image]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Video:
+    """All its frames are shown to the model, none is left out."""
+
+    frames: np.ndarray
+    """[T, H, W, 3] uint8, RGB."""
+    fps: float = 2.0
+    """How many of these frames are a second."""
+
+    @classmethod
+    def of(cls, given: Any) -> Self:
+        """A video, its frames in an array, or in a list of PIL images of one size."""
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, list | tuple) and given and all(isinstance(frame, Image.Image) for frame in given):
+            given = np.stack([np.asarray(frame.convert("RGB")) for frame in given])
+        if not isinstance(given, np.ndarray):
+            raise ValueError(f"a {type(given).__name__} is none: give frames as an array or as PIL images, or a Video")
+        if given.dtype != np.uint8 or given.ndim != 4 or given.shape[-1] != 3 or not len(given):
+            raise ValueError(f"frames are [T, H, W, 3] of uint8, and these are {list(given.shape)} of {given.dtype}")
+        return cls(given)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clip:
+    """A piece of sound, on one channel."""
+
+    waveform: np.ndarray
+    """[N] float32, -1 to 1."""
+    sampling_rate: int
+    """How many of them are a second."""
+
+    @classmethod
+    def of(cls, given: Any) -> Self:
+        """A clip, the path of a .wav file, (waveform, sampling rate), or {"array", "sampling_rate"} as `datasets` has them."""
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, str | Path):
+            return cls._from_file(given)
+        if isinstance(given, Mapping) and given.keys() >= {"array", "sampling_rate"}:
+            given = given["array"], given["sampling_rate"]
+        if not is_clip(given):
+            raise ValueError(f"a {type(given).__name__} is none: give (waveform, sampling rate), a mapping with array and "
+                             "sampling_rate, the path of a .wav file, or a Clip")
+        waveform = np.asarray(given[0])
+        if waveform.dtype.kind != "f" or waveform.ndim != 1 or not len(waveform):
+            raise ValueError(f"a waveform is [N] of floats, and this one is {list(waveform.shape)} of {waveform.dtype}")
+        return cls(waveform.astype(np.float32), int(given[1]))
+
+    @classmethod
+    def _from_file(cls, path: str | Path) -> Self:
+        """The mean of its channels."""
+        try:
+            with wave.open(str(path)) as file:
+                kind = SAMPLE_BYTES.get(file.getsampwidth())
+                if kind is None:
+                    raise ValueError(f"{path} has samples of {file.getsampwidth()} bytes, and not of {list(SAMPLE_BYTES)}")
+                samples = np.frombuffer(file.readframes(file.getnframes()), kind).astype(np.float32)
+                channels, rate = file.getnchannels(), file.getframerate()
+        except (wave.Error, EOFError) as error:
+            raise ValueError(f"{path} is no .wav file of whole numbers: {error}") from error
+        half = 2.0 ** (8 * np.dtype(kind).itemsize - 1)
+        return cls.of((((samples - half * (kind is np.uint8)) / half).reshape(-1, channels).mean(1), rate))
+
+
+def is_clip(given: Any) -> bool:
+    """(waveform, sampling rate), and not two clips."""
+    return isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Real)
+
+
+def _image(given: Any) -> Image.Image:
     """In RGB, transparency dropped, as transformers reads them; vLLM would lay what is transparent on white."""
-    return [image.convert("RGB") for image in request.multi_modal.get(IMAGES, [])]
+    if not isinstance(given, Image.Image):
+        raise ValueError(f"a {type(given).__name__} is none: give PIL images")
+    return given.convert("RGB")
+
+
+FORMS: dict[str, Callable[[Any], Any]] = {"images": _image, "videos": Video.of, "audios": Clip.of}
+"""The one form in which everything here takes what users have in several."""
+
+
+def read(multi_modal: Mapping[str, Iterable[Any]]) -> dict[str, list]:
+    """Media in that form; ValueError for what is none, or cannot be read."""
+    found: dict[str, list] = {}
+    for name, items in multi_modal.items():
+        try:
+            found[name] = [FORMS[name](item) for item in items]
+        except (ValueError, OSError) as error:  # PIL reads an image when it is first looked at
+            raise ValueError(f"{name}: {error}") from error
+    return found
 
 
 def digest(request: Request) -> str:
-    """Of all pixels; empty without media."""
+    """Of all pixels and samples; empty without media."""
     if not request.multi_modal:
         return ""
     whole = hashlib.sha256()
-    for image in images_of(request):
-        whole.update(repr(image.size).encode())
-        whole.update(image.tobytes())
+    for name, items in sorted(read(request.multi_modal).items()):
+        for item in items:
+            array, *rest = _array(item)
+            whole.update(repr((name, array.shape, *rest)).encode())
+            whole.update(array.tobytes())
     return whole.hexdigest()
 
 
-class ImageReader:
-    """The processor of a model's folder, which is asked for images alone: the tokens of a prompt stay as they are.
+def _array(item: Image.Image | Video | Clip) -> tuple[np.ndarray, *tuple[float, ...]]:
+    if isinstance(item, Clip):
+        return item.waveform, item.sampling_rate
+    return (item.frames, item.fps) if isinstance(item, Video) else (np.asarray(item),)
+
+
+class MediaReader:
+    """The processor of a model's folder, which is asked for media alone: the tokens of a prompt stay as they are.
 
     That is what its placeholders need, as text that becomes tokens a second time may become others.
     """
 
     def __init__(
-        self, model_path: str, placeholders: Iterable[int], *, trust_remote_code: bool = False, images_alone: bool = False
+        self, model_path: str, placeholders: Mapping[str, frozenset[int]], *, trust_remote_code: bool = False,
+        media_alone: bool = False,
     ):  # fmt: skip
-        self.model_path, self.placeholders, self.trust_remote_code = model_path, frozenset(placeholders), trust_remote_code
-        self.images_alone = images_alone
+        """`placeholders` by medium, as in Vocabulary."""
+        self.model_path, self.placeholders, self.trust_remote_code = model_path, placeholders, trust_remote_code
+        self.media_alone = media_alone
         """For an engine that finds out by itself what a model wants to know of each token."""
 
     @cached_property
@@ -51,18 +155,55 @@ class ImageReader:
         except (OSError, ValueError, ImportError) as error:
             raise ValueError(f"{self.model_path} has no processor that transformers can load: {error}") from error
         if not isinstance(processor, ProcessorMixin):
-            raise ValueError(f"{self.model_path} has no processor of images")
+            raise ValueError(f"{self.model_path} has no processor of images, videos or sounds")
         return processor
 
     def expanded(self, request: Request) -> Expanded:
-        """The tokens that stand for each image in the place of its placeholder, and the tensors of all of them."""
-        images = images_of(request)
-        output = self.processor(text=[self.processor.image_token] * len(images), images=[[image] for image in images],
-                                add_special_tokens=False, padding=True, return_tensors="pt")
+        """The tokens that stand for each item in the place of its placeholder, and the tensors of all of them."""
+        spans: dict[int, Any] = {}
+        features: dict[str, Tensor] = {}
+        for name, items in read(request.multi_modal).items():
+            if items:
+                texts, tensors = self._processed(name, items)
+                spans |= dict.fromkeys(self.placeholders[MEDIA[name]], iter(texts))
+                features |= tensors
+        token_ids = [new for token in request.token_ids for new in (next(spans[token]) if token in spans else [token])]
+        return Expanded(token_ids, features)
+
+    def heard(self, clips: list[Clip]) -> list[Clip]:
+        """ValueError for those that its model would hear otherwise than they are: at another speed, or without their end."""
+        for clip in clips:
+            ear = self.processor.feature_extractor
+            longest = getattr(ear, "n_samples", None)
+            seconds = len(clip.waveform) / clip.sampling_rate
+            if clip.sampling_rate != ear.sampling_rate:
+                raise ValueError(f"{clip.sampling_rate} samples a second, and its model hears {ear.sampling_rate}: resample it")
+            if longest and len(clip.waveform) > longest:
+                raise ValueError(f"{seconds:.1f} s, and its model hears {longest / ear.sampling_rate:.0f} s: cut it")
+        return clips
+
+    def _processed(self, name: str, items: list) -> tuple[list[list[int]], dict[str, Tensor]]:
+        """Tokens of each item, tensors of all of them."""
+        token = getattr(self.processor, f"{MEDIA[name]}_token")
+        output = self.processor(text=[token] * len(items), add_special_tokens=False, padding=True, return_tensors="pt",
+                                **self._arguments(name, items))
         ids, real = output.pop("input_ids"), output.pop("attention_mask").bool()
         others = [name for name in output if name.endswith("token_type_ids")]
-        if others and not self.images_alone:
+        if others and not self.media_alone:
             raise ValueError(f"the hf engine does not know the model's {', '.join(others)}; use --engine_type vllm or sglang")
-        spans = iter([row[kept].tolist() for row, kept in zip(ids, real, strict=True)])
-        token_ids = [new for token in request.token_ids for new in (next(spans) if token in self.placeholders else [token])]
-        return Expanded(token_ids, {name: tensor for name, tensor in output.items() if name not in others})
+        texts = [row[kept].tolist() for row, kept in zip(ids, real, strict=True)]
+        return texts, {name: torch.as_tensor(tensor) for name, tensor in output.items() if name not in others}
+
+    def _arguments(self, name: str, items: list) -> dict[str, Any]:
+        if name == "images":
+            return {"images": [[image] for image in items]}
+        if name == "videos":
+            return {"videos": [video.frames for video in items], "do_sample_frames": False,
+                    "video_metadata": [metadata(video) for video in items]}
+        return {"audio": [clip.waveform for clip in self.heard(items)], "sampling_rate": items[0].sampling_rate}
+
+
+def metadata(video: Video) -> dict[str, Any]:
+    """In the words of transformers and of vLLM."""
+    count = len(video.frames)
+    return {"total_num_frames": count, "fps": video.fps, "frames_indices": list(range(count)), "duration": count / video.fps}

@@ -8,6 +8,9 @@ from lightrft.algorithms.truncation import Truncation
 from lightrft.config import RolloutSection
 from lightrft.types import Expanded
 
+MEDIA = {"images": "image", "videos": "video", "audios": "audio"}
+"""Where a request has them -> what placeholders, flags, and prompts for one engine call them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -92,9 +95,9 @@ class Request:
     """
 
     token_ids: list[int]
-    """With one placeholder for each image, as a chat template writes it."""
+    """With one placeholder for each image, video or clip, as a chat template writes it."""
     multi_modal: dict[str, Any] = field(default_factory=dict)
-    """`images`: PIL images, in the order of their placeholders."""
+    """`images`, `videos`, `audios`, each in the order of its placeholders and in any of the forms of media.py."""
     sampling: Sampling | None = None
     """Its own, instead of the call's; the seed is the call's."""
     expanded: Expanded | None = None

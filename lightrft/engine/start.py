@@ -10,7 +10,7 @@ from packaging.version import Version
 from transformers import AutoConfig, PretrainedConfig
 
 from lightrft.engine.base import Engine, EngineError, EngineSetup
-from lightrft.engine.expected import Vocabulary, published_names, reads_images
+from lightrft.engine.expected import Vocabulary, most_of_each, published_names
 from lightrft.versions import ENGINES
 
 MEMORY = (
@@ -30,7 +30,7 @@ class LibraryEngine(Engine):
         self.names = published_names(config, **trust)
         super().__init__(self.names.shapes, sleep_level=setup.section.engine_sleep_level, axis=setup.axis,
                          max_model_len=setup.max_model_len, vocabulary=Vocabulary.of(setup.model_path, config, **trust))
-        self.most_images = setup.section.limit_mm_image_per_prompt if reads_images(config) else 0
+        self.limits = most_of_each(setup.section, config, self.media)
         self.device = setup.device
         self.on_cpu = setup.device.type == "cpu"
         with starting(library, setup):

@@ -20,15 +20,14 @@ from PIL.Image import Image
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lightrft.engine.base import EngineError, EngineSetup, Part
-from lightrft.engine.expected import reads_images
 from lightrft.engine.experts import pack_experts, unpacked_experts
 from lightrft.engine.first_token import Done
 from lightrft.engine.fused import PARTS, FusedWeights, engine_names
-from lightrft.engine.media import images_of
+from lightrft.engine.media import Clip, MediaReader, Video, metadata
 from lightrft.engine.names import PublishedNames
 from lightrft.engine.probe import Probe, logits_processor
 from lightrft.engine.proof import Fingerprints
-from lightrft.engine.requests import Expanded, Request, Sampling
+from lightrft.engine.requests import MEDIA, Expanded, Request, Sampling
 from lightrft.engine.start import LibraryEngine
 from lightrft.engine.weights import Named
 from lightrft.parallel.collectives import Axis
@@ -83,9 +82,10 @@ class _Shim:
         pack_experts(experts)
         _renew_tied_layers(self.model)
 
-    def with_images(self, token_ids: list[int], images: list[Image]) -> MultiModalInput:
-        """The images processed, their placeholders expanded."""
-        (prompt,) = self.llm.renderer.render_cmpl([TokensPrompt(prompt_token_ids=token_ids, multi_modal_data={"image": images})])
+    def with_media(self, token_ids: list[int], media: dict[str, list]) -> MultiModalInput:
+        """The media processed, their placeholders expanded."""
+        data = {MEDIA[name]: [_item(item) for item in items] for name, items in media.items() if items}
+        (prompt,) = self.llm.renderer.render_cmpl([TokensPrompt(prompt_token_ids=token_ids, multi_modal_data=data)])
         return prompt
 
     def submit(self, name: str, prompt: TokensInput | MultiModalInput, parameters: SamplingParams) -> None:
@@ -164,10 +164,11 @@ class VLLMEngine(LibraryEngine):
         super().__init__("vllm", vllm.__version__, setup)
 
     def _start(self, setup: EngineSetup, config: PretrainedConfig) -> list[str]:
+        self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, trust_remote_code=setup.trust_remote_code)
         memory = _Shim.own_shared_memory(setup.axis) if self.on_cpu else nullcontext()
         with _random_state_kept(self.device), memory, _Shim.rank_in_environment(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self._llm = LLM(**_arguments(setup, self.most_images, reads_images(config)))
+            self._llm = LLM(**_arguments(setup, self.limits))
         self._shim = _Shim(self._llm, self.names)
         return self._shim.weights.unknown
 
@@ -175,7 +176,8 @@ class VLLMEngine(LibraryEngine):
         self._shim.reset_caches()
 
     def _expanded(self, request: Request) -> Expanded:
-        prompt = self._shim.with_images(request.token_ids, images_of(request))
+        self.reader.heard(request.multi_modal.get("audios", []))
+        prompt = self._shim.with_media(request.token_ids, request.multi_modal)
         return Expanded(prompt["prompt_token_ids"], prompt)
 
     def _generate(self, requests: list[Request], seed: int, done: Done) -> None:
@@ -279,15 +281,22 @@ class VLLMEngine(LibraryEngine):
         gc.collect()
 
 
-def _arguments(setup: EngineSetup, most_images: int, sees: bool) -> dict:
+def _item(item: Image | Video | Clip) -> Image | tuple:
+    """As vLLM takes it."""
+    if isinstance(item, Video):
+        return item.frames, metadata(item) | {"video_backend": "lightrft", "do_sample_frames": False}
+    return (item.waveform, item.sampling_rate) if isinstance(item, Clip) else item
+
+
+def _arguments(setup: EngineSetup, limits: dict[str, int]) -> dict:
     section, on_cpu = setup.section, setup.device.type == "cpu"
     memory = {"kv_cache_memory_bytes": int(section.engine_kv_cache_gb * 2**30)} if on_cpu else {}
     kernels = {"ir_op_priority": {"rms_norm": [HOST], "fused_add_rms_norm": [HOST]}} if on_cpu else {}
-    images = {
-        "limit_mm_per_prompt": {"image": most_images, "video": 0, "audio": 0},
+    media = {
+        "limit_mm_per_prompt": {medium: limits.get(name, 0) for name, medium in MEDIA.items()},
         "mm_processor_cache_gb": 0,  # what would stay in it are the images of the last step
     }
-    return memory | kernels | (images if sees else {}) | {
+    return memory | kernels | (media if limits else {}) | {
         "model": setup.model_path,
         "trust_remote_code": setup.trust_remote_code,
         "dtype": str(setup.dtype).removeprefix("torch."),
@@ -302,7 +311,7 @@ def _arguments(setup: EngineSetup, most_images: int, sees: bool) -> dict:
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature
         "generation_config": "vllm",  # no sampling defaults from the model's folder
-        "skip_tokenizer_init": not sees,  # token ids in, token ids out; its processors of images want one all the same
+        "skip_tokenizer_init": not limits,  # token ids in, token ids out; its processors of media want one all the same
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }

@@ -56,8 +56,8 @@ class EngineHost:
 
     @property
     def name(self) -> str:
-        """hf, vllm, ...: the file of its adapter."""
-        return type(self.engine).__module__.rpartition(".")[2]
+        """hf, vllm, ...: the file of its adapter, or its room."""
+        return type(self.engine).__module__.removeprefix("lightrft.engine.").partition(".")[0]
 
     @property
     def status(self) -> EngineStatus:

@@ -106,16 +106,18 @@ class EngineVerbs(ModelVerbs):
         self, sampling_params: Sampling, all_prompt_token_ids: list[list[int]] | None = None, *,
         all_prompts: list[str] | None = None, all_images: list | None = None, sleep_engine: bool = True,
         images_num: list[int] | None = None, all_videos: list | None = None, videos_num: list[int] | None = None,
+        all_audios: list | None = None, audios_num: list[int] | None = None,
     ) -> list[list[Completion]]:  # fmt: skip
         """`n` completions of each of this rank's own prompts, in order; numbers of prompts may differ, also be 0.
 
         Prompts are token ids or text, with one placeholder for each image. Images come in a list for each prompt (None: it has
-        none), or flat with the number of each prompt in `images_num`; so do videos. A prompt without images loses its
-        placeholders. Ranks may have images or not: each prompt carries its own to whatever engine answers it.
+        none), or flat with the number of each prompt in `images_num`; so do videos (arrays [T, H, W, 3], lists of PIL images) and
+        clips of sound (paths of .wav files, (waveform, sampling rate)). A prompt without images loses its placeholders. Ranks
+        may have images or not: each prompt carries its own to whatever engine answers it.
         Ranks that share an engine gather their prompts. The seed is equal on all ranks; replicas draw differently.
         An engine that sleeps is woken. With `sleep_engine` it sleeps afterwards, if it may, but not inside engine_awake().
         """
-        media = {"images": (all_images, images_num), "videos": (all_videos, videos_num)}
+        media = {"images": (all_images, images_num), "videos": (all_videos, videos_num), "audios": (all_audios, audios_num)}
         requests = self._reader().requests(all_prompt_token_ids, all_prompts, media)
         if self.engine_status is EngineStatus.SLEEPED:
             self.wakeup_inference_engine()
@@ -140,7 +142,8 @@ class EngineVerbs(ModelVerbs):
         """One EasyDict for each sample, a prompt's samples side by side. Ranks that share an engine pass the same prompts.
 
         They come in one of two ways: as token ids, or as `{"prompt": text, "multi_modal_data": {"image": [image]}}`, where
-        `prompt_token_ids` may stand instead of `prompt`. Ids that are given back are those that were given: unexpanded.
+        `prompt_token_ids` may stand instead of `prompt`, and `video` and `audio` beside `image`. Ids that are given back are
+        those that were given: unexpanded.
         """
         requests = self._reader().local_requests(prompt_token_ids, multi_modal_inputs)
         return self._engine_host().generate_dicts(sampling_params, requests)

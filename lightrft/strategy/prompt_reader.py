@@ -6,12 +6,11 @@ from itertools import accumulate
 from typing import Any
 
 from lightrft.engine.expected import Vocabulary
-from lightrft.engine.requests import Request
+from lightrft.engine.media import is_clip
+from lightrft.engine.requests import MEDIA, Request
 
 Given = tuple[list | None, list[int] | None]
 """The items of one medium, and how many belong to each prompt where they come flat."""
-MEDIA = {"images": "image", "videos": "video"}
-"""Name in a request -> name in a prompt for one engine, and of the placeholder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +39,8 @@ class PromptReader:
         data = given.get("multi_modal_data") or {}
         unknown = [*(given.keys() - {"prompt", "prompt_token_ids", "multi_modal_data"}), *(data.keys() - set(MEDIA.values()))]
         if unknown or ("prompt" in given) == ("prompt_token_ids" in given):
-            raise ValueError("a multi-modal input has prompt or prompt_token_ids, and multi_modal_data with image or video, "
-                             f"not {', '.join(given)}{f' with {unknown[0]}' if unknown else ''}")
+            raise ValueError("a multi-modal input has prompt or prompt_token_ids, and multi_modal_data with image, video or "
+                             f"audio, not {', '.join(given)}{f' with {unknown[0]}' if unknown else ''}")
         ids = self.tokens(given["prompt"]) if "prompt" in given else given["prompt_token_ids"]
         return self.request(ids, {name: as_list(data.get(medium)) for name, medium in MEDIA.items()})
 
@@ -75,4 +74,5 @@ def per_prompt(items: list | None, counts: list[int] | None, num_prompts: int, n
 
 def as_list(items: Any) -> list:
     """Nothing, one item, or several."""
-    return [] if items is None else list(items) if isinstance(items, list | tuple) else [items]
+    several = isinstance(items, list | tuple) and not is_clip(items)
+    return [] if items is None else list(items) if several else [items]

@@ -9,14 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor, Gemma3Config, Idefics3Config, Qwen2_5_VLConfig, Qwen3Config
+from transformers import (
+    AutoModelForMultimodalLM,
+    AutoProcessor,
+    Gemma3Config,
+    Idefics3Config,
+    Qwen2_5_VLConfig,
+    Qwen2AudioConfig,
+    Qwen3Config,
+)
 
 from engine.contract import Bench, flipped_elements_are_named, perturbed, start
+from lightrft.config import EngineSection
 from lightrft.engine.base import Request, Sampling
-from lightrft.engine.expected import Vocabulary, placeholder_token_ids, reads_images
+from lightrft.engine.expected import Vocabulary, most_of_each, placeholder_token_ids
 from lightrft.engine.hf import has_positions_in_space
 from lightrft.engine.media import digest
 from lightrft.engine.probe import Probe
+from lightrft.engine.requests import MEDIA
 from lightrft.parallel.collectives import Axis
 from lightrft.strategy import EngineStatus, FSDPStrategy
 from lightrft.strategy.prompt_reader import PromptReader, per_prompt
@@ -42,7 +52,7 @@ class Reference:
 
     def __init__(self, folder: str):
         self.processor = AutoProcessor.from_pretrained(folder)
-        self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.placeholders = list(placeholder_token_ids(self.model.config))
         self.answers: dict[tuple, list[int]] = {}
 
@@ -176,8 +186,8 @@ def impossible_images_are_refused(scene: Scene) -> None:
         (Request(ids), "request 1 has 0 images and 1 placeholders"),
         (Request([65], {"images": [picture(1)]}), "has 1 images and 0 placeholders"),
         (Request([IMAGE] * 4, {"images": [picture(1)] * 4}), "4 images, more than --limit_mm_image_per_prompt 3"),
-        (Request(ids, {"images": ["cat.png"]}), "has a str among its images"),
-        (Request(ids, {"images": [FIRST], "videos": [1]}), "carries videos: this engine generates from text and images only"),
+        (Request(ids, {"images": ["cat.png"]}), "has media that cannot be read: images: a str is none: give PIL images"),
+        (Request(ids, {"images": [FIRST], "audios": [1]}), "carries audios: this engine generates from text and images.* only"),
         (Request([IMAGE] + [65] * 60, {"images": [picture(1)]}), r"can never fit: 6\d prompt tokens and max_tokens 10"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -265,7 +275,7 @@ def outcomes(engine_type: str, sizes: list[int], sp_size: int, *folders: str) ->
             "engine_kv_cache_gb": 0.125, "micro_rollout_batch_size": 3,
         })  # fmt: skip
         made.setup_distributed()
-        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        model = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
         made.setup_inference_engine(actor=made.prepare(model) if sp_size == 1 else None)  # its forward pass cannot be divided
         made.wakeup_inference_engine()
         scene = Scene(made, Reference(folder))
@@ -375,8 +385,11 @@ def test_a_model_of_text_reads_no_images(tmp_path):
 
 def test_the_form_of_a_model_that_engines_load():
     """With its towers, unless it is trained as a model of text."""
-    kinds = {config: reads_images(config()) for config in (Qwen3Config, Idefics3Config, Qwen2_5_VLConfig, Gemma3Config)}
-    assert kinds == {Qwen3Config: False, Idefics3Config: True, Qwen2_5_VLConfig: True, Gemma3Config: True}
+    for config, media in (
+        (Qwen3Config(), {}), (Idefics3Config(), {"images": 4}), (Gemma3Config(), {"images": 4}),
+        (Qwen2_5_VLConfig(), {"images": 4, "videos": 0}), (Qwen2AudioConfig(), {"audios": 1}),
+    ):  # fmt: skip
+        assert most_of_each(EngineSection(), config, MEDIA) == media
 
 
 def test_positions_in_space_are_known_from_the_configuration():

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from lightrft.engine.base import EngineError, EngineSetup, Part
 from lightrft.engine.first_token import Done
 from lightrft.engine.fused import engine_names
-from lightrft.engine.media import ImageReader
+from lightrft.engine.media import MediaReader
 from lightrft.engine.proof import Fingerprints
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.sglang.arguments import arguments
@@ -30,11 +30,13 @@ class SGLangEngine(LibraryEngine):
     batched, up to the rounding of kernels that compute differently in other batches.
     """
 
+    media = ("images",)
+
     def __init__(self, setup: EngineSetup):
         self._asleep: set[str] = set()
         self._shim: Shim | None = None
         super().__init__("sglang", sglang.__version__, setup)
-        self.images = ImageReader(setup.model_path, self.vocabulary.placeholders["image"], images_alone=True,
+        self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, media_alone=True,
                                   trust_remote_code=setup.trust_remote_code)
         self.bucket_bytes = setup.section.weight_sync_bucket_mb * 2**20
 
@@ -55,11 +57,11 @@ class SGLangEngine(LibraryEngine):
 
     def _forget(self) -> None:
         self._shim.flush_cache()
-        if self.most_images:
+        if self.limits:
             self._shim.ask("forget_images")
 
     def _expanded(self, request: Request) -> Expanded:
-        return self.images.expanded(request)
+        return self.reader.expanded(request)
 
     def _generate(self, requests: list[Request], seed: int, done: Done) -> None:
         samples = Samples(self._shim, self.vocabulary, self.version)
