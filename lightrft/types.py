@@ -117,6 +117,18 @@ Features = dict[str, Tensor]
 """What a processor makes of the images of one sequence, for its model; empty where it has none."""
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Tokens of a batch with the same past, that is the same tokens up to them: a causal model computes them once, U for T."""
+
+    computed: Tensor  # [U] int64 on the host, ascending: the tokens that stand for all with their past
+    places: Tensor  # [T] int64 on the host: for each token, where among them its own is
+
+    def spread(self, values: Tensor) -> Tensor:
+        """What belongs to computed tokens, [U, ...], for all tokens: [T, ...]."""
+        return values.index_select(0, send(self.places, values.device))
+
+
 @dataclass(slots=True)
 class Batch:
     """Sequences end to end: the one layout of training tensors.
@@ -134,6 +146,7 @@ class Batch:
     rows: Tensor = per_sequence()  # [N] int64, where each sequence stood in the whole batch of all ranks
     entropy: Tensor | None = per_token()  # [T] float32, of the model that learns: Policy.forward sets it, with its gradient
     learned: Tensor | None = field(default=None, metadata={"per": "batch"})  # [M] int64, see learned_tokens; made by `to`
+    shared: Shared | None = field(default=None, metadata={"per": "batch"})  # of one micro-batch; None: nothing is shared
     routing: Routing | None = field(default=None, metadata={"per": "batch"})  # of the model that learns, set as entropy is
 
     def __len__(self) -> int:
@@ -183,6 +196,7 @@ class Batch:
         return replace(
             self,
             learned=None,
+            shared=None,
             **{name: value[rows] for name, value in self.columns("sequence").items()},
             **{name: value[tokens] for name, value in self.columns("token").items()},
         )

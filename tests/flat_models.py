@@ -43,15 +43,20 @@ def make_model(name: str, attention: str) -> PreTrainedModel:
     return model
 
 
-def make_batch(lengths: list[int] = LENGTHS) -> Batch:
+def make_batch(lengths: list[int] = LENGTHS, alike: int = 0) -> Batch:
+    """All sequences begin with the same `alike` tokens, and those of odd places with so many more."""
     generator = torch.Generator().manual_seed(5)
     total = sum(lengths)
     mask = torch.rand(total, generator=generator) < 0.7
     starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
     mask[starts] = False
+    rows = torch.randint(3, 61, (total,), generator=generator).split(lengths)
+    for place, row in enumerate(rows):
+        same = alike * (1 + place % 2)
+        row[:same] = torch.arange(3, 3 + same)[: len(row)]
     return Batch(
         lengths=torch.tensor(lengths),
-        input_ids=torch.randint(3, 61, (total,), generator=generator),
+        input_ids=torch.cat(rows),
         loss_mask=mask,
         rows=torch.arange(len(lengths)),
     )

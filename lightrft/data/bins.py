@@ -26,7 +26,12 @@ Bin = list[int]
 
 def work(length: int) -> int:
     """Cost of one sequence, exact: its matrix products grow with its length, its attention with the square."""
-    return length * (ATTENTION_SCALE + length)
+    return products(length) + length * length
+
+
+def products(tokens: int) -> int:
+    """Of that what is not attention."""
+    return tokens * ATTENTION_SCALE
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +42,18 @@ class Limits:
     sequences: int
 
 
-def pack(lengths: list[int], num_ranks: int, limits: Limits) -> list[Bin]:
-    """Bins of the sequences 0..n-1, the dearest first, as many as a multiple of the ranks; some can be empty."""
-    order = np.argsort(-np.array(lengths), kind="stable").tolist()
-    packer = Packer([lengths[row] for row in order], num_ranks, limits)
+def pack(sizes: list[int], works: list[int], num_ranks: int, limits: Limits) -> list[Bin]:
+    """Bins of what has these numbers of tokens and these costs, the dearest first, as many as a multiple of the ranks."""
+    order = np.argsort(-np.array(sizes), kind="stable").tolist()
+    packer = Packer([sizes[row] for row in order], [works[row] for row in order], num_ranks, limits)
     return [[order[place] for place in bin_] for bin_ in packer.best()]
 
 
 class Packer:
     """Ways to fill bins. Sequences are named by their place in `sizes`, which are their lengths, longest first."""
 
-    def __init__(self, sizes: list[int], num_ranks: int, limits: Limits):
-        self.sizes, self.num_ranks, self.limits = sizes, num_ranks, limits
-        self.works = [work(size) for size in sizes]
+    def __init__(self, sizes: list[int], works: list[int], num_ranks: int, limits: Limits):
+        self.sizes, self.works, self.num_ranks, self.limits = sizes, works, num_ranks, limits
 
     def best(self) -> list[Bin]:
         """The cheapest of four fillings; where sequences are few it is levelled as well."""

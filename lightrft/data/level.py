@@ -64,7 +64,8 @@ class Level:
         ceiling = np.where(beside, spent[first] - 1, spent[home - home % self.num_ranks])
         mine = np.flatnonzero(home[: self.real] == first)[:, None]
         gain, taken = works[mine] - works, self.sizes[mine] - self.sizes
-        allowed = (gain > 0) & (gain <= ceiling - spent[home]) & (taken <= self.max_tokens - used[home])
+        allowed = (gain > 0) & (gain <= ceiling - spent[home])
+        allowed &= (taken <= self.max_tokens - used[home]) & (taken >= used[first] - self.max_tokens)
         allowed[:, self.real :] &= held[home[self.real :]] < self.max_sequences
         if allowed.any():
             after = np.maximum(spent[first] - gain, np.where(beside, spent[home] + gain, 0))

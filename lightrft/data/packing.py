@@ -4,12 +4,21 @@ A pure function of the lengths of all sequences, so every rank makes the same pl
 path is always flat, without padding: the three ways of batching decide only which sequences meet in a micro-batch.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from lightrft.data.bins import Limits, pack
+from lightrft.data.bins import Limits, pack, products, work
 
 Batching = Literal["packed", "dynamic", "plain"]
+Prompts = list[tuple[int, int]]
+"""Of each row the prompt, as any number, and its tokens: rows with the same entry begin with the same tokens."""
+
+PARTS = (1, 2, 4)
+"""Into so many parts the rows of a prompt are cut: fewer share more, more can be balanced better."""
+FEW = 1 / 32
+"""Prompts whose repetitions are not more than this share of all tokens do not matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +49,18 @@ def plan(
     max_tokens: int,
     max_sequences: int | None = None,
     batching: Batching = "packed",
+    prompts: Prompts | None = None,
 ) -> Plan:
     """Split rows 0..N-1 into consecutive optimizer steps of `minibatch_size`, each dealt to ranks and micro-batches.
 
-    packed: any sequences up to max_tokens, so that all ranks finish together. dynamic: sequences of similar length, whose
+    packed: any sequences up to max_tokens, so that all ranks finish together; rows with the same of `prompts` meet where that
+    makes it shorter, as a micro-batch computes their prompt once. dynamic: sequences of similar length, whose
     number times the longest stays within max_tokens. plain: max_sequences rows, fewer where they exceed max_tokens, in
     the order in which they come. ValueError for a sequence that is empty or longer than max_tokens.
     """
     _check(lengths, max_tokens)
     limits = Limits(max_tokens, max_sequences or max(len(lengths), 1))
-    deal = {"packed": _packed, "dynamic": _dynamic, "plain": _plain}[batching]
+    deal = {"packed": partial(_packed, prompts or []), "dynamic": _dynamic, "plain": _plain}[batching]
     steps = [range(start, min(start + minibatch_size, len(lengths))) for start in range(0, len(lengths), minibatch_size)]
     return Plan([deal(lengths, rows, num_ranks, limits) for rows in steps])
 
@@ -63,10 +74,41 @@ def _check(lengths: list[int], max_tokens: int) -> None:
         raise ValueError(f"row {lengths.index(shortest)} has no tokens, so there is nothing to compute for it")
 
 
-def _packed(lengths: list[int], rows: range, num_ranks: int, limits: Limits) -> list[list[list[int]]]:
-    """[rank][m]: bins of similar cost run at the same time on different ranks; the dearest first."""
-    bins = pack([lengths[row] for row in rows], num_ranks, limits)
-    return [[[rows[place] for place in sorted(bin_)] for bin_ in bins[rank::num_ranks]] for rank in range(num_ranks)]
+def _packed(prompts: Prompts, lengths: list[int], rows: range, num_ranks: int, limits: Limits) -> list[list[list[int]]]:
+    """[rank][m]: bins of similar cost run at the same time on different ranks; the dearest first. The shortest of several."""
+
+    def spent(members: list[int]) -> int:
+        known = {prompts[row] for row in members} if prompts else ()
+        repeated = sum(prompts[row][1] for row in members) - sum(tokens for _, tokens in known) if prompts else 0
+        return sum(work(lengths[row]) for row in members) - products(repeated)
+
+    def made(units: list[list[int]]) -> list[list[list[int]]]:
+        most = Limits(limits.tokens, limits.sequences // max(map(len, units), default=1))
+        sizes, works = [sum(lengths[row] for row in unit) for unit in units], [spent(unit) for unit in units]
+        bins = [sorted(row for place in bin_ for row in units[place]) for bin_ in pack(sizes, works, num_ranks, most)]
+        bins.sort(key=spent, reverse=True)
+        return [bins[rank::num_ranks] for rank in range(num_ranks)]
+
+    plans = [made(units) for units in [[[row] for row in rows], *_together(prompts, lengths, rows, limits)]]
+    return min(plans, key=lambda dealt: sum(max(map(spent, beside)) for beside in zip(*dealt, strict=True)))
+
+
+def _together(prompts: Prompts, lengths: list[int], rows: range, limits: Limits) -> Iterator[list[list[int]]]:
+    """Ways to keep rows of a prompt together; none where that saves little."""
+    of_prompt: dict[tuple[int, int], list[int]] = {}
+    for row in rows if prompts else ():
+        of_prompt.setdefault(prompts[row], []).append(row)
+    saved = sum(tokens * (len(members) - 1) for (_, tokens), members in of_prompt.items())
+    if saved > FEW * sum(lengths[row] for row in rows):
+        for parts in PARTS:
+            yield [unit for members in of_prompt.values() for unit in _units(lengths, members, parts, limits)]
+
+
+def _units(lengths: list[int], members: list[int], parts: int, limits: Limits) -> Iterator[list[int]]:
+    """The rows in so many parts of about one size, or in more, so that each fits into a micro-batch."""
+    at_most = min(-(-len(members) // parts), limits.sequences)
+    for start in range(0, len(members), at_most):
+        yield from _in_order(lengths, members[start : start + at_most], limits)
 
 
 def _dynamic(lengths: list[int], rows: range, num_ranks: int, limits: Limits) -> list[list[list[int]]]:
@@ -88,7 +130,7 @@ def _plain(lengths: list[int], rows: range, num_ranks: int, limits: Limits) -> l
     return [[*micro_batches, *([] for _ in range(count - len(micro_batches)))] for micro_batches in dealt]
 
 
-def _in_order(lengths: list[int], rows: range, limits: Limits) -> list[list[int]]:
+def _in_order(lengths: list[int], rows: Sequence[int], limits: Limits) -> list[list[int]]:
     made: list[list[int]] = []
     room = 0
     for row in rows:

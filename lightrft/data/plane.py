@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightrft.data.packing import Batching, plan
+from lightrft.data.pasts import prompts
 from lightrft.parallel.collectives import Axis
 from lightrft.types import Batch
 
@@ -26,13 +27,16 @@ def deal(
     max_tokens: int,
     max_sequences: int | None = None,
     batching: Batching = "packed",
+    by_prompt: bool = False,
 ) -> tuple[B, list[list[list[int]]]]:
     """Plan the sequences of all ranks and move each to the rank that computes it.
 
     `batch.rows` counts over all ranks, in rank order. Returns this rank's new part, and [k][m]: its rows in micro-batch m
-    of optimizer step k; None is one step for all. Every rank has the same k and m. See packing.plan for the limits.
+    of optimizer step k; None is one step for all. Every rank has the same k and m. See packing.plan for the limits, and
+    for what it does `by_prompt`.
     """
-    lengths = share(axis, batch.lengths).tolist()
+    known = share(axis, torch.column_stack([batch.lengths, prompts(batch)]))
+    lengths, alike = known[:, 0].tolist(), [tuple(prompt) for prompt in known[:, 1:].tolist()]
     schedule = plan(
         lengths,
         num_ranks=axis.size,
@@ -40,6 +44,7 @@ def deal(
         max_tokens=max_tokens,
         max_sequences=max_sequences,
         batching=batching,
+        prompts=alike if by_prompt else None,
     )
     mine = move(axis, batch, [schedule.rows(rank) for rank in range(axis.size)])
     return mine, schedule.local(axis.rank)

@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from lightrft.parallel.device import has_flash_attention
 from lightrft.parallel.sequence import UNDIVIDED, Undivided
-from lightrft.types import send
+from lightrft.types import Shared, send
 
 ATTENTION = "lightrft"
 
@@ -26,7 +26,7 @@ ALONE = 64
 """A sequence longer than this is computed alone: one more call costs less than padding."""
 
 Kernel = Callable[..., Tensor]
-"""(query [T, H, D], key and value [T, H_kv, D], layout, scaling=, window=, dropout=) -> [T, H, D]"""
+"""(query [T, H, D], key and value [T, H_kv, D], layout, scaling=, window=, dropout=) -> [T, H, D]; all of computed tokens."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Blocks:
     shapes: list[tuple[int, int]]
     """(sequences, width) of each block."""
     source: Tensor | None
-    """[P] int64: the flat token at each place of the blocks; padding repeats the last token. None: blocks are flat already."""
+    """[P] int64: the token at each place of the blocks; padding repeats the last token. None: blocks are flat already."""
     places: Tensor | None
-    """[T] int64: where each flat token stands in the blocks."""
+    """[T] int64: where each token stands in the blocks."""
 
 
 class Layout:
@@ -48,13 +48,17 @@ class Layout:
     copies those for every layer, and what is kept here would be computed again.
     """
 
-    def __init__(self, lengths: Tensor, device: torch.device, sequence: Undivided = UNDIVIDED):
+    def __init__(
+        self, lengths: Tensor, device: torch.device, sequence: Undivided = UNDIVIDED, shared: Shared | None = None
+    ):
         self.lengths = lengths.cpu()
         """[N] int64 on the host."""
         self.device = device
         """Where the batch is."""
         self.sequence = sequence
         """How ranks divide its tokens."""
+        self.shared = shared
+        """Which of its tokens are computed, where not all are; ranks do not divide them then."""
         self.runs = tuple(_runs(self.lengths, device, sequence)) if sequence.axis.size > 1 else ()
         """The runs of tokens whose queries this rank has, where ranks divide them."""
 
@@ -67,14 +71,34 @@ class Layout:
         """[N + 1] int32 on the device: where each sequence begins; the last entry is T."""
         return send(F.pad(self.lengths.cumsum(0), (1, 0)).int(), self.device)
 
+    def whole(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Of computed tokens -> of all tokens, [T, ...] each, for a kernel that knows nothing of shared pasts."""
+        return values if self.shared is None else tuple(value.index_select(0, self._shared[1]) for value in values)
+
+    def computed(self, output: Tensor) -> Tensor:
+        """What such a kernel gave for all tokens, [T, ...], of computed ones only."""
+        return output if self.shared is None else output.index_select(0, self._shared[0])
+
+    @cached_property
+    def _shared(self) -> tuple[Tensor, Tensor]:
+        return send(self.shared.computed, self.device), send(self.shared.places, self.device)
+
     @cached_property
     def blocks(self) -> Blocks:
+        """On the device. Where pasts are shared, a computed token stands at the places of all for which it is computed."""
+        shapes, source, places = self._blocks()
+        if self.shared is not None:
+            source = self.shared.places if source is None else self.shared.places[source]
+            places = self.shared.computed if places is None else places[self.shared.computed]
+        return Blocks(shapes, *(None if index is None else send(index, self.device) for index in (source, places)))
+
+    def _blocks(self) -> tuple[list[tuple[int, int]], Tensor | None, Tensor | None]:
         """Long sequences alone, short ones with those of the same power of two: padding is under a half."""
         lengths, count = self.lengths, len(self.lengths)
         similar = lengths.double().log2().ceil().long()
         similar[lengths > ALONE] = 64 + torch.arange(count)[lengths > ALONE]  # above every exponent
         if bool((lengths == lengths[0]).all()):
-            return Blocks([(count, int(lengths[0]))], None, None)
+            return [(count, int(lengths[0]))], None, None
         _, block, sizes = similar.unique(return_inverse=True, return_counts=True)
         widths = torch.zeros_like(sizes).scatter_reduce(0, block, lengths, "amax")
         shapes = list(zip(sizes.tolist(), widths.tolist(), strict=True))
@@ -85,9 +109,7 @@ class Layout:
         source = (starts[order].repeat_interleave(width[order])
                   + torch.minimum(_steps(width[order]), (lengths[order] - 1).repeat_interleave(width[order])))  # fmt: skip
         places = place.repeat_interleave(lengths) + _steps(lengths)
-        if torch.equal(source, torch.arange(len(places))):
-            return Blocks(shapes, None, None)
-        return Blocks(shapes, *(send(index, self.device) for index in (source, places)))
+        return (shapes, None, None) if torch.equal(source, torch.arange(len(places))) else (shapes, source, places)
 
 
 @dataclass(frozen=True)

@@ -41,11 +41,15 @@ def torch_varlen(
     """`torch.nn.attention.varlen.varlen_attn`: [T, H, D], [T, H_kv, D] twice -> [T, H, D]."""
     if dropout:
         raise ValueError("torch's variable-length attention has no dropout; set attention_dropout of the model to 0")
+    query, key, value = layout.whole(query, key, value)
     grouped = {"enable_gqa": True} if "enable_gqa" in signature(function).parameters else {}
     if not grouped:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     offsets, longest = layout.offsets, layout.longest
-    return function(query, key, value, offsets, offsets, longest, longest, scale=scaling, window_size=_sides(window), **grouped)
+    window_size = _sides(window)
+    return layout.computed(
+        function(query, key, value, offsets, offsets, longest, longest, scale=scaling, window_size=window_size, **grouped)
+    )
 
 
 def package_varlen(
@@ -60,11 +64,13 @@ def package_varlen(
     dropout: float,
 ) -> Tensor:
     """`flash_attn.flash_attn_varlen_func`: [T, H, D], [T, H_kv, D] twice -> [T, H, D]."""
+    query, key, value = layout.whole(query, key, value)
     offsets, longest = layout.offsets, layout.longest
-    return function(
+    output = function(
         query, key, value, offsets, offsets, longest, longest,
         dropout_p=dropout, softmax_scale=scaling, causal=True, window_size=_sides(window),
     )  # fmt: skip
+    return layout.computed(output)
 
 
 def _sides(window: int | None) -> tuple[int, int]:

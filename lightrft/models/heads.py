@@ -1,6 +1,7 @@
 """Models with the head that training needs: log-probs of given tokens instead of logits, or one number per token."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -82,22 +83,27 @@ class Scorer(nn.Module):
 
 
 def hidden_states(model: PreTrainedModel, batch: Batch, sequence: Undivided = UNDIVIDED) -> Tensor:
-    """The backbone's output after each token of this rank, in its own sequence: [t, H]; [T, H] for an undivided batch."""
-    here = sequence.positions(batch.num_tokens, batch.input_ids.device)
-    return model.base_model(
+    """The backbone's output after each token of this rank, in its own sequence: [t, H]; [T, H] for an undivided batch.
+
+    Tokens with the same past are computed once.
+    """
+    device, shared = batch.input_ids.device, batch.shared
+    here = send(shared.computed, device) if shared else sequence.positions(batch.num_tokens, device)
+    hidden = model.base_model(
         input_ids=batch.input_ids[here].unsqueeze(0),
         position_ids=batch.position_ids[here].unsqueeze(0),
         attention_mask=None,
         use_cache=False,
-        layout=Layout(batch.lengths, batch.input_ids.device, sequence),
+        layout=Layout(batch.lengths, device, sequence, shared),
     ).last_hidden_state[0]
+    return shared.spread(hidden) if shared else hidden
 
 
 def filled(batch: Batch, multiple: int) -> Batch:
-    """The batch with one more sequence that nobody learns, where its tokens are not a multiple."""
+    """The batch with one more sequence that nobody learns, where its tokens are not a multiple. Divided, it shares nothing."""
     missing = -batch.num_tokens % multiple
     if not missing:
-        return batch
+        return batch if multiple == 1 else replace(batch, shared=None)
     ids, mask, rows = (F.pad(x, (0, n)) for x, n in ((batch.input_ids, missing), (batch.loss_mask, missing), (batch.rows, 1)))
     lengths = F.pad(batch.lengths, (0, 1), value=missing)
     return Batch(lengths=lengths, input_ids=ids, loss_mask=mask, rows=rows, learned=batch.learned)

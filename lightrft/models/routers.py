@@ -42,5 +42,7 @@ class Routers:
         """Of all tokens of sequences that are learned from; prompts count, what only fills a batch does not."""
         whole = filled(batch, sequence.multiple)
         counts = (sequence_sums(whole.loss_mask.float(), whole) > 0)[whole.sequence_ids]
+        if whole.shared:
+            logits = [whole.shared.spread(layer) for layer in logits]
         mine = routing(logits, counts[sequence.positions(whole.num_tokens, counts.device)], self.top_k)
         return Routing(sequence.sum(mine.chosen), sequence.sum(mine.probabilities), sequence.sum(mine.count))

@@ -1,11 +1,13 @@
 """The one runner of micro-batches: training and inference of every role go through it."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from lightrft.data.pasts import shared_pasts
 from lightrft.types import Batch, token_index
 
 B = TypeVar("B", bound=Batch)
@@ -16,7 +18,8 @@ Rows = list[list[int]]
 def micro_batches(batch: B, rows: Rows, device: torch.device) -> Iterator[B]:
     """The micro-batches on the device. An empty one becomes a single unlearned token, so that ranks stay in step."""
     for members in rows:
-        yield (batch.select(members) if members else filler(batch)).to(device)
+        part = batch.select(members) if members else filler(batch)
+        yield replace(part, shared=shared_pasts(part.input_ids, part.lengths)).to(device)
 
 
 def infer(forward: Callable[[B], Tensor], batch: B, rows: Rows, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from lightrft.config import TrainSection
 from lightrft.data.packing import Batching
 from lightrft.data.plane import deal, move
 from lightrft.observe.metrics import Metrics
-from lightrft.roles.microbatch import Rows, filler, infer, micro_batches
+from lightrft.roles.microbatch import B, Rows, filler, infer, micro_batches
 from lightrft.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten
 from lightrft.roles.reports import MicroBatchReports
 from lightrft.strategy import StrategyBase
@@ -133,7 +133,19 @@ class Role(ABC):
     def deal(self, batch: Mapping[str, Any], *, gbs: int | None = None, mbs: int | None = None) -> tuple[Batch, list[Rows]]:
         """The rows of all ranks planned anew: this rank's as a flat batch, and its micro-batches for each optimizer step."""
         given = flatten(batch, self.strategy.mesh.data, required=self.TRAIN_KEYS, columns=True)
-        return self._deal(given.batch, gbs, mbs)
+        return self.deal_flat(given.batch, gbs, mbs)
+
+    def deal_flat(self, batch: B, gbs: int | None = None, mbs: int | None = None) -> tuple[B, list[Rows]]:
+        """The same for a flat batch with this rank's rows. Rows with one prompt meet where their micro-batch computes it once."""
+        return deal(
+            self.strategy.mesh.data,
+            batch,
+            minibatch_size=gbs,
+            max_tokens=self.max_tokens,
+            max_sequences=mbs,
+            batching=self.batching,
+            by_prompt=self.strategy.sequence.multiple == 1,
+        )
 
     # -- one optimizer step on flat batches
 
@@ -239,20 +251,10 @@ class Role(ABC):
         """One value per token of the caller's rows: [B, S] float32 on the host, 0 in the padding."""
         data = self.strategy.mesh.data
         given = flatten(batch, data)
-        mine, steps = self._deal(given.batch, None, mbs)
+        mine, steps = self.deal_flat(given.batch, None, mbs)
         values = self._infer(module, forward, mine, steps[0] if steps else [])
         answer = Answer(lengths=mine.lengths, input_ids=mine.input_ids, loss_mask=mine.loss_mask, rows=mine.rows, values=values)
         return padded(move(data, answer, given.owners).values, given.batch.lengths, given.width)
-
-    def _deal(self, batch: Batch, gbs: int | None, mbs: int | None) -> tuple[Batch, list[Rows]]:
-        return deal(
-            self.strategy.mesh.data,
-            batch,
-            minibatch_size=gbs,
-            max_tokens=self.max_tokens,
-            max_sequences=mbs,
-            batching=self.batching,
-        )
 
     def _open_step(self) -> TrainStep:
         if self._step is None:

@@ -14,7 +14,6 @@ from lightrft.algorithms.returns import distill, gae, reward_to_go, whiten
 from lightrft.algorithms.selection import top_share
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config import AlgorithmSection, TrainSection
-from lightrft.data.plane import deal
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.critic import Critic
 from lightrft.roles.microbatch import Rows
@@ -73,13 +72,8 @@ class ExperienceMaker:
         experience.credits = placed(self._compare(judged)[judged.mine], samples, experience)
         if self.data.rank == 0:
             measure_groups(rewards, groups, metrics)
-        experience, minibatches = deal(
-            self.data,
-            experience,
-            minibatch_size=self.train.train_batch_size,
-            max_tokens=self.train.max_tokens_per_microbatch,
-            max_sequences=self.train.micro_train_batch_size,
-            batching=self.train.batching,
+        experience, minibatches = self.policy.deal_flat(
+            experience, self.train.train_batch_size, self.train.micro_train_batch_size
         )
         self._ask(experience, minibatches)
         penalty = self._diverge(experience, metrics) if self._measures_divergence else 0.0

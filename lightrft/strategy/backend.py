@@ -69,7 +69,7 @@ class Backend(ABC):
         trained = any(parameter.requires_grad for parameter in module.parameters())
         if trained and self.config.gradient_checkpointing:
             recompute(module, selective=self.config.gradient_checkpointing_policy == "selective")
-        sequence = self._sequence()
+        sequence = self.sequence
         if sequence.multiple > 1:
             divide(module, sequence, tp=self.mesh.tp.size)
         for parameter in module.parameters():
@@ -130,7 +130,8 @@ class Backend(ABC):
         """What a checkpoint reads and writes. Model and optimizer are here, not away."""
         return Training(model, optimizer, scheduler, self.mesh.world, self.device)
 
-    def _sequence(self) -> Undivided:
+    @property
+    def sequence(self) -> Undivided:
         """How the ranks of a replica of data share a batch."""
         kind = SEQUENCES[sequence_layout(self.config)[1]] if self.mesh.sp.size > 1 else Undivided
         return kind(self.mesh.sp, parts=self.mesh.tp.size if self.config.tp_sequence_parallel else 1)

@@ -14,8 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.config import Config
-from lightrft.data.packing import plan
-from lightrft.data.plane import move
 from lightrft.engine.requests import Sampling
 from lightrft.models import logprobs
 from lightrft.observe.metrics import Metrics
@@ -37,15 +35,20 @@ def folder(tmp_path_factory):
 
 
 def experience() -> Experience:
+    """Two responses to each prompt; some begin alike."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([PROMPT + response for response in RESPONSES])
     total = int(lengths.sum())
     learned = torch.cat([torch.arange(PROMPT + response) >= PROMPT for response in RESPONSES])
     advantages = torch.randn(len(RESPONSES), generator=generator).repeat_interleave(lengths)
     old = -5 + torch.randn(total, generator=generator)  # far from the actor's, so that tokens are clipped on both sides
+    rows = torch.randint(0, 256, (total,), generator=generator).split(lengths.tolist())
+    for place, (one, other) in enumerate(zip(rows[::2], rows[1::2], strict=True)):
+        same = PROMPT + 2 * (place % 2)
+        other[:same] = one[:same]
     return Experience(
         lengths=lengths,
-        input_ids=torch.randint(0, 256, (total,), generator=generator),
+        input_ids=torch.cat(rows),
         loss_mask=learned,
         rows=torch.arange(len(RESPONSES)),
         groups=torch.arange(len(RESPONSES)) // 2,
@@ -112,6 +115,7 @@ def build(folder: str, mode: str, layout: Layout) -> tuple[Config, Policy]:
     config.strategy.fsdp, config.strategy.zero_stage = layout.zero is None, layout.zero or 0
     config.strategy.fsdp_cpu_offload = layout.memory == "fsdp_cpu_offload"
     config.strategy.offload_idle = layout.memory == "offload_idle"
+    config.train.max_tokens_per_microbatch, config.train.batching = layout.tokens, layout.batching
     logprobs.HOST_CHUNK = layout.chunk
     strategy = get_strategy(config)
     strategy.setup_distributed()
@@ -121,16 +125,8 @@ def build(folder: str, mode: str, layout: Layout) -> tuple[Config, Policy]:
 def updated(config: Config, policy: Policy, layout: Layout, steps: int) -> list[list[float]]:
     """Loss and gradient norm of each update. Between two of them nobody needs the actor."""
     data, whole = policy.strategy.mesh.data, experience()
-    schedule = plan(
-        whole.lengths.tolist(),
-        num_ranks=data.size,
-        minibatch_size=len(whole),
-        max_tokens=layout.tokens,
-        max_sequences=layout.sequences,
-        batching=layout.batching,
-    )
-    here = whole.select([row for row in range(len(whole)) if row % data.size == data.rank])
-    mine, rows = move(data, here, [schedule.rows(rank) for rank in range(data.size)]), schedule.local(data.rank)[0]
+    ends = [len(whole) * rank // data.size for rank in range(data.size + 1)]
+    mine, (rows,) = policy.deal_flat(whole.select(range(*ends[data.rank : data.rank + 2])), mbs=layout.sequences)
     numbers = []
     for _ in range(steps):
         denominator = policy.denominator(mine, rows, length=LONGEST)

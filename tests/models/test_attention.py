@@ -3,6 +3,7 @@
 The reference is transformers' eager attention on each sequence alone.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,14 +23,19 @@ from flat_models import (
     one_by_one,
     weighted,
 )
+from lightrft.data.pasts import shared_pasts
 from lightrft.models.attention import ALONE, ATTENTION, Layout, attention_kernel, block_attention
 from lightrft.models.heads import Actor
 from lightrft.types import Batch
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_packed_equals_each_sequence_alone(name):
-    batch = make_batch()
+@pytest.mark.parametrize("lengths, alike", [(LENGTHS, 0), (LENGTHS, 3), ([9] * 4, 2)])
+def test_packed_equals_each_sequence_alone(name, lengths, alike):
+    """Also where pasts are shared, which are computed once."""
+    batch = make_batch(lengths, alike)
+    batch = replace(batch, shared=shared_pasts(batch.input_ids, batch.lengths))
+    assert alike == 0 or len(batch.shared.computed) < batch.num_tokens
     reference, model = make_model(name, "eager"), make_model(name, ATTENTION)
     expected, values = one_by_one(reference, batch), Actor(model)(batch, TEMPERATURE)
     for value, known in zip(values, expected, strict=True):

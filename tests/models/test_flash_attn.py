@@ -4,6 +4,7 @@ A stand-in with the kernel's signature computes variable-length attention from i
 """
 
 import sys
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from types import ModuleType
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flat_models import MODELS, TEMPERATURE, assert_same_gradients, gradients_of, make_batch, make_model, one_by_one, weighted
+from lightrft.data.pasts import shared_pasts
 from lightrft.models import attention, flash_attn
 from lightrft.models.attention import ATTENTION, Layout, block_attention
 from lightrft.models.heads import Actor
@@ -67,10 +69,11 @@ KERNELS = {
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_equals_each_sequence_alone(name, kernel, monkeypatch):
-    """Offsets, longest sequence, scaling, windows and grouped heads, for every family; forward and gradients."""
+    """Offsets, longest sequence, scaling, windows, grouped heads, shared pasts, for every family; forward and gradients."""
     used = []
     monkeypatch.setattr(attention, "attention_kernel", lambda *where: used.append(where) or KERNELS[kernel])
-    batch = make_batch()
+    batch = make_batch(alike=2)
+    batch = replace(batch, shared=shared_pasts(batch.input_ids, batch.lengths))
     plain, model = make_model(name, "eager"), make_model(name, ATTENTION)
     expected, values = one_by_one(plain, batch), Actor(model)(batch, TEMPERATURE)
     for value, known in zip(values, expected, strict=True):

@@ -23,12 +23,15 @@ Padded = dict[str, Tensor]
 
 
 def whole() -> Padded:
-    """The rows of all ranks. Padding is noise, which must not matter; row 3 is masked altogether."""
+    """The rows of all ranks. Padding is noise, which must not matter; row 3 is masked altogether; some rows begin alike."""
     generator = torch.Generator().manual_seed(0)
     lengths, prompts = torch.tensor(LENGTHS), torch.tensor(PROMPT)
     column = torch.arange(WIDTH)
+    ids = torch.randint(0, 256, (len(LENGTHS), WIDTH), generator=generator)
+    for row, same in ((9, 3), (5, 6), (7, 5), (6, 7)):
+        ids[row, :same] = ids[2, :same]
     return {
-        "input_ids": torch.randint(0, 256, (len(LENGTHS), WIDTH), generator=generator),
+        "input_ids": ids,
         "input_lengths": lengths,
         "token_mask": (column >= prompts[:, None]) & (column < lengths[:, None]),
         "sample_mask": torch.arange(len(LENGTHS)) != 3,

@@ -90,7 +90,7 @@ def make_policy(folder: str, minibatch: int, reference: bool) -> Policy:
     frozen = None
     if reference:
         frozen = strategy.prepare(Actor(load_model(ModelSection(pretrain=folder + "/reference"))).requires_grad_(False))
-    return Policy(strategy, actor, optimizer, None, reference=frozen, temperature=TEMPERATURE)
+    return Policy(strategy, actor, optimizer, None, reference=frozen, temperature=TEMPERATURE, max_tokens=16)
 
 
 ONE_STEP = TrainSection(train_batch_size=8, max_tokens_per_microbatch=16)

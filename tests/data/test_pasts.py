@@ -1,0 +1,47 @@
+"""Why: a token that is computed for another with a different past gives wrong log-probs to a whole group, and nobody notices."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightrft.data.pasts import prompts, shared_pasts
+from lightrft.types import Batch
+
+ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8)
+
+
+@given(ROWS)
+def test_a_token_stands_for_exactly_those_with_the_same_past(rows):
+    pasts = [tuple(row[: place + 1]) for row in rows for place in range(len(row))]
+    shared = shared_pasts(torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows]))
+    if shared is None:
+        assert len(set(pasts)) == len(pasts)
+        return
+    computed = shared.computed.tolist()
+    assert computed == sorted(set(computed)) and len(computed) == len(set(pasts)) < len(pasts)
+    assert [pasts[computed[place]] for place in shared.places.tolist()] == pasts
+
+
+def test_large_and_negative_token_ids():
+    """Bytes, in which sequences are put in order, are not in the order of numbers."""
+    rows = [[256, 1, 5], [1, 256, 5], [256, 1, 6], [2**40, 1], [-1, 1], [2**40, 2]]
+    shared = shared_pasts(torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows]))
+    assert len(shared.computed) == 15 - 3
+
+
+def test_what_is_computed_spreads_with_its_gradient():
+    shared = shared_pasts(torch.tensor([7, 8, 7, 9]), torch.tensor([2, 2]))
+    values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    spread = shared.spread(values)
+    assert spread.tolist() == [1, 2, 1, 3]
+    (spread * torch.tensor([1.0, 10, 100, 1000])).sum().backward()
+    assert values.grad.tolist() == [101, 10, 1000]
+
+
+def test_prompts_end_at_the_first_learned_token():
+    rows = [[4, 5, 6], [4, 5, 7, 8], [4, 5], [5, 4, 6]]
+    mask = torch.tensor([0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0, 1]).bool()
+    found = prompts(Batch(lengths=torch.tensor([3, 4, 2, 3]), input_ids=torch.tensor(sum(rows, [])), loss_mask=mask,
+                          rows=torch.arange(4))).tolist()  # fmt: skip
+    assert found[0] == found[1] == found[2] != found[3]
+    assert [tokens for _, tokens in found] == [2, 2, 2, 2]
