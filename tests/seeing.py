@@ -1,4 +1,4 @@
-"""Random models of 0.2 M parameters that read images, with a byte tokenizer and their processor, as a user would have them."""
+"""Random models of 0.2 M parameters that see or hear, with a byte tokenizer and their processor, as a user would have them."""
 
 from pathlib import Path
 
@@ -12,10 +12,16 @@ from transformers import (
     Idefics3ImageProcessor,
     Idefics3Processor,
     Qwen2_5_VLProcessor,
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
+    Qwen2AudioProcessor,
     Qwen2VLProcessor,
     Qwen3VLProcessor,
+    WhisperFeatureExtractor,
 )
 
+from lightrft.engine.media import Clip
+from lightrft.engine.names import PublishedNames
 from tiny import BOS, EOS, PAD, VOCABULARY, byte_tokenizer
 
 IMAGE = 259
@@ -86,6 +92,40 @@ def seeing_qwen(folder: Path | str, family: str = "qwen2_5_vl") -> str:
     images = Qwen2VLImageProcessor(size=size, patch_size=patch)
     processor(images, tokenizer, videos(size=size, patch_size=patch)).save_pretrained(folder)
     return str(folder)
+
+
+def hearing_model(folder: Path | str, seconds: int = 30) -> str:
+    """A Qwen2-Audio, which reads a token for each 40 ms of a clip, and hears 16,000 samples a second.
+
+    A clip costs as much as the longest one, of so many seconds; vLLM knows 30 alone.
+    """
+    config = Qwen2AudioConfig(
+        text_config=SIZES | {
+            "model_type": "qwen2", "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 192,
+            "num_key_value_heads": 2, "max_position_embeddings": 512,
+            "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS,
+        },
+        audio_config={
+            "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64, "num_mel_bins": 16,
+            "init_std": 0.2, "max_source_positions": 50 * seconds,
+        },
+        audio_token_index=IMAGE, tie_word_embeddings=False, dtype=torch.float32,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen2AudioForConditionalGeneration(config)
+    PublishedNames(model)  # by which it is saved: transformers' own way back has one name too many of this family
+    model.save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]})
+    Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=16, chunk_length=seconds), tokenizer).save_pretrained(folder)
+    return str(folder)
+
+
+def clip(seed: int, seconds: float = 0.2, rate: int = 16000) -> Clip:
+    """Noise."""
+    noise = torch.rand(int(seconds * rate), generator=torch.Generator().manual_seed(seed))
+    return Clip((noise * 2 - 1).numpy(), rate)
 
 
 def picture(seed: int, width: int = 40, height: int = 40) -> Image.Image:

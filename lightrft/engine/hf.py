@@ -152,7 +152,7 @@ class HFEngine(Engine):
         probe = Probe(len(token_ids))
         with probe.attached(self.model):
             logits = self.model(input_ids=torch.tensor([token_ids], device=self.device), logits_to_keep=1).logits
-        return probe.parts(logits)
+        return probe.parts(logits[0, -1])
 
     def _sleep(self, level: int) -> None:
         """Buffers stay: they are small, and those outside the checkpoint (rotary frequencies) come in no stream."""

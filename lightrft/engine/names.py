@@ -89,8 +89,15 @@ def made_as(model: PreTrainedModel) -> type[PreTrainedModel]:
 
 
 def _conversions(model: PreTrainedModel) -> list[WeightTransform]:
-    """What transformers does with the published folder of such a model, whatever folder this one is from."""
-    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    """What transformers does with the published folder of such a model, whatever folder this one is from.
+
+    A model and the part of it that has no head may both have one and the same renaming (Qwen2-Audio): what the first has renamed
+    the second never finds, but on the way back both would be taken.
+    """
+    first: dict[tuple, WeightTransform] = {}
+    for conversion in get_model_conversion_mapping(model, add_legacy=False):
+        first.setdefault((type(conversion), *conversion.source_patterns), conversion)
+    conversions = list(first.values())
     for conversion in conversions:
         for operation in conversion.operations if isinstance(conversion, WeightConverter) else ():
             if isinstance(operation, Transpose):

@@ -1,11 +1,15 @@
-"""Prompts with images, by the same model in plain transformers: hf alone, vLLM and SGLang on two ranks, apart and as one."""
+"""Prompts with images, videos and sound, by the same model in plain transformers: hf alone, vLLM and SGLang on two ranks, apart
+and as one.
+"""
 
 import traceback
+import wave
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -22,17 +26,17 @@ from transformers import (
 from engine.contract import Bench, flipped_elements_are_named, perturbed, start
 from lightrft.config import EngineSection
 from lightrft.engine.base import Request, Sampling
-from lightrft.engine.expected import Vocabulary, most_of_each, placeholder_token_ids
+from lightrft.engine.expected import Vocabulary, most_of_each, placeholder_token_ids, placeholders
 from lightrft.engine.hf import has_positions_in_space
-from lightrft.engine.media import digest
+from lightrft.engine.media import Clip, digest, read
 from lightrft.engine.probe import Probe
 from lightrft.engine.requests import MEDIA
 from lightrft.parallel.collectives import Axis
 from lightrft.strategy import EngineStatus, FSDPStrategy
-from lightrft.strategy.prompt_reader import PromptReader, per_prompt
+from lightrft.strategy.prompt_reader import PromptReader, as_list, per_prompt
 from lightrft.types import Completion, joined
 from ranks import run_ranks
-from seeing import FRAMED, IMAGE, picture, seeing_model, seeing_qwen
+from seeing import FRAMED, IMAGE, clip, hearing_model, picture, seeing_model, seeing_qwen
 from sglang_environment import in_sglang_environment
 from tiny import tiny_model
 
@@ -40,11 +44,20 @@ GREEDY = Sampling(temperature=0, max_tokens=10)
 ALONE = Axis("engine", 1, 0, None)
 FIRST, CLEAR = picture(1), picture(4)
 CLEAR.putalpha(picture(5).convert("L"))
-SEEN = [
-    ("What is <image>?", [FIRST]), ("No picture.", []), ("<image> or <image>", [picture(2, 30, 60), FIRST]),
-    ("What is <image>?", [FIRST]), ("x", []), ("<image>", [CLEAR]), ("What is <image>?", [picture(3, 90, 20)]),
-]  # fmt: skip
-Prompt = tuple[str, list[Image.Image]]
+HEARD = clip(1)
+SEEN: dict[str, list[tuple[str, list]]] = {
+    "images": [
+        ("What is <image>?", [FIRST]), ("No picture.", []), ("<image> or <image>", [picture(2, 30, 60), FIRST]),
+        ("What is <image>?", [FIRST]), ("x", []), ("<image>", [CLEAR]), ("What is <image>?", [picture(3, 90, 20)]),
+    ],
+    "audios": [
+        ("What is <|AUDIO|>?", [HEARD]), ("No sound.", []), ("<|AUDIO|> or <|AUDIO|>", [clip(2, 0.3), HEARD]),
+        ("What is <|AUDIO|>?", [HEARD]), ("x", []), ("<|AUDIO|>", [clip(4, 0.1)]), ("What is <|AUDIO|>?", [clip(3, 0.5)]),
+    ],
+}  # fmt: skip
+"""Prompts of a model, by what it reads beside text: the first and the fourth are the same, the second and the fifth are text."""
+IN_TEXT = {"images": "<image>", "audios": "<|AUDIO|>"}
+Prompt = tuple[str, list]
 
 
 class Reference:
@@ -53,17 +66,22 @@ class Reference:
     def __init__(self, folder: str):
         self.processor = AutoProcessor.from_pretrained(folder)
         self.model = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.name = next(name for name, medium in MEDIA.items() if placeholders(self.model.config)[medium])
         self.placeholders = list(placeholder_token_ids(self.model.config))
         self.answers: dict[tuple, list[int]] = {}
 
     def framed(self, text: str) -> str:
-        return text.replace("<image>", FRAMED) if self.processor.image_token in FRAMED else text
+        return text.replace("<image>", FRAMED) if hasattr(self.processor, "video_token") else text
 
-    def inputs(self, text: str, images: list[Image.Image]) -> dict[str, torch.Tensor]:
-        return dict(self.processor(text=[text], images=[images] if images else None, return_tensors="pt"))
+    def inputs(self, text: str, items: list) -> dict[str, torch.Tensor]:
+        if self.name == "audios":
+            media = {"audio": [clip.waveform for clip in items], "sampling_rate": 16000}
+        else:
+            media = {"images": [items]}
+        return dict(self.processor(text=[text], return_tensors="pt", **(media if items else {})))
 
-    def request(self, text: str, images: list[Image.Image]) -> Request:
-        return Request(self.processor.tokenizer(text)["input_ids"], {"images": images} if images else {})
+    def request(self, text: str, items: list) -> Request:
+        return Request(self.processor.tokenizer(text)["input_ids"], {self.name: items} if items else {})
 
     def greedy(self, prompt: Prompt) -> list[int]:
         known = self.model, prompt[0], *map(id, prompt[1])
@@ -95,8 +113,13 @@ class Scene:
     reference: Reference
 
     @property
+    def name(self) -> str:
+        """What its model reads beside text."""
+        return self.reference.name
+
+    @property
     def seen(self) -> list[Prompt]:
-        return [(self.reference.framed(text), images) for text, images in SEEN]
+        return [(self.reference.framed(text), items) for text, items in SEEN[self.name]]
 
     @property
     def mine(self) -> list[Prompt]:
@@ -111,13 +134,13 @@ class Scene:
             self.reference.check(prompt, samples)
 
 
-def text_and_images_in_one_call(scene: Scene) -> None:
+def text_and_media_in_one_call(scene: Scene) -> None:
     scene.same_as_reference()
-    for text, images in scene.seen:
-        if images:
-            read = scene.strategy.engine._expanded(scene.reference.request(text, images)).token_ids
-            assert read == scene.reference.inputs(text, images)["input_ids"][0].tolist()
-    assert len({tuple(scene.reference.greedy(prompt)) for prompt in scene.seen}) == 6  # the images make a difference
+    for text, items in scene.seen:
+        if items:
+            read = scene.strategy.engine._expanded(scene.reference.request(text, items)).token_ids
+            assert read == scene.reference.inputs(text, items)["input_ids"][0].tolist()
+    assert len({tuple(scene.reference.greedy(prompt)) for prompt in scene.seen}) == 6  # they make a difference
 
 
 def samples_share_the_images_of_their_prompt(scene: Scene) -> None:
@@ -160,9 +183,9 @@ def the_same_image_under_new_weights(scene: Scene) -> None:
 
 
 def weights_behind_images_are_proven(scene: Scene) -> None:
-    """Not in hf, which keeps all weights as they came."""
+    """Not in hf, which keeps all weights as they came; an ear's are proven as an eye's are, so once is enough."""
     engine = scene.strategy.engine
-    if scene.strategy.engine_name == "hf":
+    if scene.strategy.engine_name == "hf" or (scene.name == "audios" and engine.axis.size > 1):
         return
     bench = Bench(engine, scene.reference.model, engine.axis, scene.strategy.get_rank())
     others = "text_model", "language_model", "layers.1", "blocks.1"
@@ -180,60 +203,83 @@ def its_parts_are_called_as_in_a_model_of_text(scene: Scene) -> None:
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-5)
 
 
-def impossible_images_are_refused(scene: Scene) -> None:
-    engine, ids = scene.strategy.engine, [IMAGE, 65]
-    for request, message in (
-        (Request(ids), "request 1 has 0 images and 1 placeholders"),
+IMPOSSIBLE: dict[str, list[tuple[Request, str]]] = {
+    "images": [
+        (Request([IMAGE, 65]), "request 1 has 0 images and 1 placeholders"),
         (Request([65], {"images": [picture(1)]}), "has 1 images and 0 placeholders"),
         (Request([IMAGE] * 4, {"images": [picture(1)] * 4}), "4 images, more than --limit_mm_image_per_prompt 3"),
-        (Request(ids, {"images": ["cat.png"]}), "has media that cannot be read: images: a str is none: give PIL images"),
-        (Request(ids, {"images": [FIRST], "audios": [1]}), "carries audios: this engine generates from text and images.* only"),
+        (Request([IMAGE], {"images": ["cat.png"]}), "has media that cannot be read: images: a str is none: give PIL images"),
+        (Request([IMAGE], {"images": [FIRST], "audios": [1]}), "carries audios: this engine generates from text and images"),
         (Request([IMAGE] + [65] * 60, {"images": [picture(1)]}), r"can never fit: 6\d prompt tokens and max_tokens 10"),
-    ):
+    ],
+    "audios": [
+        (Request([IMAGE, 65]), "request 1 has 0 audios and 1 placeholders"),
+        (Request([65], {"audios": [HEARD]}), "has 1 audios and 0 placeholders"),
+        (Request([IMAGE] * 3, {"audios": [HEARD] * 3}), "3 audios, more than --limit_mm_audio_per_prompt 2"),
+        (Request([IMAGE], {"audios": ["nothing.wav"]}), "has media that cannot be read: audios: .*No such file.*nothing.wav"),
+        (Request([IMAGE], {"audios": [clip(1, rate=8000)]}), "cannot be read: 8000 samples a second, and its model hears 16000"),
+        (Request([IMAGE], {"audios": [clip(1, 31)]}), "cannot be read: 31.0 s, and its model hears [13]0? s: cut it"),
+        (Request([IMAGE], {"videos": [1]}), "carries videos: this engine generates from text and audios only"),
+        (Request([IMAGE] + [65] * 55, {"audios": [HEARD]}), r"can never fit: 60 prompt tokens and max_tokens 10"),
+    ],
+}
+
+
+def impossible_media_are_refused(scene: Scene) -> None:
+    for request, message in IMPOSSIBLE[scene.name]:
         with pytest.raises(ValueError, match=message):
-            engine.generate([Request([66]), request], GREEDY)
+            scene.strategy.engine.generate([Request([66]), request], GREEDY)
     scene.same_as_reference(scene.seen[:1])
 
 
 def ranks_of_an_engine_need_the_same_images(scene: Scene) -> None:
     if scene.strategy.engine.axis.size > 1:
-        own = picture(scene.strategy.get_rank())
+        own = {"images": picture, "audios": clip}[scene.name](scene.strategy.get_rank())
         with pytest.raises(ValueError, match="the same requests"):
-            scene.strategy.engine.generate([Request([IMAGE], {"images": [own]})], GREEDY)
+            scene.strategy.engine.generate([Request([IMAGE], {scene.name: [own]})], GREEDY)
 
 
 def each_rank_gets_its_own_answers(scene: Scene) -> None:
     """All images on one rank, text alone or nothing on the other; nested and flat, ids and text."""
-    gather, ids = scene.strategy.gather_and_generate, [scene.reference.request(*prompt).token_ids for prompt in scene.mine]
-    texts, images = [text for text, _ in scene.mine], [images for _, images in scene.mine]
-    flat, counts = [image for some in images for image in some], [len(some) for some in images]
+    ids = [scene.reference.request(*prompt).token_ids for prompt in scene.mine]
+    texts, items = [text for text, _ in scene.mine], [items for _, items in scene.mine]
+    flat, counts = [item for some in items for item in some], [len(some) for some in items]
     expected = [scene.reference.greedy(prompt) for prompt in scene.mine]
-    none = [some or None for some in images] if flat else None
+    none = [some or None for some in items] if flat else None
     with scene.strategy.engine_awake():
-        for answers in (
-            gather(GREEDY, ids, all_images=none), gather(GREEDY, all_prompts=texts, all_images=flat, images_num=counts),
-        ):  # fmt: skip
+        for answers in (gathered(scene, ids, none), gathered(scene, texts=texts, items=flat, counts=counts)):
             assert [samples[0].token_ids for samples in answers] == expected
             assert scene.strategy.engine_status is EngineStatus.WAKEUP
             for prompt, samples in zip(scene.mine, answers, strict=True):
                 scene.reference.check(prompt, samples)
         only = scene.mine if flat else []
-        answers = gather(GREEDY, [ids for ids, _ in zip(ids, only, strict=False)], all_images=images if only else [])
+        answers = gathered(scene, [ids for ids, _ in zip(ids, only, strict=False)], items if only else [])
         assert [samples[0].token_ids for samples in answers] == expected[: len(only)]
 
 
+def gathered(
+    scene: Scene, ids: list | None = None, items: list | None = None, *, texts: list[str] | None = None,
+    counts: list[int] | None = None, sleeps: bool = True,
+) -> list[list[Completion]]:  # fmt: skip
+    media = {f"all_{scene.name}": items, f"{scene.name}_num": counts}
+    return scene.strategy.gather_and_generate(GREEDY, ids, all_prompts=texts, sleep_engine=sleeps, **media)
+
+
 def a_prompt_without_images_has_no_placeholders(scene: Scene) -> None:
-    without, alone = map(scene.reference.framed, ("a<image>b", "<image>"))
+    mark, (_, items) = IN_TEXT[scene.name], scene.seen[0]
+    without, alone = map(scene.reference.framed, (f"a{mark}b", mark))
     with scene.strategy.engine_awake():
-        answers = scene.strategy.gather_and_generate(GREEDY, all_prompts=[without, alone], all_images=[None, [FIRST]])
+        answers = gathered(scene, texts=[without, alone], items=[None, items])
     assert [samples[0].token_ids for samples in answers] == [
-        scene.reference.greedy(prompt) for prompt in (("ab", []), (alone, [FIRST]))
+        scene.reference.greedy(prompt) for prompt in (("ab", []), (alone, items))
     ]
 
 
 def local_answers(scene: Scene) -> None:
-    inputs = [{"prompt": text, "multi_modal_data": {"image": images}} for text, images in scene.seen]
-    inputs[0] = {"prompt_token_ids": scene.reference.request(*scene.seen[0]).token_ids, "multi_modal_data": {"image": picture(1)}}
+    medium = MEDIA[scene.name]
+    inputs = [{"prompt": text, "multi_modal_data": {medium: items}} for text, items in scene.seen]
+    ids = scene.reference.request(*scene.seen[0]).token_ids
+    inputs[0] = {"prompt_token_ids": ids, "multi_modal_data": {medium: scene.seen[0][1][0]}}
     with scene.strategy.engine_awake():
         dicts = scene.strategy.engine_generate_local(GREEDY, multi_modal_inputs=inputs)
         for given in ({}, {"prompt_token_ids": [[65]], "multi_modal_inputs": inputs}):
@@ -245,21 +291,21 @@ def local_answers(scene: Scene) -> None:
 
 
 def it_sleeps_afterwards(scene: Scene) -> None:
-    made, ids = scene.strategy, scene.reference.request(*scene.seen[0]).token_ids
+    made, (prompt, *_) = scene.strategy, scene.seen
     seen = []
     for sleeps in (False, True):
         made.maybe_sleep_inference_engine()
-        answers = made.gather_and_generate(GREEDY, [ids], all_images=[FIRST], sleep_engine=sleeps)
-        assert answers[0][0].token_ids == scene.reference.greedy(scene.seen[0])
+        answers = gathered(scene, [scene.reference.request(*prompt).token_ids], [prompt[1]], sleeps=sleeps)
+        assert answers[0][0].token_ids == scene.reference.greedy(prompt)
         seen.append(made.engine_status)
     assert seen == [EngineStatus.WAKEUP, EngineStatus.SLEEPED]
     made.wakeup_inference_engine()
 
 
 CASES: list[Callable[[Scene], None]] = [
-    text_and_images_in_one_call, samples_share_the_images_of_their_prompt, what_follows_a_first_token_sees_the_images,
+    text_and_media_in_one_call, samples_share_the_images_of_their_prompt, what_follows_a_first_token_sees_the_images,
     a_response_goes_on, the_same_image_under_new_weights, weights_behind_images_are_proven,
-    its_parts_are_called_as_in_a_model_of_text, impossible_images_are_refused,
+    its_parts_are_called_as_in_a_model_of_text, impossible_media_are_refused,
     ranks_of_an_engine_need_the_same_images, each_rank_gets_its_own_answers, a_prompt_without_images_has_no_placeholders,
     local_answers, it_sleeps_afterwards,
 ]  # fmt: skip
@@ -271,7 +317,7 @@ def outcomes(engine_type: str, sizes: list[int], sp_size: int, *folders: str) ->
     for folder, size in product(folders, sizes):
         made = FSDPStrategy(args={
             "fsdp": True, "pretrain": folder, "engine_type": engine_type, "engine_tp_size": size, "sp_size": sp_size,
-            "prompt_max_len": 48, "generate_max_len": 16, "limit_mm_image_per_prompt": 3,
+            "prompt_max_len": 48, "generate_max_len": 16, "limit_mm_image_per_prompt": 3, "limit_mm_audio_per_prompt": 2,
             "engine_kv_cache_gb": 0.125, "micro_rollout_batch_size": 3,
         })  # fmt: skip
         made.setup_distributed()
@@ -289,19 +335,23 @@ def outcomes(engine_type: str, sizes: list[int], sp_size: int, *folders: str) ->
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> str:
     return seeing_model(tmp_path_factory.mktemp("seeing"))
 
 
-@pytest.mark.parametrize(("engine_type", "sizes", "ranks", "sp_size"), [
-    ("hf", [1], 1, 1),
-    pytest.param("hf", [1], 2, 2, marks=pytest.mark.slow, id="two engines answer one replica of data"),
-    pytest.param("vllm", [1, 2], 2, 1, marks=pytest.mark.slow, id="vllm"),
+@pytest.mark.parametrize(("engine_type", "sizes", "ranks", "sp_size", "seconds"), [
+    ("hf", [1], 1, 1, 0),
+    pytest.param("hf", [1], 2, 2, 1, marks=pytest.mark.slow, id="two engines answer one replica of data"),
+    pytest.param("vllm", [1, 2], 2, 1, 30, marks=pytest.mark.slow, id="vllm"),
 ])  # fmt: skip
-def test_images(folder: str, engine_type: str, sizes: list[int], ranks: int, sp_size: int) -> None:
+def test_media(
+    seeing: str, tmp_path: Path, engine_type: str, sizes: list[int], ranks: int, sp_size: int, seconds: int
+) -> None:
+    """By a model that sees and, where it may hear some `seconds`, one that hears."""
     if engine_type == "vllm":
         pytest.importorskip("vllm", reason="vllm is not installed")
-    failures = run_ranks(ranks, outcomes, engine_type, sizes, sp_size, folder, timeout=500)
+    hearing = [hearing_model(tmp_path / "hearing", seconds)] if seconds else []
+    failures = run_ranks(ranks, outcomes, engine_type, sizes, sp_size, seeing, *hearing, timeout=500)
     assert failures == [{}] * ranks, "\n".join(f"{case}\n{trace}" for rank in failures for case, trace in rank.items())
 
 
@@ -367,6 +417,31 @@ def test_requests_with_other_pixels_are_others():
     clear = Image.new("RGBA", (2, 3), (255, 255, 255, 0))
     assert of(white) == of(white.copy()) == of(white.convert("L")) == of(clear)
     assert len({digest(Request([1])), of(white), of(changed), of(white, white), of(white.resize((3, 2)))}) == 5
+
+
+def test_the_forms_of_a_clip(tmp_path):
+    waveform = np.array([0, 0.5, -1, 0.25], np.float32)
+    as_numbers = {1: np.array([128, 192, 0, 160], np.uint8), 2: (waveform * 2**15).astype(np.int16),
+                  4: (waveform.astype(np.float64) * 2**31).astype(np.int32)}
+    for size, numbers in as_numbers.items():
+        with wave.open(str(tmp_path / f"{size}.wav"), "wb") as file:
+            file.setnchannels(2), file.setsampwidth(size), file.setframerate(8000)
+            file.writeframes(np.repeat(numbers, 2).tobytes())
+    forms = [Clip(waveform, 8000), (waveform, 8000), {"array": waveform.astype(np.float64), "sampling_rate": 8000, "path": None},
+             *(tmp_path / f"{size}.wav" for size in as_numbers), str(tmp_path / "2.wav")]
+    for found in map(Clip.of, forms):
+        assert (found.waveform.dtype, found.sampling_rate) == (np.float32, 8000) and np.array_equal(found.waveform, waveform)
+    assert as_list(forms[1]) == [forms[1]] and as_list(forms[1:3]) == forms[1:3]
+    assert len({digest(Request([1], {"audios": [form]})) for form in forms}) == 1
+    assert digest(Request([1], {"audios": [(waveform, 16000)]})) != digest(Request([1], {"audios": forms[:1]}))
+    (tmp_path / "none.wav").write_bytes(b"RIFFWAVE")
+    for form, message in (
+        ((waveform * 2**15).astype(np.int16), "a ndarray is none"), ((waveform.astype(np.int16), 8000), "floats.* of int16"),
+        ((np.zeros((4, 2)), 8000), r"\[N\] of floats, and this one is \[4, 2\]"), ((waveform[:0], 8000), r"this one is \[0\]"),
+        (tmp_path / "none.wav", "none.wav is no .wav file"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"audios: .*{message}"):
+            read({"audios": [form]})
 
 
 def test_smaller_images_are_filled_up():

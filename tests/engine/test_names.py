@@ -8,8 +8,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     DeepseekV3Config,
     Gemma3Config,
     Idefics3Config,
@@ -19,6 +17,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
+    Qwen2AudioConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
     Qwen3VLMoeConfig,
@@ -34,6 +33,8 @@ LLAMA = TEXT | {"model_type": "llama"}
 TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
          "patch_size": 14, "vision_use_head": False}
 QWEN_TOWER = {"hidden_size": 16, "out_hidden_size": 16, "intermediate_size": 24, "depth": 1, "num_heads": 2}
+EAR = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "num_mel_bins": 4,
+       "max_source_positions": 20}
 
 ATTENTION = [f"self_attn.{part}_proj.weight" for part in "qkvo"]
 DENSE = [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
@@ -117,6 +118,16 @@ FAMILIES: list[tuple[PretrainedConfig, list[str]]] = [
         "lm_head.weight", *(f"visual.{name}" for name in QWEN_VISUAL),
         *text_model("model.", [*ATTENTION, *DENSE, *NORMS, *(f"self_attn.{part}_proj.bias" for part in "qkv")]),
     ]),
+    (Qwen2AudioConfig(text_config=TEXT | {"model_type": "qwen2"}, audio_config=EAR, tie_word_embeddings=False), [
+        "language_model.lm_head.weight",
+        *text_model("language_model.model.", [*ATTENTION, *DENSE, *NORMS, *(f"self_attn.{part}_proj.bias" for part in "qkv")]),
+        *(f"multi_modal_projector.linear.{kind}" for kind in ("weight", "bias")),
+        *(f"audio_tower.{part}.{kind}" for part in ("conv1", "conv2", "layer_norm") for kind in ("weight", "bias")),
+        "audio_tower.embed_positions.weight", "audio_tower.layers.0.self_attn.k_proj.weight",
+        *(f"audio_tower.layers.0.{part}.{kind}" for part in ("self_attn.q_proj", "self_attn.v_proj", "self_attn.out_proj", "fc1",
+                                                              "fc2", "self_attn_layer_norm", "final_layer_norm")
+          for kind in ("weight", "bias")),
+    ]),
 ]  # fmt: skip
 
 
@@ -140,8 +151,7 @@ def test_names_are_those_of_released_folders_and_lead_back(family: tuple[PreTrai
     assert sorted(published) == sorted(expected)
     save_file({name: tensor.contiguous() for name, tensor in published.items()}, tmp_path / "model.safetensors", {"format": "pt"})
     model.config.save_pretrained(tmp_path)
-    kind = AutoModelForImageTextToText if hasattr(model.config, "vision_config") else AutoModelForCausalLM
-    loaded, found = kind.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+    loaded, found = model_class(model.config).from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
     assert not found["missing_keys"] and not found["unexpected_keys"]
     again = weights(loaded)
     assert again.keys() == weights(model).keys()
