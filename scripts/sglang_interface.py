@@ -23,6 +23,12 @@ ATTRIBUTES = {
     "sglang.srt.layers.linear:ColumnParallelLinear": ["output_partition_sizes"],
     "sglang.srt.layers.linear:QKVParallelLinear": ["num_kv_head_replicas"],
     "sglang.srt.layers.linear:RowParallelLinear": ["input_size_per_partition"],
+    "sglang.srt.layers.moe.fused_moe_triton.layer:FusedMoE": [
+        "intermediate_size_per_partition", "moe_ep_size", "moe_runner_config", "moe_tp_rank", "num_fused_shared_experts",
+        "quant_method",
+    ],
+    "sglang.srt.layers.moe.moe_runner.base:MoeRunnerConfig": ["is_gated"],
+    "sglang.srt.layers.quantization.unquant:UnquantizedFusedMoEMethod": ["forward_cpu"],
     "sglang.srt.layers.logits_processor:LogitsProcessorOutput": ["next_token_logits"],
     "sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding": ["shard_indices"],
     "sglang.srt.managers.io_struct:FlushCacheReqOutput": ["success"],

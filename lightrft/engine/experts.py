@@ -1,6 +1,8 @@
-"""The experts of a mixture in vLLM's layers: all of a layer in two tensors, w13 [experts, gate and up, hidden] and w2.
+"""The experts of a mixture in the layers of vLLM and SGLang: all of a layer in two tensors, w13 [experts, gate and up, hidden]
+and w2.
 
-On a CPU vLLM packs both for its kernel, in blocks of rows, filled up to whole blocks; a reload forgets to.
+On a CPU vLLM packs both for its kernel, in blocks of rows, filled up to whole blocks; a reload forgets to. SGLang does that only
+where there are AMX units.
 """
 
 from collections.abc import Iterator
@@ -10,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 ATTRIBUTES = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
-"""What transformers calls them -> what vLLM calls them."""
+"""What transformers calls them -> what engines call them."""
 ROUTED = "routed_experts"
-"""The layer inside of a mixture that has them."""
+"""The layer inside of a mixture of vLLM's that has them; in SGLang the mixture itself has."""
 BLOCK = 16
 """Rows that lie together, element by element, in the packed form of plain vector units."""
 AS_LOADED = {"TRITON", "BATCHED_TRITON"}
@@ -22,21 +24,40 @@ Index = slice | tuple[int, slice]
 
 
 def is_experts(layer: nn.Module) -> bool:
-    return is_a(layer, "RoutedExperts")
+    return is_a(layer, "RoutedExperts") or _is_sglangs(layer)
 
 
-def expert_places(layer: nn.Module, attribute: str) -> Iterator[tuple[Index, int, int]]:
-    """(part of the layer's tensor, row and column of the full tensor [experts, rows, columns]); none where that is not known."""
+def _is_sglangs(layer: nn.Module) -> bool:
+    return is_a(layer, "FusedMoE")
+
+
+def expert_places(layer: nn.Module, attribute: str, shape: torch.Size) -> Iterator[tuple[Index, int, int]]:
+    """(part of the layer's tensor, row and column of the full tensor [experts, rows, columns]), whose shape is given.
+
+    None where that is not known.
+    """
     if not is_experts(layer) or not _is_known(layer):
         return
-    split = layer.moe_config.moe_parallel_config
-    own = layer.moe_config.intermediate_size_per_partition
-    if split.tp_size == 1 or attribute == "w2_weight":
-        yield slice(None), 0, split.tp_rank * own if attribute == "w2_weight" else 0
+    first, own = _own_columns(layer)
+    if attribute == "w2_weight":
+        yield slice(None), 0, first
         return
-    for half in range(2 * layer.local_num_experts):  # gate and up of each expert are cut
+    whole = shape[1] // 2
+    if own == whole:
+        yield slice(None), 0, 0
+        return
+    here = min(own, whole - first)
+    for half in range(2 * shape[0] if here > 0 else 0):  # gate and up of each expert are cut
         expert, up = divmod(half, 2)
-        yield (expert, slice(up * own, (up + 1) * own)), (half * split.tp_size + split.tp_rank) * own, 0
+        yield (expert, slice(up * own, up * own + here)), half * whole + first, 0
+
+
+def _own_columns(layer: nn.Module) -> tuple[int, int]:
+    """Of an expert's hidden layer: the first that this rank has, and how many, with zeros behind them where it is filled up."""
+    if _is_sglangs(layer):
+        return layer.moe_tp_rank * layer.intermediate_size_per_partition, layer.intermediate_size_per_partition
+    own = layer.moe_config.intermediate_size_per_partition
+    return layer.moe_config.moe_parallel_config.tp_rank * own, own
 
 
 def expert_part(layer: nn.Module, attribute: str, index: Index) -> Tensor:
@@ -66,19 +87,30 @@ def _kernel(layer: nn.Module) -> Any:
 
 
 def _packs(layer: nn.Module) -> bool:
-    """Whether the layer's kernel, one for CPUs, has packed its weights."""
+    """Whether the layer's kernel, one of vLLM's for CPUs, has packed its weights."""
+    if _is_sglangs(layer):
+        return False
     kernel = layer.quant_method.moe_kernel and _kernel(layer)
     return is_a(kernel, "CPUUnquantizedExperts") and not kernel._use_zentorch
 
 
 def _is_known(layer: nn.Module) -> bool:
     """Whether all experts lie here, in a form that is known."""
+    if _is_sglangs(layer):
+        return _is_known_of_sglangs(layer)
     if layer.moe_config.moe_parallel_config.ep_size > 1:
         return False
     if _packs(layer):
         return _kernel(layer).isa == "vec"
     method = layer.quant_method
     return is_a(method, "UnquantizedFusedMoEMethod") and method.unquantized_backend.name in AS_LOADED
+
+
+def _is_known_of_sglangs(layer: nn.Module) -> bool:
+    """On a CPU without AMX units they lie as they were loaded; kernels of accelerators may turn, swap or interleave them."""
+    whole = layer.moe_ep_size == 1 and not layer.num_fused_shared_experts and layer.moe_runner_config.is_gated
+    on_plain_cpu = layer.w13_weight.device.type == "cpu" and not vars(layer).get("use_intel_amx_backend", False)
+    return whole and on_plain_cpu and is_a(layer.quant_method, "UnquantizedFusedMoEMethod")
 
 
 def _plain(layer: nn.Module, attribute: str, weight: Tensor) -> Tensor:

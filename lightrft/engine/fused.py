@@ -1,6 +1,6 @@
 """Where the weights of a Hugging Face model lie in the layers of vLLM and SGLang, which fuse, cut, repeat, pad and pack them.
 
-Both describe their layers by the same names and numbers.
+Both describe their layers by the same names and numbers. On a CPU SGLang fills layers up with zeros, so that they divide.
 """
 
 import os
@@ -45,18 +45,26 @@ class Piece:
             return expert_part(self.layer, self.attribute, self.part)
         return getattr(self.layer, self.attribute)[self.part]
 
+    def within(self, shape: torch.Size) -> Tensor:
+        """`tensor` without what lies beyond the full one, of this shape."""
+        if self.tensor.dim() != len(shape):  # of one expert
+            return self.tensor
+        rows = self.tensor[: max(shape[0] - self.row, 0)]
+        return rows[..., : max(shape[-1] - self.column, 0)] if len(shape) > 1 else rows
+
 
 class FusedWeights:
     """Of one rank's part of a model: the weights that are there, and those that layers multiply with in another form.
 
-    `names` has the engine's name, before fusing, of each weight that it takes; `packs` says whether a layer computes with another
-    form.
+    `names` has the engine's name, before fusing, of each weight that it takes, `shapes` their full shapes; `packs` says whether a
+    layer computes with another form.
     """
 
     def __init__(
-        self, model: nn.Module, names: Mapping[str, str | None], *, parts: Mapping[str, list[str]] = PARTS,
-        packs: Callable[[nn.Module], bool] = lambda _: False,
+        self, model: nn.Module, names: Mapping[str, str | None], shapes: Mapping[str, torch.Size], *,
+        parts: Mapping[str, list[str]] = PARTS, packs: Callable[[nn.Module], bool] = lambda _: False,
     ):  # fmt: skip
+        self.shapes = shapes
         self.raw: list[Piece] = []
         self.packed: list[Piece] = []
         self.unknown: list[str] = []
@@ -68,22 +76,21 @@ class FusedWeights:
                 if parameter is not None:
                     users.setdefault(parameter, []).append(layer)
         for name, renamed in names.items():
-            found = list(_pieces(name, renamed, parts, places))
+            found = list(_pieces(name, renamed, parts, places, shapes[name]))
             self.unknown += [] if found else [name]
             for piece in found:
                 self._add(piece, users[getattr(piece.layer, piece.attribute)], packs)
 
-    def fingerprints(
-        self, shapes: Mapping[str, torch.Size], dtype: torch.dtype, slices: int, turn: int | None
-    ) -> Fingerprints:
+    def fingerprints(self, dtype: torch.dtype, slices: int, turn: int | None) -> Fingerprints:
         """Empty ones for what can be compared here, in this turn."""
         bits, products = ({piece.name: None for piece in pieces} for pieces in (self.raw, self._multiplied(turn)))
-        return Fingerprints(shapes, dtype, slices=slices, bits=bits, products=products, turn=turn)
+        return Fingerprints(self.shapes, dtype, slices=slices, bits=bits, products=products, turn=turn)
 
     @torch.inference_mode()
     def add_to(self, prints: Fingerprints) -> None:
         for piece in self.raw:
-            prints.add(piece.name, piece.tensor, row=piece.row, column=piece.column)
+            if (here := piece.within(self.shapes[piece.name])).numel():
+                prints.add(piece.name, here, row=piece.row, column=piece.column)
         results: dict[nn.Module, Tensor] = {}
         for piece in self._multiplied(prints.turn):
             cut = is_a(piece.layer, "RowParallelLinear")
@@ -107,7 +114,9 @@ class FusedWeights:
             self.packed += [replace(piece, layer=layer) for layer in layers]
 
 
-def _pieces(name: str, renamed: str | None, parts: Mapping[str, list[str]], places: Mapping[str, nn.Module]) -> Iterator[Piece]:
+def _pieces(
+    name: str, renamed: str | None, parts: Mapping[str, list[str]], places: Mapping[str, nn.Module], shape: torch.Size
+) -> Iterator[Piece]:
     """None where the engine has no such layer."""
     path, _, attribute = (renamed or "").rpartition(".")
     own, inside = name.split(".")[-2], path.rpartition(".")[0]
@@ -117,24 +126,25 @@ def _pieces(name: str, renamed: str | None, parts: Mapping[str, list[str]], plac
         path = f"{inside}.{fused}"
     layer = places.get(f"{path}.{ROUTED}", places.get(path))
     if layer is not None and getattr(layer, attribute, None) is not None:
-        for there, row, column in _places(layer, attribute, part):
+        for there, row, column in _places(layer, attribute, part, shape):
             yield Piece(name, layer, attribute, there, row, column)
 
 
-def _places(layer: nn.Module, attribute: str, part: int | None) -> Iterator[tuple[Index, int, int]]:
+def _places(layer: nn.Module, attribute: str, part: int | None, shape: torch.Size) -> Iterator[tuple[Index, int, int]]:
     """(part of the layer's parameter, row and column of the full tensor), of one part of a fused layer or of all of them."""
     if attribute in ATTRIBUTES.values():
-        yield from expert_places(layer, attribute)
+        yield from expert_places(layer, attribute, shape)
     elif is_a(layer, "VocabParallelEmbedding"):
         own = layer.shard_indices
         yield slice(own.org_vocab_end_index - own.org_vocab_start_index), own.org_vocab_start_index, 0
     elif is_a(layer, "ColumnParallelLinear"):
-        here = full = 0
+        here, full, found = 0, 0, []
         for index, size in enumerate(layer.output_partition_sizes):
             repeated = layer.num_kv_head_replicas if is_a(layer, "QKVParallelLinear") and index > 0 else 1
             if part in (None, index):
-                yield slice(here, here + size), (full if part is None else 0) + layer.tp_rank // repeated * size, 0
+                found.append((slice(here, here + size), (full if part is None else 0) + layer.tp_rank // repeated * size, 0))
             here, full = here + size, full + size * layer.tp_size // repeated
+        yield from found if len(found) == 1 or full == shape[0] else []  # fused in the folder, and filled up here: not known
     else:
         cut = is_a(layer, "RowParallelLinear") and attribute == "weight"
         yield slice(None), 0, layer.tp_rank * layer.input_size_per_partition if cut else 0

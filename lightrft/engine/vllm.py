@@ -70,7 +70,7 @@ class _Shim:
         parts = PARTS | getattr(self.model, "packed_modules_mapping", {})
         known = engine_names(names)
         known = {name: mapper.map_name(published) for name, published in known.items()} if mapper else known
-        self.weights = FusedWeights(self.model, known, parts=parts, packs=_packs)
+        self.weights = FusedWeights(self.model, known, names.shapes, parts=parts, packs=_packs)
 
     def reload_weights(self, named_tensors: Iterator[Named]) -> None:
         """Full tensors under published names; vLLM slices, fuses and repacks them layer by layer.
@@ -245,7 +245,7 @@ class VLLMEngine(LibraryEngine):
             raise failures[0]
 
     def _fingerprints(self, dtype: torch.dtype, turn: int | None) -> Fingerprints:
-        return self._shim.weights.fingerprints(self.expected, dtype, self.axis.size, turn)
+        return self._shim.weights.fingerprints(dtype, self.axis.size, turn)
 
     def _held(self, prints: Fingerprints) -> tuple[torch.Tensor, torch.Tensor]:
         with self._stance():

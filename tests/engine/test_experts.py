@@ -66,7 +66,7 @@ def course(folder: str, target: str) -> tuple[dict[str, torch.Tensor], list, tup
     made.save_model(actor, byte_tokenizer(), target)
     made.close_engine()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightrft.engine.vllm.published_names", with_a_stranger)
+        patch.setattr("lightrft.engine.start.published_names", with_a_stranger)
         alone = start("vllm", target, Mesh("cpu").engine(1))
     again = answers_of(alone)
     with pytest.raises(EngineError, match=r"vllm has no place for 1 of .*published as model.strange.weight"):

@@ -49,7 +49,7 @@ class SGLangEngine(LibraryEngine):
 
     def _launch(self, options: dict[str, Any], places: dict[str, str]) -> list[str]:
         self._shim = Shim(options)
-        return self._shim.ask("unknown_weights", places=places)[0]
+        return self._shim.ask("unknown_weights", places=places, shapes=self.names.shapes)[0]
 
     def reset_cache(self) -> None:
         with self._fatal("reset_cache"):
@@ -102,8 +102,7 @@ class SGLangEngine(LibraryEngine):
 
     def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         """The first rank has all of it, the others nothing: they add up."""
-        shapes = {name: self.expected[name] for name in self._places}
-        asked = self._led(lambda: self._shim.ask("held", places=self._places, shapes=shapes, dtype=prints.dtype,
+        asked = self._led(lambda: self._shim.ask("held", places=self._places, shapes=self.expected, dtype=prints.dtype,
                                                   slices=self.axis.size, turn=prints.turn))
         held = [sum(of_ranks) for of_ranks in zip(*asked, strict=True)]
         return tuple(held) if self.axis.rank == 0 else tuple(map(torch.zeros_like, held))

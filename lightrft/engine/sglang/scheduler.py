@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightrft.engine.fused import FusedWeights
 from lightrft.engine.probe import Probe, logits_processor
+from lightrft.engine.proof import Fingerprints
 from lightrft.engine.sglang.sampling import draw, with_seeds
 
 
@@ -39,7 +40,7 @@ def _fill_with_nan(scheduler: Scheduler) -> None:
             parameter.fill_(torch.nan)
 
 
-def _weights(scheduler: Scheduler, places: dict[str, str]) -> FusedWeights:
+def _weights(scheduler: Scheduler, places: dict[str, str], shapes: dict[str, torch.Size]) -> FusedWeights:
     """From version 0.5.22 on a layer knows its group, and not its place in it."""
     model = scheduler.tp_worker.model_runner.model
     for layer in model.modules():
@@ -47,20 +48,19 @@ def _weights(scheduler: Scheduler, places: dict[str, str]) -> FusedWeights:
         if "tp_group" in known and "tp_rank" not in known:
             group = layer.tp_group
             layer.tp_rank, layer.tp_size = (0, 1) if group is None else (group.rank_in_group, group.world_size)
-    return FusedWeights(model, {name: place.replace(".attn.qkv.", ".attn.qkv_proj.") for name, place in places.items()})
+    return FusedWeights(model, {name: place.replace(".attn.qkv.", ".attn.qkv_proj.") for name, place in places.items()}, shapes)
 
 
-def _unknown_weights(scheduler: Scheduler, places: dict[str, str]) -> list[str]:
+def _unknown_weights(scheduler: Scheduler, places: dict[str, str], shapes: dict[str, torch.Size]) -> list[str]:
     """Those that do not lie where `places`, name -> what engines call it, says."""
-    return _weights(scheduler, places).unknown
+    return _weights(scheduler, places, shapes).unknown
 
 
 def _held(
     scheduler: Scheduler, places: dict[str, str], shapes: dict[str, torch.Size], dtype: torch.dtype, slices: int, turn: int | None
 ) -> list[Tensor]:
-    weights = _weights(scheduler, places)
-    prints = weights.fingerprints(shapes, dtype, slices, turn)
-    weights.add_to(prints)
+    prints = Fingerprints(shapes, dtype, slices=slices, bits=places, turn=turn)
+    _weights(scheduler, places, shapes).add_to(prints)
     return [numbers.cpu() for numbers in prints.numbers(next(scheduler.tp_worker.model_runner.model.parameters()).device)]
 
 
