@@ -3,11 +3,12 @@
 Shapes: T tokens of all sequences end to end, N sequences. There is no padding here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -26,6 +27,13 @@ class Prompt:
     """The other columns of the row; rewards receive them by name."""
     multi_modal: dict[str, Any] = field(default_factory=dict)
     """Images, videos, audio of the prompt; empty for text."""
+    media_tokens: int = 0
+    """How many more tokens the model reads, where images stand for their placeholders."""
+
+    @property
+    def num_tokens(self) -> int:
+        """What the model reads."""
+        return len(self.token_ids) + self.media_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +43,11 @@ class Expanded:
     token_ids: list[int]
     """Every placeholder replaced by as many tokens as its image has, and those that frame it."""
     features: Any
-    """The images, in whatever form the engine takes them; for training, tensors by name."""
+    """The images, in whatever form they are taken."""
+
+
+Expand = Callable[[Prompt], Expanded]
+"""How the model that learns reads a prompt; its features are tensors by name."""
 
 
 @dataclass(slots=True)
@@ -93,7 +105,7 @@ class Sample:
     @property
     def length(self) -> int:
         """Tokens of prompt and response together."""
-        return len(self.prompt.token_ids) + len(self.token_ids)
+        return self.prompt.num_tokens + len(self.token_ids)
 
 
 def per_token(default: Any = None) -> Any:
@@ -128,6 +140,12 @@ class Shared:
         """What belongs to computed tokens, [U, ...], for all tokens: [T, ...]."""
         return values.index_select(0, send(self.places, values.device))
 
+    def followed(self, count: int) -> Self:
+        """The same with so many tokens more, which share nothing."""
+        more = torch.arange(count)
+        return replace(self, computed=torch.cat([self.computed, len(self.places) + more]),
+                       places=torch.cat([self.places, len(self.computed) + more]))
+
 
 @dataclass(slots=True)
 class Batch:
@@ -148,6 +166,7 @@ class Batch:
     learned: Tensor | None = field(default=None, metadata={"per": "batch"})  # [M] int64, see learned_tokens; made by `to`
     shared: Shared | None = field(default=None, metadata={"per": "batch"})  # of one micro-batch; None: nothing is shared
     routing: Routing | None = field(default=None, metadata={"per": "batch"})  # of the model that learns, set as entropy is
+    media: list[Features] | None = field(default=None, metadata={"per": "media"})  # [N] of each sequence, on the host; None: text
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -169,7 +188,7 @@ class Batch:
     @property
     def offsets(self) -> Tensor:
         """[N + 1] int64, where each sequence begins; the last entry is T."""
-        return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
+        return F.pad(self.lengths.cumsum(0), (1, 0))
 
     @property
     def position_ids(self) -> Tensor:
@@ -197,12 +216,13 @@ class Batch:
             self,
             learned=None,
             shared=None,
+            media=None if self.media is None else [self.media[row] for row in rows.tolist()],
             **{name: value[rows] for name, value in self.columns("sequence").items()},
             **{name: value[tokens] for name, value in self.columns("token").items()},
         )
 
     def to(self, device: torch.device | str) -> Self:
-        """All but the lengths and the positions of learned tokens, which stay on the host."""
+        """All but the lengths, the positions of learned tokens and media, which stay on the host."""
         moved = {name: value for name, value in (self.columns("sequence") | self.columns("token")).items() if name != "lengths"}
         device = torch.device(device)
         return replace(self, learned=self.learned_tokens, **{name: send(value, device) for name, value in moved.items()})
@@ -230,6 +250,16 @@ def send(value: Tensor, device: torch.device) -> Tensor:
     if torch.accelerator.is_available() and value.device.type == "cpu" and device.type != "cpu":
         value = value.pin_memory()
     return value.to(device, non_blocking=True)
+
+
+def followed(batch: Batch, token_ids: Tensor, features: Features | None = None) -> Batch:
+    """The batch with one more sequence that nobody learns, and what its images are; nothing but what a model reads."""
+    lengths = F.pad(batch.lengths, (0, 1), value=len(token_ids))
+    mask, rows = F.pad(batch.loss_mask, (0, len(token_ids))), F.pad(batch.rows, (0, 1))
+    ids = torch.cat([batch.input_ids, token_ids.to(batch.input_ids)])
+    media = None if batch.media is None and not features else [*(batch.media or [{}] * len(batch)), features or {}]
+    shared = batch.shared and batch.shared.followed(len(token_ids))
+    return Batch(lengths, ids, mask, rows, learned=batch.learned, shared=shared, media=media)
 
 
 def joined(features: Sequence[Features]) -> Features:

@@ -364,7 +364,7 @@ def test_sft_asks_nothing_about_rollouts():
         ("evaluate", ["--reward_clip", "5"], "--reward_clip has no effect in evaluate"),
         ("train_ppo", ["--fsdp", "--zero_stage", "3"], "--zero_stage has no effect with --fsdp"),
         ("train_ppo", ["--grad_accum_dtype", "bf16"], "--grad_accum_dtype has no effect without --bf16"),
-        ("train_ppo", ["--limit_mm_image_per_prompt", "2"], "--limit_mm_image_per_prompt has no effect without images"),
+        ("train_ppo", ["--limit_mm_image_per_prompt", "2"], "--limit_mm_image_per_prompt has no effect without --images_key"),
         ("train_ppo", ["--system_prompt", "Be brief."], "--system_prompt has no effect without --apply_chat_template"),
     ],
 )

@@ -18,13 +18,15 @@ from lightrft.observe.metrics import Metrics
 from lightrft.rollout.rewards import Judge
 from lightrft.rollout.sampler import Sampler
 from lightrft.strategy import StrategyBase
-from lightrft.trainer.build import evaluation
+from lightrft.trainer.build import evaluation, load_expander
 from lightrft.trainer.evaluate import evaluate
 from lightrft.types import Prompt
 
 
 def build(config: Config, strategy: StrategyBase) -> Callable[[], None]:
-    prompts = load_prompts(config.data, load_tokenizer(config.model), source="eval_data")
+    tokenizer = load_tokenizer(config.model)
+    expand = load_expander(config, tokenizer, engine=True)
+    prompts = load_prompts(config.data, tokenizer, source="eval_data", measure=expand and expand.measure)
     return partial(run, config, strategy, prompts, *evaluation(config, strategy))
 
 

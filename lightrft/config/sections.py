@@ -46,6 +46,8 @@ class ModelSection:
     """Names, or ends of names, of the linear layers that get adapters; all-linear: all but the output layer."""
     freeze_prefix: list[str] = field(default_factory=list)
     """Beginnings of the names of parameters that are not trained; with lora_rank they get no adapters."""
+    freeze_vision_tower: bool = True
+    """With images_key: do not train what the model has for images alone, its tower and what leads from there to its text part."""
 
 
 @dataclass
@@ -66,6 +68,9 @@ class DataSection:
     """Split of these."""
     input_key: str = "input"
     """Column of the prompt: a string, or a list of chat messages."""
+    images_key: str | None = None
+    """Column of a prompt's images: a path, relative to the data's folder, a list of them, or images of the datasets package; rows
+    without are text. In a chat they stand where the text has <image>, else before it. The model has to see."""
     label_key: str = "label"
     """Column of the right answer: rewards receive it as `label`, SFT learns it."""
     reference_key: str | None = None

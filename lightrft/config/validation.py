@@ -59,6 +59,8 @@ def validate(config: Config, *, door: str, world_size: int) -> None:
         problems.append("--adam_betas takes two numbers, at least 0 and below 1")
     if door == "train_ppo":
         problems += _algorithm_problems(config)
+    if door != "evaluate":
+        problems += _image_problems(config)
     if not problems:
         problems += _layout_problems(config, world_size)
     if not problems and door == "train_ppo":
@@ -72,7 +74,7 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
     owners = section_of_field()
     used = DOORS[door]
     training = {f.name for f in fields(RewardSection)} - {"reward", "reward_background", "reward_model_coef"}
-    training |= {"lora_rank", *LORA, "freeze_prefix", *COLLECTING}
+    training |= {"lora_rank", *LORA, "freeze_prefix", "freeze_vision_tower", *COLLECTING}
     training |= set() if config.rollout.eval_n_samples else set(RANDOM)
     idle = {name for name, section in owners.items() if section not in used} | (training if door == "evaluate" else set())
     idle |= set() if door == "train_ppo" else {"pretrain_data", "pretrain_split", *OF_SAMPLES}
@@ -96,9 +98,9 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
         "overlong_buffer_penalty_factor": (config.reward.overlong_buffer, "--overlong_buffer"),
         "reward_running_norm_minus_mean": (config.reward.reward_running_norm, "--reward_running_norm"),
         "engine_sleep_level": (config.engine.enable_engine_sleep, "--enable_engine_sleep"),
-        "limit_mm_image_per_prompt": (False, "images, which the prompts of data do not have yet"),
         "limit_mm_video_per_prompt": (False, "videos, which the prompts of data do not have yet"),
         "limit_mm_audio_per_prompt": (False, "clips of sound, which the prompts of data do not have yet"),
+        **{name: (bool(config.data.images_key), "--images_key") for name in ("limit_mm_image_per_prompt", "freeze_vision_tower")},
         "eval_n_samples": (bool(config.data.eval_data), "--eval_data"),
         "eval_steps": (bool(config.data.eval_data), "--eval_data"),
         "wandb_project": (config.observe.use_wandb, "--use_wandb"),
@@ -184,6 +186,25 @@ def _sampling_problems(rollout: RolloutSection) -> list[str]:
         "--stop takes texts that are not empty": "" in rollout.stop,
         "--stop_token_ids takes tokens, which are not negative": any(token < 0 for token in rollout.stop_token_ids),
         "--first_token_temperature must be above 0; leave it out for the same as of the others": first is not None and first <= 0,
+    }
+    return [problem for problem, holds in impossible.items() if holds]
+
+
+def _image_problems(config: Config) -> list[str]:
+    """What does not learn from images, each with the reason."""
+    strategy, model, algorithm = config.strategy, config.model, config.algorithm
+    divided = [f"--{name} {getattr(strategy, name)}" for name in ("tp_size", "sp_size", "cp_size") if getattr(strategy, name) > 1]
+    if not config.data.images_key:
+        return [] if model.freeze_vision_tower else ["--no_freeze_vision_tower needs --images_key: it learns from images alone"]
+    others = [f"--{name}" for name in ("reward_pretrain", *TEACHERS) if getattr(model, name)]
+    impossible = {
+        "--images_key needs --fsdp: DeepSpeed does not train on images here": not strategy.fsdp,
+        f"--images_key needs undivided models and sequences: drop {' '.join(divided)}; --fsdp cuts the model anyway": divided,
+        f"--images_key: the critic of --advantage_estimator {algorithm.advantage_estimator} sees no images; take grpo": (
+            needs_critic(algorithm)
+        ),
+        f"--images_key: the models of {' '.join(others)} see no images; a --reward behind an address may": others,
+        "--images_key: --aux_loss_coef counts what experts do with text alone": algorithm.aux_loss_coef > 0,
     }
     return [problem for problem, holds in impossible.items() if holds]
 

@@ -10,22 +10,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.types import Batch, Shared
+from lightrft.types import Batch, Features, Shared
 
 
-def shared_pasts(input_ids: Tensor, lengths: Tensor) -> Shared | None:
+def shared_pasts(input_ids: Tensor, lengths: Tensor, media: list[Features] | None = None) -> Shared | None:
     """Of the sequences end to end in input_ids [T], on the host; None where all begin differently.
 
-    Tokens alone decide: sequences whose tokens stand for different images must not be given. In the order of their tokens
-    (any order of single tokens will do) each sequence shares most with the one before it.
+    Sequences with images share their pasts where they have one prompt, and so the same object in `media`. In the order of their
+    tokens (any order of single tokens will do) each sequence shares most with the one before it.
     """
     tokens, stops = input_ids.numpy(), lengths.cumsum(0).tolist()
     starts = [0, *stops[:-1]]
     rows = [tokens[start:stop] for start, stop in zip(starts, stops, strict=True)]
-    order = sorted(range(len(rows)), key=lambda row: rows[row].tobytes())
+    seen = [id(each) if each else 0 for each in media] if media else [0] * len(rows)
+    order = sorted(range(len(rows)), key=lambda row: (seen[row], rows[row].tobytes()))
     same = np.arange(len(tokens))
     for before, row in zip(order, order[1:], strict=False):
-        count = common(rows[before], rows[row])
+        count = common(rows[before], rows[row]) if seen[before] == seen[row] else 0
         same[starts[row] : starts[row] + count] = same[starts[before] : starts[before] + count]
     computed = same == np.arange(len(tokens))
     if computed.all():
@@ -37,8 +38,18 @@ def prompts(batch: Batch) -> Tensor:
     """[N, 2] int64: of each sequence a checksum of the tokens before the first that is learned, and their number."""
     firsts = batch.lengths.scatter_reduce(0, batch.sequence_ids[batch.loss_mask], batch.position_ids[batch.loss_mask], "amin")
     starts, tokens = batch.offsets.tolist(), batch.input_ids.numpy()
-    sums = [crc32(tokens[start : start + count].tobytes()) for start, count in zip(starts, firsts.tolist(), strict=False)]
+    seen = {id(each): _checksum(each) for each in batch.media or ()}
+    before = [seen[id(each)] for each in batch.media] if batch.media else [0] * len(batch)
+    ends = zip(starts, firsts.tolist(), before, strict=False)
+    sums = [crc32(tokens[start : start + count].tobytes(), images) for start, count, images in ends]
     return torch.stack([torch.tensor(sums, dtype=torch.int64), firsts], dim=1)
+
+
+def _checksum(features: Features) -> int:
+    found = 0
+    for tensor in features.values():
+        found = crc32(tensor.contiguous().numpy(), found)
+    return found
 
 
 def common(one: np.ndarray, other: np.ndarray) -> int:

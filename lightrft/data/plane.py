@@ -58,12 +58,14 @@ def move(axis: Axis, batch: B, owners: list[list[int]]) -> B:
     place = {row: index for index, row in enumerate(batch.rows.tolist())}
     parts = [batch.select([place[row] for row in rows if row in place]) for rows in owners]
     received = replace(batch, **{name: _exchange(axis, parts, name) for name in _present(batch)})
+    if batch.media is not None:
+        received.media = [each for part in axis.exchange_objects([part.media for part in parts]) for each in part]
     arrived = {row: index for index, row in enumerate(received.rows.tolist())}
     return received.select([arrived[row] for row in owners[axis.rank]])
 
 
 def _present(batch: Batch) -> list[str]:
-    return [f.name for f in fields(batch) if getattr(batch, f.name) is not None]
+    return [f.name for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)]
 
 
 def _exchange(axis: Axis, parts: list[Batch], name: str) -> Tensor:

@@ -9,11 +9,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config import DataSection
+from lightrft.data.images import IMAGES, image_files, with_parts
 from lightrft.data.rows import BadRows, DataError, read_rows
 from lightrft.types import Prompt
 
 Judge = Callable[[Prompt], str | None]
 """Why a prompt cannot be used; None when it can."""
+Measure = Callable[[Prompt], int]
+"""How many more tokens the model reads for the images of a prompt; ValueError where it cannot."""
+HERE = Path()
 
 SOURCES = {
     "prompt_data": ("prompt_split", "max_samples"),
@@ -24,16 +28,20 @@ SOURCES = {
 
 
 def load_prompts(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data", judge: Judge | None = None
-) -> list[Prompt]:
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data", judge: Judge | None = None,
+    measure: Measure | None = None,
+) -> list[Prompt]:  # fmt: skip
     """All usable prompts of the data that the field `source` names, in file order; several data sets one after the other.
 
-    Rows without the input column, or whose prompt is longer than `prompt_max_len` tokens, are bad rows.
+    Rows without the input column, or whose prompt is longer than `prompt_max_len` tokens, are bad rows. `measure` says what
+    images add to that.
     """
     _check_templates(section, tokenizer)
     given = getattr(section, source)
     names = [given] if Path(given).exists() else given.split(",")
-    parts = [_load(section, tokenizer, source, name, judge) for name in names]
+    parts = [_load(section, tokenizer, source, name, judge=judge, measure=measure) for name in names]
+    if section.images_key and source != "pretrain_data" and not any(prompt.multi_modal for part in parts for prompt in part):
+        raise DataError(f"--images_key {section.images_key}: no row of --{source} {given} has an image in such a column")
     mixed = mixture(parts, section.prompt_data_probs if source == "prompt_data" else [])
     return [replace(prompt, index=index) for index, prompt in enumerate(mixed)]
 
@@ -51,14 +59,19 @@ def mixture(parts: list[list[Prompt]], shares: list[float]) -> list[Prompt]:
     return [prompt for part, share in zip(parts, shares, strict=True) for prompt in islice(cycle(part), round(share * whole))]
 
 
-def _load(section: DataSection, tokenizer: PreTrainedTokenizerBase, source: str, name: str, judge: Judge | None) -> list[Prompt]:
+def _load(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, source: str, name: str, *, judge: Judge | None,
+    measure: Measure | None,
+) -> list[Prompt]:  # fmt: skip
     split, most = SOURCES[source]
     limit = getattr(section, most) if most else None
     bad = BadRows(skip=section.bad_rows == "skip", flag=f"--{source}")
+    place = Path(name).expanduser()
+    folder = place.parent if place.is_file() else place
     prompts: list[Prompt] = []
     for where, row in read_rows(name, getattr(section, split), bad):
         try:
-            prompt = make_prompt(section, tokenizer, row, index=len(prompts))
+            prompt = make_prompt(section, tokenizer, row, index=len(prompts), folder=folder, measure=measure)
         except ValueError as error:
             bad.add(where, str(error))
             continue
@@ -83,28 +96,39 @@ def _check_templates(section: DataSection, tokenizer: PreTrainedTokenizerBase) -
         raise DataError("--apply_chat_template: the tokenizer of --pretrain has no chat template; --input_template needs none")
 
 
-def make_prompt(section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], index: int) -> Prompt:
-    """One prompt from the columns of a row; ValueError says what is wrong with it."""
+def make_prompt(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, index: int, folder: Path = HERE,
+    measure: Measure | None = None,
+) -> Prompt:  # fmt: skip
+    """One prompt from the columns of a row of a file in `folder`; ValueError says what is wrong with it."""
     if section.input_key not in row:
         raise ValueError(f"no column {section.input_key!r} (--input_key); it has {', '.join(row) or 'none'}")
-    text = render(section, tokenizer, row[section.input_key])
+    images = image_files(row.get(section.images_key), folder) if section.images_key else []
+    text = render(section, tokenizer, row[section.input_key], num_images=len(images))
     # a chat template writes its own special tokens
     token_ids = tokenizer(text, add_special_tokens=not section.apply_chat_template)["input_ids"]
     if not token_ids:
         raise ValueError("the prompt is empty")
-    if len(token_ids) > section.prompt_max_len:
-        raise ValueError(f"the prompt has {len(token_ids)} tokens, more than --prompt_max_len {section.prompt_max_len}")
-    columns = {name: value for name, value in row.items() if name != section.input_key}
+    prompt = Prompt(index, text, token_ids, _columns(section, row), {IMAGES: images} if images else {})
+    prompt.media_tokens = measure(prompt) if measure else 0
+    if prompt.num_tokens > section.prompt_max_len:
+        raise ValueError(f"the prompt has {prompt.num_tokens} tokens, more than --prompt_max_len {section.prompt_max_len}")
+    return prompt
+
+
+def _columns(section: DataSection, row: dict[str, Any]) -> dict[str, Any]:
+    """What rewards receive."""
+    columns = {name: value for name, value in row.items() if name not in (section.input_key, section.images_key)}
     if section.label_key in row:
         columns["label"] = row[section.label_key]
     if section.reference_key is not None:
         if section.reference_key not in row:
             raise ValueError(f"no column {section.reference_key!r} (--reference_key); it has {', '.join(row)}")
         columns["reference"] = row[section.reference_key]
-    return Prompt(index=index, text=text, token_ids=token_ids, columns=columns)
+    return columns
 
 
-def render(section: DataSection, tokenizer: PreTrainedTokenizerBase, value: Any) -> str:
+def render(section: DataSection, tokenizer: PreTrainedTokenizerBase, value: Any, *, num_images: int = 0) -> str:
     """The prompt's text: from a string, or from a list of chat messages."""
     if section.input_template is not None and isinstance(value, str):
         value = section.input_template.replace("{}", value, 1)
@@ -114,6 +138,8 @@ def render(section: DataSection, tokenizer: PreTrainedTokenizerBase, value: Any)
             raise ValueError(f"{section.input_key!r} is neither text nor a list of chat messages: {value!r}")
         if section.system_prompt is not None:
             messages = [{"role": "system", "content": section.system_prompt}, *messages]
+        if section.images_key:
+            messages = with_parts(messages, num_images)
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program; it refuses messages with errors of its own

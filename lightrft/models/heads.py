@@ -12,7 +12,7 @@ from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.models.attention import Layout
 from lightrft.models.vocabulary import head_logprobs
 from lightrft.parallel.sequence import UNDIVIDED, Undivided
-from lightrft.types import Batch, send
+from lightrft.types import Batch, Expanded, Features, followed, joined, send
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 MULTIPLIED = {"cohere", "cohere2"}
@@ -31,6 +31,9 @@ class Actor(nn.Module):
         self.language_model = language_model
         self.sequence: Undivided = UNDIVIDED
         self.logit_scale = logit_scale(language_model)
+        self.blank: Expanded | None = None
+        """A sequence with an image, which nobody learns, for batches without one: where others train on images, ranks must stay
+        in step, and towers that are trained have a gradient, of zeros. None: all batches are text."""
 
     def forward(self, batch: Batch, temperature: float, truncation: Truncation = ALL) -> tuple[Tensor, Tensor]:
         """log p(token | the tokens before it in its sequence) at `temperature`, and the entropy there: [T] float32 each.
@@ -38,7 +41,7 @@ class Actor(nn.Module):
         With a truncation both are of the part of the vocabulary that was sampled from. They are 0 for tokens that are not
         learned; the head is not even computed there.
         """
-        whole = filled(batch, self.sequence.multiple)
+        whole = filled(batch if self.blank is None else seeing(batch, self.blank), self.sequence.multiple)
         hidden = hidden_states(self.language_model, whole, self.sequence)
         before = whole.learned_tokens - 1  # each token says what it expects of the next; the first is never learned
         asked = send(self.sequence.own(before, whole.num_tokens), hidden.device)
@@ -95,8 +98,22 @@ def hidden_states(model: PreTrainedModel, batch: Batch, sequence: Undivided = UN
         attention_mask=None,
         use_cache=False,
         layout=Layout(batch.lengths, device, sequence, shared),
+        **{name: send(value, device) for name, value in joined(shown(batch)).items()},
     ).last_hidden_state[0]
     return shared.spread(hidden) if shared else hidden
+
+
+def shown(batch: Batch) -> list[Features]:
+    """The images of the sequences that are computed: those of a prompt once."""
+    if batch.media is None or batch.shared is None:
+        return batch.media or []
+    begun = torch.isin(batch.offsets[:-1], batch.shared.computed).tolist()
+    return [images for images, own in zip(batch.media, begun, strict=True) if own]
+
+
+def seeing(batch: Batch, blank: Expanded) -> Batch:
+    """The batch, with a sequence more where none of its own has an image."""
+    return batch if any(batch.media or ()) else followed(batch, torch.tensor(blank.token_ids), blank.features)
 
 
 def filled(batch: Batch, multiple: int) -> Batch:
@@ -104,9 +121,7 @@ def filled(batch: Batch, multiple: int) -> Batch:
     missing = -batch.num_tokens % multiple
     if not missing:
         return batch if multiple == 1 else replace(batch, shared=None)
-    ids, mask, rows = (F.pad(x, (0, n)) for x, n in ((batch.input_ids, missing), (batch.loss_mask, missing), (batch.rows, 1)))
-    lengths = F.pad(batch.lengths, (0, 1), value=missing)
-    return Batch(lengths=lengths, input_ids=ids, loss_mask=mask, rows=rows, learned=batch.learned)
+    return followed(replace(batch, shared=None), batch.input_ids.new_zeros(missing))
 
 
 def divide(module: nn.Module, sequence: Undivided, *, tp: int = 1) -> None:

@@ -72,10 +72,17 @@ def _generating(config: PretrainedConfig) -> type:
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
+def _attention(config: PretrainedConfig) -> dict[str, str | None]:
+    """Over flat batches; in towers, which read no sequences of tokens, what transformers chooses."""
+    language = config.get_text_config()
+    return {"": ATTENTION} | {name: ATTENTION if getattr(config, name, None) is language else None for name in config.sub_configs}
+
+
 def _whole(kind: type, name: str, given: str, new_head: bool, options: dict[str, Any]) -> PreTrainedModel:
     """All of it on this rank, converted where transformers knows how."""
+    attention = _attention(AutoConfig.from_pretrained(name, **options))
     model, found = kind.from_pretrained(
-        name, dtype=torch.float32, attn_implementation=ATTENTION, output_loading_info=True, **options
+        name, dtype=torch.float32, attn_implementation=attention, output_loading_info=True, **options
     )
     missing, unexpected = found["missing_keys"], found["unexpected_keys"]
     if new_head:
@@ -95,7 +102,7 @@ def _empty(kind: type, name: str, new_head: bool, options: dict[str, Any]) -> Pr
         logger.info("{} has no plain safetensors files: every rank reads all of it", name)
         return None
     model = kind.from_config(
-        config, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=options["trust_remote_code"]
+        config, dtype=torch.float32, attn_implementation=_attention(config), trust_remote_code=options["trust_remote_code"]
     )
     missing, unexpected = missing_and_unexpected(model, files.files)
     heads = {name for name in missing if not is_backbone(model, name)} if new_head else set()

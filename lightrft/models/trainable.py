@@ -12,11 +12,12 @@ from lightrft.models.lora import add_adapters
 def choose_trained(model: PreTrainedModel, section: ModelSection) -> PreTrainedModel:
     """All of it; or all but what --freeze_prefix names; or with --lora_rank new adapters only, none of them in what is named.
 
-    What a model has for images alone is always frozen, as training is on text. In place, and returned. Every rank calls it with
-    the same random state: adapters begin equally.
+    What a model has for images alone is frozen where --freeze_vision_tower. In place, and returned. Every rank calls it with the
+    same random state: adapters begin equally.
     """
-    if seeing := _towers(model):
-        logger.info("{} are not trained, as prompts are text", ", ".join(seeing))
+    seeing = _towers(model) if section.freeze_vision_tower else []
+    if seeing:
+        logger.info("{} are not trained (--freeze_vision_tower)", ", ".join(seeing))
         section = replace(section, freeze_prefix=[*section.freeze_prefix, *seeing])
     for prefix in section.freeze_prefix:
         frozen = [parameter for name, parameter in model.named_parameters(remove_duplicate=False) if name.startswith(prefix)]

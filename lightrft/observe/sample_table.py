@@ -45,8 +45,10 @@ def _sample(row: dict[str, Any], low: float, high: float) -> str:
     length = f"{row['length']} tokens" if "length" in row else ""
     note = f"{length}, cut off" if row.get("finish_reason") == "length" else length
     prompt, response, label = (f'<div class="text">{safe(row.get(key, ""))}</div>' for key in ("prompt", "response", "label"))
+    images = f'<div class="small">{safe(", ".join(row["images"]))}</div>' if row.get("images") else ""
     return (
-        f'<tr><td class="narrow" data-label="Step"><div>{row["step"]}</div></td><td data-label="Prompt">{prompt}</td>'
+        f'<tr><td class="narrow" data-label="Step"><div>{row["step"]}</div></td>'
+        f'<td data-label="Prompt"><div>{prompt}{images}</div></td>'
         f'<td data-label="Response"><div>{response}<div class="small">{safe(note)}</div></div></td>'
         f'<td data-label="Label">{label}</td>'
         f'<td class="narrow" data-label="Reward"><div><span class="reward" style="--share: {share:.3f}">'

@@ -22,7 +22,7 @@ from lightrft.roles.teacher import Teacher
 from lightrft.rollout import filters
 from lightrft.rollout.judged import Judged, placed
 from lightrft.rollout.measure import measure_experience, measure_groups, measure_values
-from lightrft.types import Experience, Sample, token_index
+from lightrft.types import Expand, Expanded, Experience, Sample, token_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,10 @@ class ExperienceMaker:
         critic: Critic | None = None,
         teacher: Teacher | None = None,
         first_token_apart: bool = False,
+        expand: Expand | None = None,
     ):
         """`first_token_apart`: first tokens were sampled from another distribution than the policy's and are not learned.
+        `expand`: how the policy reads prompts with images; without it all are text.
 
         ValueError for an estimator that needs what this run does not make.
         """
@@ -56,12 +58,12 @@ class ExperienceMaker:
         self.shape, self.kl_coefficient, self.kl = shape, kl_coefficient, kl_estimators[algorithm.kl_estimator]
         self.estimator: Estimator = resolve(estimators, algorithm.advantage_estimator, given=("lengths", "greedy_rewards"))
         self.mark = marks[algorithm.policy_loss] if algorithm.policy_loss in marks else None
-        self.first_token_apart = first_token_apart
+        self.first_token_apart, self.expand = first_token_apart, expand
         self.data = policy.strategy.mesh.data
 
     def __call__(self, samples: list[Sample], metrics: Metrics) -> Planned:
         first_row = sum(self.data.gather(len(samples))[: self.data.rank])
-        experience = flatten(samples, first_row=first_row)
+        experience = flatten(samples, first_row=first_row, expand=self.expand)
         filters.leave_out(experience, filters.by_length(samples, self.section))
         if self.first_token_apart:
             filters.leave_out_first_tokens(experience)
@@ -177,20 +179,32 @@ def _of_steps(experience: Experience, minibatches: list[Rows], choose: Callable[
     return chosen
 
 
-def flatten(samples: list[Sample], *, first_row: int) -> Experience:
-    """Samples end to end, prompt and response; the response is learned. Rows count on from `first_row`."""
-    prompts = [len(sample.prompt.token_ids) for sample in samples]
-    responses = [len(sample.token_ids) for sample in samples]
+def flatten(samples: list[Sample], *, first_row: int, expand: Expand | None = None) -> Experience:
+    """Samples end to end, prompt and response; the response is learned. Rows count on from `first_row`.
+
+    `expand` is for prompts with images; without it all are text.
+    """
+    expanded = _expanded(samples, expand) if expand else None
+    asked = [each.token_ids for each in expanded or (sample.prompt for sample in samples)]
+    prompts, responses = [len(ids) for ids in asked], [len(sample.token_ids) for sample in samples]
     parts = torch.tensor([length for pair in zip(prompts, responses, strict=True) for length in pair], dtype=torch.int64)
     learned = torch.tensor([False, True]).repeat(len(samples))
-    tokens = [token for sample in samples for token in (*sample.prompt.token_ids, *sample.token_ids)]
-    logprobs = [value for sample in samples for value in (*[0.0] * len(sample.prompt.token_ids), *sample.logprobs)]
+    tokens = [token for ids, sample in zip(asked, samples, strict=True) for token in (*ids, *sample.token_ids)]
+    logprobs = [value for length, sample in zip(prompts, samples, strict=True) for value in (*[0.0] * length, *sample.logprobs)]
     return Experience(
-        lengths=torch.tensor([sample.length for sample in samples], dtype=torch.int64),
+        lengths=torch.tensor([sum(pair) for pair in zip(prompts, responses, strict=True)], dtype=torch.int64),
         input_ids=torch.tensor(tokens, dtype=torch.int64),
         loss_mask=torch.repeat_interleave(learned, parts),
         rows=torch.arange(first_row, first_row + len(samples)),
         groups=torch.tensor([sample.group for sample in samples], dtype=torch.int64),
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
         engine_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        media=[each.features for each in expanded] if expand else None,
     )
+
+
+def _expanded(samples: list[Sample], expand: Expand) -> list[Expanded]:
+    """The prompt of each sample; those of a group share it."""
+    prompts = {sample.group: sample.prompt for sample in samples}
+    read = {group: expand(prompt) for group, prompt in prompts.items()}
+    return [read[sample.group] for sample in samples]

@@ -65,7 +65,7 @@ def _lines(row: int, sample: Sample) -> Iterator[tuple[float, ...]]:
 def placed(values: Tensor, samples: list[Sample], experience: Experience) -> Tensor:
     """Values of this rank's rewards at the tokens that brought them, 0 elsewhere: [M of this rank] -> [T] float32."""
     result = torch.zeros(experience.num_tokens)
-    starts = (int(first) + len(s.prompt.token_ids) for first, s in zip(experience.offsets, samples, strict=False))
+    starts = (int(first) + s.prompt.num_tokens for first, s in zip(experience.offsets, samples, strict=False))
     tokens = [start + token if token >= 0 else -1 for start, s in zip(starts, samples, strict=True) for token, _ in s.steps]
     places = torch.tensor(tokens, dtype=torch.int64)
     result[places[places >= 0]] = values.float()[places >= 0]

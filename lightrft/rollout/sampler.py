@@ -6,6 +6,7 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config import RolloutSection
+from lightrft.data.images import opened
 from lightrft.data.loader import share_of
 from lightrft.engine.requests import Request, Sampling
 from lightrft.rollout.groups import GROWING, Group
@@ -72,7 +73,7 @@ class Sampler:
         sampling = replace(sampling, max_tokens=min(limit or left, left))
         if sample.token_ids:
             sampling = replace(sampling, first_token_temperature=None)
-        return Request([*sample.prompt.token_ids, *sample.token_ids], sample.prompt.multi_modal, sampling)
+        return Request([*sample.prompt.token_ids, *sample.token_ids], opened(sample.prompt.multi_modal), sampling)
 
     def _extend(self, sample: Sample, completion: Completion) -> None:
         if not sample.token_ids:

@@ -29,7 +29,7 @@ from lightrft.strategy.optim import own_settings
 from lightrft.trainer.identity import changed_settings, identity
 from lightrft.trainer.interruption import Interrupted, Interruption
 from lightrft.trainer.unreported import Unreported
-from lightrft.types import Prompt, Sample
+from lightrft.types import Expand, Prompt, Sample
 from lightrft.versions import installed_versions
 
 
@@ -42,6 +42,8 @@ class Course:
     eval_prompts: list[Prompt]
     """Held out; none without --eval_data."""
     total_steps: int
+    expand: Expand | None = None
+    """How the model reads prompts with images; None where all are text."""
 
 
 class Trainer(ABC):
@@ -61,7 +63,7 @@ class Trainer(ABC):
         """`parts` are what else has a state that a checkpoint must hold; see StrategyBase.save_ckpt()."""
         self.config, self.strategy, self.policy = config, strategy, policy
         self.tokenizer, self.total_steps = course.tokenizer, course.total_steps
-        self.prompts, self.eval_prompts = course.prompts, course.eval_prompts
+        self.prompts, self.eval_prompts, self.expand = course.prompts, course.eval_prompts, course.expand
         self.observer, self.trace = observer, trace
         self.metrics = Metrics()
         self.interruption = Interruption(strategy.mesh.world)
@@ -253,6 +255,7 @@ def _due(number: int, every: int, last: bool) -> bool:
 def _row(sample: Sample) -> dict[str, Any]:
     return {
         "prompt": sample.prompt.text,
+        **{medium: [item.name for item in items] for medium, items in sample.prompt.multi_modal.items()},
         "response": sample.text,
         "label": sample.prompt.columns.get("label"),
         "reward": sample.reward,

@@ -31,6 +31,7 @@ from lightrft.roles.reward_model import RewardModel
 from lightrft.roles.teacher import Teacher
 from lightrft.rollout.collector import Collector
 from lightrft.rollout.experience import ExperienceMaker
+from lightrft.rollout.media import Expander
 from lightrft.rollout.model_rewards import ModelRewards
 from lightrft.rollout.rewards import Judge
 from lightrft.rollout.sampler import Sampler
@@ -57,11 +58,12 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         raise ConfigError(f"--freezing_actor_steps {frozen} leaves none of this run's {steps} steps to the actor")
     sampling, reference = Sampling.of(config.rollout), needs_reference(algorithm)
     policy = build_policy(config, strategy, updates=(steps - frozen) * updates, reference=reference, sampling=sampling)
+    show_blanks(policy, course.expand)
     critic = build_critic(config, strategy, tokenizer, updates=steps * updates) if needs_critic(algorithm) else None
     teacher = build_teacher(config, strategy, tokenizer) if algorithm.distill_coef > 0 else None
     if algorithm.aux_loss_coef > 0:
         policy.routers = Routers(policy.actor.language_model, algorithm.aux_loss_coef)
-    mixin = build_mixin(config, policy, tokenizer) if config.data.pretrain_data else None
+    mixin = build_mixin(config, policy, course) if config.data.pretrain_data else None
     judge.models = build_model_rewards(config, strategy, tokenizer)
     strategy.announce("start_engine")
     strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
@@ -87,6 +89,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
             critic=critic,
             teacher=teacher,
             first_token_apart=sampling.first_token_temperature is not None,
+            expand=course.expand,
         ),
         objective=PolicyObjective(algorithm, kl_coefficient),
         critic=critic,
@@ -98,6 +101,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
 def sft_trainer(config: Config, strategy: StrategyBase) -> SFTTrainer:
     course = load_course(config, config.train.train_batch_size, answers=True)
     policy = build_policy(config, strategy, updates=course.total_steps, reference=False)
+    show_blanks(policy, course.expand)
     observer, trace = observation(config, strategy)
     return SFTTrainer(config, strategy, policy, course, observer=observer, trace=trace)
 
@@ -106,9 +110,24 @@ def load_course(config: Config, batch_size: int, *, answers: bool = False) -> Co
     """Training and held-out data; with `answers` those are learned, and must be there."""
     tokenizer = load_tokenizer(config.model)
     judge = judge_of_answers(config, tokenizer) if answers else None
-    prompts = load_prompts(config.data, tokenizer, judge=judge)
-    eval_prompts = load_prompts(config.data, tokenizer, source="eval_data", judge=judge) if config.data.eval_data else []
-    return Course(tokenizer, prompts, eval_prompts, total_steps(config, len(prompts), batch_size))
+    expand = load_expander(config, tokenizer, engine=not answers)
+    if expand is not None:
+        expand.check_family()
+    load = partial(load_prompts, config.data, tokenizer, judge=judge, measure=expand and expand.measure)
+    prompts, eval_prompts = load(), load(source="eval_data") if config.data.eval_data else []
+    return Course(tokenizer, prompts, eval_prompts, total_steps(config, len(prompts), batch_size), expand)
+
+
+def load_expander(config: Config, tokenizer: PreTrainedTokenizerBase, *, engine: bool) -> Expander | None:
+    """For prompts with images, of no more than an `engine` takes; None where all prompts are text.
+
+    The tokenizer gets the chat template of the processor, which knows where images stand.
+    """
+    if not config.data.images_key:
+        return None
+    expand = Expander(config.model, most=config.engine.limit_mm_image_per_prompt if engine else None)
+    tokenizer.chat_template = expand.chat_template or tokenizer.chat_template
+    return expand
 
 
 def judge_of_answers(config: Config, tokenizer: PreTrainedTokenizerBase) -> Callable[[Prompt], str | None]:
@@ -169,6 +188,13 @@ def build_policy(
     )
 
 
+def show_blanks(policy: Policy, expand: Expander | None) -> None:
+    """Have its models look at an image in every micro-batch, where some micro-batches have images."""
+    for model in (policy.actor, policy.reference):
+        if expand is not None and model is not None:
+            model.blank = expand.blank
+
+
 def build_critic(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, *, updates: int) -> Critic:
     """The sharded critic with its optimizer and schedule; it gets adapters as the actor does."""
     optim = config.optim
@@ -217,15 +243,17 @@ def build_model_rewards(
     return ModelRewards(models, config.reward.reward_model_coef) if models else None
 
 
-def build_mixin(config: Config, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Mixin:
+def build_mixin(config: Config, policy: Policy, course: Course) -> Mixin:
     """Prompts with answers from --pretrain_data, learned beside the samples."""
-    prompts = load_prompts(config.data, tokenizer, source="pretrain_data", judge=judge_of_answers(config, tokenizer))
+    tokenizer, expand = course.tokenizer, course.expand
+    judge, measure = judge_of_answers(config, tokenizer), expand and expand.measure
+    prompts = load_prompts(config.data, tokenizer, source="pretrain_data", judge=judge, measure=measure)
     if len(prompts) < config.train.train_batch_size:
         raise ConfigError(
             f"--pretrain_data {config.data.pretrain_data}: {len(prompts)} rows do not fill one optimizer step of "
             f"--train_batch_size {config.train.train_batch_size}"
         )
-    return Mixin(policy, prompts, tokenizer, train=config.train, coefficient=config.algorithm.ptx_coef)
+    return Mixin(policy, prompts, tokenizer, train=config.train, coefficient=config.algorithm.ptx_coef, expand=expand)
 
 
 def evaluation(config: Config, strategy: StrategyBase) -> tuple[Sampler, Judge]:

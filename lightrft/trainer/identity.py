@@ -9,11 +9,13 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from lightrft.config import SECTIONS, Config, ConfigError
+from lightrft.data.images import ImageFile
 from lightrft.data.loader import share_of
 
 FIXED = ("seed", "rollout_batch_size", "n_samples_per_prompt", "train_batch_size", "max_epochs", "advantage_estimator")
 """Settings on which the order of the data, the updates of a step, or the meaning of what is stored depend."""
-FIXED_BESIDE_FROZEN = ("pretrain", "critic_pretrain", "lora_rank", "lora_alpha", "target_modules", "freeze_prefix")
+FIXED_BESIDE_FROZEN = ("pretrain", "critic_pretrain", "lora_rank", "lora_alpha", "target_modules", "freeze_prefix",
+                        "freeze_vision_tower")
 """The same for a checkpoint without frozen parameters, which come from --pretrain, and about what is in it."""
 TOWERS = ("vision_config", "audio_config")
 """Parts of a model's configuration that stand for parts which are not trained."""
@@ -72,6 +74,8 @@ def _digest(rows: Sequence[Any]) -> str:
 
 def _stable(value: Any) -> str:
     """What JSON does not know: bytes as they are, anything else (whose repr may have an address in it) by its kind."""
+    if isinstance(value, ImageFile):
+        return json.dumps([value.name, value.source if isinstance(value.source, bytes) else ""], default=_stable)
     return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else type(value).__name__
 
 

@@ -8,7 +8,7 @@ from lightrft.data.conversations import supervised_part
 from lightrft.data.loader import Order
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import Lesson
-from lightrft.types import Prompt
+from lightrft.types import Expand, Prompt
 
 
 class Mixin:
@@ -22,9 +22,10 @@ class Mixin:
         *,
         train: TrainSection,
         coefficient: float,
+        expand: Expand | None = None,
     ):
-        """DataError for fewer rows than --train_batch_size."""
-        self.policy, self.prompts, self.tokenizer, self.train = policy, prompts, tokenizer, train
+        """DataError for fewer rows than --train_batch_size. `expand` is for prompts with images."""
+        self.policy, self.prompts, self.tokenizer, self.train, self.expand = policy, prompts, tokenizer, train, expand
         Order.check(len(prompts), train.train_batch_size)
         self.order = Order(len(prompts), train.seed)
         self.objective = MixedIn(coefficient)
@@ -35,7 +36,8 @@ class Mixin:
         size = self.train.train_batch_size
         prompts = [self.prompts[row] for row in self.order.rows(self.taken * size, size)]
         self.taken += 1
-        batch, rows = supervised_part(prompts, self.tokenizer, self.policy.strategy.mesh.data, self.train)
+        data = self.policy.strategy.mesh.data
+        batch, rows = supervised_part(prompts, self.tokenizer, data, self.train, expand=self.expand)
         return Lesson(batch, rows, self.objective, self.policy.denominator(batch, rows, length=1), self.policy.supervised)
 
     def state_dict(self) -> dict[str, int]:

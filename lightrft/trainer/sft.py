@@ -40,4 +40,4 @@ class SFTTrainer(Trainer):
         return stop is not None and self.loss < stop
 
     def _my_part(self, prompts: list[Prompt]) -> tuple[Batch, Rows]:
-        return supervised_part(prompts, self.tokenizer, self.strategy.mesh.data, self.config.train)
+        return supervised_part(prompts, self.tokenizer, self.strategy.mesh.data, self.config.train, expand=self.expand)

@@ -1,10 +1,13 @@
 """Why: a token that is computed for another with a different past gives wrong log-probs to a whole group, and nobody notices."""
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightrft.data.pasts import prompts, shared_pasts
+from lightrft.models.heads import shown
 from lightrft.types import Batch
 
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8)
@@ -27,6 +30,19 @@ def test_large_and_negative_token_ids():
     rows = [[256, 1, 5], [1, 256, 5], [256, 1, 6], [2**40, 1], [-1, 1], [2**40, 2]]
     shared = shared_pasts(torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows]))
     assert len(shared.computed) == 15 - 3
+
+
+def test_images_are_a_part_of_the_past():
+    """The same tokens stand for two images; the images of a prompt are there once, where its tokens are computed."""
+    one, other = {"pixels": torch.ones(1)}, {"pixels": torch.zeros(1)}
+    rows, media = [[7, 1], [7, 1, 3], [7, 1, 2], [7, 1, 3]], [one, other, one, {}]
+    batch = Batch(lengths=torch.tensor([len(row) for row in rows]), input_ids=torch.tensor(sum(rows, [])), media=media,
+                  loss_mask=torch.tensor([0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 1]).bool(), rows=torch.arange(4))  # fmt: skip
+    shared = shared_pasts(batch.input_ids, batch.lengths, media)
+    assert shared.computed.tolist() == [0, 1, 2, 3, 4, 7, 8, 9, 10]
+    assert shown(replace(batch, shared=shared)) == [one, other, {}]
+    _, second, third, fourth = prompts(batch).tolist()
+    assert second != third and third[1] == fourth[1] == 2 and third != fourth
 
 
 def test_what_is_computed_spreads_with_its_gradient():

@@ -1,0 +1,69 @@
+"""Prompts with images as the model that learns reads them."""
+
+from functools import cached_property
+
+from PIL import Image
+from transformers import AutoConfig
+
+from lightrft.config import ConfigError, ModelSection
+from lightrft.data.images import IMAGES, opened
+from lightrft.engine.expected import placeholders
+from lightrft.engine.media import MediaReader
+from lightrft.engine.requests import Request
+from lightrft.types import Expanded, Prompt
+
+FAMILIES = ("idefics3",)
+"""Model types whose gradients were compared with those of transformers."""
+BLANK = Image.new("RGB", (28, 28), "white")  # black would be padding to some models
+
+
+class Expander:
+    """Every placeholder becomes the tokens of its image, with the tensors that its model reads there."""
+
+    def __init__(self, section: ModelSection, *, most: int | None = None):
+        """`most` images of one prompt, as the engine takes."""
+        trust, self.most = {"trust_remote_code": section.trust_remote_code}, most
+        self.config = AutoConfig.from_pretrained(section.pretrain, **trust)
+        self.reader = MediaReader(section.pretrain, placeholders(self.config), media_alone=True, **trust)
+        self.places = self.reader.placeholders["image"]
+        self._lengths: dict[tuple[int, int], int] = {}
+
+    def check_family(self) -> None:
+        """ConfigError for a model that is not known to learn from images as transformers would have it."""
+        if self.config.model_type not in FAMILIES:
+            raise ConfigError(
+                f"--images_key: models of type {self.config.model_type} do not learn from images here, those of "
+                f"{', '.join(FAMILIES)} do; without the flag it learns from text"
+            )
+
+    def __call__(self, prompt: Prompt) -> Expanded:
+        if not prompt.multi_modal:
+            return Expanded(prompt.token_ids, {})
+        return self.reader.expanded(Request(prompt.token_ids, opened(prompt.multi_modal)))
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.reader.processor.chat_template
+
+    @cached_property
+    def blank(self) -> Expanded:
+        """An image and nothing else."""
+        return self._read(BLANK)
+
+    def measure(self, prompt: Prompt) -> int:
+        """How many more tokens there are than in the prompt. ValueError where its images are not those of its placeholders."""
+        images, num_places = prompt.multi_modal.get(IMAGES, []), sum(token in self.places for token in prompt.token_ids)
+        if len(images) != num_places:
+            raise ValueError(f"the prompt has {len(images)} images and {num_places} placeholders for images")
+        if self.most is not None and len(images) > self.most:
+            raise ValueError(f"the prompt has {len(images)} images, more than --limit_mm_image_per_prompt {self.most}")
+        return sum(self._length(image.size) - 1 for image in images)
+
+    def _length(self, size: tuple[int, int]) -> int:
+        """Tokens of an image of so many pixels: they do not depend on what it shows."""
+        if size not in self._lengths:
+            self._lengths[size] = len(self._read(BLANK.resize(size)).token_ids)
+        return self._lengths[size]
+
+    def _read(self, image: Image.Image) -> Expanded:
+        return self.reader.expanded(Request([min(self.places)], {IMAGES: [image]}))

@@ -1,0 +1,112 @@
+"""Images of rows: every form in which data have them, what a chat makes of them, and what is said of bad ones."""
+
+import io
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+from PIL import Image
+
+from lightrft.config import DataSection
+from lightrft.data.images import ImageFile, image_files, opened, with_parts
+from lightrft.data.prompts import load_prompts
+from lightrft.data.rows import DataError
+from tiny import byte_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{{ '@' if part.type == 'image' else part.text }}{% endfor %}"
+    "{% endfor %}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number in range(3):
+        Image.new("RGB", (4 + number, 3), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    return tmp_path
+
+
+def load(folder: Path, *rows: dict, **options) -> list:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    section = DataSection(prompt_data=str(folder / "rows.jsonl"), apply_chat_template=True, images_key="pictures")
+    return load_prompts(section, tokenizer, **options)
+
+
+def test_rows_and_their_images(folder):
+    one, several, none, empty = load(
+        folder,
+        {"input": "what?", "pictures": "0.png", "label": "x"},
+        {"input": "a<image>b<image>", "pictures": ["1.png", str(folder / "2.png")]}, {"input": "text"},
+        {"input": [{"role": "user", "content": "hi"}], "pictures": []},
+    )  # fmt: skip
+    assert [prompt.text for prompt in (one, several, none, empty)] == ["<user>@what?", "<user>a@b@", "<user>text", "<user>hi"]
+    assert one.columns == {"label": "x"}
+    assert [image.size for image in opened(several.multi_modal)["images"]] == [(5, 3), (6, 3)]
+    assert one.multi_modal["images"][0].name == "0.png" and none.multi_modal == empty.multi_modal == {}
+
+
+def test_what_a_model_reads_counts(folder):
+    """As its processor says; the limit is on all of it."""
+    rows = [{"input": "what?", "pictures": ["0.png", "1.png"]}, {"input": "text"}]
+    first, second = load(folder, *rows, measure=lambda prompt: 500 * len(prompt.multi_modal.get("images", [])))
+    assert (first.num_tokens, second.num_tokens) == (len(first.token_ids) + 1000, len(second.token_ids))
+    with pytest.raises(DataError, match=r"rows.jsonl:1: the prompt has 2013 tokens, more than --prompt_max_len 1024"):
+        load(folder, *rows, measure=lambda prompt: 2000)
+
+
+def test_data_of_the_datasets_package_keep_their_files(folder, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+    kinds = datasets.Features({"input": datasets.Value("string"), "pictures": datasets.List(datasets.Image())})
+    files = [{"path": None, "bytes": (folder / f"{number}.png").read_bytes()} for number in range(2)]
+    rows = {"input": ["a", "b"], "pictures": [files, []]}
+    datasets.Dataset.from_dict(rows, features=kinds).to_parquet(folder / "rows.parquet")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    section = DataSection(prompt_data=str(folder / "rows.parquet"), apply_chat_template=True, images_key="pictures")
+    first, second = load_prompts(section, tokenizer)
+    assert [image.source for image in first.multi_modal["images"]] == [file["bytes"] for file in files]
+    assert [image.size for image in opened(first.multi_modal)["images"]] == [(4, 3), (5, 3)] and not second.multi_modal
+
+
+@pytest.mark.parametrize(("value", "reason"), [(3, "not 3"), ([""], "not ''"), ({"bytes": None}, "an image is a path")])
+def test_what_is_no_image(value, reason):
+    with pytest.raises(ValueError, match=reason):
+        image_files(value, Path())
+
+
+def test_files_that_cannot_be_read(folder):
+    (folder / "text.png").write_text("no image")
+    (folder / "cut.png").write_bytes((folder / "0.png").read_bytes()[:45])
+    for name in ("missing.png", "text.png"):
+        with pytest.raises(ValueError, match=f"image {name} cannot be read"):
+            _ = ImageFile(name, folder / name).size
+    with pytest.raises(DataError, match="image cut.png cannot be read"):
+        ImageFile("cut.png", folder / "cut.png").open()
+
+
+def test_a_column_without_images(folder):
+    with pytest.raises(DataError, match="--images_key pictures: no row of --prompt_data .* has an image in such a column"):
+        load(folder, {"input": "a", "images": "0.png"})
+
+
+def test_turned_images_are_upright_and_transparency_is_dropped():
+    file, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (8, 2), "red").save(file, "JPEG", exif=exif)
+    turned = ImageFile("x", file.getvalue())
+    assert turned.size == turned.open().size == (2, 8)
+    file = io.BytesIO()
+    Image.new("RGBA", (1, 1), (9, 8, 7, 0)).save(file, "PNG")
+    assert ImageFile("x", file.getvalue()).open().getpixel((0, 0)) == (9, 8, 7)
+
+
+def test_messages_with_parts():
+    system, user = {"role": "system", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": "a"}]}
+    image, text = {"type": "image"}, {"type": "text", "text": "a"}
+    assert with_parts([system, user], 2)[1]["content"] == [image, image, text]
+    assert with_parts([user | {"content": [text, image]}], 1)[0]["content"] == [text, image]
+    assert with_parts([system], 0) == [{"role": "system", "content": [{"type": "text", "text": "be brief"}]}]
+    assert with_parts([user | {"content": "<image>a"}], 1)[0]["content"] == [image, text]
