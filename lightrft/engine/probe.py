@@ -19,6 +19,8 @@ PARTS = (
 LOGITS = "lm_head"
 BESIDE_TOWERS = {"language_model", "text_model"}
 """What a model of images and text calls its language part, in a place that is not the same everywhere."""
+ELSEWHERE = {"block_sparse_moe": "mlp"}
+"""What engines call a part of the model -> what transformers calls it."""
 
 
 def logits_processor(model: nn.Module) -> nn.Module:
@@ -46,7 +48,7 @@ class Probe:
         """Handles, each with remove()."""
         handles = []
         for path, module in model.named_modules():
-            name = ".".join(part for part in path.split(".") if part not in BESIDE_TOWERS)
+            name = ".".join(ELSEWHERE.get(part, part) for part in path.split(".") if part not in BESIDE_TOWERS)
             if name.rpartition(".")[2] in PARTS:
                 handles.append(module.register_forward_hook(self._hook(name)))
             if name.endswith(".o_proj"):

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.sglang_course import course
+from engine.sglang_families import FAMILIES, write
+from engine.sglang_families import course as families
 from ranks import run_ranks
 from runs import PPO, prepare, repeatable, rows_of, train
 from scripts.sglang_interface import interface, missing, source, used
@@ -31,6 +33,14 @@ def test_course(outcomes: list[dict[str, str]]) -> None:
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.slow
+def test_families(tmp_path: Path) -> None:
+    write(tmp_path)
+    found = in_sglang_environment(partial(run_ranks, 2, families, str(tmp_path), timeout=400), timeout=450)
+    assert {family for rank in found for family in rank} == {*FAMILIES, "cut"}
+    assert [(family, problems) for rank in found for family, problems in rank.items() if problems] == []
+
+
 # -- runs, which differ from those with another engine in one flag
 
 
@@ -39,14 +49,16 @@ RUNS = {
     "fsdp": (2, []),
     "zero2": (2, ["--fsdp=false", "--zero_stage=2"]),
     "tp": (2, ["--tp_size=2"]),
-    "ulysses": (2, ["--sp_size=2"]),
+    "zigzag": (2, ["--sp_size=2", "--sp_impl=zigzag"]),
+    "ulysses, tp, engine cut": (4, ["--sp_size=2", "--tp_size=2", "--engine_tp_size=2"]),
     "alone": (1, []),
     "tp, engine cut": (2, ["--tp_size=2", "--engine_tp_size=2"]),
     "lora": (2, LORA),
     "lora, zero3": (2, [*LORA, "--fsdp=false", "--zero_stage=3", "--offload_idle"]),
 }
 """Ranks and flags. ../trainer/test_resume.py has ZeRO 3."""
-SAME = {"zero2": "fsdp", "tp": "fsdp", "ulysses": "fsdp", "tp, engine cut": "alone", "lora, zero3": "lora"}
+SAME = {"zero2": "fsdp", "tp": "fsdp", "zigzag": "fsdp", "ulysses, tp, engine cut": "fsdp", "tp, engine cut": "alone",
+        "lora, zero3": "lora"}
 """Runs that have the same numbers, as they have as many engines."""
 
 

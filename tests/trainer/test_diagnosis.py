@@ -119,11 +119,11 @@ def _in_sglang(folder: Path, names: list[str]) -> dict[str, Diagnosis]:
 
 @pytest.mark.slow
 def test_sglang_is_looked_into(folder: Path) -> None:
-    """Its model is in another process."""
-    (found,) = in_sglang_environment(partial(run_ranks, 1, _in_sglang, folder, ["theta", "", "eps"], timeout=300))
+    """Its model is in another process; that all is well where it is, is seen with its families."""
+    (found,) = in_sglang_environment(partial(run_ranks, 1, _in_sglang, folder, ["theta", "eps"], timeout=300))
     assert found["theta"].first.name == "model.layers.0.self_attn.heads" and len(found["theta"].parts) == 19
     assert found["eps"].first.name == "model.layers.0.input_layernorm" and len(found["eps"].parts) == 19
-    assert found[""].healthy and len(found[""].parts) == 19
+    assert [part.differs for part in found["theta"].parts[:5]] == [False] * 5
 
 
 @pytest.mark.slow
