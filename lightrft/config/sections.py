@@ -155,7 +155,7 @@ class EngineSection:
     """Size of one bucket of the weight stream; the peak extra memory is about two of them."""
     verify_weight_sync: bool = True
     """Compare fingerprints of weights, sent and in the engine, after every stream, and stop the run where they differ: of all the
-    first time, then of a part of each, so that 32 streams prove every element again."""
+    first time, then of a part of each, so that 64 streams prove every element again."""
 
 
 @dataclass

@@ -215,9 +215,14 @@ class Engine(ABC):
         """Empty ones; here for an engine that keeps every weight as it came."""
         return Fingerprints(self.expected, dtype, slices=self.axis.size, turn=turn)
 
-    @abstractmethod
     def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         """prints.numbers() of all that this rank's part of the engine computes with, read now and where it lies."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it holds")
+
+    def _wrong(self, sent: Fingerprints) -> list[str]:
+        """Names of what is not, in all ranks of the engine together, what was sent; here by numbers that add up."""
+        held = self._held(self._fingerprints(sent.dtype, sent.turn))
+        return sent.wrong([self.axis.sum(numbers) for numbers in held])
 
     @abstractmethod
     def _num_cached(self) -> int:
@@ -227,9 +232,8 @@ class Engine(ABC):
 
     def _prove(self, sent: Fingerprints) -> None:
         """EngineError unless the engine has what was sent, and nothing computed before."""
-        held = [self.axis.sum(numbers) for numbers in self._held(self._fingerprints(sent.dtype, sent.turn))]
         problems = []
-        if wrong := sent.wrong(held):
+        if wrong := self._wrong(sent):
             problems.append(f"{wrong[0]} in the engine is not what was sent ({len(wrong)} of {len(self.expected)} differ)")
         if cached := self._num_cached():
             problems.append(f"{cached} blocks of the prefix cache are of the old weights")

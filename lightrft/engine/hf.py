@@ -43,6 +43,8 @@ class HFEngine(Engine):
         self.device, self.dtype = setup.device, setup.dtype
         self.batch_size = setup.section.micro_rollout_batch_size
         self.model = _load(setup, config).eval().requires_grad_(False)
+        self.weights = self.model.state_dict(keep_vars=True)
+        """Themselves, in whatever memory they are."""
         self.weights_valid = not setup.from_stream
 
     def reset_cache(self) -> None:
@@ -134,15 +136,15 @@ class HFEngine(Engine):
 
     @torch.no_grad()
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
-        weights = self.model.state_dict()
         for name, tensor in named_tensors:
-            weights[name].copy_(tensor)
+            self.weights[name].copy_(tensor)
 
-    def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
-        weights = self.model.state_dict()
+    @torch.inference_mode()
+    def _wrong(self, sent: Fingerprints) -> list[str]:
+        held = self._fingerprints(sent.dtype, sent.turn)
         for name in self.expected:
-            prints.add(name, weights[name])
-        return prints.numbers(self.device)
+            held.add(name, self.weights[name])
+        return [] if sent.same(held) else sent.wrong(held.numbers(self.device))
 
     def _num_cached(self) -> int:
         return 0

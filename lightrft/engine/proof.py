@@ -10,7 +10,8 @@ takes longer than to copy them. Later proofs are therefore of a part, in turns: 
 
 - Of every weight that the engine keeps as it came they look at a run of rows; at all of a vector, or of fewer rows than TURNS.
   So a weight that did not arrive, or arrived under another's name, is found at once, unless it differs in other rows only. One
-  wrong element is found if its row is looked at, and so within TURNS syncs if it stays wrong.
+  wrong element is found if its row is looked at, and so within TURNS syncs if it stays wrong. Runs of consecutive turns lie far
+  apart: if an n-th of the rows, next to each other, stays wrong (the part of one rank, one expert), about 2 n syncs find it.
 - Of layers with another form of their weights they multiply with those whose turn it is. Whatever is wrong with another one is
   found within TURNS syncs if it stays wrong.
 
@@ -19,7 +20,10 @@ What was wrong where no proof looked, and is right after the next sync, is never
 
 import math
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -28,12 +32,16 @@ WORDS = 64
 """Of 8 bytes: the most of one row whose order does not count."""
 CHUNK_BYTES = 32 * 2**20
 """Of a weight at a time, so that what is computed on the way stays small."""
-TURNS = 32
+TURNS = 64
 """Proofs that together look at everything."""
+STEP = 39
+"""From the run of one turn to that of the next: odd, and TURNS over the golden ratio, so that turns soon have been everywhere."""
 AT_ONCE = 2**16
 """Blocks, of however many tensors, that are summed up at once: that takes as many calls for one tensor as for a hundred."""
 STEPS = 64
 """Rounding in a sum of K signed terms is a random walk of about sqrt(K) 2^-24 |W x|: so many times that is allowed."""
+OF_VECTOR = 8
+"""Elements of a vector that are one row, if ranks can cut it between them; pieces of vectors begin and end at heads or so."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FIRST, SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 """Odd, with bits that look random: what is multiplied with them spreads to the left."""
@@ -53,11 +61,13 @@ class Fingerprints:
     ):  # fmt: skip
         self.shapes, self.dtype, self.slices, self.turn = shapes, dtype, slices, turn
         self.bits = {name: index for index, name in enumerate(shapes if bits is None else bits)}
-        self.sums: Tensor | None = None
-        """[names in `bits`], without what is in `blocks` still."""
-        self.blocks: list[tuple[int, Tensor, Tensor]] = []
-        """Place in `sums`, the bits of blocks, their weights."""
+        self.summed: list[Tensor] = []
+        """At most one: [names in `bits`], without what is in `found` still."""
+        self.found: list[tuple[str, Look, Tensor]] = []
+        """At what was looked, and the sums of its blocks."""
         self.num_blocks = 0
+        self.window: Tensor | None = None
+        """Of int64, laid over the memory of one piece after the other: one call less for each than to make views of it."""
         self.products: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in products}
         self.num_elements = dict.fromkeys(self.bits, 0)
         self.num_multiplied = dict.fromkeys(self.products, 0)
@@ -73,38 +83,45 @@ class Fingerprints:
 
     def add(self, name: str, piece: Tensor, *, row: int = 0, column: int = 0) -> None:
         """What lies at that place of the full tensor. All dimensions but the last count as rows; of a vector, its only one."""
-        columns, width = (self.shapes[name][-1], piece.shape[-1]) if len(self.shapes[name]) > 1 else (1, 1)
-        start, stop = self._rows(name)
-        first = max(start - row, 0)
-        rows = piece.detach().reshape(-1, width)[first : max(stop - row, 0)]
-        if rows.shape[0]:
-            place = (row + first, column)
-            found = blocks(rows, self.dtype, place=place, columns=columns, slices=self.slices)
-            self.blocks.append((self.bits[name], *found))
-            self.num_elements[name] += rows.numel()
-            self.num_blocks += found[0].numel()
+        look = _look(self.shapes[name], piece.shape, (row, column), self.dtype, self.slices, self.turn)
+        if look is not None:
+            self.found.append((name, look, self._sums(piece, look)))
+            self.num_blocks += look.size[0]
             if self.num_blocks > AT_ONCE:
                 self._sum_up()
 
-    def _sum_up(self) -> None:
-        """What is in `blocks`."""
-        if self.blocks:
-            places, bits, factors = zip(*self.blocks, strict=True)
-            mixed = torch.cat(bits) * FIRST
-            mixed ^= (mixed >> 32) & 0xFFFFFFFF
-            ends = torch.tensor([len(each) for each in bits], device=mixed.device).cumsum(0) - 1
-            sums = mixed.mul_(torch.cat(factors)).cumsum(0)[ends].diff(prepend=ends.new_zeros(1))
-            so_far = sums.new_zeros(len(self.bits)) if self.sums is None else self.sums
-            self.sums = so_far.index_add(0, torch.tensor(places, device=sums.device), sums)
-            self.blocks.clear()
-            self.num_blocks = 0
+    def _sums(self, piece: Tensor, look: "Look") -> Tensor:
+        """Of the words of each block: [blocks] int64."""
+        size = self.dtype.itemsize
+        start, apart = divmod(piece.storage_offset() * size, 8)
+        if look.word == 8 and piece.dtype is self.dtype and not apart and piece.is_contiguous():
+            if self.window is None:
+                self.window = torch.empty(0, dtype=torch.int64, device=piece.device)
+            return self.window.set_(piece.untyped_storage(), start + look.start, look.size, (look.size[1], 1)).sum(-1)
+        chunks = piece.detach().reshape(-1, look.width)[look.rows].split(max(1, CHUNK_BYTES // (look.width * size)))
+        words = (chunk.to(self.dtype, copy=True).contiguous().view(INTEGERS[look.word]) for chunk in chunks)
+        return torch.cat([each.view(-1, look.size[1]).sum(-1) for each in words])
 
-    def _rows(self, name: str) -> tuple[int, int]:
-        """Of the full tensor, where its rows of this turn begin and end."""
-        count = self.shapes[name][:-1].numel()
-        if self.turn is None or count < TURNS:
-            return 0, self.shapes[name].numel()
-        return self.turn * count // TURNS, (self.turn + 1) * count // TURNS
+    def same(self, other: Self) -> bool:
+        """Whether both are of the same pieces in one order: seen sooner than what is wrong()."""
+        mine, theirs = ([*each.summed, *(sums for *_, sums in each.found)] for each in (self, other))
+        return [*map(len, mine)] == [*map(len, theirs)] and torch.equal(torch.cat(mine), torch.cat(theirs))
+
+    def _sum_up(self) -> None:
+        """What is in `found`."""
+        if self.found:
+            names, looks, sums = zip(*self.found, strict=True)
+            for name, look in zip(names, looks, strict=True):
+                self.num_elements[name] += look.place[1] * look.width
+            mixed = torch.cat(sums).mul_(FIRST)
+            mixed ^= (mixed >> 32) & 0xFFFFFFFF
+            mixed *= torch.cat([_weights_of_blocks(look.place, mixed.device) for look in looks])
+            ends = _numbers(tuple(accumulate(look.size[0] for look in looks)), mixed.device) - 1
+            sums = mixed.cumsum(0)[ends].diff(prepend=mixed.new_zeros(1))
+            places = _numbers(tuple(self.bits[name] for name in names), mixed.device)
+            self.summed = [sum(self.summed, mixed.new_zeros(len(self.bits))).index_add_(0, places, sums)]
+            self.found.clear()
+            self.num_blocks = 0
 
     def add_product(self, name: str, values: Tensor, num_elements: int, *, row: int = 0) -> None:
         """values [R]: R rows of W x from `row` on, or the part of them to which `num_elements` of W contribute."""
@@ -115,15 +132,15 @@ class Fingerprints:
         """All of it as [names, 2] int64 of sum and number of elements, and [rows] float64: those of several ranks add up."""
         self._sum_up()
         sums = torch.zeros(len(self.bits) + len(self.products), dtype=torch.int64, device=device)
-        if self.sums is not None:
-            sums[: len(self.bits)] = self.sums
-        counts = [*self.num_elements.values(), *self.num_multiplied.values()]
+        for summed in self.summed:
+            sums[: len(self.bits)] = summed
+        counts = _numbers((*self.num_elements.values(), *self.num_multiplied.values()), device)
         whole = []
         for name, parts in self.products.items():
             whole.append(torch.zeros(self.shapes[name][0], dtype=torch.float64, device=device))
             for row, values in parts:
                 whole[-1][row : row + len(values)] += values
-        table = torch.stack([sums, torch.tensor(counts, device=device)], dim=1)
+        table = torch.stack([sums, counts], dim=1)
         return table, torch.cat(whole) if whole else torch.zeros(0, dtype=torch.float64, device=device)
 
     def wrong(self, held: tuple[Tensor, Tensor]) -> list[str]:
@@ -145,21 +162,56 @@ class Fingerprints:
         return (walk + torch.finfo(self.dtype).eps) * values.abs().max()
 
 
-def blocks(
-    rows: Tensor, dtype: torch.dtype, *, place: tuple[int, int], columns: int, slices: int
-) -> tuple[Tensor, Tensor]:
-    """Of `rows` [R, C], which begin at `place` of a tensor with `columns` columns, cut into `slices` or not: the sum of the
-    bits of each block, and its weight.
-    """
+@dataclass(frozen=True, slots=True)
+class Look:
+    """At some rows of a piece, of `width` elements, as blocks of words of so many bytes."""
+
+    rows: slice
+    width: int
+    word: int
+    size: tuple[int, int]
+    """[blocks, words in each]."""
+    start: int
+    """Words before the first block."""
+    place: tuple[int, int, int, int]
+    """In the full tensor: the first row and how many, the first block of a row and how many."""
+
+
+@lru_cache(maxsize=4096)
+def _look(
+    shape: torch.Size, piece: torch.Size, place: tuple[int, int], dtype: torch.dtype, slices: int, turn: int | None
+) -> Look | None:
+    """At the rows of that turn of a piece that begins at that row and column of a tensor that is cut into `slices` or not."""
+    (row, column), columns, width = place, shape[-1], piece[-1]
+    if len(shape) == 1:
+        columns = width = OF_VECTOR if columns % (OF_VECTOR * slices) == 0 else 1
+        row, apart = divmod(row, width)
+        if apart or piece[0] % width:
+            raise ValueError(f"a vector of {shape[0]} is cut at no multiple of {width}: only --no_verify_weight_sync helps")
+    start, stop = _run(shape.numel() // columns, None if len(shape) == 1 else turn)
+    first, last = max(start - row, 0), min(stop - row, piece.numel() // width)
+    if first >= last:
+        return None
     size = dtype.itemsize
     word = 8 if columns * size % (8 * slices) == 0 else size
     in_row = columns * size // word
     block = math.gcd(in_row // slices, WORDS) if in_row % slices == 0 else 1
-    count = rows.shape[1] * size // word // block
-    chunks = [rows] if rows.nbytes <= CHUNK_BYTES else rows.split(max(1, CHUNK_BYTES // (columns * size)))
-    sums = [_words(chunk.to(dtype), word).view(-1, block).sum(-1) for chunk in chunks]
-    of_blocks = _weights_of_blocks(place[0], rows.shape[0], place[1] * size // word // block, count, rows.device)
-    return sums[0] if len(sums) == 1 else torch.cat(sums), of_blocks
+    count = width * size // word // block
+    place = row + first, last - first, column * size // word // block, count
+    return Look(slice(first, last), width, word, ((last - first) * count, block), first * count * block, place)
+
+
+def _run(num_rows: int, turn: int | None) -> tuple[int, int]:
+    """Where the rows of a turn begin and end."""
+    if turn is None or num_rows < TURNS:
+        return 0, num_rows
+    run = turn * STEP % TURNS
+    return run * num_rows // TURNS, (run + 1) * num_rows // TURNS
+
+
+@lru_cache(maxsize=64)
+def _numbers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, device=device)
 
 
 @torch.no_grad()
@@ -176,8 +228,8 @@ def signs(start: int, count: int, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _weights_of_blocks(row: int, num_rows: int, first: int, count: int, device: torch.device) -> Tensor:
-    """[num_rows x count] int64, of `count` blocks from `first` on in each row from `row` on."""
+def _weights_of_blocks(place: tuple[int, int, int, int], device: torch.device) -> Tensor:
+    row, num_rows, first, count = place
     return (weights(row, num_rows, device)[:, None] * weights(first, count, device, salt=1)).flatten()
 
 
@@ -187,9 +239,3 @@ def weights(start: int, count: int, device: torch.device, salt: int = 0) -> Tens
     x = (torch.arange(start, start + count, device=device) + (salt << 48)) * FIRST
     x = (x ^ ((x >> 31) & 0x1FFFFFFFF)) * SECOND
     return (x ^ ((x >> 29) & 0x7FFFFFFFF)) | 1
-
-
-def _words(rows: Tensor, word: int) -> Tensor:
-    """[R, C] as integers of `word` bytes."""
-    aligned = rows.is_contiguous() and rows.storage_offset() * rows.itemsize % word == 0
-    return (rows if aligned else rows.clone(memory_format=torch.contiguous_format)).view(INTEGERS[word])

@@ -151,3 +151,22 @@ def test_in_a_narrower_dtype() -> None:
         expected.add(name, tensor)
         held.add(name, tensor.bfloat16())
     assert expected.wrong(held.numbers(CPU)) == []
+
+
+def test_turns_are_soon_everywhere() -> None:
+    """Of n equal parts of the rows one is looked at by any 2 n + 1 turns that follow each other."""
+    runs = [proof._run(proof.TURNS, turn) for turn in range(proof.TURNS)]
+    assert sorted(runs) == [(run, run + 1) for run in range(proof.TURNS)]
+    for parts in (2, 4, 8, 16):
+        size = proof.TURNS // parts
+        for first in range(proof.TURNS):
+            some = {run // size for run, _ in (runs[(first + turn) % proof.TURNS] for turn in range(2 * parts + 1))}
+            assert some == set(range(parts))
+
+
+def test_vectors_are_cut_where_words_begin() -> None:
+    held = Fingerprints({"bias": torch.Size([64])}, torch.bfloat16, slices=2)
+    held.add("bias", torch.zeros(8), row=24)
+    for piece, row in ((8, 4), (4, 8)):
+        with pytest.raises(ValueError, match="a vector of 64 is cut at no multiple of 8"):
+            held.add("bias", torch.zeros(piece), row=row)
