@@ -23,7 +23,7 @@ from lightrft.types import Shared, send
 ATTENTION = "lightrft"
 
 ALONE = 64
-"""A sequence longer than this is computed alone: one more call costs less than padding."""
+"""A sequence longer than this shares a block with those of its very length only: one more call costs less than padding."""
 
 Kernel = Callable[..., Tensor]
 """(query [T, H, D], key and value [T, H_kv, D], layout, scaling=, window=, dropout=) -> [T, H, D]; all of computed tokens."""
@@ -93,12 +93,12 @@ class Layout:
         return Blocks(shapes, *(None if index is None else send(index, self.device) for index in (source, places)))
 
     def _blocks(self) -> tuple[list[tuple[int, int]], Tensor | None, Tensor | None]:
-        """Long sequences alone, short ones with those of the same power of two: padding is under a half."""
-        lengths, count = self.lengths, len(self.lengths)
+        """Long sequences with those of their length, short ones with those of the same power of two: padding is under a half."""
+        lengths = self.lengths
         similar = lengths.double().log2().ceil().long()
-        similar[lengths > ALONE] = 64 + torch.arange(count)[lengths > ALONE]  # above every exponent
+        similar[lengths > ALONE] = 64 + _first_alike(lengths)[lengths > ALONE]  # above every exponent
         if bool((lengths == lengths[0]).all()):
-            return [(count, int(lengths[0]))], None, None
+            return [(len(lengths), int(lengths[0]))], None, None
         _, block, sizes = similar.unique(return_inverse=True, return_counts=True)
         widths = torch.zeros_like(sizes).scatter_reduce(0, block, lengths, "amax")
         shapes = list(zip(sizes.tolist(), widths.tolist(), strict=True))
@@ -138,6 +138,12 @@ def _runs(lengths: Tensor, device: torch.device, sequence: Undivided) -> Iterato
         begin = int(begins[begins <= first][-1])
         causal = causal_lower_right(middle - first, middle - begin) if middle > first else None
         yield Run(begin, first, middle, stop, causal, Layout(rest, device) if len(rest) else None)
+
+
+def _first_alike(lengths: Tensor) -> Tensor:
+    """[N] int64: of each sequence the first one of its length."""
+    kind = lengths.unique(return_inverse=True)[1]
+    return torch.full_like(lengths, len(lengths)).scatter_reduce(0, kind, torch.arange(len(lengths)), "amin")[kind]
 
 
 def _steps(lengths: Tensor) -> Tensor:

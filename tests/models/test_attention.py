@@ -131,9 +131,9 @@ def test_layout_by_hand():
     assert blocks.places.tolist() == [1, 2, 3, 0, 5, 6, 7, 8]
 
 
-def test_long_sequences_stand_alone_without_padding():
+def test_long_sequences_stand_with_those_of_their_length_without_padding():
     blocks = Layout(torch.tensor([ALONE + 3, 2, ALONE + 1, ALONE + 3]), CPU).blocks
-    assert blocks.shapes == [(1, 2), (1, ALONE + 3), (1, ALONE + 1), (1, ALONE + 3)]
+    assert blocks.shapes == [(1, 2), (2, ALONE + 3), (1, ALONE + 1)]
     assert len(blocks.source) == len(blocks.places) == 3 * ALONE + 9
 
 
