@@ -19,6 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Of all ranks, where they share it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180) -> list[Any]:

@@ -21,10 +21,22 @@ class FSDPStrategy(StrategyBase):
     """Sharded, or with --dp_replicate sharded inside each replica. Gradients are summed over everything, never averaged."""
 
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        """Split, shard block by block and then the rest, and follow the parameters by name into the optimizer."""
+        """Split, shard, and follow the parameters by name into the optimizer."""
         names = parameter_names(module, optimizer)
         if self.mesh.tp.size > 1:
             parallelize(module, self.mesh.tensor, sequence=self.config.tp_sequence_parallel)
+        if self._shards:
+            self._shard(module)
+        materialize(module, torch.device("cpu") if self.config.fsdp_cpu_offload else self.device, self.mesh.world)
+        follow(module, optimizer, names)
+
+    @property
+    def _shards(self) -> bool:
+        """Not a single rank, which has nothing to gather, unless its parameters are cast or brought for computing."""
+        return self.mesh.world.size > 1 or self.config.bf16 or self.config.fsdp_cpu_offload
+
+    def _shard(self, module: nn.Module) -> None:
+        """Block by block, and then the rest."""
         options = {
             "mesh": self.mesh.parameters,
             "reshard_after_forward": True,  # the root too: left whole, its parameters are not those of the optimizer
@@ -38,8 +50,6 @@ class FSDPStrategy(StrategyBase):
             if isinstance(part, FSDPModule):
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, which is the other way to divide by 1
-        materialize(module, torch.device("cpu") if self.config.fsdp_cpu_offload else self.device, self.mesh.world)
-        follow(module, optimizer, names)
 
     def init_model_context(self) -> AbstractContextManager[None]:
         """Models made inside are empty until prepare(): each rank then reads its own part from their folder."""

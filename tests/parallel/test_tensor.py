@@ -19,7 +19,7 @@ from lightrft.strategy import FSDPStrategy
 from lightrft.types import Batch
 from lightrft.versions import TENSOR_PARALLEL
 from parallel.families import FAMILIES, family_config, family_model
-from ranks import run_ranks
+from ranks import run_ranks, whole
 from roles import rows
 
 LENGTHS = [5, 12, 2, 9]
@@ -83,7 +83,7 @@ def split(folders: dict[str, str], args: dict) -> tuple[int, dict[str, tuple[lis
         parts = [values.split([len(ids) for ids in mine]) for values in (logprobs, entropy)]
         loss = sum(loss_of(values[1:], its_entropy[1:]) for values, its_entropy in zip(*parts, strict=True))
         made.backward(loss, actor)
-        gradients = {key: p.grad.full_tensor() for key, p in actor.hf_parameters()}
+        gradients = {key: whole(p.grad) for key, p in actor.hf_parameters()}
         logits = None
         if actor.sequence.multiple == 1:
             model = made.prepare(AutoModelForCausalLM.from_pretrained(folder))
@@ -184,7 +184,7 @@ def scores(folder: str, sequence: bool) -> tuple[Tensor, Values]:
     scorer = made.prepare(rows.scorer(folder).train())
     found = scorer(batch_of(sequences()[:3]))
     made.backward((found * torch.linspace(-1, 1, len(found))).sum(), scorer)
-    return found.detach(), {name: parameter.grad.full_tensor() for name, parameter in scorer.hf_parameters()}
+    return found.detach(), {name: whole(parameter.grad) for name, parameter in scorer.hf_parameters()}
 
 
 def test_a_scorer_keeps_its_head_whole(folders):

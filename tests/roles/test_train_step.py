@@ -7,7 +7,7 @@ from lightrft.algorithms.objectives import sft
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.microbatch import micro_batches
 from lightrft.roles.policy import Policy
-from ranks import run_ranks
+from ranks import run_ranks, whole
 from roles import rows
 
 
@@ -17,7 +17,7 @@ def start(folder: str, **args) -> tuple[Policy, rows.Padded]:
 
 
 def state(policy: Policy):
-    moments = [value["momentum_buffer"].full_tensor() for value in policy.optimizer.state.values()]
+    moments = [whole(value["momentum_buffer"]) for value in policy.optimizer.state.values()]
     parameters = [tensor.clone() for _, tensor in policy.strategy.full_params(policy.actor)]
     return parameters, moments, policy.scheduler.last_epoch
 

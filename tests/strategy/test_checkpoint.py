@@ -10,7 +10,7 @@ import torch
 from loguru import logger
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from ranks import run_ranks
+from ranks import run_ranks, whole
 from strategy.training import distance, fill_the_disk, load, my_rows, one_step, share_of_loss, snapshot, strategy
 
 
@@ -45,7 +45,7 @@ class Run:
         moments = {}
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
-                moments[f"{name}/{key}"] = (value.full_tensor() if key != "step" else value).clone()
+                moments[f"{name}/{key}"] = whole(value).clone()
         return snapshot(self.strategy, self.model) | moments
 
 

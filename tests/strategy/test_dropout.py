@@ -14,7 +14,7 @@ from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from parallel.families import family_model
 from parallel.test_tensor import batch_of, loss_of, sequences
-from ranks import run_ranks
+from ranks import run_ranks, whole
 from strategy.test_checkpoint import Run
 from strategy.training import strategy
 
@@ -53,7 +53,7 @@ def passed(folder: str, args: dict, blocks_only: bool = False) -> Passed:
     actor = made.prepare(actor.train())
     logprobs, entropy = actor(batch_of(sequences()), 1.0)
     made.backward(loss_of(logprobs, entropy), actor)
-    gradients = {name: parameter.grad.full_tensor() for name, parameter in actor.hf_parameters()}
+    gradients = {name: whole(parameter.grad) for name, parameter in actor.hf_parameters()}
     with torch.no_grad():
         answer = actor.eval()(batch_of(sequences()), 1.0)[0]
     return logprobs.detach(), gradients, answer, torch.rand(1).item()
@@ -117,5 +117,5 @@ def resumed(folder: str, root) -> tuple[list, list]:
 
 
 def test_a_resumed_run_draws_on(folder, root):
-    for whole, second in run_ranks(2, resumed, folder, root):
-        assert whole == second
+    for first, second in run_ranks(2, resumed, folder, root):
+        assert first == second

@@ -189,7 +189,8 @@ def roots_of_a_container(folder: str):
 
 
 def test_roots_are_found_inside_a_container(folder):
-    assert run_ranks(1, roots_of_a_container, folder) == [1]
+    assert run_ranks(2, roots_of_a_container, folder) == [1, 1]
+    assert run_ranks(1, roots_of_a_container, folder) == [0], "one rank has nothing to gather"
 
 
 def prepared_shapes(folder: str):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from lightrft.strategy import FSDPStrategy
+from ranks import whole
 
 NUM_ROWS, NUM_STEPS = 12, 3
 SHARES = {1: [12], 2: [8, 4], 4: [4, 4, 3, 1]}
@@ -99,7 +100,7 @@ def one_step(made: FSDPStrategy, model: nn.Module, optimizer: Any, step: int, nu
         loss = share_of_loss(model, micro_batch, denominator)
         made.backward(loss, model, optimizer, last=index == num_micro - 1)
         total += loss.item()
-    gradients = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+    gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
     norm = made.optimizer_step(optimizer, model, scheduler)
     return made.all_reduce(total, "sum"), norm.item(), gradients
 
