@@ -6,8 +6,10 @@
 Forward and backward of a small random Qwen3, float32, one thread, over sequences of log-normal length. `packed` is lightrft:
 flat micro-batches from the planner. `padded` is plain transformers with sdpa: rows in the order in which they come, padded
 to the longest of their micro-batch, which holds so many rows that the longest sequences would still fit; `sorted` first sorts
-them by length. All three compute the same loss, which is checked. Rates count real tokens, per CPU second, best of the
-repetitions. The planner's overhead is modelled: time over that of perfect balance when ranks wait at every micro-batch.
+them by length. All three compute the same loss, which is checked. `groups` puts the same sequences, as responses, behind
+prompts of the median length, 8 to each: `once` computes a prompt once in a micro-batch, `alone` for every response. Rates count
+real tokens, per CPU second, best of the repetitions. The planner's overhead is modelled: time over that of perfect balance when
+ranks wait at every micro-batch.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.data.packing import Plan, plan
+from lightrft.data.pasts import prompts, shared_pasts
 from lightrft.models.attention import ATTENTION
 from lightrft.models.heads import Actor
 from lightrft.types import Batch
@@ -54,12 +58,32 @@ def make_batch(count: int, median: int, sigma: float, longest: int) -> Batch:
     return Batch(lengths=lengths, input_ids=ids, loss_mask=mask, rows=torch.arange(count))
 
 
-def packed_step(batch: Batch, tokens: int) -> Callable[[], float]:
+def with_prompts(responses: Batch, median: int, samples: int = 8) -> Batch:
+    """The sequences, each after its group's prompt, of which nothing is learned."""
+    prompt_of = torch.arange(len(responses)) // samples
+    generator = torch.Generator().manual_seed(2)
+    texts = torch.randint(2048, (int(prompt_of[-1]) + 1, median), generator=generator)
+    ids, masks = (column.split(responses.lengths.tolist()) for column in (responses.input_ids, responses.loss_mask))
+    unlearned = torch.zeros(median, dtype=torch.bool)
+    return Batch(
+        lengths=responses.lengths + median,
+        input_ids=torch.cat([part for prompt, own in zip(prompt_of, ids, strict=True) for part in (texts[prompt], own)]),
+        loss_mask=torch.cat([part for own in masks for part in (unlearned, own)]),
+        rows=responses.rows,
+    )
+
+
+def packed_step(batch: Batch, tokens: int, *, once: bool = False) -> Callable[[], float]:
+    """`once`: what sequences of a micro-batch begin with alike is computed once."""
     actor, lengths = Actor(make_model(ATTENTION)), batch.lengths.tolist()
+    alike = [tuple(prompt) for prompt in prompts(batch).tolist()] if once else None
 
     def step() -> float:
-        made = plan(lengths, num_ranks=1, minibatch_size=len(lengths), max_tokens=tokens)
-        return sum(_backward(-actor(batch.select(rows), 1.0)[0].sum()) for rows in made.minibatches[0][0])
+        made = plan(lengths, num_ranks=1, minibatch_size=len(lengths), max_tokens=tokens, prompts=alike)
+        parts = [batch.select(rows) for rows in made.minibatches[0][0]]
+        if once:
+            parts = [replace(part, shared=shared_pasts(part.input_ids, part.lengths)) for part in parts]
+        return sum(_backward(-actor(part, 1.0)[0].sum()) for part in parts)
 
     return step
 
@@ -146,9 +170,13 @@ def main() -> None:
         "sorted": padded_step(batch, rows, by_length=True),
     }
     rates = tokens_per_second(steps, batch.num_tokens, args.repeat)
+    groups = with_prompts(batch, args.median)
+    of_groups = {"groups_once": packed_step(groups, args.tokens, once=True), "groups_alone": packed_step(groups, args.tokens)}
+    rates |= tokens_per_second(of_groups, groups.num_tokens, args.repeat)
     report = {name: round(rate, 1) for name, rate in rates.items()}
     report["packed_over_padded"] = round(rates["packed_tokens_per_s"] / rates["padded_tokens_per_s"], 2)
     report["packed_over_sorted"] = round(rates["packed_tokens_per_s"] / rates["sorted_tokens_per_s"], 2)
+    report["groups_once_over_alone"] = round(rates["groups_once_tokens_per_s"] / rates["groups_alone_tokens_per_s"], 2)
     shape = {"tokens": batch.num_tokens, "longest": int(batch.lengths.max()), "rows_per_padded_micro_batch": rows}
     print(json.dumps(shape | report | planner(args.rows, args.ranks, args.repeat)))
 

@@ -17,7 +17,7 @@ def test_packed_against_padded_runs_and_both_compute_the_same_loss():
     command = [sys.executable, ROOT / "scripts" / "bench" / "packing.py", *SMALL]
     ran = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
     found = json.loads(ran.stdout.splitlines()[-1])
-    assert {"packed_over_padded", "packed_over_sorted", "plan_64_s", "tokens"} <= found.keys()
+    assert {"packed_over_padded", "packed_over_sorted", "groups_once_over_alone", "plan_64_s", "tokens"} <= found.keys()
     overheads = [value for name, value in found.items() if name.startswith("overhead_")]
     assert len(overheads) == 6 and all(1 <= value <= 1.1 for value in overheads)
     assert found["longest"] <= 64 and found["rows_per_padded_micro_batch"] == 2 and found["packed_over_padded"] > 0
