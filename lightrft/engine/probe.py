@@ -1,7 +1,8 @@
 """What the parts of a decoder say of one sequence, by name: for finding where two implementations of a model part.
 
 The names are those of the Hugging Face model, as if it had no towers, with two more: `self_attn.qkv_proj`, what q_proj, k_proj
-and v_proj say side by side, as engines fuse them, and `self_attn.heads`, what attention gives to o_proj.
+and v_proj say side by side, as engines fuse them, and `self_attn.heads`, what attention gives to o_proj. `embed_tokens` is what
+the first layer gets, as some scale the embeddings inside of that module and some behind it.
 """
 
 from collections.abc import Iterator
@@ -51,11 +52,16 @@ class Probe:
             name = ".".join(ELSEWHERE.get(part, part) for part in path.split(".") if part not in BESIDE_TOWERS)
             if name.rpartition(".")[2] in PARTS:
                 handles.append(module.register_forward_hook(self._hook(name)))
+            if name.endswith("layers.0.input_layernorm"):
+                handles.append(module.register_forward_pre_hook(self._hook(name.split("layers.")[0] + "embed_tokens")))
             if name.endswith(".o_proj"):
                 handles.append(module.register_forward_pre_hook(self._hook(name.removesuffix("o_proj") + "heads")))
         return handles
 
     def add(self, name: str, value: Tensor) -> None:
+        """`value` [..., T, ...], or by heads [1, H, T, D], as some models have it before a norm."""
+        if value.dim() == 4 and self.num_tokens == value.shape[2] != value.shape[1]:
+            value = value.transpose(1, 2)
         if value.numel() % self.num_tokens == 0:
             self.outputs[name] = value.detach().reshape(self.num_tokens, -1).float().cpu().clone()
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from lightrft.config import Config, DataSection, EngineSection, ModelSection, RolloutSection, StrategySection
 from lightrft.engine import hf
+from lightrft.engine.probe import Probe
 from lightrft.models.load import load_tokenizer
 from lightrft.strategy import get_strategy
 from lightrft.trainer.diagnosis import Diagnosis, compare, diagnose
@@ -103,6 +105,22 @@ def test_what_is_not_a_number_differs() -> None:
     good, bad = {"norm": torch.ones(3, 2)}, {"norm": torch.full((3, 2), torch.nan)}
     assert compare(good, bad, torch.float32)[0].differs and not compare(good, good, torch.float32)[0].differs
     assert compare(good, {"norm": torch.ones(3, 4)}, torch.float32) == [], "of another shape: not the same part"
+
+
+def test_what_lies_by_heads_is_seen_by_tokens() -> None:
+    probe, value = Probe(3), torch.randn(1, 2, 3, 4)
+    probe.add("q_norm", value)
+    probe.add("k_norm", value.transpose(1, 2))
+    assert all(torch.equal(part, value[0].transpose(0, 1).flatten(1)) for part in probe.outputs.values())
+
+
+def test_embeddings_are_what_the_first_layer_gets() -> None:
+    """vLLM's Gemma scales them behind the module that embeds."""
+    embed, norm, probe = nn.Embedding(5, 4), nn.Identity(), Probe(2)
+    model = nn.ModuleDict({"embed_tokens": embed, "layers": nn.ModuleList([nn.ModuleDict({"input_layernorm": norm})])})
+    with probe.attached(nn.ModuleDict({"model": model})), torch.no_grad():
+        norm(embed(torch.tensor([[3, 1]])) * 8)
+    torch.testing.assert_close(probe.outputs["model.embed_tokens"], 8 * embed.weight[[3, 1]])
 
 
 @pytest.mark.slow
