@@ -12,7 +12,7 @@ from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.models.attention import Layout
 from lightrft.models.vocabulary import head_logprobs
 from lightrft.parallel.sequence import UNDIVIDED, Undivided
-from lightrft.types import Batch, Expanded, Features, followed, joined, send
+from lightrft.types import Batch, Expanded, Features, followed, joined, padded, send, unpadded
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 MULTIPLIED = {"cohere", "cohere2"}
@@ -94,13 +94,26 @@ def hidden_states(model: PreTrainedModel, batch: Batch, sequence: Undivided = UN
     here = send(shared.computed, device) if shared else sequence.positions(batch.num_tokens, device)
     hidden = model.base_model(
         input_ids=batch.input_ids[here].unsqueeze(0),
-        position_ids=batch.position_ids[here].unsqueeze(0),
+        position_ids=positions(model, batch)[..., here].unsqueeze(-2),
         attention_mask=None,
         use_cache=False,
         layout=Layout(batch.lengths, device, sequence, shared),
         **{name: send(value, device) for name, value in joined(shown(batch)).items()},
     ).last_hidden_state[0]
     return shared.spread(hidden) if shared else hidden
+
+
+def positions(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """[T]; or [3, T], in time, rows and columns, where the model has such for images (M-RoPE, arXiv 2409.12191)."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    if "mrope_section" not in rope or not any(batch.media or ()):
+        return batch.position_ids
+    ids = padded(batch.input_ids.cpu(), batch.lengths, int(batch.lengths.max()))
+    real = padded(torch.ones_like(batch.input_ids, device="cpu"), batch.lengths, ids.shape[1])
+    kinds = (ids == model.config.image_token_id).int()
+    grids = joined([{name: value for name, value in each.items() if "grid" in name} for each in batch.media])
+    rows = model.base_model.get_rope_index(ids, mm_token_type_ids=kinds, attention_mask=real, **grids)[0]
+    return send(torch.stack([unpadded(axis, batch.lengths) for axis in rows]), batch.input_ids.device)
 
 
 def shown(batch: Batch) -> list[Features]:

@@ -12,7 +12,7 @@ from lightrft.engine.media import MediaReader
 from lightrft.engine.requests import Request
 from lightrft.types import Expanded, Prompt
 
-FAMILIES = ("idefics3",)
+FAMILIES = ("idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Model types whose gradients were compared with those of transformers."""
 BLANK = Image.new("RGB", (28, 28), "white")  # black would be padding to some models
 
