@@ -17,7 +17,9 @@ Prompts = list[tuple[int, int]]
 
 PARTS = (1, 2, 4)
 """Into so many parts the rows of a prompt are cut: fewer share more, more can be balanced better."""
-FEW = 1 / 32
+MANY_PROMPTS = 512
+"""More than this are balanced well enough uncut."""
+LITTLE = 1 / 32
 """Prompts whose repetitions are not more than this share of all tokens do not matter."""
 
 
@@ -60,7 +62,8 @@ def plan(
     """
     _check(lengths, max_tokens)
     limits = Limits(max_tokens, max_sequences or max(len(lengths), 1))
-    deal = {"packed": partial(_packed, prompts or []), "dynamic": _dynamic, "plain": _plain}[batching]
+    prompts = prompts or [(row, 0) for row in range(len(lengths))]
+    deal = {"packed": partial(_packed, prompts), "dynamic": _dynamic, "plain": _plain}[batching]
     steps = [range(start, min(start + minibatch_size, len(lengths))) for start in range(0, len(lengths), minibatch_size)]
     return Plan([deal(lengths, rows, num_ranks, limits) for rows in steps])
 
@@ -78,8 +81,7 @@ def _packed(prompts: Prompts, lengths: list[int], rows: range, num_ranks: int, l
     """[rank][m]: bins of similar cost run at the same time on different ranks; the dearest first. The shortest of several."""
 
     def spent(members: list[int]) -> int:
-        known = {prompts[row] for row in members} if prompts else ()
-        repeated = sum(prompts[row][1] for row in members) - sum(tokens for _, tokens in known) if prompts else 0
+        repeated = sum(prompts[row][1] for row in members) - sum(tokens for _, tokens in {prompts[row] for row in members})
         return sum(work(lengths[row]) for row in members) - products(repeated)
 
     def made(units: list[list[int]]) -> list[list[list[int]]]:
@@ -89,18 +91,20 @@ def _packed(prompts: Prompts, lengths: list[int], rows: range, num_ranks: int, l
         bins.sort(key=spent, reverse=True)
         return [bins[rank::num_ranks] for rank in range(num_ranks)]
 
-    plans = [made(units) for units in [[[row] for row in rows], *_together(prompts, lengths, rows, limits)]]
-    return min(plans, key=lambda dealt: sum(max(map(spent, beside)) for beside in zip(*dealt, strict=True)))
+    def time(dealt: list[list[list[int]]]) -> int:
+        return sum(max(map(spent, beside)) for beside in zip(*dealt, strict=True))
+
+    return min(map(made, [[[row] for row in rows], *_together(prompts, lengths, rows, limits)]), key=time)
 
 
 def _together(prompts: Prompts, lengths: list[int], rows: range, limits: Limits) -> Iterator[list[list[int]]]:
     """Ways to keep rows of a prompt together; none where that saves little."""
     of_prompt: dict[tuple[int, int], list[int]] = {}
-    for row in rows if prompts else ():
+    for row in rows:
         of_prompt.setdefault(prompts[row], []).append(row)
     saved = sum(tokens * (len(members) - 1) for (_, tokens), members in of_prompt.items())
-    if saved > FEW * sum(lengths[row] for row in rows):
-        for parts in PARTS:
+    if saved > LITTLE * sum(lengths[row] for row in rows):
+        for parts in PARTS if len(of_prompt) <= MANY_PROMPTS else PARTS[:1]:
             yield [unit for members in of_prompt.values() for unit in _units(lengths, members, parts, limits)]
 
 

@@ -74,7 +74,10 @@ COUNTS = {1: [1, 1, 1, 2], 2: [2, 2, 3, 3], 4: [5, 5, 5, 5]}
 
 
 @pytest.mark.parametrize("layout", [{"tp_size": 2}, {"tp_size": 1, "cp_size": 2}], ids=["tp", "cp"])
-@pytest.mark.parametrize(("engine_tp_size", "counts"), COUNTS.items())
+@pytest.mark.parametrize(
+    ("engine_tp_size", "counts"),
+    [pytest.param(size, counts, marks=pytest.mark.slow if size == 4 else ()) for size, counts in COUNTS.items()],
+)
 def test_samples_return_to_all_ranks_that_own_the_prompts(folder, engine_tp_size, counts, layout):
     results = run_ranks(4, generated, folder, engine_tp_size, layout)
     assert [right for right, _, _ in results] == [[True] * 2] * 2 + [[True] * 3] * 2

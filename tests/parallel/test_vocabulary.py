@@ -80,8 +80,7 @@ def split(vocabulary: int, dtype: torch.dtype, use: tuple[bool, bool], num_targe
     return [value.detach() for value in values], [hidden.grad, cut.grad.full_tensor()], list(forward), list(backward)
 
 
-@pytest.mark.parametrize("vocabulary", [96, 97])
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(("tp", "vocabulary"), [(2, 96), (2, 97), pytest.param(4, 96, marks=pytest.mark.slow), (4, 97)])
 def test_values_and_gradients_equal_dense(tp, vocabulary):
     for use in [(True, False), (False, True), (True, True)]:
         hidden, weight, targets = inputs(vocabulary, torch.float32)
