@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image
 from transformers import (
@@ -29,6 +30,7 @@ MARKS = {"image_token": "<image>", "fake_image_token": "<fake_token_around_image
          "end_of_utterance_token": "<end_of_utterance>"}
 FRAMED = "<|vision_start|><|image_pad|><|vision_end|>"
 """What stands for an image in a prompt of Qwen-VL; of Idefics3: <image>."""
+FILMED = FRAMED.replace("image", "video")
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.12}
 
 
@@ -76,7 +78,10 @@ def seeing_qwen(folder: Path | str, family: str = "qwen2_5_vl") -> str:
         text_config=SIZES | {
             "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 192, "num_key_value_heads": 2, "head_dim": 32,
             "max_position_embeddings": 512, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS,
-            "rope_parameters": {"rope_type": "default", "type": "mrope", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
+            "rope_parameters": {
+                "rope_type": "default", "type": "mrope", "rope_theta": 1e4, "mrope_section": [4, 6, 6],
+                "mrope_interleaved": family == "qwen3_vl",
+            },
         },
         vision_config=tower | {
             "depth": 2, "num_heads": 2, "patch_size": patch, "initializer_range": 0.12,
@@ -126,6 +131,11 @@ def clip(seed: int, seconds: float = 0.2, rate: int = 16000) -> Clip:
     """Noise."""
     noise = torch.rand(int(seconds * rate), generator=torch.Generator().manual_seed(seed))
     return Clip((noise * 2 - 1).numpy(), rate)
+
+
+def film(seed: int, frames: int = 4, width: int = 40, height: int = 40) -> np.ndarray:
+    """Coloured noise that moves: [frames, height, width, 3]."""
+    return np.stack([np.asarray(picture(100 * seed + frame, width, height)) for frame in range(frames)])
 
 
 def picture(seed: int, width: int = 40, height: int = 40) -> Image.Image:

@@ -302,11 +302,11 @@ class Engine(ABC):
         return None
 
     def _reads(self) -> str:
-        """What this engine takes, and which others take more of what its model knows."""
-        known = [name for name, medium in MEDIA.items() if self.vocabulary and self.vocabulary.placeholders.get(medium)]
-        more = [name for name in known if name not in self.media]
+        """What this engine takes, and which one takes more of what its model knows."""
+        known = [name for name, medium in MEDIA.items() if self.limits and self.vocabulary.placeholders.get(medium)]
+        more = [name for name in known if name not in self.limits]
         said = f"this engine generates from {' and '.join(['text', *self.limits])} only"
-        return f"{said}; --engine_type vllm and hf read {' and '.join(more)} too" if more else said
+        return f"{said}; --engine_type hf reads {' and '.join(more)} too" if more else said
 
     def _problem_of(self, request: Request) -> str | None:
         length, new, limit = len(request.prompt), request.sampling.max_tokens, self.max_model_len or math.inf

@@ -104,7 +104,7 @@ class HFEngine(Engine):
             index=torch.arange(len(prompts) * n, device=self.device),
             running=[True] * (len(prompts) * n),
             mask=mask.repeat_interleave(n, 0), cache=cache,
-            next_position=(positions.view(-1, *ids.shape).amax((0, 2)) + 1).repeat_interleave(n),
+            next_position=(positions.view(-1, *ids.shape)[..., -1].amax(0) + 1).repeat_interleave(n),
         )
         return rows, logits.repeat_interleave(n, 0)
 

@@ -53,6 +53,8 @@ from vllm.inputs import MultiModalInput, TokensInput, TokensPrompt, tokens_input
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
+OTHER_TIMES = ("qwen2_vl", "qwen2_5_vl")
+"""Families whose text goes on, behind a video that is longer than it is wide, elsewhere than in transformers."""
 HOST = "host"
 """Our name, in vLLM's registry of kernels, for those that it has for CPUs."""
 
@@ -164,6 +166,8 @@ class VLLMEngine(LibraryEngine):
         super().__init__("vllm", vllm.__version__, setup)
 
     def _start(self, setup: EngineSetup, config: PretrainedConfig) -> list[str]:
+        if config.model_type in OTHER_TIMES:
+            self.limits.pop("videos", None)
         self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, trust_remote_code=setup.trust_remote_code)
         memory = _Shim.own_shared_memory(setup.axis) if self.on_cpu else nullcontext()
         with _random_state_kept(self.device), memory, _Shim.rank_in_environment(), warnings.catch_warnings():
@@ -295,6 +299,7 @@ def _arguments(setup: EngineSetup, limits: dict[str, int]) -> dict:
     media = {
         "limit_mm_per_prompt": {medium: limits.get(name, 0) for name, medium in MEDIA.items()},
         "mm_processor_cache_gb": 0,  # what would stay in it are the images of the last step
+        "mm_device_do_normalize": False,  # its numbers lie in the model, and come in no stream
     }
     return memory | kernels | (media if limits else {}) | {
         "model": setup.model_path,

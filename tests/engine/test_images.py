@@ -6,8 +6,9 @@ import traceback
 import wave
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,13 +23,14 @@ from transformers import (
     Qwen2AudioConfig,
     Qwen3Config,
 )
+from transformers.video_utils import VideoMetadata
 
 from engine.contract import Bench, flipped_elements_are_named, perturbed, start
 from lightrft.config import EngineSection
 from lightrft.engine.base import Request, Sampling
-from lightrft.engine.expected import Vocabulary, most_of_each, placeholder_token_ids, placeholders
+from lightrft.engine.expected import Vocabulary, most_of_each, placeholder_token_ids
 from lightrft.engine.hf import has_positions_in_space
-from lightrft.engine.media import Clip, digest, read
+from lightrft.engine.media import Clip, Video, digest, read
 from lightrft.engine.probe import Probe
 from lightrft.engine.requests import MEDIA
 from lightrft.parallel.collectives import Axis
@@ -36,7 +38,7 @@ from lightrft.strategy import EngineStatus, FSDPStrategy
 from lightrft.strategy.prompt_reader import PromptReader, as_list, per_prompt
 from lightrft.types import Completion, joined
 from ranks import run_ranks
-from seeing import FRAMED, IMAGE, clip, hearing_model, picture, seeing_model, seeing_qwen
+from seeing import FILMED, FRAMED, IMAGE, clip, film, hearing_model, picture, seeing_model, seeing_qwen
 from sglang_environment import in_sglang_environment
 from tiny import tiny_model
 
@@ -44,7 +46,7 @@ GREEDY = Sampling(temperature=0, max_tokens=10)
 ALONE = Axis("engine", 1, 0, None)
 FIRST, CLEAR = picture(1), picture(4)
 CLEAR.putalpha(picture(5).convert("L"))
-HEARD = clip(1)
+HEARD, FILM = clip(1), [picture(seed) for seed in range(4)]
 SEEN: dict[str, list[tuple[str, list]]] = {
     "images": [
         ("What is <image>?", [FIRST]), ("No picture.", []), ("<image> or <image>", [picture(2, 30, 60), FIRST]),
@@ -54,37 +56,55 @@ SEEN: dict[str, list[tuple[str, list]]] = {
         ("What is <|AUDIO|>?", [HEARD]), ("No sound.", []), ("<|AUDIO|> or <|AUDIO|>", [clip(2, 0.3), HEARD]),
         ("What is <|AUDIO|>?", [HEARD]), ("x", []), ("<|AUDIO|>", [clip(4, 0.1)]), ("What is <|AUDIO|>?", [clip(3, 0.5)]),
     ],
+    "videos": [
+        ("What is <video>?", [FILM]), ("No film.", []), ("<video> or <video>", [film(2, 2, 30, 60), FILM]),
+        ("What is <video>?", [FILM]), ("x", []), ("<video>", [Video(film(4, 3), fps=8)]),
+        ("What is <video>?", [film(3, 2, 90, 20)]),
+    ],
 }  # fmt: skip
 """Prompts of a model, by what it reads beside text: the first and the fourth are the same, the second and the fifth are text."""
-IN_TEXT = {"images": "<image>", "audios": "<|AUDIO|>"}
-Prompt = tuple[str, list]
+IN_TEXT = {"images": "<image>", "videos": "<video>", "audios": "<|AUDIO|>"}
+OWN = {"images": picture, "videos": film, "audios": clip}
+Prompt = tuple[str, list | dict[str, list]]
+"""Text, and what its model reads beside it, or that by medium where there are several."""
 
 
 class Reference:
-    """Plain transformers: text and images to the processor, and what it gives to the model."""
+    """Plain transformers: text and media to the processor, and what it gives to the model. `name`: the media of its prompts."""
 
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, name: str):
         self.processor = AutoProcessor.from_pretrained(folder)
         self.model = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.name = next(name for name, medium in MEDIA.items() if placeholders(self.model.config)[medium])
+        self.name = name
         self.placeholders = list(placeholder_token_ids(self.model.config))
         self.answers: dict[tuple, list[int]] = {}
 
     def framed(self, text: str) -> str:
-        return text.replace("<image>", FRAMED) if hasattr(self.processor, "video_token") else text
+        framed = hasattr(self.processor, "video_token")
+        return text.replace("<image>", FRAMED).replace("<video>", FILMED) if framed else text
 
-    def inputs(self, text: str, items: list) -> dict[str, torch.Tensor]:
-        if self.name == "audios":
-            media = {"audio": [clip.waveform for clip in items], "sampling_rate": 16000}
-        else:
-            media = {"images": [items]}
-        return dict(self.processor(text=[text], return_tensors="pt", **(media if items else {})))
+    def media(self, items: list | dict[str, list]) -> dict[str, list]:
+        return items if isinstance(items, dict) else {self.name: items} if items else {}
 
-    def request(self, text: str, items: list) -> Request:
-        return Request(self.processor.tokenizer(text)["input_ids"], {self.name: items} if items else {})
+    def inputs(self, text: str, items: list | dict[str, list]) -> dict[str, torch.Tensor]:
+        given: dict[str, Any] = {}
+        for name, own in self.media(items).items():
+            if name == "audios":
+                given |= {"audio": [clip.waveform for clip in own], "sampling_rate": 16000}
+            elif name == "images":
+                given |= {"images": [own]}
+            else:
+                films = list(map(Video.of, own))
+                given |= {"videos": [film.frames for film in films], "do_sample_frames": False, "video_metadata": [
+                    VideoMetadata(len(film.frames), fps=film.fps, frames_indices=list(range(len(film.frames)))) for film in films
+                ]}  # fmt: skip
+        return dict(self.processor(text=[text], return_tensors="pt", **given))
+
+    def request(self, text: str, items: list | dict[str, list]) -> Request:
+        return Request(self.processor.tokenizer(text)["input_ids"], self.media(items))
 
     def greedy(self, prompt: Prompt) -> list[int]:
-        known = self.model, prompt[0], *map(id, prompt[1])
+        known = self.model, prompt[0], *map(id, chain(*self.media(prompt[1]).values()))
         if known not in self.answers:
             inputs = self.inputs(*prompt)
             banned = [[token] for token in self.placeholders]
@@ -138,9 +158,16 @@ def text_and_media_in_one_call(scene: Scene) -> None:
     scene.same_as_reference()
     for text, items in scene.seen:
         if items:
-            read = scene.strategy.engine._expanded(scene.reference.request(text, items)).token_ids
-            assert read == scene.reference.inputs(text, items)["input_ids"][0].tolist()
+            request = Request(scene.reference.request(text, items).token_ids, read({scene.name: items}))
+            expanded = scene.strategy.engine._expanded(request).token_ids
+            assert expanded == scene.reference.inputs(text, items)["input_ids"][0].tolist()
     assert len({tuple(scene.reference.greedy(prompt)) for prompt in scene.seen}) == 6  # they make a difference
+
+
+def an_image_and_a_video_in_one_prompt(scene: Scene) -> None:
+    if scene.strategy.engine.limits.keys() >= {"images", "videos"}:
+        text = scene.reference.framed("<video> or <image>, <image>")
+        scene.same_as_reference([(text, {"images": [FIRST, CLEAR], "videos": [FILM]}), scene.seen[0]])
 
 
 def samples_share_the_images_of_their_prompt(scene: Scene) -> None:
@@ -210,7 +237,15 @@ IMPOSSIBLE: dict[str, list[tuple[Request, str]]] = {
         (Request([IMAGE] * 4, {"images": [picture(1)] * 4}), "4 images, more than --limit_mm_image_per_prompt 3"),
         (Request([IMAGE], {"images": ["cat.png"]}), "has media that cannot be read: images: a str is none: give PIL images"),
         (Request([IMAGE], {"images": [FIRST], "audios": [1]}), "carries audios: this engine generates from text and images"),
-        (Request([IMAGE] + [65] * 60, {"images": [picture(1)]}), r"can never fit: 6\d prompt tokens and max_tokens 10"),
+        (Request([IMAGE] + [65] * 120, {"images": [picture(1)]}), r"can never fit: 12\d prompt tokens and max_tokens 10"),
+    ],
+    "videos": [
+        (Request([IMAGE + 1, 65]), "request 1 has 0 videos and 1 placeholders"),
+        (Request([65], {"videos": [FILM]}), "has 1 videos and 0 placeholders"),
+        (Request([IMAGE], {"videos": [FILM]}), "has 0 images and 1 placeholders"),
+        (Request([IMAGE + 1] * 3, {"videos": [FILM] * 3}), "3 videos, more than --limit_mm_video_per_prompt 2"),
+        (Request([IMAGE + 1], {"videos": [FIRST]}), "has media that cannot be read: videos: a Image is none: give frames"),
+        (Request([IMAGE + 1], {"videos": [np.zeros((2, 4, 4))]}), "frames are .* of uint8, and these are .2, 4, 4. of float64"),
     ],
     "audios": [
         (Request([IMAGE, 65]), "request 1 has 0 audios and 1 placeholders"),
@@ -220,13 +255,15 @@ IMPOSSIBLE: dict[str, list[tuple[Request, str]]] = {
         (Request([IMAGE], {"audios": [clip(1, rate=8000)]}), "cannot be read: 8000 samples a second, and its model hears 16000"),
         (Request([IMAGE], {"audios": [clip(1, 31)]}), "cannot be read: 31.0 s, and its model hears [13]0? s: cut it"),
         (Request([IMAGE], {"videos": [1]}), "carries videos: this engine generates from text and audios only"),
-        (Request([IMAGE] + [65] * 55, {"audios": [HEARD]}), r"can never fit: 60 prompt tokens and max_tokens 10"),
+        (Request([IMAGE] + [65] * 115, {"audios": [HEARD]}), r"can never fit: 120 prompt tokens and max_tokens 10"),
     ],
 }
 
 
 def impossible_media_are_refused(scene: Scene) -> None:
-    for request, message in IMPOSSIBLE[scene.name]:
+    others = "carries videos: this engine generates from text and images only; --engine_type hf reads videos too"
+    more = [(Request([IMAGE], {"videos": [FILM]}), others)] if scene.strategy.engine_name == "sglang" else []
+    for request, message in IMPOSSIBLE[scene.name] + more:
         with pytest.raises(ValueError, match=message):
             scene.strategy.engine.generate([Request([66]), request], GREEDY)
     scene.same_as_reference(scene.seen[:1])
@@ -234,9 +271,9 @@ def impossible_media_are_refused(scene: Scene) -> None:
 
 def ranks_of_an_engine_need_the_same_images(scene: Scene) -> None:
     if scene.strategy.engine.axis.size > 1:
-        own = {"images": picture, "audios": clip}[scene.name](scene.strategy.get_rank())
+        own, token = OWN[scene.name](scene.strategy.get_rank()), IMAGE + (scene.name == "videos")
         with pytest.raises(ValueError, match="the same requests"):
-            scene.strategy.engine.generate([Request([IMAGE], {scene.name: [own]})], GREEDY)
+            scene.strategy.engine.generate([Request([token], {scene.name: [own]})], GREEDY)
 
 
 def each_rank_gets_its_own_answers(scene: Scene) -> None:
@@ -279,7 +316,8 @@ def local_answers(scene: Scene) -> None:
     medium = MEDIA[scene.name]
     inputs = [{"prompt": text, "multi_modal_data": {medium: items}} for text, items in scene.seen]
     ids = scene.reference.request(*scene.seen[0]).token_ids
-    inputs[0] = {"prompt_token_ids": ids, "multi_modal_data": {medium: scene.seen[0][1][0]}}
+    alone = scene.seen[0][1][0] if scene.name != "videos" else np.stack([np.asarray(frame) for frame in FILM])
+    inputs[0] = {"prompt_token_ids": ids, "multi_modal_data": {medium: alone}}
     with scene.strategy.engine_awake():
         dicts = scene.strategy.engine_generate_local(GREEDY, multi_modal_inputs=inputs)
         for given in ({}, {"prompt_token_ids": [[65]], "multi_modal_inputs": inputs}):
@@ -309,6 +347,12 @@ CASES: list[Callable[[Scene], None]] = [
     ranks_of_an_engine_need_the_same_images, each_rank_gets_its_own_answers, a_prompt_without_images_has_no_placeholders,
     local_answers, it_sleeps_afterwards,
 ]  # fmt: skip
+OF_MORE: list[Callable[[Scene], None]] = [
+    text_and_media_in_one_call, an_image_and_a_video_in_one_prompt, samples_share_the_images_of_their_prompt, a_response_goes_on,
+    impossible_media_are_refused, ranks_of_an_engine_need_the_same_images, each_rank_gets_its_own_answers,
+    a_prompt_without_images_has_no_placeholders, local_answers,
+]  # fmt: skip
+"""Of the second medium of a model."""
 
 
 def outcomes(engine_type: str, sizes: list[int], sp_size: int, *folders: str) -> dict[str, str]:
@@ -317,19 +361,19 @@ def outcomes(engine_type: str, sizes: list[int], sp_size: int, *folders: str) ->
     for folder, size in product(folders, sizes):
         made = FSDPStrategy(args={
             "fsdp": True, "pretrain": folder, "engine_type": engine_type, "engine_tp_size": size, "sp_size": sp_size,
-            "prompt_max_len": 48, "generate_max_len": 16, "limit_mm_image_per_prompt": 3, "limit_mm_audio_per_prompt": 2,
-            "engine_kv_cache_gb": 0.125, "micro_rollout_batch_size": 3,
+            "prompt_max_len": 112, "generate_max_len": 16, "limit_mm_image_per_prompt": 3, "limit_mm_audio_per_prompt": 2,
+            "limit_mm_video_per_prompt": 2,            "engine_kv_cache_gb": 0.125, "micro_rollout_batch_size": 3,
         })  # fmt: skip
         made.setup_distributed()
         model = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
         made.setup_inference_engine(actor=made.prepare(model) if sp_size == 1 else None)  # its forward pass cannot be divided
         made.wakeup_inference_engine()
-        scene = Scene(made, Reference(folder))
-        for case in CASES:
+        scenes = [Scene(made, Reference(folder, name)) for name in made.engine.limits]
+        for scene, case in [*product(scenes[:1], CASES), *product(scenes[1:], OF_MORE)]:
             try:
                 case(scene)
             except BaseException:
-                results[f"{case.__name__}, {Path(folder).name}, {size} ranks per engine"] = traceback.format_exc()
+                results[f"{case.__name__}, {scene.name}, {Path(folder).name}, {size} ranks per engine"] = traceback.format_exc()
         made.close_engine()
     return results
 
