@@ -210,9 +210,9 @@ def the_same_image_under_new_weights(scene: Scene) -> None:
 
 
 def weights_behind_images_are_proven(scene: Scene) -> None:
-    """Not in hf, which keeps all weights as they came; an ear's are proven as an eye's are, so once is enough."""
+    """Not in hf, which keeps all weights as they came."""
     engine = scene.strategy.engine
-    if scene.strategy.engine_name == "hf" or (scene.name == "audios" and engine.axis.size > 1):
+    if scene.strategy.engine_name == "hf":
         return
     bench = Bench(engine, scene.reference.model, engine.axis, scene.strategy.get_rank())
     others = "text_model", "language_model", "layers.1", "blocks.1"
@@ -358,7 +358,7 @@ OF_MORE: list[Callable[[Scene], None]] = [
 def outcomes(engine_type: str, sizes: list[int], sp_size: int, *folders: str) -> dict[str, str]:
     """Case -> traceback, empty when it passed. The engine's weights are streamed from a sharded actor."""
     results = {}
-    for folder, size in product(folders, sizes):
+    for folder, size in [*product(folders[:1], sizes), *product(folders[1:], sizes[-1:])]:
         made = FSDPStrategy(args={
             "fsdp": True, "pretrain": folder, "engine_type": engine_type, "engine_tp_size": size, "sp_size": sp_size,
             "prompt_max_len": 112, "generate_max_len": 16, "limit_mm_image_per_prompt": 3, "limit_mm_audio_per_prompt": 2,
