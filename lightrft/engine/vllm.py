@@ -172,7 +172,7 @@ class VLLMEngine(LibraryEngine):
         memory = _Shim.own_shared_memory(setup.axis) if self.on_cpu else nullcontext()
         with _random_state_kept(self.device), memory, _Shim.rank_in_environment(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self._llm = LLM(**_arguments(setup, self.limits))
+            self._llm = LLM(**_arguments(setup, config, self.limits))
         self._shim = _Shim(self._llm, self.names)
         return self._shim.weights.unknown
 
@@ -292,10 +292,12 @@ def _item(item: Image | Video | Clip) -> Image | tuple:
     return (item.waveform, item.sampling_rate) if isinstance(item, Clip) else item
 
 
-def _arguments(setup: EngineSetup, limits: dict[str, int]) -> dict:
+def _arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, int]) -> dict:
     section, on_cpu = setup.section, setup.device.type == "cpu"
     memory = {"kv_cache_memory_bytes": int(section.engine_kv_cache_gb * 2**30)} if on_cpu else {}
     kernels = {"ir_op_priority": {"rms_norm": [HOST], "fused_add_rms_norm": [HOST]}} if on_cpu else {}
+    if on_cpu and getattr(config.get_text_config(), "kv_lora_rank", None):  # MLA: its own kernel takes heads for tokens there
+        kernels["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
     media = {
         "limit_mm_per_prompt": {medium: limits.get(name, 0) for name, medium in MEDIA.items()},
         "mm_processor_cache_gb": 0,  # what would stay in it are the images of the last step

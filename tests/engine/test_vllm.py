@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Phi3Config, PretrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Phi3Config, PretrainedConfig, Qwen2Config
 
 from engine.contract import Bench, flipped_elements_are_named, perturbed, reference_greedy, start
-from lightrft.engine.base import EngineError
+from lightrft.config import EngineSection
+from lightrft.engine.base import EngineError, EngineSetup
+from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 from ranks import run_ranks
 from tiny import tiny_model
@@ -59,11 +61,22 @@ def _norms_are_of_one_kernel(dtype: torch.dtype) -> None:
         torch.testing.assert_close((normed, total), (expected(summed, weight), summed))
 
 
+def _latent_attention_turns_in_torch() -> None:
+    """Without its own kernel for it, and no other model does."""
+    from lightrft.engine.vllm import _arguments
+
+    setup = EngineSetup(section=EngineSection(), model_path="", dtype=torch.float32, device=torch.device("cpu"),
+                        axis=Axis("engine", 1, 0, None), max_model_len=8)
+    asked = [_arguments(setup, config, {}).get("compilation_config") for config in (DeepseekV3Config(), Qwen2Config())]
+    assert asked == [{"custom_ops": ["all", "-rotary_embedding"]}, None]
+
+
 def _proof_of_every_weight(folder: str, dtype: torch.dtype) -> tuple[list[str], str]:
     """Names that no proof covers, and what is said of a tied head that still multiplies with the old weights."""
     mesh = Mesh("cpu")
     engine = start("vllm", folder, mesh.world, dtype=dtype)
     _norms_are_of_one_kernel(dtype)
+    _latent_attention_turns_in_torch()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     bench = Bench(engine, model, mesh.world, mesh.world.rank)
     bench.load(perturbed(model, 1))
