@@ -198,7 +198,6 @@ def _image_problems(config: Config) -> list[str]:
         return [] if model.freeze_vision_tower else ["--no_freeze_vision_tower needs --images_key: it learns from images alone"]
     others = [f"--{name}" for name in ("reward_pretrain", *TEACHERS) if getattr(model, name)]
     impossible = {
-        "--images_key needs --fsdp: DeepSpeed does not train on images here": not strategy.fsdp,
         f"--images_key needs undivided models and sequences: drop {' '.join(divided)}; --fsdp cuts the model anyway": divided,
         f"--images_key: the critic of --advantage_estimator {algorithm.advantage_estimator} sees no images; take grpo": (
             needs_critic(algorithm)

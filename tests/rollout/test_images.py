@@ -21,7 +21,7 @@ from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
 from lightrft.rollout.experience import flatten
 from lightrft.rollout.media import Expander
-from lightrft.strategy import FSDPStrategy
+from lightrft.strategy import get_strategy
 from lightrft.types import Prompt, Sample
 from ranks import run_ranks
 from runs import train
@@ -63,7 +63,7 @@ def learned(folder: str, settings: dict, micro_batches: list[dict]) -> list[tupl
     """For each split into micro-batches, log-probs by row before an update, and all parameters after it."""
     results = []
     for limits in micro_batches:
-        strategy = FSDPStrategy(seed=1, max_norm=0.0, args={"fsdp": True, **settings.get("strategy", {})})
+        strategy = get_strategy({"fsdp": True, "max_norm": 0.0, **settings.get("strategy", {})})
         strategy.setup_distributed()
         section = ModelSection(pretrain=folder, **settings.get("model", {}))
         with strategy.init_model_context():
@@ -116,6 +116,7 @@ TRAINED = {"model": {"freeze_vision_tower": False}}
 @pytest.mark.parametrize(("world_size", "settings", "splits"), [
     (1, TRAINED, [{"max_tokens": 256}, SPLITS[2]]), (2, TRAINED, SPLITS), (2, {}, SPLITS[:1]),
     (2, TRAINED | {"strategy": {"gradient_checkpointing": True}}, SPLITS[:1]),
+    (2, TRAINED | {"strategy": {"fsdp": False, "zero_stage": 3}}, SPLITS[1:2]),
 ])  # fmt: skip
 def test_gradients_are_those_of_transformers(folder, world_size, settings, splits):
     """Rank 1 of two holds one image; with a sequence in each micro-batch, half of them have no image."""
