@@ -1,6 +1,7 @@
 """Every knob, where its value comes from, and what cannot be."""
 
 from lightrft.config.command_line import field_docs, parse
+from lightrft.config.recipe import COMPARING
 from lightrft.config.sections import (
     SECTIONS,
     AlgorithmSection,
@@ -20,7 +21,6 @@ from lightrft.config.sections import (
     section_of_field,
 )
 from lightrft.config.validation import (
-    COMPARING,
     DOORS,
     cp_problems,
     deepspeed_problems,

@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from lightrft.config.recipe import TEACHERS, algorithm_problems
 from lightrft.config.sections import (
     SECTIONS,
     Config,
@@ -58,7 +59,7 @@ def validate(config: Config, *, door: str, world_size: int) -> None:
     if len(config.optim.adam_betas) != 2 or not all(0 <= beta < 1 for beta in config.optim.adam_betas):
         problems.append("--adam_betas takes two numbers, at least 0 and below 1")
     if door == "train_ppo":
-        problems += _algorithm_problems(config)
+        problems += algorithm_problems(config)
     if door != "evaluate":
         problems += _image_problems(config)
     if not problems:
@@ -139,9 +140,6 @@ CRITIC = ("critic_pretrain", "critic_learning_rate", "lambd", "value_clip")
 
 RANDOM = ("temperature", "top_p", "top_k", "first_token_temperature")
 """Fields of sampling that greedy responses do not know."""
-
-TEACHERS = ("teacher_pretrain", "teacher_url")
-"""Where a teacher can be."""
 
 ZERO = ("zero_stage", "zpg", "adam_offload", "param_offload", "overlap_comm", "grad_accum_dtype")
 """Fields of DeepSpeed alone."""
@@ -281,95 +279,6 @@ def _heads(pretrain: str) -> dict[str, int]:
     heads = content.get("num_attention_heads")
     counts = {"attention heads": heads, "key-value heads": content.get("num_key_value_heads", heads)}
     return {name: count for name, count in counts.items() if isinstance(count, int)}
-
-
-COMPARING = (
-    *("grpo", "group_norm", "dapo", "gspo", "gmpo", "cispo", "sapo", "cpgd"),
-    *("dr_grpo", "reinforce++_baseline", "reinforce_baseline", "rloo", "opo", "pass_at_k"),
-)
-"""Estimators whose advantage is 0 for a sample that is alone in its group."""
-
-
-def _teacher_problems(config: Config) -> list[str]:
-    algorithm, given = config.algorithm, [name for name in TEACHERS if getattr(config.model, name)]
-    wanted = algorithm.distill_coef > 0
-    impossible = {
-        "--distill_coef must not be negative": algorithm.distill_coef < 0,
-        "--advantage_estimator distill learns from the teacher alone: --distill_coef must be above 0": (
-            algorithm.advantage_estimator == "distill" and not wanted
-        ),
-        "--distill_coef needs a teacher: give --teacher_pretrain or --teacher_url": wanted and not given,
-        "--teacher_pretrain and --teacher_url are two teachers: drop one": len(given) > 1,
-        "--teacher_url answers at temperature 1: --temperature must be 1, or take --teacher_pretrain": (
-            wanted and bool(config.model.teacher_url) and config.rollout.temperature != 1
-        ),
-    }
-    return [problem for problem, holds in impossible.items() if holds]
-
-
-def _algorithm_problems(config: Config) -> list[str]:
-    algorithm, rollout, reward = config.algorithm, config.rollout, config.reward
-    problems = _teacher_problems(config)
-    names = ("length_filter", "difficulty_filter", "difficulty_weights", "entropy_filter")
-    pairs = {name: getattr(algorithm, name) for name in names}
-    for name, pair in (pairs | {"curriculum": rollout.curriculum}).items():
-        if pair and (len(pair) != 2 or pair[0] > pair[1]):
-            problems.append(f"--{name} takes the least and the most: two numbers")
-    for name, bound in (("advantage_clip", algorithm.advantage_clip), ("reward_clip", reward.reward_clip)):
-        if bound is not None and bound <= 0:
-            problems.append(f"--{name} must be above 0; leave it out for no clipping")
-    masking = algorithm.rollout_correction in ("mis", "icepop")
-    if masking and algorithm.rollout_correction_low > algorithm.rollout_correction_high:
-        problems.append("--rollout_correction_low is above --rollout_correction_high: no token would count")
-    if algorithm.clip_cov_range != sorted(algorithm.clip_cov_range) or len(algorithm.clip_cov_range) != 2:
-        problems.append("--clip_cov_range takes the least and the most: two numbers")
-    for name, share in (("high_entropy_token_ratio", algorithm.high_entropy_token_ratio), ("cov_ratio", algorithm.cov_ratio)):
-        if not 0 <= share <= 1:
-            problems.append(f"--{name} is a share, between 0 and 1")
-    if algorithm.policy_loss == "cpgd" and algorithm.eps_clip_low >= 1:
-        problems.append("--policy_loss cpgd takes the logarithm of 1 - eps_clip_low: give less than 1")
-    if algorithm.rollout_correction is not None and algorithm.use_engine_logprobs:
-        problems.append("--rollout_correction corrects nothing where --use_engine_logprobs measures from the engine: drop one")
-    if algorithm.use_kl_loss and algorithm.kl_estimator == "k1":
-        problems.append("--kl_estimator k1 is for rewards: as a loss its gradient is zero on average; take k2, k3 or k3+")
-    for name, least in (("kl_target", algorithm.kl_target), ("kl_horizon", algorithm.kl_horizon)):
-        if least is not None and least <= 0:
-            problems.append(f"--{name} must be above 0")
-    if algorithm.init_kl_coef < 0:
-        problems.append("--init_kl_coef must not be negative")
-    if algorithm.aux_loss_coef < 0:
-        problems.append("--aux_loss_coef must not be negative")
-    if algorithm.ptx_coef <= 0:
-        problems.append("--ptx_coef must be above 0; without --pretrain_data nothing is added")
-    if algorithm.value_clip < 0:
-        problems.append("--value_clip must not be negative; 0 is no clipping")
-    if config.train.freezing_actor_steps < 0:
-        problems.append("--freezing_actor_steps must not be negative")
-    if config.train.freezing_actor_steps > 0 and not needs_critic(algorithm):
-        problems.append("--freezing_actor_steps leaves nothing to learn without a critic: --advantage_estimator ppo or gae")
-    estimator, samples = algorithm.advantage_estimator, rollout.n_samples_per_prompt
-    if estimator in COMPARING and samples == 1:
-        problems.append(f"--advantage_estimator {estimator} compares the samples of a prompt: --n_samples_per_prompt 2 or more")
-    if estimator == "pass_at_k" and not 1 <= algorithm.pass_k <= samples:
-        problems.append(f"--pass_k {algorithm.pass_k} draws from --n_samples_per_prompt {samples}: give 1 to {samples}")
-    if rollout.over_sampling < 1:
-        problems.append("--over_sampling is how many times the needed prompts are asked: at least 1")
-    if rollout.over_sampling > 1 and rollout.stop:
-        problems.append("--over_sampling looks at parts of responses, in which a text of --stop can be cut in two: drop one")
-    if rollout.dynamic_sampling and samples == 1:
-        problems.append("--dynamic_sampling looks for responses to one prompt that differ: --n_samples_per_prompt 2 or more")
-    if rollout.dynamic_sampling and config.model.reward_pretrain:
-        problems.append(
-            "--dynamic_sampling asks for rewards while the engine generates, and the models of --reward_pretrain judge when it "
-            "sleeps: drop one, or put the model behind a server and give its address as --reward"
-        )
-    normed = [f"--{name}" for name in ("reward_running_norm", "reward_group_norm", "reward_clip") if getattr(reward, name)]
-    if estimator == "remax" and normed:
-        problems.append(f"--advantage_estimator remax compares with the greedy reward as it is: drop {' '.join(normed)}")
-    buffer, longest = reward.overlong_buffer_len, rollout.generate_max_len
-    if reward.overlong_buffer and buffer is not None and not 1 <= buffer <= longest:
-        problems.append(f"--overlong_buffer_len {buffer} must be between 1 and --generate_max_len {longest}")
-    return problems
 
 
 def _batch_problems(config: Config) -> list[str]:

@@ -1,0 +1,138 @@
+"""Which algorithms, with their numbers, teachers and ways of sampling, make no sense together."""
+
+from collections.abc import Iterator, Mapping
+
+from lightrft.config.sections import Config, needs_critic
+
+TEACHERS = ("teacher_pretrain", "teacher_url")
+"""Where a teacher can be."""
+
+COMPARING = (
+    *("grpo", "group_norm", "dapo", "gspo", "gmpo", "cispo", "sapo", "cpgd"),
+    *("dr_grpo", "reinforce++_baseline", "reinforce_baseline", "rloo", "opo", "pass_at_k"),
+)
+"""Estimators whose advantage is 0 for a sample that is alone in its group."""
+
+
+def algorithm_problems(config: Config) -> list[str]:
+    """What train_ppo could not make sense of, a sentence for each."""
+    parts = (_teaching, _ranges, _bounds, _losses, _comparisons, _sampling)
+    return [problem for part in parts for problem in _holding(part(config))]
+
+
+def _holding(impossible: Mapping[str, bool]) -> Iterator[str]:
+    return (problem for problem, holds in impossible.items() if holds)
+
+
+def _teaching(config: Config) -> dict[str, bool]:
+    algorithm, given = config.algorithm, [name for name in TEACHERS if getattr(config.model, name)]
+    wanted = algorithm.distill_coef > 0
+    return {
+        "--distill_coef must not be negative": algorithm.distill_coef < 0,
+        "--advantage_estimator distill learns from the teacher alone: --distill_coef must be above 0": (
+            algorithm.advantage_estimator == "distill" and not wanted
+        ),
+        "--distill_coef needs a teacher: give --teacher_pretrain or --teacher_url": wanted and not given,
+        "--teacher_pretrain and --teacher_url are two teachers: drop one": len(given) > 1,
+        "--teacher_url answers at temperature 1: --temperature must be 1, or take --teacher_pretrain": (
+            wanted and bool(config.model.teacher_url) and config.rollout.temperature != 1
+        ),
+    }
+
+
+def _ranges(config: Config) -> dict[str, bool]:
+    """The least and the most of something."""
+    algorithm = config.algorithm
+    names = ("length_filter", "difficulty_filter", "difficulty_weights", "entropy_filter")
+    pairs = {name: getattr(algorithm, name) for name in names} | {"curriculum": config.rollout.curriculum}
+    wrong = {name: bool(pair) and not _is_range(pair) for name, pair in pairs.items()}
+    wrong["clip_cov_range"] = not _is_range(algorithm.clip_cov_range)
+    return {f"--{name} takes the least and the most: two numbers": holds for name, holds in wrong.items()} | {
+        "--rollout_correction_low is above --rollout_correction_high: no token would count": (
+            algorithm.rollout_correction in ("mis", "icepop")
+            and algorithm.rollout_correction_low > algorithm.rollout_correction_high
+        ),
+    }
+
+
+def _is_range(pair: list[float]) -> bool:
+    return len(pair) == 2 and pair[0] <= pair[1]
+
+
+def _bounds(config: Config) -> dict[str, bool]:
+    algorithm, reward, train = config.algorithm, config.reward, config.train
+    clips = {"advantage_clip": algorithm.advantage_clip, "reward_clip": reward.reward_clip}
+    above = {"kl_target": algorithm.kl_target, "kl_horizon": algorithm.kl_horizon}
+    shares = {"high_entropy_token_ratio": algorithm.high_entropy_token_ratio, "cov_ratio": algorithm.cov_ratio}
+    least = {"init_kl_coef": algorithm.init_kl_coef, "aux_loss_coef": algorithm.aux_loss_coef,
+             "freezing_actor_steps": train.freezing_actor_steps}  # fmt: skip
+    buffer, longest = reward.overlong_buffer_len, config.rollout.generate_max_len
+    return {
+        **{f"--{name} must be above 0; leave it out for no clipping": _at_most_0(bound) for name, bound in clips.items()},
+        **{f"--{name} must be above 0": _at_most_0(bound) for name, bound in above.items()},
+        **{f"--{name} is a share, between 0 and 1": not 0 <= share <= 1 for name, share in shares.items()},
+        **{f"--{name} must not be negative": bound < 0 for name, bound in least.items()},
+        "--value_clip must not be negative; 0 is no clipping": algorithm.value_clip < 0,
+        "--ptx_coef must be above 0; without --pretrain_data nothing is added": algorithm.ptx_coef <= 0,
+        "--over_sampling is how many times the needed prompts are asked: at least 1": config.rollout.over_sampling < 1,
+        f"--overlong_buffer_len {buffer} must be between 1 and --generate_max_len {longest}": (
+            reward.overlong_buffer and buffer is not None and not 1 <= buffer <= longest
+        ),
+    }
+
+
+def _at_most_0(bound: float | None) -> bool:
+    return bound is not None and bound <= 0
+
+
+def _losses(config: Config) -> dict[str, bool]:
+    algorithm = config.algorithm
+    return {
+        "--policy_loss cpgd takes the logarithm of 1 - eps_clip_low: give less than 1": (
+            algorithm.policy_loss == "cpgd" and algorithm.eps_clip_low >= 1
+        ),
+        "--rollout_correction corrects nothing where --use_engine_logprobs measures from the engine: drop one": (
+            algorithm.rollout_correction is not None and algorithm.use_engine_logprobs
+        ),
+        "--kl_estimator k1 is for rewards: as a loss its gradient is zero on average; take k2, k3 or k3+": (
+            algorithm.use_kl_loss and algorithm.kl_estimator == "k1"
+        ),
+        "--freezing_actor_steps leaves nothing to learn without a critic: --advantage_estimator ppo or gae": (
+            config.train.freezing_actor_steps > 0 and not needs_critic(algorithm)
+        ),
+    }
+
+
+def _comparisons(config: Config) -> dict[str, bool]:
+    """What an estimator compares a sample with."""
+    algorithm, samples = config.algorithm, config.rollout.n_samples_per_prompt
+    estimator = algorithm.advantage_estimator
+    shaping = ("reward_running_norm", "reward_group_norm", "reward_clip")
+    shaped = [f"--{name}" for name in shaping if getattr(config.reward, name)]
+    return {
+        f"--advantage_estimator {estimator} compares the samples of a prompt: --n_samples_per_prompt 2 or more": (
+            estimator in COMPARING and samples == 1
+        ),
+        f"--pass_k {algorithm.pass_k} draws from --n_samples_per_prompt {samples}: give 1 to {samples}": (
+            estimator == "pass_at_k" and not 1 <= algorithm.pass_k <= samples
+        ),
+        f"--advantage_estimator remax compares with the greedy reward as it is: drop {' '.join(shaped)}": (
+            estimator == "remax" and bool(shaped)
+        ),
+    }
+
+
+def _sampling(config: Config) -> dict[str, bool]:
+    rollout = config.rollout
+    return {
+        "--over_sampling looks at parts of responses, in which a text of --stop can be cut in two: drop one": (
+            rollout.over_sampling > 1 and bool(rollout.stop)
+        ),
+        "--dynamic_sampling looks for responses to one prompt that differ: --n_samples_per_prompt 2 or more": (
+            rollout.dynamic_sampling and rollout.n_samples_per_prompt == 1
+        ),
+        "--dynamic_sampling asks for rewards while the engine generates, and the models of --reward_pretrain judge when it "
+        "sleeps: drop one, or put the model behind a server and give its address as --reward": (
+            rollout.dynamic_sampling and bool(config.model.reward_pretrain)
+        ),
+    }
