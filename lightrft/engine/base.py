@@ -70,6 +70,8 @@ class Engine(ABC):
         """Without one token ids are not checked, nothing is banned by itself, and there are no stop strings."""
         self.limits: dict[str, int] = {}
         """The media that it generates from, and the most of each in one prompt; empty: text only."""
+        self.model_reads: tuple[str, ...] = ()
+        """The media that its model reads, where the engine may take fewer of them."""
         self.version = 0
         """Version of the weights in use; completions carry it."""
         self.awake: set[Part] = {"weights", "kv_cache"}
@@ -303,8 +305,7 @@ class Engine(ABC):
 
     def _reads(self) -> str:
         """What this engine takes, and which one takes more of what its model knows."""
-        known = [name for name, medium in MEDIA.items() if self.limits and self.vocabulary.placeholders.get(medium)]
-        more = [name for name in known if name not in self.limits]
+        more = [name for name in self.model_reads if name not in self.limits]
         said = f"this engine generates from {' and '.join(['text', *self.limits])} only"
         return f"{said}; --engine_type hf reads {' and '.join(more)} too" if more else said
 

@@ -1,6 +1,5 @@
 """What a model's folder tells an engine before there are weights."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
@@ -77,14 +76,14 @@ def model_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[A
     return AutoModelForMultimodalLM if seeing is not None and reading in (None, seeing) else AutoModelForCausalLM
 
 
-def most_of_each(section: EngineSection, config: PretrainedConfig, media: Iterable[str]) -> dict[str, int]:
-    """Of these media, those that the model reads, and how many of each a prompt may have."""
+def most_of_each(section: EngineSection, config: PretrainedConfig) -> dict[str, int]:
+    """The media that the model reads, and how many of each a prompt may have."""
     if model_class(config) is AutoModelForCausalLM:
         return {}
     flags = {"images": section.limit_mm_image_per_prompt, "videos": section.limit_mm_video_per_prompt,
              "audios": section.limit_mm_audio_per_prompt}
     known = placeholders(config)
-    return {name: flags[name] for name in media if known[MEDIA[name]]}
+    return {name: flags[name] for name, medium in MEDIA.items() if known[medium]}
 
 
 def published_names(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PublishedNames:

@@ -39,7 +39,7 @@ class HFEngine(Engine):
                          max_model_len=setup.max_model_len, vocabulary=Vocabulary.of(setup.model_path, config, **trust))
         self.in_space = has_positions_in_space(config)
         self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, media_alone=self.in_space, **trust)
-        self.limits = most_of_each(setup.section, config, self.media)
+        self.limits = most_of_each(setup.section, config)
         self.device, self.dtype = setup.device, setup.dtype
         self.batch_size = setup.section.micro_rollout_batch_size
         self.model = _load(setup, config).eval().requires_grad_(False)

@@ -508,7 +508,7 @@ def test_the_form_of_a_model_that_engines_load():
         (Qwen3Config(), {}), (Idefics3Config(), {"images": 4}), (Gemma3Config(), {"images": 4}),
         (Qwen2_5_VLConfig(), {"images": 4, "videos": 0}), (Qwen2AudioConfig(), {"audios": 1}),
     ):  # fmt: skip
-        assert most_of_each(EngineSection(), config, MEDIA) == media
+        assert most_of_each(EngineSection(), config) == media
 
 
 def test_positions_in_space_are_known_from_the_configuration():
