@@ -16,6 +16,8 @@ MARK = "<image>"
 """Where one stands in the text of a row that becomes a chat."""
 ORIENTATION = 0x0112
 """In the EXIF data of an image: how it is to be turned; from 5 on by a quarter."""
+UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+"""What PIL raises for damaged files, and for those with more pixels than it takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +33,18 @@ class ImageFile:
     def size(self) -> tuple[int, int]:
         """Width and height, upright. Only the file's beginning is read; ValueError where that is of no image."""
         try:
-            with Image.open(BytesIO(self.source) if isinstance(self.source, bytes) else self.source) as image:
+            with _of_bytes(BytesIO(self.source) if isinstance(self.source, bytes) else self.source) as image:
                 turned = Image.Image.getexif(image).get(ORIENTATION, 1) >= 5  # that of a PNG would decode all of it
                 return image.size[::-1] if turned else image.size
-        except OSError as error:
+        except UNREADABLE as error:
             raise ValueError(f"image {self.name} cannot be read: {error}") from error
 
     def open(self) -> Image.Image:
         """In RGB, transparency dropped, and upright. DataError where it cannot be read."""
         try:
             content = self.source if isinstance(self.source, bytes) else self.source.read_bytes()
-            return ImageOps.exif_transpose(Image.open(BytesIO(content))).convert("RGB")
-        except OSError as error:
+            return ImageOps.exif_transpose(_of_bytes(BytesIO(content))).convert("RGB")
+        except UNREADABLE as error:
             raise DataError(f"image {self.name} cannot be read: {error}") from error
 
 
@@ -72,11 +74,21 @@ def with_parts(messages: list[dict[str, Any]], num_images: int) -> list[dict[str
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
-    if not isinstance(content, str):
+    if content is None or (isinstance(content, list) and all(isinstance(part, dict) for part in content)):
         return list(content or ())
+    if not isinstance(content, str):
+        raise ValueError(f"the content of a chat message is text, or a list of parts with a type, not {content!r:.80}")
     texts = content.split(MARK)
     parts = [part for text in texts for part in ({"type": "text", "text": text}, {"type": "image"})][:-1]
     return [part for part in parts if part != {"type": "text", "text": ""}]
+
+
+def _of_bytes(file: BytesIO | Path) -> Image.Image:
+    """ValueError where a level of brightness is more than a byte: in RGB nearly all of them would be white."""
+    image = Image.open(file)
+    if image.mode[0] in "IF":
+        raise ValueError(f"its pixels are of mode {image.mode}, and not of 8 bits; scale them")
+    return image
 
 
 def _image_file(item: Any, folder: Path) -> ImageFile:

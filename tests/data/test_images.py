@@ -3,6 +3,7 @@
 import io
 import json
 from pathlib import Path
+from random import Random
 
 import datasets
 import pytest
@@ -77,14 +78,24 @@ def test_what_is_no_image(value, reason):
         image_files(value, Path())
 
 
-def test_files_that_cannot_be_read(folder):
+def test_files_that_cannot_be_read(folder, monkeypatch):
     (folder / "text.png").write_text("no image")
     (folder / "cut.png").write_bytes((folder / "0.png").read_bytes()[:45])
     for name in ("missing.png", "text.png"):
         with pytest.raises(ValueError, match=f"image {name} cannot be read"):
             _ = ImageFile(name, folder / name).size
+    Image.new("I;16", (2, 2)).save(folder / "deep.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 5)
+    for name, reason in {"0.png": "12 pixels", "deep.png": "mode I;16, and not of 8 bits"}.items():
+        with pytest.raises(DataError, match=f"rows.jsonl:1: image {name} cannot be read: .*{reason}"):
+            load(folder, {"input": "a", "pictures": name}, measure=lambda prompt: prompt.multi_modal["images"][0].size[0])
+    monkeypatch.undo()
     with pytest.raises(DataError, match="image cut.png cannot be read"):
         ImageFile("cut.png", folder / "cut.png").open()
+    file = io.BytesIO()  # of several pieces, the last of which has no name
+    Image.frombytes("L", (300, 300), Random(0).randbytes(90_000)).save(file, "PNG")
+    with pytest.raises(DataError, match="image broken.png cannot be read: broken PNG file"):
+        ImageFile("broken.png", b"\0DAT".join(file.getvalue().rsplit(b"IDAT", 1))).open()
 
 
 def test_a_column_without_images(folder):
@@ -110,3 +121,6 @@ def test_messages_with_parts():
     assert with_parts([user | {"content": [text, image]}], 1)[0]["content"] == [text, image]
     assert with_parts([system], 0) == [{"role": "system", "content": [{"type": "text", "text": "be brief"}]}]
     assert with_parts([user | {"content": "<image>a"}], 1)[0]["content"] == [image, text]
+    for content in (["a"], image, 3):
+        with pytest.raises(ValueError, match="the content of a chat message is text, or a list of parts"):
+            with_parts([user | {"content": content}], 1)
