@@ -48,8 +48,11 @@ logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # its impo
 
 import vllm  # noqa: E402  after its environment
 from vllm import LLM, SamplingParams, ir  # noqa: E402
+from vllm.config import ModelConfig  # noqa: E402
 from vllm.distributed.parallel_state import destroy_model_parallel  # noqa: E402
 from vllm.inputs import MultiModalInput, TokensInput, TokensPrompt, tokens_input  # noqa: E402
+from vllm.model_executor.model_loader import register_model_loader  # noqa: E402
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
@@ -322,6 +325,17 @@ def _arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, i
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+
+
+@register_model_loader("dummy")
+class _NoWeights(DummyModelLoader):
+    """Before the first stream: random weights, as vLLM has them, but buffers as the model makes them, which no stream brings."""
+
+    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        made = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        super().load_weights(model, model_config)
+        for buffer, values in made:
+            buffer.copy_(values)
 
 
 def _kernel_takes(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:

@@ -71,12 +71,24 @@ def _latent_attention_turns_in_torch() -> None:
     assert asked == [{"custom_ops": ["all", "-rotary_embedding"]}, None]
 
 
+def _buffers_are_no_weights() -> None:
+    """What a model computes with, and no stream brings, is there before the first one."""
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+
+    model = torch.nn.BatchNorm1d(4)
+    get_model_loader(LoadConfig(load_format="dummy")).load_weights(model, None)
+    assert model.running_var.tolist() == [1] * 4 and model.running_mean.tolist() == [0] * 4
+    assert (model.weight != 1).all()
+
+
 def _proof_of_every_weight(folder: str, dtype: torch.dtype) -> tuple[list[str], str]:
     """Names that no proof covers, and what is said of a tied head that still multiplies with the old weights."""
     mesh = Mesh("cpu")
     engine = start("vllm", folder, mesh.world, dtype=dtype)
     _norms_are_of_one_kernel(dtype)
     _latent_attention_turns_in_torch()
+    _buffers_are_no_weights()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     bench = Bench(engine, model, mesh.world, mesh.world.rank)
     bench.load(perturbed(model, 1))
