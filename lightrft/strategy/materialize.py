@@ -16,6 +16,7 @@ from lightrft.parallel.collectives import Axis
 from lightrft.parallel.cuts import own_part
 from lightrft.strategy.atomic import agree
 from lightrft.strategy.named import unwrap
+from lightrft.strategy.offload import same_parameters
 
 
 def materialize(module: nn.Module, device: torch.device, world: Axis) -> None:
@@ -27,7 +28,8 @@ def materialize(module: nn.Module, device: torch.device, world: Axis) -> None:
         return
     source = Source.of(module, world)
     kept = {name: tensor.clone() for name, tensor in _local_tensors(module) if not tensor.is_meta}
-    module.to_empty(device=device)
+    with same_parameters():
+        module.to_empty(device=device)
     with torch.no_grad():
         for name, tensor in _local_tensors(module):
             if name in kept:

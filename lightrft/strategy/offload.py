@@ -5,6 +5,7 @@ accelerator. Parameters stay the same objects, and what comes back is the same b
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -61,7 +62,8 @@ class AwayModel:
         self.kept = {name: _to_host(tensor) for name, tensor in _tensors(model)}
         synchronize(device)
         storages = [_local(parameter).untyped_storage() for parameter in model.parameters()]
-        model.to("meta")
+        with same_parameters():
+            model.to("meta")
         for storage in storages:  # FSDP keeps references of its own to the old shards, so letting go of ours frees nothing
             if storage.resizable():
                 storage.resize_(0)
@@ -70,7 +72,8 @@ class AwayModel:
     def reload(self, device: torch.device) -> None:
         for guard in self.guards:
             guard.remove()
-        self.model.to_empty(device=device)
+        with same_parameters():
+            self.model.to_empty(device=device)
         with torch.no_grad():
             for name, tensor in _tensors(self.model):
                 tensor.copy_(self.kept[name], non_blocking=True)
@@ -96,6 +99,17 @@ class AwayOptimizer:
             state[name] = torch.empty_like(state[name], device=device)
             _local(state[name]).copy_(kept, non_blocking=True)
         synchronize(device)
+
+
+@contextmanager
+def same_parameters() -> Iterator[None]:
+    """Inside, parameters of a module that moves stay the same objects, tied ones tied. DTensors always do, plain ones not by default."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def guard_model(model: nn.Module) -> list[RemovableHandle]:

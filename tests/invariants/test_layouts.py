@@ -95,7 +95,7 @@ LAYOUTS = [
     Layout(sequences=1),
     Layout(sequences=2, batching="plain", checkpointing="full"),
     Layout(tokens=40, batching="dynamic", chunk=7 * 384),
-    Layout(sequences=3, checkpointing="selective"),
+    Layout(sequences=3, checkpointing="selective", memory="offload_idle"),
     Layout(2, sequences=4, batching="plain", chunk=1),
     Layout(2, tokens=24),
     Layout(4, tokens=30, batching="dynamic", checkpointing="full"),

@@ -11,7 +11,7 @@ from strategy.training import load, one_step, snapshot, strategy
 
 def local_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
-    return [tensor._local_tensor for tensor in (*model.parameters(), *states)]
+    return [getattr(tensor, "_local_tensor", tensor) for tensor in (*model.parameters(), *states)]
 
 
 def cycle(made: FSDPStrategy, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
