@@ -103,7 +103,7 @@ class AwayOptimizer:
 
 @contextmanager
 def same_parameters() -> Iterator[None]:
-    """Inside, parameters of a module that moves stay the same objects, tied ones tied. DTensors always do, plain ones not by default."""
+    """Inside, parameters of a module that moves stay the same objects, tied ones tied, as DTensors always do."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
