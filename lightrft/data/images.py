@@ -45,7 +45,7 @@ class ImageFile:
             content = self.source if isinstance(self.source, bytes) else self.source.read_bytes()
             return ImageOps.exif_transpose(_of_bytes(BytesIO(content))).convert("RGB")
         except UNREADABLE as error:
-            raise DataError(f"image {self.name} cannot be read: {error}") from error
+            raise DataError(f"image {self.name} cannot be read: {error}; mend it, or take its rows out of the data") from error
 
 
 def image_files(value: Any, folder: Path) -> list[ImageFile]:

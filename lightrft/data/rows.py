@@ -10,11 +10,13 @@ from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from loguru import logger
 
+from lightrft.config import ConfigError
+
 SUFFIXES = (".jsonl", ".json", ".parquet")
 ROWS_AT_ONCE = 64
 
 
-class DataError(ValueError):
+class DataError(ConfigError):
     """The data cannot be used; the message names the file and line."""
 
 

@@ -54,7 +54,7 @@ class Expander:
         """How many more tokens there are than in the prompt. ValueError where its images are not those of its placeholders."""
         images, num_places = prompt.multi_modal.get(IMAGES, []), sum(token in self.places for token in prompt.token_ids)
         if len(images) != num_places:
-            raise ValueError(f"the prompt has {len(images)} images and {num_places} placeholders for images")
+            raise ValueError(f"the prompt has {len(images)} images (--images_key) and {num_places} placeholders for images")
         if self.most is not None and len(images) > self.most:
             raise ValueError(f"the prompt has {len(images)} images, more than --limit_mm_image_per_prompt {self.most}")
         return sum(self._length(image.size) - 1 for image in images)

@@ -126,7 +126,10 @@ def load_expander(config: Config, tokenizer: PreTrainedTokenizerBase, *, engine:
     if not config.data.images_key:
         return None
     expand = Expander(config.model, most=config.engine.limit_mm_image_per_prompt if engine else None)
-    tokenizer.chat_template = expand.chat_template or tokenizer.chat_template
+    try:
+        tokenizer.chat_template = expand.chat_template or tokenizer.chat_template
+    except ValueError as error:
+        raise ConfigError(f"--images_key: {error}; a model that reads text alone learns without the flag") from error
     return expand
 
 

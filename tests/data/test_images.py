@@ -9,7 +9,7 @@ import datasets
 import pytest
 from PIL import Image
 
-from lightrft.config import DataSection
+from lightrft.config import ConfigError, DataSection
 from lightrft.data.images import ImageFile, image_files, opened, with_parts
 from lightrft.data.prompts import load_prompts
 from lightrft.data.rows import DataError
@@ -90,7 +90,7 @@ def test_files_that_cannot_be_read(folder, monkeypatch):
         with pytest.raises(DataError, match=f"rows.jsonl:1: image {name} cannot be read: .*{reason}"):
             load(folder, {"input": "a", "pictures": name}, measure=lambda prompt: prompt.multi_modal["images"][0].size[0])
     monkeypatch.undo()
-    with pytest.raises(DataError, match="image cut.png cannot be read"):
+    with pytest.raises(ConfigError, match="image cut.png cannot be read: .*; mend it, or take its rows out of the data"):
         ImageFile("cut.png", folder / "cut.png").open()
     file = io.BytesIO()  # of several pieces, the last of which has no name
     Image.frombytes("L", (300, 300), Random(0).randbytes(90_000)).save(file, "PNG")
