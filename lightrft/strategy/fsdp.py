@@ -28,6 +28,8 @@ class FSDPStrategy(StrategyBase):
         if self._shards:
             self._shard(module)
         materialize(module, torch.device("cpu") if self.config.fsdp_cpu_offload else self.device, self.mesh.world)
+        if not self._shards:
+            module.to(self.device)  # sharding does that
         follow(module, optimizer, names)
 
     @property

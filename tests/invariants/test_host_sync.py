@@ -62,7 +62,8 @@ def test_models_never_wait(family):
     actor = Actor(model.to("meta"))
     model.config.num_labels = 1
     critic = Scorer(AutoModelForSequenceClassification.from_config(model.config).to("meta"))
-    for part in micro_batches(make_batch(), [[2, 0], [], [7, 1, 3]], torch.device("meta")):
+    for part in micro_batches(make_batch(alike=2), [[2, 0], [], [7, 1, 3]], torch.device("meta")):
+        assert (part.shared is not None) == (len(part) > 1)
         logprobs, entropy = actor(part, 0.7)
         (logprobs.sum() + entropy.sum() + critic(part).sum()).backward()
         assert logprobs.shape == entropy.shape == (part.num_tokens,)

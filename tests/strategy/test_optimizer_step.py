@@ -199,11 +199,15 @@ def prepared_shapes(folder: str):
     scheduler = create_lr_scheduler(optimizer, "constant", 0, 1)
     triple, nothing, frozen = made.prepare((model, optimizer, scheduler), None, load(folder).requires_grad_(False))
     same = triple == (model, optimizer, scheduler) and nothing is None and isinstance(frozen, nn.Module)
-    return same, made.prepare(None), scheduler.optimizer is optimizer
+    nobody, follows = made.prepare(None), scheduler.optimizer is optimizer
+    made.device, other = torch.device("meta"), load(folder)  # as if it were an accelerator's
+    made.distribute(other, None)
+    return same, nobody, follows, {parameter.device.type for parameter in other.parameters()}
 
 
 def test_prepare_returns_what_it_was_given(folder):
-    assert run_ranks(1, prepared_shapes, folder) == [(True, None, True)]
+    """And brings it to the device, also on one rank, where no sharding does."""
+    assert run_ranks(1, prepared_shapes, folder) == [(True, None, True, {"meta"})]
 
 
 def foreign_optimizer(folder: str):
