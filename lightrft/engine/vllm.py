@@ -47,10 +47,11 @@ for variable, default in ENVIRONMENT.items():
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # its import speaks before it has read the level
 
 import vllm  # noqa: E402  after its environment
-from vllm import LLM, SamplingParams, ir  # noqa: E402
+from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import ModelConfig  # noqa: E402
 from vllm.distributed.parallel_state import destroy_model_parallel  # noqa: E402
 from vllm.inputs import MultiModalInput, TokensInput, TokensPrompt, tokens_input  # noqa: E402
+from vllm.model_executor.layers.layernorm import RMSNorm  # noqa: E402
 from vllm.model_executor.model_loader import register_model_loader  # noqa: E402
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
@@ -58,9 +59,6 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
 OTHER_TIMES = ("qwen2_vl", "qwen2_5_vl")
 """Families whose text goes on, behind a video that is longer than it is wide, elsewhere than in transformers."""
-HOST = "host"
-"""Our name, in vLLM's registry of kernels, for those that it has for CPUs."""
-
 
 class _Shim:
     """Everything that is not vLLM's documented offline interface, so that a new version is checked here."""
@@ -298,9 +296,8 @@ def _item(item: Image | Video | Clip) -> Image | tuple:
 def _arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, int]) -> dict:
     section, on_cpu = setup.section, setup.device.type == "cpu"
     memory = {"kv_cache_memory_bytes": int(section.engine_kv_cache_gb * 2**30)} if on_cpu else {}
-    kernels = {"ir_op_priority": {"rms_norm": [HOST], "fused_add_rms_norm": [HOST]}} if on_cpu else {}
-    if on_cpu and getattr(config.get_text_config(), "kv_lora_rank", None):  # MLA: its own kernel takes heads for tokens there
-        kernels["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+    latent = on_cpu and getattr(config.get_text_config(), "kv_lora_rank", None)  # MLA: its kernel takes heads for tokens there
+    kernels = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}} if latent else {}
     media = {
         "limit_mm_per_prompt": {medium: limits.get(name, 0) for name, medium in MEDIA.items()},
         "mm_processor_cache_gb": 0,  # what would stay in it are the images of the last step
@@ -338,36 +335,27 @@ class _NoWeights(DummyModelLoader):
             buffer.copy_(values)
 
 
-def _kernel_takes(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
-    """Its vectors have up to 16 numbers. In bfloat16 it would round otherwise than transformers does."""
-    plain = variance_size is None and weight is not None
-    return plain and x.dtype == weight.dtype == torch.float32 and x.shape[-1] % 16 == 0
+@RMSNorm.register_oot(name="RMSNorm")
+class _HostRMSNorm(RMSNorm):
+    """vLLM's kernel for CPUs, which it has and does not choose: five to ten times as fast as torch, operation by operation.
 
+    Its vectors have up to 16 numbers. In bfloat16 it would round otherwise than transformers does.
+    """
 
-@ir.ops.rms_norm.register_impl(
-    HOST, supports_args=lambda x, weight, epsilon, variance_size=None: _kernel_takes(x, weight, variance_size)
-)
-def _rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
-) -> torch.Tensor:
-    """vLLM's kernel for CPUs, which it has and does not choose: five to ten times as fast as torch, operation by operation."""
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    torch.ops._C.rms_norm(normed, x.contiguous(), weight, epsilon)
-    return normed
-
-
-@ir.ops.fused_add_rms_norm.register_impl(
-    HOST,
-    inplace=True,
-    supports_args=lambda x, x_residual, weight, epsilon, variance_size=None: (
-        _kernel_takes(x, weight, variance_size) and x.is_contiguous() and x_residual.is_contiguous()
-    ),
-)
-def _add_rms_norm(
-    x: torch.Tensor, x_residual: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
-    return x, x_residual
+    def forward_cpu(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        weight, plain = self.weight.data, self.has_weight and self.variance_size_override is None
+        if not plain or not x.dtype == weight.dtype == torch.float32 or x.shape[-1] % 16:
+            return self.forward_native(x, residual)
+        if residual is None:
+            normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            torch.ops._C.rms_norm.default(normed, x.contiguous(), weight, self.variance_epsilon)
+            return normed
+        if not x.is_contiguous() or not residual.is_contiguous():
+            return self.forward_native(x, residual)
+        torch.ops._C.fused_add_rms_norm.default(x, residual, weight, self.variance_epsilon)
+        return x, residual
 
 
 def _until_failure(named_tensors: Iterator[Named], failures: list[Exception]) -> Iterator[Named]:
