@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 
 def experience() -> Experience:
-    """Two responses to each prompt; some begin alike."""
+    """Two responses to each prompt."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([PROMPT + response for response in RESPONSES])
     total = int(lengths.sum())
@@ -43,9 +43,8 @@ def experience() -> Experience:
     advantages = torch.randn(len(RESPONSES), generator=generator).repeat_interleave(lengths)
     old = -5 + torch.randn(total, generator=generator)  # far from the actor's, so that tokens are clipped on both sides
     rows = torch.randint(0, 256, (total,), generator=generator).split(lengths.tolist())
-    for place, (one, other) in enumerate(zip(rows[::2], rows[1::2], strict=True)):
-        same = PROMPT + 2 * (place % 2)
-        other[:same] = one[:same]
+    for one, other in zip(rows[::2], rows[1::2], strict=True):
+        other[:PROMPT] = one[:PROMPT]
     return Experience(
         lengths=lengths,
         input_ids=torch.cat(rows),
