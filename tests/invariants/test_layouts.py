@@ -44,7 +44,7 @@ def experience() -> Experience:
     old = -5 + torch.randn(total, generator=generator)  # far from the actor's, so that tokens are clipped on both sides
     rows = torch.randint(0, 256, (total,), generator=generator).split(lengths.tolist())
     for one, other in zip(rows[::2], rows[1::2], strict=True):
-        other[:PROMPT] = one[:PROMPT]
+        one[:PROMPT] = other[:PROMPT]
     return Experience(
         lengths=lengths,
         input_ids=torch.cat(rows),
