@@ -35,7 +35,7 @@ def deal(
     of optimizer step k; None is one step for all. Every rank has the same k and m. See packing.plan for the limits, and
     for what it does `by_prompt`.
     """
-    known = share(axis, torch.column_stack([batch.lengths, prompts(batch)]))
+    known = share(axis, torch.column_stack([batch.lengths, *([prompts(batch)] if by_prompt else [])]))
     lengths, alike = known[:, 0].tolist(), [tuple(prompt) for prompt in known[:, 1:].tolist()]
     schedule = plan(
         lengths,

@@ -44,11 +44,13 @@ class Actor(nn.Module):
         whole = filled(batch if self.blank is None else seeing(batch, self.blank), self.sequence.multiple)
         hidden = hidden_states(self.language_model, whole, self.sequence)
         before = whole.learned_tokens - 1  # each token says what it expects of the next; the first is never learned
-        asked = send(self.sequence.own(before, whole.num_tokens), hidden.device)
+        own = self.sequence.own(before, whole.num_tokens)
+        asked, computed = (send(rows, hidden.device) for rows in (own, whole.shared.places[own] if whole.shared else own))
         here = self.sequence.positions(whole.num_tokens, hidden.device)
         weight, targets = self.language_model.get_output_embeddings().weight, whole.input_ids[here[asked] + 1]
-        values = head_logprobs(hidden[asked], weight, targets, temperature=temperature / self.logit_scale, truncation=truncation)
-        zeros = torch.zeros(len(hidden), device=hidden.device)
+        temperature /= self.logit_scale
+        values = head_logprobs(hidden[computed], weight, targets, temperature=temperature, truncation=truncation)
+        zeros = torch.zeros(len(here), device=hidden.device)
         # Not in one tensor, where what the loss does not use would have a gradient of zeros, which costs as much as any.
         values = self.sequence.gather_all(*(zeros.index_put((asked,), value) for value in values))
         logprobs, entropy = (value.roll(1, 0)[: batch.num_tokens] for value in values)
@@ -78,6 +80,7 @@ class Scorer(nn.Module):
         hidden = hidden_states(self.scored_model, whole, self.sequence).float()
         head: nn.Linear = getattr(self.scored_model, self.head)
         scores = F.linear(hidden, head.weight.float(), None if head.bias is None else head.bias.float())[:, 0]
+        scores = whole.shared.spread(scores) if whole.shared else scores
         return self.sequence.gather(scores)[: batch.num_tokens].clone()
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -86,13 +89,13 @@ class Scorer(nn.Module):
 
 
 def hidden_states(model: PreTrainedModel, batch: Batch, sequence: Undivided = UNDIVIDED) -> Tensor:
-    """The backbone's output after each token of this rank, in its own sequence: [t, H]; [T, H] for an undivided batch.
+    """The backbone's output after each token that this rank computes, in its own sequence: [t, H]; [T, H] for an undivided batch.
 
-    Tokens with the same past are computed once.
+    Of tokens with the same past that is one: see `Batch.shared`.
     """
     device, shared = batch.input_ids.device, batch.shared
     here = send(shared.computed, device) if shared else sequence.positions(batch.num_tokens, device)
-    hidden = model.base_model(
+    return model.base_model(
         input_ids=batch.input_ids[here].unsqueeze(0),
         position_ids=positions(model, batch)[..., here].unsqueeze(-2),
         attention_mask=None,
@@ -100,7 +103,6 @@ def hidden_states(model: PreTrainedModel, batch: Batch, sequence: Undivided = UN
         layout=Layout(batch.lengths, device, sequence, shared),
         **{name: send(value, device) for name, value in joined(shown(batch)).items()},
     ).last_hidden_state[0]
-    return shared.spread(hidden) if shared else hidden
 
 
 def positions(model: PreTrainedModel, batch: Batch) -> Tensor:
