@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightrft.engine.experts import ATTRIBUTES, ROUTED, Index, expert_part, expert_places, is_a, is_experts
 from lightrft.engine.names import PublishedNames
-from lightrft.engine.proof import TURNS, Fingerprints, signs
+from lightrft.engine.proof import PRODUCT_TURNS, Fingerprints, signs
 
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """Fused layer -> the layers of the Hugging Face model that it is made of."""
@@ -102,9 +102,9 @@ class FusedWeights:
             prints.add_product(piece.name, values, len(values) * columns, row=piece.row)
 
     def _multiplied(self, turn: int | None) -> list[Piece]:
-        """Of the layers that have a turn with each TURNS-th other, all if that is None."""
-        order = {layer: index % TURNS for index, layer in enumerate(dict.fromkeys(piece.layer for piece in self.packed))}
-        return [piece for piece in self.packed if turn in (None, order[piece.layer])]
+        """Of the layers that have a turn with each PRODUCT_TURNS-th other, all if that is None."""
+        order = {layer: index for index, layer in enumerate(dict.fromkeys(piece.layer for piece in self.packed))}
+        return [piece for piece in self.packed if turn is None or (order[piece.layer] - turn) % PRODUCT_TURNS == 0]
 
     def _add(self, piece: Piece, users: list[nn.Module], packs: Callable[[nn.Module], bool]) -> None:
         if piece.tensor.numel():

@@ -13,7 +13,7 @@ takes longer than to copy them. Later proofs are therefore of a part, in turns: 
   wrong element is found if its row is looked at, and so within TURNS syncs if it stays wrong. Runs of consecutive turns lie far
   apart: if an n-th of the rows, next to each other, stays wrong (the part of one rank, one expert), about 2 n syncs find it.
 - Of layers with another form of their weights they multiply with those whose turn it is. Whatever is wrong with another one is
-  found within TURNS syncs if it stays wrong.
+  found within PRODUCT_TURNS syncs if it stays wrong.
 
 What was wrong where no proof looked, and is right after the next sync, is never found.
 """
@@ -32,9 +32,11 @@ WORDS = 64
 """Of 8 bytes: the most of one row whose order does not count."""
 CHUNK_BYTES = 32 * 2**20
 """Of a weight at a time, so that what is computed on the way stays small."""
-TURNS = 64
+TURNS = 128
 """Proofs that together look at everything."""
-STEP = 39
+PRODUCT_TURNS = 64
+"""Proofs that together multiply with every layer."""
+STEP = 79
 """From the run of one turn to that of the next: odd, and TURNS over the golden ratio, so that turns soon have been everywhere."""
 AT_ONCE = 2**16
 """Blocks, of however many tensors, that are summed up at once: that takes as many calls for one tensor as for a hundred."""
@@ -66,6 +68,8 @@ class Fingerprints:
         self.found: list[tuple[str, Look, Tensor]] = []
         """At what was looked, and the sums of its blocks."""
         self.num_blocks = 0
+        self.vectors: list[tuple[str, Look, Tensor]] = []
+        """Whose sums are not needed where both ends can be compared: a call for each takes longer than to compare them."""
         self.window: Tensor | None = None
         """Of int64, laid over the memory of one piece after the other: one call less for each than to make views of it."""
         self.products: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in products}
@@ -76,19 +80,26 @@ class Fingerprints:
         """The stream itself; each tensor is looked at before it is passed on."""
         for name, tensor in stream:
             if name in self.bits:
-                self.add(name, tensor)
+                self.add(name, tensor.clone() if tensor.ndim == 1 else tensor)
             if name in self.products:
                 self.add_product(name, product(tensor, self.dtype), tensor.numel())
             yield name, tensor
 
     def add(self, name: str, piece: Tensor, *, row: int = 0, column: int = 0) -> None:
-        """What lies at that place of the full tensor. All dimensions but the last count as rows; of a vector, its only one."""
+        """What lies at that place of the full tensor. All dimensions but the last count as rows; of a vector, its only one.
+
+        A vector is read later, and has to stay as it is until then.
+        """
         look = _look(self.shapes[name], piece.shape, (row, column), self.dtype, self.slices, self.turn)
-        if look is not None:
-            self.found.append((name, look, self._sums(piece, look)))
-            self.num_blocks += look.size[0]
-            if self.num_blocks > AT_ONCE:
-                self._sum_up()
+        if look is None:
+            return
+        if piece.ndim == 1:
+            self.vectors.append((name, look, piece.to(self.dtype)))
+            return
+        self.found.append((name, look, self._sums(piece, look)))
+        self.num_blocks += look.size[0]
+        if self.num_blocks > AT_ONCE:
+            self._sum_up()
 
     def _sums(self, piece: Tensor, look: "Look") -> Tensor:
         """Of the words of each block: [blocks] int64."""
@@ -96,7 +107,8 @@ class Fingerprints:
         start, apart = divmod(piece.storage_offset() * size, 8)
         if look.word == 8 and piece.dtype is self.dtype and not apart and piece.is_contiguous():
             if self.window is None:
-                self.window = torch.empty(0, dtype=torch.int64, device=piece.device)
+                with torch.inference_mode(False):  # for use both within it and outside
+                    self.window = torch.empty(0, dtype=torch.int64, device=piece.device)
             return self.window.set_(piece.untyped_storage(), start + look.start, look.size, (look.size[1], 1)).sum(-1)
         chunks = piece.detach().reshape(-1, look.width)[look.rows].split(max(1, CHUNK_BYTES // (look.width * size)))
         words = (chunk.to(self.dtype, copy=True).contiguous().view(INTEGERS[look.word]) for chunk in chunks)
@@ -104,11 +116,18 @@ class Fingerprints:
 
     def same(self, other: Self) -> bool:
         """Whether both are of the same pieces in one order: seen sooner than what is wrong()."""
-        mine, theirs = ([*each.summed, *(sums for *_, sums in each.found)] for each in (self, other))
-        return [*map(len, mine)] == [*map(len, theirs)] and torch.equal(torch.cat(mine), torch.cat(theirs))
+        mine, theirs = ((len(each.summed), [look for _, look, _ in each.found + each.vectors]) for each in (self, other))
+        return mine == theirs and all(map(torch.equal, self._all(), other._all()))
+
+    def _all(self) -> list[Tensor]:
+        """What was summed, and the vectors, as integers."""
+        kinds = [each + [tensor for *_, tensor in found] for each, found in ((self.summed, self.found), ([], self.vectors))]
+        return [torch.cat(tensors).view(INTEGERS[tensors[0].itemsize]) for tensors in kinds if tensors]
 
     def _sum_up(self) -> None:
-        """What is in `found`."""
+        """What is in `found` and `vectors`."""
+        self.found += [(name, look, self._sums(vector, look)) for name, look, vector in self.vectors]
+        self.vectors.clear()
         if self.found:
             names, looks, sums = zip(*self.found, strict=True)
             for name, look in zip(names, looks, strict=True):

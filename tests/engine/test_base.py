@@ -89,7 +89,7 @@ class Keeps(Idle):
 
     def __init__(self):
         super().__init__()
-        self.expected, self.proof_dtype = {"a": torch.Size([64, 2])}, torch.float32
+        self.expected, self.proof_dtype = {"a": torch.Size([128, 2])}, torch.float32
         self.wrong: list[int] = []
 
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -104,14 +104,14 @@ class Keeps(Idle):
 
 def test_the_first_proof_is_whole_and_the_later_ones_look_at_parts_in_turns() -> None:
     """An element that is wrong from the second sync on is named in its turn, and then by the next proof, which is whole."""
-    engine, stream = Keeps(), [("a", torch.arange(128.0).view(64, 2))]
-    engine.wrong = [77]
+    engine, stream = Keeps(), [("a", torch.arange(256.0).view(128, 2))]
+    engine.wrong = [89]
     with pytest.raises(EngineError, match="a in the engine is not what was sent"):
         engine.load_weights(stream, 1)
     engine.wrong = []
     engine.load_weights(stream, 1)
-    engine.wrong = [77]
-    for turn in range(42):  # each looks at one of the 64 rows, 39 after the one before: that of the element is 42 * 39 - 25 * 64
+    engine.wrong = [89]
+    for turn in range(20):  # each looks at one of the 128 rows, 79 after the one before: the element's is 20 * 79 - 12 * 128
         assert engine.proof_turn == turn
         engine.load_weights(stream, 2)
     for _ in range(2):
