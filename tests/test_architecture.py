@@ -194,7 +194,7 @@ def test_finds_optional_packages():
     assert optional_imports("def f():\n    import vllm.config", "lightrft/engine/hf.py")
     assert optional_imports("import wandb", "lightrft/observe/sinks.py")
     assert not optional_imports("def f():\n    import wandb", "lightrft/observe/sinks.py")
-    assert not optional_imports("from vllm import LLM", "lightrft/engine/vllm.py")
+    assert not optional_imports("from vllm import LLM", "lightrft/engine/vllm/shim.py")
     assert not optional_imports("from sglang.srt import utils", "lightrft/engine/sglang/shim.py")
     assert optional_imports("from vllm import LLM", "lightrft/engine/sglang/shim.py")
     assert adapter_imports("from lightrft.engine.vllm import VLLMEngine", "lightrft/engine/build.py")

@@ -64,11 +64,11 @@ def _norms_are_of_one_kernel(dtype: torch.dtype) -> None:
 
 def _latent_attention_turns_in_torch() -> None:
     """Without its own kernel for it, and no other model does."""
-    from lightrft.engine.vllm import _arguments
+    from lightrft.engine.vllm.arguments import arguments
 
     setup = EngineSetup(section=EngineSection(), model_path="", dtype=torch.float32, device=torch.device("cpu"),
                         axis=Axis("engine", 1, 0, None), max_model_len=8)
-    asked = [_arguments(setup, config, {}).get("compilation_config") for config in (DeepseekV3Config(), Qwen2Config())]
+    asked = [arguments(setup, config, {}).get("compilation_config") for config in (DeepseekV3Config(), Qwen2Config())]
     assert asked == [{"custom_ops": ["all", "-rotary_embedding"]}, None]
 
 
@@ -96,7 +96,7 @@ def _proof_of_every_weight(folder: str, dtype: torch.dtype) -> tuple[list[str], 
     flipped_elements_are_named(bench, engine.expected)
     stale = ""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightrft.engine.vllm._renew_tied_layers", lambda model: None)
+        patch.setattr("lightrft.engine.vllm.shim._renew_tied_layers", lambda model: None)
         if model.config.tie_word_embeddings:
             with pytest.raises(EngineError) as caught:
                 bench.load(perturbed(model, 2))

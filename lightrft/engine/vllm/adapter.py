@@ -1,0 +1,184 @@
+"""vLLM as a trainer knows it."""
+
+import copy
+import gc
+import math
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import numpy as np
+import torch
+import vllm
+from transformers import PretrainedConfig
+from vllm import LLM, SamplingParams
+from vllm.inputs import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+from lightrft.engine.base import EngineSetup, Part
+from lightrft.engine.first_token import Done
+from lightrft.engine.media import MediaReader
+from lightrft.engine.probe import Probe, logits_processor
+from lightrft.engine.proof import Fingerprints
+from lightrft.engine.requests import Expanded, Request, Sampling
+from lightrft.engine.start import LibraryEngine
+from lightrft.engine.vllm import layers  # noqa: F401  registered by its import
+from lightrft.engine.vllm.arguments import arguments
+from lightrft.engine.vllm.shim import Shim
+from lightrft.engine.weights import Named
+from lightrft.parallel.device import seed_generators
+from lightrft.types import Completion
+
+OTHER_TIMES = ("qwen2_vl", "qwen2_5_vl")
+"""Families whose text goes on, behind a video that is longer than it is wide, elsewhere than in transformers."""
+
+
+class VLLMEngine(LibraryEngine):
+    """Its sampler uses torch's global generator, which is seeded for the time of one call: a generator per request would
+    sample row by row. Samples therefore repeat for the same requests, seed and state of the prefix cache.
+    """
+
+    def __init__(self, setup: EngineSetup):
+        super().__init__("vllm", vllm.__version__, setup)
+
+    def _start(self, setup: EngineSetup, config: PretrainedConfig) -> list[str]:
+        if config.model_type in OTHER_TIMES:
+            self.limits.pop("videos", None)
+        self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, trust_remote_code=setup.trust_remote_code)
+        memory = Shim.own_shared_memory(setup.axis) if self.on_cpu else nullcontext()
+        with random_state_kept(self.device), memory, Shim.rank_in_environment(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._llm = LLM(**arguments(setup, config, self.limits))
+        self._shim = Shim(self._llm, self.names)
+        return self._shim.weights.unknown
+
+    def reset_cache(self) -> None:
+        self._shim.reset_caches()
+
+    def _expanded(self, request: Request) -> Expanded:
+        self.reader.heard(request.multi_modal.get("audios", []))
+        prompt = self._shim.with_media(request.token_ids, request.multi_modal)
+        return Expanded(prompt["prompt_token_ids"], prompt)
+
+    def _generate(self, requests: list[Request], seed: int, done: Done) -> None:
+        samples: dict[int, dict[int, RequestOutput]] = {index: {} for index in range(len(requests))}
+        with random_state_kept(self.device), self._stance():
+            seed_generators(seed, self.device)
+            for index, request in enumerate(requests):
+                self._submit(index, request)
+            for name, output in self._shim.finished():
+                index, sample = map(int, name.split("/"))
+                samples[index][sample] = output
+                if len(samples[index]) == requests[index].sampling.num_draws:
+                    found = self._completions(samples.pop(index), requests[index].sampling)
+                    with random_state_kept(self.device):  # the engine's draws do not depend on who is told
+                        done(index, found)
+
+    def _submit(self, index: int, request: Request) -> None:
+        """A request for each sample; the prompt is computed once, for the first, and in the prefix cache for the others."""
+        if request.sampling.stop:
+            self._shim.decode_with(self.vocabulary.tokenizer)
+        parameters = self._parameters(request.sampling)
+        prompt = tokens_input(request.token_ids)
+        if request.expanded:
+            prompt = {**request.expanded.features, "prompt_token_ids": request.prompt}
+        for sample in range(request.sampling.num_draws):
+            self._shim.submit(f"{index}/{sample}", prompt, parameters)
+
+    def _parameters(self, sampling: Sampling) -> SamplingParams:
+        parameters = SamplingParams(
+            max_tokens=sampling.max_tokens, temperature=min(sampling.temperature, 1.0),
+            top_p=sampling.top_p, top_k=sampling.top_k,
+            logit_bias=dict.fromkeys(sampling.banned_token_ids, -math.inf) or None,
+            ignore_eos=True,  # a tokenizer's end token, which vLLM knows of some models: those that end are named next
+            stop_token_ids=sorted(self.vocabulary.end_token_ids | set(sampling.stop_token_ids)),
+            stop=list(sampling.stop), detokenize=bool(sampling.stop), skip_special_tokens=False, include_stop_str_in_output=True,
+            logprobs=0,  # of the sampled token only
+            flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # a clone is checked again
+        )
+        parameters.temperature = sampling.temperature  # its check allows at most 2; it computes with any
+        return parameters
+
+    def _completions(self, outputs: dict[int, RequestOutput], sampling: Sampling) -> list[Completion]:
+        found = []
+        for _, output in sorted(outputs.items()):
+            (sample,) = output.outputs
+            found.append(Completion(list(sample.token_ids), list(sample.logprobs.logprobs), sample.finish_reason, self.version,
+                                    output.num_cached_tokens or 0))
+        return found if len(found) == sampling.n else [copy.deepcopy(found[0]) for _ in range(sampling.n)]
+
+    def _stance(self) -> AbstractContextManager:
+        """Nothing is compiled on a CPU: the sampler's one compiled function costs seconds there, and a C++ compiler."""
+        return torch.compiler.set_stance("force_eager") if self.on_cpu else nullcontext()
+
+    def _load_weights(self, named_tensors: Iterator[Named]) -> None:
+        failures: list[Exception] = []
+        with self._fatal("load_weights"), torch.no_grad():
+            try:
+                self._shim.reload_weights(self.names.published(_until_failure(named_tensors, failures)))
+            except (ValueError, KeyError) as error:
+                if not (unknown := self._shim.weights.unknown):
+                    raise
+                raise ValueError(f"{self.names.strangers(unknown, 'vllm')}. It said: {error!s:.300}") from error
+        if failures:
+            raise failures[0]
+
+    def _fingerprints(self, dtype: torch.dtype, turn: int | None) -> Fingerprints:
+        return self._shim.weights.fingerprints(dtype, self.axis.size, turn)
+
+    def _held(self, prints: Fingerprints) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._stance():
+            self._shim.weights.add_to(prints)
+        return prints.numbers(self.device)
+
+    def _num_cached(self) -> int:
+        return self._shim.num_cached_blocks()
+
+    def _parts(self, token_ids: list[int]) -> dict[str, torch.Tensor]:
+        probe, logits = Probe(len(token_ids)), []
+        seen = logits_processor(self._shim.model).register_forward_hook(lambda module, given, output: logits.append(output))
+        try:
+            with probe.attached(self._shim.model):
+                self._generate([Request(token_ids, sampling=Sampling(max_tokens=1, temperature=0))], 0, lambda *_: None)
+        finally:
+            seen.remove()
+        return probe.parts(logits[0][-1])
+
+    def _sleep(self, level: int) -> None:
+        if not self.on_cpu:
+            self._llm.sleep(level)
+        elif level == 2:
+            self._shim.destroy_weights()
+
+    def _wake(self, part: Part) -> None:
+        if not self.on_cpu:
+            self._llm.wake_up(tags=[part])
+
+    def _close(self) -> None:
+        self._shim.shutdown()
+        del self._llm, self._shim
+        gc.collect()
+
+
+def _until_failure(named_tensors: Iterator[Named], failures: list[Exception]) -> Iterator[Named]:
+    """The stream, which seems to end where it breaks: vLLM then ends its reload in order and can take the next one."""
+    try:
+        yield from named_tensors
+    except Exception as error:
+        failures.append(error)
+
+
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """The caller's generators (torch on host and device, numpy, random) come out as they went in."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [] if device.type == "cpu" else [device]
+    try:
+        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,37 @@
+"""What vLLM's engine is started with."""
+
+from transformers import PretrainedConfig
+
+from lightrft.engine.base import EngineSetup
+from lightrft.engine.requests import MEDIA
+
+
+def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, int]) -> dict:
+    section, on_cpu = setup.section, setup.device.type == "cpu"
+    memory = {"kv_cache_memory_bytes": int(section.engine_kv_cache_gb * 2**30)} if on_cpu else {}
+    latent = on_cpu and getattr(config.get_text_config(), "kv_lora_rank", None)  # MLA: its kernel takes heads for tokens there
+    kernels = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}} if latent else {}
+    media = {
+        "limit_mm_per_prompt": {medium: limits.get(name, 0) for name, medium in MEDIA.items()},
+        "mm_processor_cache_gb": 0,  # what would stay in it are the images of the last step
+        "mm_device_do_normalize": False,  # its numbers lie in the model, and come in no stream
+    }
+    return memory | kernels | (media if limits else {}) | {
+        "model": setup.model_path,
+        "trust_remote_code": setup.trust_remote_code,
+        "dtype": str(setup.dtype).removeprefix("torch."),
+        "load_format": "dummy" if setup.from_stream else "auto",
+        "max_model_len": setup.max_model_len,
+        "tensor_parallel_size": setup.axis.size,
+        "distributed_executor_backend": "external_launcher",
+        "seed": setup.seed,
+        "gpu_memory_utilization": 0.1 if on_cpu else section.engine_mem_util,
+        "enforce_eager": on_cpu or section.engine_enforce_eager,
+        "enable_sleep_mode": not on_cpu and section.enable_engine_sleep,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature
+        "generation_config": "vllm",  # no sampling defaults from the model's folder
+        "skip_tokenizer_init": not limits,  # token ids in, token ids out; its processors of media want one all the same
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }

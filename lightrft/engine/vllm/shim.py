@@ -1,0 +1,154 @@
+"""vLLM's own engine: everything of it, in this process, that another version may change."""
+
+import atexit
+import gc
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from PIL.Image import Image
+from transformers import PreTrainedTokenizerBase
+from vllm import LLM, SamplingParams
+from vllm.distributed.parallel_state import destroy_model_parallel
+from vllm.inputs import MultiModalInput, TokensInput, TokensPrompt
+from vllm.outputs import RequestOutput
+
+from lightrft.engine.base import EngineError
+from lightrft.engine.experts import pack_experts, unpacked_experts
+from lightrft.engine.fused import PARTS, FusedWeights, engine_names
+from lightrft.engine.media import Clip, Video, metadata
+from lightrft.engine.names import PublishedNames
+from lightrft.engine.requests import MEDIA
+from lightrft.engine.weights import Named
+from lightrft.parallel.collectives import Axis
+from lightrft.parallel.device import local_rank
+
+
+class Shim:
+    """Everything that is not vLLM's documented offline interface, so that a new version is checked here."""
+
+    def __init__(self, llm: LLM, names: PublishedNames):
+        """vLLM shuts itself down when its client is collected and at exit, and then destroys the trainer's process group."""
+        self.llm = llm
+        llm.llm_engine.engine_core._finalizer.detach()
+        atexit.register(gc.unfreeze)  # it froze every object; unfrozen ones are collected in order, without complaints
+        (self.model,) = llm.apply_model(lambda model: model)
+        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
+        parts = PARTS | getattr(self.model, "packed_modules_mapping", {})
+        known = engine_names(names)
+        known = {name: mapper.map_name(published) for name, published in known.items()} if mapper else known
+        self.weights = FusedWeights(self.model, known, names.shapes, parts=parts, packs=_packs)
+
+    def reload_weights(self, named_tensors: Iterator[Named]) -> None:
+        """Full tensors under published names; vLLM slices, fuses and repacks them layer by layer.
+
+        It must see the stream end: an exception in between leaves half of its layers without storage.
+        """
+        experts = unpacked_experts(self.model)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
+        pack_experts(experts)
+        _renew_tied_layers(self.model)
+
+    def with_media(self, token_ids: list[int], media: dict[str, list]) -> MultiModalInput:
+        """The media processed, their placeholders expanded."""
+        data = {MEDIA[name]: [_item(item) for item in items] for name, items in media.items() if items}
+        (prompt,) = self.llm.renderer.render_cmpl([TokensPrompt(prompt_token_ids=token_ids, multi_modal_data=data)])
+        return prompt
+
+    def submit(self, name: str, prompt: TokensInput | MultiModalInput, parameters: SamplingParams) -> None:
+        self.llm.llm_engine.add_request(name, prompt, parameters)
+
+    def finished(self) -> Iterator[tuple[str, RequestOutput]]:
+        """Name and output of each submitted request as it ends, until there are none."""
+        engine = self.llm.llm_engine
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                yield output.request_id, output
+
+    def decode_with(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """It starts without a tokenizer, as only stop strings need one."""
+        self.llm.llm_engine.output_processor.tokenizer = tokenizer
+
+    def reset_caches(self) -> None:
+        if not self.llm.reset_prefix_cache():
+            raise EngineError("vLLM did not drop its prefix cache: requests are still in it")
+        self.llm.reset_mm_cache()
+        self.llm.llm_engine.reset_encoder_cache()  # the scheduler's; reload_weights clears only the runner's
+
+    def num_cached_blocks(self) -> int:
+        return len(self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
+
+    def destroy_weights(self) -> None:
+        """Stands for a sleep of level 2 where vLLM has none: what is computed without a new stream is NaN."""
+        _fill_with_nan(self.model)
+
+    def shutdown(self) -> None:
+        """Its workers and their groups only."""
+        self.llm.collective_rpc("shutdown")
+        destroy_model_parallel()
+
+    @staticmethod
+    @contextmanager
+    def rank_in_environment() -> Iterator[None]:
+        """While an engine starts: it reads its rank where torchrun writes it, also in a process without a launcher."""
+        said = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(local_rank())}
+        missing = {name: value for name, value in said.items() if name not in os.environ}
+        os.environ.update(missing)
+        try:
+            yield
+        finally:
+            for name in missing:
+                del os.environ[name]
+
+    @staticmethod
+    @contextmanager
+    def own_shared_memory(axis: Axis) -> Iterator[None]:
+        """While an engine starts on CPUs: a name of its own for the memory through which its ranks exchange tensors.
+
+        vLLM's name is the same for every engine on the machine, so two runs meet in it, and what a killed run leaves
+        behind stops the next one. Once all ranks have mapped it the name is taken away, and nothing can be left behind.
+        """
+        from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
+
+        name = axis.broadcast(f"lightrft-{uuid.uuid4().hex}")
+        original = SharedMemory.make_group_name
+        SharedMemory.make_group_name = staticmethod(lambda communicator: f"{name}-{communicator.unique_name}")
+        try:
+            yield
+            axis.barrier()
+        finally:
+            SharedMemory.make_group_name = staticmethod(original)
+            for file in Path("/dev/shm").glob(f"{name}*"):
+                file.unlink(missing_ok=True)
+
+
+def _item(item: Image | Video | Clip) -> Image | tuple:
+    """As vLLM takes it."""
+    if isinstance(item, Video):
+        return item.frames, metadata(item) | {"video_backend": "lightrft", "do_sample_frames": False}
+    return (item.waveform, item.sampling_rate) if isinstance(item, Clip) else item
+
+
+def _packs(layer: torch.nn.Module) -> bool:
+    """On CPUs a layer multiplies with a packed copy of its weight, and mostly keeps nothing else."""
+    return "cpu_linear" in vars(layer)
+
+
+def _renew_tied_layers(model: torch.nn.Module) -> None:
+    """Reloading packs a tied weight anew for the layer that loads it; a tied output layer takes that packed copy over."""
+    first: dict[int, torch.nn.Module] = {}
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if weight is not None and _packs(layer) and first.setdefault(id(weight), layer) is not layer:
+            layer.cpu_linear = first[id(weight)].cpu_linear
+
+
+def _fill_with_nan(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.fill_(torch.nan)
