@@ -60,6 +60,11 @@ if [[ -e $venv && ! -e $stamp ]]; then
     echo "$venv exists and was not made by this script: move it away, or choose LIGHTRFT_VENV=another/folder" >&2
     exit 1
 fi
+made_for=$(cut -d' ' -f1 "$stamp" 2>/dev/null || true)
+if [[ -n ${LIGHTRFT_VENV:-} && $made_for == /* && $made_for != "$root" && -e $made_for/scripts/environment.sh ]]; then
+    echo "$venv is the environment of $made_for, and may be in use: choose another folder with LIGHTRFT_VENV" >&2
+    exit 1
+fi
 if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
     make_environment
     echo "$wanted" >"$stamp"

@@ -111,6 +111,20 @@ def test_leaves_the_folder_of_somebody_else_alone(machine):
     assert (machine.venv / "precious").exists()
 
 
+def test_leaves_the_environment_of_another_clone_alone(machine, tmp_path):
+    assert machine.make().returncode == 0
+    stamp, other = machine.venv / "lightrft-requirements", tmp_path / "other"
+    stamp.write_text(stamp.read_text().replace(str(ROOT), str(other)))
+    (other / "scripts").mkdir(parents=True)
+    (other / "scripts" / "environment.sh").touch()
+    (machine.venv / "precious").touch()
+    result = machine.make()
+    assert result.returncode == 1 and f"is the environment of {other}" in result.stderr and machine.installed() == []
+    assert (machine.venv / "precious").exists()
+    (other / "scripts" / "environment.sh").unlink()  # a clone that was moved
+    assert machine.make().returncode == 0 and len(machine.installed()) == 3
+
+
 def test_an_old_python_is_refused_with_the_way_out(tmp_path):
     result = Machine(tmp_path, version="3.9.18", refuses=True).make()
     assert result.returncode == 1 and not (tmp_path / "venv").exists()
