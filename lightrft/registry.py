@@ -49,7 +49,9 @@ class Registry:
         if ":" in name:
             return self._import(name)
         near = get_close_matches(name, self._objects, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        if name.endswith(".py"):
+            hint = f"; which function of the file? {self.flag} {name}:function."
         raise ValueError(
             f"{self.flag} {name}: no {self.kind} of this name{hint} "
             f"Known: {', '.join(self.names())}. Your own: {self.flag} module:object or {self.flag} file.py:object"
@@ -57,6 +59,8 @@ class Registry:
 
     def _import(self, path: str) -> Any:
         source, _, attribute = path.rpartition(":")
+        if source.endswith(".py") and not Path(source).is_file():
+            raise ValueError(f"{self.flag} {path}: no file {Path(source).resolve()}")
         try:
             module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
         except Exception as error:

@@ -136,7 +136,9 @@ def test_the_shipped_files_can_run(path):
     ("argv", "message"),
     [
         (["--actor_learning_rat", "1"], "unknown flag --actor_learning_rat; did you mean --actor_learning_rate"),
-        (["--max_stps=3"], "unknown flag --max_stps; did you mean --max_steps"),
+        (["--max_stps=3"], "unknown flag --max_stps; did you mean --max_steps? All flags"),
+        (["--no_fsdp"], "unknown flag --no_fsdp; switch it off with --fsdp false. All flags"),
+        (["--nothing_like_it"], "unknown flag --nothing_like_it. All flags"),
         (["--seed", "many"], "invalid int value: 'many'"),
         (["--loss_agg_mode", "median"], "invalid choice: 'median'"),
         (["--bf16", "perhaps"], "--bf16"),

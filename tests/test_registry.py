@@ -60,7 +60,7 @@ def test_unknown_name_shows_the_nearest_and_the_way_out(rewards):
     ("name", "reason"),
     [
         ("no_such_module:f", "--reward no_such_module:f: cannot import 'no_such_module': ModuleNotFoundError"),
-        ("/no/such/file.py:f", "--reward /no/such/file.py:f: cannot import '/no/such/file.py': FileNotFoundError"),
+        ("/no/such/file.py:f", "--reward /no/such/file.py:f: no file /no/such/file.py"),
         ("json:no_such_object", "--reward json:no_such_object: 'json' has no object 'no_such_object'"),
     ],
 )

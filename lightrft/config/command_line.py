@@ -71,7 +71,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 class _Parser(HfArgumentParser):
     def error(self, message: str) -> None:
-        raise ConfigError(f"{message}. All flags: --help")
+        raise ConfigError(f"{message.rstrip('.')}. All flags: --help")
 
 
 def _split_config_flag(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -124,7 +124,12 @@ def _arguments_of_file(file: str) -> list[str]:
 def _check_flag_names(arguments: list[str], known: set[str]) -> None:
     unknown = [token.split("=")[0] for token in arguments if token.startswith("--") and token.split("=")[0] not in known]
     if unknown:
-        raise ConfigError("; ".join(f"unknown flag {flag}{_nearest(flag, known)}" for flag in unknown) + ". All flags: --help")
+        raise ConfigError("; ".join(f"unknown flag {flag}{_meant(flag, known)}" for flag in unknown) + " All flags: --help")
+
+
+def _meant(flag: str, known: set[str]) -> str:
+    switch = flag.replace("--no_", "--", 1)
+    return f"; switch it off with {switch} false." if switch != flag and switch in known else _nearest(flag, known) or "."
 
 
 def _nearest(name: str, known: Any) -> str:

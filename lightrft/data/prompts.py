@@ -121,6 +121,8 @@ def _columns(section: DataSection, row: dict[str, Any]) -> dict[str, Any]:
     columns = {name: value for name, value in row.items() if name not in (section.input_key, section.images_key)}
     if section.label_key in row:
         columns["label"] = row[section.label_key]
+    elif section.label_key != DataSection.label_key:
+        raise ValueError(f"no column {section.label_key!r} (--label_key); it has {', '.join(row)}")
     if section.reference_key is not None:
         if section.reference_key not in row:
             raise ValueError(f"no column {section.reference_key!r} (--reference_key); it has {', '.join(row)}")

@@ -12,10 +12,13 @@ of its own: an engine may be drawing from the global ones.
 
 import math
 import re
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+from lightrft.config import ConfigError
 from lightrft.parallel.collectives import Axis
 from lightrft.registry import Registry
 from lightrft.rollout.model_rewards import ModelRewards
@@ -63,7 +66,7 @@ class Judge:
         self._begun: list[tuple[list[Sample], Future | None]] = []
 
     def __call__(self, samples: list[Sample]) -> None:
-        """Set `reward` of every sample. ValueError, on all siblings, for a reward that fails or is no number."""
+        """Set `reward` of every sample. ConfigError, on all siblings, for a reward that fails or is no number."""
         self.begin(samples)
         self.finish(samples)
 
@@ -81,7 +84,7 @@ class Judge:
         if self.siblings.size > 1:
             given = [(sample.reward, sample.reward_parts, sample.token_rewards) for sample in samples]
             values, message = self.siblings.broadcast((given, failure and str(failure)))
-            failure = failure or (message and ValueError(message))
+            failure = failure or (message and ConfigError(message))
             for sample, value in zip(samples, values, strict=True):
                 sample.reward, sample.reward_parts, sample.token_rewards = value
         if failure:
@@ -89,12 +92,12 @@ class Judge:
         if self.models is not None:
             self.models(samples)
 
-    def _failure(self) -> ValueError | None:
+    def _failure(self) -> ConfigError | None:
         begun, self._begun = self._begun, []
         try:
             for samples, future in begun:
                 self._judge(samples) if future is None else future.result()
-        except ValueError as error:
+        except ConfigError as error:
             return error
         return None
 
@@ -108,10 +111,10 @@ class Judge:
         except Exception as error:
             has = ", ".join(sorted(names)) or "none"
             hint = ": --no_reward_background asks it there" if "main thread" in str(error) else ""
-            message = f"--reward {self.name}: {type(error).__name__}: {error}{hint}. The data has the columns {has}"
-            raise ValueError(message) from error
+            message = f"{type(error).__name__}: {error}{_place(error)}{hint}. The data has the columns {has}"
+            raise ConfigError(f"--reward {self.name}: {message}") from error
         if not hasattr(values, "__len__") or len(values) != len(samples):
-            raise ValueError(f"--reward {self.name}: {values!r:.200} is not a list of {len(samples)} rewards, one per sample")
+            raise ConfigError(f"--reward {self.name}: {values!r:.200} is not a list of {len(samples)} rewards, one per sample")
         for sample, value in zip(samples, values, strict=True):
             self._set(sample, value)
 
@@ -128,7 +131,7 @@ class Judge:
 
     def _per_token(self, values: list[float | None], sample: Sample) -> list[float | None]:
         if len(values) != len(sample.token_ids) or all(value is None for value in values):
-            raise ValueError(
+            raise ConfigError(
                 f"--reward {self.name}: {values!r:.200} is not a list of {len(sample.token_ids)} numbers or None, one for each "
                 f"token, and at least one number, for the response {sample.text!r:.200}"
             )
@@ -140,8 +143,15 @@ class Judge:
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
-            raise ValueError(f"--reward {self.name}: {value!r} is not a finite number, for the response {sample.text!r:.200}")
+            raise ConfigError(f"--reward {self.name}: {value!r} is not a finite number, for the response {sample.text!r:.200}")
         return number
+
+
+def _place(error: Exception) -> str:
+    """The last line of the user's file that the error went through; none where the function was not entered or is built in."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [one for one in frames if one.filename == frames[0].filename and Path(one.filename).parent != Path(__file__).parent]
+    return f", at {own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else ""
 
 
 def _on_server(url: str) -> Reward:

@@ -189,7 +189,9 @@ def test_sources_that_are_not_there(tmp_path):
 def test_label_key_becomes_label(tmp_path):
     file = write_lines(tmp_path / "data.jsonl", {"question": "a", "answer": 7, "label": "other"})
     assert load(file, input_key="question", label_key="answer")[0].columns == {"answer": 7, "label": 7}
-    assert load(file, input_key="question", label_key="absent")[0].columns == {"answer": 7, "label": "other"}
+    with pytest.raises(DataError, match=r"data.jsonl:1: no column 'absent' \(--label_key\); it has question, answer, label"):
+        load(file, input_key="question", label_key="absent")
+    assert load(write_lines(tmp_path / "none.jsonl", {"input": "a"}))[0].columns == {}  # nobody named a label
 
 
 def test_template_puts_the_prompt_in_its_place_once(tmp_path):

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from lightrft.config import ConfigError
 from lightrft.rollout.rewards import Judge, rewards
 from lightrft.types import Prompt, Sample
 
@@ -111,8 +112,9 @@ BROKEN = {
     "infinity": ("return [float('-inf'), 1.0]", "-inf is not a finite number, for the response 'first'"),
     "a word": ("return [1.0, 'good']", "'good' is not a finite number"),
     "None": ("return [None, 1.0]", "None is not a finite number"),
-    "its own error": ("return [1 / 0]", "ZeroDivisionError: division by zero"),
-    "its own key": ("return [columns['answer']]", "KeyError: 'answer'. The data has the columns label"),
+    "its own error": ("return [1 / 0]", r"ZeroDivisionError: division by zero, at /.*/reward.py:\d+ \(f\)"),
+    "its own error, of another's file": ("import json; json.loads('{')", r"JSONDecodeError: .*, at /.*/reward.py:\d+ \(f\)"),
+    "its own key": ("return [columns['answer']]", r"KeyError: 'answer', at .*:\d+ \(f\)\. The data has the columns label"),
 }
 
 
@@ -120,7 +122,7 @@ BROKEN = {
 def test_what_a_reward_may_not_return(tmp_path, case):
     body, message = BROKEN[case]
     path = write(tmp_path, body)
-    with pytest.raises(ValueError, match=f"--reward {path}: {message}"):
+    with pytest.raises(ConfigError, match=f"--reward {path}: {message}"):
         judged(path, sample("first", label="x"), sample("second", label="y"))
 
 
@@ -130,7 +132,8 @@ def test_names_that_are_none(tmp_path):
         ("gsm8", "--reward gsm8: no reward of this name; did you mean 'gsm8k'"),
         ("no_such_package.rewards:f", "--reward no_such_package.rewards:f: cannot import 'no_such_package.rewards'"),
         ("math:nothing", "--reward math:nothing: 'math' has no object 'nothing'"),
-        (f"{tmp_path}/absent.py:f", "absent.py:f: cannot import .*FileNotFoundError"),
+        (f"{tmp_path}/absent.py:f", "absent.py:f: no file .*/absent.py"),
+        (path.removesuffix(":f"), r"no reward of this name; which function of the file\? --reward .*/reward.py:function\. Known"),
         (path.replace(":f", ":g"), "reward.py' has no object 'g'"),
     ]:
         with pytest.raises(ValueError, match=message):
