@@ -11,7 +11,7 @@ from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.options import keywords, options, resolve
 from lightrft.algorithms.policy_loss import PolicyLoss, policy_losses
 from lightrft.algorithms.reduce import Denominator, share_of_mean
-from lightrft.config import AlgorithmSection
+from lightrft.config import AlgorithmSection, ConfigError
 from lightrft.types import Batch, Experience
 
 Report = dict[str, Tensor]
@@ -122,15 +122,19 @@ class PolicyObjective:
     def _losses(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Experience) -> tuple[Tensor, Report]:
         given = options(self.policy_loss, self.section, batch=batch, marked=batch.marked)
         made = self.policy_loss(logprobs, old_logprobs, advantages, **given)
+        flag = f"--policy_loss {self.section.policy_loss}"
         if not isinstance(made, tuple) or len(made) != 2:
-            raise ValueError(f"--policy_loss {self.section.policy_loss} returns no pair: the losses of tokens and what to report")
-        return _of_tokens(f"--policy_loss {self.section.policy_loss}", made[0], logprobs), made[1]
+            raise ConfigError(f"{flag} returns no pair: the losses of tokens and what to report")
+        losses, report = made
+        for name, values in report.items():
+            _of_tokens(f"{flag}: what it reports as {name!r}", values, logprobs)
+        return _of_tokens(f"{flag}: its loss", losses, logprobs), report
 
     def _correct(self, old_logprobs: Tensor, batch: Experience) -> tuple[Tensor, Report]:
         """Weights [T] for what the engine, or an older policy, sampled with other probabilities."""
         ratios = importance_ratios(old_logprobs, batch.engine_logprobs, batch, self.section.rollout_correction_level)
         weights = self.correction(ratios, **options(self.correction, self.section))
-        weights = _of_tokens(f"--rollout_correction {self.section.rollout_correction}", weights, ratios)
+        weights = _of_tokens(f"--rollout_correction {self.section.rollout_correction}: its weight", weights, ratios)
         return weights, {
             "engine/is_weight_mean": weights,
             "engine/is_weight_max": weights,
@@ -138,10 +142,11 @@ class PolicyObjective:
         }
 
 
-def _of_tokens(flag: str, values: Tensor, like: Tensor) -> Tensor:
+def _of_tokens(what: str, values: Tensor, like: Tensor) -> Tensor:
     """A scalar would be spread over all tokens, and the loss be another than was meant."""
-    if values.shape != like.shape:
-        raise ValueError(f"{flag} returns {list(values.shape)}, not one value for each of the {len(like)} tokens")
+    shape = list(values.shape) if isinstance(values, Tensor) else []
+    if shape != list(like.shape):
+        raise ConfigError(f"{what} is of shape {shape}, not one value for each of the {len(like)} tokens")
     return values
 
 

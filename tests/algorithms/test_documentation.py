@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.correction import corrections
@@ -49,3 +50,13 @@ def test_every_preset_has_a_curve():
     recipes = {id(preset): name for name, preset in reversed(PRESETS.items())}.values()
     assert [name for name in recipes if f"(presets/{name}.svg)" not in TEXT] == []
     assert [name for name in re.findall(r"\(presets/(.*)\.svg\)", TEXT) if not (DOCS / "presets" / f"{name}.svg").is_file()] == []
+
+
+def test_the_examples_run():
+    examples = {}
+    for example in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL):
+        exec(example, examples)
+    rewards, groups = torch.tensor([1.0, 0.0, 2.0, 5.0]), torch.tensor([0, 0, 0, 1])
+    assert examples["median"](rewards, groups, lengths=torch.tensor([1, 2, 4, 3])).tolist() == [0.0, -0.5, 0.25, 0.0]
+    losses, report = examples["plain"](torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0]), torch.ones(2), eps_clip_low=0.2)
+    assert losses.tolist() == pytest.approx([-1.0, -0.367879]) and report["train/below"].tolist() == [0.0, 1.0]

@@ -8,7 +8,7 @@ from torch.autograd import grad
 
 from lightrft.algorithms.objectives import PolicyObjective, ValueObjective, mismatch, sft
 from lightrft.algorithms.reduce import Denominator
-from lightrft.config import AlgorithmSection
+from lightrft.config import AlgorithmSection, ConfigError
 from lightrft.types import Batch, Experience
 
 LOG2 = math.log(2)
@@ -164,6 +164,14 @@ def bare_loss(logprobs, old_logprobs, advantages):
     return -advantages * logprobs
 
 
+def mean_report(logprobs, old_logprobs, advantages):
+    return -advantages * logprobs, {"mine": logprobs.mean()}
+
+
+def number_report(logprobs, old_logprobs, advantages):
+    return -advantages * logprobs, {"mine": 1.0}
+
+
 def mean_weight(ratio):
     return ratio.mean()
 
@@ -171,13 +179,15 @@ def mean_weight(ratio):
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"policy_loss": f"{__name__}:mean_loss"}, r"mean_loss returns \[\], not one value for each of the 5 tokens"),
+        ({"policy_loss": f"{__name__}:mean_loss"}, r"mean_loss: its loss is of shape \[\], not one value for each of the 5"),
         ({"policy_loss": f"{__name__}:bare_loss"}, "bare_loss returns no pair"),
-        ({"rollout_correction": f"{__name__}:mean_weight"}, r"mean_weight returns \[\], not one value for each of the 5 tokens"),
+        ({"policy_loss": f"{__name__}:mean_report"}, r"mean_report: what it reports as 'mine' is of shape \[\]"),
+        ({"policy_loss": f"{__name__}:number_report"}, "number_report: what it reports as 'mine' is of shape"),
+        ({"rollout_correction": f"{__name__}:mean_weight"}, r"mean_weight: its weight is of shape \[\]"),
     ],
 )
 def test_what_a_users_own_function_must_return(section, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         evaluate(AlgorithmSection(**section), experience())
 
 
