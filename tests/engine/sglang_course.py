@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -34,6 +35,30 @@ def course(folder: str) -> dict[str, str]:
     for case in (a_stream_comes_in_buckets, a_forgotten_stream_is_seen, a_long_wait_for_stop_strings_is_cut, a_death_is_told):
         results[case.__name__] = _outcome(case, bench)
     return results
+
+
+def weights_before_a_stream() -> dict[str, float]:
+    """Of a model with a persistent buffer, loaded by SGLang without its folder in one of its processes; all of it was 1."""
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.model_loader import loader
+
+    from lightrft.engine.sglang import scheduler
+
+    model, seen = torch.nn.Module(), {}
+    model.weight = torch.nn.Parameter(torch.ones(()), requires_grad=False)
+    model.register_buffer("scale", torch.ones(()))
+    loader._get_quantization_config = lambda *_: None
+    loader._initialize_model = lambda *_: model
+    made = SimpleNamespace(dtype=torch.float32)
+
+    def process() -> None:
+        loaded = loader.DummyModelLoader(LoadConfig()).load_model(model_config=made, device_config=DeviceConfig("cpu"))
+        seen.update((name, tensor.item()) for name, tensor in loaded.state_dict().items())
+
+    scheduler.run_scheduler_process = process
+    scheduler.run_scheduler()
+    return seen
 
 
 def _settings() -> dict:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.sglang_course import course
+from engine.sglang_course import course, weights_before_a_stream
 from engine.sglang_families import FAMILIES, write
 from engine.sglang_families import course as families
 from ranks import run_ranks
@@ -31,6 +31,13 @@ def test_course(outcomes: list[dict[str, str]]) -> None:
     failures = [f"rank {rank}, {case}:\n{trace}"
                 for rank, outcome in enumerate(outcomes) for case, trace in outcome.items() if trace]
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.slow
+def test_buffers_stay_as_the_model_makes_them() -> None:
+    """No stream brings those that transformers has not; weights are noise until one comes."""
+    seen = in_sglang_environment(weights_before_a_stream)
+    assert seen["scale"] == 1 and 0 < abs(seen["weight"]) < 0.01
 
 
 @pytest.mark.slow

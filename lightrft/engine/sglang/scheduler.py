@@ -1,6 +1,7 @@
 """Inside of SGLang's processes that hold weights and generate: what they do otherwise, and what they can be asked."""
 
 import gc
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,18 @@ import torch
 from sglang.srt.layers import sampler
 from sglang.srt.managers import mm_schedule
 from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+from sglang.srt.model_loader import loader
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightrft.engine.fused import FusedWeights
 from lightrft.engine.probe import Probe, logits_processor
 from lightrft.engine.proof import Fingerprints
 from lightrft.engine.sglang.sampling import draw, with_seeds
+
+CALLED_OTHERWISE = {"model.language_model.": "model.", "model.visual.": "visual.", ".attn.qkv.": ".attn.qkv_proj.",
+                    ".self_attn.out_proj.": ".self_attn.proj."}
+"""Parts of names: as published -> in models of images and text, where some of SGLang's have them."""
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
@@ -22,9 +28,22 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     gc.freeze()  # on a CPU every dropped cache is a collection; of all that was imported it would take half a second
     setattr(Scheduler, answer_question.__name__, answer_question)
     SamplingBatchInfo.from_schedule_batch = classmethod(with_seeds(SamplingBatchInfo.from_schedule_batch.__func__))
+    loader.initialize_dummy_weights = _with_buffers_kept(loader.initialize_dummy_weights)
     if not torch.accelerator.is_available():
         sampler.multinomial_with_seed = draw
     run_scheduler_process(*args, **kwargs)
+
+
+def _with_buffers_kept(fill: Callable) -> Callable:
+    """Before the first stream: SGLang's random weights, but buffers as the model makes them, which no stream brings."""
+
+    def fill_parameters(model: nn.Module) -> None:
+        made = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        fill(model)
+        for buffer, values in made:
+            buffer.copy_(values)
+
+    return fill_parameters
 
 
 def answer_question(self: Scheduler, folder: str) -> None:
@@ -43,12 +62,22 @@ def _fill_with_nan(scheduler: Scheduler) -> None:
 def _weights(scheduler: Scheduler, places: dict[str, str], shapes: dict[str, torch.Size]) -> FusedWeights:
     """From version 0.5.22 on a layer knows its group, and not its place in it."""
     model = scheduler.tp_worker.model_runner.model
-    for layer in model.modules():
+    layers = dict(model.named_modules(remove_duplicate=False))
+    for layer in layers.values():
         known = vars(layer)
         if "tp_group" in known and "tp_rank" not in known:
             group = layer.tp_group
             layer.tp_rank, layer.tp_size = (0, 1) if group is None else (group.rank_in_group, group.world_size)
-    return FusedWeights(model, {name: place.replace(".attn.qkv.", ".attn.qkv_proj.") for name, place in places.items()}, shapes)
+    return FusedWeights(model, {name: _place(place, layers) for name, place in places.items()}, shapes)
+
+
+def _place(place: str, layers: Collection[str]) -> str:
+    """What SGLang's model calls it, which it knows when it loads."""
+    for published, own in CALLED_OTHERWISE.items():
+        path, other = (name.rpartition(".")[0] for name in (place, place.replace(published, own)))
+        if path not in layers and other.rpartition(".")[0] in layers:
+            place = place.replace(published, own)
+    return place
 
 
 def _unknown_weights(scheduler: Scheduler, places: dict[str, str], shapes: dict[str, torch.Size]) -> list[str]:
