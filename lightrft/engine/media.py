@@ -190,7 +190,7 @@ class MediaReader:
         ids, real = output.pop("input_ids"), output.pop("attention_mask").bool()
         others = [name for name in output if name.endswith("token_type_ids")]
         if others and not self.media_alone:
-            raise ValueError(f"the hf engine does not know the model's {', '.join(others)}; use --engine_type vllm or sglang")
+            raise ValueError(f"the hf engine does not know the model's {', '.join(others)}; use --engine_type vllm")
         texts = [row[kept].tolist() for row, kept in zip(ids, real, strict=True)]
         return texts, {name: torch.as_tensor(tensor) for name, tensor in output.items() if name not in others}
 

@@ -11,10 +11,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from PIL import Image
+from transformers import AutoModelForCausalLM, Gemma3Config
 
 from engine.contract import STREAM_ONLY_CASES, Bench, _outcome, start
 from lightrft.engine.base import EngineError, Request, Sampling
+from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 
 SECONDS_TO_DIE = 30
@@ -59,6 +61,18 @@ def weights_before_a_stream() -> dict[str, float]:
     scheduler.run_scheduler_process = process
     scheduler.run_scheduler()
     return seen
+
+
+def answer_to_an_image(folder: str) -> str:
+    """Of an engine that is not launched."""
+    from lightrft.engine.sglang import SGLangEngine
+
+    Gemma3Config(image_token_index=7).save_pretrained(folder)
+    SGLangEngine._led = lambda *_: []
+    engine = start("sglang", folder, Axis("engine", 1, 0, None), from_stream=True)
+    with pytest.raises(ValueError) as refusal:
+        engine._checked_request(0, Request([7], {"images": [Image.new("RGB", (8, 8))]}))
+    return str(refusal.value)
 
 
 def _settings() -> dict:

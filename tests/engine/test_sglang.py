@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.sglang_course import course, weights_before_a_stream
+from engine.sglang_course import answer_to_an_image, course, weights_before_a_stream
 from engine.sglang_families import FAMILIES, write
 from engine.sglang_families import course as families
 from ranks import run_ranks
@@ -41,6 +41,12 @@ def test_buffers_stay_as_the_model_makes_them() -> None:
 
 
 @pytest.mark.slow
+def test_images_that_it_reads_wrong_are_refused(tmp_path: Path) -> None:
+    said = in_sglang_environment(answer_to_an_image, str(tmp_path))
+    assert "SGLang reads images of this model otherwise than transformers does" in said
+
+
+@pytest.mark.slow
 def test_families(tmp_path: Path) -> None:
     write(tmp_path)
     found = in_sglang_environment(partial(run_ranks, 2, families, str(tmp_path), timeout=400), timeout=450)
@@ -56,7 +62,7 @@ RUNS = {
     "fsdp": (2, []),
     "zero2": (2, ["--fsdp=false", "--zero_stage=2"]),
     "tp": (2, ["--tp_size=2"]),
-    "zigzag": (2, ["--sp_size=2", "--sp_impl=zigzag"]),
+    "zigzag, tp, engine cut": (4, ["--sp_size=2", "--sp_impl=zigzag", "--tp_size=2", "--engine_tp_size=2"]),
     "ulysses, tp, engine cut": (4, ["--sp_size=2", "--tp_size=2", "--engine_tp_size=2"]),
     "alone": (1, []),
     "tp, engine cut": (2, ["--tp_size=2", "--engine_tp_size=2"]),
@@ -64,8 +70,8 @@ RUNS = {
     "lora, zero3": (2, [*LORA, "--fsdp=false", "--zero_stage=3", "--offload_idle"]),
 }
 """Ranks and flags. ../trainer/test_resume.py has ZeRO 3."""
-SAME = {"zero2": "fsdp", "tp": "fsdp", "zigzag": "fsdp", "ulysses, tp, engine cut": "fsdp", "tp, engine cut": "alone",
-        "lora, zero3": "lora"}
+SAME = {"zero2": "fsdp", "tp": "fsdp", "zigzag, tp, engine cut": "fsdp", "ulysses, tp, engine cut": "fsdp",
+        "tp, engine cut": "alone", "lora, zero3": "lora"}
 """Runs that have the same numbers, as they have as many engines."""
 
 

@@ -24,6 +24,11 @@ from lightrft.engine.weights import Named
 LATER_SUMMED = ("o_proj", "mlp")
 """Parts of a model of which each tensor-parallel rank has a summand."""
 
+SEEN_OTHERWISE = ("gemma3",)
+"""Families whose images SGLang reads, without a word, otherwise than transformers: its tower for them has another GELU, and but
+with Triton no token of an image attends to a later one.
+"""
+
 
 class SGLangEngine(LibraryEngine):
     """Each sample is drawn from a seed of its own, so it repeats for the same request, place and seed, however requests are
@@ -43,6 +48,7 @@ class SGLangEngine(LibraryEngine):
     def _start(self, setup: EngineSetup, config: PretrainedConfig) -> list[str]:
         multiprocessing.current_process().authkey = self.axis.broadcast(bytes(multiprocessing.current_process().authkey))
         options, places = arguments(setup, config), engine_names(self.names)
+        self._sees = config.model_type not in SEEN_OTHERWISE
         unknown = self._led(lambda: self._launch(options, places))
         self._places = {name: place for name, place in places.items() if name not in unknown}
         return unknown
@@ -61,6 +67,8 @@ class SGLangEngine(LibraryEngine):
             self._shim.ask("forget_images")
 
     def _expanded(self, request: Request) -> Expanded:
+        if not self._sees:
+            raise ValueError("SGLang reads images of this model otherwise than transformers does; it generates from text")
         return self.reader.expanded(request)
 
     def _generate(self, requests: list[Request], seed: int, done: Done) -> None:
