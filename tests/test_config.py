@@ -270,7 +270,7 @@ def test_batches_that_do_not_divide_show_all_numbers():
     [
         (["--max_steps=0", "--max_samples=0", "--max_eval_samples=0", "--micro_train_batch_size=-1", "--zpg=0"], "at least 1"),
         (["--dual_clip=1", "--dual_clip=nan"], "above 1"),
-        (["--sapo_tau_positive=0", "--timeout_minutes=0", "--rollout_correction_high=nan"], "above 0"),
+        (["--sapo_tau_positive=0", "--timeout_minutes=0", "--arrival_minutes=0", "--rollout_correction_high=nan"], "above 0"),
         (["--actor_learning_rate=-1", "--max_norm=-1", "--eval_n_samples=-1", "--eps_clip_low=-0.2"], "at least 0"),
         (["--ema_beta=2", "--lr_warmup_ratio=3", "--engine_mem_util=60"], "between 0 and 1"),
     ],

@@ -18,9 +18,10 @@ from lightrft.algorithms.covariance import marks
 from lightrft.algorithms.options import BOTH_BOUNDS, unread
 from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.algorithms.presets import correction_bounds, recipe
+from lightrft.cli import STARTED_BY
 from lightrft.config import AlgorithmSection, Config, ConfigError, flags_without_effect, parse, validate
 from lightrft.strategy import StrategyBase, get_strategy
-from lightrft.strategy.launch import adopt_slurm, tell_launcher
+from lightrft.strategy.launch import adopt_slurm, end_with_launcher, tell_launcher
 from lightrft.trainer.interruption import Interrupted
 from lightrft.versions import check_versions
 
@@ -44,6 +45,7 @@ def enter(door: str, build: Build, description: str | None, argv: list[str] | No
     """Build, run, and leave the process: 0, 2 for what the user can mend, 128 + signal when interrupted, 1 otherwise."""
     if not faulthandler.is_enabled():
         faulthandler.enable()
+    end_with_launcher(STARTED_BY)
     adopt_slurm(os.environ)
     set_up_logging()
     try:

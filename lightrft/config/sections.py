@@ -125,6 +125,8 @@ class StrategySection:
     """Context parallelism: the short form of --sp_size N --sp_impl zigzag."""
     timeout_minutes: float = 60.0
     """A collective that waits longer ends the run; every rank then logs which ranks are late, and where all of them are."""
+    arrival_minutes: float = 10.0
+    """A rank that starts and waits longer for all others to come ends the run, and says who has not come."""
 
 
 @dataclass

@@ -36,7 +36,10 @@ RANGES: dict[str, tuple[Callable[[float], bool], Sequence[str]]] = {
     "above 1": (lambda value: value > 1, ["dual_clip"]),
     "above 0": (
         lambda value: value > 0,
-        ["sapo_tau_positive", "sapo_tau_negative", "rollout_correction_high", "timeout_minutes", "engine_kv_cache_gb"],
+        [
+            *("sapo_tau_positive", "sapo_tau_negative", "rollout_correction_high", "timeout_minutes", "arrival_minutes"),
+            "engine_kv_cache_gb",
+        ],
     ),
     "at least 0": (
         lambda value: value >= 0,

@@ -60,8 +60,9 @@ class StrategyConfig(ModelSection, DataSection, StrategySection, EngineSection, 
         problems = cp_problems(self) + lora_problems(self, tp_size=self.tp_size)
         if problems:
             raise ValueError("; ".join(problems))
-        if self.timeout_minutes <= 0:
-            raise ValueError(f"timeout_minutes must be above 0, not {self.timeout_minutes}")
+        for name in ("timeout_minutes", "arrival_minutes"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
         if self.offload_idle and self.fsdp_cpu_offload:
             raise ValueError("--offload_idle has nothing to move with --fsdp_cpu_offload: all is in host memory, drop one")
 

@@ -3,6 +3,9 @@
 import json
 import os
 import re
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
@@ -10,17 +13,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from loguru import logger
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightrft.parallel.device import collective_backend
+from lightrft.strategy import guard
+from lightrft.strategy.monitor import names
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 MEETING_POINT = ("SLURM_STEP_NODELIST", "SLURM_JOB_ID")
 """MASTER_ADDR is the first node, MASTER_PORT the job's own, unless the user has set them."""
-ARRIVAL = timedelta(minutes=10)
-"""Longest wait until all processes have started, imported their packages and met."""
+NOTICE = timedelta(seconds=30)
+"""So often it is said who has not come."""
 ADVICE = "start the run with `torchrun --standalone --nproc-per-node=N ...`, or with none of these variables for one process"
+_guard: subprocess.Popen | None = None
 
 
 def adopt_slurm(environment: MutableMapping[str, str]) -> None:
@@ -44,19 +51,52 @@ def adopt_node_size(environment: MutableMapping[str, str], num_gpu_per_node: int
         environment.setdefault("LOCAL_RANK", str(int(environment["RANK"]) % num_gpu_per_node))
 
 
-def join_process_group(device: torch.device, timeout: timedelta) -> bool:
-    """Create the default process group; False when somebody did already. `timeout` is that of its store from then on."""
+def end_with_launcher(launcher: int) -> None:
+    """From now on a rank that torchrun, process id `launcher`, has started does not outlive it, nor does what the rank starts."""
+    global _guard
+    if _guard is None and "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux" and os.getpgid(0) == os.getpid():
+        command = [sys.executable, "-IS", guard.__file__, str(os.getpid()), str(launcher)]
+        _guard = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+def join_process_group(device: torch.device, timeout: timedelta, arrival: timedelta) -> bool:
+    """Create the default process group; False when somebody did already. `timeout` is that of its store from then on.
+
+    `arrival` is the longest wait until all processes have started, imported their packages and met.
+    """
     if dist.is_initialized():
         return False
+    end_with_launcher(os.getppid())
     adopt_slurm(os.environ)
     _check_environment(os.environ)
     backend = collective_backend(device)
     if "RANK" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return True
-    meeting_point = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = _meeting_point(rank, arrival)
+    _meet(store, rank, world_size, arrival)
     try:
-        dist.init_process_group(backend, init_method="env://", timeout=ARRIVAL)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=arrival)
+    except dist.DistError as error:
+        raise RuntimeError(
+            f"rank {rank} on {socket.gethostname()} met the other {world_size - 1} at {_address()}, but cannot connect to all of "
+            f"them: one has ended since, and its log says why, or a firewall is between the nodes. torch says: {error}"
+        ) from error
+    _get_default_store().set_timeout(timeout)
+    return True
+
+
+def _address() -> str:
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+def _meeting_point(rank: int, arrival: timedelta) -> dist.Store:
+    """Served by torchrun on the first node, else by rank 0. Torch's own way there waits for all and does not say for whom."""
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        return dist.TCPStore(host, port, is_master=serves, timeout=arrival, wait_for_workers=False, multi_tenant=True)
     except dist.DistError as error:
         if "EADDRINUSE" in str(error) or "already in use" in str(error):
             raise RuntimeError(
@@ -64,12 +104,39 @@ def join_process_group(device: torch.device, timeout: timedelta) -> bool:
                 "Choose another with `torchrun --master-port PORT`, or let torchrun find a free one: `torchrun --standalone`"
             ) from error
         raise RuntimeError(
-            f"rank {os.environ['RANK']} did not meet the other {int(os.environ['WORLD_SIZE']) - 1} at {meeting_point} within "
-            f"{ARRIVAL.total_seconds():.0f} s. Either one of them failed before, and its log says why, or it cannot reach that "
-            f"address (MASTER_ADDR and MASTER_PORT). torch says: {error}"
+            f"rank {rank} on {socket.gethostname()} found nobody at {_address()} (MASTER_ADDR and MASTER_PORT) within "
+            f"{_said(arrival)}. Either the first node has not started its ranks, or they ended, and its log says why, or that "
+            f"address cannot be reached from here. torch says: {error}"
         ) from error
-    _get_default_store().set_timeout(timeout)
-    return True
+
+
+def _meet(store: dist.Store, rank: int, world_size: int, arrival: timedelta) -> None:
+    """Returns when all are there; while some are not, one rank of each node says who."""
+    arrivals = dist.PrefixStore("lightrft/arrivals", store)
+    arrivals.set(str(rank), socket.gethostname())
+    deadline = time.monotonic() + arrival.total_seconds()
+    while True:
+        left = timedelta(seconds=max(deadline - time.monotonic(), 0.01))
+        try:
+            return arrivals.wait([str(other) for other in range(world_size)], min(left, NOTICE))
+        except dist.DistStoreError as late:
+            absent = names(other for other in range(world_size) if not arrivals.check([str(other)]))
+            if time.monotonic() >= deadline:
+                raise RuntimeError(
+                    f"{absent} did not come to {_address()} within {_said(arrival)}, where rank {rank} on {socket.gethostname()} "
+                    "waited. Either they failed before, and the log of their node says why, or they cannot reach that address"
+                ) from late
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                logger.warning(f"waiting at {_address()} for {absent}, at most {left.total_seconds():.0f} s: have they failed?")
+        except dist.DistError as error:
+            raise RuntimeError(
+                f"rank {rank} on {socket.gethostname()} waited at {_address()} for the others, and the meeting point has gone: "
+                f"the first node has ended, and its log says why. torch says: {error}"
+            ) from error
+
+
+def _said(arrival: timedelta) -> str:
+    return f"{arrival.total_seconds():.0f} s (--arrival_minutes {arrival.total_seconds() / 60:g})"
 
 
 def tell_launcher(cause: str) -> None:

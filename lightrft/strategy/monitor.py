@@ -150,7 +150,7 @@ class Monitor:
             root = min((seat.rank for seat in self.seats.values() if seat.rank not in behind and not seat.left), default=0)
             self._end(f"{headline}. {self._report(behind, now)}", root=root)
         elif now - self._began > ARRIVAL and len(self.seats) < self.world_size:
-            absent = _ranks(set(range(self.world_size)) - set(self.seats))
+            absent = names(set(range(self.world_size)) - set(self.seats))
             self._end(f"{absent} ended, or hung, before it could say where it is", root=0)
 
     def _counts(self) -> dict[str, dict[int, tuple[int, float]]]:
@@ -188,7 +188,7 @@ class Monitor:
             groups.setdefault(where, []).append(seat)
         lines = [f"  {_who(seats)}: {where} (for {now - min(seat.phase_began for seat in seats):.0f} s)"
                  for where, seats in groups.items()]
-        headline = f"Late: {_ranks(behind)}." if behind else "No rank is behind the others."
+        headline = f"Late: {names(behind)}." if behind else "No rank is behind the others."
         return "\n".join([headline, *lines])
 
     def _end(self, cause: str, *, root: int, code: int = 1, brief: bool = False) -> None:
@@ -213,10 +213,10 @@ def when(phase: str) -> str:
 
 
 def _who(seats: list[Seat]) -> str:
-    return seats[0].name if len(seats) == 1 else _ranks(seat.rank for seat in seats)
+    return seats[0].name if len(seats) == 1 else names(seat.rank for seat in seats)
 
 
-def _ranks(ranks: Any) -> str:
+def names(ranks: Any) -> str:
     """`rank 3`, `ranks 0-2, 5`."""
     ordered = sorted(ranks)
     spans: list[list[int]] = []

@@ -82,7 +82,7 @@ class StrategyBase(CheckpointVerbs):
         timeout = timeout or timedelta(minutes=self.config.timeout_minutes)
         if num_gpu_per_node is not None:
             adopt_node_size(os.environ, num_gpu_per_node)
-        self._owns_processes = join_process_group(select_device(), timeout)
+        self._owns_processes = join_process_group(select_device(), timeout, timedelta(minutes=self.config.arrival_minutes))
         self.device = current_device()
         self._watchdog = Watchdog.start(timeout)
         sizes = {"dp_replicate": self.config.dp_replicate, "sp": sequence_layout(self.config)[0], "tp": self.config.tp_size}

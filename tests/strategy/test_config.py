@@ -53,6 +53,7 @@ def test_copies_and_pickles():
 
 @pytest.mark.parametrize("values, says", [
     ({"engine_type": "tgi"}, "unknown engine_type 'tgi'; known: auto"), ({"timeout_minutes": 0}, "above 0"),
+    ({"arrival_minutes": 0}, "above 0"),
     ({"sp_impl": "ring"}, "unknown sp_impl 'ring'; known: auto, ulysses, zigzag"),
     ({"cp_size": 2, "sp_impl": "ulysses"}, "--cp_size 2 is short for .* contradicts --sp_impl ulysses: drop one"),
 ])

@@ -2,7 +2,6 @@ import multiprocessing
 import os
 import random
 import socket
-from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -20,8 +19,8 @@ SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NO
 ENVIRONMENT = TORCHRUN + SLURM
 
 
-def one_step() -> tuple[int, float]:
-    made = FSDPStrategy(args={"fsdp": True})
+def one_step(arrival: float) -> tuple[int, float]:
+    made = FSDPStrategy(args={"fsdp": True, "arrival_minutes": arrival / 60})
     assert made.get_rank() == int(os.environ.get("RANK", 0))
     made.setup_distributed()
     torch.manual_seed(0)
@@ -35,8 +34,11 @@ def one_step() -> tuple[int, float]:
     return size, round(norm.item(), 3)
 
 
-def launch(**variables: str):
-    """A process with just these of a launcher's variables; returns a function that waits for its (result, error)."""
+def launch(arrival: float = 60, **variables: str):
+    """A process with just these of a launcher's variables; returns a function that waits for its (result, error).
+
+    `arrival` is in seconds.
+    """
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
 
@@ -45,7 +47,7 @@ def launch(**variables: str):
             os.environ.pop(name, None)
         os.environ.update(variables)
         try:
-            sending.send((one_step(), ""))
+            sending.send((one_step(arrival), ""))
         except BaseException as error:
             sending.send((None, f"{type(error).__name__}: {error}"))
         os._exit(0)
@@ -112,13 +114,17 @@ def test_ranks_are_given_the_devices_of_their_node(given, own):
     assert given.get("LOCAL_RANK") == own
 
 
-@pytest.mark.slow
-def test_a_rank_that_never_starts_is_missed(monkeypatch):
+def test_a_rank_that_never_starts_is_missed():
     """Its launcher died on the other node, say."""
-    monkeypatch.setattr("lightrft.strategy.launch.ARRIVAL", timedelta(seconds=2))
     port = free_port()
-    _, error = launch(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK="0", WORLD_SIZE="2")()
-    assert f"RuntimeError: rank 0 did not meet the other 1 at 127.0.0.1:{port} within 2 s" in error and "MASTER_ADDR" in error
+    _, error = launch(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK="0", WORLD_SIZE="4", arrival=1)()
+    assert f"RuntimeError: ranks 1-3 did not come to 127.0.0.1:{port} within 1 s (--arrival_minutes 0.016" in error
+
+
+def test_nobody_at_the_meeting_point():
+    port = free_port()
+    _, error = launch(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK="1", WORLD_SIZE="2", arrival=1)()
+    assert f"found nobody at 127.0.0.1:{port} (MASTER_ADDR and MASTER_PORT) within 1 s (--arrival_minutes" in error
 
 
 def test_a_port_in_use_is_named():

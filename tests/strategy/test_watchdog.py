@@ -239,4 +239,4 @@ def tcp_pair() -> list[socket.socket]:
 
 
 def test_ranks_are_named_by_spans():
-    assert monitor._ranks({0, 1, 2, 5, 7, 8}) == "ranks 0-2, 5, 7-8" and monitor._ranks([3]) == "rank 3"
+    assert monitor.names({0, 1, 2, 5, 7, 8}) == "ranks 0-2, 5, 7-8" and monitor.names([3]) == "rank 3"

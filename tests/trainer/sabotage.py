@@ -1,10 +1,12 @@
-"""A door with a fault: SABOTAGE=phase:rank:how makes one rank kill itself, raise or sleep when it announces that phase.
+"""A door with a fault: SABOTAGE=phase:rank:how makes one rank kill itself, raise, sleep or hang when it announces that phase.
 
     SABOTAGE=train:1:kill torchrun --nproc-per-node 2 tests/trainer/sabotage.py [flags of train_ppo]
 """
 
+import ctypes
 import os
 import signal
+import subprocess
 import time
 
 
@@ -16,6 +18,9 @@ def spoil(how: str) -> None:
         raise OSError("the disk is on fire")
     elif how == "sleep":
         time.sleep(1000)
+    elif how == "hang":
+        print("hangs beside", subprocess.Popen(["sleep", "1000"]).pid, flush=True)
+        ctypes.PyDLL(None).sleep(1000)  # Python's lock is kept
 
 
 def main(flags: list[str] | None = None) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ranks import exit_codes
@@ -90,6 +91,20 @@ def root_cause(said: str) -> str:
 
 def test_torchrun_killed_before_the_ranks_have_met(inputs):
     assert "Signal 9 (SIGKILL)" in root_cause(one_node("import:1:kill", *inputs, *FLAGS))
+
+
+def test_what_a_killed_torchrun_started_ends(inputs, tmp_path):
+    """One rank hangs with Python's lock, and a process of its own, when it dies."""
+    started = torchrun("load_models:1:hang", [*inputs, *FLAGS, f"--save_path={tmp_path}"], "--standalone", "--nproc-per-node=2")
+    said = iter(started.stdout.readline, "")
+    child = psutil.Process(int(next(line for line in said if line.startswith("hangs beside ")).split()[-1]))
+    family = {child, *psutil.Process(started.pid).children(recursive=True)} - {psutil.Process(started.pid)}
+    started.kill()
+    alive = psutil.wait_procs(family, timeout=30)[1]
+    for process in alive:
+        process.kill()
+    assert len(family) >= 3 and alive == []
+    assert f"torchrun (pid {started.pid}) ended without a word: rank 1 (pid " in "".join(said)
 
 
 def test_torchrun_shows_the_exception_of_the_rank_that_failed_first(inputs, tmp_path):
