@@ -1,5 +1,6 @@
 """Why: what users read about algorithms is the table of presets and the names; both must be what runs."""
 
+import math
 import re
 from pathlib import Path
 
@@ -59,4 +60,4 @@ def test_the_examples_run():
     rewards, groups = torch.tensor([1.0, 0.0, 2.0, 5.0]), torch.tensor([0, 0, 0, 1])
     assert examples["median"](rewards, groups, lengths=torch.tensor([1, 2, 4, 3])).tolist() == [0.0, -0.5, 0.25, 0.0]
     losses, report = examples["plain"](torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0]), torch.ones(2), eps_clip_low=0.2)
-    assert losses.tolist() == pytest.approx([-1.0, -0.367879]) and report["train/below"].tolist() == [0.0, 1.0]
+    assert losses.tolist() == pytest.approx([-1.0, -math.exp(-1)]) and report["train/below"].tolist() == [0.0, 1.0]
