@@ -2,6 +2,7 @@
 
 from functools import cached_property
 
+from loguru import logger
 from PIL import Image
 from transformers import AutoConfig
 
@@ -13,7 +14,9 @@ from lightrft.engine.requests import Request
 from lightrft.types import Expanded, Prompt
 
 FAMILIES = ("idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Model types whose gradients were compared with those of transformers."""
+"""Model types whose gradients, and whose processors' counts of tokens, were compared with what transformers makes."""
+PROBES = ((28, 28), (1000, 300), (300, 1000))
+"""Images of these sizes are made before the count of a processor is believed."""
 BLANK = Image.new("RGB", (28, 28), "white")  # black would be padding to some models
 
 
@@ -62,8 +65,25 @@ class Expander:
     def _length(self, size: tuple[int, int]) -> int:
         """Tokens of an image of so many pixels: they do not depend on what it shows."""
         if size not in self._lengths:
-            self._lengths[size] = len(self._read(BLANK.resize(size)).token_ids)
+            self._lengths[size] = self._counted(size) if self._counts else self._made(size)
         return self._lengths[size]
+
+    @cached_property
+    def _counts(self) -> bool:
+        """Whether the processor knows how many tokens it makes of an image. To make them takes up to half a second."""
+        if self.config.model_type not in FAMILIES:
+            return False
+        wrong = {size: (self._counted(size), made) for size in PROBES if (made := self._made(size)) != self._counted(size)}
+        for (width, height), (counted, made) in wrong.items():
+            logger.warning(f"{self.reader.model_path}: the processor counts {counted} tokens for an image of {width} x {height} "
+                           f"and makes {made}; so one image of every size is made, which takes longer")  # fmt: skip
+        return not wrong
+
+    def _counted(self, size: tuple[int, int]) -> int:
+        return self.reader.processor._get_num_multimodal_tokens(image_sizes=[size[::-1]])["num_image_tokens"][0]
+
+    def _made(self, size: tuple[int, int]) -> int:
+        return len(self._read(BLANK.resize(size)).token_ids)
 
     def _read(self, image: Image.Image) -> Expanded:
         return self.reader.expanded(Request([min(self.places)], {IMAGES: [image]}))

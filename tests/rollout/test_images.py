@@ -3,6 +3,7 @@
 import io
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from lightrft.types import Prompt, Sample
 from ranks import run_ranks
 from runs import train
 from scripts.prepare_colours import pictures, tiny_idefics3
-from seeing import FRAMED, picture, seeing_model, seeing_qwen
+from seeing import FRAMED, MARKS, picture, seeing_model, seeing_qwen
 from sglang_environment import in_sglang_environment
 from tiny import PAD
 
@@ -137,13 +138,55 @@ def compare(world_size: int, folder: str, settings: dict, splits: list[dict]) ->
 
 
 def compare_in_rows_and_columns(folder: str) -> None:
+    for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
+        compare_counts(seeing_qwen(f"{folder}/{family}", family))
     for family in ("qwen2_5_vl", "qwen3_vl"):
-        compare(2, seeing_qwen(f"{folder}/{family}", family), TRAINED, [{"max_tokens": 40}])
+        compare(2, f"{folder}/{family}", TRAINED, [{"max_tokens": 40}])
+    compare_counts(splitting_model(f"{folder}/idefics3"))
 
 
 def test_gradients_with_positions_in_space(tmp_path):
-    """M-RoPE. Their processors need torchvision, which that environment has."""
+    """M-RoPE. Their processors need torchvision, which that environment has; with it images of idefics3 are made otherwise."""
     in_sglang_environment(compare_in_rows_and_columns, str(tmp_path))
+
+
+# -- how many tokens an image has
+
+
+def splitting_model(folder: str, *, marked: bool = True) -> str:
+    """It cuts images into up to four by four parts, and has a token for each of these places; unless `marked` several."""
+    processor = AutoProcessor.from_pretrained(seeing_model(folder))
+    if marked:
+        places = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
+        processor.tokenizer.add_special_tokens({"extra_special_tokens": [*MARKS.values(), *places]})
+    processor.image_processor.do_image_splitting = True
+    processor.image_processor.size = {"longest_edge": 224}
+    processor.save_pretrained(folder)
+    return folder
+
+
+def compare_counts(folder: str) -> None:
+    """Of 60 sizes, what the processor says and what it makes: numbers of tokens, or why there are none."""
+    expand, rng = Expander(ModelSection(pretrain=folder)), random.Random(0)
+    sizes = [(round(2 ** rng.uniform(0, 10)), round(2 ** rng.uniform(0, 10))) for _ in range(60)]
+    counted = [outcome(expand._counted, size) for size in sizes]
+    assert counted == [outcome(expand._made, size) for size in sizes]
+    assert expand._counts and len(set(counted)) > 6
+
+
+def outcome(tokens: Callable[[tuple[int, int]], int], size: tuple[int, int]) -> int | str:
+    try:
+        return tokens(size)
+    except ValueError as error:
+        return str(error)
+
+
+def test_tokens_are_counted_as_they_are_made(tmp_path):
+    """A processor that miscounts is not believed: its tokenizer reads the places of the parts as letters."""
+    compare_counts(splitting_model(str(tmp_path / "counts")))
+    expand = Expander(ModelSection(pretrain=splitting_model(str(tmp_path / "miscounts"), marked=False)))
+    prompt = Prompt(0, "", [expand.reader.processor.image_token_id], multi_modal={IMAGES: [image(1)]})
+    assert expand.measure(prompt) == len(expand(prompt).token_ids) - 1 != expand._counted((40, 40)) - 1
 
 
 # -- a whole run
