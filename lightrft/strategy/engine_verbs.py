@@ -39,7 +39,7 @@ class EngineVerbs(ModelVerbs):
 
     @property
     def weight_version(self) -> int:
-        """How many weight streams the engine has had; 0 without one."""
+        """Of the engine's weights: one more with each stream, unless engine_lags() took it back; 0 without an engine."""
         return self._host.engine.version if self._host else 0
 
     @property

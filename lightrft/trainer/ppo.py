@@ -66,8 +66,11 @@ class PPOTrainer(Trainer):
             raise
 
     def evaluate(self) -> None:
+        """The next step streams these same weights, under the version that they have here: versions count steps."""
+        version = self.strategy.weight_version
         with self.strategy.engine_awake(self.policy.actor):
             groups = self.collect.sampler.answer(self.eval_prompts)
+        self.strategy.engine_lags(version)
         evaluate(groups, self.collect.judge, self.metrics)
 
     def save_models(self) -> None:

@@ -38,11 +38,16 @@ def test_every_group_of_dynamic_sampling_has_a_signal(inputs, tmp_path):
 
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
 def test_partial_rollouts_have_the_log_probs_they_were_drawn_with(inputs, tmp_path, engine):
-    """With a learning rate of 0 all weights agree with those of any version: so must the log-probs of every token."""
+    """With a learning rate of 0 all weights agree with those of any version: so must the log-probs of every token.
+
+    A sample gets a step older with every step, and not with the evaluation between two.
+    """
     flags = [*ALL, f"--engine_type={engine}", "--enable_engine_sleep", "--actor_learning_rate=0", "--max_steps=5"]
+    flags += [f"--eval_data={inputs[2].partition('=')[2]}", "--eval_split=train", "--max_eval_samples=2", "--eval_steps=1"]
     rows = train("train_ppo", 2, [*inputs, *PPO, *flags, "--n_samples_per_prompt=2", "--train_batch_size=16"], tmp_path)
     assert max(row["rollout/groups_carried"] for row in rows) > 0
-    assert max(row["rollout/staleness_max"] for row in rows) >= 1
+    assert rows[1]["rollout/staleness_max"] == 1 and "eval/accuracy" in rows[0]
+    assert all(row["rollout/staleness_max"] <= number for number, row in enumerate(rows))
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
 
 
