@@ -3,6 +3,7 @@
 Each takes the rewards and groups of **all** samples of a step, of all ranks, and gives one advantage per reward: [M], [M] -> [M].
 A sample has one reward for the whole response, or several, each for a step of it (process supervision). What an estimator
 names beside them is a field of the algorithm section, or one of: `lengths` [M], tokens that the reward is for;
+`responses` [M], which response it is of, whose rewards stand side by side;
 `greedy_rewards` [M], the reward of the greedy response to the same prompt, 0 for all steps of a response but its last.
 returns.py spreads advantages over tokens.
 """
@@ -53,11 +54,17 @@ def dr_grpo(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 @estimators.register("rloo")
-def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """A_i = R_i - mean of the other R_j of the group; 0 where there are none. Ahmadian et al., arXiv 2402.14740."""
-    rewards = rewards.double()
-    total, size = group_sum(rewards, groups), group_sum(torch.ones_like(rewards), groups)
-    return torch.where(size > 1, rewards - (total - rewards) / (size - 1).clamp(min=1), 0.0)
+def rloo(rewards: Tensor, groups: Tensor, *, responses: Tensor) -> Tensor:
+    """A_i = R_i - mean of the other R_j of the group; 0 where there are none. Ahmadian et al., arXiv 2402.14740.
+
+    Of a response with several rewards all are left out of its own baseline, which each of them is compared with; for others its
+    R_j is their mean. PRIME, arXiv 2502.01456, equation 5.
+    """
+    mean, _ = group_mean_std(rewards, responses)
+    first = torch.ones_like(mean)
+    first[1:] = (responses[1:] != responses[:-1]).double()
+    total, size = group_sum(first * mean, groups), group_sum(first, groups)
+    return torch.where(size > 1, rewards - (total - mean) / (size - 1).clamp(min=1), 0.0)
 
 
 @estimators.register("opo")

@@ -56,7 +56,8 @@ class ExperienceMaker:
         """
         self.policy, self.critic, self.teacher, self.section, self.train = policy, critic, teacher, algorithm, train
         self.shape, self.kl_coefficient, self.kl = shape, kl_coefficient, kl_estimators[algorithm.kl_estimator]
-        self.estimator: Estimator = resolve(estimators, algorithm.advantage_estimator, given=("lengths", "greedy_rewards"))
+        given = ("lengths", "responses", "greedy_rewards")
+        self.estimator: Estimator = resolve(estimators, algorithm.advantage_estimator, given=given)
         self.mark = marks[algorithm.policy_loss] if algorithm.policy_loss in marks else None
         self.first_token_apart, self.expand = first_token_apart, expand
         self.data = policy.strategy.mesh.data
@@ -91,7 +92,7 @@ class ExperienceMaker:
         """Advantages of all ranks' rewards, shaped before, so that no statistic is a rank's own: [M]."""
         groups = judged.groups.long()
         rewards = self.shape(judged.rewards, groups, judged.finished)
-        given = {"lengths": judged.lengths, "greedy_rewards": judged.greedy.float()}
+        given = {"lengths": judged.lengths, "responses": judged.rows, "greedy_rewards": judged.greedy.float()}
         advantages = self.estimator(rewards, groups, **options(self.estimator, self.section, **given))
         if advantages.shape != rewards.shape or not advantages.isfinite().all():
             raise ValueError(

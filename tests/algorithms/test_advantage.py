@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightrft.algorithms.advantage import estimators, grpo
+from lightrft.algorithms.options import keywords
 from lightrft.config import COMPARING
 
 REWARDS = st.lists(st.tuples(st.integers(0, 3), st.floats(-100, 100, width=32)), min_size=1, max_size=12)
@@ -28,8 +29,9 @@ def advantages(rewards: list[float], groups: list[int], **options: float) -> lis
 def compare(name: str, samples: list[tuple[int, float, int]]) -> list[float]:
     """With whatever the estimator names beside rewards and groups."""
     groups, rewards, lengths = zip(*samples, strict=True)
-    given = {"opo": {"lengths": torch.tensor(lengths)}, "pass_at_k": {"pass_k": 2}}.get(name, {})
-    return estimate(name, [float(reward) for reward in rewards], list(groups), **given)
+    given = {"lengths": torch.tensor(lengths), "pass_k": 2, "responses": torch.arange(len(samples))}
+    named = {keyword: given[keyword] for keyword in keywords(estimators[name]) if keyword in given}
+    return estimate(name, [float(reward) for reward in rewards], list(groups), **named)
 
 
 # -- grpo
@@ -82,7 +84,22 @@ def test_the_group_mean_alone():
 
 def test_the_mean_of_the_others():
     # of 1, 2, 6: 1 - 4, 2 - 3.5, 6 - 1.5; of 0, 4: 0 - 4, 4 - 0; alone: nothing to compare with
-    assert estimate("rloo", [1.0, 0.0, 2.0, 4.0, 6.0, 9.0], [0, 1, 0, 1, 0, 2]) == [-3.0, -4.0, -1.5, 4.0, 4.5, 0.0]
+    result = estimate("rloo", [1.0, 0.0, 2.0, 4.0, 6.0, 9.0], [0, 1, 0, 1, 0, 2], responses=torch.arange(6))
+    assert result == [-3.0, -4.0, -1.5, 4.0, 4.5, 0.0]
+
+
+def test_a_response_with_several_rewards_is_left_out_whole():
+    # group 0: responses with 1, 3 (mean 2), with 5, and with 2, 6, 1 (mean 3); the others' means are (5 + 3) / 2 = 4,
+    # (2 + 3) / 2 = 2.5 and (2 + 5) / 2 = 3.5. Group 1: a response alone, with 7 and 9
+    rewards, groups = [1.0, 3.0, 7.0, 9.0, 5.0, 2.0, 6.0, 1.0], [0, 0, 1, 1, 0, 0, 0, 0]
+    responses = torch.tensor([4, 4, 5, 5, 6, 7, 7, 7])
+    assert estimate("rloo", rewards, groups, responses=responses) == [-3.0, -1.0, 0.0, 0.0, 2.5, -1.5, 2.5, -2.5]
+
+
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, -7.3])
+def test_equal_rewards_of_many_steps_teach_nothing(reward):
+    responses = torch.tensor([0] * 3 + [1] * 49 + [2] * 7)
+    assert estimate("rloo", [reward] * 59, [0] * 59, responses=responses) == [0.0] * 59
 
 
 def test_the_mean_weighted_with_lengths():

@@ -226,6 +226,7 @@ def cut(samples: list[Sample], *places: int) -> list[Sample]:
 CASES: dict[str, tuple[list[Sample], dict[str, Any], dict[str, Any]]] = {
     "discounted": (stepwise(), {"advantage_estimator": "reinforce", "gamma": 0.5}, {}),
     "steps": (stepwise(), {"advantage_estimator": "dr_grpo"}, {}),
+    "others' steps": (stepwise(), {"advantage_estimator": "rloo"}, {}),
     "lengths": (stepwise(), {"advantage_estimator": "opo"}, {}),
     "whitened": (all_samples(), {"advantage_estimator": "dr_grpo", "advantages_norm": True}, {}),
     "clipped": (all_samples(), {"advantage_estimator": "dr_grpo", "advantage_clip": 0.75}, {}),
@@ -257,6 +258,8 @@ EXPECTED: dict[str, list[list[float] | None]] = {
     "discounted": [[0.5 + 0.75, 1 + 1.5, 3.0], [1.0, 2.0], [], [1.0]],
     # group 0 has three rewards, 1, 3, 2, mean 2: -1 and 1 make the first response; group 1 has 5 and 1
     "steps": [[0.0, 0.0, 1.0], [0.0, 0.0], [], [-2.0]],
+    # group 0: 1 and 3 less 2, and 2 less their mean; group 1: 1 less 5
+    "others' steps": [[0.0, 0.0, 1.0], [0.0, 0.0], [], [-4.0]],
     # weights 2, 1, 2: mean (2 * 1 + 3 + 2 * 2) / 5 = 1.8; the response without tokens weighs nothing
     "lengths": [[0.4, 0.4, 1.2], [0.2, 0.2], [], [0.0]],
     "whitened": [[(value + 18 / 37) / 0.9759713] * length for value, length in zip(DEVIATIONS, LENGTHS, strict=True)],
