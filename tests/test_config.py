@@ -142,6 +142,7 @@ def test_the_shipped_files_can_run(path):
         (["--seed", "many"], "invalid int value: 'many'"),
         (["--loss_agg_mode", "median"], "invalid choice: 'median'"),
         (["--bf16", "perhaps"], "--bf16"),
+        (["--flash_attn", "false"], "--flash_attn false: it stands alone, or with true; leave it out"),
         (["--config"], "--config needs a file"),
         (["--config", "no/such.yaml"], "--config no/such.yaml: No such file or directory"),
         (["stray"], "stray"),
@@ -161,6 +162,7 @@ def test_flags_of_other_launch_scripts():
     assert config.train.batching == "packed" and config.rollout.first_token_temperature == 10
     assert {"reward", "batching", "enable_engine_sleep", "first_token_temperature"} <= written
     assert parse(["--first_token_temperature", "5", "--use_fire"])[0].rollout.first_token_temperature == 5
+    assert parse(["--flash_attn", "true", "--use_fire=True", "--seed", "7"]) == parse(["--use_fire", "--seed", "7"])
 
 
 def test_two_unknown_flags_are_named_at_once():

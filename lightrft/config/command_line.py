@@ -29,6 +29,7 @@ SWITCHES: dict[str, list[str]] = {
     "--save_trajectories": [],  # always; --num_trajectories_to_save says how many
 }
 """Flags of the launch scripts of this family of tools, and what they are here."""
+ALSO = f"Understood as well: {', '.join([*RENAMED, *SWITCHES])}; docs/launching.md says what they are here."
 
 
 def parse(argv: list[str] | None = None, description: str = "") -> tuple[Config, set[str]]:
@@ -36,7 +37,7 @@ def parse(argv: list[str] | None = None, description: str = "") -> tuple[Config,
     argv = list(sys.argv[1:] if argv is None else argv)
     files, flags = _split_config_flag(argv)
     arguments = [token for file in files for token in _arguments_of_file(file)] + _translated(flags)
-    parser = _Parser(list(SECTIONS.values()), description=description, allow_abbrev=False)
+    parser = _Parser(list(SECTIONS.values()), description=description, epilog=ALSO, allow_abbrev=False)
     documentation = {name: text for cls in SECTIONS.values() for name, text in field_docs(cls).items()}
     for action in parser._actions:
         action.help = documentation.get(action.dest, action.help).replace("%", "%%")
@@ -52,10 +53,18 @@ def parse(argv: list[str] | None = None, description: str = "") -> tuple[Config,
 
 
 def _translated(flags: list[str]) -> list[str]:
-    """Switches come first, so that a flag of ours beside them wins."""
-    switches = [token for flag in flags for token in SWITCHES.get(flag, [])]
-    rest = [flag.partition("=") for flag in flags if flag not in SWITCHES]
-    return switches + [RENAMED.get(name, name) + equals + value for name, equals, value in rest]
+    """Switches come first, so that a flag of ours beside them wins. ConfigError for one that is switched off."""
+    parser = _Parser([], add_help=False, allow_abbrev=False)
+    for name in SWITCHES:
+        parser.add_argument(name, nargs="?", const="true", dest=name)
+    values, rest = parser.parse_known_args(flags)
+    given = {name: value for name, value in vars(values).items() if value is not None}
+    for name, value in given.items():
+        if value.lower() != "true":
+            raise ConfigError(f"{name} {value}: it stands alone, or with true; leave it out. {ALSO}")
+    split = [flag.partition("=") for flag in rest]
+    switches = [token for name in given for token in SWITCHES[name]]
+    return switches + [RENAMED.get(name, name) + equals + value for name, equals, value in split]
 
 
 @cache
