@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lightrft.cli import evaluate, train_ppo, train_sft
+from lightrft.cli import evaluate, report, train_ppo, train_sft
 from runs import PPO, prepare
 
 
@@ -72,6 +72,10 @@ def test_unknown_names(inputs, capfd):
 
 def test_evaluate_needs_held_out_data(inputs, capfd):
     assert "--eval_data is empty" in fails(capfd, evaluate.main, inputs[:2])
+
+
+def test_report_of_a_folder_without_a_run(tmp_path, capfd):
+    assert f"{tmp_path} is not the folder of a run" in fails(capfd, report.main, [str(tmp_path)])
 
 
 def test_deepspeed_that_is_not_installed(inputs, capfd, monkeypatch):
