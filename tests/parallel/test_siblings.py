@@ -112,4 +112,4 @@ def test_one_judges_for_all_siblings():
 def test_a_failing_judge_fails_on_all_siblings():
     with pytest.raises(RuntimeError) as caught:
         run_ranks(2, judged, True)
-    assert str(caught.value).count("ValueError: --reward moody: KeyError: 'answer'") == 2
+    assert str(caught.value).count("ConfigError: --reward moody: KeyError: 'answer'") == 2
