@@ -86,9 +86,7 @@ CASES = {
     "hf-fsdp": ("fsdp", []),
     "hf-zero2": ("zero2", ["--async_save"]),
     "vllm-fsdp": ("fsdp", ["--engine_type=vllm", "--enable_engine_sleep"]),
-    "sglang-fsdp": ("fsdp", SGLANG),
     "sglang-zero3": ("zero3", [*SGLANG, "--async_save", "--offload_idle"]),
-    "vllm-zero3": ("zero3", ["--engine_type=vllm", "--enable_engine_sleep", "--async_save", "--offload_idle"]),
 }
 
 
