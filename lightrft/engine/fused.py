@@ -43,7 +43,7 @@ class Piece:
     def tensor(self) -> Tensor:
         if is_experts(self.layer):
             return expert_part(self.layer, self.attribute, self.part)
-        return getattr(self.layer, self.attribute)[self.part]
+        return torch.atleast_1d(getattr(self.layer, self.attribute))[self.part]
 
     def within(self, shape: torch.Size) -> Tensor:
         """`tensor` without what lies beyond the full one, of this shape."""
@@ -79,7 +79,7 @@ class FusedWeights:
             found = list(_pieces(name, renamed, parts, places, shapes[name]))
             self.unknown += [] if found else [name]
             for piece in found:
-                self._add(piece, users[getattr(piece.layer, piece.attribute)], packs)
+                self._add(piece, users.get(getattr(piece.layer, piece.attribute), []), packs)
 
     def fingerprints(self, dtype: torch.dtype, slices: int, turn: int | None) -> Fingerprints:
         """Empty ones for what can be compared here, in this turn."""

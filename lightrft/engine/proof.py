@@ -80,7 +80,7 @@ class Fingerprints:
         """The stream itself; each tensor is looked at before it is passed on."""
         for name, tensor in stream:
             if name in self.bits:
-                self.add(name, tensor.clone() if tensor.ndim == 1 else tensor)
+                self.add(name, tensor.clone() if tensor.ndim < 2 else tensor)
             if name in self.products:
                 self.add_product(name, product(tensor, self.dtype), tensor.numel())
             yield name, tensor
@@ -88,13 +88,13 @@ class Fingerprints:
     def add(self, name: str, piece: Tensor, *, row: int = 0, column: int = 0) -> None:
         """What lies at that place of the full tensor. All dimensions but the last count as rows; of a vector, its only one.
 
-        A vector is read later, and has to stay as it is until then.
+        A number is a vector of one. A vector is read later, and has to stay as it is until then.
         """
         look = _look(self.shapes[name], piece.shape, (row, column), self.dtype, self.slices, self.turn)
         if look is None:
             return
-        if piece.ndim == 1:
-            self.vectors.append((name, look, piece.to(self.dtype)))
+        if piece.ndim < 2:
+            self.vectors.append((name, look, piece.to(self.dtype).view(-1)))
             return
         self.found.append((name, look, self._sums(piece, look)))
         self.num_blocks += look.size[0]
@@ -201,6 +201,7 @@ def _look(
     shape: torch.Size, piece: torch.Size, place: tuple[int, int], dtype: torch.dtype, slices: int, turn: int | None
 ) -> Look | None:
     """At the rows of that turn of a piece that begins at that row and column of a tensor that is cut into `slices` or not."""
+    shape, piece = (each or torch.Size([1]) for each in (shape, piece))
     (row, column), columns, width = place, shape[-1], piece[-1]
     if len(shape) == 1:
         columns = width = OF_VECTOR if columns % (OF_VECTOR * slices) == 0 else 1

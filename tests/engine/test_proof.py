@@ -1,5 +1,6 @@
 """Fingerprints: of pieces as of the whole, changed by whatever changes a weight."""
 
+import itertools
 import math
 
 import pytest
@@ -170,3 +171,14 @@ def test_vectors_are_cut_where_words_begin() -> None:
     for piece, row in ((8, 4), (4, 8)):
         with pytest.raises(ValueError, match="a vector of 64 is cut at no multiple of 8"):
             held.add("bias", torch.zeros(piece), row=row)
+
+
+def test_a_number_is_a_vector_of_one() -> None:
+    """Of a persistent buffer without dimensions, in any turn, whether an engine keeps it with one or without."""
+    shapes = {"beta": torch.Size([])}
+    for turn, value, shape in itertools.product((None, 5), (0.5, 0.25), ((), (1,))):
+        expected, held = (Fingerprints(shapes, torch.float32, turn=turn) for _ in range(2))
+        assert [*expected.watch(iter([("beta", torch.tensor(0.5))]))] == [("beta", torch.tensor(0.5))]
+        held.add("beta", torch.full(shape, value))
+        assert expected.same(held) == (value == 0.5)
+        assert expected.wrong(held.numbers(CPU)) == ([] if value == 0.5 else ["beta"])
