@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lightrft.algorithms.presets import PRESETS
+from lightrft.config.presets import PRESETS
 
 SETTINGS = (
     "--fsdp --engine_type hf --no_enable_engine_sleep --micro_rollout_batch_size 128 --prompt_max_len 8 --generate_max_len 4 "

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from lightrft.cli.door import read_config
-from lightrft.config import Config
+from lightrft.config import Config, parse
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import ppo_trainer, sft_trainer
+from lightrft.trainer.prepare import prepare_config
 from ranks import run_ranks
 from scripts.prepare_quickstart import tiny_qwen3
 
@@ -62,7 +62,7 @@ def repeatable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def run_here(door: str, flags: list[str], seed: int = 0) -> None:
     """On the rank that this process is; `seed` is that of what the configuration's does not reach."""
-    config = read_config(door, "", flags)
+    config = prepare_config(door, parse(flags, door))
     torch.manual_seed(seed)
     strategy = get_strategy(config)
     strategy.setup_distributed()

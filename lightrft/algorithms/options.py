@@ -14,8 +14,6 @@ from lightrft.config import AlgorithmSection
 from lightrft.registry import Registry
 
 FIELDS = {field.name for field in fields(AlgorithmSection)}
-BOTH_BOUNDS = {"eps_clip": ("eps_clip_low", "eps_clip_high")}
-"""A flag that sets several fields at once."""
 
 
 @cache
@@ -38,17 +36,3 @@ def resolve(registry: Registry, name: str, given: Iterable[str] = ()) -> Callabl
     if lacking:
         raise ValueError(f"{registry.flag} {name} needs {', '.join(lacking)}, which this run does not make")
     return function
-
-
-def unread(registry: Registry, chosen: str, written: set[str], companions: Registry | None = None) -> list[str]:
-    """Flags that the user wrote and only other functions of the registry read, or their companions; each with the reason."""
-    tables = [registry, companions] if companions else [registry]
-    reads = {
-        name: set().union(*(keywords(table[name]) for table in tables if table is registry or name in table)) & FIELDS
-        for name in {*registry.names(), chosen}
-    }
-    for flag, of in BOTH_BOUNDS.items():
-        for names in reads.values():
-            names |= {flag} if names & set(of) else set()
-    wasted = written & set().union(*reads.values()) - reads[chosen]
-    return [f"--{name} has no effect with {registry.flag} {chosen}" for name in sorted(wasted)]

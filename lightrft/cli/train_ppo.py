@@ -3,12 +3,11 @@
 torchrun --nproc-per-node 2 -m lightrft.cli.train_ppo --config configs/quickstart.yaml
 """
 
-from lightrft.cli.door import enter
-from lightrft.trainer.build import ppo_trainer
+from lightrft.cli.entrypoint import enter
 
 
 def main(argv: list[str] | None = None) -> None:
-    enter("train_ppo", lambda config, strategy: ppo_trainer(config, strategy).fit, __doc__, argv)
+    enter("train_ppo", __doc__, argv)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,11 @@
 torchrun --nproc-per-node 2 -m lightrft.cli.train_sft --config configs/quickstart_sft.yaml
 """
 
-from lightrft.cli.door import enter
-from lightrft.trainer.build import sft_trainer
+from lightrft.cli.entrypoint import enter
 
 
 def main(argv: list[str] | None = None) -> None:
-    enter("train_sft", lambda config, strategy: sft_trainer(config, strategy).fit, __doc__, argv)
+    enter("train_sft", __doc__, argv)
 
 
 if __name__ == "__main__":

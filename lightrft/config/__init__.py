@@ -1,12 +1,16 @@
-"""Every knob, where its value comes from, and what cannot be."""
+"""The configuration: every field, where its value comes from, and which values make no sense together."""
 
-from lightrft.config.command_line import field_docs, parse
+from lightrft.config.command_line import field_docs, load, parse
+from lightrft.config.commands import COMMANDS, fields_read
+from lightrft.config.effects import flags_without_effect
+from lightrft.config.errors import ConfigError
+from lightrft.config.presets import PRESETS, recipe
 from lightrft.config.recipe import COMPARING
+from lightrft.config.resolve import BOTH_BOUNDS, resolve, strategy_name
 from lightrft.config.sections import (
     SECTIONS,
     AlgorithmSection,
     Config,
-    ConfigError,
     DataSection,
     EngineSection,
     ModelSection,
@@ -20,26 +24,22 @@ from lightrft.config.sections import (
     needs_reference,
     section_of_field,
 )
-from lightrft.config.validation import (
-    DOORS,
-    cp_problems,
-    deepspeed_problems,
-    flags_without_effect,
-    lora_problems,
-    validate,
-)
+from lightrft.config.summary import summary
+from lightrft.config.validation import cp_problems, deepspeed_problems, lora_problems, validate
 
 __all__ = [
     "AlgorithmSection",
+    "BOTH_BOUNDS",
+    "COMMANDS",
     "COMPARING",
     "Config",
     "ConfigError",
-    "DOORS",
     "DataSection",
     "EngineSection",
     "ModelSection",
     "ObserveSection",
     "OptimSection",
+    "PRESETS",
     "RewardSection",
     "RolloutSection",
     "SECTIONS",
@@ -48,11 +48,17 @@ __all__ = [
     "cp_problems",
     "deepspeed_problems",
     "field_docs",
+    "fields_read",
     "flags_without_effect",
+    "load",
     "lora_problems",
     "needs_critic",
     "needs_reference",
     "parse",
+    "recipe",
+    "resolve",
     "section_of_field",
+    "strategy_name",
+    "summary",
     "validate",
 ]

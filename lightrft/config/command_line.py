@@ -2,7 +2,7 @@
 
     torchrun -m lightrft.cli.train_ppo --config configs/quickstart.yaml --actor_learning_rate 1e-3
 
-The file gives defaults, flags override it.
+The file gives defaults, flags override it. Nothing heavy is imported here, so that a mistake is answered at once.
 """
 
 import argparse
@@ -10,77 +10,95 @@ import ast
 import inspect
 import sys
 import textwrap
-from difflib import get_close_matches
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import yaml
-from transformers import HfArgumentParser
 
-from lightrft.config.sections import SECTIONS, Config, ConfigError, section_of_field
+from lightrft.config.commands import COMMANDS, fields_read
+from lightrft.config.errors import ConfigError
+from lightrft.config.other_tools import translated
+from lightrft.config.presets import PRESETS, recipe
+from lightrft.config.sections import SECTIONS, Config, field_types, section_of_field
+from lightrft.config.values import nearest
 
-RENAMED = {"--remote_rm_url": "--reward"}
-SWITCHES: dict[str, list[str]] = {
-    "--disable_engine_sleep": ["--no_enable_engine_sleep"],
-    "--packing_samples": ["--batching=packed"],
-    "--use_fire": ["--first_token_temperature=10"],
-    "--flash_attn": [],  # always, where the device has it
-    "--save_trajectories": [],  # always; --num_trajectories_to_save says how many
+GROUPS = {
+    "model": "models, what of them is trained, adapters",
+    "data": "prompts, answers, templates",
+    "strategy": "how models and batches are divided over the ranks",
+    "engine": "generation engine and weight stream",
+    "rollout": "prompts and samples of a step, sampling",
+    "reward": "rewards and what is made of them",
+    "algorithm": "advantages, losses, divergence from the reference",
+    "optim": "learning rates and the optimizer",
+    "train": "length of the run, batches, checkpoints",
+    "observe": "metrics and where they are sent",
 }
-"""Flags of the launch scripts of this family of tools, and what they are here."""
-ALSO = f"Understood as well: {', '.join([*RENAMED, *SWITCHES])}; docs/launching.md says what they are here."
+"""Section -> its description in --help."""
+HELP, VERSION = ("-h", "--help"), "--version"
 
 
-def parse(argv: list[str] | None = None, description: str = "") -> tuple[Config, set[str]]:
-    """Configuration from `--config file.yaml` and flags, and the names of the fields that the user wrote."""
+def parse(argv: Sequence[str] | None = None, command: str = "train_ppo", description: str = "") -> Config:
+    """Return the configuration of `--config file.yaml` and flags, not yet resolved; see resolve().
+
+    ConfigError for names that do not exist and values of another type, all of one source in one message. `--help` and
+    `--version` print and exit.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
+    _answer(argv, command, description)
     files, flags = _split_config_flag(argv)
-    arguments = [token for file in files for token in _arguments_of_file(file)] + _translated(flags)
-    parser = _Parser(list(SECTIONS.values()), description=description, epilog=ALSO, allow_abbrev=False)
-    documentation = {name: text for cls in SECTIONS.values() for name, text in field_docs(cls).items()}
-    for action in parser._actions:
-        action.help = documentation.get(action.dest, action.help).replace("%", "%%")
-        if isinstance(action, argparse._StoreFalseAction):
-            action.help, action.default = f"Switch off --{action.dest}.", argparse.SUPPRESS
-    _check_flag_names(arguments, set(parser._option_string_actions))
-    *sections, stray = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
+    config = Config()
+    for file in files:
+        config.update(_values_of_file(file), source=f"--config {file}: ")
+    values = _values_of_flags(translated(flags))
+    if values.keys() & {"strategy", "fsdp"}:  # two forms of one choice: a flag of either replaces what a file says
+        config.strategy.forget("strategy", "fsdp")
+    config.update(values, source="--")
+    return config
+
+
+def load(file: str | Path) -> Config:
+    """Return the configuration of a YAML file, not yet resolved."""
+    return parse(["--config", str(file)])
+
+
+def _values_of_flags(arguments: list[str]) -> dict[str, Any]:
+    known = section_of_field()
+    arguments = [_normalised(token) for token in arguments]
+    names = [token.partition("=")[0] for token in arguments if token.startswith("--")]
+    switches = {f"--no_{name}" for name, kind in field_types().items() if kind is bool}
+    flags = {f"--{name}" for name in known} | switches
+    if unknown := [name for name in names if name not in flags]:
+        said = "; ".join(f"unknown flag {name}{nearest(name, flags - switches) or '.'}" for name in unknown)
+        raise ConfigError(f"{said} All flags: --help all")
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for name, kind in field_types().items():
+        if kind is bool:
+            parser.add_argument(f"--{name}", nargs="?", const=True)
+            parser.add_argument(f"--no_{name}", action="store_const", const=False, dest=name)
+        else:
+            parser.add_argument(f"--{name}", nargs="*" if get_origin(kind) is list else None)
+    values, stray = parser.parse_known_args(arguments)
     if stray:
-        raise ConfigError(f"unexpected {' '.join(stray)}: every value follows its --flag. All flags: --help")
-    options = parser._option_string_actions  # --eps-clip is --eps_clip, and --no_fsdp is of fsdp
-    written = {options[token.split("=")[0]].dest for token in arguments if token.startswith("--")}
-    return Config(**dict(zip(SECTIONS, sections, strict=True))), written
+        raise ConfigError(f"unexpected {' '.join(stray)}: every value follows its --flag. All flags: --help all")
+    return vars(values)
 
 
-def _translated(flags: list[str]) -> list[str]:
-    """Switches come first, so that a flag of ours beside them wins. ConfigError for one that is switched off."""
-    parser = _Parser([], add_help=False, allow_abbrev=False)
-    for name in SWITCHES:
-        parser.add_argument(name, nargs="?", const="true", dest=name)
-    values, rest = parser.parse_known_args(flags)
-    given = {name: value for name, value in vars(values).items() if value is not None}
-    for name, value in given.items():
-        if value.lower() != "true":
-            raise ConfigError(f"{name} {value}: it stands alone, or with true; leave it out. {ALSO}")
-    split = [flag.partition("=") for flag in rest]
-    switches = [token for name in given for token in SWITCHES[name]]
-    return switches + [RENAMED.get(name, name) + equals + value for name, equals, value in split]
+def _normalised(token: str) -> str:
+    """Return `--eps-clip=0.2` as `--eps_clip=0.2`; values stay as they are."""
+    name, equals, value = token.partition("=")
+    return name.replace("-", "_").replace("__", "--", 1) + equals + value if token.startswith("--") else token
 
 
-@cache
-def field_docs(cls: type) -> dict[str, str]:
-    """The string under each field of a dataclass."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
-    return {
-        before.target.id: " ".join(after.value.value.split())
-        for before, after in zip(body, body[1:], strict=False)
-        if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-    }
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message.rstrip('.')}. All flags: --help all")
 
 
-class _Parser(HfArgumentParser):
-    def error(self, message: str) -> None:
-        raise ConfigError(f"{message.rstrip('.')}. All flags: --help")
+# -- files
 
 
 def _split_config_flag(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -99,48 +117,123 @@ def _split_config_flag(argv: list[str]) -> tuple[list[str], list[str]]:
     return files, rest
 
 
-def _arguments_of_file(file: str) -> list[str]:
-    """A YAML file as the flags that say the same, so that types and choices are checked in one place."""
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping, of which YAML would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _values_of_file(file: str) -> dict[str, Any]:
+    """Return field name -> value of a YAML file of sections."""
     try:
-        content = yaml.safe_load(Path(file).read_text()) or {}
+        content = yaml.load(Path(file).read_text(encoding="utf-8"), _UniqueKeys) or {}
     except OSError as error:
         raise ConfigError(f"--config {file}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config {file}: not a UTF-8 text file: {error}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: Python's limit for digits of a number
         raise ConfigError(f"--config {file}: not valid YAML: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"--config {file}: holds no sections, such as `train:` with `seed: 1` under it")
-    arguments = []
+    values: dict[str, Any] = {}
     owners = section_of_field()
-    for section, values in content.items():
+    for section, keys in content.items():
         if section not in SECTIONS:
-            moved = f"; it belongs under `{owners[section]}:`" if section in owners else _nearest(section, SECTIONS)
+            moved = f"; it belongs under `{owners[section]}:`" if section in owners else nearest(str(section), SECTIONS)
             raise ConfigError(f"--config {file}: unknown section {section!r}{moved}")
-        if not isinstance(values, dict | None):
-            raise ConfigError(f"--config {file}: `{section}:` holds {values!r} instead of keys with values")
-        for name, value in (values or {}).items():
+        if not isinstance(keys, dict | None):
+            raise ConfigError(f"--config {file}: `{section}:` holds {keys!r} instead of keys with values")
+        for name, value in (keys or {}).items():
             if owners.get(name) != section:
-                moved = f"; it belongs under `{owners[name]}:`" if name in owners else _nearest(name, owners)
+                moved = f"; it belongs under `{owners[name]}:`" if name in owners else nearest(str(name), owners)
                 raise ConfigError(f"--config {file}: unknown key {name!r} under `{section}:`{moved}")
-            if value is None or value == []:
-                continue
-            if isinstance(value, list):
-                arguments += [f"--{name}", *map(str, value)]
-            else:
-                arguments.append(f"--{name}={value}")  # one word, so that text may begin with a dash
-    return arguments
+            if value is not None and value != []:
+                values[name] = value
+    return values
 
 
-def _check_flag_names(arguments: list[str], known: set[str]) -> None:
-    unknown = [token.split("=")[0] for token in arguments if token.startswith("--") and token.split("=")[0] not in known]
-    if unknown:
-        raise ConfigError("; ".join(f"unknown flag {flag}{_meant(flag, known)}" for flag in unknown) + " All flags: --help")
+# -- help
 
 
-def _meant(flag: str, known: set[str]) -> str:
-    switch = flag.replace("--no_", "--", 1)
-    return f"; switch it off with {switch} false." if switch != flag and switch in known else _nearest(flag, known) or "."
+def _answer(argv: list[str], command: str, description: str) -> None:
+    """Print what --help or --version asks for, and exit."""
+    if VERSION in argv:
+        from lightrft import __version__
+
+        sys.stdout.write(f"lightrft {__version__}\n")
+        sys.exit(0)
+    for place, token in enumerate(argv):
+        if token in HELP or token.startswith("--help="):
+            topic = token.partition("=")[2] or next(iter(argv[place + 1 :]), "")
+            sys.stdout.write(help_text(command, topic, description))
+            sys.exit(0)
 
 
-def _nearest(name: str, known: Any) -> str:
-    near = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+def help_text(command: str, topic: str = "", description: str = "") -> str:
+    """Return the help of a command: all of its groups by name, or one group, one flag, or `all` with their meanings."""
+    topic = topic.strip("-").replace("-", "_")
+    read = fields_read(command)
+    groups = {name: [each for each in _names(name) if each in read] for name in SECTIONS if name in COMMANDS[command]}
+    if topic == "all":
+        return "\n".join(_heading(group) + "".join(map(_explained, names)) for group, names in groups.items())
+    if topic in groups:
+        return _heading(topic) + "".join(map(_explained, groups[topic]))
+    if topic in read:
+        return _explained(topic)
+    if topic in PRESETS:
+        return f"--advantage_estimator {topic} sets, where you do not:\n" + _recipe(topic)
+    lines = [f"usage: lightrft {command} [--config file.yaml] [--flag value ...]", "", description.strip(), ""]
+    for group, names in groups.items():
+        lines += [_heading(group).rstrip(), textwrap.fill(" ".join(names), 118, initial_indent="  ", subsequent_indent="  ")]
+    lines += ["", "--help GROUP explains the flags of a group, --help FLAG one of them, --help all every one."]
+    lines += ["--version prints the version. Flags of other tools: docs/migrating.md."]
+    return "\n".join(lines) + "\n"
+
+
+def _recipe(name: str) -> str:
+    return "".join(f"  --{field} {value}\n" for field, value in recipe(name).items())
+
+
+def _names(section: str) -> Iterator[str]:
+    return (field.name for field in fields(SECTIONS[section]))
+
+
+def _heading(group: str) -> str:
+    return f"{group}: {GROUPS[group]}\n"
+
+
+def _explained(name: str) -> str:
+    kind, section = field_types()[name], SECTIONS[section_of_field()[name]]
+    default = next(field for field in fields(section) if field.name == name)
+    value = default.default if default.default is not MISSING else default.default_factory()  # type: ignore[misc]
+    shown = " ".join(map(str, value)) if isinstance(value, list) else value
+    known = f" Known: {', '.join(PRESETS)}." if name == "advantage_estimator" else ""
+    end = known + ("" if value in (None, "", [], False) else f" Default: {shown}.")
+    meaning = textwrap.fill(field_docs(section)[name] + end, 118, initial_indent="      ", subsequent_indent="      ")
+    return f"  --{name}{_form(kind)}\n{meaning}\n"
+
+
+def _form(kind: Any) -> str:
+    """Return what follows the flag, as --help shows it."""
+    arms = [arm for arm in get_args(kind) if arm is not type(None)] if type(None) in get_args(kind) else [kind]
+    if get_origin(arms[0]) is list:
+        return f" {get_args(arms[0])[0].__name__} ..."
+    if get_origin(arms[0]) is Literal:
+        return " {" + ",".join(map(str, get_args(arms[0]))) + "}"
+    return "" if arms[0] is bool else f" {arms[0].__name__}"
+
+
+@cache
+def field_docs(cls: type) -> dict[str, str]:
+    """Return field name -> the text under it in the source of a dataclass."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
+    return {
+        before.target.id: " ".join(after.value.value.split())
+        for before, after in zip(body, body[1:], strict=False)
+        if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    }

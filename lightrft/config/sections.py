@@ -3,19 +3,20 @@
 The text under a field is its help.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self, get_type_hints
 
 import yaml
 
-
-class ConfigError(ValueError):
-    """The user's configuration cannot work; the message says why and the way out."""
+from lightrft.config.errors import ConfigError
+from lightrft.config.values import Section, nearest, typed_value
 
 
 @dataclass
-class ModelSection:
+class ModelSection(Section):
     pretrain: str = ""
     """Model to start from: a Hugging Face folder or hub name."""
     critic_pretrain: str = ""
@@ -51,7 +52,7 @@ class ModelSection:
 
 
 @dataclass
-class DataSection:
+class DataSection(Section):
     prompt_data: str = ""
     """Training data: a JSONL, JSON or parquet file, a folder of them, or a hub name; several are joined by commas."""
     prompt_data_probs: list[float] = field(default_factory=list)
@@ -59,7 +60,7 @@ class DataSection:
     prompt_split: str = "train"
     """Split of the training data."""
     eval_data: str = ""
-    """Held-out data, in the same form; empty: no evaluation."""
+    """Held-out data, in the same form, for --eval_steps and the end of the run; empty: no evaluation."""
     eval_split: str = "test"
     """Split of the held-out data."""
     pretrain_data: str = ""
@@ -81,6 +82,8 @@ class DataSection:
     """Render prompts with the tokenizer's chat template."""
     system_prompt: str | None = None
     """System message of the chat template."""
+    chat_template_kwargs: str | None = None
+    """Further variables of the chat template as a JSON object: '{"enable_thinking": false}'."""
     prompt_max_len: int = 1024
     """Longest prompt in tokens; longer ones are bad rows."""
     max_samples: int | None = None
@@ -92,9 +95,12 @@ class DataSection:
 
 
 @dataclass
-class StrategySection:
+class StrategySection(Section):
+    strategy: str = "auto"
+    """Way of distributing: fsdp, deepspeed, or a subclass of StrategyBase as module:Class or file.py:Class. auto: fsdp with
+    --fsdp, else deepspeed where it is installed, else fsdp."""
     fsdp: bool = False
-    """Shard with FSDP2; otherwise DeepSpeed ZeRO."""
+    """Shard with FSDP2: the short form of --strategy fsdp; --fsdp false is that of --strategy deepspeed."""
     fsdp_cpu_offload: bool = False
     """Keep parameters and optimizer in host memory, move shards in when used."""
     zero_stage: Literal[0, 1, 2, 3] = 2
@@ -130,7 +136,7 @@ class StrategySection:
 
 
 @dataclass
-class EngineSection:
+class EngineSection(Section):
     engine_type: Literal["auto", "vllm", "sglang", "hf"] = "auto"
     """Generation engine; auto: the first of vllm and sglang that is installed, else hf (transformers)."""
     engine_tp_size: int = 1
@@ -157,11 +163,11 @@ class EngineSection:
     """Size of one bucket of the weight stream; the peak extra memory is about two of them."""
     verify_weight_sync: bool = True
     """Compare fingerprints of weights, sent and in the engine, after every stream, and stop the run where they differ: of all the
-    first time, then of a part of each, so that 64 streams prove every element again."""
+    first time, then of a part of each, so that 128 streams prove every element again."""
 
 
 @dataclass
-class RolloutSection:
+class RolloutSection(Section):
     rollout_batch_size: int = 128
     """Prompts of one step, over all ranks."""
     n_samples_per_prompt: int = 8
@@ -200,7 +206,7 @@ class RolloutSection:
 
 
 @dataclass
-class RewardSection:
+class RewardSection(Section):
     reward: str = "exact_match"
     """Reward function: a name, module:function, file.py:function, or the http(s) address of a server."""
     reward_background: bool = True
@@ -225,9 +231,9 @@ class RewardSection:
 
 
 @dataclass
-class AlgorithmSection:
+class AlgorithmSection(Section):
     advantage_estimator: str = "grpo"
-    """Estimator, and the recipe that goes with it: a name, module:function or file.py:function."""
+    """Estimator, with its recipe of other flags (--help NAME shows it): a name, module:function or file.py:function."""
     policy_loss: str = "ppo"
     """Loss of one token: a name, module:function or file.py:function."""
     eps_clip_low: float = 0.2
@@ -297,7 +303,9 @@ class AlgorithmSection:
     use_kl_loss: bool = False
     """Add the divergence from the reference model to the loss; otherwise it is taken off the reward of each token."""
     init_kl_coef: float = 0.0
-    """Coefficient of that divergence; 0 without use_kl_loss: there is no reference model."""
+    """Coefficient of that divergence; 0: there is no reference model."""
+    measure_kl: bool = False
+    """Keep a reference model, and report the divergence from it, also with --init_kl_coef 0."""
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
     """Estimator: k1 is unbiased, k2 has the right gradient, k3 is unbiased and positive, k3+ is k3 with the gradient of k2."""
     kl_target: float | None = None
@@ -307,7 +315,7 @@ class AlgorithmSection:
 
 
 @dataclass
-class OptimSection:
+class OptimSection(Section):
     actor_learning_rate: float = 1e-6
     """Peak learning rate."""
     critic_learning_rate: float = 9e-6
@@ -325,7 +333,7 @@ class OptimSection:
 
 
 @dataclass
-class TrainSection:
+class TrainSection(Section):
     seed: int = 42
     """Seed of everything random."""
     num_episodes: int = 1
@@ -369,11 +377,11 @@ class TrainSection:
     stop_loss: float | None = None
     """SFT ends once a step's loss is below this."""
     eval_steps: int = -1
-    """Evaluate on eval_data every so many steps; -1: never."""
+    """Evaluate on --eval_data every so many steps, and at the end; -1: only at the end."""
 
 
 @dataclass
-class ObserveSection:
+class ObserveSection(Section):
     logging_steps: int = 1
     """Report metrics every so many steps."""
     use_tensorboard: bool = True
@@ -403,15 +411,48 @@ class Config:
     train: TrainSection = field(default_factory=TrainSection)
     observe: ObserveSection = field(default_factory=ObserveSection)
 
-    def expand(self, recipe: dict[str, Any], written: set[str]) -> None:
+    def __post_init__(self) -> None:
+        self.command = ""
+        """The command that resolve() made this configuration ready for; empty before."""
+
+    @classmethod
+    def of(cls, **values: Any) -> Self:
+        """Build a configuration from flat names, as flags are: `Config.of(pretrain="model", max_steps=7)`.
+
+        A function may stand where a flag names one, if another process could import it. ConfigError for an unknown name or a
+        value of another type.
+        """
+        config = cls()
+        config.update(values)
+        return config
+
+    def update(self, values: Mapping[str, Any], source: str = "") -> None:
+        """Set fields by their flat names; `source` begins the message of a ConfigError, such as the name of a file."""
+        owners, types, problems = section_of_field(), field_types(), []
+        for name, value in values.items():
+            if name not in owners:
+                problems.append(f"unknown name {name!r}{nearest(name, owners)}")
+                continue
+            try:
+                setattr(getattr(self, owners[name]), name, typed_value(types[name], value))
+            except ValueError as error:
+                problems.append(f"{name}: {error}")
+        if problems:
+            raise ConfigError("; ".join(source + problem for problem in problems))
+
+    @property
+    def written(self) -> set[str]:
+        """The names of the fields that the user set; a recipe fills the others."""
+        return set().union(*(getattr(self, name).written for name in SECTIONS))
+
+    def expand(self, recipe: Mapping[str, Any]) -> None:
         """Set the fields of a recipe, except those that the user wrote."""
-        owners = section_of_field()
-        for name, value in recipe.items():
-            if name not in written:
-                setattr(getattr(self, owners[name]), name, value)
+        owners, written = section_of_field(), self.written
+        for name in recipe.keys() - written:
+            getattr(self, owners[name]).put(name, recipe[name])
 
     def write(self, path: Path) -> None:
-        """The resolved configuration, readable by `--config`."""
+        """Write the resolved configuration in the form that `--config` reads."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml.safe_dump(asdict(self), sort_keys=False))
 
@@ -424,6 +465,12 @@ def section_of_field() -> dict[str, str]:
     return {f.name: section for section, cls in SECTIONS.items() for f in fields(cls)}
 
 
+@cache
+def field_types() -> dict[str, Any]:
+    """Return field name -> declared type."""
+    return {name: kind for cls in SECTIONS.values() for name, kind in get_type_hints(cls).items() if name in section_of_field()}
+
+
 CRITICS = ("gae", "ppo")
 """Estimators that compare a reward with what a critic expected."""
 
@@ -433,5 +480,5 @@ def needs_critic(algorithm: AlgorithmSection) -> bool:
 
 
 def needs_reference(algorithm: AlgorithmSection) -> bool:
-    """Whether the divergence from a reference model is in the reward or in the loss; with coefficient 0 it is only measured."""
-    return algorithm.use_kl_loss or algorithm.init_kl_coef > 0
+    """Return whether the divergence from a reference model is in the reward or in the loss, or is to be measured."""
+    return algorithm.init_kl_coef > 0 or algorithm.measure_kl

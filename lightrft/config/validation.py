@@ -1,24 +1,20 @@
-"""Configurations that cannot run, and flags that change nothing: said before any heavy work, all at once."""
+"""Configurations that cannot run: all problems in one message, before any heavy work."""
 
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from lightrft.config.commands import fields_read
+from lightrft.config.errors import ConfigError
 from lightrft.config.recipe import TEACHERS, algorithm_problems
 from lightrft.config.sections import (
-    SECTIONS,
     Config,
-    ConfigError,
     ModelSection,
-    RewardSection,
     RolloutSection,
     StrategySection,
-    TrainSection,
     needs_critic,
-    needs_reference,
     section_of_field,
 )
 
@@ -54,108 +50,26 @@ RANGES: dict[str, tuple[Callable[[float], bool], Sequence[str]]] = {
 """What a number must be -> whether it is, and the fields that must be so."""
 
 
-def validate(config: Config, *, door: str, world_size: int) -> None:
+def validate(config: Config, *, command: str, world_size: int) -> None:
     """Raise one ConfigError that names every impossible combination."""
-    problems = _missing_inputs(config, door)
-    problems += _range_problems(config, door)
+    problems = _missing_inputs(config, command)
+    problems += _range_problems(config, command)
     problems += _sampling_problems(config.rollout)
     if len(config.optim.adam_betas) != 2 or not all(0 <= beta < 1 for beta in config.optim.adam_betas):
         problems.append("--adam_betas takes two numbers, at least 0 and below 1")
-    if door == "train_ppo":
+    if command == "train_ppo":
         problems += algorithm_problems(config)
-    if door != "evaluate":
+    if command != "evaluate":
         problems += _image_problems(config)
     if not problems:
         problems += _layout_problems(config, world_size)
-    if not problems and door == "train_ppo":
+    if not problems and command == "train_ppo":
         problems += _batch_problems(config)
     if problems:
         raise ConfigError("this configuration cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
-def flags_without_effect(config: Config, written: set[str], door: str) -> list[str]:
-    """What the user wrote that changes nothing in this run, each with the reason."""
-    owners = section_of_field()
-    used = DOORS[door]
-    training = {f.name for f in fields(RewardSection)} - {"reward", "reward_background", "reward_model_coef"}
-    training |= {"lora_rank", *LORA, "freeze_prefix", "freeze_vision_tower", *COLLECTING}
-    training |= set() if config.rollout.eval_n_samples else set(RANDOM)
-    idle = {name for name, section in owners.items() if section not in used} | (training if door == "evaluate" else set())
-    idle |= set() if door == "train_ppo" else {"pretrain_data", "pretrain_split", *OF_SAMPLES}
-    idle |= {f.name for f in fields(TrainSection)} - {"seed", "save_path"} if door == "evaluate" else set()
-    unused = [f"--{name} has no effect in {door}" for name in sorted(written & idle)]
-    conditional = {
-        "gradient_checkpointing_policy": (config.model.gradient_checkpointing, "--gradient_checkpointing"),
-        "kl_estimator": (needs_reference(config.algorithm), "--init_kl_coef"),
-        "kl_target": (config.algorithm.init_kl_coef > 0, "--init_kl_coef"),
-        "kl_horizon": (config.algorithm.kl_target is not None, "--kl_target"),
-        "rollout_correction_level": (bool(config.algorithm.rollout_correction), "--rollout_correction"),
-        "rollout_correction_low": (bool(config.algorithm.rollout_correction), "--rollout_correction"),
-        "rollout_correction_high": (bool(config.algorithm.rollout_correction), "--rollout_correction"),
-        "dynamic_sampling_rounds": (config.rollout.dynamic_sampling, "--dynamic_sampling"),
-        "early_stop_every": (config.rollout.over_sampling > 1, "--over_sampling"),
-        "partial_rollout": (config.rollout.over_sampling > 1 or config.rollout.dynamic_sampling, "--over_sampling"),
-        "curriculum_rest": (bool(config.rollout.curriculum), "--curriculum"),
-        "prompt_data_probs": ("," in config.data.prompt_data, "several --prompt_data, joined by commas"),
-        "reward_model_coef": (bool(config.model.reward_pretrain), "--reward_pretrain"),
-        "overlong_buffer_len": (config.reward.overlong_buffer, "--overlong_buffer"),
-        "overlong_buffer_penalty_factor": (config.reward.overlong_buffer, "--overlong_buffer"),
-        "reward_running_norm_minus_mean": (config.reward.reward_running_norm, "--reward_running_norm"),
-        "engine_sleep_level": (config.engine.enable_engine_sleep, "--enable_engine_sleep"),
-        "limit_mm_video_per_prompt": (False, "videos, which the prompts of data do not have yet"),
-        "limit_mm_audio_per_prompt": (False, "clips of sound, which the prompts of data do not have yet"),
-        **{name: (bool(config.data.images_key), "--images_key") for name in ("limit_mm_image_per_prompt", "freeze_vision_tower")},
-        "eval_n_samples": (bool(config.data.eval_data), "--eval_data"),
-        "eval_steps": (bool(config.data.eval_data), "--eval_data"),
-        "wandb_project": (config.observe.use_wandb, "--use_wandb"),
-        "wandb_run_name": (config.observe.use_wandb, "--use_wandb"),
-        "stop_loss": (door == "train_sft", "train_sft"),
-        "tp_sequence_parallel": (config.strategy.tp_size > 1, "--tp_size"),
-        "sp_impl": (config.strategy.sp_size > 1 or config.strategy.cp_size > 1, "--sp_size"),
-        "grad_accum_dtype": (config.model.bf16, "--bf16"),
-        "ema_beta": (config.train.enable_ema, "--enable_ema"),
-        "system_prompt": (config.data.apply_chat_template, "--apply_chat_template"),
-        **{name: (config.model.lora_rank > 0, "--lora_rank") for name in (*LORA, "save_adapter_only")},
-        **{name: (needs_critic(config.algorithm), "--advantage_estimator ppo") for name in CRITIC},
-        **{name: (bool(config.data.pretrain_data), "--pretrain_data") for name in ("ptx_coef", "pretrain_split")},
-        **{name: (config.algorithm.distill_coef > 0, "--distill_coef") for name in TEACHERS},
-    }
-    unused += [f"--{name} has no effect without {needs}" for name, (active, needs) in conditional.items()
-               if name in written and not active and owners[name] in used]
-    of_zero = written & set(ZERO) if config.strategy.fsdp else set()
-    return unused + [f"--{name} has no effect with --fsdp" for name in sorted(of_zero)]
-
-
-COLLECTING = (
-    *("dynamic_sampling", "dynamic_sampling_rounds", "over_sampling", "early_stop_every", "partial_rollout"),
-    *("curriculum", "curriculum_rest"),
-)
-"""Fields of the choice of prompts and groups in training."""
-
-OF_SAMPLES = ("max_epochs", "freezing_actor_steps", "num_trajectories_to_save")
-"""Fields of the training section, and one of observation, about samples."""
-
-LORA = ("lora_alpha", "lora_dropout", "target_modules")
-"""Fields of adapters, without effect where there are none."""
-
-CRITIC = ("critic_pretrain", "critic_learning_rate", "lambd", "value_clip")
-"""Fields of the critic."""
-
-RANDOM = ("temperature", "top_p", "top_k", "first_token_temperature")
-"""Fields of sampling that greedy responses do not know."""
-
-ZERO = ("zero_stage", "zpg", "adam_offload", "param_offload", "overlap_comm", "grad_accum_dtype")
-"""Fields of DeepSpeed alone."""
-
-DOORS: dict[str, set[str]] = {
-    "train_ppo": set(SECTIONS),
-    "train_sft": {"model", "data", "strategy", "optim", "train", "observe"},
-    "evaluate": {"model", "data", "strategy", "engine", "rollout", "reward", "train"},
-}
-"""The sections that each door reads."""
-
-
-def _missing_inputs(config: Config, door: str) -> list[str]:
+def _missing_inputs(config: Config, command: str) -> list[str]:
     problems = []
     if not config.model.pretrain:
         problems.append("--pretrain is empty: give a Hugging Face folder or hub name")
@@ -163,17 +77,17 @@ def _missing_inputs(config: Config, door: str) -> list[str]:
     for name, path in (*models, *(("reward_pretrain", each) for each in config.model.reward_pretrain)):
         if path.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(path)):
             problems.append(f"--{name} {path}: no such folder")
-    data_flag = "eval_data" if door == "evaluate" else "prompt_data"
+    data_flag = "eval_data" if command == "evaluate" else "prompt_data"
     if not getattr(config.data, data_flag):
         problems.append(f"--{data_flag} is empty: give a JSONL or parquet file, a folder of them, or a hub name")
     return problems
 
 
-def _range_problems(config: Config, door: str) -> list[str]:
-    owners = section_of_field()
+def _range_problems(config: Config, command: str) -> list[str]:
+    owners, read = section_of_field(), fields_read(command)
     problems = []
     for said, (holds, names) in RANGES.items():
-        values = {name: getattr(getattr(config, owners[name]), name) for name in names if owners[name] in DOORS[door]}
+        values = {name: getattr(getattr(config, owners[name]), name) for name in names if name in read}
         problems += [f"--{name} must be {said}" for name, value in values.items() if value is not None and not holds(value)]
     return problems
 
@@ -220,9 +134,9 @@ def _layout_problems(config: Config, world_size: int) -> list[str]:
         named = (("dp_replicate", replicate), ("cp_size" if strategy.cp_size > 1 else "sp_size", sp), ("tp_size", tp))
         sizes = [f"--{name} {size}" for name, size in named if size > 1]
         problems.append(f"{' x '.join(sizes)} does not divide the {world_size} processes")
-    if not strategy.fsdp and world_size % strategy.zpg:
-        problems.append(f"--zpg {strategy.zpg} does not divide the {world_size} processes")
-    if not strategy.fsdp:
+    if strategy.strategy == "deepspeed":
+        if world_size % strategy.zpg:
+            problems.append(f"--zpg {strategy.zpg} does not divide the {world_size} processes")
         problems += deepspeed_problems(strategy, bf16=config.model.bf16)
     counts = _heads(config.model.pretrain) if sp * tp > 1 else {}
     problems += [f"--tp_size {tp} does not divide the model's {n} {heads}" for heads, n in counts.items() if n % tp]

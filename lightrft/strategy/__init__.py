@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from lightrft.config import ConfigError
+from lightrft.config import Config, ConfigError, strategy_name
+from lightrft.registry import Registry
 from lightrft.strategy.config import Arguments, StrategyConfig, flat
 from lightrft.strategy.engine_host import EngineStatus
 from lightrft.strategy.fsdp import FSDPStrategy
@@ -12,10 +13,18 @@ from lightrft.strategy.strategy_base import StrategyBase
 __all__ = ["DeepSpeedStrategy", "EngineStatus", "FSDPStrategy", "StrategyBase", "StrategyConfig", "get_strategy", "is_actor"]
 
 
+_strategies = Registry("strategy", flag="--strategy")
+_strategies.register("fsdp")(FSDPStrategy)
+
+
 def get_strategy(args: Arguments = None) -> StrategyBase:
-    """The strategy that `args` ask for, not yet set up: call its setup_distributed(). FSDP2 with --fsdp, else DeepSpeed."""
+    """Return the strategy that --strategy, or --fsdp, of `args` names, not yet set up: call its setup_distributed().
+
+    `args` without a word about it mean DeepSpeed where it is installed, else FSDP2. ConfigError for a class that cannot be found.
+    """
     values = flat(args)
-    strategy = FSDPStrategy if values.get("fsdp") else _deepspeed_strategy()
+    written = not isinstance(args, Config) or "fsdp" in args.written
+    strategy = _class(strategy_name(values.get("strategy") or "auto", values.get("fsdp") if written else None))
     named = ("seed", "max_norm", "micro_train_batch_size", "train_batch_size")
     return strategy(args=args, **{name: values[name] for name in named if values.get(name) is not None})
 
@@ -27,6 +36,13 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def _class(name: str) -> type[StrategyBase]:
+    chosen = _deepspeed_strategy() if name == "deepspeed" else _strategies[name]
+    if not (isinstance(chosen, type) and issubclass(chosen, StrategyBase)):
+        raise ConfigError(f"--strategy {name}: {chosen!r} is not a subclass of StrategyBase")
+    return chosen
+
+
 def _deepspeed_strategy() -> type[StrategyBase]:
     try:
         from lightrft.strategy.deepspeed import DeepSpeedStrategy
@@ -34,6 +50,6 @@ def _deepspeed_strategy() -> type[StrategyBase]:
         if error.name != "deepspeed":
             raise
         raise ConfigError(
-            "without --fsdp the strategy is DeepSpeed, which is not installed: pip install 'lightrft[deepspeed]', or pass --fsdp"
+            "--strategy deepspeed: DeepSpeed is not installed: `pip install deepspeed`, or shard with FSDP2: --fsdp"
         ) from None
     return DeepSpeedStrategy

@@ -39,6 +39,7 @@ from lightrft.strategy import StrategyBase
 from lightrft.trainer.base import Course
 from lightrft.trainer.mixin import Mixin
 from lightrft.trainer.ppo import PPOTrainer
+from lightrft.trainer.prepare import prepare_config
 from lightrft.trainer.sft import SFTTrainer
 from lightrft.types import Prompt
 
@@ -47,6 +48,7 @@ ANY_TOKEN = Sampling()
 
 
 def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
+    prepare_config("train_ppo", config)
     judge = Judge(config.reward.reward, strategy.mesh.siblings, background=config.reward.reward_background)
     course = load_course(config, config.rollout.rollout_batch_size)
     tokenizer, steps = course.tokenizer, course.total_steps
@@ -99,6 +101,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
 
 
 def sft_trainer(config: Config, strategy: StrategyBase) -> SFTTrainer:
+    prepare_config("train_sft", config)
     course = load_course(config, config.train.train_batch_size, answers=True)
     policy = build_policy(config, strategy, updates=course.total_steps, reference=False)
     show_blanks(policy, course.expand)

@@ -116,11 +116,12 @@ def _now() -> complex:
 
 def train(flags: list[str]) -> list[dict[str, float]]:
     """Run the trainer on this rank; returns one row per step."""
-    from lightrft.cli.door import read_config
+    from lightrft.config import parse
     from lightrft.strategy import get_strategy
     from lightrft.trainer.build import ppo_trainer
+    from lightrft.trainer.prepare import prepare_config
 
-    config = read_config("train_ppo", None, flags)
+    config = prepare_config("train_ppo", parse(flags, "train_ppo"))
     strategy = get_strategy(config)
     strategy.setup_distributed()
     trainer = ppo_trainer(config, strategy)

@@ -11,7 +11,7 @@ from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.correction import corrections
 from lightrft.algorithms.kl import kl_estimators
 from lightrft.algorithms.policy_loss import policy_losses
-from lightrft.algorithms.presets import PRESETS
+from lightrft.config.presets import PRESETS
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "algorithms.md").read_text()

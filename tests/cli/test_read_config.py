@@ -1,10 +1,10 @@
-"""What a door makes of flags: recipes are expanded, what was written wins, what nothing reads is said."""
+"""A prepared configuration: recipes are expanded, what was written wins, and what nothing reads is said."""
 
 import pytest
 from loguru import logger
 
-from lightrft.cli.door import read_config
-from lightrft.config import Config, ConfigError
+from lightrft.config import Config, ConfigError, parse
+from lightrft.trainer.prepare import prepare_config
 
 RUNNABLE = ["--pretrain=some/model", "--prompt_data=train.jsonl"]
 
@@ -17,8 +17,8 @@ def said():
     logger.remove(sink)
 
 
-def read(*argv: str, door: str = "train_ppo") -> Config:
-    return read_config(door, "", [*RUNNABLE, *argv])
+def read(*argv: str) -> Config:
+    return prepare_config("train_ppo", parse([*RUNNABLE, *argv]))
 
 
 def bounds(*argv: str) -> tuple[float, float]:
@@ -62,14 +62,6 @@ def test_what_it_reads_is_not_mentioned(said):
     read("--policy_loss=sapo", "--sapo_tau_positive=2")
     read("--policy_loss=gspo", "--eps_clip=0.1")
     assert said == []
-
-
-def test_help_tells_the_recipe_that_wins_over_defaults(capsys):
-    with pytest.raises(SystemExit):
-        read("--help")
-    algorithm, shown = read().algorithm, " ".join(capsys.readouterr().out.split())
-    assert f"--use_kl_loss {algorithm.use_kl_loss}, --init_kl_coef {algorithm.init_kl_coef}, --kl_estimator k3" in shown
-    assert algorithm.init_kl_coef > 0 and f"--loss_agg_mode {algorithm.loss_agg_mode}" in shown
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "dapo", "sapo", "ppo"])

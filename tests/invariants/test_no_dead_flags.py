@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from lightrft.cli.door import read_config
-from lightrft.config import AlgorithmSection, RewardSection
+from lightrft.config import AlgorithmSection, RewardSection, parse
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import ppo_trainer
+from lightrft.trainer.prepare import prepare_config
 from ranks import run_ranks
 from roles import rows
 from runs import PPO, prepare, repeatable, rows_of
@@ -126,7 +126,7 @@ def every_step(inputs: list[str], folder: str) -> dict[str, tuple[dict[str, Any]
 
 
 def one_step(flags: list[str]) -> dict[str, Any]:
-    config = read_config("train_ppo", "", [*flags, "--max_steps=1", "--train_batch_size=16"])
+    config = prepare_config("train_ppo", parse([*flags, "--max_steps=1", "--train_batch_size=16"], "train_ppo"))
     torch.manual_seed(0)
     strategy = get_strategy(config)
     strategy.setup_distributed()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.cli.door import read_config
 from lightrft.config import flags_without_effect, parse
+from lightrft.trainer.prepare import prepare_config
 from runs import prepare, rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,8 +59,8 @@ def check(command: list[str], monkeypatch) -> None:
     nodes = int(option(command, "--nnodes")) if "--nnodes" in command else 1
     monkeypatch.setenv("WORLD_SIZE", str(nodes * int(option(command, "--nproc-per-node"))))
     monkeypatch.chdir(ROOT)
-    config = read_config(door, "", flags)
-    assert flags_without_effect(config, parse(flags)[1], door) == []
+    config = prepare_config(door, parse(flags, door))
+    assert flags_without_effect(config, door) == []
 
 
 @pytest.mark.parametrize("script", RUNS)

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from lightrft.cli.door import read_config
-from lightrft.config import Config
+from lightrft.config import Config, parse
 from lightrft.models.load import load_tokenizer
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import build_critic
+from lightrft.trainer.prepare import prepare_config
 from ranks import run_ranks
 from roles.rows import dense_scorer
 from runs import PPO, prepare, repeatable, train
@@ -136,7 +136,7 @@ def test_a_run_that_never_trains_the_actor_is_refused(inputs, tmp_path):
 
 
 def made(flags: list[str]) -> tuple[dict[str, torch.Tensor], list[str]]:
-    config: Config = read_config("train_ppo", "", flags)
+    config: Config = prepare_config("train_ppo", parse(flags, "train_ppo"))
     strategy = get_strategy(config)
     strategy.setup_distributed()
     critic = build_critic(config, strategy, load_tokenizer(config.model), updates=1)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.algorithms.presets import PRESETS
+from lightrft.config.presets import PRESETS
 from ranks import run_ranks
 from runs import PPO, prepare, rows_of, run_here
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from lightrft.cli.door import enter
+from lightrft.cli.entrypoint import enter
 from lightrft.cli.evaluate import build
 from ranks import run_ranks
 from roles import rows

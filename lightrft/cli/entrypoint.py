@@ -1,0 +1,79 @@
+"""The frame around every command: read the configuration, run it, and leave with an exit code.
+
+The configuration is read before anything heavy is imported, so that a misspelt flag is answered at once.
+"""
+
+import faulthandler
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from loguru import logger
+
+from lightrft.cli import STARTED_BY
+from lightrft.config import Config, ConfigError, parse
+
+USER_ERROR = 2
+"""Exit code for what the user can mend: configuration and data."""
+
+
+def enter(command: str, description: str | None, argv: Sequence[str] | None = None) -> None:
+    """Run a command and leave the process: 0, 2 for what the user can mend, 128 + signal when interrupted, 1 otherwise."""
+    if not faulthandler.is_enabled():
+        faulthandler.enable()
+    set_up_logging()
+    try:
+        config = parse(argv, command, description or "")
+    except ConfigError as error:
+        _log_once(str(error))
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            from lightrft.strategy.launch import tell_launcher
+
+            tell_launcher(str(error))
+        sys.exit(USER_ERROR)
+    sys.exit(_run(command, config))
+
+
+def _run(command: str, config: Config) -> int:
+    """Run it with errors as exit codes. All heavy imports begin here."""
+    from lightrft.strategy.launch import end_with_launcher, tell_launcher
+    from lightrft.trainer.interruption import Interrupted
+    from lightrft.trainer.run import run
+
+    end_with_launcher(STARTED_BY)
+    try:
+        run(command, config)
+    except ConfigError as error:
+        _log_once(str(error))
+        tell_launcher(str(error))
+        return USER_ERROR
+    except Interrupted as interrupted:
+        _log_once(str(interrupted))
+        tell_launcher(str(interrupted))
+        return interrupted.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except Exception:
+        tell_launcher(traceback.format_exc())
+        raise
+    return 0
+
+
+def _log_once(message: str) -> None:
+    """Log an error that every rank meets on one rank of each machine."""
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        logger.error(message)
+
+
+def set_up_logging() -> None:
+    """Use one format for all ranks, above the live display."""
+    rank = os.environ.get("RANK")
+    place = f"rank {rank} " if rank else ""
+    logger.remove()
+    logger.add(
+        lambda line: sys.stderr.write(line),  # looked up at every message: the live display redirects it
+        format="{time:HH:mm:ss} " + place + "<level>{level: <7}</level> {message}",
+        level="INFO",
+        colorize=sys.stderr.isatty(),
+    )

@@ -1,0 +1,48 @@
+"""The commands that read a configuration, and the fields that each of them reads."""
+
+from dataclasses import fields
+
+from lightrft.config.sections import SECTIONS, RewardSection, TrainSection
+
+COMMANDS: dict[str, set[str]] = {
+    "train_ppo": set(SECTIONS),
+    "train_sft": {"model", "data", "strategy", "optim", "train", "observe"},
+    "evaluate": {"model", "data", "strategy", "engine", "rollout", "reward", "train"},
+}
+"""Command -> the sections that it reads."""
+
+LORA = ("lora_alpha", "lora_dropout", "target_modules")
+"""Fields of adapters, without effect where there are none."""
+
+COLLECTING = (
+    *("dynamic_sampling", "dynamic_sampling_rounds", "over_sampling", "early_stop_every", "partial_rollout"),
+    *("curriculum", "curriculum_rest"),
+)
+"""Fields of the choice of prompts and groups in training."""
+
+OF_SAMPLES = ("max_epochs", "freezing_actor_steps", "num_trajectories_to_save")
+"""Fields of the training and the observation sections about samples."""
+
+OF_THE_FINAL_MODEL = ("lora_rank", *LORA, "freeze_prefix", "freeze_vision_tower", "critic_pretrain")
+OF_EVALUATION = ("seed", "save_path")
+"""Fields of the training section that an evaluation reads."""
+JUDGING = ("reward", "reward_background", "reward_model_coef")
+"""Fields of the reward section that say what a reward is, not what training makes of it."""
+ROLES = ("critic_pretrain", "teacher_pretrain", "teacher_url", "reward_pretrain")
+"""Models beside the actor."""
+
+
+def fields_read(command: str) -> set[str]:
+    """Return the names of the fields that `command` reads in some configuration."""
+    read = {field.name for section in COMMANDS[command] for field in fields(SECTIONS[section])}
+    if command == "evaluate":
+        read -= {field.name for field in fields(TrainSection)} - set(OF_EVALUATION)
+        read -= {field.name for field in fields(RewardSection)} - set(JUDGING)
+        read -= {*OF_THE_FINAL_MODEL, *COLLECTING, "teacher_pretrain", "teacher_url"}
+    if command == "train_sft":
+        read -= {*OF_SAMPLES, *ROLES, "critic_learning_rate"}
+    else:
+        read -= {"stop_loss"}
+    if command != "train_ppo":
+        read -= {"pretrain_data", "pretrain_split", *OF_SAMPLES}
+    return read

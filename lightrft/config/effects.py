@@ -1,0 +1,98 @@
+"""Flags that the user wrote and that change nothing in this run."""
+
+from importlib.util import find_spec
+
+from lightrft.config.commands import LORA, fields_read
+from lightrft.config.recipe import TEACHERS
+from lightrft.config.sections import Config, needs_critic, needs_reference, section_of_field
+
+CRITIC = ("critic_pretrain", "critic_learning_rate", "lambd", "value_clip")
+"""Fields of the critic."""
+
+RANDOM = ("temperature", "top_p", "top_k", "first_token_temperature")
+"""Fields of sampling that greedy responses do not know."""
+
+ZERO = ("zero_stage", "zpg", "adam_offload", "param_offload", "overlap_comm", "grad_accum_dtype")
+"""Fields of DeepSpeed alone."""
+
+OF_CHECKPOINTS = ("ckpt_path", "max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt", "async_save")
+OF_FAST_ENGINES = ("engine_mem_util", "engine_kv_cache_gb", "engine_enforce_eager")
+"""Fields of vLLM and SGLang that the hf engine does not read."""
+
+
+def flags_without_effect(config: Config, command: str) -> list[str]:
+    """Return a sentence for each flag that the user changed and that nothing reads in this run, with the reason."""
+    written, read = _changed(config), fields_read(command)
+    if command == "evaluate" and not config.rollout.eval_n_samples:
+        read -= set(RANDOM)
+    unused = [f"--{name} has no effect in {command}" for name in sorted(written - read)]
+    needs = _conditions(config, command)
+    unused += [f"--{name} has no effect without {needs[name][1]}" for name in needs
+               if name in written & read and not needs[name][0]]  # fmt: skip
+    if config.strategy.strategy == "fsdp":
+        unused += [f"--{name} has no effect with --strategy fsdp" for name in sorted(written & set(ZERO))]
+    if config.strategy.strategy == "deepspeed" and "fsdp_cpu_offload" in written:
+        unused.append("--fsdp_cpu_offload has no effect with --strategy deepspeed")
+    return unused
+
+
+def _changed(config: Config) -> set[str]:
+    """Return what was written without what is so by default: a file of a resolved configuration says every field."""
+    owners, default = section_of_field(), Config()
+    return {name for name in config.written
+            if getattr(getattr(config, owners[name]), name) != getattr(getattr(default, owners[name]), name)}  # fmt: skip
+
+
+def engine_name(config: Config) -> str:
+    """Return the engine that --engine_type stands for on this machine, without importing it."""
+    name = config.engine.engine_type
+    return next((engine for engine in ("vllm", "sglang") if find_spec(engine)), "hf") if name == "auto" else name
+
+
+def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
+    """Return field -> (whether it has an effect, and what it needs for one)."""
+    model, data, rollout, reward, algorithm = config.model, config.data, config.rollout, config.reward, config.algorithm
+    strategy, train, observe = config.strategy, config.train, config.observe
+    correction, engine = bool(algorithm.rollout_correction), engine_name(config) if command != "train_sft" else ""
+    several = "," in data.prompt_data
+    return {
+        "gradient_checkpointing_policy": (model.gradient_checkpointing, "--gradient_checkpointing"),
+        "kl_estimator": (needs_reference(algorithm), "--init_kl_coef"),
+        "use_kl_loss": (algorithm.init_kl_coef > 0, "--init_kl_coef"),
+        "kl_target": (algorithm.init_kl_coef > 0, "--init_kl_coef"),
+        "kl_horizon": (algorithm.kl_target is not None, "--kl_target"),
+        **{name: (correction, "--rollout_correction")
+           for name in ("rollout_correction_level", "rollout_correction_low", "rollout_correction_high")},
+        "dynamic_sampling_rounds": (rollout.dynamic_sampling, "--dynamic_sampling"),
+        "early_stop_every": (rollout.over_sampling > 1, "--over_sampling"),
+        "partial_rollout": (rollout.over_sampling > 1 or rollout.dynamic_sampling, "--over_sampling"),
+        "curriculum_rest": (bool(rollout.curriculum), "--curriculum"),
+        "prompt_data_probs": (several, "several --prompt_data, joined by commas"),
+        "reward_model_coef": (bool(model.reward_pretrain), "--reward_pretrain"),
+        "overlong_buffer_len": (reward.overlong_buffer, "--overlong_buffer"),
+        "overlong_buffer_penalty_factor": (reward.overlong_buffer, "--overlong_buffer"),
+        "reward_running_norm_minus_mean": (reward.reward_running_norm, "--reward_running_norm"),
+        "engine_sleep_level": (config.engine.enable_engine_sleep, "--enable_engine_sleep"),
+        "limit_mm_video_per_prompt": (False, "videos, which the prompts of data do not have yet"),
+        "limit_mm_audio_per_prompt": (False, "clips of sound, which the prompts of data do not have yet"),
+        **{name: (bool(data.images_key), "--images_key") for name in ("limit_mm_image_per_prompt", "freeze_vision_tower")},
+        **{name: (bool(data.eval_data), "--eval_data") for name in ("eval_n_samples", "eval_steps", "eval_split",
+                                                                    "max_eval_samples")},
+        "wandb_project": (observe.use_wandb, "--use_wandb"),
+        "wandb_run_name": (observe.use_wandb, "--use_wandb"),
+        "tp_sequence_parallel": (strategy.tp_size > 1, "--tp_size"),
+        "sp_impl": (strategy.sp_size > 1 or strategy.cp_size > 1, "--sp_size"),
+        "grad_accum_dtype": (model.bf16, "--bf16"),
+        "ema_beta": (train.enable_ema, "--enable_ema"),
+        "system_prompt": (data.apply_chat_template, "--apply_chat_template"),
+        "chat_template_kwargs": (data.apply_chat_template, "--apply_chat_template"),
+        **{name: (train.save_steps > 0 or train.load_checkpoint, "--save_steps") for name in OF_CHECKPOINTS},
+        **{name: (model.lora_rank > 0, "--lora_rank") for name in (*LORA, "save_adapter_only")},
+        **{name: (needs_critic(algorithm), "--advantage_estimator ppo") for name in CRITIC},
+        **{name: (bool(data.pretrain_data), "--pretrain_data") for name in ("ptx_coef", "pretrain_split")},
+        **{name: (algorithm.distill_coef > 0, "--distill_coef") for name in TEACHERS},
+        **{name: (engine != "hf", "--engine_type vllm or sglang") for name in OF_FAST_ENGINES},
+        "micro_rollout_batch_size": (engine == "hf", "--engine_type hf"),
+    }  # fmt: skip
+
+

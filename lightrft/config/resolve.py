@@ -1,0 +1,60 @@
+"""From what the user wrote to a configuration that can run: the same for the command line and for Python."""
+
+import os
+from importlib.util import find_spec
+
+from lightrft.config.effects import flags_without_effect
+from lightrft.config.errors import ConfigError
+from lightrft.config.presets import correction_bounds, recipe
+from lightrft.config.sections import Config, field_types, section_of_field
+from lightrft.config.validation import validate
+from lightrft.config.values import typed_value
+
+BOTH_BOUNDS = {"eps_clip": ("eps_clip_low", "eps_clip_high")}
+"""A flag that sets several fields at once."""
+
+
+def resolve(config: Config, command: str = "train_ppo", world_size: int | None = None) -> list[str]:
+    """Fill what the user left open, check everything, and return a sentence for each flag that has no effect.
+
+    The recipe of --advantage_estimator, the bounds of --rollout_correction and the strategy for this machine are filled in. A
+    configuration that is resolved for `command` stays as it is. `world_size` is the number of processes, by default the
+    launcher's. ConfigError names all that is impossible in one message.
+    """
+    if config.command == command:
+        return []
+    _convert(config)
+    algorithm = config.algorithm
+    bounds = {} if algorithm.eps_clip is None else dict.fromkeys(BOTH_BOUNDS["eps_clip"], algorithm.eps_clip)
+    config.expand(recipe(algorithm.advantage_estimator) | correction_bounds(algorithm.rollout_correction) | bounds)
+    strategy = config.strategy
+    strategy.put("strategy", strategy_name(strategy.strategy, strategy.fsdp if "fsdp" in strategy.written else None))
+    strategy.put("fsdp", strategy.strategy == "fsdp")
+    world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
+    validate(config, command=command, world_size=world_size)
+    config.command = command
+    return flags_without_effect(config, command)
+
+
+def strategy_name(name: str, fsdp: bool | None) -> str:
+    """Return fsdp, deepspeed, or the import path of the user's own for what --strategy and --fsdp (None: not written) say."""
+    if name == "auto" and fsdp is None:
+        return "deepspeed" if find_spec("deepspeed") else "fsdp"
+    if name == "auto":
+        return "fsdp" if fsdp else "deepspeed"
+    if (name, fsdp) in (("fsdp", False), ("deepspeed", True)):
+        raise ConfigError(f"--strategy {name} contradicts --fsdp {str(fsdp).lower()}: drop one")
+    return name
+
+
+def _convert(config: Config) -> None:
+    """Give each field its declared type. ConfigError for values that have none such, NaN and infinity among them."""
+    problems = []
+    for name, owner in section_of_field().items():
+        section = getattr(config, owner)
+        try:
+            section.put(name, typed_value(field_types()[name], getattr(section, name)))
+        except ValueError as error:
+            problems.append(f"--{name}: {error}")
+    if problems:
+        raise ConfigError("this configuration cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems))

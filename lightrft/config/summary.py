@@ -1,0 +1,57 @@
+"""A run in a few lines: what it learns by, how it is divided, and how many samples make a step."""
+
+from lightrft.config.effects import engine_name
+from lightrft.config.sections import Config, needs_reference
+
+
+def summary(config: Config, command: str, world_size: int) -> list[str]:
+    """Return the lines that a run logs first: algorithm, divergence, layout, engine and the arithmetic of its batches."""
+    lines = [_algorithm(config), _divergence(config)] if command == "train_ppo" else []
+    lines.append(_layout(config, world_size))
+    if command != "train_sft":
+        lines.append(_engine(config, world_size))
+    if command != "evaluate":
+        lines.append(_batches(config, command))
+    return lines
+
+
+def _algorithm(config: Config) -> str:
+    algorithm = config.algorithm
+    default = "" if "advantage_estimator" in algorithm.written else " (default; PPO with a critic: --advantage_estimator ppo)"
+    return (f"algorithm: {algorithm.advantage_estimator}{default}, policy loss {algorithm.policy_loss}, clip "
+            f"{algorithm.eps_clip_low:g} to {algorithm.eps_clip_high:g}, {algorithm.loss_agg_mode}")  # fmt: skip
+
+
+def _divergence(config: Config) -> str:
+    algorithm = config.algorithm
+    if not needs_reference(algorithm):
+        return "divergence from a reference: none"
+    place = "in the loss" if algorithm.use_kl_loss else "taken off the rewards"
+    amount = f"{algorithm.init_kl_coef:g} x {algorithm.kl_estimator} {place}" if algorithm.init_kl_coef else "only measured"
+    return f"divergence from a reference: {amount}"
+
+
+def _layout(config: Config, world_size: int) -> str:
+    strategy = config.strategy
+    sequence = max(strategy.sp_size, strategy.cp_size)
+    sizes = {"dp_replicate": strategy.dp_replicate, "sp": sequence, "tp": strategy.tp_size}
+    cut = "".join(f", {name} {size}" for name, size in sizes.items() if size > 1)
+    zero = f", ZeRO stage {strategy.zero_stage}" if strategy.strategy == "deepspeed" else ""
+    data = world_size // (sequence * strategy.tp_size)
+    return f"layout: {strategy.strategy}{zero} on {world_size} processes, {data} data ranks{cut}"
+
+
+def _engine(config: Config, world_size: int) -> str:
+    size = config.engine.engine_tp_size
+    return f"engine: {engine_name(config)}, {world_size // size} replicas of {size} processes"
+
+
+def _batches(config: Config, command: str) -> str:
+    train, rollout = config.train, config.rollout
+    end = f"at most {train.max_tokens_per_microbatch} tokens in a micro-batch of one rank"
+    if command == "train_sft":
+        return f"step: {train.train_batch_size} rows, {end}"
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    updates = samples // train.train_batch_size * train.max_epochs
+    return (f"step: {rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples = {samples} samples, "
+            f"{updates} optimizer steps of {train.train_batch_size}, {end}")  # fmt: skip

@@ -1,0 +1,132 @@
+"""Values of configuration fields: their types, and which of them the user wrote."""
+
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from difflib import get_close_matches
+from types import UnionType
+from typing import Any, Literal, Self, Union, get_args, get_origin
+
+TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+LARGEST = 2**63 - 1
+"""Whole numbers beyond this fit into no tensor and no file format."""
+
+
+class Section:
+    """Base of the configuration's dataclasses; an instance knows in `written` which fields were given or set.
+
+        AlgorithmSection("gspo", eps_clip_low=0.2).written        # {"advantage_estimator", "eps_clip_low"}
+    """
+
+    written: set[str]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        section = super().__new__(cls)
+        positional = [field.name for field in fields(cls)[: len(args)]]  # pyright: ignore[reportArgumentType]
+        object.__setattr__(section, "written", {*positional, *kwargs})
+        return section
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:  # the dataclass's own __init__ sets each field for the first time
+            self.written.add(name)
+        super().__setattr__(name, value)
+
+    def forget(self, *names: str) -> None:
+        """Give fields their defaults again, as if nobody had written them."""
+        default = type(self)()
+        for name in names:
+            self.put(name, getattr(default, name))
+        self.written.difference_update(names)
+
+    def put(self, name: str, value: Any) -> None:
+        """Set a field, which does not count as written by that."""
+        object.__setattr__(self, name, value)
+
+
+def typed_value(kind: Any, value: Any) -> Any:
+    """Return `value`, text or a Python object, as the declared type `kind`. ValueError that says what was expected."""
+    if get_origin(kind) in (Union, UnionType):
+        return None if value is None else typed_value(next(arm for arm in get_args(kind) if arm is not type(None)), value)
+    if get_origin(kind) is list:
+        return _list(get_args(kind)[0], value)
+    if get_origin(kind) is Literal:
+        return _choice(get_args(kind), value)
+    return _READERS[kind](value)
+
+
+def _list(kind: Any, value: Any) -> list[Any]:
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"a list is expected, not {value!r}")
+    if kind in (int, float):
+        value = [part for item in value for part in (item.split(",") if isinstance(item, str) else [item]) if part != ""]
+    return [typed_value(kind, item) for item in value]
+
+
+def _choice(choices: tuple[Any, ...], value: Any) -> Any:
+    for choice in choices:
+        if value == choice and not isinstance(value, bool) or str(value) == str(choice):
+            return choice
+    raise ValueError(f"invalid choice {value!r}; choose from {', '.join(map(str, choices))}")
+
+
+def _bool(value: Any) -> bool:
+    text = str(value).lower()
+    if text in TRUE + FALSE:
+        return text in TRUE
+    raise ValueError(f"true or false is expected, not {value!r}")
+
+
+def _int(value: Any) -> int:
+    if isinstance(value, str):
+        try:
+            value = int(value)
+        except ValueError:
+            raise ValueError(f"a whole number is expected, not {value!r}") from None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"a whole number is expected, not {value!r}")
+    if abs(value) > LARGEST:
+        raise ValueError(f"{str(value)[:20]}... is too large: at most {LARGEST}")
+    return value
+
+
+def _float(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"a number is expected, not {value!r}") from None
+    except OverflowError:
+        raise ValueError(f"{str(value)[:20]}... is too large") from None
+    if isinstance(value, bool) or not math.isfinite(number):
+        raise ValueError(f"a finite number is expected, not {value!r}")
+    return number
+
+
+def _str(value: Any) -> str:
+    if callable(value):
+        return _import_path(value)
+    if isinstance(value, bool | int | float):
+        return str(value)
+    if not isinstance(value, str) and not isinstance(value, os.PathLike):
+        raise ValueError(f"a text is expected, not {value!r}")
+    return str(value)
+
+
+def _import_path(function: Callable[..., Any]) -> str:
+    """Return `module:name`, under which the registries find a function again."""
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    if getattr(sys.modules.get(module), name, None) is not function:
+        raise ValueError(f"{function!r} cannot be found again by its name: define the function at the top level of a module")
+    return f"{module}:{name}"
+
+
+_READERS: dict[Any, Callable[[Any], Any]] = {bool: _bool, int: _int, float: _float, str: _str}
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean X?` for the most similar known name, or nothing."""
+    near = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""

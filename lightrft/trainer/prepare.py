@@ -1,0 +1,32 @@
+"""The configuration of a run, made ready: the same for the command line, for Python, and for a trainer built by hand."""
+
+import os
+
+from loguru import logger
+
+from lightrft.algorithms.unread import unread_flags
+from lightrft.config import Config, ConfigError, resolve, summary
+from lightrft.strategy.launch import adopt_slurm
+from lightrft.versions import check_versions
+
+
+def prepare_config(command: str, config: Config) -> Config:
+    """Resolve and check `config` in place, and log its warnings and the plan of the run; once for each configuration.
+
+    ConfigError names everything that cannot run.
+    """
+    if config.command == command:
+        return config
+    adopt_slurm(os.environ)
+    try:
+        notices = [*check_versions(), *resolve(config, command)]
+        notices += unread_flags(config.algorithm) if command == "train_ppo" else []
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        for notice in notices:
+            logger.warning(notice)
+    if int(os.environ.get("RANK", 0)) == 0:
+        for line in summary(config, command, world_size=int(os.environ.get("WORLD_SIZE", 1))):
+            logger.info(line)
+    return config

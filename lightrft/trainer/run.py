@@ -1,0 +1,113 @@
+"""A whole run from one call, the same for the command line and for Python.
+
+    import lightrft
+
+    trainer = lightrft.train_ppo(config="configs/quickstart.yaml", reward=my_reward, max_steps=20)
+"""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from loguru import logger
+from transformers.utils import logging as transformers_logging
+
+from lightrft.config import Config, ConfigError, load
+from lightrft.strategy import StrategyBase, get_strategy
+from lightrft.trainer.build import ppo_trainer, sft_trainer
+from lightrft.trainer.evaluation import Evaluation
+from lightrft.trainer.interruption import Interrupted
+from lightrft.trainer.ppo import PPOTrainer
+from lightrft.trainer.prepare import prepare_config
+from lightrft.trainer.sft import SFTTrainer
+
+T = TypeVar("T")
+USER_ERROR = 2
+"""Exit code of the other ranks when the user can mend what ended the run."""
+
+
+def train_ppo(config: Config | str | Path | None = None, **values: Any) -> PPOTrainer:
+    """Train a policy by PPO, GRPO and their family; returns the trainer at its end.
+
+    `config` is a YAML file or a Config; `values` are flags by name, and win. A function may stand where a flag names one.
+    Under torchrun all processes call this alike; without a launcher it is a run of one process. ConfigError for what cannot run.
+    """
+    return run("train_ppo", configuration(config, values))
+
+
+def train_sft(config: Config | str | Path | None = None, **values: Any) -> SFTTrainer:
+    """Fine-tune on the answers of a data set; see train_ppo()."""
+    return run("train_sft", configuration(config, values))
+
+
+def evaluate(config: Config | str | Path | None = None, **values: Any) -> dict[str, float]:
+    """Judge a model's responses to held-out prompts; returns the numbers of evaluation.json; see train_ppo()."""
+    return run("evaluate", configuration(config, values))
+
+
+def configuration(config: Config | str | Path | None, values: dict[str, Any]) -> Config:
+    """Return a Config, or one made of a YAML file, with `values` set in it."""
+    config = config if isinstance(config, Config) else Config() if config is None else load(config)
+    config.update(values)
+    return config
+
+
+def run(command: str, config: Config) -> Any:
+    """Resolve the configuration, set up its strategy, do the work of `command`, and close everything."""
+    quiet_libraries()
+    prepare_config(command, config)
+    strategy = _for_the_user(get_strategy, config)
+    try:
+        _for_the_user(strategy.setup_distributed)
+        return WORK[command](config, strategy)
+    except Exception as error:
+        _end_all(strategy, error)
+        raise
+    finally:
+        strategy.close()
+
+
+def _train_ppo(config: Config, strategy: StrategyBase) -> PPOTrainer:
+    trainer = _for_the_user(ppo_trainer, config, strategy)
+    trainer.fit()
+    return trainer
+
+
+def _train_sft(config: Config, strategy: StrategyBase) -> SFTTrainer:
+    trainer = _for_the_user(sft_trainer, config, strategy)
+    trainer.fit()
+    return trainer
+
+
+def _evaluate(config: Config, strategy: StrategyBase) -> dict[str, float]:
+    return _for_the_user(Evaluation, config, strategy).run()
+
+
+WORK: dict[str, Callable[[Config, StrategyBase], Any]] = {
+    "train_ppo": _train_ppo,
+    "train_sft": _train_sft,
+    "evaluate": _evaluate,
+}
+
+
+def _end_all(strategy: StrategyBase, error: Exception) -> None:
+    """End the other ranks, which may wait for this one, before anything is closed. All ranks meet an interruption together."""
+    of_the_user = isinstance(error, ConfigError)
+    if not isinstance(error, Interrupted):
+        strategy.fail(error, code=USER_ERROR if of_the_user else 1, brief=of_the_user)
+
+
+def _for_the_user(step: Callable[..., T], *arguments: object) -> T:
+    """Raise a ValueError of the wiring as a ConfigError: it speaks of configuration or data, its traceback is of no use."""
+    try:
+        return step(*arguments)
+    except ValueError as error:
+        logger.opt(exception=error).debug("while wiring the run")
+        raise ConfigError(str(error)) from error
+
+
+def quiet_libraries() -> None:
+    """Leave out of the log what users cannot act on."""
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*_tensor` is deprecated", category=FutureWarning)
