@@ -6,7 +6,6 @@ Only the standard library at import: setup.py executes this file before anything
 CORE = {
     "torch": ">=2.9",
     "transformers": ">=5.12,<6",
-    "accelerate": ">=1.10",
     "safetensors": ">=0.6",
     "datasets": ">=4.0",
     "numpy": ">=1.26",
@@ -30,7 +29,7 @@ EXTRAS = {
     "track": {"wandb": ">=0.20"},
     "dev": {"pytest": ">=8.0", "hypothesis": ">=6.100", "ruff": ">=0.12", "pyright": ">=1.1.400"},
 }
-"""Name of the extra -> what it brings: `pip install lightrft[vllm]`."""
+"""Name of the extra -> what it brings: `pip install '.[vllm]'` in a clone."""
 
 ENGINES = {"vllm": ">=0.32,<0.33", "sglang": ">=0.5.21,<0.5.24"}
 """What each engine was tested with. Others are accepted with a warning: what depends on the version is in the engine's shim."""
@@ -95,7 +94,7 @@ def check_versions() -> list[str]:
         way_out = "pip install " + " ".join(f"'{requirement}'" for requirement in requirements(CORE))
         raise ImportError("lightrft cannot run here:\n" + "\n".join(f"  - {p}" for p in problems) + f"\nThe way out: {way_out}")
     return [
-        f"{problem}: pip install 'lightrft[{extra}]'"
+        f"{problem}: pip install {' '.join(repr(requirement) for requirement in requirements(table))}"
         for extra, table in EXTRAS.items()
         if extra != "dev"
         for problem in version_problems(table, optional=True)

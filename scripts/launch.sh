@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Start a door on the GPUs of this node: bash scripts/launch.sh train_ppo [flags]. The run_*.sh files call it.
+# Start a command on the GPUs of this node: bash scripts/launch.sh train_ppo [flags]. The run_*.sh files call it.
 # NPROC: processes of this node, one per GPU; unset: all of its GPUs. Nodes may differ.
 # Several nodes: the same command on each, with NNODES, MASTER_ADDR (the first node), MASTER_PORT (free there; 29500) and NODE_RANK
 # (0 on the first). A task of srun knows its NODE_RANK by itself.

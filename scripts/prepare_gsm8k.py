@@ -25,7 +25,11 @@ def read_split(source: str, split: str) -> Iterable[dict[str, Any]]:
     if not folder.is_dir():
         if folder.suffix or source.count("/") != 1:
             raise SystemExit(f"--source {source}: no such folder, and not a hub name (owner/name) either")
-        return load_dataset(source, "main", split=split)
+        try:
+            return load_dataset(source, "main", split=split)
+        except Exception as error:  # the hub's client raises errors of several libraries
+            raise SystemExit(f"--source {source}: the hub does not give it ({type(error).__name__}: {error}). Without a network, "
+                             "pass a folder with its train and test files: --source folder") from error  # fmt: skip
     files = sorted(file for file in folder.rglob(f"{split}*") if file.suffix in FORMATS)
     if not files:
         raise SystemExit(f"--source {source}: no {split}*.jsonl or {split}*.parquet file in it")

@@ -126,8 +126,9 @@ def test_imports_go_down():
     assert [wrong for source, path in sources() if path != "lightrft/__init__.py" for wrong in wrong_ways(source, path)] == []
 
 
-def test_the_package_itself_imports_nothing():
-    assert list(imports((ROOT / "__init__.py").read_text(), "lightrft/__init__.py")) == []
+def test_the_package_itself_imports_nothing_of_its_own_or_heavy():
+    eager = {name for name, at_import in imports((ROOT / "__init__.py").read_text(), "lightrft/__init__.py") if at_import}
+    assert eager == {"typing.Any"}
 
 
 def test_every_room_has_a_layer():
@@ -162,8 +163,9 @@ def test_one_place_decides_the_device():
 
 
 def test_every_config_field_is_read():
-    declared_or_set = ("lightrft/config/", "lightrft/algorithms/presets.py")
-    read = set().union(*(fields_read(source) for source, path in sources() if not path.startswith(declared_or_set)))
+    readers = ("lightrft/config/resolve.py", "lightrft/config/sections.py")  # others in this folder only check and explain
+    read = set().union(*(fields_read(source) for source, path in sources()
+                         if path in readers or not path.startswith("lightrft/config/")))  # fmt: skip
     assert sorted(set(section_of_field()) - read) == []
 
 

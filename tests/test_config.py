@@ -226,6 +226,11 @@ def test_a_missing_folder(tmp_path):
     assert f"--pretrain {tmp_path}/none: no such folder" in problems("--pretrain", f"{tmp_path}/none", "--prompt_data", "x")
 
 
+def test_a_missing_tracker_is_found_before_anything_heavy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert "--use_wandb needs the package wandb: pip install wandb" in problems(*RUNNABLE, "--use_wandb")
+
+
 def test_a_missing_folder_of_the_critic():
     assert "--critic_pretrain ./none: no such folder" in problems(*RUNNABLE, "--critic_pretrain", "./none")
 
@@ -322,7 +327,7 @@ def test_a_sequence_that_fits_no_microbatch():
         (["--aux_loss_coef", "-1"], "--aux_loss_coef must not be negative"),
         (["--distill_coef", "-1"], "--distill_coef must not be negative"),
         (["--distill_coef", "1"], "--distill_coef needs a teacher: give --teacher_pretrain or --teacher_url"),
-        (["--advantage_estimator", "distill", "--distill_coef=0"], "distill learns from the teacher alone: --distill_coef must be above 0"),
+        (["--advantage_estimator=distill", "--distill_coef=0"], "learns from the teacher alone: --distill_coef must be above 0"),
         (["--teacher_pretrain", "a/b", "--teacher_url", "http://c", "--distill_coef", "1"], "are two teachers: drop one"),
         (["--teacher_url", "http://c", "--distill_coef", "1", "--temperature", "0.5"], "--teacher_url answers at temperature 1"),
         (["--freezing_actor_steps", "-1"], "--freezing_actor_steps must not be negative"),

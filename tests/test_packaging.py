@@ -141,11 +141,12 @@ def test_every_module_imports_without_extras(wheel, installed, tmp_path):
     assert Path(report["file"]).is_relative_to(installed.parent.parent)
 
 
-def test_the_command_shows_its_doors(installed, tmp_path):
+def test_the_program_shows_its_commands_and_its_version(installed, tmp_path):
     result = run(installed.parent / "lightrft", "--help", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    doors = {path.stem for path in (ROOT / "lightrft" / "cli").glob("*.py")} - {"__init__", "main", "door"}
-    assert doors and all(door in result.stdout for door in doors)
+    commands = {path.stem for path in (ROOT / "lightrft" / "cli").glob("*.py")} - {"__init__", "main", "entrypoint"}
+    assert commands and all(command in result.stdout for command in commands)
+    assert run(installed.parent / "lightrft", "--version", cwd=tmp_path).stdout == f"lightrft {__version__}\n"
 
 
 def test_importing_the_package_loads_nothing_heavy(installed, tmp_path):
@@ -198,7 +199,7 @@ def test_an_unfit_core_package_ends_with_the_way_out(pretend):
 def test_an_unfit_optional_package_is_a_warning(pretend):
     pretend(peft="0.1.0", wandb=None)
     warnings = versions.check_versions()
-    assert len([line for line in warnings if "peft 0.1.0" in line and "lightrft[lora]" in line]) == 1
+    assert len([line for line in warnings if "peft 0.1.0" in line and "pip install 'peft>=" in line]) == 1
     assert not any("wandb" in line for line in warnings)
 
 

@@ -1,4 +1,4 @@
-"""The doors. Their imports take seconds, in which a launcher may die: who started this process is read before them."""
+"""The commands. Their imports take seconds, in which a launcher may die: who started this process is read before them."""
 
 import os
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightrft.cli.door import set_up_logging
+from lightrft.cli.entrypoint import set_up_logging
 from lightrft.config import Config, DataSection, EngineSection, ModelSection, RolloutSection, StrategySection, TrainSection
 from lightrft.models.load import load_tokenizer
 from lightrft.strategy import get_strategy

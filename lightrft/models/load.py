@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
+from transformers.utils import cached_file
 
 from lightrft.config import ModelSection
 from lightrft.models.attention import ATTENTION
@@ -186,6 +187,11 @@ def _checked(name: str, given: str) -> str:
     folder = Path(name).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"{given}: the folder has no config.json, so it is not a Hugging Face model")
-    if not folder.exists() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
-        raise ValueError(f"{given}: no such folder, and not a hub name (owner/name) either")
+    if not folder.exists() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
+        raise ValueError(f"{given}: no such folder, and not a hub name (owner/name, or a name alone as gpt2) either")
+    if not folder.exists():
+        try:
+            cached_file(name, "config.json")
+        except OSError as error:
+            raise ValueError(f"{given}: no such folder, and not a hub name that can be read: {error}") from error
     return str(folder)

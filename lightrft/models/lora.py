@@ -8,6 +8,7 @@ this for whoever wants the model as one without adapters: engines and folders.
 """
 
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +41,7 @@ def add_adapters(model: PreTrainedModel, section: ModelSection) -> None:
     except ModuleNotFoundError as error:
         if error.name != "peft":
             raise
-        raise ConfigError("--lora_rank needs peft, which is not installed: pip install 'lightrft[lora]'") from None
+        raise ConfigError("--lora_rank needs peft, which is not installed: pip install peft") from None
     targets = section.target_modules
     settings = LoraConfig(
         r=section.lora_rank,
@@ -148,3 +149,4 @@ def save_adapter(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> 
     names = {name: "base_model.model." + name.replace(f".{ADAPTER}.", ".") for name in tensors}
     save_file({names[name]: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
     model.peft_config[ADAPTER].save_pretrained(folder)
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors writes for the owner alone

@@ -129,7 +129,7 @@ class WandB(Sink):
         try:
             import wandb
         except ImportError as error:
-            raise ImportError("--use_wandb needs the package wandb: pip install lightrft[track]") from error
+            raise ImportError("--use_wandb needs the package wandb: pip install wandb") from error
         self._folder.mkdir(parents=True, exist_ok=True)
         known = self._folder / "wandb_run_id"
         run_id = known.read_text() if resume_step is not None and known.exists() else None

@@ -158,7 +158,7 @@ def _on_server(url: str) -> Reward:
     try:
         from lightrft.rollout.remote_reward import RemoteReward
     except ModuleNotFoundError as error:
-        raise ValueError(f"--reward {url} needs {error.name}: pip install 'lightrft[http]'") from error
+        raise ValueError(f"--reward {url} needs {error.name}: pip install httpx tenacity") from error
     return RemoteReward(url)
 
 

@@ -249,7 +249,7 @@ class Trainer(ABC):
 
 
 def _due(number: int, every: int, last: bool) -> bool:
-    return every > 0 and (last or number % every == 0)
+    return last or (every > 0 and number % every == 0)
 
 
 def _row(sample: Sample) -> dict[str, Any]:

@@ -223,7 +223,7 @@ def build_teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedT
         try:
             from lightrft.roles.remote_teacher import RemoteTeacher
         except ModuleNotFoundError as error:
-            raise ConfigError(f"--teacher_url needs {error.name}: pip install 'lightrft[http]'") from error
+            raise ConfigError(f"--teacher_url needs {error.name}: pip install httpx tenacity") from error
         return RemoteTeacher(config.model.teacher_url, tokenizer, strategy.mesh.siblings)
     check_vocabulary(config.model, "teacher_pretrain", tokenizer)
     with strategy.init_model_context():

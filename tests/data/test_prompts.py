@@ -214,6 +214,17 @@ def test_chat_template_of_text_and_of_messages(tmp_path):
     assert prompt.text == "<system>s<user>[a]<assistant>" and prompt.token_ids == list(prompt.text.encode())
 
 
+def test_further_variables_of_the_chat_template(tmp_path):
+    file = write_lines(tmp_path / "data.jsonl", {"input": "a"})
+    template = TEMPLATE + "{% if thinking %}<think>{% endif %}"
+    texts = [load(file, apply_chat_template=True, template=template, chat_template_kwargs=given)[0].text
+             for given in ('{"thinking": true}', '{"thinking": false}', None)]  # fmt: skip
+    assert texts == ["<user>a<assistant><think>", "<user>a<assistant>", "<user>a<assistant>"]
+    for wrong in ("thinking", '["thinking"]'):
+        with pytest.raises(DataError, match="--chat_template_kwargs .* is no JSON"):
+            load(file, apply_chat_template=True, template=template, chat_template_kwargs=wrong, bad_rows="skip")
+
+
 def test_special_tokens_are_the_tokenizers_or_the_templates_never_both(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])

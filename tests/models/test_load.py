@@ -52,6 +52,16 @@ def test_missing_folder(name, load):
         load(ModelSection(pretrain=name))
 
 
+def test_a_hub_name_may_have_no_owner(tmp_path, monkeypatch):
+    """As gpt2; the hub is not asked here, its cache holds the model."""
+    tiny_model(tmp_path / "models--gpt2" / "snapshots" / "1")
+    (tmp_path / "models--gpt2" / "refs").mkdir()
+    (tmp_path / "models--gpt2" / "refs" / "main").write_text("1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert load_tokenizer(ModelSection(pretrain="gpt2")).eos_token_id == 258
+
+
 @pytest.mark.parametrize("load", [load_model, load_tokenizer])
 def test_folder_without_a_model(tmp_path, load):
     with pytest.raises(ValueError, match="the folder has no config.json"):

@@ -51,6 +51,11 @@ def test_folder_of_files(run, tmp_path, write):
     assert message["content"].startswith("Tom has 3 bags of 14 eggs. How many eggs?\nThink") and "####" in message["content"]
 
 
+def test_without_a_network_the_way_out_is_said(run):
+    with pytest.raises(SystemExit, match="--source openai/gsm8k: the hub does not give it .* --source folder"):
+        run("openai/gsm8k")
+
+
 @pytest.mark.parametrize("answer", ["forty-two", "#### forty-two", "####", "42 #### "])
 def test_a_row_without_a_number_is_named(run, tmp_path, answer):
     as_jsonl(tmp_path, "train", [ROWS[0], ROWS[1] | {"answer": answer}])

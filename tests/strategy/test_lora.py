@@ -209,6 +209,8 @@ def test_adapters_are_float32_in_a_bfloat16_run(folder, expected, args, tmp_path
         assert all(torch.equal(found["loaded"][name], tensor) for name, tensor in found["merged"].items())
         assert all(torch.equal(found["resumed"][name], tensor) for name, tensor in found["uninterrupted"].items())
     adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    modes = {file.stat().st_mode for file in (tmp_path / "adapter").iterdir()}
+    assert len(modes) == 1, "weights are as readable as the files beside them"
     assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
     assert not any(torch.equal(tensor, tensor.bfloat16().float()) for tensor in adapter.values())
 
