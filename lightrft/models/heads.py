@@ -139,16 +139,15 @@ def filled(batch: Batch, multiple: int) -> Batch:
     return followed(replace(batch, shared=None), batch.input_ids.new_zeros(missing))
 
 
-def divide(module: nn.Module, sequence: Undivided, *, tp: int = 1) -> None:
+def divide(module: nn.Module, sequence: Undivided, *, tp: int = 1) -> bool:
     """Have every Actor and Scorer inside `module`, whose heads `tp` ranks divide, share its batches as `sequence` says.
 
-    ValueError where there is none, and for a model that cannot be run so, with all reasons.
+    Returns whether there is one: any other module is computed whole on each of these ranks. ValueError for a model that
+    cannot be run so, with all reasons.
     """
     divided = sequence.axis.size > 1
     name = f"--sp_size {sequence.axis.size} --sp_impl {type(sequence).__name__.lower()}" if divided else "--tp_sequence_parallel"
     found = [part for part in module.modules() if isinstance(part, Actor | Scorer)]
-    if not found:
-        raise ValueError(f"{name}: {type(module).__name__} is neither an Actor nor a Scorer, and holds none")
     for part in found:
         model = part.language_model if isinstance(part, Actor) else part.scored_model
         problems = sequence.problems(model.config.get_text_config().num_attention_heads // tp)
@@ -156,6 +155,7 @@ def divide(module: nn.Module, sequence: Undivided, *, tp: int = 1) -> None:
         if problems:
             raise ValueError(f"{name} cannot divide {type(model).__name__}: {'; '.join(problems)}")
         part.sequence = sequence
+    return bool(found)
 
 
 def rope_problems(model: PreTrainedModel) -> list[str]:

@@ -39,6 +39,7 @@ class Mesh:
         self.tp = self._axis("tp", ("tp",))
         self.siblings = self._axis("siblings", ("sp", "tp"))
         self._engine_axes: dict[int, Axis] = {}
+        self._replica_axes: dict[int, Axis] = {}
         self._aside: Axis | None = None
         self._timeout = timeout
         for axis in (self.world, self.data, self.shard, self.replicate, self.sp, self.tp, self.siblings):
@@ -67,6 +68,14 @@ class Mesh:
                       for start in starts]
             self._engine_axes[size] = _axis("engine", groups[first // size])
         return self._engine_axes[size]
+
+    def engine_replicas(self, size: int) -> Axis:
+        """Return the axis of the ranks at the same place in each engine of `size` ranks; all ranks ask together at first."""
+        if size not in self._replica_axes:
+            groups = [dist.new_group(list(range(place, self.world.size, size)), timeout=self._timeout, group_desc="replicas")
+                      for place in range(size)]  # fmt: skip
+            self._replica_axes[size] = _axis("replicas", groups[self.world.rank % size])
+        return self._replica_axes[size]
 
     def aside(self) -> Axis:
         """All processes once more, over a group of its own on the hosts: for a thread whose collectives run beside the others."""
@@ -112,6 +121,11 @@ def mesh_problems(world_size: int, *, dp_replicate: int, sp: int, tp: int) -> li
             f"{world_size} processes cannot be split into dp_replicate {dp_replicate} x sp_size {sp} x tp_size {tp} = {product}"
         )
     return problems
+
+
+def world_axis() -> Axis:
+    """Return all processes as an axis, also before a process group exists: then this one alone."""
+    return _axis("world", dist.group.WORLD) if dist.is_initialized() else Axis("world", 1, 0, None)
 
 
 def _axis(name: str, group: dist.ProcessGroup) -> Axis:

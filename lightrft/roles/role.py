@@ -215,7 +215,7 @@ class Role(ABC):
         norm = torch.zeros_like(step.loss)
         if step.learn:
             norm = self.strategy.optimizer_step(self.optimizer, self.module, self.scheduler, name=type(self).__name__.lower())
-        return self.strategy.mesh.data.sum(step.loss), norm.to(step.loss.device)
+        return self.strategy.all_reduce(step.loss, "sum"), norm.to(step.loss.device)
 
     def abort_train_step(self) -> None:
         """Forget the open step as if it had not begun: parameters, optimizer and schedule stay, no gradient is left."""
@@ -233,7 +233,7 @@ class Role(ABC):
         """
         mine = batch.select([row for members in rows for row in members])
         learned = torch.zeros(len(mine)).index_add(0, mine.sequence_ids, mine.loss_mask.float())
-        counts = self.strategy.mesh.data.sum(torch.stack([mine.num_loss_tokens, (learned > 0).sum(dtype=torch.float32)]))
+        counts = self.strategy.all_reduce(torch.stack([mine.num_loss_tokens, (learned > 0).sum(dtype=torch.float32)]), "sum")
         tokens, sequences = counts.to(self.strategy.device)
         return Denominator(tokens, sequences, self.strategy.config.generate_max_len if length is None else length)
 

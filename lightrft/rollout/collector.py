@@ -37,12 +37,12 @@ class Collector:
 
     def __init__(
         self, sampler: Sampler, judge: Judge, prompts: list[Prompt], *, section: RolloutSection, data: Axis, seed: int,
-        greedy: bool = False,
+        greedy: bool = False, order: Order | None = None,
     ):  # fmt: skip
-        """`greedy`: each group has the greedy response to its prompt, too."""
+        """`greedy`: each group has the greedy response to its prompt, too. `order` of the prompts: by the seed when None."""
         self.sampler, self.judge, self.prompts, self.section = sampler, judge, prompts, section
         self.data, self.seed, self.greedy = data, seed, greedy
-        self.order, self.history = Order(len(prompts), seed), History(len(prompts))
+        self.order, self.history = order or Order(len(prompts), seed), History(len(prompts))
         self.place = 0
         """How many prompts were drawn or passed over, in the order of the data."""
         self.number = 0

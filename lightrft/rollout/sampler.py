@@ -44,7 +44,8 @@ class Sampler:
                 on_complete(group)
 
         requests = [request for request, _, _ in pending]
-        answers = self.strategy.complete(requests, Sampling.of(self.section, seed=seed), on_done=take)
+        sampling = Sampling.of(self.section, seed=seed)
+        answers = self.strategy.gather_and_generate(sampling, requests=requests, on_done=take, sleep_engine=False)
         for index, completions in enumerate(answers):
             if index not in arrived:
                 take(index, completions)

@@ -43,6 +43,8 @@ class Backend(ABC):
     config: StrategyConfig
     device: torch.device
     max_norm: float
+    undivided: set[nn.Module]
+    """Models of the user's own that every rank of a divided sequence computes whole."""
 
     @property
     @abstractmethod
@@ -70,8 +72,8 @@ class Backend(ABC):
         if trained and self.config.gradient_checkpointing:
             recompute(module, selective=self.config.gradient_checkpointing_policy == "selective")
         sequence = self.sequence
-        if sequence.multiple > 1:
-            divide(module, sequence, tp=self.mesh.tp.size)
+        if sequence.multiple > 1 and not divide(module, sequence, tp=self.mesh.tp.size):
+            self.undivided.add(module)
         for parameter in module.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else self.dtype)

@@ -31,14 +31,15 @@ class CheckpointVerbs(EngineVerbs):
         self._background: Background | None = None
 
     def save_ckpt(
-        self, model: Models, save_dir: str | Path, tag: str, max_num: int = 3, max_mem: float = 1000,
+        self, model: Models, save_dir: str | Path, tag: str | None = None, max_num: int = 3, max_mem: float = 1000,
         client_state: Mapping[str, Any] = NOTHING, save_latest: bool = True,
         optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None, *,
         parts: Mapping[str, Stateful] = NOTHING, hf_model: nn.Module | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None, async_save: bool = False,
     ) -> Path:  # fmt: skip
-        """Write everything needed to continue to `save_dir/tag`; `client_state` is the caller's own, in JSON's types.
+        """Write everything needed to continue to `save_dir/tag`, without a tag to the next free `save_dir/saveN`.
 
+        `client_state` is the caller's own, in JSON's types.
         A model brings the optimizer and the schedule that prepare() got with it, unless others are named. `parts` are
         anything with state_dict() and load_state_dict(); the state is the same on all ranks, and rank 0's is written.
         `hf_model` is written once more, as the Hugging Face folder `save_dir/tag/hf`. With `async_save` this returns when
@@ -47,7 +48,9 @@ class CheckpointVerbs(EngineVerbs):
         (disk full); what was there before is then untouched.
         """
         self.finish_ckpt()
-        folder, world, hf = Path(save_dir) / tag, self.mesh.world, None
+        world, hf = self.mesh.world, None
+        tag = tag or world.broadcast(_next_tag(Path(save_dir)))
+        folder = Path(save_dir) / tag
         if hf_model is not None:
             hf = self.save_model(hf_model, tokenizer, folder.with_name(f"{tag}.{checkpoint.HF}{PART}"))
         taken: list[checkpoint.Snapshot] = []
@@ -142,3 +145,8 @@ class CheckpointVerbs(EngineVerbs):
         if optimizer in away:
             self.maybe_offload_optimizer(optimizer)
         return tensors
+
+
+def _next_tag(folder: Path) -> str:
+    taken = [int(path.name[4:]) for path in folder.glob("save*") if path.name[4:].isdecimal()]
+    return f"save{max(taken, default=0) + 1}"

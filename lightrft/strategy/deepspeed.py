@@ -87,9 +87,10 @@ class DeepSpeedStrategy(StrategyBase):
             self._trained[optimizer] = module
         _enter_through(module, engine)
 
-    def init_model_context(self) -> AbstractContextManager[None]:
+    def init_model_context(self, device: torch.device | str | None = None) -> AbstractContextManager[None]:
         """Under ZeRO-3 models made inside are empty until prepare(), where one parameter after the other is read and cut."""
-        return empty_parameters() if self.config.zero_stage == 3 else nullcontext()
+        wanted = self.config.zero_stage == 3 and str(device or "meta") == "meta"
+        return empty_parameters() if wanted else nullcontext()
 
     def accumulate(self, loss: Tensor, model: nn.Module, last: bool) -> None:
         engine = self._trained_engine(model)

@@ -69,15 +69,11 @@ class EngineHost:
         release_cached_memory(self.device)
         self.engine.wake("weights")
         self.engine.load_weights(weights(), self.engine.version + 1)
-        release_cached_memory(self.device)
 
-    def wake_weights(self, weights: Weights | None) -> None:
-        """The engine's weights, and the stream into them if there is one. The cache follows: it never competes with them."""
-        if weights is not None:
-            self.update_weights(weights)
-        else:
-            release_cached_memory(self.device)
-            self.engine.wake("weights")
+    def wake_weights(self) -> None:
+        """Wake the weights as they are. The cache is woken later: it never competes with them for memory."""
+        release_cached_memory(self.device)
+        self.engine.wake("weights")
 
     def sleep(self, *, keep_weights: bool) -> None:
         """If it may. An engine that nobody refills keeps its weights, on the host."""
@@ -91,15 +87,6 @@ class EngineHost:
     def generate(self, sampling: Sampling, requests: list[Request]) -> list[list[Completion]]:
         """On the engine as it is: ranks that share one pass the same requests."""
         return self.engine.generate(requests, replace(sampling, seed=replica_seed(sampling.seed, self.replica)))
-
-    def generate_dicts(self, sampling: Sampling, requests: list[Request]) -> list[EasyDict]:
-        """One for each sample, a prompt's samples side by side."""
-        return [
-            EasyDict(prompt_token_ids=list(request.token_ids), output_token_ids=sample.token_ids, output_logprobs=sample.logprobs,
-                     finish_reason=sample.finish_reason, weight_version=sample.weight_version)
-            for request, samples in zip(requests, self.generate(sampling, requests), strict=True)
-            for sample in samples
-        ]
 
     def complete(
         self, sampling: Sampling, requests: list[Request], on_done: OnDone | None = None
@@ -122,6 +109,16 @@ class EngineHost:
         completions = self.engine.generate([request for others in everyone for request in others], own, on_done=heard)
         answered = self.siblings.gather(completions[first : first + len(mine)])
         return [samples for answers in answered for samples in answers]
+
+
+def as_dicts(requests: list[Request], completions: list[list[Completion]]) -> list[EasyDict]:
+    """Return a dictionary for each sample, a prompt's samples side by side."""
+    return [
+        EasyDict(prompt_token_ids=list(request.token_ids), output_token_ids=sample.token_ids, output_logprobs=sample.logprobs,
+                 finish_reason=sample.finish_reason, weight_version=sample.weight_version)
+        for request, samples in zip(requests, completions, strict=True)
+        for sample in samples
+    ]  # fmt: skip
 
 
 def replica_seed(seed: int, replica: int) -> int:

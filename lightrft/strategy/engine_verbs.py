@@ -1,6 +1,6 @@
 """The verbs of the engine on the same devices: who wakes it, with whose weights, and when it sleeps."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -9,8 +9,9 @@ from easydict import EasyDict
 from torch import nn
 
 from lightrft.engine.base import Engine, OnDone, Request, Sampling
+from lightrft.strategy.compatible_names import sampling_of
 from lightrft.strategy.config import Arguments, StrategyConfig
-from lightrft.strategy.engine_host import EngineHost, EngineStatus
+from lightrft.strategy.engine_host import EngineHost, EngineStatus, as_dicts
 from lightrft.strategy.model_verbs import ModelVerbs
 from lightrft.strategy.phases import Phase
 from lightrft.strategy.prompt_reader import PromptReader
@@ -27,6 +28,8 @@ class EngineVerbs(ModelVerbs):
         self._host: EngineHost | None = None
         self._engine_actor: nn.Module | None = None
         self._kept_awake = 0
+        self._calls = 0
+        """How often samples were drawn without a seed of the caller's."""
 
     @property
     def engine(self) -> Engine:
@@ -65,7 +68,7 @@ class EngineVerbs(ModelVerbs):
         self._host = EngineHost.build(config, mesh=self.mesh, dtype=self.dtype, device=self.device, seed=self.seed,
                                       from_stream=actor is not None)
         if actor is None:
-            self._wake_engine(None)
+            self.wakeup_inference_engine()
         else:
             self.update_engine_weights(actor)
             self.maybe_sleep_inference_engine()
@@ -75,9 +78,9 @@ class EngineVerbs(ModelVerbs):
     def engine_awake(self, actor: nn.Module | None = None) -> Iterator[Engine]:
         """The engine ready to generate with the newest weights of `actor`; asleep again afterwards if it may sleep.
 
-        Without an actor the engine keeps its weights, and takes those of the actor it was set up with if it has none.
+        See wakeup_inference_engine(), which it calls first, and maybe_sleep_inference_engine(), which it calls last.
         """
-        self._wake_engine(actor)
+        self.wakeup_inference_engine(actor)
         self._kept_awake += 1
         try:
             yield self.engine
@@ -86,8 +89,21 @@ class EngineVerbs(ModelVerbs):
             self.maybe_sleep_inference_engine()
 
     def wakeup_inference_engine(self, actor: nn.Module | None = None) -> None:
-        """engine_awake() without an end. Cached memory is freed first; an engine that is awake stays as it is."""
-        self._wake_engine(actor)
+        """Wake the weights, stream the newest ones of `actor` in by update_engine_weights(), then wake the cache.
+
+        Without an actor the engine keeps its weights, and takes those of the actor it was set up with if it has none. Cached
+        memory is freed first; an engine that is awake stays awake.
+        """
+        host = self._engine_host()
+        self._engine_actor = actor if actor is not None else self._engine_actor
+        source = actor if host.engine.weights_valid else self._engine_actor
+        if source is None:
+            self.enter(Phase.REFIT)
+            host.wake_weights()
+        else:
+            self.update_engine_weights(source)
+        self.enter(Phase.GENERATE)  # the actor's place is for the cache
+        host.engine.wake("kv_cache")
 
     def maybe_sleep_inference_engine(self) -> None:
         """The engine's phases end, and it sleeps if --enable_engine_sleep."""
@@ -99,44 +115,44 @@ class EngineVerbs(ModelVerbs):
         host, self._engine_actor = self._engine_host(), actor
         self.enter(Phase.REFIT, actor)
         host.update_weights(lambda: self.full_params(actor))
+        self.sync_and_clear_cache()
         if host.status is EngineStatus.WAKEUP:
             self.enter(Phase.GENERATE)
 
     def gather_and_generate(
-        self, sampling_params: Sampling, all_prompt_token_ids: list[list[int]] | None = None, *,
+        self, sampling_params: Sampling | Mapping[str, Any], all_prompt_token_ids: list[list[int]] | None = None,
         all_prompts: list[str] | None = None, all_images: list | None = None, sleep_engine: bool = True,
-        images_num: list[int] | None = None, all_videos: list | None = None, videos_num: list[int] | None = None,
+        images_num: list[int] | None = None, all_videos: list | None = None, videos_num: list[int] | None = None, *,
         all_audios: list | None = None, audios_num: list[int] | None = None,
-    ) -> list[list[Completion]]:  # fmt: skip
-        """`n` completions of each of this rank's own prompts, in order; numbers of prompts may differ, also be 0.
+        requests: list[Request] | None = None, on_done: OnDone | None = None,
+    ) -> list[list[Completion]] | list[EasyDict]:  # fmt: skip
+        """Return `n` completions of each of this rank's own prompts, in order; numbers of prompts may differ, also be 0.
 
-        Prompts are token ids or text, with one placeholder for each image. Images come in a list for each prompt (None: it has
-        none), or flat with the number of each prompt in `images_num`; so do videos (arrays [T, H, W, 3], lists of PIL images) and
-        clips of sound (paths of .wav files, (waveform, sampling rate)). A prompt without images loses its placeholders. Ranks
-        may have images or not: each prompt carries its own to whatever engine answers it.
-        Ranks that share an engine gather their prompts. The seed is equal on all ranks; replicas draw differently.
+        Prompts are token ids, or text, or `requests`, each with its media and its own sampling. Of ids and text together, text is
+        read where there are media, else the ids. Both have one placeholder for each image. Images come in a list for each prompt
+        (None: it has none), or flat with the number of each prompt in `images_num`; so do videos (arrays [T, H, W, 3], lists of
+        PIL images) and clips of sound (paths of .wav files, (waveform, sampling rate)). A prompt without images loses its
+        placeholders. Ranks may have images or not: each prompt carries its own to whatever engine answers it.
+        Ranks that share an engine gather their prompts. The seed is equal on all ranks; replicas draw differently. With a
+        dictionary as `sampling_params`, which draws anew in every call unless it has a seed, results are those of
+        engine_generate_local().
         An engine that sleeps is woken. With `sleep_engine` it sleeps afterwards, if it may, but not inside engine_awake().
+        `on_done` is called with the number and the completions of each request when that is done, on the ranks whose engine
+        answered it; others still run then.
         """
         media = {"images": (all_images, images_num), "videos": (all_videos, videos_num), "audios": (all_audios, audios_num)}
-        requests = self._reader().requests(all_prompt_token_ids, all_prompts, media)
+        sampling = self._sampling(sampling_params)
+        if requests is None:
+            requests = self._reader().requests(all_prompt_token_ids, all_prompts, media)
         if self.engine_status is EngineStatus.SLEEPED:
             self.wakeup_inference_engine()
-        completions = self.complete(requests, sampling_params)
+        completions = self._engine_host().complete(sampling, requests, on_done)
         if sleep_engine and not self._kept_awake:
             self.maybe_sleep_inference_engine()
-        return completions
-
-    def complete(
-        self, requests: list[Request], sampling: Sampling, on_done: OnDone | None = None
-    ) -> list[list[Completion]]:
-        """gather_and_generate() of requests, each with what is its own; `on_done` hears of those that are done before the others.
-
-        It is called with the number and the completions of a request, on the ranks whose engine answered it.
-        """
-        return self._engine_host().complete(sampling, requests, on_done)
+        return completions if isinstance(sampling_params, Sampling) else as_dicts(requests, completions)
 
     def engine_generate_local(
-        self, sampling_params: Sampling, prompt_token_ids: list[list[int]] | None = None,
+        self, sampling_params: Sampling | Mapping[str, Any], prompt_token_ids: list[list[int]] | None = None,
         multi_modal_inputs: list[dict[str, Any]] | None = None,
     ) -> list[EasyDict]:  # fmt: skip
         """One EasyDict for each sample, a prompt's samples side by side. Ranks that share an engine pass the same prompts.
@@ -146,7 +162,7 @@ class EngineVerbs(ModelVerbs):
         those that were given: unexpanded.
         """
         requests = self._reader().local_requests(prompt_token_ids, multi_modal_inputs)
-        return self._engine_host().generate_dicts(sampling_params, requests)
+        return as_dicts(requests, self._engine_host().generate(self._sampling(sampling_params), requests))
 
     def engine_lags(self, version: int | None = None) -> None:
         """The actor's weights have changed behind the engine's back: it needs a new stream, and has had `version` of them."""
@@ -160,6 +176,12 @@ class EngineVerbs(ModelVerbs):
         if host is not None:
             host.engine.close()
 
+    def _sampling(self, parameters: Sampling | Mapping[str, Any]) -> Sampling:
+        if isinstance(parameters, Sampling):
+            return parameters
+        self._calls += 1
+        return sampling_of(parameters, seed=self.seed * 1_000_003 + self._calls)
+
     def _reader(self) -> PromptReader:
         return PromptReader(self._engine_host().engine.vocabulary, special_tokens=not self.config.apply_chat_template)
 
@@ -167,12 +189,3 @@ class EngineVerbs(ModelVerbs):
         if self._host is None:
             raise RuntimeError("there is no engine: call setup_inference_engine() first")
         return self._host
-
-    def _wake_engine(self, actor: nn.Module | None) -> None:
-        host = self._engine_host()
-        self._engine_actor = actor if actor is not None else self._engine_actor
-        source = actor if host.engine.weights_valid else self._engine_actor
-        self.enter(Phase.REFIT, source)
-        host.wake_weights(None if source is None else lambda: self.full_params(source))
-        self.enter(Phase.GENERATE)  # the actor's place is for the cache
-        host.engine.wake("kv_cache")

@@ -1,7 +1,7 @@
 """FSDP2: every block's parameters sharded over the data ranks, gathered while it computes; with --tp_size and --sp_size."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -53,9 +53,9 @@ class FSDPStrategy(StrategyBase):
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, which is the other way to divide by 1
 
-    def init_model_context(self) -> AbstractContextManager[None]:
+    def init_model_context(self, device: torch.device | str | None = None) -> AbstractContextManager[None]:
         """Models made inside are empty until prepare(): each rank then reads its own part from their folder."""
-        return empty_parameters()
+        return empty_parameters() if str(device or "meta") == "meta" else nullcontext()
 
     def accumulate(self, loss: Tensor, model: nn.Module, last: bool) -> None:
         for root in roots(model):

@@ -3,7 +3,8 @@
 from torch import nn
 from torch.optim import Optimizer
 
-from lightrft.parallel.device import release_cached_memory, synchronize
+from lightrft.parallel.device import current_device, release_cached_memory, synchronize
+from lightrft.parallel.mesh import world_axis
 from lightrft.strategy.backend import Away, Backend
 from lightrft.strategy.offload import has_gradients, is_offloaded
 from lightrft.strategy.phases import Phase, Phases
@@ -14,6 +15,7 @@ class MemoryVerbs(Backend):
 
     def __init__(self) -> None:
         self._phases = Phases()
+        self.undivided = set()
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self._unsummed: set[nn.Module] = set()
@@ -67,11 +69,13 @@ class MemoryVerbs(Backend):
         """Bring an offloaded optimizer back, the same bit by bit. Nothing happens to one that is here."""
         self._bring_back(optimizer)
 
-    def sync_and_clear_cache(self) -> None:
-        """All ranks have come here, this device has done its work, and freed memory goes back to it."""
-        synchronize(self.device)
-        self.mesh.world.barrier()
-        release_cached_memory(self.device)
+    @classmethod
+    def sync_and_clear_cache(cls) -> None:
+        """Wait until this device has done its work and all ranks have come here, then give freed memory back to the device."""
+        device = current_device()
+        synchronize(device)
+        world_axis().barrier()
+        release_cached_memory(device)
 
     def _know(self, model: nn.Module | None, optimizer: Optimizer | None) -> None:
         if model is not None and all(model is not other for other in self._models):

@@ -32,14 +32,15 @@ class ModelVerbs(MemoryVerbs):
         self._prepared: dict[nn.Module, Trained] = {}
         """What prepare() was given with each model."""
 
-    def init_model_context(self) -> AbstractContextManager[None]:
+    def init_model_context(self, device: torch.device | str | None = None) -> AbstractContextManager[None]:
         """Where to make a model that prepare() will distribute, so that it never exists whole in a rank's host memory.
 
             with strategy.init_model_context():
                 actor = Actor(load_model(config.model))
             actor = strategy.prepare(actor)
 
-        Use it for models whose weights come from a Hugging Face folder. A backend that has no such way makes them as ever.
+        Use it for models whose weights come from a Hugging Face folder. A backend that has no such way makes them as ever, and
+        so does any with a `device` other than meta.
         """
         return nullcontext()
 
@@ -99,7 +100,8 @@ class ModelVerbs(MemoryVerbs):
         """
         self._check_here(model)
         (self._unsummed.discard if last else self._unsummed.add)(model)
-        self.accumulate(loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan), model, last)
+        share = 1 / self.mesh.sp.size if model in self.undivided else 1  # its whole loss is computed on each of these ranks
+        self.accumulate(loss * torch.where(loss.detach().isfinite(), share, torch.nan), model, last)
 
     def optimizer_step(
         self, optimizer: Optimizer, model: nn.Module, scheduler: LRScheduler | None = None, name: str = "model"

@@ -22,10 +22,17 @@ class PromptReader:
     def requests(
         self, token_ids: list[list[int]] | None, texts: list[str] | None, media: Mapping[str, Given]
     ) -> list[Request]:
-        """One for each prompt. ValueError unless there is exactly one kind of prompts, and media for each of them."""
-        if (token_ids is None) == (texts is None):
-            raise ValueError("give all_prompt_token_ids or all_prompts, and only one of them")
-        prompts = token_ids if texts is None else [self.tokens(text) for text in texts]
+        """Return one for each prompt: of its text where there are media, or nothing else, otherwise of its ids.
+
+        ValueError without prompts, or for media that are not those of the prompts.
+        """
+        given = any(item is not None for items, _ in media.values() for item in items or ())
+        if texts is not None and (token_ids is None or given):
+            prompts = [self.tokens(text) for text in texts]
+        elif token_ids is not None:
+            prompts = token_ids
+        else:
+            raise ValueError("there are no prompts: give all_prompt_token_ids, all_prompts or requests")
         own = {name: per_prompt(items, counts, len(prompts), name) for name, (items, counts) in media.items()}
         return [self.request(ids, {name: items[index] for name, items in own.items()}) for index, ids in enumerate(prompts)]
 

@@ -18,11 +18,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.data.loader import Order
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import current_device, memory_in_use, peak_memory, select_device
-from lightrft.parallel.mesh import Mesh
+from lightrft.parallel.mesh import Mesh, world_axis
 from lightrft.strategy import reduce
 from lightrft.strategy.checkpoint_verbs import CheckpointVerbs
+from lightrft.strategy.compatible_names import CompatibleNames
 from lightrft.strategy.config import Arguments, StrategyConfig, sequence_layout
 from lightrft.strategy.dataloader import ResumableBatchSampler
 from lightrft.strategy.export import export, export_adapter
@@ -34,7 +36,7 @@ from lightrft.versions import TENSOR_PARALLEL, untested_versions
 GB = 1e9
 
 
-class StrategyBase(CheckpointVerbs):
+class StrategyBase(CompatibleNames, CheckpointVerbs):
     """Verbs of distribution. All ranks call every verb together, in the same order, unless it says otherwise.
 
         strategy = get_strategy(args)
@@ -126,22 +128,27 @@ class StrategyBase(CheckpointVerbs):
             raise RuntimeError("this needs the mesh: call setup_distributed() first")
         return self._mesh
 
-    def get_rank(self) -> int:
-        """Also before the process group exists: then as the launcher says, else 0."""
-        return self._mesh.world.rank if self._mesh else int(os.environ.get("RANK", 0))
+    @classmethod
+    def get_rank(cls) -> int:
+        """Return this process's rank, before the process group exists as the launcher says it, else 0."""
+        return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
-    def is_rank_0(self) -> bool:
-        return self.get_rank() == 0
+    @classmethod
+    def is_rank_0(cls) -> bool:
+        return cls.get_rank() == 0
 
-    def print(self, *message: object) -> None:
+    @classmethod
+    def print(cls, *message: object) -> None:
         """Log on rank 0 only."""
-        if self.is_rank_0():
+        if cls.is_rank_0():
             logger.opt(depth=1).info("{}", " ".join(str(part) for part in message))
 
-    def report_memory(self, prefix: str = "") -> dict[str, float]:
-        """GB of this rank's accelerator, or of the process on a CPU; rank 0 logs its own. No other rank is needed."""
-        memory = {"memory/in_use_gb": memory_in_use(self.device) / GB, "memory/peak_gb": peak_memory(self.device) / GB}
-        self.print(f"{prefix} memory:".lstrip(), *(f"{name.split('/')[1]} {value:.2f}" for name, value in memory.items()))
+    @classmethod
+    def report_memory(cls, prefix: str = "") -> dict[str, float]:
+        """Return GB of this rank's accelerator, or of the process on a CPU; rank 0 logs its own. No other rank is needed."""
+        device = current_device()
+        memory = {"memory/in_use_gb": memory_in_use(device) / GB, "memory/peak_gb": peak_memory(device) / GB}
+        cls.print(f"{prefix} memory:".lstrip(), *(f"{name.split('/')[1]} {value:.2f}" for name, value in memory.items()))
         return memory
 
     # -- numbers of all ranks
@@ -167,7 +174,6 @@ class StrategyBase(CheckpointVerbs):
         self,
         dataset: Dataset,
         batch_size: int,
-        *,
         pin_memory: bool = False,
         shuffle: bool = True,
         collate_fn: Callable[[list], Any] | None = None,
@@ -187,6 +193,10 @@ class StrategyBase(CheckpointVerbs):
             consumed_samples=consumed_samples, rows=sampler,
         )
         return DataLoader(dataset, batch_sampler=batches, collate_fn=collate_fn or list, pin_memory=pin_memory)
+
+    def data_order(self, num_rows: int) -> Order:
+        """Return the order in which a run draws the rows of its data: pass after pass, each shuffled anew by the seed."""
+        return Order(num_rows, self.seed)
 
     # -- checkpoints: save_ckpt, load_ckpt and finish_ckpt are in checkpoint_verbs.py
 
@@ -212,7 +222,7 @@ class StrategyBase(CheckpointVerbs):
     # -- inside
 
     def _world(self) -> Axis:
-        return self._mesh.world if self._mesh else Axis("world", 1, 0, None)
+        return self._mesh.world if self._mesh else world_axis()
 
     def _data(self) -> Axis:
         return self._mesh.data if self._mesh else Axis("data", 1, 0, None)

@@ -73,6 +73,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
     kl_coefficient = KLCoefficient(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
     parts = {"collector": collect, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
+    strategy.report_memory("models and engine are there;")
     observer, trace = observation(config, strategy)
     return PPOTrainer(
         config,
@@ -143,7 +144,8 @@ def judge_of_answers(config: Config, tokenizer: PreTrainedTokenizerBase) -> Call
 def collector(config: Config, strategy: StrategyBase, prompts: list[Prompt], sampler: Sampler, judge: Judge) -> Collector:
     greedy = "greedy_rewards" in keywords(estimators[config.algorithm.advantage_estimator])
     data, seed = strategy.mesh.data, config.train.seed
-    return Collector(sampler, judge, prompts, section=config.rollout, data=data, seed=seed, greedy=greedy)
+    order = strategy.data_order(len(prompts))
+    return Collector(sampler, judge, prompts, section=config.rollout, data=data, seed=seed, greedy=greedy, order=order)
 
 
 def total_steps(config: Config, num_rows: int, batch_size: int) -> int:

@@ -27,7 +27,7 @@ class Mixin:
         """DataError for fewer rows than --train_batch_size. `expand` is for prompts with images."""
         self.policy, self.prompts, self.tokenizer, self.train, self.expand = policy, prompts, tokenizer, train, expand
         Order.check(len(prompts), train.train_batch_size)
-        self.order = Order(len(prompts), train.seed)
+        self.order = policy.strategy.data_order(len(prompts))
         self.objective = MixedIn(coefficient)
         self.taken = 0
 

@@ -4,7 +4,6 @@ from typing import Any
 
 from lightrft.algorithms.objectives import sft
 from lightrft.data.conversations import supervised_part
-from lightrft.data.loader import Order
 from lightrft.roles.microbatch import Rows
 from lightrft.trainer.base import Trainer
 from lightrft.types import Batch, Prompt
@@ -15,7 +14,7 @@ class SFTTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.order = Order(len(self.prompts), self.config.train.seed)
+        self.order = self.strategy.data_order(len(self.prompts))
 
     def step(self, number: int) -> None:
         with self.trace.phase("data"):

@@ -89,8 +89,20 @@ def test_without_fsdp_it_is_deepspeed():
 def test_deepspeed_that_is_missing_is_named_with_the_way_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.delitem(sys.modules, "lightrft.strategy.deepspeed", raising=False)
-    with pytest.raises(ConfigError, match=r"pip install 'lightrft\[deepspeed\]', or pass --fsdp"):
-        get_strategy({})
+    with pytest.raises(ConfigError, match=r"`pip install deepspeed`, or shard with FSDP2: --fsdp"):
+        get_strategy({"fsdp": False})
+    assert type(get_strategy({})) is FSDPStrategy, "what is installed is taken where nobody chose"
+
+
+def test_a_strategy_of_ones_own_is_named_as_rewards_are(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from lightrft.strategy import FSDPStrategy\nclass Mine(FSDPStrategy):\n    pass\ndef no_class(): ...\n"
+    )
+    assert type(get_strategy({"strategy": f"{tmp_path}/mine.py:Mine"})).__name__ == "Mine"
+    assert type(get_strategy({"strategy": "lightrft.strategy.fsdp:FSDPStrategy"})) is FSDPStrategy
+    for name, message in (("mine.py:no_class", "is not a subclass of StrategyBase"), ("mine.py:Yours", "has no object 'Yours'")):
+        with pytest.raises(ValueError, match=f"--strategy .*{message}"):
+            get_strategy({"strategy": f"{tmp_path}/{name}"})
 
 
 @pytest.mark.parametrize("values, says", [

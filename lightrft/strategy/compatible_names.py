@@ -1,0 +1,72 @@
+"""Names and call forms of opendilab/LightRFT's StrategyBase, for code that was written for it."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch.distributed as dist
+
+from lightrft.engine.base import Engine, Sampling
+from lightrft.parallel.mesh import Mesh
+from lightrft.strategy.engine_host import EngineHost, EngineStatus
+
+RENAMED = {"max_new_tokens": "max_tokens"}
+IGNORED = ("detokenize", "skip_special_tokens", "include_stop_str_in_output", "logprobs", "spaces_between_special_tokens")
+"""What says how to present a response; responses here are token ids with their log-probs."""
+NEUTRAL = {"min_p": (0, None), "repetition_penalty": (1, None), "presence_penalty": (0, None), "frequency_penalty": (0, None),
+           "min_tokens": (0, None), "min_new_tokens": (0, None), "ignore_eos": (False, None), "best_of": (1, None)}  # fmt: skip
+"""Parameters that no engine here has, with the values that ask for nothing."""
+
+
+def sampling_of(parameters: Mapping[str, Any], seed: int) -> Sampling:
+    """Return the Sampling that a dictionary of vLLM's or SGLang's parameters means; `seed` where it has none.
+
+    ValueError for parameters that are unknown, or that would change what is sampled in a way that engines here cannot.
+    """
+    given = {RENAMED.get(name, name): value for name, value in parameters.items() if name not in IGNORED}
+    known = {field.name for field in fields(Sampling)}
+    wrong = [f"{name}={value!r}" for name, value in given.items() if name not in known and value not in NEUTRAL.get(name, ())]
+    if wrong:
+        raise ValueError(f"cannot sample with {', '.join(wrong)}; known: {', '.join(sorted(known))}")
+    values = {name: value for name, value in given.items() if name in known and value is not None}
+    values["top_k"] = max(values.get("top_k", 0), 0)  # vLLM and SGLang write -1 for all tokens
+    for name in ("stop", "stop_token_ids", "banned_token_ids"):
+        each = values.get(name, ())
+        values[name] = (each,) if isinstance(each, str) else tuple(each)
+    return Sampling(**{"seed": seed} | values)
+
+
+class CompatibleNames:
+    """A part of StrategyBase: attributes under LightRFT's names."""
+
+    _host: EngineHost | None
+    mesh: Mesh
+    engine_name: str
+    engine_status: EngineStatus
+
+    @property
+    def inference_engine(self) -> Engine | None:
+        """The engine on this rank; None until setup_inference_engine()."""
+        return self._host.engine if self._host else None
+
+    @property
+    def inference_engine_type(self) -> str:
+        return self.engine_name
+
+    @property
+    def inference_engine_status(self) -> EngineStatus:
+        return self.engine_status
+
+    @property
+    def engine_mp_group(self) -> dist.ProcessGroup | None:
+        """The process group of the ranks that share an engine; None where each rank has its own."""
+        return self.mesh.engine(self.config.engine_tp_size).group  # type: ignore[attr-defined]
+
+    @property
+    def engine_dp_group(self) -> dist.ProcessGroup | None:
+        """The process group of the ranks at this rank's place in all engines; None for one engine."""
+        return self.mesh.engine_replicas(self.config.engine_tp_size).group  # type: ignore[attr-defined]
+
+    def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
+        """Return the process group of the ranks that divide a sequence; None where nothing divides it."""
+        return self.mesh.sp.group
