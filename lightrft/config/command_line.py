@@ -53,7 +53,9 @@ def parse(argv: Sequence[str] | None = None, command: str = "train_ppo", descrip
     config = Config()
     for file in files:
         config.update(_values_of_file(file), source=f"--config {file}: ")
-    values = _values_of_flags(translated(flags))
+    translation = translated(flags)
+    values = _values_of_flags(translation.flags, translation.refused)
+    config.notices += translation.notices
     if values.keys() & {"strategy", "fsdp"}:  # two forms of one choice: a flag of either replaces what a file says
         config.strategy.forget("strategy", "fsdp")
     config.update(values, source="--")
@@ -65,15 +67,15 @@ def load(file: str | Path) -> Config:
     return parse(["--config", str(file)])
 
 
-def _values_of_flags(arguments: list[str]) -> dict[str, Any]:
+def _values_of_flags(arguments: list[str], problems: list[str]) -> dict[str, Any]:
+    """Return field name -> value; ConfigError with what is unknown, and with the `problems` that were found before."""
     known = section_of_field()
-    arguments = [_normalised(token) for token in arguments]
     names = [token.partition("=")[0] for token in arguments if token.startswith("--")]
     switches = {f"--no_{name}" for name, kind in field_types().items() if kind is bool}
     flags = {f"--{name}" for name in known} | switches
-    if unknown := [name for name in names if name not in flags]:
-        said = "; ".join(f"unknown flag {name}{nearest(name, flags - switches) or '.'}" for name in unknown)
-        raise ConfigError(f"{said} All flags: --help all")
+    unknown = [f"unknown flag {name}{nearest(name, flags - switches)}".rstrip("?") for name in names if name not in flags]
+    if unknown or problems:
+        raise ConfigError(f"{'; '.join([*unknown, *problems])}. All flags: --help all; of other tools: docs/migrating.md")
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name, kind in field_types().items():
         if kind is bool:
@@ -85,12 +87,6 @@ def _values_of_flags(arguments: list[str]) -> dict[str, Any]:
     if stray:
         raise ConfigError(f"unexpected {' '.join(stray)}: every value follows its --flag. All flags: --help all")
     return vars(values)
-
-
-def _normalised(token: str) -> str:
-    """Return `--eps-clip=0.2` as `--eps_clip=0.2`; values stay as they are."""
-    name, equals, value = token.partition("=")
-    return name.replace("-", "_").replace("__", "--", 1) + equals + value if token.startswith("--") else token
 
 
 class _Parser(argparse.ArgumentParser):

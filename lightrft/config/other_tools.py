@@ -1,31 +1,364 @@
-"""Flags of the launch scripts of other tools, as the flags that say the same here."""
+"""Flags of the launch scripts of opendilab/LightRFT and OpenRLHF, as the flags that say the same here.
+
+docs/migrating.md has the tables for people.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from lightrft.config.errors import ConfigError
 
-RENAMED = {"--remote_rm_url": "--reward"}
-SWITCHES: dict[str, list[str]] = {
-    "--disable_engine_sleep": ["--no_enable_engine_sleep"],
-    "--packing_samples": ["--batching=packed"],
-    "--use_fire": ["--first_token_temperature=10"],
-    "--flash_attn": [],  # always, where the device has it
-    "--save_trajectories": [],  # always; --num_trajectories_to_save says how many
+DOTTED = {
+    "actor.model_name_or_path": "pretrain",
+    "actor.adam.lr": "actor_learning_rate",
+    "actor.adam.betas": "adam_betas",
+    "actor.gradient_checkpointing_enable": "gradient_checkpointing",
+    "actor.lr_scheduler": "lr_scheduler",
+    "actor.lr_warmup_ratio": "lr_warmup_ratio",
+    "actor.entropy_coef": "entropy_loss_coef",
+    "actor.policy_loss_type": "policy_loss_type",
+    "actor.eps_clip": "eps_clip",
+    "actor.eps_clip_low_high": "eps_clip_low_high",
+    "actor.dual_clip": "dual_clip",
+    "actor.aux_loss_coef": "aux_loss_coef",
+    "critic.model_name_or_path": "critic_pretrain",
+    "critic.adam.lr": "critic_learning_rate",
+    "critic.value_clip": "value_clip",
+    "critic.freezing_steps": "freezing_actor_steps",
+    "reward.model_name_or_path": "reward_pretrain",
+    "reward.remote_url": "remote_rm_url",
+    "reward.normalize_enable": "normalize_reward",
+    "reward.clip_range": "reward_clip_range",
+    "reward.overlong_buffer_len": "overlong_buffer_len",
+    "reward.overlong_penalty_factor": "overlong_penalty_factor",
+    "ckpt.output_dir": "save_path",
+    "ckpt.path": "ckpt_path",
+    "ckpt.save_steps": "save_steps",
+    "ckpt.save_hf": "save_hf_ckpt",
+    "ckpt.max_num": "max_ckpt_num",
+    "ckpt.max_mem": "max_ckpt_mem",
+    "ckpt.load_enable": "load_checkpoint",
+    "ckpt.disable_ds": "disable_ds_ckpt",
+    "train.batch_size": "train_batch_size",
+    "train.micro_batch_size": "micro_train_batch_size",
+    "train.max_epochs": "max_epochs",
+    "train.num_episodes": "num_episodes",
+    "train.seed": "seed",
+    "train.dynamic_batch_enable": "use_dynamic_batch",
+    "train.max_tokens_per_gpu": "train_max_tokens_per_gpu",
+    "train.async_enable": "async_train",
+    "train.agent_func_path": "agent_func_path",
+    "train.colocate_all": "colocate_all_models",
+    "train.enable_ema": "enable_ema",
+    "rollout.batch_size": "rollout_batch_size",
+    "rollout.micro_batch_size": "micro_rollout_batch_size",
+    "rollout.n_samples_per_prompt": "n_samples_per_prompt",
+    "rollout.max_new_tokens": "max_new_tokens",
+    "rollout.temperature": "temperature",
+    "rollout.top_p": "top_p",
+    "rollout.max_tokens_per_gpu": "rollout_max_tokens_per_gpu",
+    "rollout.vllm_generate_batch_size": "vllm_generate_batch_size",
+    "data.prompt_dataset": "prompt_data",
+    "data.prompt_probs": "prompt_data_probs",
+    "data.prompt_split": "prompt_split",
+    "data.max_len": "max_len",
+    "data.max_samples": "max_samples",
+    "data.input_key": "input_key",
+    "data.label_key": "label_key",
+    "data.image_key": "images_key",
+    "data.max_images_per_prompt": "limit_mm_image_per_prompt",
+    "data.input_template": "input_template",
+    "data.apply_chat_template": "apply_chat_template",
+    "ds.zero_stage": "zero_stage",
+    "ds.zpg": "zpg",
+    "ds.adam_offload": "adam_offload",
+    "ds.overlap_comm": "overlap_comm",
+    "ds.grad_accum_dtype": "grad_accum_dtype",
+    "ds.packing_samples": "packing_samples",
+    "ds.attn_implementation": "attn_implementation",
+    "ds.enable_sleep": "deepspeed_enable_sleep",
+    "ds.param_dtype": "param_dtype",
+    "ds.ring_attn_size": "ring_attn_size",
+    "ds.tensor_parallel_size": "ds_tensor_parallel_size",
+    "ds.lora.rank": "lora_rank",
+    "ds.lora.alpha": "lora_alpha",
+    "ds.lora.dropout": "lora_dropout",
+    "ds.lora.target_modules": "target_modules",
+    "ds.load_in_4bit": "load_in_4bit",
+    "algo.advantage.estimator": "advantage_estimator",
+    "algo.advantage.gamma": "gamma",
+    "algo.advantage.lambd": "lambd",
+    "algo.advantage.no_std_norm": "no_advantage_std_norm",
+    "algo.advantage.is_correction_enable": "enable_vllm_is_correction",
+    "algo.kl.init_coef": "init_kl_coef",
+    "algo.kl.use_loss": "use_kl_loss",
+    "algo.kl.estimator": "kl_estimator",
+    "algo.kl.target": "kl_target",
+    "algo.kl.horizon": "kl_horizon",
+    "algo.dynamic_filtering_enable": "dynamic_filtering",
+    "algo.dynamic_filtering_range": "dynamic_filtering_reward_range",
+    "vllm.tensor_parallel_size": "vllm_tensor_parallel_size",
+    "vllm.gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "vllm.enforce_eager": "enforce_eager",
+    "vllm.enable_sleep": "vllm_enable_sleep",
+    "vllm.num_engines": "vllm_num_engines",
+    "vllm.sync_backend": "vllm_sync_backend",
+    "vllm.enable_prefix_caching": "enable_prefix_caching",
+    "eval.dataset": "eval_dataset",
+    "eval.split": "eval_split",
+    "eval.steps": "eval_steps",
+    "eval.temperature": "eval_temperature",
+    "eval.n_samples_per_prompt": "eval_n_samples_per_prompt",
+    "logger.logging_steps": "logging_steps",
+    "logger.wandb.key": "use_wandb",
+    "logger.wandb.project": "wandb_project",
+    "logger.wandb.run_name": "wandb_run_name",
+    "logger.wandb.group": "wandb_group",
+    "logger.wandb.org": "wandb_org",
+    "logger.tensorboard_dir": "use_tensorboard",
+    **{f"{role}.{count}": f"{role}_{count}"
+       for role in ("actor", "critic", "ref", "reward") for count in ("num_nodes", "num_gpus_per_node")},
+}  # fmt: skip
+"""OpenRLHF's names of 2026 -> its names of before, or those of here."""
+
+RENAMED = {
+    "max_new_tokens": "generate_max_len",
+    "vllm_tensor_parallel_size": "engine_tp_size",
+    "vllm_gpu_memory_utilization": "engine_mem_util",
+    "ring_attn_size": "cp_size",
+    "ds_tensor_parallel_size": "tp_size",
+    "entropy_loss_coef": "entropy_coef",
+    "policy_loss_type": "policy_loss",
+    "train_max_tokens_per_gpu": "max_tokens_per_microbatch",
+    "vllm_is_truncated_threshold": "rollout_correction_high",
+    "eval_dataset": "eval_data",
+    "eval_n_samples_per_prompt": "eval_n_samples",
 }
-"""Switches of other tools, and what they are here."""
+"""Names of other tools with the same values -> those of here."""
+
+SWITCHES: dict[str, list[str]] = {
+    "disable_engine_sleep": ["--no_enable_engine_sleep"],
+    "packing_samples": ["--batching=packed"],
+    "use_dynamic_batch": ["--batching=packed"],
+    "use_fire": ["--first_token_temperature=10"],
+    "use_gspo": ["--policy_loss=gspo"],
+    "use_cpg_loss": ["--policy_loss=cpgd"],
+    "normalize_reward": ["--reward_running_norm", "--reward_running_norm_minus_mean"],
+    "dynamic_filtering": ["--dynamic_sampling"],
+    "enforce_eager": ["--engine_enforce_eager"],
+    "vllm_enable_sleep": ["--enable_engine_sleep"],
+    "deepspeed_enable_sleep": ["--offload_idle"],
+    "enable_vllm_is_correction": ["--rollout_correction=tis"],
+}
+"""Switches of other tools -> what they are here."""
+
+ALWAYS = "always so"
+PLACEMENT = "torchrun or srun says how many processes there are, and models and engine share their devices"
+IGNORED = {
+    **dict.fromkeys(("flash_attn", "save_trajectories", "meta_init", "fused_linear_logprob", "enable_prefix_caching",
+                     "save_value_network", "use_mp_opt"), ALWAYS),
+    **dict.fromkeys((*(f"{role}_{count}" for role in ("actor", "critic", "ref", "reward")
+                       for count in ("num_nodes", "num_gpus_per_node")),
+                     "colocate_actor_ref", "colocate_critic_reward", "colocate_all_models", "vllm_num_engines",
+                     "vllm_sync_backend", "vllm_sync_with_ray", "rollout_tasks_per_gpu", "local_rank"), PLACEMENT),
+    **dict.fromkeys(("rm_use_engine", "rm_engine_tp", "rm_engine_cudagraph", "ref_reward_offload"),
+                    "reward models are sharded like the reference"),
+    **dict.fromkeys(("text_only", "mixed_mm_data", "no_shard_vit"), "prompts with and without images mix freely"),
+    **dict.fromkeys(("fps", "max_pixels", "min_pixels"), "the model's processor decides"),
+    "attn_implementation": "the device decides",
+    **dict.fromkeys(("actor_init_on_gpu", "disable_fast_tokenizer", "gradient_checkpointing_use_reentrant", "disable_ds_ckpt",
+                     "use_ds_universal_ckpt", "disable_logprobs_flashattn", "chunk_size", "log_dir", "plot_every", "perf",
+                     "value_head_prefix", "vllm_generate_batch_size", "rollout_max_tokens_per_gpu", "ring_head_stride",
+                     "use_liger_kernel", "deepcompile", "print_replay_buffer_stats", "mark_high_entropy_tokens",
+                     "trajectory_analysis", "normalize_advantages", "use_sequence_rewards", "pretrain_data_probs"),
+                    "no counterpart, and no number depends on it"),
+}  # fmt: skip
+"""Flags of other tools that are left out -> why."""
+
+REFUSED = {
+    "load_in_4bit": "weights are not quantised here; --lora_rank trains adapters beside the whole model",
+    "async_train": "every step learns from samples of the newest weights; --over_sampling shortens the wait for long responses",
+    "agent_func_path": "there are no environments of several turns yet; --reward takes a function",
+    "full_determinism": "there is no such switch: on a CPU a run with the same --seed repeats bit for bit",
+    "no_advantage_std_norm": "--advantage_estimator dr_grpo does not divide by the deviation of a group",
+    "use_ms": "models come from a folder or the Hugging Face hub: download the model, and give its folder",
+    "normalize_reward_for_critic": "--reward_running_norm divides rewards for actor and critic alike",
+    "dynamic_filtering_reward_range": "--dynamic_sampling keeps the groups whose rewards differ, whatever their range",
+}
+"""Flags of other tools without a word here that means the same -> what there is instead."""
+
+OFF = {
+    "reward_clip": ("0", "0.0"), "advantage_clip": ("0", "0.0"), "freezing_actor_steps": ("-1",), "eval_steps": ("0",),
+    "limit_mm_image_per_prompt": ("-1",), "prompt_data_probs": ("1", "1.0"), "reward_pretrain": ("", "{}"), "use_wandb": ("",),
+    "use_tensorboard": ("",), "remote_rm_url": ("",), "critic_pretrain": ("",), "freeze_prefix": (), "grad_accum_dtype": ("",),
+}  # fmt: skip
+"""Flag -> values (none: standing alone) that mean the same as leaving it out."""
+
+VALUES = {"lr_scheduler": {"cosine_with_min_lr": "cosine"}}
+"""Flag -> values that have another name here."""
+BOOLEAN = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
-def translated(flags: list[str]) -> list[str]:
-    """Return the flags in this program's words. Switches come first, so that a flag of this program beside them wins."""
-    switches: list[str] = []
-    rest: list[str] = []
-    tokens = list(flags)
-    while tokens:
-        name, equals, value = tokens.pop(0).partition("=")
-        if name in SWITCHES:
-            if not equals and tokens and tokens[0].lower() in ("true", "false"):
-                value = tokens.pop(0)
-            if value.lower() not in ("", "true"):
-                raise ConfigError(f"{name} {value}: it stands alone, or with true; leave it out")
-            switches += SWITCHES[name]
+@dataclass
+class Translation:
+    """The flags of a command line in the words of here."""
+
+    flags: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+
+def translated(tokens: list[str]) -> Translation:
+    """Translate what other tools' scripts say; what is not theirs stays as it is.
+
+    Flags that a switch stands for come first, so that a flag of here beside them wins.
+    """
+    result, first, groups = Translation(), [], _groups(tokens)
+    given = {name: values for name, values in groups}
+    for name, values in groups:
+        _translate(name, values, given, result, first)
+    result.flags = first + result.flags
+    unused = [name for name in given if name in IGNORED]
+    reasons = {reason: [f"--{name}" for name in unused if IGNORED[name] == reason] for reason in IGNORED.values()}
+    left_out = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items() if names]
+    result.notices = [f"understood as flags of here: {'; '.join(result.notices)}"] if result.notices else []
+    result.notices += [f"left out: {'; '.join(left_out)}"] if left_out else []
+    return result
+
+
+def _translate(name: str, values: list[str], given: dict[str, list[str]], result: Translation, first: list[str]) -> None:
+    if name in REFUSED:
+        result.refused.append(f"--{name}: {REFUSED[name]}")
+    elif name in IGNORED:
+        return
+    elif name in OFF and tuple(values) in {(value,) for value in OFF[name]} | ({()} if not OFF[name] else set()):
+        return
+    elif name in SWITCHES:
+        if values and values[0].lower() not in ("true", "false"):
+            result.refused.append(f"--{name} {values[0]}: it stands alone, or with true or false")
+        elif values[:1] != ["false"]:
+            first += SWITCHES[name]
+            result.notices.append(f"--{name} is {' '.join(SWITCHES[name])}")
+    elif name in SPECIAL:
+        try:
+            said = SPECIAL[name](values, given)
+        except ConfigError as error:
+            result.refused.append(f"--{name}: {error}")
+            return
+        first += said
+        if said and name not in (said[0][2:], "remote_rm_url"):
+            result.notices.append(f"--{name} is {' '.join(said)}")
+    elif name in RENAMED:
+        result.flags += [f"--{RENAMED[name]}", *values]
+        result.notices.append(f"--{name} is --{RENAMED[name]}")
+    else:
+        values = [VALUES.get(name, {}).get(value, value) for value in values]
+        result.flags += [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *values]
+
+
+def _groups(tokens: list[str]) -> list[tuple[str, list[str]]]:
+    """Return (name, values) of each flag; what stands before the first is a flag without a name."""
+    groups: list[tuple[str, list[str]]] = []
+    for token in tokens:
+        if token.startswith("--"):
+            name, equals, value = token.removeprefix("--").partition("=")
+            name = name.replace("-", "_")
+            groups.append((DOTTED.get(name, name), [value] if equals else []))
+        elif groups:
+            groups[-1][1].append(token)
         else:
-            rest.append(RENAMED.get(name, name) + equals + value)
-    return switches + rest
+            raise ConfigError(f"unexpected {token}: every value follows its --flag. All flags: --help all")
+    return groups
+
+
+Given = dict[str, list[str]]
+
+
+def _use_wandb(values: list[str], given: Given) -> list[str]:
+    """Take a key where this program takes true or false; it goes where wandb looks for it, and into no file."""
+    if values and values[0].lower() not in BOOLEAN:
+        os.environ.setdefault("WANDB_API_KEY", values[0])
+        return ["--use_wandb"]
+    return ["--use_wandb", *values]
+
+
+def _use_tensorboard(values: list[str], given: Given) -> list[str]:
+    return ["--use_tensorboard", *(values if values and values[0].lower() in BOOLEAN else [])]
+
+
+def _reward_pretrain(values: list[str], given: Given) -> list[str]:
+    """Take a JSON object of names and folders, or folders joined by commas."""
+    if len(values) == 1 and values[0].startswith("{"):
+        try:
+            values = [str(folder) for folder in json.loads(values[0]).values()]
+        except (json.JSONDecodeError, AttributeError) as error:
+            raise ConfigError(f"{values[0]} is no JSON object of names and folders") from error
+    return ["--reward_pretrain", *(each for value in values for each in value.split(","))]
+
+
+def _max_len(values: list[str], given: Given) -> list[str]:
+    """Bound prompt and response together: the prompt has what the response leaves."""
+    response = (given.get("generate_max_len") or given.get("max_new_tokens") or [""])[0]
+    if "prompt_max_len" in given or not response.isdecimal() or not values or not values[0].isdecimal():
+        return []
+    return [f"--prompt_max_len={max(int(values[0]) - int(response), 1)}"]
+
+
+def _pair(low: str, high: str) -> Callable[[list[str], Given], list[str]]:
+    def split(values: list[str], given: Given) -> list[str]:
+        if len(values) != 2:
+            raise ConfigError(f"two numbers are expected, not {' '.join(values) or 'nothing'}")
+        return [f"--{low}={values[0]}", f"--{high}={values[1]}"]
+
+    return split
+
+
+def _reward_clip_range(values: list[str], given: Given) -> list[str]:
+    if len(values) != 2 or float(values[0]) != -float(values[1]):
+        raise ConfigError("--reward_clip C clips to -C and C, the same on both sides")
+    return [f"--reward_clip={values[1]}"]
+
+
+def _system_prompt_path(values: list[str], given: Given) -> list[str]:
+    try:
+        return [f"--system_prompt={Path(values[0]).read_text(encoding='utf-8').strip()}"]
+    except (OSError, IndexError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{' '.join(values)}: {error}") from error
+
+
+def _param_dtype(values: list[str], given: Given) -> list[str]:
+    if values not in (["bf16"], ["fp32"]):
+        raise ConfigError("compute is in bfloat16 with --bf16, else in float32")
+    return ["--bf16"] if values == ["bf16"] else []
+
+
+def _advantage_estimator(values: list[str], given: Given) -> list[str]:
+    """On-policy distillation has its teacher behind --remote_rm_url there, a server of SGLang."""
+    if values != ["on_policy_distillation"]:
+        return ["--advantage_estimator", *values]
+    return ["--advantage_estimator", "distill", "--reward", "none"]
+
+
+def _remote_rm_url(values: list[str], given: Given) -> list[str]:
+    if given.get("advantage_estimator") == ["on_policy_distillation"] and values:
+        return [f"--teacher_url={values[0].removesuffix('/generate').rstrip('/')}/v1"]
+    return ["--reward", *values]
+
+
+SPECIAL: dict[str, Callable[[list[str], Given], list[str]]] = {
+    "use_wandb": _use_wandb,
+    "use_tensorboard": _use_tensorboard,
+    "reward_pretrain": _reward_pretrain,
+    "max_len": _max_len,
+    "eps_clip_low_high": _pair("eps_clip_low", "eps_clip_high"),
+    "reward_clip_range": _reward_clip_range,
+    "overlong_penalty_factor": lambda values, given: ["--overlong_buffer", "--overlong_buffer_penalty_factor", *values],
+    "system_prompt_path": _system_prompt_path,
+    "param_dtype": _param_dtype,
+    "advantage_estimator": _advantage_estimator,
+    "remote_rm_url": _remote_rm_url,
+}
+"""Flags whose values are of another form there -> a function of the values, and of all that is given."""

@@ -33,7 +33,7 @@ def resolve(config: Config, command: str = "train_ppo", world_size: int | None =
     world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
     validate(config, command=command, world_size=world_size)
     config.command = command
-    return flags_without_effect(config, command)
+    return [*config.notices, *flags_without_effect(config, command)]
 
 
 def strategy_name(name: str, fsdp: bool | None) -> str:

@@ -74,6 +74,10 @@ class DataSection(Section):
     without are text. In a chat they stand where the text has <image>, else before it. The model has to see."""
     label_key: str = "label"
     """Column of the right answer: rewards receive it as `label`, SFT learns it."""
+    eval_input_key: str | None = None
+    """Column of the prompt in --eval_data; unset: --input_key."""
+    eval_label_key: str | None = None
+    """Column of the right answer in --eval_data; unset: --label_key."""
     reference_key: str | None = None
     """Column of a reference answer: rewards receive it as `reference`."""
     input_template: str | None = None
@@ -186,6 +190,8 @@ class RolloutSection(Section):
     """Tokens that end a response, beside the model's end tokens."""
     first_token_temperature: float | None = None
     """Sample the first token at this temperature, for variety (FIRE; 30 in the paper). That token is not learned."""
+    eval_temperature: float | None = None
+    """Temperature of --eval_n_samples; unset: that of training."""
     eval_n_samples: int = 0
     """Evaluation also draws so many responses to each prompt, at the temperature, and tells how often any of k is right."""
     dynamic_sampling: bool = False
@@ -390,6 +396,10 @@ class ObserveSection(Section):
     """Send metrics to Weights & Biases."""
     wandb_project: str = "lightrft"
     """Project there."""
+    wandb_org: str | None = None
+    """Team or user that the project belongs to there; unset: your own."""
+    wandb_group: str | None = None
+    """Group of runs there."""
     wandb_run_name: str | None = None
     """Name of the run there."""
     num_trajectories_to_save: int = 8
@@ -414,6 +424,8 @@ class Config:
     def __post_init__(self) -> None:
         self.command = ""
         """The command that resolve() made this configuration ready for; empty before."""
+        self.notices: list[str] = []
+        """What was understood otherwise than it was written, a sentence for each."""
 
     @classmethod
     def of(cls, **values: Any) -> Self:

@@ -99,6 +99,9 @@ def _sampling_problems(rollout: RolloutSection) -> list[str]:
     first = rollout.first_token_temperature
     impossible = {
         "--temperature must be above 0; evaluation is greedy by itself": rollout.temperature <= 0,
+        "--eval_temperature must be above 0; evaluation has a greedy response anyway": (
+            rollout.eval_temperature is not None and rollout.eval_temperature <= 0
+        ),
         "--top_p must be above 0 and at most 1, which is all tokens": not 0 < rollout.top_p <= 1,
         "--top_k must not be negative; 0 is all tokens": rollout.top_k < 0,
         "--stop takes texts that are not empty": "" in rollout.stop,

@@ -38,6 +38,9 @@ def load_prompts(
     images add to that.
     """
     _check_templates(section, tokenizer)
+    if source == "eval_data":
+        keys = {"input_key": section.eval_input_key, "label_key": section.eval_label_key}
+        section = replace(section, **{name: key for name, key in keys.items() if key is not None})
     given = getattr(section, source)
     names = [given] if Path(given).exists() else given.split(",")
     parts = [_load(section, tokenizer, source, name, judge=judge, measure=measure) for name in names]

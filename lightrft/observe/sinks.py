@@ -122,8 +122,9 @@ class TensorBoard(Sink):
 class WandB(Sink):
     """Weights & Biases. A continued run appends to the run whose id is in the folder; steps it repeats stay as they were."""
 
-    def __init__(self, folder: Path | str, project: str, name: str | None = None):
-        self._folder, self._project, self._name = Path(folder), project, name
+    def __init__(self, folder: Path | str, project: str, name: str | None = None, *, org: str | None = None,
+                 group: str | None = None):  # fmt: skip
+        self._folder, self._names = Path(folder), {"project": project, "name": name, "entity": org, "group": group}
 
     def start(self, config: dict[str, Any], total_steps: int, resume_step: int | None = None) -> None:
         try:
@@ -133,8 +134,7 @@ class WandB(Sink):
         self._folder.mkdir(parents=True, exist_ok=True)
         known = self._folder / "wandb_run_id"
         run_id = known.read_text() if resume_step is not None and known.exists() else None
-        names = {"project": self._project, "name": self._name, "dir": str(self._folder)}
-        self._run = wandb.init(**names, config=config, id=run_id, resume="allow" if run_id else None)
+        self._run = wandb.init(**self._names, dir=str(self._folder), config=config, id=run_id, resume="allow" if run_id else None)
         self._columns = wandb.Table
         known.write_text(self._run.id)
 

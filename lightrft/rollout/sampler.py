@@ -55,8 +55,17 @@ class Sampler:
         data, count = self.strategy.mesh.data, self.section.eval_n_samples
         mine = share_of(data.rank, data.size, len(prompts))
         groups = [Group.begin(number, number, prompts[number], count=count, greedy=True) for number in mine]
-        self.grow(groups, seed=0)
+        training, self.section = self.section, self._evaluating()
+        try:
+            self.grow(groups, seed=0)
+        finally:
+            self.section = training
         return groups
+
+    def _evaluating(self) -> RolloutSection:
+        """Return the section with evaluation's own temperature."""
+        warm = self.section.eval_temperature
+        return self.section if warm is None else replace(self.section, temperature=warm)
 
     def _pending(self, group: Group, limit: int | None) -> Iterator[Pending]:
         """New samples of a prompt are one request and share its prefill; later each goes on by itself."""

@@ -299,5 +299,6 @@ def _sinks(config: Config) -> list[Sink]:
     if observe.use_tensorboard:
         sinks.append(TensorBoard(folder))
     if observe.use_wandb:
-        sinks.append(WandB(folder, observe.wandb_project, observe.wandb_run_name))
+        names = {"org": observe.wandb_org, "group": observe.wandb_group}
+        sinks.append(WandB(folder, observe.wandb_project, observe.wandb_run_name, **names))
     return sinks

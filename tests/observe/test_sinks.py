@@ -73,7 +73,7 @@ def test_tensorboard_reads_its_files_and_a_resume_hides_the_repeated_steps(tmp_p
 
 def test_a_missing_tracker_names_the_package_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match=r"pip install lightrft\[track\]"):
+    with pytest.raises(ImportError, match=r"pip install wandb"):
         WandB(tmp_path, "project").start({}, 1)
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from lightrft.cli.entrypoint import enter
-from lightrft.cli.evaluate import build
+from lightrft.cli import evaluate
 from ranks import run_ranks
 from roles import rows
 from runs import PPO, prepare, repeatable, train
@@ -72,11 +71,11 @@ def test_in_other_layouts(inputs, two_ranks, tmp_path, layout):
 
 
 def evaluated(flags: list[str]) -> None:
-    enter("evaluate", build, "", flags)
+    evaluate.main(flags)
 
 
 @pytest.mark.slow
-def test_the_door_of_evaluation(inputs, two_ranks, tmp_path):
+def test_an_evaluation_of_its_own(inputs, two_ranks, tmp_path):
     """With the weights that training began from; two models of one name are told apart."""
     flags, scored = inputs
     options = [*flags[:2], flags[2].replace("prompt_data", "eval_data"), "--reward=none", "--reward_pretrain", scored, scored]
