@@ -149,6 +149,9 @@ def test_the_shipped_files_can_run(path):
     [
         (["--actor_learning_rat", "1"], "unknown flag --actor_learning_rat; did you mean --actor_learning_rate"),
         (["--max_stps=3"], "unknown flag --max_stps; did you mean --max_steps. All flags"),
+        (["--train_data", "x"], "unknown flag --train_data; here it is --prompt_data"),
+        (["--learning_rate=1"], "unknown flag --learning_rate; here it is --actor_learning_rate"),
+        (["--scale_for_train", "x"], "unknown flag --scale_for_train. All flags"),
         (["--no_seed"], "unknown flag --no_seed; did you mean --seed"),
         (["--nothing_like_it"], "unknown flag --nothing_like_it. All flags"),
         (["--seed", "many"], "seed: a whole number is expected, not 'many'"),
@@ -466,7 +469,7 @@ def test_a_mistake_is_answered_without_heavy_imports():
         "print(code, sorted({'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "2 []" and "did you mean --max_steps?" in done.stderr
+    assert done.stdout.strip() == "2 []" and "did you mean --max_steps" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import yaml
 
 from lightrft.config.commands import COMMANDS, fields_read
 from lightrft.config.errors import ConfigError
-from lightrft.config.other_tools import translated
+from lightrft.config.other_tools import SUGGESTED, translated
 from lightrft.config.presets import PRESETS, recipe
 from lightrft.config.sections import SECTIONS, Config, field_types, section_of_field
 from lightrft.config.values import nearest
@@ -73,7 +73,7 @@ def _values_of_flags(arguments: list[str], problems: list[str]) -> dict[str, Any
     names = [token.partition("=")[0] for token in arguments if token.startswith("--")]
     switches = {f"--no_{name}" for name, kind in field_types().items() if kind is bool}
     flags = {f"--{name}" for name in known} | switches
-    unknown = [f"unknown flag {name}{nearest(name, flags - switches)}".rstrip("?") for name in names if name not in flags]
+    unknown = [f"unknown flag {name}{_meant(name, flags - switches)}" for name in names if name not in flags]
     if unknown or problems:
         raise ConfigError(f"{'; '.join([*unknown, *problems])}. All flags: --help all; of other tools: docs/migrating.md")
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
@@ -87,6 +87,11 @@ def _values_of_flags(arguments: list[str], problems: list[str]) -> dict[str, Any
     if stray:
         raise ConfigError(f"unexpected {' '.join(stray)}: every value follows its --flag. All flags: --help all")
     return vars(values)
+
+
+def _meant(name: str, flags: set[str]) -> str:
+    word = SUGGESTED.get(name.removeprefix("--"))
+    return f"; here it is --{word}" if word else nearest(name, flags).rstrip("?")
 
 
 class _Parser(argparse.ArgumentParser):

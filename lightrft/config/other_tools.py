@@ -155,6 +155,28 @@ SWITCHES: dict[str, list[str]] = {
 }
 """Switches of other tools -> what they are here."""
 
+SUGGESTED = {
+    "model": "pretrain",
+    "model_name_or_path": "pretrain",
+    "train_data": "prompt_data",
+    "dataset": "prompt_data",
+    "learning_rate": "actor_learning_rate",
+    "lr": "actor_learning_rate",
+    "weight_decay": "l2",
+    "output_dir": "save_path",
+    "batch_size": "train_batch_size",
+    "epochs": "num_episodes",
+    "num_train_epochs": "num_episodes",
+    "num_generations": "n_samples_per_prompt",
+    "max_prompt_length": "prompt_max_len",
+    "max_completion_length": "generate_max_len",
+    "max_response_length": "generate_max_len",
+    "beta": "init_kl_coef",
+    "reward_funcs": "reward",
+    "reward_func": "reward",
+}
+"""What people type that is no flag -> the flag they are told."""
+
 ALWAYS = "always so"
 PLACEMENT = "torchrun or srun says how many processes there are, and models and engine share their devices"
 IGNORED = {

@@ -128,5 +128,5 @@ _READERS: dict[Any, Callable[[Any], Any]] = {bool: _bool, int: _int, float: _flo
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `; did you mean X?` for the most similar known name, or nothing."""
-    near = get_close_matches(name, list(known), n=1)
+    near = get_close_matches(name, list(known), n=1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""
