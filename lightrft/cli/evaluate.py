@@ -35,14 +35,14 @@ def run(config: Config, strategy: StrategyBase, prompts: list[Prompt], sampler: 
     strategy.announce("evaluate")
     with strategy.engine_awake():
         groups = sampler.answer(prompts)
-    evaluate(groups, judge, metrics)
+    evaluate(groups, judge, metrics, strategy.mesh.data)
     result = {name.removeprefix("eval/"): value for name, value in metrics.reduce(strategy.mesh.data).items()}
     if strategy.is_rank_0():
         file = Path(config.train.save_path) / "evaluation.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(result, indent=2) + "\n")
-        accuracy, count = result["accuracy"], int(result["num_samples"])
-        logger.info(f"{config.model.pretrain}: accuracy {accuracy:.3f} of {count} prompts -> {file}")
+        found = f"accuracy {result['accuracy']:.3f}" if "accuracy" in result else f"mean reward {result['reward']:.4g}"
+        logger.info("{}: {} of {} prompts -> {}", config.model.pretrain, found, int(result["num_samples"]), file)
 
 
 def main(argv: list[str] | None = None) -> None:

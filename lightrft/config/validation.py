@@ -38,7 +38,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], Sequence[str]]] = {
         lambda value: value > 0,
         [
             *("sapo_tau_positive", "sapo_tau_negative", "rollout_correction_high", "timeout_minutes", "arrival_minutes"),
-            "engine_kv_cache_gb",
+            *("engine_kv_cache_gb", "mismatch_limit"),
         ],
     ),
     "at least 0": (
@@ -63,6 +63,8 @@ def validate(config: Config, *, door: str, world_size: int) -> None:
         problems.append("--adam_betas takes two numbers, at least 0 and below 1")
     if door == "train_ppo":
         problems += algorithm_problems(config)
+    if config.train.overwrite and config.train.load_checkpoint:
+        problems.append("--overwrite begins afresh and --load_checkpoint continues: give one of them")
     if door != "evaluate":
         problems += _image_problems(config)
     if not problems:
@@ -132,8 +134,8 @@ COLLECTING = (
 )
 """Fields of the choice of prompts and groups in training."""
 
-OF_SAMPLES = ("max_epochs", "freezing_actor_steps", "num_trajectories_to_save")
-"""Fields of the training section, and one of observation, about samples."""
+OF_SAMPLES = ("max_epochs", "freezing_actor_steps", "num_trajectories_to_save", "mismatch_limit")
+"""Fields of the training section, and one of observation, about samples and the engine."""
 
 LORA = ("lora_alpha", "lora_dropout", "target_modules")
 """Fields of adapters, without effect where there are none."""

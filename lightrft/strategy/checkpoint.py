@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.parallel.collectives import Axis
 from lightrft.strategy import checkpoint_folder as folders
-from lightrft.strategy.atomic import agree, write_file, write_folder
+from lightrft.strategy.atomic import agree, naming, write_file, write_folder
 from lightrft.strategy.checkpoint_reader import CheckpointReader
 from lightrft.strategy.fragment import LoadPlanner, SavePlanner
 from lightrft.strategy.random_states import random_states, set_random_states
@@ -174,7 +174,8 @@ class _Writer(dcp.FileSystemWriter):
             return super().write_data(*args)
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
+                with naming(Path(self.path)):
+                    raise error.__context__ from None
             raise
 
 
