@@ -20,14 +20,16 @@ from lightrft.rollout.sampler import Sampler
 from lightrft.strategy import StrategyBase
 from lightrft.trainer.build import evaluation, load_expander
 from lightrft.trainer.evaluate import evaluate
+from lightrft.trainer.export import with_merged_pretrain
 from lightrft.types import Prompt
 
 
 def build(config: Config, strategy: StrategyBase) -> Callable[[], None]:
-    tokenizer = load_tokenizer(config.model)
-    expand = load_expander(config, tokenizer, engine=True)
+    loaded = with_merged_pretrain(config, strategy.mesh.world)
+    tokenizer = load_tokenizer(loaded.model)
+    expand = load_expander(loaded, tokenizer, engine=True)
     prompts = load_prompts(config.data, tokenizer, source="eval_data", measure=expand and expand.measure)
-    return partial(run, config, strategy, prompts, *evaluation(config, strategy))
+    return partial(run, config, strategy, prompts, *evaluation(loaded, strategy))
 
 
 def run(config: Config, strategy: StrategyBase, prompts: list[Prompt], sampler: Sampler, judge: Judge) -> None:

@@ -27,7 +27,7 @@ from lightrft.strategy import StrategyBase
 from lightrft.strategy.checkpoint_verbs import NOTHING
 from lightrft.strategy.optim import own_settings
 from lightrft.trainer.health import Health
-from lightrft.trainer.identity import changed_settings, identity
+from lightrft.trainer.identity import changed_settings, identity, weights_of
 from lightrft.trainer.interruption import Interrupted, Interruption
 from lightrft.trainer.run_folder import RunFolder
 from lightrft.trainer.unreported import Unreported
@@ -205,8 +205,11 @@ class Trainer(ABC):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What the run's checkpoints belong to."""
-        return identity(self.config, self.strategy.unwrap_model(self.policy.actor).config, self.learned_rows)
+        """What the run's checkpoints belong to. All ranks ask for it together."""
+        models = {name: self.strategy.unwrap_model(model) for name, (model, *_) in self.models.items()}
+        known = {name: weights_of(model.name_or_path) for name, model in models.items()} if self.strategy.is_rank_0() else {}
+        weights = {name: found for name, found in self.strategy.mesh.world.broadcast(known).items() if found}
+        return identity(self.config, models["actor"].config, self.learned_rows, weights)
 
     @property
     def learned_rows(self) -> list[Prompt]:

@@ -40,6 +40,7 @@ from lightrft.rollout.rewards import Judge
 from lightrft.rollout.sampler import Sampler
 from lightrft.strategy import StrategyBase
 from lightrft.trainer.base import Course
+from lightrft.trainer.export import with_merged_pretrain
 from lightrft.trainer.mixin import Mixin
 from lightrft.trainer.ppo import PPOTrainer
 from lightrft.trainer.run_folder import RunFolder
@@ -52,6 +53,7 @@ ANY_TOKEN = Sampling()
 
 def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     run_folder = RunFolder.claim(config, strategy.mesh.world)
+    given, config = config, with_merged_pretrain(config, strategy.mesh.world)
     judge = Judge(config.reward.reward, strategy.mesh.siblings, background=config.reward.reward_background)
     course = load_course(config, config.rollout.rollout_batch_size)
     tokenizer, steps = course.tokenizer, course.total_steps
@@ -80,7 +82,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     parts = {"collector": collect, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
     observer, trace = observation(config, strategy)
     return PPOTrainer(
-        config,
+        given,
         strategy,
         policy,
         course,
@@ -108,12 +110,13 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
 
 def sft_trainer(config: Config, strategy: StrategyBase) -> SFTTrainer:
     run_folder = RunFolder.claim(config, strategy.mesh.world)
+    given, config = config, with_merged_pretrain(config, strategy.mesh.world)
     course = load_course(config, config.train.train_batch_size, answers=True)
     with told(strategy, f"loading {config.model.pretrain}"):
         policy = build_policy(config, strategy, updates=course.total_steps, reference=False)
     show_blanks(policy, course.expand)
     observer, trace = observation(config, strategy)
-    return SFTTrainer(config, strategy, policy, course, observer=observer, trace=trace, run_folder=run_folder)
+    return SFTTrainer(given, strategy, policy, course, observer=observer, trace=trace, run_folder=run_folder)
 
 
 @contextmanager

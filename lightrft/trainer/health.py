@@ -11,7 +11,7 @@ from lightrft.config import Config
 from lightrft.trainer.diagnosis import MISMATCH
 
 MISMATCH_NAME = "engine/logprob_mismatch"
-HISTORY, ENOUGH = 64, 4
+HISTORY, ENOUGH = 16, 4
 """The newest so many steps say which mismatch is usual for a run; fewer than the second say nothing."""
 FAR = 10.0
 """A mismatch is far above its history from the median plus so many times the larger of the median and the spread."""
