@@ -71,7 +71,7 @@ class Trainer(ABC):
         self.metrics = Metrics()
         self.interruption = Interruption(strategy.mesh.world)
         self.run_folder, self.folder = run_folder, run_folder.path
-        self.health = Health(config, strategy.dtype, speaks=strategy.is_rank_0())
+        self.health = Health(config, strategy.dtype, logs=strategy.is_rank_0())
         self.models: dict[str, tuple[nn.Module, Optimizer | None, LRScheduler | None]] = {
             "actor": (policy.actor, policy.optimizer, policy.scheduler)
         }

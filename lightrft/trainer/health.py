@@ -21,9 +21,9 @@ NO_ADVANTAGE = 1e-8
 class Health:
     """Look at the metrics of each reported step. They are the same on all ranks, and so is what is found in them."""
 
-    def __init__(self, config: Config, dtype: torch.dtype, *, speaks: bool):
-        """`dtype` is what the models compute in; the rank that `speaks` logs the warnings."""
-        self.config, self.dtype, self.speaks = config, dtype, speaks
+    def __init__(self, config: Config, dtype: torch.dtype, *, logs: bool):
+        """`dtype` is what the models compute in; with `logs`, on one rank, the warnings are logged."""
+        self.config, self.dtype, self.logs = config, dtype, logs
         self.warnings: list[str] = []
         """What concerns the whole run; run.json has it."""
         self.steps_without_signal = self.steps_with_signal = 0
@@ -61,7 +61,7 @@ class Health:
             self.steps_with_signal += 1
             return
         self.steps_without_signal += 1
-        if self.speaks:
+        if self.logs:
             what = f"all rewards are {row['rollout/reward']:.4g}" if equal else "all rewards of each group are equal"
             logger.warning("step {}: {}, so there is nothing to learn from in it", number, what)
 
@@ -77,7 +77,7 @@ class Health:
             self._mismatches.append(mismatch)
         if mismatch <= bound:
             return False
-        if self.speaks:
+        if self.logs:
             proof = ("the next weight sync compares every weight" if self.config.engine.verify_weight_sync
                      else "nothing compares weights with --no_verify_weight_sync")  # fmt: skip
             logger.warning(
@@ -96,5 +96,5 @@ class Health:
 
     def _warn(self, message: str) -> None:
         self.warnings.append(message)
-        if self.speaks:
+        if self.logs:
             logger.warning(message)

@@ -34,7 +34,10 @@ class RunFolder:
     def __init__(self, config: Config, world: Axis):
         train = config.train
         self.path, self.world = Path(train.save_path), world
-        self.checkpoints = Path(train.ckpt_path) if train.ckpt_path else self.path / "checkpoints"
+        inside = self.path / "checkpoints"
+        self.checkpoints = Path(train.ckpt_path) if train.ckpt_path else inside
+        self.outside = self.checkpoints.resolve() != inside.resolve()
+        """Whether the checkpoints lie elsewhere than in the run's own folder."""
         self.resumes, self.overwrites = train.load_checkpoint, train.overwrite
         self.id = ""
         """Tells this run from every other; checkpoints carry it."""
@@ -118,8 +121,9 @@ class RunFolder:
             self._move_results()
 
     def _folders(self) -> list[tuple[Path, str]]:
-        outside = self.checkpoints != self.path / "checkpoints"
-        return [(self.path, "save_path"), *([(self.checkpoints, "ckpt_path")] if outside else [])]
+        """Return the folders that are locked and tried, each with the flag that names it."""
+        apart = self.outside and self.checkpoints.resolve() != self.path.resolve()
+        return [(self.path, "save_path"), *([(self.checkpoints, "ckpt_path")] if apart else [])]
 
     def _saved_runs(self) -> set[str]:
         """Return the runs whose checkpoints a run without a tag may continue."""
@@ -133,11 +137,12 @@ class RunFolder:
         if not self._results():
             return
         self.id = uuid.uuid4().hex
-        _move(self.path, [*RESULTS, *BESIDE_RESULTS, *(["checkpoints"] if len(self._folders()) == 1 else [])])
-        if len(self._folders()) > 1:
+        _move(self.path, [*RESULTS, *BESIDE_RESULTS, *([] if self.outside else ["checkpoints"])])
+        if self.outside:
             _move(self.checkpoints, [LATEST, *(path.name for _, path in checkpoints(self.checkpoints))])
 
     def _lock(self, folder: Path, flag: str) -> None:
+        me = f"process {os.getpid()} on {socket.gethostname()}"
         file = open(folder / LOCK, "a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,6 +150,8 @@ class RunFolder:
             file.seek(0)
             holder = file.read()
             file.close()
+            if holder == me:  # an earlier attempt of this process, such as a cell of a notebook that failed
+                return
             raise ConfigError(
                 f"--{flag} {folder} is in use by another run ({holder or 'of which nothing is known'}): let it end, or give "
                 f"another folder"
@@ -155,7 +162,7 @@ class RunFolder:
             return
         self._locks.append(file)
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.write(me)
         file.flush()
 
     def _probe(self) -> None:

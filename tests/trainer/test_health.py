@@ -46,7 +46,7 @@ def health(**settings) -> Health:
     config = Config()
     for name, value in settings.items():
         setattr(config.algorithm if name == "distill_coef" else config.train, name, value)
-    return Health(config, torch.float32, speaks=True)
+    return Health(config, torch.float32, logs=True)
 
 
 # -- signal

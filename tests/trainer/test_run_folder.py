@@ -172,6 +172,11 @@ def wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
+def test_a_cell_of_a_notebook_may_be_run_again(tmp_path):
+    failed = claim(tmp_path)
+    assert claim(tmp_path, ckpt_path=str(tmp_path)).id != failed.id, "one folder for both, and a lock that this process holds"
+
+
 def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
     def refuse(file, how):
         raise OSError(errno.ENOLCK, "No locks available")
