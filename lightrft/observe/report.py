@@ -16,8 +16,8 @@ import yaml
 
 from lightrft.observe.charts import Form, Line, Look, Points, line_chart, stacked_chart
 from lightrft.observe.page import page, safe
-from lightrft.observe.sample_table import sample_table
-from lightrft.observe.sinks import read_rows
+from lightrft.observe.sample_table import ENDS, sample_table
+from lightrft.observe.sinks import read_ends, read_rows
 from lightrft.observe.text import duration, is_number, percent, short
 
 FILES = ("metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "summary.json")
@@ -82,7 +82,7 @@ def write_report(folder: Path) -> Path:
         _tiles(history, summary),
         _curves(history),
         _time(history),
-        sample_table(read_rows(folder / "samples.jsonl")),
+        sample_table(read_ends(folder / "samples.jsonl", ENDS)),
         _others(history),
         _configuration(written),
         "<footer>Bold lines: centred moving average. Faint lines: every step. All metrics are over all ranks.</footer>",

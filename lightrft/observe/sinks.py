@@ -5,12 +5,16 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
 from loguru import logger
 
 from lightrft.observe.text import is_number
+
+TAIL_BYTES = 2**24
+"""Of a long file so much is read to find its last rows."""
 
 
 class Sink:
@@ -173,20 +177,37 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows, broken = [], []
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            complete = number < len(lines) and isinstance(row, dict) and is_number(row.get("step"))
-        except ValueError:
-            complete = False
-        if complete:
-            rows.append(row)
-        elif line:
-            broken.append(number)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if (row := _row_of(line)) is not None:
+                rows.append(row)
+            else:
+                broken.append(number)
     if broken:
         logger.warning("{}: {} broken lines are left out, the first is line {}", path, len(broken), broken[0])
     return rows
+
+
+def read_ends(path: Path, count: int) -> list[dict[str, Any]]:
+    """Return the first and the last `count` rows of a JSON Lines file of any size; all rows of a short one."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        first = list(islice(file, count))
+        begin = file.tell()
+        start = max(begin, path.stat().st_size - TAIL_BYTES)
+        file.seek(start)
+        last = file.readlines()[1 if start > begin else 0 :][-count:]
+    return [row for line in first + last if (row := _row_of(line)) is not None]
+
+
+def _row_of(line: bytes) -> dict[str, Any] | None:
+    """Return None for a line that is broken."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if line.endswith(b"\n") and isinstance(row, dict) and is_number(row.get("step")) else None
 
 
 def truncate_rows(path: Path, last_step: int) -> None:

@@ -290,16 +290,17 @@ class Trainer(ABC):
         })  # fmt: skip
 
     def _say_end(self, status: str) -> None:
-        """Write the report, and name the folder. A report that cannot be written is a warning."""
+        """Name the folder, and write the report unless the run failed: other ranks wait to hear of that."""
         if not self.strategy.is_rank_0() or self.done == 0:
             return
-        try:
-            report = f", report in {write_report(self.folder)}"
-        except Exception as error:  # it must not fail a run, nor hide why one failed
-            logger.warning("the report of {} could not be written: {}: {}", self.folder, type(error).__name__, error)
-            report = ""
         model = f"model in {self.folder / 'model'}" if status == "finished" else f"files in {self.folder}"
-        logger.info("{} after step {}: {}{}", status, self.done, model, report)
+        logger.info("{} after step {}: {}", status, self.done, model)
+        if status == "failed":
+            return
+        try:
+            logger.info("report: {}", write_report(self.folder))
+        except Exception as error:  # a finished run does not fail for it
+            logger.warning("the report of {} could not be written: {}: {}", self.folder, type(error).__name__, error)
 
 
 def _due(number: int, every: int, last: bool) -> bool:

@@ -11,7 +11,7 @@ from loguru import logger
 from rich.console import Console as RichConsole
 
 from lightrft.observe.console import Console, sparkline
-from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard, WandB, encode_row, read_rows
+from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard, WandB, encode_row, read_ends, read_rows
 
 
 def write_steps(folder, steps, resume_step=None):
@@ -66,6 +66,17 @@ def test_broken_rows_are_left_out_with_a_warning_and_a_run_continues(tmp_path, n
     first = content.count(b"\n") + 1
     assert lines == [f"{tmp_path / name}: 4 broken lines are left out, the first is line {first}\n"]
     assert sorted({row["step"] for row in read_rows(tmp_path / name)}) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("tail", [2**24, 200])
+def test_the_ends_of_a_long_file(tmp_path, monkeypatch, tail):
+    monkeypatch.setattr("lightrft.observe.sinks.TAIL_BYTES", tail)
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(b"".join(encode_row({"step": step}) for step in range(1, 101)) + b'{"step": 101')
+    assert [row["step"] for row in read_ends(path, 4)] == [1, 2, 3, 4, 98, 99, 100]
+    path.write_bytes(b"".join(encode_row({"step": step}) for step in range(1, 7)))
+    assert [row["step"] for row in read_ends(path, 4)] == [1, 2, 3, 4, 5, 6]
+    assert read_ends(tmp_path / "none", 4) == []
 
 
 def test_a_failed_write_names_its_file(tmp_path):
