@@ -96,7 +96,7 @@ def _whole(kind: type, name: str, given: str, new_head: bool, options: dict[str,
 
 def _empty(kind: type, name: str, new_head: bool, options: dict[str, Any]) -> PreTrainedModel | None:
     """The model without memory for what the folder holds; None where the folder has to be read as a whole to make sense."""
-    folder = local_folder(name)
+    folder = _local_folder(name)
     files = WeightFiles.of(folder)
     config = AutoConfig.from_pretrained(folder, **options)
     if files is None or getattr(config, "quantization_config", None) is not None:
@@ -131,7 +131,7 @@ def _fill_new_head(model: PreTrainedModel, name: str) -> None:
     model._init_weights(getattr(model, name).to_empty(device="cpu"))
 
 
-def local_folder(name: str) -> Path:
+def _local_folder(name: str) -> Path:
     """Return the folder itself, or that of the hub's files on this machine."""
     if Path(name).is_dir():
         return Path(name)

@@ -4,14 +4,15 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
 from transformers import PretrainedConfig
 
 from lightrft.config import SECTIONS, Config, ConfigError
 from lightrft.data.images import ImageFile
 from lightrft.data.loader import share_of
-from lightrft.models.load import local_folder
 from lightrft.models.weight_files import fingerprint
 from lightrft.strategy.checkpoint_verbs import NOTHING
 
@@ -51,9 +52,12 @@ def identity(
 
 def weights_of(name: str) -> str:
     """Return the fingerprint of a model's folder, or of the hub's files on this machine; empty where they cannot be read."""
+    folder = Path(name).expanduser()
     try:
-        return fingerprint(local_folder(name)) if name else ""
-    except (OSError, ValueError):
+        if name and not folder.is_dir():
+            folder = Path(try_to_load_from_cache(name, "config.json") or "").parent
+        return fingerprint(folder) if name else ""
+    except (OSError, ValueError, TypeError):
         return ""
 
 
