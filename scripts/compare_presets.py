@@ -34,6 +34,7 @@ def run(name: str, quickstart: Path, out: Path, steps: int) -> list[float]:
         beside = BESIDE.get(name, "").format(quickstart=quickstart).split()
         data = [f"--pretrain={quickstart}/sft/model", f"--prompt_data={quickstart}/data/train.jsonl", f"--save_path={out / name}"]
         command = ["lightrft.cli.train_ppo", *SETTINGS, *beside, *data, f"--advantage_estimator={name}", f"--max_steps={steps}"]
+        command += ["--overwrite"]  # of a run with fewer steps
         subprocess.run([sys.executable, "-m", *command], check=True)
     return [json.loads(line)["rollout/reward"] for line in file.read_text().splitlines()][:steps]
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # From nothing to a model that learned by GRPO, on a machine without an accelerator:
 #     bash scripts/quickstart.sh [--seed N] [--out folder]
+# Once more into the same folder: the results of before are then in FOLDER.previous and FOLDER/sft.previous.
 set -euo pipefail
 
 seed=0 out=runs/quickstart
@@ -33,14 +34,15 @@ evaluate "$out/data/model" eval_before_sft
 
 phase "3 of 7: warm-up by supervised fine-tuning"
 two_ranks lightrft.cli.train_sft --config configs/quickstart_sft.yaml --seed "$seed" \
-    --pretrain "$out/data/model" --prompt_data "$out/data/train.jsonl" --save_path "$out/sft"
+    --pretrain "$out/data/model" --prompt_data "$out/data/train.jsonl" --save_path "$out/sft" --overwrite
 
 phase "4 of 7: what the warmed-up model can do"
 evaluate "$out/sft/model" eval_after_sft
 
 phase "5 of 7: GRPO, two ranks, vLLM beside the trainer"
 two_ranks lightrft.cli.train_ppo --config configs/quickstart.yaml --seed "$seed" \
-    --pretrain "$out/sft/model" --prompt_data "$out/data/train.jsonl" --eval_data "$out/data/test.jsonl" --save_path "$out"
+    --pretrain "$out/sft/model" --prompt_data "$out/data/train.jsonl" --eval_data "$out/data/test.jsonl" --save_path "$out" \
+    --overwrite
 
 phase "6 of 7: what the trained model can do"
 evaluate "$out/model" eval_after_rl

@@ -9,6 +9,7 @@ COMMANDS = {
     "train_ppo": "train a policy against a reward",
     "train_sft": "supervised fine-tuning",
     "evaluate": "judge greedy responses to held-out prompts",
+    "export": "write a checkpoint or an adapter as a Hugging Face folder",
     "report": "write the report of a run",
     "doctor": "check this machine, and whether engine and trainer agree about a model",
 }

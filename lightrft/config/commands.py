@@ -20,8 +20,8 @@ COLLECTING = (
 )
 """Fields of the choice of prompts and groups in training."""
 
-OF_SAMPLES = ("max_epochs", "freezing_actor_steps", "num_trajectories_to_save")
-"""Fields of the training and the observation sections about samples."""
+OF_SAMPLES = ("max_epochs", "freezing_actor_steps", "num_trajectories_to_save", "mismatch_limit")
+"""Fields of the training and the observation sections about samples and the engine."""
 
 OF_THE_FINAL_MODEL = ("lora_rank", *LORA, "freeze_prefix", "freeze_vision_tower", "critic_pretrain")
 OF_EVALUATION = ("seed", "save_path")

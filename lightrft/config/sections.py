@@ -380,6 +380,11 @@ class TrainSection(Section):
     """With lora_rank: the final model is the adapter alone in peft's format, not the model with the adapter merged into it."""
     load_checkpoint: bool = False
     """Continue from the newest complete checkpoint; start afresh when there is none."""
+    overwrite: bool = False
+    """Begin afresh in a folder that has the results of an earlier run; they are moved to FOLDER.previous."""
+    mismatch_limit: float | None = None
+    """End the run when the log-probs of engine and trainer differ by more than this on average, in a step; unset: only warn of a
+    difference far above that of the steps before."""
     stop_loss: float | None = None
     """SFT ends once a step's loss is below this."""
     eval_steps: int = -1

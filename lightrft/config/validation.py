@@ -35,7 +35,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], Sequence[str]]] = {
         lambda value: value > 0,
         [
             *("sapo_tau_positive", "sapo_tau_negative", "rollout_correction_high", "timeout_minutes", "arrival_minutes"),
-            "engine_kv_cache_gb",
+            *("engine_kv_cache_gb", "mismatch_limit"),
         ],
     ),
     "at least 0": (
@@ -60,6 +60,8 @@ def validate(config: Config, *, command: str, world_size: int) -> None:
         problems.append("--adam_betas takes two numbers, at least 0 and below 1")
     if command == "train_ppo":
         problems += algorithm_problems(config)
+    if config.train.overwrite and config.train.load_checkpoint:
+        problems.append("--overwrite begins afresh and --load_checkpoint continues: give one of them")
     if command != "evaluate":
         problems += _image_problems(config)
     if not problems:

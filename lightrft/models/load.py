@@ -26,6 +26,7 @@ from transformers.utils import cached_file
 from lightrft.config import ModelSection
 from lightrft.models.attention import ATTENTION
 from lightrft.models.empty import makes_empty, real_parameters
+from lightrft.models.lora import is_adapter_folder
 from lightrft.models.weight_files import WeightFiles, is_backbone, missing_and_unexpected
 
 
@@ -132,7 +133,7 @@ def _fill_new_head(model: PreTrainedModel, name: str) -> None:
 
 
 def _local_folder(name: str) -> Path:
-    """The folder itself, or where the hub's files lie on this machine."""
+    """Return the folder itself, or that of the hub's files on this machine."""
     if Path(name).is_dir():
         return Path(name)
     return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.py"]))
@@ -185,6 +186,8 @@ def _not_flat(model: PreTrainedModel) -> list[str]:
 def _checked(name: str, given: str) -> str:
     """A folder must hold a model; anything else is a hub name. `given`: flag and name, for errors."""
     folder = Path(name).expanduser()
+    if is_adapter_folder(folder):
+        raise ValueError(f"{given}: the folder has an adapter and no model: `lightrft export {name} FOLDER` merges it into one")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"{given}: the folder has no config.json, so it is not a Hugging Face model")
     if not folder.exists() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):

@@ -7,6 +7,7 @@ becomes `q_proj.base_layer.weight`, and `q_proj.lora_A.default.weight` and `q_pr
 this for whoever wants the model as one without adapters: engines and folders.
 """
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -150,3 +151,35 @@ def save_adapter(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> 
     save_file({names[name]: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
     model.peft_config[ADAPTER].save_pretrained(folder)
     shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors writes for the owner alone
+
+
+def is_adapter_folder(folder: Path | str) -> bool:
+    """Return whether a folder has an adapter in peft's format, and no whole model."""
+    return (Path(folder) / CONFIG).is_file() and not (Path(folder) / "config.json").is_file()
+
+
+def base_of(folder: Path | str) -> str:
+    """Return the model that the adapter in a folder belongs to. ConfigError where the folder does not name it."""
+    base = json.loads((Path(folder) / CONFIG).read_text()).get("base_model_name_or_path")
+    if not base:
+        raise ConfigError(f"{Path(folder) / CONFIG} names no base model: write it there, as base_model_name_or_path")
+    return base
+
+
+def merge_adapter(model: PreTrainedModel, folder: Path | str) -> PreTrainedModel:
+    """Merge the adapter in a folder, of any kind that peft can merge, into its base model, in place.
+
+    ConfigError without peft, and for an adapter that does not fit.
+    """
+    try:
+        from peft import PeftModel
+    except ModuleNotFoundError as error:
+        if error.name != "peft":
+            raise
+        raise ConfigError(f"the adapter in {folder} needs peft, which is not installed: pip install peft") from None
+    if not (Path(folder) / WEIGHTS).is_file():
+        raise ConfigError(f"{folder} has no {WEIGHTS}")
+    try:
+        return PeftModel.from_pretrained(model, folder).merge_and_unload()
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"the adapter in {folder} does not fit its base model {model.name_or_path}: {error}") from error

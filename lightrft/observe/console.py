@@ -23,6 +23,8 @@ from lightrft.observe.text import duration, short, visible
 
 HEADLINES = {
     "rollout/reward": "reward",
+    "rollout/groups_without_signal": "no signal",
+    "eval/reward": "held-out",
     "eval/accuracy": "accuracy",
     "rollout/response_length": "length",
     "rollout/truncated": "truncated",

@@ -16,8 +16,8 @@ import yaml
 
 from lightrft.observe.charts import Form, Line, Look, Points, line_chart, stacked_chart
 from lightrft.observe.page import page, safe
-from lightrft.observe.sample_table import sample_table
-from lightrft.observe.sinks import read_rows
+from lightrft.observe.sample_table import ENDS, sample_table
+from lightrft.observe.sinks import read_ends, read_rows
 from lightrft.observe.text import duration, is_number, percent, short
 
 FILES = ("metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "summary.json")
@@ -43,6 +43,7 @@ class Chart:
 CHARTS = (
     Chart("Reward", "mean per response", {"rollout/reward": "reward"}),
     Chart("Held-out accuracy", "", {"eval/accuracy": "accuracy"}, look="marked", form=percent),
+    Chart("Held-out reward", "mean of greedy responses", {"eval/reward": "reward"}, look="marked"),
     Chart("Response length", "tokens", {"rollout/response_length": "length"}),
     Chart("Loss", "", {"train/loss": "loss"}),
     Chart("Entropy", "nats per token", {"train/entropy": "entropy"}),
@@ -70,6 +71,8 @@ def write_report(folder: Path) -> Path:
     if not any((folder / name).exists() for name in FILES):
         raise FileNotFoundError(f"{folder} is not the folder of a run: it has none of {', '.join(FILES)}")
     history = read_history(folder / "metrics.jsonl")
+    if len(history.get("eval/accuracy", ())) == len(history.get("eval/reward", ())):
+        history.pop("eval/reward", None)  # they are the same numbers
     written = (folder / "config.yaml").read_text() if (folder / "config.yaml").exists() else ""
     config = yaml.safe_load(written) or {}
     summary = _summary(folder)
@@ -79,7 +82,7 @@ def write_report(folder: Path) -> Path:
         _tiles(history, summary),
         _curves(history),
         _time(history),
-        sample_table(read_rows(folder / "samples.jsonl")),
+        sample_table(read_ends(folder / "samples.jsonl", ENDS)),
         _others(history),
         _configuration(written),
         "<footer>Bold lines: centred moving average. Faint lines: every step. All metrics are over all ranks.</footer>",
@@ -93,6 +96,7 @@ def _summary(folder: Path) -> dict[str, Any]:
     """What run.json and summary.json say; the latter has the last word."""
     paths = (folder / "run.json", folder / "summary.json")
     run, summary = (json.loads(path.read_text()) if path.exists() else {} for path in paths)
+    run.pop("run", None)  # its id
     if "seconds" in run:
         run["wall_s"] = run.pop("seconds")
     return run | summary
@@ -117,7 +121,9 @@ def _header(name: str, history: History, config: dict[str, Any], summary: dict[s
     kind = "Reinforcement" if learns_from_rewards else "Supervised"
     items = "".join(f"<li><span>{safe(key)}</span> {safe(value)}</li>" for key, value in facts.items())
     steps = max((points[-1][0] for points in history.values()), default=0)
-    return f'<h1>{safe(name)}</h1><p class="lead">{kind} fine-tuning, {steps:,} steps</p><ul class="facts">{items}</ul>'
+    warnings = "".join(f'<p class="warn">{safe(warning)}</p>' for warning in summary.get("warnings", ()))
+    lead = f'<p class="lead">{kind} fine-tuning, {steps:,} steps</p>'
+    return f'<h1>{safe(name)}</h1>{lead}{warnings}<ul class="facts">{items}</ul>'
 
 
 def _facts(config: dict[str, Any], *, rollout: bool) -> dict[str, str]:
@@ -153,6 +159,7 @@ def _measured(history: History) -> list[tuple[str, str, str, str]]:
     for topic, name, label, form in (
         ("reward", "rollout/reward", "Reward", short),
         ("eval", "eval/accuracy", "Held-out accuracy", percent),
+        ("eval", "eval/reward", "Held-out reward", short),
         ("length", "rollout/response_length", "Response length", short),
         ("loss", "train/loss", "Loss", short),
     ):

@@ -8,6 +8,8 @@ from lightrft.observe.page import safe
 from lightrft.observe.text import is_number, short
 
 SAMPLES_PER_END = 6
+ENDS = 4 * SAMPLES_PER_END
+"""Rows of the beginning, and of the end, that the samples are chosen from."""
 
 
 def sample_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -28,7 +30,7 @@ def _chosen(rows: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
     """Of the first rows, different prompts before further answers to the same; in the order of their steps."""
     seen: Counter[str] = Counter()
     ranked = []
-    for row in rows[: 4 * count]:
+    for row in rows[:ENDS]:
         ranked.append((seen[str(row["prompt"])], row))
         seen[str(row["prompt"])] += 1
     ranked.sort(key=lambda pair: pair[0])

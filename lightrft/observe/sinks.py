@@ -5,10 +5,16 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
 from loguru import logger
+
+from lightrft.observe.text import is_number
+
+TAIL_BYTES = 2**24
+"""Of a long file so much is read to find its last rows."""
 
 
 class Sink:
@@ -35,10 +41,12 @@ class Observer(Sink):
 
     def __init__(self, sinks: Iterable[Sink] = ()):
         self._sinks = list(sinks)
+        self._started: list[Sink] = []
 
     def start(self, config: dict[str, Any], total_steps: int, resume_step: int | None = None) -> None:
         for sink in self._sinks:
             sink.start(config, total_steps, resume_step)
+            self._started.append(sink)
 
     def phase(self, name: str) -> None:
         for sink in self._sinks:
@@ -53,8 +61,8 @@ class Observer(Sink):
             sink.samples(step, rows)
 
     def close(self, status: str) -> None:
-        with ExitStack() as stack:  # every sink is closed, also when another one fails to
-            for sink in reversed(self._sinks):
+        with ExitStack() as stack:  # every sink that was started is closed, also when another one fails to
+            for sink in self._started:
                 stack.callback(sink.close, status)
 
 
@@ -89,8 +97,11 @@ class JsonLines(Sink):
             file.close()
 
     def _write(self, which: int, rows: list[dict[str, Any]]) -> None:
-        self._files[which].write(b"".join(encode_row(row) for row in rows))
-        self._files[which].flush()
+        try:
+            self._files[which].write(b"".join(encode_row(row) for row in rows))
+            self._files[which].flush()
+        except OSError as error:  # a failed write, unlike a failed open, does not name its file
+            raise OSError(error.errno, error.strerror, str(self._paths[which])) from error
 
 
 class TensorBoard(Sink):
@@ -159,19 +170,44 @@ def encode_row(row: dict[str, Any]) -> bytes:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON Lines file; none when it does not exist. A last line cut off by a kill is dropped with a warning."""
+    """Return the rows of a JSON Lines file; none when it does not exist. Each row is an object with a number `step`.
+
+    A kill or a power cut can leave a broken line anywhere: it is dropped with a warning.
+    """
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")
-    if lines.pop():
-        logger.warning(f"{path}: the last line is incomplete and is ignored")
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: not valid JSON: {error}") from error
+    rows, broken = [], []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if (row := _row_of(line)) is not None:
+                rows.append(row)
+            else:
+                broken.append(number)
+    if broken:
+        logger.warning("{}: {} broken lines are left out, the first is line {}", path, len(broken), broken[0])
     return rows
+
+
+def read_ends(path: Path, count: int) -> list[dict[str, Any]]:
+    """Return the first and the last `count` rows of a JSON Lines file of any size; all rows of a short one."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        first = list(islice(file, count))
+        begin = file.tell()
+        start = max(begin, path.stat().st_size - TAIL_BYTES)
+        file.seek(start)
+        last = file.readlines()[1 if start > begin else 0 :][-count:]
+    return [row for line in first + last if (row := _row_of(line)) is not None]
+
+
+def _row_of(line: bytes) -> dict[str, Any] | None:
+    """Return None for a line that is broken."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if line.endswith(b"\n") and isinstance(row, dict) and is_number(row.get("step")) else None
 
 
 def truncate_rows(path: Path, last_step: int) -> None:

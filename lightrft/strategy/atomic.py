@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -55,11 +56,20 @@ def agree(world: Axis, what: str, action: Callable[[], None]) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write through to the disk."""
-    with open(path, "wb") as file:
+    """Write through to the disk. An OSError names the file."""
+    with naming(path), open(path, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put the file's name into an OSError inside: a failed write, unlike a failed open, does not say where it was."""
+    try:
+        yield
+    except OSError as error:
+        raise error if error.filename else OSError(error.errno, error.strerror, str(path)) from error
 
 
 def replace_file(path: Path, content: bytes) -> None:

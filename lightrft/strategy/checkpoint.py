@@ -20,7 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.parallel.collectives import Axis
 from lightrft.strategy import checkpoint_folder as folders
-from lightrft.strategy.atomic import agree, write_file, write_folder
+from lightrft.strategy.atomic import agree, naming, write_file, write_folder
+from lightrft.strategy.checkpoint_reader import CheckpointReader
 from lightrft.strategy.fragment import LoadPlanner, SavePlanner
 from lightrft.strategy.random_states import random_states, set_random_states
 
@@ -173,12 +174,13 @@ class _Writer(dcp.FileSystemWriter):
             return super().write_data(*args)
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
+                with naming(Path(self.path)):
+                    raise error.__context__ from None
             raise
 
 
 def _read_tensors(contents: Contents, path: Path, *, strict: bool, module_only: bool) -> None:
-    reader = dcp.FileSystemReader(path)
+    reader = CheckpointReader(path)
     saved = {name: getattr(entry, "size", None) for name, entry in reader.read_metadata().state_dict_metadata.items()}
     _check_same(set(contents.models), {name.split(".")[0] for name in saved}, "model", subset=module_only)
     states = {name: training.tensors(module_only=module_only) for name, training in contents.models.items()}

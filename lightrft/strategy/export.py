@@ -4,6 +4,7 @@ import copy
 import shutil
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -13,9 +14,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightrft.engine.names import PublishedNames, made_as
 from lightrft.models.lora import CONFIG as ADAPTER_CONFIG
-from lightrft.models.lora import adapted_layers, is_adapter, save_adapter
+from lightrft.models.lora import adapted_layers, is_adapter, merged, save_adapter
 from lightrft.parallel.collectives import Axis
 from lightrft.strategy.atomic import PART, sync_file, write_folder
+from lightrft.strategy.named import persistent_buffers
 from lightrft.strategy.shard_writer import ShardWriter
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -44,6 +46,12 @@ def export(
         partial(_write_rest, model, tokenizer, dtype, world.rank == 0),
     )
     return folder
+
+
+def export_whole(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path, dtype: torch.dtype) -> Path:
+    """The same of a model that lies whole in this process, which alone writes it; its adapters are merged."""
+    stream = merged(model, chain(model.named_parameters(), persistent_buffers(model)))
+    return export(model, stream, tokenizer, folder, dtype, Axis("export", 1, 0, None))
 
 
 def export_adapter(

@@ -4,6 +4,7 @@ ZeRO cuts tensors wherever its partitions end. In a checkpoint such a run is a f
 strategy on any number of ranks has written, every other reads.
 """
 
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -11,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes, one for each dim."""
@@ -69,7 +70,10 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """torch's, for fragments too. What is read goes where they point; in the state itself they are gone then."""
+    """torch's, for fragments too. What is read goes where they point; in the state itself they are gone then.
+
+    Plain values are read without pickle's power to run code.
+    """
 
     def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         flat, _ = flatten_state_dict(state_dict)
@@ -79,6 +83,10 @@ class LoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         whole = self.state_dict[index.fqn]
         return whole.parts()[tuple(index.offset)] if isinstance(whole, Fragment) else super().lookup_tensor(index)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        plain = torch.load(value, weights_only=True)
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], plain)
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:

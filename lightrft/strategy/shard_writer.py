@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightrft.models.weight_files import INDEX, NAME
 from lightrft.parallel.collectives import Axis
-from lightrft.strategy.atomic import write_file
+from lightrft.strategy.atomic import naming, write_file
 
 HEADER_BYTES = 128 * 1024
 """Room for about a thousand tensors; the next one begins another file."""
@@ -100,7 +100,8 @@ class ShardWriter:
 
     def _try(self, action: Callable[[], Any]) -> None:
         try:
-            action()
+            with naming(self.folder):
+                action()
         except Exception as error:
             self._failure = self._failure or error
 

@@ -1,6 +1,5 @@
 """The loop around a step: metrics, evaluation, checkpoints, resuming, interruption, and the final model."""
 
-import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -20,14 +19,17 @@ from transformers import PreTrainedTokenizerBase
 import lightrft
 from lightrft.config import Config, ConfigError
 from lightrft.observe.metrics import Metrics
+from lightrft.observe.report import write_report
 from lightrft.observe.sinks import Observer
 from lightrft.observe.trace import Trace
 from lightrft.roles.policy import Policy
 from lightrft.strategy import StrategyBase
 from lightrft.strategy.checkpoint_verbs import NOTHING
 from lightrft.strategy.optim import own_settings
-from lightrft.trainer.identity import changed_settings, identity
+from lightrft.trainer.health import Health
+from lightrft.trainer.identity import changed_settings, identity, weights_of
 from lightrft.trainer.interruption import Interrupted, Interruption
+from lightrft.trainer.run_folder import RunFolder
 from lightrft.trainer.unreported import Unreported
 from lightrft.types import Expand, Prompt, Sample
 from lightrft.versions import installed_versions
@@ -58,6 +60,7 @@ class Trainer(ABC):
         *,
         observer: Observer,
         trace: Trace,
+        run_folder: RunFolder,
         parts: Mapping[str, Stateful] = NOTHING,
     ):
         """`parts` are what else has a state that a checkpoint must hold; see StrategyBase.save_ckpt()."""
@@ -67,7 +70,8 @@ class Trainer(ABC):
         self.observer, self.trace = observer, trace
         self.metrics = Metrics()
         self.interruption = Interruption(strategy.mesh.world)
-        self.folder = Path(config.train.save_path)
+        self.run_folder, self.folder = run_folder, run_folder.path
+        self.health = Health(config, strategy.dtype, logs=strategy.is_rank_0())
         self.models: dict[str, tuple[nn.Module, Optimizer | None, LRScheduler | None]] = {
             "actor": (policy.actor, policy.optimizer, policy.scheduler)
         }
@@ -78,7 +82,9 @@ class Trainer(ABC):
         self.done = 0
         """Steps whose updates are in the parameters."""
         self.saved = 0
-        """Steps whose updates are in the newest checkpoint of this process."""
+        """Steps whose updates are in the newest checkpoint."""
+        self.nothing_left = False
+        """Whether the run that is continued had finished."""
 
     @abstractmethod
     def step(self, number: int) -> None:
@@ -93,17 +99,22 @@ class Trainer(ABC):
         return False
 
     def fit(self) -> None:
-        """Train to the end, from the newest checkpoint when asked to. Interrupted: write a checkpoint, then raise."""
+        """Train to the end, from the newest checkpoint when asked to. Interrupted: write a checkpoint, then raise.
+
+        RuntimeError at the end of a run that learned nothing, because no gradient was ever finite.
+        """
         began = time.perf_counter()
         status = "failed"
-        self._start()
         try:
+            self._start()
             with self.interruption:
                 self._loop()
             self.strategy.announce("checkpoint")
             self.strategy.finish_ckpt()
-            self.strategy.announce("save_model")
-            self.save_models()
+            if not self.nothing_left:
+                self.strategy.announce("save_model")
+                self.save_models()
+                self._check_end()
             status = "finished"
         except Interrupted:
             self.strategy.announce("checkpoint")
@@ -111,8 +122,11 @@ class Trainer(ABC):
             status = "interrupted"
             raise
         finally:
-            self.observer.close(status)
-            self._describe_run(status, time.perf_counter() - began)
+            with ExitStack() as ending:  # all of it happens, also when a part fails
+                ending.callback(self.run_folder.release)
+                ending.callback(self._say_end, status)
+                ending.callback(self._describe_run, status, time.perf_counter() - began)
+                ending.callback(self.observer.close, status)
 
     def save_models(self) -> None:
         """What a run is for, as Hugging Face folders; all ranks call it."""
@@ -128,15 +142,32 @@ class Trainer(ABC):
         self.observer.samples(number, [_row(sample) for sample in shown])
 
     def _start(self) -> None:
+        resumed = None
         if self.config.train.load_checkpoint:
             self.strategy.announce("load_checkpoint")
-            self._resume()
-        if self.strategy.is_rank_0():
+            resumed = self._resume()
+            if resumed is None:
+                self.run_folder.set_aside()
+        self.nothing_left = self._has_ended()
+        if self.strategy.is_rank_0() and not self.nothing_left:
             self.config.write(self.folder / "config.yaml")
-        self.observer.start(asdict(self.config), self.total_steps, self.done if self.config.train.load_checkpoint else None)
+            self._describe_run("running", 0.0)
+        self.observer.start(asdict(self.config), self.total_steps, resumed)
+
+    def _has_ended(self) -> bool:
+        """Return whether the run that is continued has done all steps, and left its model; the same answer on all ranks."""
+        before = self.strategy.mesh.world.broadcast(self.run_folder.description())
+        if self.done < self.total_steps or before.get("status") != "finished":
+            return False
+        self.strategy.print(
+            f"nothing is left to do: all {self.total_steps} steps are done, and the model in {self.folder / 'model'} stays as it "
+            f"is; --num_episodes and --max_steps make a run longer"
+        )
+        return True
 
     def _loop(self) -> None:
         train = self.config.train
+        saves = train.save_steps > 0 or train.load_checkpoint
         for number in range(self.done + 1, self.total_steps + 1):
             self.step(number)
             self.policy.update_average(self.config.train.ema_beta)
@@ -146,7 +177,7 @@ class Trainer(ABC):
                 with self.trace.phase("evaluate"):
                     self.evaluate()
             self._report(number, last)
-            if train.save_steps > 0 and number % train.save_steps == 0:
+            if saves and (last or train.save_steps > 0 and number % train.save_steps == 0):
                 with self.trace.phase("checkpoint"):
                     self.save()
             self.strategy.finish_ckpt(wait=False)
@@ -167,13 +198,18 @@ class Trainer(ABC):
         if "rollout/tokens" in row:
             row["perf/tokens_per_second"] = row["rollout/tokens"] / row["time/step"]
         self.observer.log(number, row)
+        if self.health.check_step(number, row):
+            self.strategy.engine.proof_turn = None
 
     # -- checkpoints
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What the run's checkpoints belong to."""
-        return identity(self.config, self.strategy.unwrap_model(self.policy.actor).config, self.learned_rows)
+        """What the run's checkpoints belong to. All ranks ask for it together."""
+        models = {name: self.strategy.unwrap_model(model) for name, (model, *_) in self.models.items()}
+        known = {name: weights_of(model.name_or_path) for name, model in models.items()} if self.strategy.is_rank_0() else {}
+        weights = {name: found for name, found in self.strategy.mesh.world.broadcast(known).items() if found}
+        return identity(self.config, models["actor"].config, self.learned_rows, weights)
 
     @property
     def learned_rows(self) -> list[Prompt]:
@@ -182,7 +218,7 @@ class Trainer(ABC):
 
     @property
     def checkpoints(self) -> Path:
-        return Path(self.config.train.ckpt_path or self.folder / "checkpoints")
+        return self.run_folder.checkpoints
 
     def save(self) -> None:
         """A checkpoint of the state after `self.done` steps."""
@@ -194,14 +230,15 @@ class Trainer(ABC):
             tag=f"step{self.done}",
             max_num=train.max_ckpt_num,
             max_mem=train.max_ckpt_mem,
-            client_state={"step": self.done, "identity": self.identity},
+            client_state={"step": self.done, "run": self.run_folder.id, "identity": self.identity},
             parts=self.parts,
             hf_model=self.policy.actor if train.save_hf_ckpt else None,
             tokenizer=self.tokenizer,
             async_save=train.async_save,
         )
 
-    def _resume(self) -> None:
+    def _resume(self) -> int | None:
+        """Returns the step after which the run continues; None where no checkpoint can be used."""
         with ExitStack() as settings:
             for _, optimizer, scheduler in self.models.values():
                 if optimizer is not None:
@@ -209,9 +246,10 @@ class Trainer(ABC):
             path, state = self.strategy.load_ckpt(self.models, self.checkpoints, parts=self.parts, check=self._check)
         if path is None:
             self.strategy.print(f"no checkpoint in {self.checkpoints}: starting afresh")
-            return
-        self.done = state["step"]
+            return None
+        self.done = self.saved = state["step"]
         self.strategy.print(f"continuing after step {self.done} from {path}")
+        return self.done
 
     def _check(self, path: Path, state: dict[str, Any]) -> None:
         try:
@@ -232,20 +270,37 @@ class Trainer(ABC):
         self.strategy.finish_ckpt()
         self.strategy.print(f"saved step {self.done} in {self.checkpoints}; continue with the same command and --load_checkpoint")
 
+    def _check_end(self) -> None:
+        scheduler = self.policy.scheduler
+        self.health.check_end(taken=scheduler.last_epoch if scheduler else 0, skipped=self.strategy.skipped_steps)
+
     def _describe_run(self, status: str, seconds: float) -> None:
-        """`run.json`: what ran, for people and for the report."""
-        if not self.strategy.is_rank_0():
+        """Write `run.json`: what ran, for people and for the report."""
+        if not self.strategy.is_rank_0() or (self.nothing_left and status == "finished"):
             return
-        description = {
+        self.run_folder.describe({
             "status": status,
             "steps": self.done,
             "engine": self.strategy.engine_name,
             "strategy": type(self.strategy).__name__,
             "world_size": self.strategy.mesh.world.size,
             "seconds": round(seconds, 2),
+            "warnings": self.health.warnings,
             "versions": {"lightrft": lightrft.__version__} | installed_versions(),
-        }
-        (self.folder / "run.json").write_text(json.dumps(description, indent=2) + "\n")
+        })  # fmt: skip
+
+    def _say_end(self, status: str) -> None:
+        """Name the folder, and write the report unless the run failed: other ranks wait to hear of that."""
+        if not self.strategy.is_rank_0() or self.done == 0:
+            return
+        model = f"model in {self.folder / 'model'}" if status == "finished" else f"files in {self.folder}"
+        logger.info("{} after step {}: {}", status, self.done, model)
+        if status == "failed":
+            return
+        try:
+            logger.info("report: {}", write_report(self.folder))
+        except Exception as error:  # a finished run does not fail for it
+            logger.warning("the report of {} could not be written: {}: {}", self.folder, type(error).__name__, error)
 
 
 def _due(number: int, every: int, last: bool) -> bool:

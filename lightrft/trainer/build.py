@@ -1,6 +1,8 @@
 """The wiring: from a configuration to a trainer that is ready to run. Nothing else happens here."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from lightrft.models.routers import Routers
 from lightrft.models.trainable import choose_trained
 from lightrft.observe.console import Console
 from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard, WandB
+from lightrft.observe.text import duration
 from lightrft.observe.trace import Trace
 from lightrft.parallel import device
 from lightrft.roles.critic import Critic
@@ -37,9 +40,11 @@ from lightrft.rollout.rewards import Judge
 from lightrft.rollout.sampler import Sampler
 from lightrft.strategy import StrategyBase
 from lightrft.trainer.base import Course
+from lightrft.trainer.export import with_merged_pretrain
 from lightrft.trainer.mixin import Mixin
 from lightrft.trainer.ppo import PPOTrainer
 from lightrft.trainer.prepare import prepare_config
+from lightrft.trainer.run_folder import RunFolder
 from lightrft.trainer.sft import SFTTrainer
 from lightrft.types import Prompt
 
@@ -49,6 +54,8 @@ ANY_TOKEN = Sampling()
 
 def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     prepare_config("train_ppo", config)
+    run_folder = RunFolder.claim(config, strategy.mesh.world)
+    given, config = config, with_merged_pretrain(config, strategy.mesh.world)
     judge = Judge(config.reward.reward, strategy.mesh.siblings, background=config.reward.reward_background)
     course = load_course(config, config.rollout.rollout_batch_size)
     tokenizer, steps = course.tokenizer, course.total_steps
@@ -59,7 +66,8 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     if frozen >= steps:
         raise ConfigError(f"--freezing_actor_steps {frozen} leaves none of this run's {steps} steps to the actor")
     sampling, reference = Sampling.of(config.rollout), needs_reference(algorithm)
-    policy = build_policy(config, strategy, updates=(steps - frozen) * updates, reference=reference, sampling=sampling)
+    with told(strategy, f"loading {config.model.pretrain}"):
+        policy = build_policy(config, strategy, updates=(steps - frozen) * updates, reference=reference, sampling=sampling)
     show_blanks(policy, course.expand)
     critic = build_critic(config, strategy, tokenizer, updates=steps * updates) if needs_critic(algorithm) else None
     teacher = build_teacher(config, strategy, tokenizer) if algorithm.distill_coef > 0 else None
@@ -68,7 +76,8 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     mixin = build_mixin(config, policy, course) if config.data.pretrain_data else None
     judge.models = build_model_rewards(config, strategy, tokenizer)
     strategy.announce("start_engine")
-    strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
+    with told(strategy, f"starting the engine (--engine_type {config.engine.engine_type})"):
+        strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
     collect = collector(config, strategy, course.prompts, Sampler(strategy, tokenizer, config.rollout), judge)
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
     kl_coefficient = KLCoefficient(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
@@ -76,12 +85,13 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     strategy.report_memory("models and engine are there;")
     observer, trace = observation(config, strategy)
     return PPOTrainer(
-        config,
+        given,
         strategy,
         policy,
         course,
         observer=observer,
         trace=trace,
+        run_folder=run_folder,
         collect=collect,
         make_experience=ExperienceMaker(
             policy,
@@ -103,11 +113,23 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
 
 def sft_trainer(config: Config, strategy: StrategyBase) -> SFTTrainer:
     prepare_config("train_sft", config)
+    run_folder = RunFolder.claim(config, strategy.mesh.world)
+    given, config = config, with_merged_pretrain(config, strategy.mesh.world)
     course = load_course(config, config.train.train_batch_size, answers=True)
-    policy = build_policy(config, strategy, updates=course.total_steps, reference=False)
+    with told(strategy, f"loading {config.model.pretrain}"):
+        policy = build_policy(config, strategy, updates=course.total_steps, reference=False)
     show_blanks(policy, course.expand)
     observer, trace = observation(config, strategy)
-    return SFTTrainer(config, strategy, policy, course, observer=observer, trace=trace)
+    return SFTTrainer(given, strategy, policy, course, observer=observer, trace=trace, run_folder=run_folder)
+
+
+@contextmanager
+def told(strategy: StrategyBase, what: str) -> Iterator[None]:
+    """Say on rank 0 what begins, and when it is done how long it took."""
+    began = time.perf_counter()
+    strategy.print(f"{what} ...")
+    yield
+    strategy.print(f"{what}: done after {duration(time.perf_counter() - began)}")
 
 
 def load_course(config: Config, batch_size: int, *, answers: bool = False) -> Course:
@@ -271,7 +293,8 @@ def evaluation(config: Config, strategy: StrategyBase) -> tuple[Sampler, Judge]:
     judge.models = build_model_rewards(config, strategy, tokenizer)
     config.engine.enable_engine_sleep = judge.models is not None  # else nothing else needs the device
     strategy.announce("start_engine")
-    strategy.setup_inference_engine(config, config.engine.engine_type)
+    with told(strategy, f"starting the engine (--engine_type {config.engine.engine_type}) with {config.model.pretrain}"):
+        strategy.setup_inference_engine(config, config.engine.engine_type)
     return Sampler(strategy, tokenizer, config.rollout), judge
 
 

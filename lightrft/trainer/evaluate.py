@@ -4,15 +4,23 @@ import torch
 
 from lightrft.algorithms.advantage import RIGHT, share_of_draws
 from lightrft.observe.metrics import Metrics
+from lightrft.parallel.collectives import Axis
 from lightrft.rollout.groups import Group
 from lightrft.rollout.rewards import Judge
 
 
-def evaluate(groups: list[Group], judge: Judge, metrics: Metrics) -> None:
-    """Add `eval/*` metrics of all ranks' groups, which Sampler.answer() made. The engine should sleep."""
-    judge([sample for group in groups for sample in group.responses])
+def evaluate(groups: list[Group], judge: Judge, metrics: Metrics, data: Axis) -> None:
+    """Add `eval/*` metrics of all ranks' groups, which Sampler.answer() made. The engine should sleep.
+
+    `eval/accuracy` is there where all rewards, over all ranks, are 0 or 1: it is then the mean reward, which is a share.
+    """
+    responses = [sample for group in groups for sample in group.responses]
+    judge(responses)
+    right_or_wrong = all(data.gather(all(sample.reward in (0, 1) for sample in responses)))
     for group in groups:
-        metrics.mean("eval/accuracy", group.greedy.reward)
+        metrics.mean("eval/reward", group.greedy.reward)
+        if right_or_wrong:
+            metrics.mean("eval/accuracy", group.greedy.reward)
         metrics.mean("eval/response_length", len(group.greedy.token_ids))
         metrics.mean("eval/truncated", float(group.greedy.truncated))
         for k, share in pass_at_k(group).items():

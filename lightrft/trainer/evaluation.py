@@ -14,6 +14,7 @@ from lightrft.rollout.sampler import Sampler
 from lightrft.strategy import StrategyBase
 from lightrft.trainer.build import evaluation, load_expander
 from lightrft.trainer.evaluate import evaluate
+from lightrft.trainer.export import with_merged_pretrain
 from lightrft.types import Prompt
 
 
@@ -21,13 +22,14 @@ class Evaluation:
     """Judges the greedy response to each prompt of --eval_data, and --eval_n_samples others."""
 
     def __init__(self, config: Config, strategy: StrategyBase):
-        tokenizer = load_tokenizer(config.model)
-        expand = load_expander(config, tokenizer, engine=True)
+        loaded = with_merged_pretrain(config, strategy.mesh.world)
+        tokenizer = load_tokenizer(loaded.model)
+        expand = load_expander(loaded, tokenizer, engine=True)
         self.prompts: list[Prompt] = load_prompts(config.data, tokenizer, source="eval_data", measure=expand and expand.measure)
         self.config, self.strategy = config, strategy
         self.sampler: Sampler
         self.judge: Judge
-        self.sampler, self.judge = evaluation(config, strategy)
+        self.sampler, self.judge = evaluation(loaded, strategy)
 
     def run(self) -> dict[str, float]:
         """Return the numbers, which rank 0 also writes to save_path/evaluation.json."""
@@ -35,12 +37,12 @@ class Evaluation:
         strategy.announce("evaluate")
         with strategy.engine_awake():
             groups = self.sampler.answer(self.prompts)
-        evaluate(groups, self.judge, metrics)
+        evaluate(groups, self.judge, metrics, strategy.mesh.data)
         result = {name.removeprefix("eval/"): value for name, value in metrics.reduce(strategy.mesh.data).items()}
         if strategy.is_rank_0():
             file = Path(config.train.save_path) / "evaluation.json"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(result, indent=2) + "\n")
-            accuracy, count = result["accuracy"], int(result["num_samples"])
-            logger.info(f"{config.model.pretrain}: accuracy {accuracy:.3f} of {count} prompts -> {file}")
+            found = f"accuracy {result['accuracy']:.3f}" if "accuracy" in result else f"mean reward {result['reward']:.4g}"
+            logger.info("{}: {} of {} prompts -> {}", config.model.pretrain, found, int(result["num_samples"]), file)
         return result

@@ -2,15 +2,19 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
 from transformers import PretrainedConfig
 
 from lightrft.config import SECTIONS, Config, ConfigError
 from lightrft.data.images import ImageFile
 from lightrft.data.loader import share_of
+from lightrft.models.weight_files import fingerprint
+from lightrft.strategy.checkpoint_verbs import NOTHING
 
 FIXED = ("seed", "rollout_batch_size", "n_samples_per_prompt", "train_batch_size", "max_epochs", "advantage_estimator")
 """Settings on which the order of the data, the updates of a step, or the meaning of what is stored depend."""
@@ -21,7 +25,7 @@ TOWERS = ("vision_config", "audio_config")
 """Parts of a model's configuration that stand for parts which are not trained."""
 NO_NUMBER_DEPENDS_ON = {
     *("save_path", "ckpt_path", "load_checkpoint", "save_steps", "max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt", "async_save"),
-    "save_adapter_only",
+    *("save_adapter_only", "overwrite", "mismatch_limit"),
     *("eval_steps", "timeout_minutes", "arrival_minutes", *(field.name for field in fields(SECTIONS["observe"]))),
 }
 NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
@@ -29,15 +33,32 @@ NUM_PIECES = 64
 """Pieces of the data that are known apart, so that a change can be found."""
 
 
-def identity(config: Config, model: PretrainedConfig, rows: Sequence[Any]) -> dict[str, Any]:
-    """Of a run, in JSON's types. `rows` are dataclasses: the training data after templates, tokenizer and limits."""
+def identity(
+    config: Config, model: PretrainedConfig, rows: Sequence[Any], weights: Mapping[str, str] = NOTHING
+) -> dict[str, Any]:
+    """Of a run, in JSON's types. `rows` are dataclasses: the training data after templates, tokenizer and limits.
+
+    `weights`: name of a model -> fingerprint of the weights that it was made from.
+    """
     pieces = [share_of(number, NUM_PIECES, len(rows)) for number in range(NUM_PIECES)]
     return _plain({
         "rows": len(rows),
         "pieces": [_digest(rows[piece.start : piece.stop]) for piece in pieces],
         "model": {name: value for name, value in model.to_dict().items() if name not in NOT_THE_MODEL},
+        "weights": dict(weights),
         "settings": {name: value for section in asdict(config).values() for name, value in section.items()},
     })  # fmt: skip
+
+
+def weights_of(name: str) -> str:
+    """Return the fingerprint of a model's folder, or of the hub's files on this machine; empty where they cannot be read."""
+    folder = Path(name).expanduser()
+    try:
+        if name and not folder.is_dir():
+            folder = Path(try_to_load_from_cache(name, "config.json") or "").parent
+        return fingerprint(folder) if name else ""
+    except (OSError, ValueError, TypeError):
+        return ""
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -48,6 +69,9 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     fixed = (*FIXED, *FIXED_BESIDE_FROZEN) if partly else FIXED
     problems = [f"--{name} {change}" for name, change in settings.items() if name in fixed]
     problems += [f"the model's {name} {change}" for name, change in _changes(before["model"], now["model"]).items()]
+    others = [f"the weights of the {name}'s base model have changed, and frozen parameters are not in the checkpoint"
+              for name in _changes(before.get("weights", {}), now["weights"])]  # fmt: skip
+    problems += others if partly else []
     if before["rows"] != now["rows"]:
         problems.append(f"the training data had {before['rows']} rows, has {now['rows']}")
     elif other := [number for number in range(NUM_PIECES) if before["pieces"][number] != now["pieces"][number]]:
@@ -55,7 +79,10 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         problems.append(f"the training data has changed, first in the rows {piece.start + 1} to {piece.stop} of {now['rows']}")
     if problems:
         raise ConfigError("\n".join(f"  - {problem}" for problem in problems))
-    return [f"--{name} {change}" for name, change in settings.items() if name not in NO_NUMBER_DEPENDS_ON]
+    said = [f"--{name} {change}" for name, change in settings.items() if name not in NO_NUMBER_DEPENDS_ON]
+    of_reference = now["settings"].get("use_kl_loss") or now["settings"].get("init_kl_coef")
+    return said + (["the weights of --pretrain, which the divergence is measured from, have changed"]
+                   if others and of_reference else [])  # fmt: skip
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:

@@ -71,7 +71,7 @@ class PPOTrainer(Trainer):
         with self.strategy.engine_awake(self.policy.actor):
             groups = self.collect.sampler.answer(self.eval_prompts)
         self.strategy.engine_lags(version)
-        evaluate(groups, self.collect.judge, self.metrics)
+        evaluate(groups, self.collect.judge, self.metrics, self.strategy.mesh.data)
 
     def save_models(self) -> None:
         super().save_models()

@@ -126,6 +126,19 @@ def test_headline_numbers_come_from_the_summary_first(run):
     assert "at first 10%" not in after
 
 
+def test_a_reward_is_no_share_and_what_concerns_the_run_is_said(tmp_path):
+    sink = JsonLines(tmp_path)
+    sink.start({}, 2)
+    for step in (1, 2):  # all rewards of the first evaluation were 0
+        row = {"rollout/reward": 3.74, "eval/reward": 3.74 * (step - 1)}
+        sink.log(step, row | ({"eval/accuracy": 0.0} if step == 1 else {}))
+    sink.close("finished")
+    (tmp_path / "run.json").write_text(json.dumps({"run": "c0ffee", "warnings": ["nothing <learned>"]}))
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert "Held-out reward3.74at first 0" in text and "374" not in text
+    assert "nothing <learned>" in text and "c0ffee" not in text
+
+
 def test_a_supervised_run(tmp_path):
     sink = JsonLines(tmp_path)
     sink.start({}, 3)

@@ -1,15 +1,17 @@
 """Why: a resumed run must not repeat rows, files must be readable by others' tools, and a terminal must survive model text."""
 
+import errno
 import io
 import json
 import sys
 from types import SimpleNamespace
 
 import pytest
+from loguru import logger
 from rich.console import Console as RichConsole
 
 from lightrft.observe.console import Console, sparkline
-from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard, WandB, encode_row, read_rows
+from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard, WandB, encode_row, read_ends, read_rows
 
 
 def write_steps(folder, steps, resume_step=None):
@@ -50,10 +52,43 @@ def test_rows_are_strict_json_whatever_is_in_them():
     assert json.loads(line, parse_constant=refuse) == row | {"nan": None, "inf": None}
 
 
-def test_a_malformed_row_is_named_by_file_and_line(tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\nnonsense\n{"step": 2}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
-        read_rows(tmp_path / "metrics.jsonl")
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+def test_broken_rows_are_left_out_with_a_warning_and_a_run_continues(tmp_path, name):
+    """A power cut leaves zeros or halves of rows, at the end and, after a resume, anywhere."""
+    write_steps(tmp_path, [1, 2])
+    content = (tmp_path / name).read_bytes()
+    broken = b'{"step": 2, "tra\x00\x00\xff\n17\n{"no": "step"}\n'
+    (tmp_path / name).write_bytes(content + broken + b'{"step": 3, "train/loss": 3.0}\n{"step": 4, "train')
+    lines: list[str] = []
+    sink = logger.add(lambda line: lines.append(str(line)), format="{message}")
+    write_steps(tmp_path, [4], resume_step=3)
+    logger.remove(sink)
+    first = content.count(b"\n") + 1
+    assert lines == [f"{tmp_path / name}: 4 broken lines are left out, the first is line {first}\n"]
+    assert sorted({row["step"] for row in read_rows(tmp_path / name)}) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("tail", [2**24, 200])
+def test_the_ends_of_a_long_file(tmp_path, monkeypatch, tail):
+    monkeypatch.setattr("lightrft.observe.sinks.TAIL_BYTES", tail)
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(b"".join(encode_row({"step": step}) for step in range(1, 101)) + b'{"step": 101')
+    assert [row["step"] for row in read_ends(path, 4)] == [1, 2, 3, 4, 98, 99, 100]
+    path.write_bytes(b"".join(encode_row({"step": step}) for step in range(1, 7)))
+    assert [row["step"] for row in read_ends(path, 4)] == [1, 2, 3, 4, 5, 6]
+    assert read_ends(tmp_path / "none", 4) == []
+
+
+def test_a_failed_write_names_its_file(tmp_path):
+    class Full(io.BytesIO):
+        def flush(self):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    sink = JsonLines(tmp_path)
+    sink.start({}, 10)
+    sink._files[0] = Full()
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/metrics.jsonl'"):
+        sink.log(1, {"train/loss": 1.0})
 
 
 def test_tensorboard_reads_its_files_and_a_resume_hides_the_repeated_steps(tmp_path):

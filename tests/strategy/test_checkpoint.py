@@ -1,15 +1,20 @@
+import io
 import json
+import pickle
 import random
 import resource
 import shutil
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from loguru import logger
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from lightrft.strategy.checkpoint_reader import CheckpointReader
 from ranks import run_ranks, whole
 from strategy.training import distance, fill_the_disk, load, my_rows, one_step, share_of_loss, snapshot, strategy
 
@@ -278,6 +283,72 @@ def test_a_checkpoint_of_another_model_is_an_error(folder, tmp_path, root, chang
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "other")
     with pytest.raises(RuntimeError, match=rf"{root / 'a'} could not be loaded: rank 0: .*{says}"):
         run_ranks(2, other_model, folder, str(tmp_path / "other"), root)
+
+
+# -- checkpoints that were prepared to run code
+
+
+class Bomb:
+    """Unpickled without care it writes a file."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.write_text, (self.marker, "code ran")
+
+
+def in_the_index(folder: Path, bomb: Bomb) -> None:
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    metadata.planner_data = {"path": bomb}
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def in_a_plain_value(folder: Path, bomb: Bomb) -> None:
+    """In place of the decay rates of Adam."""
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    content = io.BytesIO()
+    torch.save({"betas": bomb}, content)
+    file = folder / "__0_0.distcp"
+    place = next(place for index, place in metadata.storage_data.items() if index.fqn.endswith("param_groups.0.betas"))
+    place.relative_path, place.offset, place.length = file.name, file.stat().st_size, len(content.getvalue())
+    with file.open("ab") as tensors:
+        tensors.write(content.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def in_the_file(name: str):
+    def put(folder: Path, bomb: Bomb) -> None:
+        torch.save({"bomb": bomb}, folder / name)
+
+    return put
+
+
+@pytest.mark.parametrize("put, says", [
+    (in_the_index, "its index names pathlib.Path.write_text, which could run code"),
+    (in_a_plain_value, "Weights only load failed"),
+    *((in_the_file(name), "Weights only load failed") for name in ("schedulers.pt", "parts.pt", "random_00000.pt")),
+])
+def test_no_checkpoint_runs_code(folder, three, tmp_path, put, says):
+    marker, manifest = tmp_path / "marker", three / "c" / "manifest.json"
+    put(three / "c", Bomb(marker))
+    assert not marker.exists()
+    content = json.loads(manifest.read_text())
+    for name in content["files"]:
+        data = (three / "c" / name).read_bytes()
+        content["files"][name] = [len(data), zlib.crc32(data)]
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(RuntimeError, match=rf"{three / 'c'} could not be loaded: rank \d: .*{says}"):
+        run_ranks(2, load_messages, folder, three)
+    assert not marker.exists()
+
+
+def test_an_index_that_names_files_outside_is_refused(three):
+    metadata = dcp.FileSystemReader(three / "c").read_metadata()
+    next(iter(metadata.storage_data.values())).relative_path = "../b/__0_0.distcp"
+    (three / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(pickle.UnpicklingError, match="a file outside of it: ../b/__0_0.distcp"):
+        CheckpointReader(three / "c").read_metadata()
 
 
 # -- writing

@@ -46,7 +46,7 @@ def test_partial_rollouts_have_the_log_probs_they_were_drawn_with(inputs, tmp_pa
     flags += [f"--eval_data={inputs[2].partition('=')[2]}", "--eval_split=train", "--max_eval_samples=2", "--eval_steps=1"]
     rows = train("train_ppo", 2, [*inputs, *PPO, *flags, "--n_samples_per_prompt=2", "--train_batch_size=16"], tmp_path)
     assert max(row["rollout/groups_carried"] for row in rows) > 0
-    assert rows[1]["rollout/staleness_max"] == 1 and "eval/accuracy" in rows[0]
+    assert rows[1]["rollout/staleness_max"] == 1 and "eval/reward" in rows[0]
     assert all(row["rollout/staleness_max"] <= number for number, row in enumerate(rows))
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
 

@@ -141,7 +141,7 @@ def test_nodes_of_different_size_train_as_three_ranks_of_one(inputs, tmp_path):
     rows = train("train_ppo", 3, [*inputs, *SHARED], tmp_path / "one")
     assert len(rows) == 2
     for ours, theirs in zip(rows, rows_of(tmp_path / "two"), strict=True):
-        for name in ("rollout/reward", "train/loss", "train/grad_norm", "eval/accuracy"):
+        for name in ("rollout/reward", "train/loss", "train/grad_norm", "eval/reward"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-7), name
 
 

@@ -4,11 +4,20 @@ import json
 from dataclasses import replace
 
 import pytest
-from transformers import Qwen2_5_VLConfig, Qwen3Config
+from transformers import Qwen2_5_VLConfig, Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.config import Config, ConfigError, section_of_field
-from lightrft.trainer.identity import FIXED, FIXED_BESIDE_FROZEN, NO_NUMBER_DEPENDS_ON, NOT_THE_MODEL, changed_settings, identity
+from lightrft.trainer.identity import (
+    FIXED,
+    FIXED_BESIDE_FROZEN,
+    NO_NUMBER_DEPENDS_ON,
+    NOT_THE_MODEL,
+    changed_settings,
+    identity,
+    weights_of,
+)
 from lightrft.types import Prompt
+from tiny import tiny_model
 
 
 def rows(count: int = 200) -> list[Prompt]:
@@ -101,3 +110,26 @@ def test_what_another_version_does_not_know_is_no_change():
     before = of()
     del before["settings"]["seed"], before["model"]["hidden_size"]
     assert changed_settings(before, of(seed=3)) == []
+
+
+def test_the_weights_of_a_base_are_known_by_their_content(tmp_path):
+    folder = tiny_model(tmp_path / "model")
+    before = weights_of(folder)
+    assert before and before == weights_of(tiny_model(tmp_path / "again")) != weights_of(tiny_model(tmp_path / "other", seed=1))
+    model = Qwen3ForCausalLM.from_pretrained(folder)
+    model.model.norm.weight.data[:8] += 1e-3
+    model.save_pretrained(folder)
+    assert weights_of(folder) != before
+    assert [weights_of(name) for name in ("", "owner/name", "no name at all")] == ["", "", ""]
+
+
+def test_changed_weights_of_a_base_are_refused_or_said():
+    before, now = ({**of(**settings), "weights": {"actor": each}}
+                   for each, settings in (("a", {"lora_rank": 4}), ("b", {"lora_rank": 4})))  # fmt: skip
+    assert "the weights of the actor's base model have changed" in refusal(now, before)
+    before, now = ({**of(init_kl_coef=0.1), "weights": {"actor": each}} for each in "ab")
+    assert changed_settings(before, now) == ["the weights of --pretrain, which the divergence is measured from, have changed"]
+    before, now = ({**of(), "weights": {"actor": each}} for each in "ab")
+    assert changed_settings(before, now) == [], "all weights are in the checkpoint"
+    del before["weights"]
+    assert changed_settings(before, now) == [], "an older checkpoint"

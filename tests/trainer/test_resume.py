@@ -1,5 +1,6 @@
 """A killed run continues as if nothing happened: metrics and parameters of the second half are bit-identical."""
 
+import json
 import os
 import shutil
 import signal
@@ -161,6 +162,48 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(inputs,
     assert_same_run(again, finished)
 
 
+def test_a_finished_run_has_nothing_left_and_a_fresh_one_does_not_replace_it(inputs, finished, again, log):
+    flags = [*inputs, *RUN, *STRATEGIES["fsdp"]]
+    with pytest.raises(RuntimeError, match="ConfigError: .*has the results of an earlier run .*--overwrite moves it"):
+        train("train_ppo", 1, flags, again)
+    assert "loading" not in log.read_text(), "it is refused before anything heavy"
+    before = {path: path.stat().st_mtime_ns for path in (again / "model").iterdir()}
+    described = (again / "run.json").read_text()
+    rows = train("train_ppo", 1, [*flags, "--load_checkpoint"], again)
+    assert "nothing is left to do: all 6 steps are done" in log.read_text()
+    assert rows == rows_of(finished) and described == (again / "run.json").read_text()
+    assert before == {path: path.stat().st_mtime_ns for path in (again / "model").iterdir()}
+
+
+@pytest.mark.slow
+def test_the_last_step_is_saved_and_a_longer_run_repeats_nothing(inputs, tmp_path, log):
+    flags = [*inputs, *RUN, *STRATEGIES["fsdp"], "--lr_scheduler=constant"]
+    train("train_ppo", 1, [*flags, "--max_steps=4"], tmp_path / "whole")
+    train("train_ppo", 1, [*flags, "--max_steps=3"], tmp_path / "longer")
+    assert sorted(path.name for path in (tmp_path / "longer" / "checkpoints").iterdir()) == ["latest", "step2", "step3"]
+    identity = json.loads((tmp_path / "longer" / "run.json").read_text())["run"]
+    train("train_ppo", 1, [*flags, "--max_steps=4", "--load_checkpoint"], tmp_path / "longer")
+    assert "continuing after step 3" in log.read_text()
+    assert_same_run(tmp_path / "longer", tmp_path / "whole")
+    ended = json.loads((tmp_path / "longer" / "run.json").read_text())
+    assert (ended["run"], ended["status"], ended["steps"]) == (identity, "finished", 4)
+    assert (tmp_path / "longer" / "report.html").is_file(), "the end writes the report"
+
+
+@pytest.mark.slow
+def test_a_job_requeued_before_its_first_save_begins_afresh(inputs, tmp_path, monkeypatch):
+    """The same command every time, with --load_checkpoint: what it had written is kept aside."""
+    flags = [*inputs, *RUN, *STRATEGIES["fsdp"], "--save_steps=5", "--load_checkpoint", f"--ckpt_path={tmp_path / 'ckpt'}"]
+    monkeypatch.setenv("KILL_AT", "3")
+    with pytest.raises(RuntimeError, match="ended with -9"):
+        train("train_ppo", 1, [*flags, "--max_steps=4"], tmp_path / "job")
+    monkeypatch.delenv("KILL_AT")
+    rows = train("train_ppo", 1, [*flags, "--max_steps=4"], tmp_path / "job")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows_of(tmp_path / "job.previous")] == [1, 2]
+    assert [path.name for path in (tmp_path / "ckpt").iterdir() if path.is_dir()] == ["step4"]
+
+
 def test_every_checkpoint_has_a_folder_for_from_pretrained(inputs, finished):
     for step in (2, 4, 6):
         folder = finished / "checkpoints" / f"step{step}" / "hf"
@@ -222,8 +265,9 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(inputs, tmp_p
     """In the background too: the failure is raised at the next safe point, on all ranks."""
     (tmp_path / "full.py").write_text(DEADLY_REWARD.replace("SIG_DFL", "SIG_IGN"))
     flags = [*inputs, *RUN, *STRATEGIES["fsdp"], *options, f"--reward={tmp_path / 'full.py'}:deadly"]
-    says = r"step4 could not be written: rank 0: OSError: \[Errno 27\].*; rank 1: OSError(.|\n)*rank 1:(.|\n)*step4 could not"
+    says = r"step4 could not be written: rank 0: OSError: \[Errno 27\].*step4.part'; rank 1: OSError(.|\n)*rank 1:(.|\n)*step4 c"
     assert interrupted(flags, tmp_path / "run", monkeypatch, says, DIE_WRITING_AT="4") == ["latest", "step2"]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def test_its_scores_are_the_rewards(inputs, two_ranks):
         assert (
             row["rollout/reward"] == pytest.approx(row["rollout/reward_of_scorer3"], rel=1e-6) and row["rollout/reward_std"] > 0
         )
-        assert row["eval/accuracy"] != 0 and row["critic/loss"] > 0
+        assert row["eval/reward"] != 0 and row["critic/loss"] > 0
     shown = [json.loads(line) for line in (save_path / "samples.jsonl").read_text().splitlines()]
     whole = [sample for sample in shown if sample["length"] == len(sample["response"].encode())]  # others do not survive decoding
     assert whole

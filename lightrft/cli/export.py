@@ -1,0 +1,55 @@
+"""Write a checkpoint, or an adapter's folder, as a Hugging Face folder that from_pretrained, --pretrain and engines load.
+
+lightrft export runs/run/checkpoints/step20 exported
+"""
+
+import argparse
+import warnings
+from pathlib import Path
+
+from loguru import logger
+
+from lightrft.cli.entrypoint import USER_ERROR, set_up_logging
+from lightrft.models.lora import is_adapter_folder
+from lightrft.strategy.atomic import CheckpointError
+from lightrft.trainer.export import export_checkpoint, export_merged
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    set_up_logging()
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)  # one process is enough
+    try:
+        logger.info("exported: {}", _export(arguments))
+    except (ValueError, CheckpointError, OSError) as error:
+        logger.error("{}", error)
+        raise SystemExit(USER_ERROR) from None
+
+
+def _export(arguments: argparse.Namespace) -> Path:
+    common = {"trust_remote_code": arguments.trust_remote_code}
+    if is_adapter_folder(arguments.checkpoint):
+        return export_merged(str(arguments.checkpoint), arguments.folder, base=arguments.pretrain, **common)
+    return export_checkpoint(
+        arguments.checkpoint, arguments.folder, name=arguments.name, pretrain=arguments.pretrain,
+        adapter_only=arguments.adapter_only, **common,
+    )  # fmt: skip
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lightrft export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path,
+                        help="a checkpoint, a folder of them (the newest counts), or an adapter's folder")  # fmt: skip
+    parser.add_argument("folder", type=Path, help="where the model is written")
+    parser.add_argument("--name", default="actor", choices=("actor", "ema", "critic"), help="which model of the checkpoint")
+    parser.add_argument("--pretrain", default="", help="the run's --pretrain, or the adapter's base, where it is now")
+    parser.add_argument("--adapter_only", action="store_true", help="of a LoRA run: the adapter in peft's format, not merged")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with --pretrain")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

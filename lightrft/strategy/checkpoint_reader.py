@@ -1,0 +1,59 @@
+"""Read the tensors of a checkpoint. Nothing in its files can run code.
+
+torch's FileSystemReader and DefaultLoadPlanner unpickle the index (`.metadata`) and plain values (such as betas) without any
+restriction. Here the index may name the classes below alone, and values are read with `weights_only`.
+"""
+
+import pickle
+from pathlib import PurePath, PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+INDEX_CLASSES = (
+    *(_MEM_FORMAT_ENCODING, BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties),
+    *(TensorStorageMetadata, _StorageInfo, torch.Size),
+)
+ALLOWED: dict[tuple[str, str], Any] = {
+    **{(each.__module__, each.__qualname__): each for each in INDEX_CLASSES},
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # "torch.strided" -> torch.strided
+    **{(module, name): PurePosixPath for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
+}
+"""Module and name in the pickled index -> the object it stands for."""
+
+
+class CheckpointReader(FileSystemReader):
+    """Read checkpoints of torch.distributed.checkpoint, without its unrestricted pickle."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the index. UnpicklingError for one that names anything else, or files outside of the checkpoint's folder."""
+        with self.fs.create_stream(self._get_metadata_path(), "rb") as file:
+            metadata = _IndexUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"its index is a {type(metadata).__name__}, not the metadata of a checkpoint")
+        for place in metadata.storage_data.values():
+            if PurePath(place.relative_path).name != place.relative_path:
+                raise pickle.UnpicklingError(f"its index names a file outside of it: {place.relative_path}")
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in ALLOWED:
+            return ALLOWED[module, name]
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"its index names {module}.{name}, which could run code; it is not loaded")

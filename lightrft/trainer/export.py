@@ -1,0 +1,133 @@
+"""Hugging Face folders from what cannot stand alone: a run's checkpoint, and a folder with an adapter."""
+
+import hashlib
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+from loguru import logger
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from lightrft.config import Config, ConfigError, ModelSection
+from lightrft.models.heads import Actor, Scorer
+from lightrft.models.load import load_model, load_scorer, load_tokenizer
+from lightrft.models.lora import CONFIG as ADAPTER_CONFIG
+from lightrft.models.lora import WEIGHTS as ADAPTER_WEIGHTS
+from lightrft.models.lora import base_of, is_adapter_folder, merge_adapter
+from lightrft.models.trainable import choose_trained
+from lightrft.parallel.collectives import Axis
+from lightrft.strategy import checkpoint
+from lightrft.strategy.atomic import CheckpointError, agree
+from lightrft.strategy.checkpoint_folder import MANIFEST
+from lightrft.strategy.export import export_adapter, export_whole
+from lightrft.trainer.identity import weights_of
+
+ALONE = Axis("export", 1, 0, None)
+MERGED, SOURCE = "merged_pretrain", "merged_from.json"
+"""Folder of a run with an adapter merged into its base, and the file there that names both."""
+
+
+def export_checkpoint(
+    path: Path, folder: Path, *, name: str = "actor", pretrain: str = "", trust_remote_code: bool = False,
+    adapter_only: bool = False,
+) -> Path:  # fmt: skip
+    """Write one model of a checkpoint, of any number of ranks and any strategy, as a run writes it at its end.
+
+    `path` is a checkpoint or a folder of them, of which the newest whole one is taken. Configuration, tokenizer and frozen
+    parameters are those of the run's --pretrain, or of `pretrain`. The model is in the memory of this process, in float32.
+    ConfigError and CheckpointError, a ValueError and a RuntimeError, say what does not fit.
+    """
+    tag = path.name if (path / MANIFEST).is_file() else None
+    found = checkpoint.find(path.parent if tag else path, tag, ALONE)
+    if found is None:
+        raise ConfigError(f"{path} is no checkpoint of a run, and has none in it")
+    manifest, path, state = found
+    identity = state["client"].get("identity") or {}
+    if "settings" not in identity:
+        raise ConfigError(f"{path} was not written by a run of lightrft, which says what its models are")
+    section, bf16 = _section(identity["settings"], pretrain, trust_remote_code)
+    flag = "critic_pretrain" if name == "critic" and section.critic_pretrain else "pretrain"
+    tokenizer = load_tokenizer(section)
+    model = load_scorer(section, flag) if name == "critic" else load_model(section)
+    model = choose_trained(model, section)
+    _check_base(model.name_or_path, identity, name, frozen=bool(checkpoint.frozen_names(model)))
+    role = Scorer(model) if name == "critic" else Actor(model)
+    training = checkpoint.Training(role, None, None, ALONE, torch.device("cpu"))
+    contents = checkpoint.Contents({name: training}, {}, ALONE, training.device)
+    checkpoint.load(contents, path, manifest.world_size, strict=True, module_only=True)
+    if adapter_only:
+        return export_adapter(model, model.named_parameters(), tokenizer, folder, ALONE)
+    return export_whole(model, tokenizer, folder, torch.bfloat16 if bf16 else torch.float32)
+
+
+def export_merged(adapter: str, folder: Path, *, base: str = "", trust_remote_code: bool = False) -> Path:
+    """Write the model that an adapter in peft's format belongs to, or `base`, with it merged, in float32.
+
+    The tokenizer is that of the adapter's folder where it has one. ConfigError says what is missing or does not fit.
+    """
+    section = ModelSection(pretrain=base or base_of(adapter), trust_remote_code=trust_remote_code)
+    try:
+        model = load_model(section)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{adapter} has an adapter, whose base model cannot be loaded: {error}") from error
+    return export_whole(merge_adapter(model, adapter), _tokenizer(adapter, section), folder, torch.float32)
+
+
+def with_merged_pretrain(config: Config, world: Axis) -> Config:
+    """Return the configuration with which models and engines are loaded; all ranks call this.
+
+    A --pretrain with an adapter alone becomes --save_path/merged_pretrain, which rank 0 writes unless it is there already.
+    """
+    adapter = config.model.pretrain
+    if not is_adapter_folder(Path(adapter).expanduser()):
+        return config
+    adapter, folder = str(Path(adapter).expanduser()), Path(config.train.save_path) / MERGED
+
+    def merge() -> None:
+        source = {"adapter": _digest(adapter), "base": base_of(adapter), "weights": weights_of(base_of(adapter))}
+        known = folder / SOURCE
+        if known.is_file() and json.loads(known.read_text()) == source:
+            return
+        logger.info("merging the adapter {} into {}, in {}", adapter, source["base"], folder)
+        export_merged(adapter, folder, trust_remote_code=config.model.trust_remote_code)
+        known.write_text(json.dumps(source, indent=2) + "\n")
+
+    try:
+        agree(world, f"--pretrain {adapter}", lambda: merge() if world.rank == 0 else None)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    return replace(config, model=replace(config.model, pretrain=str(folder)))
+
+
+def _section(settings: dict, pretrain: str, trust_remote_code: bool) -> tuple[ModelSection, bool]:
+    """Return the run's model section. Whether code may run is up to who exports, not to the checkpoint."""
+    known = {field.name: settings[field.name] for field in fields(ModelSection) if field.name in settings}
+    section = ModelSection(**known | {"trust_remote_code": trust_remote_code} | ({"pretrain": pretrain} if pretrain else {}))
+    if is_adapter_folder(section.pretrain):
+        section.pretrain = str(Path(settings["save_path"]) / MERGED)
+    if not Path(section.pretrain).expanduser().is_dir() and section.pretrain.startswith((".", "/", "~")):
+        raise ConfigError(f"the run's --pretrain {section.pretrain} is not there: name it, or where it is now, with --pretrain")
+    return section, bool(section.bf16)
+
+
+def _check_base(folder: str, identity: dict, name: str, *, frozen: bool) -> None:
+    """ConfigError where frozen parameters would come from another model than the run's."""
+    before, now = identity.get("weights", {}).get(name), weights_of(folder)
+    if frozen and before and now and before != now:
+        raise ConfigError(f"the weights of {folder} are not those that the run froze: name its base model with --pretrain")
+
+
+def _tokenizer(adapter: str, section: ModelSection) -> PreTrainedTokenizerBase:
+    if (Path(adapter) / "tokenizer_config.json").is_file():
+        return AutoTokenizer.from_pretrained(adapter, trust_remote_code=section.trust_remote_code)
+    return load_tokenizer(section)
+
+
+def _digest(adapter: str) -> str:
+    """Return a hash of all that an adapter is."""
+    found = hashlib.sha256()
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        with open(Path(adapter) / name, "rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()[:16]

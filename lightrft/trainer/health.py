@@ -1,0 +1,100 @@
+"""Signs that a run learns nothing, or that its engine samples from other weights than those that are trained."""
+
+import math
+from collections import deque
+from statistics import median
+
+import torch
+from loguru import logger
+
+from lightrft.config import Config
+from lightrft.trainer.diagnosis import MISMATCH
+
+MISMATCH_NAME = "engine/logprob_mismatch"
+HISTORY, ENOUGH = 16, 4
+"""The newest so many steps say which mismatch is usual for a run; fewer than the second say nothing."""
+FAR = 10.0
+"""A mismatch is far above its history from the median plus so many times the larger of the median and the spread."""
+NO_ADVANTAGE = 1e-8
+
+
+class Health:
+    """Look at the metrics of each reported step. They are the same on all ranks, and so is what is found in them."""
+
+    def __init__(self, config: Config, dtype: torch.dtype, *, logs: bool):
+        """`dtype` is what the models compute in; with `logs`, on one rank, the warnings are logged."""
+        self.config, self.dtype, self.logs = config, dtype, logs
+        self.warnings: list[str] = []
+        """What concerns the whole run; run.json has it."""
+        self.steps_without_signal = self.steps_with_signal = 0
+        self._mismatches: deque[float] = deque(maxlen=HISTORY)
+
+    def check_step(self, number: int, row: dict[str, float]) -> bool:
+        """Warn of a step without signal, and of a mismatch far above its history: then all weights should be proved.
+
+        Returns whether they should. RuntimeError for a mismatch above --mismatch_limit.
+        """
+        if "rollout/reward" in row:
+            self._check_signal(number, row)
+        if MISMATCH_NAME not in row:
+            return False
+        return self._check_mismatch(number, row[MISMATCH_NAME], row.get(f"{MISMATCH_NAME}_max", row[MISMATCH_NAME]))
+
+    def check_end(self, *, taken: int, skipped: int) -> None:
+        """Warn of a run whose rewards never taught anything, and of skipped steps. RuntimeError when no step was taken."""
+        if self.steps_without_signal and not self.steps_with_signal:
+            self._warn(
+                f"none of the {self.steps_without_signal} reported steps had a signal to learn from: all rewards were equal. "
+                f"Look at the responses in samples.jsonl, at --reward and --label_key, and at --generate_max_len"
+            )
+        if skipped:
+            self._warn(f"{skipped} optimizer steps were skipped, because the gradient norm was not finite")
+        if skipped and not taken:
+            raise RuntimeError(
+                f"the model has learned nothing: all {skipped} optimizer steps were skipped, because the gradient norm was never "
+                f"finite. Look at the rewards and at --actor_learning_rate, and try without --bf16"
+            )
+
+    def _check_signal(self, number: int, row: dict[str, float]) -> None:
+        equal = row["rollout/reward_min"] == row["rollout/reward_max"] and not self.config.algorithm.distill_coef
+        if not equal and row.get("rollout/advantage_abs", 0.0) > NO_ADVANTAGE:
+            self.steps_with_signal += 1
+            return
+        self.steps_without_signal += 1
+        if self.logs:
+            what = f"all rewards are {row['rollout/reward']:.4g}" if equal else "all rewards of each group are equal"
+            logger.warning("step {}: {}, so there is nothing to learn from in it", number, what)
+
+    def _check_mismatch(self, number: int, mismatch: float, largest: float) -> bool:
+        limit = self.config.train.mismatch_limit
+        if limit is not None and not mismatch <= limit:
+            raise RuntimeError(
+                f"step {number}: the log-probs of engine and trainer differ by {mismatch:.2g} on average, {largest:.2g} at most, "
+                f"more than --mismatch_limit {limit:g} allows: the engine does not sample from the weights that are trained"
+            )
+        bound = max(MISMATCH.get(self.dtype, 0.0), self._usual())
+        if math.isfinite(mismatch):
+            self._mismatches.append(mismatch)
+        if mismatch <= bound:
+            return False
+        if self.logs:
+            proof = ("the next weight sync compares every weight" if self.config.engine.verify_weight_sync
+                     else "nothing compares weights with --no_verify_weight_sync")  # fmt: skip
+            logger.warning(
+                "step {}: the log-probs of engine and trainer differ by {:.2g} on average, {:.2g} at most, far more than the "
+                "{:.2g} of the steps before; {}", number, mismatch, largest, median(self._mismatches), proof,
+            )  # fmt: skip
+        return True
+
+    def _usual(self) -> float:
+        """Return the largest mismatch that is explained by the steps before; infinity while there are too few."""
+        if len(self._mismatches) < ENOUGH:
+            return float("inf")
+        middle = median(self._mismatches)
+        spread = median(abs(value - middle) for value in self._mismatches)
+        return middle + FAR * max(middle, spread)
+
+    def _warn(self, message: str) -> None:
+        self.warnings.append(message)
+        if self.logs:
+            logger.warning(message)

@@ -1,0 +1,202 @@
+"""The folder of a run: who may write to it, which run its files belong to, and where an earlier run's files go."""
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import uuid
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import IO, Any, Self
+
+from loguru import logger
+
+from lightrft.config import Config, ConfigError
+from lightrft.parallel.collectives import Axis
+from lightrft.strategy.atomic import write_file
+from lightrft.strategy.checkpoint import STATE
+from lightrft.strategy.checkpoint_folder import LATEST, checkpoints
+
+LOCK, DESCRIPTION = ".lock", "run.json"
+RESULTS = ("metrics.jsonl", "samples.jsonl", "model", "model_ema", "critic")
+"""Files and folders that only a run which has trained leaves."""
+BESIDE_RESULTS = (DESCRIPTION, "config.yaml", "report.html", "summary.json", "evaluation.json", "tensorboard", "wandb",
+                  "wandb_run_id")  # fmt: skip
+"""Those that belong to a run as well, and are moved with its results."""
+PROBE_BYTES = 4096
+
+
+class RunFolder:
+    """--save_path with its checkpoints, claimed by this run. The lock goes with the process, or with release()."""
+
+    def __init__(self, config: Config, world: Axis):
+        train = config.train
+        self.path, self.world = Path(train.save_path), world
+        inside = self.path / "checkpoints"
+        self.checkpoints = Path(train.ckpt_path) if train.ckpt_path else inside
+        self.outside = self.checkpoints.resolve() != inside.resolve()
+        """Whether the checkpoints lie elsewhere than in the run's own folder."""
+        self.resumes, self.overwrites = train.load_checkpoint, train.overwrite
+        self.id = ""
+        """Tells this run from every other; checkpoints carry it."""
+        self._locks: list[IO[str]] = []
+
+    @classmethod
+    def claim(cls, config: Config, world: Axis) -> Self:
+        """Lock the folder and see that all ranks can write to it. All ranks call this, before anything heavy.
+
+        ConfigError, on all ranks, where another run is at work in it, where it holds an earlier run's results and the
+        configuration does not say what to do with them, and where it cannot be written.
+        """
+        folder = cls(config, world)
+        try:
+            folder._together(lambda: folder._take() if world.rank == 0 else None)
+            folder._together(folder._probe)
+        except ConfigError:
+            folder.release()
+            raise
+        folder.id = world.broadcast(folder.id)
+        return folder
+
+    def set_aside(self) -> None:
+        """Move an earlier run's results, if there are any, to FOLDER.previous: this run begins afresh. All ranks call this."""
+        self._together(lambda: self._move_results() if self.world.rank == 0 else None)
+        self.id = self.world.broadcast(self.id)
+
+    def description(self) -> dict[str, Any]:
+        """Read `run.json`; empty where there is none, or a broken one."""
+        try:
+            content = json.loads((self.path / DESCRIPTION).read_text())
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def describe(self, description: dict[str, Any]) -> None:
+        """Write `run.json`, over the earlier one in its place: that needs no room on a disk that is full."""
+        with open(os.open(self.path / DESCRIPTION, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
+            file.write((json.dumps({"run": self.id} | description, indent=2) + "\n").encode())
+            file.truncate()
+
+    def release(self) -> None:
+        """Let other runs into the folder. Forked children hold the same lock, so it is not enough to close the file."""
+        for file in self._locks:
+            fcntl.flock(file, fcntl.LOCK_UN)
+            file.close()
+        self._locks.clear()
+
+    def _together(self, action: Callable[[], None]) -> None:
+        problem = ""
+        try:
+            action()
+        except (ConfigError, OSError) as error:
+            problem = str(error)
+        if problems := list(dict.fromkeys(found for found in self.world.gather(problem) if found)):
+            raise ConfigError("\n".join(problems))
+
+    def _take(self) -> None:
+        for folder, flag in self._folders():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._lock(folder, flag)
+            except OSError as error:
+                raise ConfigError(f"--{flag} {folder} cannot be written: {error}") from error
+        known, saved = self.description().get("run"), self._saved_runs()
+        if self.resumes:
+            if len(saved | ({known} if known else set())) > 1:
+                raise ConfigError(
+                    f"{self.checkpoints} has checkpoints of another run than {self.path}: give another --ckpt_path, or the "
+                    f"--save_path of the run that is to be continued"
+                )
+            self.id = known or next(iter(saved), "") or uuid.uuid4().hex
+            return
+        self.id = uuid.uuid4().hex
+        if found := self._results():
+            if not self.overwrites:
+                raise ConfigError(
+                    f"--save_path {self.path} has the results of an earlier run ({', '.join(found)}): --load_checkpoint "
+                    f"continues that run, another --save_path leaves it alone, --overwrite moves it to {_previous(self.path)}"
+                )
+            self._move_results()
+
+    def _folders(self) -> list[tuple[Path, str]]:
+        """Return the folders that are locked and tried, each with the flag that names it."""
+        apart = self.outside and self.checkpoints.resolve() != self.path.resolve()
+        return [(self.path, "save_path"), *([(self.checkpoints, "ckpt_path")] if apart else [])]
+
+    def _saved_runs(self) -> set[str]:
+        """Return the runs whose checkpoints a run without a tag may continue."""
+        return {run for manifest, path in checkpoints(self.checkpoints) if manifest.resume and (run := _run_of(path))}
+
+    def _results(self) -> list[str]:
+        found = [name for name in RESULTS if (path := self.path / name).is_dir() or path.is_file() and path.stat().st_size]
+        return found + [str(path) for _, path in checkpoints(self.checkpoints)[:1]]
+
+    def _move_results(self) -> None:
+        if not self._results():
+            return
+        self.id = uuid.uuid4().hex
+        _move(self.path, [*RESULTS, *BESIDE_RESULTS, *([] if self.outside else ["checkpoints"])])
+        if self.outside:
+            _move(self.checkpoints, [LATEST, *(path.name for _, path in checkpoints(self.checkpoints))])
+
+    def _lock(self, folder: Path, flag: str) -> None:
+        me = f"process {os.getpid()} on {socket.gethostname()}"
+        file = open(folder / LOCK, "a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read()
+            file.close()
+            if holder == me:  # an earlier attempt of this process, such as a cell of a notebook that failed
+                return
+            raise ConfigError(
+                f"--{flag} {folder} is in use by another run ({holder or 'of which nothing is known'}): let it end, or give "
+                f"another folder"
+            ) from None
+        except OSError as error:
+            file.close()
+            logger.warning("{} cannot be locked ({}): two runs in it would not notice each other", folder, error.strerror)
+            return
+        self._locks.append(file)
+        file.truncate(0)
+        file.write(me)
+        file.flush()
+
+    def _probe(self) -> None:
+        """Write a small file as this rank, through to the disk."""
+        for folder, flag in self._folders():
+            file = folder / f".probe{self.world.rank}"
+            try:
+                write_file(file, bytes(PROBE_BYTES))
+            except OSError as error:
+                raise ConfigError(f"--{flag} {folder} cannot be written: {error}") from error
+            finally:
+                file.unlink(missing_ok=True)
+
+
+def _run_of(checkpoint: Path) -> str | None:
+    """Return the run that wrote a checkpoint; None for a checkpoint that does not say, or cannot be read."""
+    try:
+        return json.loads((checkpoint / STATE).read_text())["client"].get("run")
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _previous(folder: Path) -> Path:
+    """Return the first free name of FOLDER.previous, FOLDER.previous-2, ..."""
+    folder = folder.resolve()
+    names = (f"{folder.name}.previous{f'-{number}' if number > 1 else ''}" for number in count(1))
+    return next(path for name in names if not (path := folder.with_name(name)).exists())
+
+
+def _move(folder: Path, names: list[str]) -> None:
+    target = _previous(folder)
+    present = [name for name in names if (folder / name).exists()]
+    if present:
+        target.mkdir()
+        for name in present:
+            shutil.move(folder / name, target / name)
+        logger.warning("an earlier run's files in {} are now in {}: {}", folder, target, ", ".join(present))

@@ -1,0 +1,157 @@
+"""A run that learns nothing, or whose engine has other weights than its trainer, says so."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from loguru import logger
+
+from lightrft.config import Config, parse
+from lightrft.strategy import get_strategy
+from lightrft.trainer.build import ppo_trainer
+from lightrft.trainer.health import ENOUGH, Health
+from lightrft.trainer.prepare import prepare_config
+from ranks import run_ranks
+from runs import PPO, prepare, rows_of, train
+
+NOTHING_LEARNED = '''
+import torch
+
+def nothing(samples, label, **columns):
+    return [0.25] * len(samples)
+
+def broken(logprobs, old_logprobs, advantages):
+    return logprobs * float("nan"), {}
+'''
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    flags = prepare(folder)
+    (folder / "bad.py").write_text(NOTHING_LEARNED)
+    return [*flags, *PPO], folder / "bad.py"
+
+
+@pytest.fixture
+def log(tmp_path):
+    sink = logger.add(tmp_path / "log", format="{message}")
+    yield tmp_path / "log"
+    logger.remove(sink)
+
+
+def health(**settings) -> Health:
+    config = Config()
+    for name, value in settings.items():
+        setattr(config.algorithm if name == "distill_coef" else config.train, name, value)
+    return Health(config, torch.float32, logs=True)
+
+
+# -- signal
+
+
+def test_equal_rewards_are_said_in_each_step_and_at_the_end(inputs, tmp_path, log):
+    flags, bad = inputs
+    train("train_ppo", 1, [*flags, f"--reward={bad}:nothing", "--max_steps=2"], tmp_path / "run")
+    said = log.read_text()
+    for step in (1, 2):
+        assert f"step {step}: all rewards are 0.25, so there is nothing to learn from in it" in said
+    described = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert described["status"] == "finished" and len(described["warnings"]) == 1
+    assert "none of the 2 reported steps had a signal" in described["warnings"][0] in said
+    assert rows_of(tmp_path / "run")[0]["rollout/groups_without_signal"] == 1.0
+    assert "none of the 2 reported steps" in (tmp_path / "run" / "report.html").read_text()
+
+
+def row(low: float, high: float, advantage: float | None) -> dict[str, float]:
+    made = {"rollout/reward": (low + high) / 2, "rollout/reward_min": low, "rollout/reward_max": high}
+    return made if advantage is None else made | {"rollout/advantage_abs": advantage}
+
+
+def test_what_counts_as_a_signal(log):
+    found = health()
+    found.check_step(1, row(0.0, 1.0, 0.0))  # groups differ, but none in itself
+    found.check_step(2, row(0.0, 1.0, None))  # everything is left out
+    assert found.steps_without_signal == 2 and "step 1: all rewards of each group are equal" in log.read_text()
+    found.check_step(3, row(0.0, 1.0, 0.5))
+    found.check_end(taken=3, skipped=0)
+    assert found.warnings == [] and found.steps_with_signal == 1
+    taught = health(distill_coef=1.0)
+    taught.check_step(1, row(0.0, 0.0, 0.5))  # what a teacher says is a signal
+    taught.check_step(2, {"train/loss": 1.0})  # supervised
+    assert (taught.steps_with_signal, taught.steps_without_signal) == (1, 0)
+
+
+def test_a_run_whose_every_update_was_skipped_is_an_error(inputs, tmp_path):
+    flags, bad = inputs
+    with pytest.raises(RuntimeError, match="learned nothing: all 2 optimizer steps were skipped"):
+        train("train_ppo", 1, [*flags, f"--policy_loss={bad}:broken", "--max_steps=2"], tmp_path / "run")
+    described = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert described["status"] == "failed"
+    assert described["warnings"] == ["2 optimizer steps were skipped, because the gradient norm was not finite"]
+
+
+# -- mismatch
+
+
+def gap(mean: float) -> dict[str, float]:
+    return {"engine/logprob_mismatch": mean, "engine/logprob_mismatch_max": 10 * mean}
+
+
+def alarms(values: list[float], **settings) -> list[int]:
+    found = health(**settings)
+    return [step for step, value in enumerate(values, 1) if found.check_step(step, gap(value))]
+
+
+def test_a_mismatch_far_above_its_history_is_an_alarm():
+    usual = [1e-6, 2e-6, 1.5e-6, 1e-6, 3e-6]
+    assert alarms([*usual, 1e-2, 2e-6]) == [6], "one stale weight"
+    assert alarms([*usual, math.nan]) == [6]
+    assert alarms([*usual, 9e-5]) == [], "as much as rounding explains"
+    assert alarms([1e-2] * 8) == [], "its own history, however bad"
+    assert alarms([1e-3 * 1.2**step for step in range(40)]) == [], "a slow rise, as of a policy that sharpens"
+    assert alarms([1e-6] * (ENOUGH - 1) + [1.0]) == [], "too few steps to know"
+
+
+def test_mismatch_limit_ends_the_run():
+    found = health(mismatch_limit=0.1)
+    assert not found.check_step(1, gap(0.09))
+    for worse in (0.11, math.nan):
+        with pytest.raises(RuntimeError, match="step 2: .* more than --mismatch_limit 0.1 allows"):
+            found.check_step(2, gap(worse))
+
+
+def stale_once(flags: list[str], folder: Path, step: int) -> list[int | None]:
+    """Train with an engine that in one step says other log-probs; the turns of the proofs of its weights."""
+    config = prepare_config("train_ppo", parse([*flags, f"--save_path={folder}"]))
+    strategy = get_strategy(config)
+    strategy.setup_distributed()
+    trainer = ppo_trainer(config, strategy)
+    collect, load_weights, turns = trainer.collect.judged, strategy.engine.load_weights, []
+
+    def judged(groups):
+        samples = collect(groups)
+        if len(turns) == step:
+            for sample in samples:
+                sample.logprobs = [value - 0.5 for value in sample.logprobs]
+        return samples
+
+    def load(stream, version):
+        turns.append(strategy.engine.proof_turn)
+        load_weights(stream, version)
+
+    trainer.collect.judged, strategy.engine.load_weights = judged, load
+    trainer.fit()
+    strategy.close()
+    return turns
+
+
+def test_an_alarm_has_every_weight_proved_at_the_next_sync(inputs, tmp_path, log):
+    flags, _ = inputs
+    (turns,) = run_ranks(1, stale_once, [*flags, "--max_steps=8"], tmp_path / "run", 6)
+    assert turns == [0, 1, 2, 3, 4, 5, None, 0]  # the first proof, of everything, was before the first step
+    said = log.read_text()
+    assert said.count("far more than") == 1 and "step 6: the log-probs of engine and trainer differ by 0.5 on average" in said
+    assert "the next weight sync compares every weight" in said
