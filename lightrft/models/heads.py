@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.models.attention import Layout
-from lightrft.models.vocabulary import head_logprobs
+from lightrft.models.logprobs import token_logprobs
 from lightrft.parallel.sequence import UNDIVIDED, Undivided
 from lightrft.types import Batch, Expanded, Features, followed, joined, padded, send, unpadded
 
@@ -49,7 +49,7 @@ class Actor(nn.Module):
         here = self.sequence.positions(whole.num_tokens, hidden.device)
         weight, targets = self.language_model.get_output_embeddings().weight, whole.input_ids[here[asked] + 1]
         temperature /= self.logit_scale
-        values = head_logprobs(hidden[computed], weight, targets, temperature=temperature, truncation=truncation)
+        values = token_logprobs(hidden[computed], weight, targets, temperature=temperature, truncation=truncation)
         zeros = torch.zeros(len(here), device=hidden.device)
         # Not in one tensor, where what the loss does not use would have a gradient of zeros, which costs as much as any.
         values = self.sequence.gather_all(*(zeros.index_put((asked,), value) for value in values))
