@@ -38,7 +38,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], Sequence[str]]] = {
         lambda value: value > 0,
         [
             *("sapo_tau_positive", "sapo_tau_negative", "rollout_correction_high", "timeout_minutes", "arrival_minutes"),
-            "engine_kv_cache_gb",
+            *("engine_kv_cache_gb", "policy_drift_clip"),
         ],
     ),
     "at least 0": (
@@ -46,6 +46,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], Sequence[str]]] = {
         [
             *("actor_learning_rate", "critic_learning_rate", "l2", "max_norm", "max_ckpt_mem", "num_trajectories_to_save"),
             *("eps_clip", "eps_clip_low", "eps_clip_high", "policy_drift_coef", "kl_cov_coef", "rollout_correction_low"),
+            "rollout_mask_low", "rollout_mask_high",
             *("eval_n_samples", "overlong_buffer_penalty_factor", "limit_mm_video_per_prompt", "limit_mm_audio_per_prompt"),
         ],
     ),
@@ -88,10 +89,13 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
         "gradient_checkpointing_policy": (config.model.gradient_checkpointing, "--gradient_checkpointing"),
         "kl_estimator": (needs_reference(config.algorithm), "--init_kl_coef"),
         "kl_target": (config.algorithm.init_kl_coef > 0, "--init_kl_coef"),
+        "kl_after_baseline": (config.algorithm.advantage_estimator == "rloo", "--advantage_estimator rloo"),
         "kl_horizon": (config.algorithm.kl_target is not None, "--kl_target"),
         "rollout_correction_level": (bool(config.algorithm.rollout_correction), "--rollout_correction"),
         "rollout_correction_low": (bool(config.algorithm.rollout_correction), "--rollout_correction"),
         "rollout_correction_high": (bool(config.algorithm.rollout_correction), "--rollout_correction"),
+        "rollout_mask_low": (config.algorithm.rollout_mask != "none", "--rollout_mask"),
+        "rollout_mask_high": (config.algorithm.rollout_mask != "none", "--rollout_mask"),
         "dynamic_sampling_rounds": (config.rollout.dynamic_sampling, "--dynamic_sampling"),
         "early_stop_every": (config.rollout.over_sampling > 1, "--over_sampling"),
         "partial_rollout": (config.rollout.over_sampling > 1 or config.rollout.dynamic_sampling, "--over_sampling"),
