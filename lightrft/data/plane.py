@@ -54,8 +54,8 @@ def deal(
 def move(axis: Axis, batch: B, owners: list[list[int]]) -> B:
     """Send every sequence to the rank whose list names its row; returns this rank's, in the order of its list.
 
-    `owners[r]` holds rows of the whole batch, each row in one list. ValueError on all ranks unless the lists name every row that a
-    rank holds once, and no other.
+    `owners[r]` holds rows of the whole batch, each row in one list. ValueError on all ranks unless the lists name every row
+    that a rank holds once, and no other.
     """
     held, named = Counter(share(axis, batch.rows).tolist()), Counter(row for rows in owners for row in rows)
     wrong = sorted(row for row in held | named if not held[row] == named[row] == 1)

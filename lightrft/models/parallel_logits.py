@@ -1,8 +1,8 @@
 """Log-probs of tokens from logits that are split over ranks, for models that have logits: NeMo-RL's functions of these names.
 
 The vocabulary may be split over tensor-parallel ranks, in consecutive parts of any sizes, and sequences over context-parallel
-ones, in zigzag order: of 2 x ranks equal chunks of a sequence, rank r has number r and the one as far from the end. Log-probs take
-two collectives over the vocabulary and one over the sequence, and the gradient none; results are equal on all ranks.
+ones, in zigzag order: of 2 x ranks equal chunks of a sequence, rank r has number r and the one as far from the end. Log-probs
+take two collectives over the vocabulary and one over the sequence, and the gradient none; results are equal on all ranks.
 
 All ranks compute the same loss from them. The gradient of a rank's logits is then that of this loss, once: nothing is to be
 divided by the number of context-parallel ranks, and gradients of parameters that these share are summed.
@@ -41,7 +41,8 @@ def from_parallel_logits_to_logprobs(
     """Log-prob of every token of `target` [B, S] but the first, after those before it: [B, S - 1] float32.
 
     Logits [B, S, v], or [B, S / cp, v] of this rank's chunks of the rows, padded to a multiple of 2 cp where need be. The rank
-    has the tokens from `vocab_start_index` up to, but without, `vocab_end_index`. A negative target has log-prob 0 and no gradient.
+    has the tokens from `vocab_start_index` up to, but without, `vocab_end_index`. A negative target has log-prob 0 and no
+    gradient.
     """
     rows, num_tokens = target.shape
     sequence = Zigzag(axis_of(cp_group, "cp")) if cp_group is not None else None

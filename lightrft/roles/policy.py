@@ -134,9 +134,10 @@ class Policy(Role):
     def generate(self, batch: Mapping[str, Any], greedy: bool = False) -> dict[str, Tensor]:
         """One response to each prompt of `input_ids`, of at most --generate_max_len tokens; every call draws anew.
 
-        Returns `output_ids` [B, S_out], prompt and response, then the padding token, with one S_out on all ranks; `generation_lengths` [B] and
-        `unpadded_sequence_lengths` [B], of the response and of both; `logprobs` [B, S_out] float32 of the response's
-        tokens as sampled, 0 elsewhere. Greedy log-probs are at temperature 1. Needs prepare_for_generation().
+        Returns `output_ids` [B, S_out], prompt and response, then the padding token; S_out is one number for all ranks.
+        `generation_lengths` [B] and `unpadded_sequence_lengths` [B] are those of the response and of both, `logprobs` [B, S_out]
+        float32 those of the response's tokens as sampled, 0 elsewhere. Greedy log-probs are at temperature 1. Needs
+        prepare_for_generation().
         """
         if self.strategy.phase is not Phase.GENERATE:
             raise RuntimeError(f"generate() in phase {self.strategy.phase.value}: call prepare_for_generation() first")

@@ -25,6 +25,8 @@ MARKED = ["--policy_loss=kl_cov", "--cov_ratio=0.3"]
 DRAWN = ["--policy_loss=clip_cov", "--cov_ratio=0.3", "--clip_cov_range", "-9", "9"]
 OVERLONG = ["--overlong_buffer", "--overlong_buffer_len=2"]
 KL = ["--init_kl_coef=0.5", "--use_kl_loss=false", "--kl_estimator=k1"]
+COMPARED = [*KL, "--advantage_estimator=rloo", "--use_engine_logprobs", "--init_kl_coef=1000"]
+"""At the first step the divergence is that of the engine from the reference, some last bits."""
 EXPERTS = ["--pretrain={folder}/experts", "--aux_loss_coef=1"]
 TEACHER = ["--teacher_pretrain={folder}/teacher", "--distill_coef=0.5"]
 CRITIC = ["--advantage_estimator=gae", "--critic_learning_rate=1e-3"]
@@ -72,7 +74,7 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "use_kl_loss": (["--init_kl_coef=0.5", "--kl_estimator=k2"], ["--use_kl_loss"]),
     "init_kl_coef": (KL, ["--init_kl_coef=5"]),
     "kl_estimator": (KL, ["--kl_estimator=k3"]),
-    "kl_after_baseline": ([*KL, "--advantage_estimator=rloo"], ["--kl_after_baseline"]),
+    "kl_after_baseline": (COMPARED, ["--kl_after_baseline"]),
     "kl_target": (KL, ["--kl_target=0.1"]),
     "kl_horizon": ([*KL, "--kl_target=0.1"], ["--kl_horizon=100"]),
     "reward": ([], ["--reward={folder}/reward.py:share_of_letters"]),
