@@ -16,6 +16,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from lightrft.models.logprobs import Truncation, logprobs_of_logits, token_logprobs, top_logprobs
 from marginal import MARGINAL, MARGINAL_CASES, check_marginal, marginal_inputs
+from ranks import run_ranks
 
 T, H, V = 23, 8, 41
 
@@ -304,19 +305,22 @@ def test_several_targets_at_each_position(options):
         torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-5)
 
 
+def at_the_edge(threads: int) -> None:
+    torch.set_num_threads(threads)
+    for tokens, chunk in MARGINAL_CASES:
+        hidden, weight, targets, upstream = marginal_inputs(tokens)
+        values = token_logprobs(hidden, weight, targets, truncation=MARGINAL, chunk=chunk)
+        actual = torch.autograd.grad(values, [hidden, weight], upstream)
+        check_marginal(tokens, [*values, *actual])
+
+
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_last_token_inside_has_its_gradient(threads):
-    """The same tokens are inside in the backward pass, however many rows are computed together."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for tokens, chunk in MARGINAL_CASES:
-            hidden, weight, targets, upstream = marginal_inputs(tokens)
-            values = token_logprobs(hidden, weight, targets, truncation=MARGINAL, chunk=chunk)
-            actual = torch.autograd.grad(values, [hidden, weight], upstream)
-            check_marginal(tokens, [*values, *actual])
-    finally:
-        torch.set_num_threads(before)
+    """The same tokens are inside in the backward pass, however many rows are computed together.
+
+    In a process of its own: one that has computed with two threads cannot start others by a fork that do.
+    """
+    run_ranks(1, at_the_edge, threads)
 
 
 def test_recomputed_gradients_are_as_exact_as_those_of_float32_torch():
