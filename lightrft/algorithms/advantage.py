@@ -18,6 +18,11 @@ from lightrft.registry import Registry
 Estimator = Callable[..., Tensor]
 estimators = Registry("advantage estimator", flag="--advantage_estimator")
 
+penalties = Registry("comparison of divergences", flag="--advantage_estimator")
+"""By the name of an estimator: (what the divergence takes off the reward of each response [N], groups [N], which of them are
+learned from [N] bool) -> what it takes off their advantages [N]; None where it is taken off each token instead, as it is with all
+other estimators."""
+
 RIGHT = 0.5
 """A sample solves its prompt when its reward is above this."""
 
@@ -58,13 +63,27 @@ def rloo(rewards: Tensor, groups: Tensor, *, responses: Tensor) -> Tensor:
     """A_i = R_i - mean of the other R_j of the group; 0 where there are none. Ahmadian et al., arXiv 2402.14740.
 
     Of a response with several rewards all are left out of its own baseline, which each of them is compared with; for others its
-    R_j is their mean. PRIME, arXiv 2502.01456, equation 5.
+    R_j is their mean. PRIME, arXiv 2502.01456, equation 5. The divergence in the reward is compared too: rloo_penalty().
     """
     mean, _ = group_mean_std(rewards, responses)
     first = torch.ones_like(mean)
     first[1:] = (responses[1:] != responses[:-1]).double()
     total, size = group_sum(first * mean, groups), group_sum(first, groups)
     return torch.where(size > 1, rewards - (total - mean) / (size - 1).clamp(min=1), 0.0)
+
+
+@penalties.register("rloo")
+def rloo_penalty(penalty: Tensor, groups: Tensor, learned: Tensor, *, kl_after_baseline: bool) -> Tensor | None:
+    """P_i - mean of the other P_j of the group that are learned from, 0 where there are none; P_i is beta KL_i, of all tokens.
+
+    With R_i - P_i in place of R_i the advantage of a response is that of the paper: the reward is penalised first and compared
+    then. Ahmadian et al., arXiv 2402.14740, section 3.
+    """
+    if kl_after_baseline:
+        return None
+    counted = torch.where(learned, penalty, 0.0).double()
+    total, others = group_sum(counted, groups), group_sum(learned.double(), groups) - 1
+    return torch.where(learned & (others > 0), counted - (total - counted) / others.clamp(min=1), 0.0)
 
 
 @estimators.register("opo")

@@ -13,6 +13,9 @@ from lightrft.registry import Registry
 from lightrft.types import Batch
 
 corrections = Registry("rollout correction", flag="--rollout_correction")
+MASK_BOUNDS = {"sequence": (0.5, 2.0), "geometric": (0.999, 1.002)}
+"""--rollout_mask -> least and most of what a sequence is measured by, unless the configuration says others. A product of many
+ratios is far from 1 where their geometric mean is within thousandths of it."""
 
 
 @corrections.register("tis")
@@ -31,10 +34,26 @@ def mis(ratio: Tensor, *, rollout_correction_low: float, rollout_correction_high
 
 
 def importance_ratios(old_logprobs: Tensor, engine_logprobs: Tensor, batch: Batch, level: str) -> Tensor:
-    """w of each token, or of its whole sequence: the product over the tokens, or their geometric mean. [T], [T] -> [T]."""
+    """w of each token, or the product over its whole sequence, or their geometric mean. [T], [T] -> [T].
+
+    The geometric mean is no importance weight: sequences are masked by it, kept_sequences().
+    """
     difference = torch.where(batch.loss_mask, (old_logprobs - engine_logprobs).detach(), 0.0)
     if level == "sequence":
         difference = sequence_sums(difference, batch)[batch.sequence_ids]
     elif level == "geometric":
         difference = sequence_means(difference, batch)[batch.sequence_ids]
     return difference.exp()
+
+
+def kept_sequences(
+    old_logprobs: Tensor, engine_logprobs: Tensor, batch: Batch, level: str, low: float | None, high: float | None
+) -> Tensor:
+    """[T] bool: the tokens of sequences whose product ("sequence") or geometric mean ("geometric") of w is within [low, high].
+
+    Rejection of whole sequences, beside which tokens keep the weights of a correction: Liu et al., 2025. A bound of None is that
+    of MASK_BOUNDS.
+    """
+    measure = importance_ratios(old_logprobs, engine_logprobs, batch, level)
+    least, most = (bound if given is None else given for given, bound in zip((low, high), MASK_BOUNDS[level], strict=True))
+    return (measure >= least) & (measure <= most)

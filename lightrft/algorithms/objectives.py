@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.balance import Balance
-from lightrft.algorithms.correction import corrections, importance_ratios
+from lightrft.algorithms.correction import corrections, importance_ratios, kept_sequences
 from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.options import keywords, options, resolve
 from lightrft.algorithms.policy_loss import PolicyLoss, policy_losses
@@ -98,6 +98,10 @@ class PolicyObjective:
         if self.correction:
             weights, more = self._correct(old, batch)
             values, report = values * weights, report | more
+        if section.rollout_mask != "none":
+            bounds = section.rollout_mask, section.rollout_mask_low, section.rollout_mask_high
+            kept = kept_sequences(old, batch.engine_logprobs, batch, *bounds)
+            values, report["engine/sequences_masked_share"] = torch.where(kept, values, 0.0), ~kept
         if batch.reference_logprobs is not None:
             divergence = report["train/kl"] = self.kl(logprobs, batch.reference_logprobs)
             report |= {f"train/kl_{name}": kl_estimators[name](logprobs, batch.reference_logprobs) for name in ("k1", "k3")}

@@ -70,7 +70,8 @@ def gmpo(
 ) -> Loss:
     """-A times the geometric mean over a sequence's tokens of ratios clipped to [exp(-low), exp(high)], on the side of A.
 
-    GMPO, arXiv 2507.20673.
+    GMPO, arXiv 2507.20673, where a sequence has one advantage; here each token has its own, which is the same unless rewards of
+    steps, --gamma or a teacher make them differ.
     """
     log_ratio, sign = logprobs - old_logprobs, advantages.sign()
     kept = sign * torch.min(sign * log_ratio, sign * log_ratio.clamp(-eps_clip_low, eps_clip_high))
@@ -116,10 +117,12 @@ def cpgd(
     eps_clip_low: float,
     eps_clip_high: float,
     policy_drift_coef: float,
+    policy_drift_clip: float | None = None,
 ) -> Loss:
     """-min(log r A, clip(log r, log(1 - low), log(1 + high)) A) + c (r - 1 - log r): no ratio multiplies the advantage.
 
-    The last term estimates the divergence of the old policy from the new (k3). CPGD, arXiv 2505.12504.
+    The last term estimates the divergence of the old policy from the new (k3), of each token at most `policy_drift_clip`, so that
+    none outweighs the rest. CPGD, arXiv 2505.12504.
     """
     log_ratio = logprobs - old_logprobs
     bounded = log_ratio.clamp(math.log(1 - eps_clip_low), math.log(1 + eps_clip_high))
@@ -131,7 +134,8 @@ def cpgd(
         "train/clip_high": (held > free) & (advantages > 0),
         "train/policy_drift": drift,
     }
-    return torch.max(free, held) + policy_drift_coef * drift, report
+    counted = drift if policy_drift_clip is None else drift.clamp(max=policy_drift_clip)
+    return torch.max(free, held) + policy_drift_coef * counted, report
 
 
 @policy_losses.register("reinforce")
@@ -155,9 +159,14 @@ def kl_cov(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, marked
 def clip_cov(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, marked: Tensor, eps_clip_low: float, eps_clip_high: float
 ) -> Loss:
-    """ppo, without some tokens drawn from those of high covariance of logp and A. Clip-Cov, arXiv 2505.22617."""
+    """ppo, without some tokens drawn from those of high covariance of logp and A. Clip-Cov, arXiv 2505.22617.
+
+    A token that ppo clips already, and which therefore learns nothing, is none of them. It may have been drawn all the same: the
+    draw is made before the step, for all ranks at once, when nothing is clipped yet.
+    """
     loss, report = clipped((logprobs - old_logprobs).exp(), advantages, eps_clip_low, eps_clip_high)
-    return torch.where(marked, 0.0, loss), report | {"train/cov_marked": marked}
+    left_out = marked & ~(report["train/clip_low"] | report["train/clip_high"])
+    return torch.where(left_out, 0.0, loss), report | {"train/cov_marked": left_out}
 
 
 def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Loss:

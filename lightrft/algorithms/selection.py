@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.reduce import Sum
+from lightrft.algorithms.truncation import float_keys
 from lightrft.types import Batch
 
 BYTE = 256
+ROUNDED_BITS = 10
 PLACE_BITS = 24
 """A row and a place in its sequence stay below 2^24 each."""
 
@@ -19,7 +21,19 @@ def top_share(values: Tensor, share: float, batch: Batch, total: Sum) -> Tensor:
 
     Of entropy: the tokens where reasoning forks; Wang et al., arXiv 2506.01939, learn from a fifth of all.
     """
-    return largest(values, batch.loss_mask, share_of_tokens(share, batch, total), batch, total)
+    return largest(rounded(values, batch.loss_mask, total), batch.loss_mask, share_of_tokens(share, batch, total), batch, total)
+
+
+def rounded(values: Tensor, mask: Tensor, total: Sum) -> Tensor:
+    """The values [T] as multiples of a unit, about a thousandth of their mean size over the masked ones of all ranks.
+
+    Tokens in the same state, such as the first ones of a group, then have equal values whatever their micro-batches: the last
+    bits of a log-prob depend on what is computed together. The unit is a power of two, so it does not depend on them.
+    """
+    learned = values[mask].double()
+    size, count = total(torch.stack([learned.abs().sum(), mask.sum(dtype=torch.float64)]))
+    unit = torch.exp2((size / count).log2().floor() - ROUNDED_BITS)
+    return torch.where(unit > 0, (values.double() / unit).round() * unit, values.double())
 
 
 def share_of_tokens(share: float, batch: Batch, total: Sum) -> int:
@@ -58,9 +72,8 @@ def kth_largest(keys: Tensor, k: int, bits: int, total: Sum) -> tuple[int, int]:
 
 
 def value_keys(values: Tensor) -> Tensor:
-    """Whole numbers of 32 bits in the order of the values, [T] int64: a float's own bits, turned over where it is negative."""
-    bits = (values.float() + 0.0).view(torch.int32).long()  # + 0.0: a zero has no sign
-    return torch.where(bits >= 0, bits + (1 << 31), -1 - bits)
+    """Whole numbers of 32 bits, not negative, in the order of the values, [T] int64."""
+    return float_keys(values.float()) + (1 << 31)
 
 
 def place_keys(batch: Batch) -> Tensor:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+HOST_BLOCK = 2**18
+"""Logits that are looked at together in a host's memory, so that they stay in its cache between two passes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
@@ -31,34 +34,71 @@ class Truncation:
 
     def __call__(self, logits: Tensor, kept: Tensor | None = None) -> Tensor:
         """`logits` [t, V] with -inf outside of the part; `kept` [t, K] stay, as far as they are not negative."""
-        outside = self.outside(logits, self.threshold(logits))
         if kept is not None:
-            kept = torch.where(kept < 0, logits.shape[-1], kept)  # what nobody asked for falls into one more column
-            outside = torch.nn.functional.pad(outside, (0, 1)).scatter_(-1, kept, False)[:, :-1]
-        return logits.masked_fill_(outside, -torch.inf)
+            kept = torch.where(kept < 0, logits.shape[-1], kept)
+        return logits.masked_fill_(self.outside(logits, self.threshold(logits), kept=kept), -torch.inf)
 
-    def outside(self, logits: Tensor, threshold: Tensor, *, first: int = 0) -> Tensor:
-        """[t, v] bool: below the threshold [t, 1], or banned. `logits` [t, v] are of the tokens from `first` on."""
+    def outside(self, logits: Tensor, threshold: Tensor, *, first: int = 0, kept: Tensor | None = None) -> Tensor:
+        """[t, v] bool: below the threshold [t, 1], or banned, but for `kept` [t, K], places among the v; v itself: none.
+
+        `logits` [t, v] are of the tokens from `first` on.
+        """
         outside = logits < threshold
         for token in self.banned:
             if 0 <= token - first < logits.shape[-1]:
                 outside[:, token - first] = True
+        if kept is not None:  # places that are no token fall into one more column
+            outside = torch.nn.functional.pad(outside, (0, 1)).scatter_(-1, kept, False)[:, :-1]
         return outside
 
     def threshold(self, logits: Tensor) -> Tensor:
-        """The smallest of the logits [t, V] that belongs to the part: [t, 1]."""
+        """The smallest of the logits [t, V] that belongs to the part, in float32: [t, 1]."""
         threshold = torch.full((len(logits), 1), -torch.inf, device=logits.device)
         if self.banned and (self.top_k > 0 or self.top_p < 1.0):
             logits = logits.masked_fill(self.outside(logits, threshold), -torch.inf)
         if self.top_k > 0:
             threshold = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
+            logits = logits.masked_fill(logits < threshold, -torch.inf) if self.top_p < 1.0 else logits
         if self.top_p < 1.0:
-            ordered = logits.masked_fill(logits < threshold, -torch.inf).sort(descending=True).values
-            before = ordered.softmax(-1).cumsum(-1).roll(1, -1)
-            before[:, 0] = 0.0
-            last = (before < self.top_p).sum(-1, keepdim=True) - 1
-            threshold = torch.maximum(threshold, ordered.gather(-1, last))
+            threshold = nucleus_threshold(logits, self.top_p)
         return threshold
 
 
 ALL = Truncation()
+
+
+def nucleus_threshold(logits: Tensor, top_p: float) -> Tensor:
+    """The smallest of the logits [t, V] float32 such that those above it have less than `top_p` of the probability: [t, 1].
+
+    Found by bisection of the float32 numbers from -inf to the largest logit, whose order is that of their keys: 32 sums over
+    the vocabulary instead of sorting it.
+    """
+    rows = max(1, HOST_BLOCK // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(logits))
+    return torch.cat([_bisected(part, top_p) for part in logits.split(rows)])
+
+
+def _bisected(logits: Tensor, top_p: float) -> Tensor:
+    top = logits.amax(-1, keepdim=True)
+    weights = (logits - top).exp_()
+    wanted = top_p * weights.sum(-1, keepdim=True)
+    above = torch.empty_like(logits)
+    high = float_keys(top)  # belongs to the part
+    low = float_keys(torch.full_like(top, -torch.inf))  # does not
+    for _ in range(32):
+        middle = (low + high) // 2
+        torch.gt(logits, floats_of(middle), out=above)
+        inside = above.mul_(weights).sum(-1, keepdim=True) < wanted
+        low, high = torch.where(inside, low, middle), torch.where(inside, middle, high)
+    return floats_of(high)
+
+
+def float_keys(values: Tensor) -> Tensor:
+    """Whole numbers of 32 bits in the order of float32 `values`, int64: a float's own bits, turned over where it is negative."""
+    bits = (values + 0.0).view(torch.int32)  # + 0.0: a zero has no sign
+    return torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()
+
+
+def floats_of(keys: Tensor) -> Tensor:
+    """The float32 numbers that have these keys."""
+    bits = keys.int()
+    return torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).view(torch.float32)

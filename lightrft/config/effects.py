@@ -60,6 +60,8 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
         "kl_estimator": (needs_reference(algorithm), "--init_kl_coef"),
         "use_kl_loss": (algorithm.init_kl_coef > 0, "--init_kl_coef"),
         "kl_target": (algorithm.init_kl_coef > 0, "--init_kl_coef"),
+        "kl_after_baseline": (algorithm.advantage_estimator == "rloo", "--advantage_estimator rloo"),
+        **{name: (algorithm.rollout_mask != "none", "--rollout_mask") for name in ("rollout_mask_low", "rollout_mask_high")},
         "kl_horizon": (algorithm.kl_target is not None, "--kl_target"),
         **{name: (correction, "--rollout_correction")
            for name in ("rollout_correction_level", "rollout_correction_low", "rollout_correction_high")},

@@ -23,13 +23,14 @@ PRESETS: dict[str, Recipe] = {
     "ppo": PPO | aggregated("token-mean") | kl(0.02, "k1", in_loss=False) | CRITIC,
     # DeepSeekMath, arXiv 2402.03300
     "grpo": PPO | aggregated("seq-mean-token-mean") | kl(0.04, "k3", in_loss=True),
-    # arXiv 2503.14476; its penalty begins a fifth before the longest response
+    # arXiv 2503.14476; its penalty begins a fifth before the longest response and is at most 1 where rewards are 1 and -1: with
+    # rewards of 1 and 0 --overlong_buffer_penalty_factor 0.5 weighs as much
     "dapo": PPO | {"eps_clip_high": 0.28, "dynamic_sampling": True, "overlong_buffer": True} | aggregated("token-mean") | NO_KL,
     # arXiv 2503.20783
     "dr_grpo": PPO | aggregated("seq-mean-token-sum-norm") | NO_KL,
     # arXiv 2507.18071
     "gspo": {"policy_loss": "gspo", "eps_clip_low": 3e-4, "eps_clip_high": 4e-4} | aggregated("seq-mean-token-mean") | NO_KL,
-    # arXiv 2507.20673
+    # arXiv 2507.20673, for one advantage per sequence
     "gmpo": {"policy_loss": "gmpo", "eps_clip_low": 0.4, "eps_clip_high": 0.4} | aggregated("seq-mean-token-mean") | NO_KL,
     # arXiv 2402.14740; the coefficient depends on the task there
     "rloo": {"policy_loss": "reinforce"} | aggregated("seq-mean-token-sum") | kl(0.05, "k1", in_loss=False),
@@ -44,8 +45,8 @@ PRESETS: dict[str, Recipe] = {
     "cispo": {"policy_loss": "cispo", "eps_clip_low": 1.0, "eps_clip_high": 4.0} | aggregated("token-mean") | NO_KL,
     # arXiv 2511.20347
     "sapo": SAPO | aggregated("seq-mean-token-mean") | NO_KL,
-    # arXiv 2505.12504
-    "cpgd": PPO | {"policy_loss": "cpgd", "policy_drift_coef": 0.01} | aggregated("token-mean") | NO_KL,
+    # arXiv 2505.12504; the clip of the drift is that of the authors' code
+    "cpgd": PPO | {"policy_loss": "cpgd", "policy_drift_coef": 0.01, "policy_drift_clip": 0.2} | aggregated("token-mean") | NO_KL,
     # arXiv 2306.13649 with samples of the actor alone and the reverse divergence
     "distill": PPO | aggregated("token-mean") | NO_KL | {"distill_coef": 1.0},
 }

@@ -52,6 +52,10 @@ def _ranges(config: Config) -> dict[str, bool]:
             algorithm.rollout_correction in ("mis", "icepop")
             and algorithm.rollout_correction_low > algorithm.rollout_correction_high
         ),
+        "--rollout_mask_low is above --rollout_mask_high: no sequence would count": (
+            None not in (algorithm.rollout_mask_low, algorithm.rollout_mask_high)
+            and algorithm.rollout_mask_low > algorithm.rollout_mask_high
+        ),
     }
 
 
@@ -91,6 +95,9 @@ def _losses(config: Config) -> dict[str, bool]:
         "--policy_loss cpgd takes the logarithm of 1 - eps_clip_low: give less than 1": (
             algorithm.policy_loss == "cpgd" and algorithm.eps_clip_low >= 1
         ),
+        "--rollout_mask masks nothing where --use_engine_logprobs measures from the engine: drop one": (
+            algorithm.rollout_mask != "none" and algorithm.use_engine_logprobs
+        ),
         "--rollout_correction corrects nothing where --use_engine_logprobs measures from the engine: drop one": (
             algorithm.rollout_correction is not None and algorithm.use_engine_logprobs
         ),
@@ -107,7 +114,7 @@ def _comparisons(config: Config) -> dict[str, bool]:
     """What an estimator compares a sample with."""
     algorithm, samples = config.algorithm, config.rollout.n_samples_per_prompt
     estimator = algorithm.advantage_estimator
-    shaping = ("reward_running_norm", "reward_group_norm", "reward_clip")
+    shaping = ("overlong_buffer", "reward_running_norm", "reward_group_norm", "reward_clip")
     shaped = [f"--{name}" for name in shaping if getattr(config.reward, name)]
     return {
         f"--advantage_estimator {estimator} compares the samples of a prompt: --n_samples_per_prompt 2 or more": (

@@ -256,6 +256,8 @@ class AlgorithmSection(Section):
     """How fast sapo's gate closes for negative advantages."""
     policy_drift_coef: float = 0.01
     """Coefficient of cpgd's divergence from the policy before the step."""
+    policy_drift_clip: float | None = None
+    """The most that the drift of a token counts, before the coefficient, with the loss cpgd; beyond it has no gradient."""
     cov_ratio: float = 2e-4
     """Share of an optimizer step's tokens, of high covariance of log-prob and advantage, that kl_cov and clip_cov single out."""
     kl_cov_coef: float = 1.0
@@ -268,12 +270,18 @@ class AlgorithmSection(Section):
     """Coefficient of the entropy bonus."""
     rollout_correction: str | None = None
     """Weigh tokens with p_trainer / p_engine: tis, mis, icepop, module:function or file.py:function."""
-    rollout_correction_level: Literal["token", "sequence", "geometric"] = "token"
-    """That ratio of each token, the product over its sequence, or the geometric mean."""
+    rollout_correction_level: Literal["token", "sequence"] = "token"
+    """That ratio of each token, or the product over its sequence."""
     rollout_correction_low: float = 0.5
     """Ratios below this are masked."""
     rollout_correction_high: float = 2.0
     """Ratios above this are truncated or masked."""
+    rollout_mask: Literal["none", "sequence", "geometric"] = "none"
+    """Leave out sequences by the product or the geometric mean of those ratios, beside any weights of tokens."""
+    rollout_mask_low: float | None = None
+    """The least of it that is learned from; unset: 0.5 of the product, 0.999 of the geometric mean."""
+    rollout_mask_high: float | None = None
+    """The most of it that is learned from; unset: 2 of the product, 1.002 of the geometric mean."""
     use_engine_logprobs: bool = False
     """Take the engine's log-probs as those before the step: one forward pass less, and the clip measures from the engine."""
     aux_loss_coef: float = 0.0
@@ -314,6 +322,8 @@ class AlgorithmSection(Section):
     """Keep a reference model, and report the divergence from it, also with --init_kl_coef 0."""
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
     """Estimator: k1 is unbiased, k2 has the right gradient, k3 is unbiased and positive, k3+ is k3 with the gradient of k2."""
+    kl_after_baseline: bool = False
+    """With rloo and the divergence in the reward: take it off each token after the baseline, instead of off rewards before it."""
     kl_target: float | None = None
     """Move the coefficient so that the divergence per token comes near this."""
     kl_horizon: int = 10000

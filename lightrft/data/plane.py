@@ -1,5 +1,6 @@
 """Moving samples between ranks: numbers are known to everyone, tensors go to their new owner, once."""
 
+from collections import Counter
 from dataclasses import fields, replace
 from typing import TypeVar
 
@@ -53,8 +54,14 @@ def deal(
 def move(axis: Axis, batch: B, owners: list[list[int]]) -> B:
     """Send every sequence to the rank whose list names its row; returns this rank's, in the order of its list.
 
-    `owners[r]` holds rows of the whole batch, each row in one list.
+    `owners[r]` holds rows of the whole batch, each row in one list. ValueError on all ranks unless the lists name every row
+    that a rank holds once, and no other.
     """
+    held, named = Counter(share(axis, batch.rows).tolist()), Counter(row for rows in owners for row in rows)
+    wrong = sorted(row for row in held | named if not held[row] == named[row] == 1)
+    if wrong:
+        times = f"is held {held[wrong[0]]} times and named {named[wrong[0]]} times in the lists of owners"
+        raise ValueError(f"row {wrong[0]} {times}: it must be held by one rank and go to one")
     place = {row: index for index, row in enumerate(batch.rows.tolist())}
     parts = [batch.select([place[row] for row in rows if row in place]) for rows in owners]
     received = replace(batch, **{name: _exchange(axis, parts, name) for name in _present(batch)})

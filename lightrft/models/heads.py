@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightrft.algorithms.truncation import ALL, Truncation
+from lightrft.config import ConfigError
 from lightrft.models.attention import Layout
-from lightrft.models.vocabulary import head_logprobs
+from lightrft.models.logprobs import token_logprobs
 from lightrft.parallel.sequence import UNDIVIDED, Undivided
 from lightrft.types import Batch, Expanded, Features, followed, joined, padded, send, unpadded
 
@@ -49,7 +50,7 @@ class Actor(nn.Module):
         here = self.sequence.positions(whole.num_tokens, hidden.device)
         weight, targets = self.language_model.get_output_embeddings().weight, whole.input_ids[here[asked] + 1]
         temperature /= self.logit_scale
-        values = head_logprobs(hidden[computed], weight, targets, temperature=temperature, truncation=truncation)
+        values = token_logprobs(hidden[computed], weight, targets, temperature=temperature, truncation=truncation)
         zeros = torch.zeros(len(here), device=hidden.device)
         # Not in one tensor, where what the loss does not use would have a gradient of zeros, which costs as much as any.
         values = self.sequence.gather_all(*(zeros.index_put((asked,), value) for value in values))
@@ -94,6 +95,8 @@ def hidden_states(model: PreTrainedModel, batch: Batch, sequence: Undivided = UN
     Of tokens with the same past that is one: see `Batch.shared`.
     """
     device, shared = batch.input_ids.device, batch.shared
+    if rope_window(model) is not None:
+        check_window(model, int(batch.lengths.max()))
     here = send(shared.computed, device) if shared else sequence.positions(batch.num_tokens, device)
     return model.base_model(
         input_ids=batch.input_ids[here].unsqueeze(0),
@@ -151,19 +154,35 @@ def divide(module: nn.Module, sequence: Undivided, *, tp: int = 1) -> bool:
     for part in found:
         model = part.language_model if isinstance(part, Actor) else part.scored_model
         problems = sequence.problems(model.config.get_text_config().num_attention_heads // tp)
-        problems += rope_problems(model) if divided else []
         if problems:
             raise ValueError(f"{name} cannot divide {type(model).__name__}: {'; '.join(problems)}")
         part.sequence = sequence
     return bool(found)
 
 
-def rope_problems(model: PreTrainedModel) -> list[str]:
-    """Rotary frequencies that follow the longest position at hand would differ between ranks."""
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+def rope_window(model: PreTrainedModel) -> int | None:
+    """The longest sequence whose rotary frequencies do not depend on its length; None where none do.
+
+    Beyond it `dynamic` and `longrope` choose other frequencies for all that is computed together: in transformers by the longest
+    sequence of a micro-batch, so that log-probs would depend on neighbours, in vLLM by the longest that a run allows.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
     each = [value for value in rope.values() if isinstance(value, dict)] or [rope]
-    kinds = sorted({parameters.get("rope_type") for parameters in each} & {"dynamic", "longrope"})
-    return [f"its rotary embedding is of type {kind}, which looks at all positions at once" for kind in kinds]
+    changing = [parameters for parameters in each if parameters.get("rope_type") in ("dynamic", "longrope")]
+    most = config.max_position_embeddings
+    return min((parameters.get("original_max_position_embeddings") or most for parameters in changing), default=None)
+
+
+def check_window(model: PreTrainedModel, longest: int) -> None:
+    """Raise ConfigError where a sequence of `longest` tokens is beyond the rope_window()."""
+    window = rope_window(model)
+    if window is not None and longest > window:
+        raise ConfigError(
+            f"a sequence of {longest} tokens is longer than the {window} for which {type(model).__name__} has fixed "
+            "rotary frequencies (type dynamic or longrope): shorten --prompt_max_len and --generate_max_len, or take a model "
+            "with frequencies of type yarn, llama3 or linear"
+        )
 
 
 def logit_scale(model: PreTrainedModel) -> float:

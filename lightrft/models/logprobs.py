@@ -1,11 +1,15 @@
 """Log-probabilities of tokens, without ever holding all logits.
 
-The logits of a chunk of tokens exist at a time, in the forward pass and again in the backward pass, where they are
-computed once more; only where all tokens fit into the memory of a chunk their exponentials are kept instead. From the first
-exponential on everything is float32, whatever the dtype of the model. The temperature divides a chunk's own float32 logits,
-never a tensor that somebody else sees.
+The logits of a chunk of tokens exist at a time, in the forward pass and again in the backward pass, where they are computed
+once more, in products of the same shape; only where all tokens fit into the memory of a chunk their exponentials are kept
+instead. A truncation is decided once, in the forward pass, and kept as a bit for each token. From the first exponential on
+everything is float32, whatever the dtype of the model. The temperature divides a chunk's own float32 logits, never a tensor that
+somebody else sees.
 
-Shapes: T tokens, H hidden size, V vocabulary, K tokens asked for at each position.
+The vocabulary may be split over tensor-parallel ranks: vocabulary.py has what they do together. The gradient of the hidden
+states, to which every part of the vocabulary contributes, is then summed once.
+
+Shapes: T tokens, H hidden size, V vocabulary, v of it on this rank, K tokens asked for at each position.
 """
 
 from collections.abc import Iterator
@@ -15,6 +19,10 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lightrft.algorithms.truncation import ALL, Truncation
+from lightrft.models import vocabulary
+from lightrft.models.vocabulary import Asked, VocabularyPart
+from lightrft.parallel.sequence import gathered
+from lightrft.parallel.tensor import branch, vocabulary_shard
 
 HOST_CHUNK, DEVICE_CHUNK = 2**25, 2**27
 """Logits that exist at the same time: 128 MB in a host's memory, 512 MB on an accelerator, which wants larger products."""
@@ -34,212 +42,215 @@ def token_logprobs(
     hidden [T, H], weight [V, H]; targets [T], or [T, K] for several tokens at each position. Returns the log-probs in the
     shape of the targets and the entropy [T], both float32 and differentiable. A negative target (-100) is ignored: its
     log-prob is 0 and has no gradient. `chunk` tokens at a time: 0 lets the vocabulary decide, None takes all at once.
+
+    A weight that parallelize() split is used as it lies; hidden states and targets are then equal on all ranks of its axis, as
+    are the results and the gradient of the hidden states. A truncation costs some collectives per chunk in the forward pass.
     """
-    columns = targets if targets.dim() == 2 else targets[:, None]
-    rows = len(hidden) if chunk is None else chunk or chunk_rows(weight)
-    learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    logprobs, entropy = _FromHidden.apply(hidden, weight, columns, temperature, truncation, max(rows, 1), learns)
-    return logprobs.view(targets.shape), entropy
+    shard = vocabulary_shard(weight)
+    if shard is None:
+        part = VocabularyPart.whole(len(weight))
+        return _logprobs(hidden, weight, targets, part, chunk_rows(weight, len(weight)), temperature, truncation, chunk)
+    part = VocabularyPart(shard.first, len(shard.weight), shard.axis)
+    rows = chunk_rows(shard.weight, -(-shard.size // shard.axis.size))  # equal on all ranks
+    return _logprobs(branch(hidden, shard.axis), shard.weight, targets, part, rows, temperature, truncation, chunk)
 
 
 def logprobs_of_logits(
-    logits: Tensor, targets: Tensor, *, temperature: float = 1.0, truncation: Truncation = ALL, chunk: int | None = 0
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    part: VocabularyPart | None = None,
+    temperature: float = 1.0,
+    truncation: Truncation = ALL,
+    chunk: int | None = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The same from logits [T, V] that are there already; they are not changed."""
-    columns = targets if targets.dim() == 2 else targets[:, None]
-    rows = len(logits) if chunk is None else chunk or chunk_rows(logits.T)
-    logprobs, entropy = _FromLogits.apply(logits, columns, temperature, truncation, max(rows, 1))
-    return logprobs.view(targets.shape), entropy
+    """The same from logits [T, V] that are there already; they are not changed.
+
+    With a `part` they are [T, v], of this rank's part of the vocabulary, and each rank gets the gradient of its own.
+    """
+    part = part or VocabularyPart.whole(logits.shape[1])
+    rows = chunk_rows(logits, max(part.num, 1))
+    if truncation.active and not chunk:  # as many chunks on all ranks, whose parts may differ
+        rows = int(part.axis.min(torch.tensor(rows, device=logits.device)))
+    return _logprobs(logits, None, targets, part, rows, temperature, truncation, chunk)
 
 
 @torch.no_grad()
 def top_logprobs(hidden: Tensor, weight: Tensor, k: int, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The k most likely tokens of each position, for distillation: log-probs [T, k] float32 and ids [T, k], likeliest first."""
-    values, ids = [], []
-    for rows, logits in row_chunks(hidden, len(weight), chunk_rows(weight)):
-        top = scaled_logits(hidden[rows], weight, temperature, out=logits).topk(k)
-        values.append(top.values - logits.logsumexp(-1, keepdim=True))
-        ids.append(top.indices)
-    return torch.cat(values), torch.cat(ids)
+    """The k most likely tokens of each position, for distillation: log-probs [T, k] float32 and ids [T, k], likeliest first.
+
+    With a weight that parallelize() split, three collectives; results are equal on all ranks of its axis.
+    """
+    shard = vocabulary_shard(weight)
+    if shard is None:
+        return _top(hidden, weight, VocabularyPart.whole(len(weight)), len(weight), k, temperature)
+    return _top(hidden, shard.weight, VocabularyPart(shard.first, len(shard.weight), shard.axis), shard.size, k, temperature)
 
 
-def chunk_rows(weight: Tensor) -> int:
-    """Tokens of one chunk for a vocabulary [V, ...]."""
-    return max(1, (HOST_CHUNK if weight.device.type == "cpu" else DEVICE_CHUNK) // len(weight))
+@torch.no_grad()
+def top_logprobs_of_logits(
+    logits: Tensor, k: int, *, part: VocabularyPart | None = None, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The same from logits [T, V]; [T, v] of this rank's `part` of the vocabulary."""
+    part = part or VocabularyPart.whole(logits.shape[1])
+    size = int(part.axis.sum(torch.tensor(part.num, device=logits.device)))
+    return _top(logits, None, part, size, k, temperature)
 
 
-class _FromHidden(torch.autograd.Function):
+def chunk_rows(like: Tensor, vocabulary: int) -> int:
+    """Tokens of one chunk of a vocabulary of so many tokens, where `like` is."""
+    return max(1, (HOST_CHUNK if like.device.type == "cpu" else DEVICE_CHUNK) // vocabulary)
+
+
+def _logprobs(
+    given: Tensor, weight: Tensor | None, targets: Tensor, part: VocabularyPart, rows: int, temperature: float,
+    truncation: Truncation, chunk: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    columns = targets if targets.dim() == 2 else targets[:, None]
+    rows = max(1, len(given) if chunk is None else chunk or rows)
+    learns = torch.is_grad_enabled() and (given.requires_grad or (weight is not None and weight.requires_grad))
+    logprobs, entropy = _Logprobs.apply(given, weight, columns, part, temperature, truncation, rows, learns)
+    return logprobs.view(targets.shape), entropy
+
+
+def _top(
+    given: Tensor, weight: Tensor | None, part: VocabularyPart, size: int, k: int, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """The k likeliest of all ranks are among the k likeliest of each."""
+    if k > size:
+        raise ValueError(f"the {k} likeliest of a vocabulary of {size} tokens were asked for")
+    values = torch.full((len(given), k), -torch.inf, device=given.device)  # so it stays where a rank has fewer than k
+    ids = torch.zeros(len(given), k, dtype=torch.int64, device=given.device)
+    sums = torch.full((len(given),), -torch.inf, device=given.device)
+    here = min(k, part.num)
+    for rows, logits in row_chunks(given, part.num, chunk_rows(given, max(part.num, 1))):
+        scaled_logits(given[rows], weight, temperature, out=logits)
+        values[rows, :here], ids[rows, :here] = logits.topk(here)
+        sums[rows] = logits.logsumexp(-1)
+    axis = part.axis
+    if axis.size > 1:
+        values, ids, sums = (gathered(x, axis).view(axis.size, *x.shape) for x in (values, ids + part.first, sums))
+        values, places = values.transpose(0, 1).flatten(1).topk(k)
+        ids, sums = ids.transpose(0, 1).flatten(1).gather(1, places), sums.logsumexp(0)
+    return values - sums[:, None], ids
+
+
+class _Logprobs(torch.autograd.Function):
+    """Log-probs [T, K] and entropy [T] from hidden states [T, H] and a weight [v, H], or, without one, from logits [T, v]."""
+
     @staticmethod
     def forward(
-        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, truncation: Truncation, chunk: int,
-        learns: bool,
+        ctx: FunctionCtx, given: Tensor, weight: Tensor | None, targets: Tensor, part: VocabularyPart, temperature: float,
+        truncation: Truncation, chunk: int, learns: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        results = _empty_results(hidden, targets)
-        fits = learns and len(hidden) <= chunk
-        ctx.kept = torch.empty(len(hidden), len(weight), dtype=torch.float32, device=hidden.device) if fits else None
-        for rows, logits, spare in _forward_chunks(hidden, weight, chunk, ctx.kept):
-            scaled_logits(hidden[rows], weight, temperature, out=logits)
-            _write(results, rows, _distribution(logits, targets[rows], truncation, spare))
-        logprobs, log_sums, entropy = results
-        ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
-        ctx.options = temperature, truncation, chunk
+        asked, cuts = Asked(targets, part), truncation.active
+        fits = learns and weight is not None and len(given) <= chunk
+        ctx.kept = torch.empty(len(given), part.num, dtype=torch.float32, device=given.device) if fits else None
+        bits, width = None, vocabulary.packed_width(part.num)
+        if learns and cuts:
+            bits = torch.empty(len(given), width, dtype=torch.uint8, device=given.device)
+        sums = []
+        for rows, logits, spare in _forward_chunks(given, part.num, product_rows(chunk), ctx.kept):
+            scaled_logits(given[rows], weight, temperature, out=logits)
+            if cuts:
+                outside = vocabulary.outside(logits, truncation, asked, rows)
+                logits.masked_fill_(outside, -torch.inf)
+                if bits is not None:
+                    bits[rows] = vocabulary.packed(outside)
+            sums.append(vocabulary.local_sums(logits, asked, rows, spare, holes=cuts or weight is None))
+        found = vocabulary.join(sums, asked)
+        scale = found.scale if fits else None
+        ctx.save_for_backward(given, weight, targets, bits, found.largest, found.total, found.entropy, scale)
+        ctx.options = part, temperature, chunk
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        return found.logprobs, found.entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, log_sums, entropy = ctx.saved_tensors
-        temperature, truncation, chunk = ctx.options
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        given, weight, targets, bits, largest, total, entropy, scale = ctx.saved_tensors
+        part, temperature, chunk = ctx.options
+        asked = Asked(targets, part)
+        grad_logprobs = torch.zeros(targets.shape, device=given.device) if grad_logprobs is None else grad_logprobs
+        grad_logprobs = torch.where(targets < 0, 0.0, grad_logprobs) / temperature
+        grad_entropy = None if grad_entropy is None else grad_entropy / temperature
 
         def computed_again() -> Iterator[tuple[slice, Tensor]]:
-            for rows, logits in row_chunks(hidden, len(weight), chunk):
-                scaled_logits(hidden[rows], weight, temperature, out=logits)
-                upstream = (None if grad is None else grad[rows] / temperature for grad in (grad_logprobs, grad_entropy))
-                yield rows, _gradient(logits, targets[rows], truncation, log_sums[rows], entropy[rows], *upstream)
+            step = product_rows(chunk)
+            size = chunk if len(given) <= chunk else step * (chunk // step)
+            for rows, logits in row_chunks(given, part.num, size):
+                for start in range(0, len(logits), step):
+                    scaled_logits(given[rows][start : start + step], weight, temperature, out=logits[start : start + step])
+                if bits is not None:
+                    vocabulary.fill_packed(logits, bits[rows], -torch.inf)
+                upstream = grad_logprobs[rows], None if grad_entropy is None else grad_entropy[rows]
+                grad = vocabulary.gradient(logits, largest[rows], total[rows], entropy[rows], *upstream)
+                yield rows, asked.add(rows, grad, upstream[0])
 
         kept, ctx.kept = ctx.kept, None  # the gradient takes its place, so another backward pass computes again
-        kept = kept if grad_entropy is None else None  # that one needs the logits
-        gradients = computed_again() if kept is None else [
-            (slice(None), _gradient_of_kept(kept, targets, grad_logprobs / temperature))
-        ]  # fmt: skip
-        for rows, grad in gradients:
-            grad = grad.to(hidden.dtype)
-            torch.mm(grad, weight, out=grad_hidden[rows])
-            if grad.dtype == torch.float32:
-                grad_weight.addmm_(grad.T, hidden[rows])
-            else:
-                grad_weight += grad.T @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+        if kept is not None and grad_entropy is None:  # that one needs the logits
+            kept.mul_(-grad_logprobs.sum(-1, keepdim=True) * scale[:, None])
+            gradients = [(slice(None), asked.add(slice(None), kept, grad_logprobs))]
+        else:
+            gradients = computed_again()
+        grads = _of_logits(given, gradients) if weight is None else _of_product(given, weight, gradients)
+        return *grads, None, None, None, None, None, None
 
 
-def _forward_chunks(hidden: Tensor, weight: Tensor, chunk: int, kept: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Rows, memory for their logits and for their exponentials: `kept`, which is [T, V], or some that is used again.
+def _of_logits(logits: Tensor, gradients: Iterator[tuple[slice, Tensor]]) -> tuple[Tensor, None]:
+    grad_logits = torch.empty_like(logits)
+    for rows, grad in gradients:
+        grad_logits[rows] = grad
+    return grad_logits, None
+
+
+def _of_product(hidden: Tensor, weight: Tensor, gradients: Iterator[tuple[slice, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Gradients of hidden states and weight from those of the logits; that of the weight is summed in float32."""
+    grad_hidden = torch.empty_like(hidden)
+    grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    for rows, grad in gradients:
+        grad = grad.to(hidden.dtype)
+        torch.mm(grad, weight, out=grad_hidden[rows])
+        if grad.dtype == torch.float32:
+            grad_weight.addmm_(grad.T, hidden[rows])
+        else:
+            grad_weight += grad.T @ hidden[rows]
+    return grad_hidden, grad_weight.to(weight.dtype)
+
+
+def product_rows(chunk: int) -> int:
+    """Rows of one product, equal in both passes, since a product of another shape has other last bits."""
+    return max(1, chunk // 4)
+
+
+def _forward_chunks(given: Tensor, num: int, step: int, kept: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Rows, memory for their logits and for their exponentials: of `kept`, which is [T, v], or some that is used again.
 
     The rows do not depend on whether there is something to keep, and so the results are the same to the last bit.
     """
-    if len(hidden) > chunk:
-        yield from row_chunks(hidden, len(weight), chunk, buffers=2)
-        return
     spare = None
-    for rows, logits in row_chunks(hidden, len(weight), chunk // 4):
+    for rows, logits in row_chunks(given, num, step):
         spare = torch.empty_like(logits) if spare is None and kept is None else spare
         yield rows, logits, spare[: len(logits)] if kept is None else kept[rows]
 
 
-def _gradient_of_kept(weights: Tensor, targets: Tensor, grad_logprobs: Tensor) -> Tensor:
-    """Gradient of the logits [T, V] from unnormalised probabilities, in their memory: d log p_k / dz = onehot_k - p."""
-    grad_logprobs = torch.where(targets < 0, 0.0, grad_logprobs)
-    grad = weights.mul_(-grad_logprobs.sum(-1, keepdim=True) / weights.sum(-1, keepdim=True))
-    return grad.scatter_add_(-1, targets.clamp(min=0), grad_logprobs)
+def row_chunks(like: Tensor, num: int, size: int) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of `like` [T, ...], `size` at a time, and for each chunk the same memory again, [t, num] float32.
 
-
-class _FromLogits(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, logits: Tensor, targets: Tensor, temperature: float, truncation: Truncation, chunk: int
-    ) -> tuple[Tensor, Tensor]:
-        results = _empty_results(logits, targets)
-        for rows, own, spare in row_chunks(logits, logits.shape[1], chunk, buffers=2):
-            own.copy_(logits[rows]).div_(temperature)
-            _write(results, rows, _distribution(own, targets[rows], truncation, spare))
-        logprobs, log_sums, entropy = results
-        ctx.save_for_backward(logits, targets, log_sums, entropy)
-        ctx.options = temperature, truncation, chunk
-        ctx.set_materialize_grads(False)
-        return logprobs, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, targets, log_sums, entropy = ctx.saved_tensors
-        temperature, truncation, chunk = ctx.options
-        grad_logits = torch.empty_like(logits)
-        for rows, own in row_chunks(logits, logits.shape[1], chunk):
-            own.copy_(logits[rows]).div_(temperature)
-            upstream = (None if grad is None else grad[rows] / temperature for grad in (grad_logprobs, grad_entropy))
-            grad_logits[rows] = _gradient(own, targets[rows], truncation, log_sums[rows], entropy[rows], *upstream)
-        return grad_logits, None, None, None, None
-
-
-def _distribution(logits: Tensor, targets: Tensor, truncation: Truncation, spare: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs at the targets [t, K], log of the sum of exponentials [t], entropy [t].
-
-    `logits` [t, V] are used up, and so is the memory of `spare` [t, V].
+    New memory for every chunk would cost a host more than the exponentials, because it is paged in at the first touch.
     """
-    if truncation.active:
-        logits = truncation(logits, targets)
-    top = logits.amax(-1, keepdim=True)
-    below = logits.sub_(top)  # at most 0, so nothing overflows and the entropy does not cancel
-    picked = below.gather(-1, targets.clamp(min=0))
-    weights = torch.exp(below, out=spare)
-    total = weights.sum(-1)
-    if truncation.active:
-        below.nan_to_num_(neginf=0.0)
-    mean = below.mul_(weights).sum(-1) / total
-    log_total = total.log()
-    return torch.where(targets < 0, 0.0, picked - log_total[:, None]), top[:, 0] + log_total, log_total - mean
-
-
-def _gradient(
-    logits: Tensor,
-    targets: Tensor,
-    truncation: Truncation,
-    log_sums: Tensor,
-    entropy: Tensor,
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-) -> Tensor:
-    """Gradient of the logits [t, V], in their memory; the caller has divided the upstream gradients by the temperature.
-
-    With p the softmax: d log p_k / dz = onehot_k - p, and d entropy / dz = -p (log p + entropy).
-    """
-    if truncation.active:
-        logits = truncation(logits, targets)
-    logp = logits.sub_(log_sums[:, None])
-    if grad_logprobs is None:
-        grad_logprobs = torch.zeros(targets.shape, device=logits.device)
-    grad_logprobs = torch.where(targets < 0, 0.0, grad_logprobs)
-    total = grad_logprobs.sum(-1, keepdim=True)
-    if grad_entropy is None:
-        grad = logp.exp_().mul_(-total)
-    else:
-        p = logp.exp()
-        through_entropy = logp.nan_to_num_(neginf=0.0).add_(entropy[:, None]).mul_(grad_entropy[:, None])
-        grad = p.mul_(through_entropy.add_(total).neg_())
-    return grad.scatter_add_(-1, targets.clamp(min=0), grad_logprobs)
-
-
-def _empty_results(like: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs [T, K], log-sums [T], entropy [T], to be written chunk by chunk."""
-    options = {"dtype": torch.float32, "device": like.device}
-    return torch.empty(targets.shape, **options), torch.empty(len(like), **options), torch.empty(len(like), **options)
-
-
-def _write(results: tuple[Tensor, ...], rows: slice, values: tuple[Tensor, ...]) -> None:
-    for result, value in zip(results, values, strict=True):
-        result[rows] = value
-
-
-def row_chunks(like: Tensor, vocabulary: int, size: int, buffers: int = 1) -> Iterator[tuple]:
-    """Rows of `like` [T, ...] chunk by chunk, and for each chunk the same memory again: `buffers` of [t, V] float32.
-
-    All buffers together hold `size` rows. New memory for every chunk would cost a host more than the exponentials,
-    because it is paged in at the first touch.
-    """
-    size = max(1, min(size, len(like)) // buffers)
-    memory = [torch.empty(size, vocabulary, dtype=torch.float32, device=like.device) for _ in range(buffers)]
+    memory = torch.empty(min(size, len(like)), num, dtype=torch.float32, device=like.device)
     for start in range(0, len(like), size):
         rows = slice(start, min(start + size, len(like)))
-        yield rows, *(buffer[: rows.stop - start] for buffer in memory)
+        yield rows, memory[: rows.stop - start]
 
 
-def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, out: Tensor) -> Tensor:
-    """[t, H], [V, H] -> [t, V] float32, in the memory of `out`."""
-    if hidden.dtype == torch.float32:
-        torch.mm(hidden, weight.T, out=out)
+def scaled_logits(given: Tensor, weight: Tensor | None, temperature: float, out: Tensor) -> Tensor:
+    """Hidden states [t, H] and weight [v, H], or logits [t, v] -> [t, v] float32, in the memory of `out`."""
+    if weight is None:
+        out.copy_(given)
+    elif given.dtype == torch.float32:
+        torch.mm(given, weight.T, out=out)
     else:
-        out.copy_(hidden @ weight.T)
+        out.copy_(given @ weight.T)
     return out if temperature == 1.0 else out.div_(temperature)

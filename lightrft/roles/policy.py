@@ -134,9 +134,10 @@ class Policy(Role):
     def generate(self, batch: Mapping[str, Any], greedy: bool = False) -> dict[str, Tensor]:
         """One response to each prompt of `input_ids`, of at most --generate_max_len tokens; every call draws anew.
 
-        Returns `output_ids` [B, S_out], prompt and response, then the padding token; `generation_lengths` [B] and
-        `unpadded_sequence_lengths` [B], of the response and of both; `logprobs` [B, S_out] float32 of the response's
-        tokens as sampled, 0 elsewhere. Greedy log-probs are at temperature 1. Needs prepare_for_generation().
+        Returns `output_ids` [B, S_out], prompt and response, then the padding token; S_out is one number for all ranks.
+        `generation_lengths` [B] and `unpadded_sequence_lengths` [B] are those of the response and of both, `logprobs` [B, S_out]
+        float32 those of the response's tokens as sampled, 0 elsewhere. Greedy log-probs are at temperature 1. Needs
+        prepare_for_generation().
         """
         if self.strategy.phase is not Phase.GENERATE:
             raise RuntimeError(f"generate() in phase {self.strategy.phase.value}: call prepare_for_generation() first")
@@ -154,7 +155,7 @@ class Policy(Role):
     def _generated(self, prompts: list[list[int]], completions: list[Completion]) -> dict[str, Tensor]:
         new = torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.int64)
         whole = new + torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
-        width = max(whole.tolist(), default=0)
+        width = int(self.strategy.mesh.data.max(torch.tensor(max(whole.tolist(), default=0), device=self.strategy.device)))
         ids = torch.full((len(prompts), width), self._pad_token_id())
         logprobs = torch.zeros(len(prompts), width)
         for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):

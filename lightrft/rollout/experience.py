@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.advantage import Estimator, by_difficulty, estimators
+from lightrft.algorithms.advantage import Estimator, by_difficulty, estimators, penalties
 from lightrft.algorithms.covariance import marks
 from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.options import options, resolve
+from lightrft.algorithms.reduce import sequence_sums
 from lightrft.algorithms.returns import distill, gae, reward_to_go, whiten
 from lightrft.algorithms.selection import top_share
 from lightrft.algorithms.shaping import RewardShaper
@@ -58,6 +59,7 @@ class ExperienceMaker:
         self.shape, self.kl_coefficient, self.kl = shape, kl_coefficient, kl_estimators[algorithm.kl_estimator]
         given = ("lengths", "responses", "greedy_rewards")
         self.estimator: Estimator = resolve(estimators, algorithm.advantage_estimator, given=given)
+        self.compare_penalties = penalties[algorithm.advantage_estimator] if algorithm.advantage_estimator in penalties else None
         self.mark = marks[algorithm.policy_loss] if algorithm.policy_loss in marks else None
         self.first_token_apart, self.expand = first_token_apart, expand
         self.data = policy.strategy.mesh.data
@@ -127,7 +129,9 @@ class ExperienceMaker:
         return self.policy.reference is not None and (not self.section.use_kl_loss or self.kl_coefficient.target is not None)
 
     def _diverge(self, experience: Experience, metrics: Metrics) -> Tensor | float:
-        """Move the coefficient; returns what is taken off the reward of each token: [T], or nothing when it is in the loss."""
+        """Move the coefficient; returns what is taken off the advantage earned at each token: [T], or nothing when it is in the
+        loss.
+        """
         learned = experience.loss_mask
         divergence = torch.where(learned, self.kl(experience.old_logprobs, experience.reference_logprobs), 0.0)
         mine = [divergence.double().sum(), learned.sum(), len(experience)]
@@ -135,7 +139,25 @@ class ExperienceMaker:
         self.kl_coefficient.update(total / max(tokens, 1), int(samples))
         metrics.mean("rollout/kl", divergence, learned)
         metrics.mean("rollout/kl_coef", self.kl_coefficient.value)
-        return 0.0 if self.section.use_kl_loss else self.kl_coefficient.value * divergence
+        return 0.0 if self.section.use_kl_loss else self._compared(experience, self.kl_coefficient.value * divergence)
+
+    def _compared(self, experience: Experience, penalty: Tensor) -> Tensor:
+        """The penalty of each token, or, where the estimator compares responses with it, the comparison at their last: [T]."""
+        if self.compare_penalties is None:
+            return penalty
+        tokens = experience.learned_tokens
+        last = tokens.new_full((len(experience),), -1).scatter_reduce(0, experience.sequence_ids[tokens], tokens, "amax")
+        learned = last >= 0
+        columns = torch.column_stack([sequence_sums(penalty.double(), experience), experience.groups, learned])
+        parts = self.data.gather(columns)
+        sums, groups, counted = torch.cat(parts).unbind(1)
+        given = options(self.compare_penalties, self.section)
+        compared = self.compare_penalties(sums, groups, counted.bool(), **given)
+        if compared is None:
+            return penalty
+        first = sum(map(len, parts[: self.data.rank]))
+        mine = compared[first : first + len(experience)]
+        return torch.zeros_like(penalty).index_put((last[learned],), mine[learned].to(penalty.dtype))
 
     def _teach(self, experience: Experience, minibatches: list[Rows], metrics: Metrics) -> Tensor:
         """What the teacher adds to the advantage of each token: [T]."""

@@ -19,7 +19,7 @@ from lightrft.data.loader import Order
 from lightrft.data.prompts import load_prompts
 from lightrft.engine.expected import placeholder_token_ids
 from lightrft.engine.requests import Sampling
-from lightrft.models.heads import Actor, Scorer
+from lightrft.models.heads import Actor, Scorer, check_window
 from lightrft.models.load import check_vocabulary, load_model, load_scorer, load_tokenizer
 from lightrft.models.routers import Routers
 from lightrft.models.trainable import choose_trained
@@ -188,6 +188,8 @@ def build_policy(
     strategy.announce("load_models")
     with strategy.init_model_context():
         actor = Actor(choose_trained(load_model(config.model), config.model))
+    if sampling is not ANY_TOKEN:  # an engine chooses rotary frequencies for the longest sequence that may come
+        check_window(actor.language_model, config.data.prompt_max_len + config.rollout.generate_max_len)
     optimizer = strategy.create_optimizer(actor, optim.actor_learning_rate, optim.adam_betas, optim.l2)
     scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
     drawn = sampling.resolved(placeholder_token_ids(actor.language_model.config)) if sampling is not ANY_TOKEN else sampling

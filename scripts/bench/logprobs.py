@@ -36,7 +36,7 @@ def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 def checkpointed(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The same over chunks as large as lightrft's, computed again in the backward pass by torch."""
-    size = chunk_rows(weight)
+    size = chunk_rows(weight, len(weight))
     parts = zip(hidden.split(size), targets.split(size), strict=True)
     return torch.cat([checkpoint(full_logits, part, weight, wanted, use_reentrant=False) for part, wanted in parts])
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algorithms.flat import actor_logprobs, loss_and_gradient, make_batch, random_experience, step_denominator
-from lightrft.algorithms.correction import corrections, importance_ratios
+from lightrft.algorithms.correction import corrections, importance_ratios, kept_sequences
 from lightrft.config import AlgorithmSection
 
 LOG2, LOG4 = math.log(2), math.log(4)
@@ -32,6 +32,34 @@ def test_levels(level, expected):
     ratios = importance_ratios(old, ENGINE, batch, level)
     assert ratios[batch.loss_mask].tolist() == pytest.approx(expected, rel=1e-6)
     assert not ratios.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("level", "bounds", "kept"),
+    [
+        ("sequence", (None, None), [True, True, True]),  # 2 and 2, not above 2
+        ("sequence", (None, 1.9), [False, False, False]),
+        ("geometric", (None, None), [False, False, False]),
+        ("geometric", (None, 1.5), [True, True, False]),  # sqrt(2) and 2
+        ("geometric", (1.5, 3.0), [False, False, True]),
+    ],
+)
+def test_whole_sequences_are_masked_and_tokens_keep_their_weights(level, bounds, kept):
+    batch = random_experience(MASKS, 0, old_logprobs=OLD, engine_logprobs=ENGINE, weights=None, advantages=torch.ones(5))
+    low, high = bounds
+    chosen = section(rollout_correction="tis", rollout_correction_high=3.0, rollout_mask=level, rollout_mask_low=low,
+                     rollout_mask_high=high)  # fmt: skip
+    _, gradient, report = loss_and_gradient(chosen, batch, OLD, step_denominator(batch))
+    weights = torch.tensor([-3 / 3, -0.5 / 3, -2 / 3]) * torch.tensor(kept)
+    assert gradient[batch.loss_mask].tolist() == pytest.approx(weights.tolist(), rel=1e-6)
+    assert report["engine/sequences_masked_share"][batch.loss_mask].tolist() == [not each for each in kept]
+
+
+def test_the_geometric_mean_masks_what_is_thousandths_away_by_default():
+    batch = make_batch([".xx", ".xx", ".xx"])
+    difference = torch.tensor([0.0, 0.5, -0.5, 0.0, 0.002, 0.003, 0.0, -0.002, -0.0008])
+    kept = kept_sequences(difference, torch.zeros(9), batch, "geometric", None, None)
+    assert kept[batch.loss_mask].tolist() == [True, True, False, False, False, False]
 
 
 def test_truncated():

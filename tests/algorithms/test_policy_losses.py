@@ -115,6 +115,18 @@ def test_kl_cov_holds_what_is_marked():
     check(result, [-1.653426, -0.153426, -0.5], [-1.5, -1.0, -0.5])
 
 
+def test_the_drift_of_cpgd_is_clipped():
+    """Of ratios 2, 1/2 and 1: 2 - 1 - log 2 = 0.306853 counts 0.2 and learns nothing, 0.5 - 1 + log 2 = 0.193147 counts whole."""
+    result = run("cpgd", [2, 0.5, 1], [0, 0, 0], policy_drift_coef=0.1, policy_drift_clip=0.2)
+    check(result, [0.02, 0.0193147, 0.0], [0.0, -0.05, 0.0])
+
+
+def test_clip_cov_does_not_leave_out_what_is_clipped():
+    result = run("clip_cov", [2, 1.1], [1, 1], marked=[True, True])
+    check(result, [-1.2, 0.0], [0.0, 0.0])
+    assert result[2]["train/cov_marked"] == [0.0, 1.0]
+
+
 def test_clip_cov_leaves_out_what_is_marked():
     check(run("clip_cov", [1.1, 1.1, 2], [1, 1, 1], marked=[True, False, False]), [0.0, -1.1, -1.2], [0.0, -1.1, 0.0])
 
@@ -128,7 +140,7 @@ def section(name: str, **fields) -> AlgorithmSection:
 
 EVERYTHING = {
     "entropy_coef": 0.1, "use_kl_loss": True, "init_kl_coef": 0.2,
-    "rollout_correction": "tis", "rollout_correction_level": "geometric",
+    "rollout_correction": "tis", "rollout_correction_level": "sequence",
 }  # fmt: skip
 MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
@@ -204,6 +216,6 @@ def test_a_loss_that_asks_for_too_much_is_named():
 def test_every_field_of_a_loss_is_one_of_the_configuration():
     fields = {field for name in NAMES for field in keywords(policy_losses[name])} - {"batch", "marked"}
     assert fields == {
-        *("eps_clip_low", "eps_clip_high", "dual_clip", "policy_drift_coef", "kl_cov_coef"),
+        *("eps_clip_low", "eps_clip_high", "dual_clip", "policy_drift_coef", "policy_drift_clip", "kl_cov_coef"),
         *("sapo_tau_positive", "sapo_tau_negative"),
     }

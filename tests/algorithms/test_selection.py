@@ -112,6 +112,19 @@ def test_of_equal_entropies_the_first_are_taken():
     assert chosen.nonzero()[:, 0].tolist() == [2, 3, 5, 7, 10, 13, 17]
 
 
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 300.0])
+def test_the_last_bits_choose_nothing(scale):
+    """First tokens of a group have one entropy and one covariance, computed in other micro-batches with other last bits."""
+    batch = make_batch(["xxx"] * 8)
+    shared, others = torch.tensor([0.7312345, 0.2, 1.9]), torch.linspace(0.0, 0.4, 8)[:, None] * torch.tensor([0.0, 1.0, 1.0])
+    values = scale * (shared + others).flatten()
+    chosen = set()
+    for seed in range(20):
+        noise = 1 + 2e-7 * (torch.rand(24, generator=torch.Generator().manual_seed(seed)) - 0.5)
+        chosen.add(tuple(top_share(values * noise, 0.5, batch, alone).nonzero()[:, 0].tolist()))
+    assert chosen == {(0, 2, 3, 5, 6, 8, 9, 11, 14, 17, 20, 23)}, "all third tokens, and the first of the first four rows"
+
+
 # -- covariance
 
 

@@ -67,6 +67,25 @@ def moved(lengths: list[int], held: list[list[int]], owners: list[list[int]]):
     return batch.columns("sequence") | batch.columns("token"), sent
 
 
+def refused(owners: list[list[int]]) -> str:
+    axis = Axis("data", 2, dist.get_rank(), dist.group.WORLD)
+    with pytest.raises(ValueError) as error:
+        move(axis, whole([3, 1, 2, 5]).select([[0, 1], [2, 3]][axis.rank]), owners)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("owners", "said"),
+    [
+        ([[0, 3], [1]], "row 2 is held 1 times and named 0 times"),
+        ([[0, 3, 2], [1, 2]], "row 2 is held 1 times and named 2 times"),
+        ([[0, 3, 2], [1, 7]], "row 7 is held 0 times and named 1 times"),
+    ],
+)
+def test_a_row_without_or_with_several_owners_is_an_error_on_all_ranks(owners, said):
+    assert all(said in message for message in run_ranks(2, refused, owners))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_row_arrives_at_its_owner_in_its_order_bit_by_bit(case):
     lengths, held, owners = CASES[case]

@@ -27,6 +27,8 @@ from tiny import tiny_model
 PROMPT, STEPS, LEARNING_RATE, MAX_NORM, TEMPERATURE = 3, 5, 3e-4, 0.5, 0.8
 RESPONSES = [1, 9, 4, 17, 2, 6, 6, 12, 3, 5]
 LONGEST = 20
+TOP_K, TOP_P = 120, 0.7
+"""Of 384 tokens, of which about a hundred are then left."""
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +65,9 @@ def configuration(folder: str, mode: str) -> Config:
     config = Config()
     config.model.pretrain, config.strategy.fsdp = folder, True
     config.rollout.temperature, config.rollout.generate_max_len = TEMPERATURE, LONGEST
+    if mode == "truncated":
+        config.rollout.top_k, config.rollout.top_p = TOP_K, TOP_P
+        mode = "token-mean"
     config.algorithm.loss_agg_mode, config.algorithm.use_kl_loss, config.algorithm.init_kl_coef = mode, True, 0.1
     config.algorithm.eps_clip_high, config.algorithm.dual_clip = 0.3, 3.0
     config.optim.actor_learning_rate, config.optim.lr_scheduler, config.optim.lr_warmup_ratio = LEARNING_RATE, "constant", 0.0
@@ -182,8 +187,8 @@ def plain_torch(folder: str, mode: str, steps: int = STEPS) -> Trained:
     optimizer = torch.optim.AdamW(decayed, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     numbers = []
     for _ in range(steps):
-        per_sequence = [sequence_loss(model, experience(), index) for index in range(len(RESPONSES))]
-        if mode == "token-mean":
+        per_sequence = [sequence_loss(model, experience(), index, mode == "truncated") for index in range(len(RESPONSES))]
+        if mode in ("token-mean", "truncated"):
             loss = sum(values.sum() for values in per_sequence) / sum(RESPONSES)
         elif mode == "seq-mean-token-mean":
             loss = sum(values.mean() for values in per_sequence) / len(RESPONSES)
@@ -198,11 +203,16 @@ def plain_torch(folder: str, mode: str, steps: int = STEPS) -> Trained:
     return numbers, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def sequence_loss(model: torch.nn.Module, whole: Experience, index: int) -> torch.Tensor:
+def sequence_loss(model: torch.nn.Module, whole: Experience, index: int, truncated: bool) -> torch.Tensor:
     """Per response token: clipped ratio with dual clip 3, and 0.1 of the k3 divergence."""
     start, end = int(whole.offsets[index]), int(whole.offsets[index + 1])
     ids, part = whole.input_ids[start:end], slice(start + PROMPT, end)
     logits = model(ids[None], use_cache=False).logits[0, PROMPT - 1 : -1] / TEMPERATURE
+    if truncated:
+        ordered, order = logits.detach().topk(TOP_K)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        kept = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, before < TOP_P).scatter(1, ids[PROMPT:, None], True)
+        logits = logits.masked_fill(~kept, -torch.inf)
     logprobs = logits.log_softmax(-1).gather(1, ids[PROMPT:, None])[:, 0]
     advantage, old, reference = whole.advantages[part], whole.old_logprobs[part], whole.reference_logprobs[part]
     ratio = (logprobs - old).exp()
@@ -219,6 +229,16 @@ TOO = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("seq-mean-token-s
 @pytest.mark.parametrize("mode", [ALL_LAYOUTS, "seq-mean-token-mean", *TOO])
 def test_every_layout_is_plain_torch(folder, mode):
     assert_all_are_plain_torch(folder, mode, LAYOUTS if mode == "token-mean" else LAYOUTS[-2:])
+
+
+@pytest.mark.slow
+def test_truncated_sampling_is_plain_torch_in_every_layout(folder):
+    """The vocabulary whole and in parts, sequences divided both ways, both strategies, several sizes of chunks."""
+    layouts = [
+        *(Layout(chunk=7 * 384), Layout(2, tp=2), Layout(2, tp=2, sequence=True, chunk=5 * 192), Layout(2, sp=2)),
+        *(Layout(2, sp=2, impl="zigzag", chunk=3 * 384), Layout(2, zero=3, tokens=40), Layout(4, tp=2, sp=2, impl="zigzag")),
+    ]
+    assert_all_are_plain_torch(folder, "truncated", layouts, steps=2)
 
 
 def test_more_ranks_than_sequences(folder):

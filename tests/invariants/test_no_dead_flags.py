@@ -25,6 +25,8 @@ MARKED = ["--policy_loss=kl_cov", "--cov_ratio=0.3"]
 DRAWN = ["--policy_loss=clip_cov", "--cov_ratio=0.3", "--clip_cov_range", "-9", "9"]
 OVERLONG = ["--overlong_buffer", "--overlong_buffer_len=2"]
 KL = ["--init_kl_coef=0.5", "--use_kl_loss=false", "--kl_estimator=k1"]
+COMPARED = [*KL, "--advantage_estimator=rloo", "--use_engine_logprobs", "--init_kl_coef=1000"]
+"""At the first step the divergence is that of the engine from the reference, some last bits."""
 EXPERTS = ["--pretrain={folder}/experts", "--aux_loss_coef=1"]
 TEACHER = ["--teacher_pretrain={folder}/teacher", "--distill_coef=0.5"]
 CRITIC = ["--advantage_estimator=gae", "--critic_learning_rate=1e-3"]
@@ -40,6 +42,7 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "sapo_tau_positive": (["--policy_loss=sapo"], ["--sapo_tau_positive=3"]),
     "sapo_tau_negative": (["--policy_loss=sapo"], ["--sapo_tau_negative=3"]),
     "policy_drift_coef": (["--policy_loss=cpgd"], ["--policy_drift_coef=1"]),
+    "policy_drift_clip": (["--policy_loss=cpgd", "--policy_drift_coef=1"], ["--policy_drift_clip=1e-9"]),
     "cov_ratio": (MARKED, ["--cov_ratio=0.6"]),
     "kl_cov_coef": (MARKED, ["--kl_cov_coef=9"]),
     "clip_cov_range": (DRAWN, ["--clip_cov_range", "0.01", "9"]),
@@ -49,6 +52,9 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "rollout_correction_level": (CORRECTED, ["--rollout_correction_level=sequence"]),
     "rollout_correction_low": (CORRECTED, ["--rollout_correction_low=0.9999999"]),
     "rollout_correction_high": (CORRECTED, ["--rollout_correction_high=1.0000001"]),
+    "rollout_mask": (["--rollout_mask_low=1"], ["--rollout_mask=geometric"]),
+    "rollout_mask_low": (["--rollout_mask=geometric"], ["--rollout_mask_low=1"]),
+    "rollout_mask_high": (["--rollout_mask=sequence"], ["--rollout_mask_high=1"]),
     "use_engine_logprobs": ([], ["--use_engine_logprobs"]),
     "loss_agg_mode": ([], ["--loss_agg_mode=seq-mean-token-sum"]),
     "gamma": ([], ["--gamma=0.5"]),
@@ -68,6 +74,7 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "use_kl_loss": (["--init_kl_coef=0.5", "--kl_estimator=k2"], ["--use_kl_loss"]),
     "init_kl_coef": (KL, ["--init_kl_coef=5"]),
     "kl_estimator": (KL, ["--kl_estimator=k3"]),
+    "kl_after_baseline": (COMPARED, ["--kl_after_baseline"]),
     "kl_target": (KL, ["--kl_target=0.1"]),
     "kl_horizon": ([*KL, "--kl_target=0.1"], ["--kl_horizon=100"]),
     "reward": ([], ["--reward={folder}/reward.py:share_of_letters"]),

@@ -5,6 +5,7 @@ The reference is torch's own autograd through the dense logits.
 
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from lightrft.models.logprobs import Truncation, logprobs_of_logits, token_logprobs, top_logprobs
+from marginal import MARGINAL, MARGINAL_CASES, check_marginal, marginal_inputs
+from ranks import run_ranks
 
 T, H, V = 23, 8, 41
 
@@ -232,6 +235,43 @@ def test_a_target_outside_of_the_part_is_kept_and_gradients_outside_are_zero():
     assert gradient[0, 1:3].tolist() == [0.0, 0.0] and gradient[0, 3] > 0.9
 
 
+def test_what_is_kept_is_what_the_definition_says():
+    """A token stays where those that are more likely have less than top_p together; equal ones stay together."""
+    generator = torch.Generator().manual_seed(5)
+    decided = 0
+    for vocabulary, scale, top_p in product((1, 2, 41, 3000), (0.0, 0.1, 1.0, 5.0), (0.01, 0.5, 0.9, 0.999)):
+        for dtype in (torch.float32, torch.bfloat16):  # in which many are equal
+            logits = (torch.randn(40, vocabulary, generator=generator) * scale).to(dtype).float()
+            logits[::7, vocabulary // 2 + 1 :] = -torch.inf
+            found = Truncation(top_p=top_p)(logits.clone()).isfinite()
+            for row, kept in zip(logits, found, strict=True):
+                values, counts = row.unique(return_counts=True)
+                mass = counts.double() * (values.double() - values.max().double()).exp()
+                above = (1 - mass.cumsum(0) / mass.sum()).clamp(min=0)  # of each value
+                if (above - top_p).abs().min() > 1e-5:  # so that rounding does not decide
+                    decided += 1
+                    assert torch.equal(kept, torch.isin(row, values[(above < top_p) & values.isfinite()]))
+    assert decided > 3000
+
+
+def test_the_threshold_sorts_nothing():
+    with Operations() as seen:
+        Truncation(top_p=0.9)(torch.randn(3, 50))
+    assert "sum" in seen.names and not seen.names & {"sort", "topk", "cumsum"}
+
+
+class Operations(TorchDispatchMode):
+    """Notes the name of every operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.overloadpacket._qualified_op_name.removeprefix("aten::"))
+        return function(*args, **(kwargs or {}))
+
+
 def test_truncation_that_keeps_all_changes_nothing():
     assert not Truncation().active and not Truncation(top_k=-1).active
     hidden, weight, targets = inputs()
@@ -263,6 +303,59 @@ def test_several_targets_at_each_position(options):
     actual = gradients(token_logprobs, hidden, weight, targets, upstream, truncation=Truncation(**options), chunk=7)
     for gradient, reference in zip(actual, expected, strict=True):
         torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-5)
+
+
+def at_the_edge(threads: int) -> None:
+    torch.set_num_threads(threads)
+    for tokens, chunk in MARGINAL_CASES:
+        hidden, weight, targets, upstream = marginal_inputs(tokens)
+        values = token_logprobs(hidden, weight, targets, truncation=MARGINAL, chunk=chunk)
+        actual = torch.autograd.grad(values, [hidden, weight], upstream)
+        check_marginal(tokens, [*values, *actual])
+
+
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_last_token_inside_has_its_gradient(threads):
+    """The same tokens are inside in the backward pass, however many rows are computed together.
+
+    In a process of its own: one that has computed with two threads cannot start others by a fork that do.
+    """
+    run_ranks(1, at_the_edge, threads)
+
+
+def test_recomputed_gradients_are_as_exact_as_those_of_float32_torch():
+    """Of logits of a thousand the sum in one number would be off by 6e-5; p is held against float64."""
+    generator = torch.Generator().manual_seed(6)
+    logits = (torch.randn(64, 50, generator=generator) * 3 + 100.0).requires_grad_()
+    targets, temperature = torch.randint(50, (64,), generator=generator), 0.1
+    values = logprobs_of_logits(logits, targets, temperature=temperature, chunk=8)
+    (gradient,) = torch.autograd.grad(values, logits, [torch.ones(64), torch.ones(64)])
+    scaled = (logits.detach() / temperature).double().requires_grad_()  # the same rounded numbers
+    logp = scaled.log_softmax(-1)
+    picked, entropy = logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    (wanted,) = torch.autograd.grad((picked + entropy).sum(), scaled)
+    assert (gradient * temperature - wanted).abs().max() < 2e-6
+
+
+def test_impossible_tokens_have_no_part_in_entropy_and_gradient():
+    logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(7))
+    logits[1, 2:] = logits[2, 0] = -torch.inf
+    logits.requires_grad_()
+    logprobs, entropy = logprobs_of_logits(logits, torch.tensor([0, 1, 1, 5]))
+    (gradient,) = torch.autograd.grad(logprobs.sum() + entropy.sum(), logits)
+    few = logits.detach()[1, :2].clone().requires_grad_()
+    logp = few.log_softmax(-1)
+    assert logprobs[1].item() == pytest.approx(logp[1].item(), abs=1e-6)
+    assert entropy[1].item() == pytest.approx(-(logp.exp() * logp).sum().item(), abs=1e-6)
+    (wanted,) = torch.autograd.grad(logp[1] - (logp.exp() * logp).sum(), few)
+    torch.testing.assert_close(gradient[1], torch.cat([wanted, torch.zeros(4)]), rtol=1e-5, atol=1e-6)
+    assert entropy.isfinite().all() and gradient.isfinite().all() and gradient[2, 0] == 0
+    assert logprobs_of_logits(logits, torch.tensor([0, 5, 0, 5]))[0][1:3].tolist() == [-torch.inf] * 2
+
+
+def test_a_token_that_is_not_in_the_vocabulary_is_not_overlooked():
+    logprobs, _ = logprobs_of_logits(torch.zeros(2, 3), torch.tensor([3, 2]))
+    assert logprobs.isnan().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -328,7 +421,7 @@ def test_what_fits_into_a_chunk_is_not_computed_again(dtype, options):
     targets, upstream = several_targets(), torch.linspace(-1.0, 2.0, 3 * T).view(T, 3)
     expected = gradients(dense_truncated, hidden, weight, targets, (upstream, None), temperature=0.7, **options)
     logprobs, _ = token_logprobs(hidden, weight, targets, temperature=0.7, truncation=Truncation(**options), chunk=T)
-    for products in (2, 3):  # the first time the gradient takes the place of what was kept
+    for products in (2, 2 + 5):  # the first time the gradient takes the place of what was kept; 23 rows are 5 products
         with Products() as seen:
             actual = torch.autograd.grad(logprobs, [hidden, weight], upstream, retain_graph=True)
         assert seen.count == products

@@ -3,13 +3,17 @@
 The reference is the same model, or the same attention, in one process.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from flat_models import LENGTHS, TEMPERATURE, gradients_of, make_batch, make_model, weighted
+from flat_models import LENGTHS, SIZES, TEMPERATURE, gradients_of, make_batch, make_model, weighted
+from lightrft.config import ConfigError
 from lightrft.models.attention import ATTENTION, Layout, flat_attention
-from lightrft.models.heads import Actor, divide
+from lightrft.models.heads import Actor, divide, rope_window
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 from lightrft.strategy import FSDPStrategy
@@ -182,11 +186,26 @@ def test_heads_that_do_not_divide():
         divide(actor, SEQUENCES["ulysses"](Axis("sp", 2, 0, None)), tp=4)
 
 
-def test_a_rotary_embedding_that_looks_at_all_positions():
-    model = make_model("llama", ATTENTION)
-    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    with pytest.raises(ValueError, match="of type dynamic"):
-        divide(Actor(model), SEQUENCES["ulysses"](Axis("sp", 2, 0, None)))
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+    "longrope": {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16,
+                 "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotary_frequencies_that_follow_the_longest_sequence_are_refused_beyond_their_window(kind):
+    """Up to there a sequence's log-probs are its own, whatever stands beside it in a micro-batch, on any number of ranks."""
+    config = LlamaConfig(**SIZES | {"max_position_embeddings": 16}, rope_parameters=ROPES[kind])
+    torch.manual_seed(3)
+    actor = Actor(AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION))
+    assert rope_window(actor.language_model) == 16
+    together, alone = make_batch([5, 16, 2]), make_batch([5])
+    torch.testing.assert_close(actor(together, 1.0)[0][:5], actor(replace(alone, input_ids=together.input_ids[:5],
+                               loss_mask=together.loss_mask[:5]), 1.0)[0], rtol=1e-5, atol=1e-5)  # fmt: skip
+    divide(actor, SEQUENCES["ulysses"](Axis("sp", 2, 0, None)))  # is not refused
+    with pytest.raises(ConfigError, match="a sequence of 17 tokens is longer than the 16 .* --generate_max_len"):
+        actor(make_batch([5, 17]), 1.0)
 
 
 def refused() -> str:

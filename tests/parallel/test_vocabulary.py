@@ -4,6 +4,7 @@ The reference is torch's own autograd through dense logits, in one process.
 """
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightrft.models import logprobs
-from lightrft.models.logprobs import Truncation, token_logprobs
-from lightrft.models.vocabulary import head_logprobs, head_top_logprobs
+from lightrft.models.logprobs import Truncation, token_logprobs, top_logprobs
 from lightrft.parallel.tensor import vocabulary_shard
+from marginal import MARGINAL, MARGINAL_CASES, check_marginal, marginal_inputs
 from ranks import run_ranks
 
 T, H = 23, 8
@@ -73,7 +74,7 @@ def split(vocabulary: int, dtype: torch.dtype, use: tuple[bool, bool], num_targe
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     cut = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
     with Collectives() as forward:
-        values = head_logprobs(hidden, cut, targets, **options)
+        values = token_logprobs(hidden, cut, targets, **options)
     with Collectives() as backward:
         weighted(values, use).backward()
     assert cut.grad.placements == cut.placements
@@ -136,13 +137,34 @@ def test_a_truncation_is_that_of_the_whole_vocabulary(tp, truncation):
         assert backward == ["all_reduce"]
 
 
+def at_the_edge() -> list[list[Tensor]]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    results = []
+    for threads, (tokens, chunk) in product((1, 2), MARGINAL_CASES):
+        torch.set_num_threads(threads)
+        hidden, weight, targets, upstream = marginal_inputs(tokens)
+        cut = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
+        values = token_logprobs(hidden, cut, targets, truncation=MARGINAL, chunk=chunk)
+        grad_hidden, grad_weight = torch.autograd.grad(values, [hidden, cut], upstream)
+        results.append([value.detach() for value in values] + [grad_hidden, grad_weight.full_tensor()])
+    return results
+
+
+@pytest.mark.slow
+def test_the_last_token_inside_has_its_gradient():
+    """The same tokens are inside in the backward pass, however many rows are computed together."""
+    for results in run_ranks(2, at_the_edge):
+        for (tokens, _), found in zip(2 * MARGINAL_CASES, results, strict=True):
+            check_marginal(tokens, found)
+
+
 def likeliest(vocabulary: int, k: int) -> tuple[Tensor, Tensor, list[str]]:
     hidden, weight, _ = inputs(vocabulary, torch.float32)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     cut = distribute_tensor(weight.detach(), mesh, [Shard(0)])
     with Collectives() as seen:
-        values, ids = head_top_logprobs(hidden, cut, k, temperature=0.6)
-    assert [len(part) for part in head_top_logprobs(hidden[:0], cut, k)] == [0, 0]
+        values, ids = top_logprobs(hidden, cut, k, temperature=0.6)
+    assert [len(part) for part in top_logprobs(hidden[:0], cut, k)] == [0, 0]
     return values, ids, list(seen)
 
 
@@ -162,10 +184,10 @@ def edge_cases() -> list:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     hidden, weight, targets = inputs(97, torch.float32)
     cut = distribute_tensor(weight.detach(), mesh, [Shard(0)])
-    nothing = head_logprobs(hidden[:0], cut, targets[:0])
-    large, _ = head_logprobs(hidden * 200, cut, targets)
+    nothing = token_logprobs(hidden[:0], cut, targets[:0])
+    large, _ = token_logprobs(hidden * 200, cut, targets)
     hidden.data[3, 2] = torch.nan
-    poisoned, _ = head_logprobs(hidden, cut, targets)
+    poisoned, _ = token_logprobs(hidden, cut, targets)
     shard = vocabulary_shard(cut)
     return [[len(value) for value in nothing], large.isfinite().all().item(), poisoned.isnan().nonzero().tolist(),
             (shard.first, len(shard.weight), shard.size)]

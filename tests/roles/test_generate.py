@@ -42,6 +42,8 @@ def test_greedy_is_transformers_and_sampled_logprobs_are_the_trainers(folder, wo
     per_rank = run_ranks(world_size, generated, folder)
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/trained", dtype=torch.float32)
     batch, row = rows.whole(), 0
+    for place in range(3):  # greedy, sampled, once more
+        assert len({results[place]["output_ids"].shape[1] for results, _ in per_rank}) == 1
     for (greedy, sampled, once_more), logprobs in per_rank:
         for index in range(len(greedy["output_ids"])):
             ids = batch["input_ids"][row, : rows.LENGTHS[row]]

@@ -394,21 +394,54 @@ def make_divergent(folder: str, held: list[int]) -> dict[str, Any]:
     policy = make_policy(folder, 8, reference=True)
     fields = {"advantage_estimator": "reinforce", "kl_estimator": "k3", "init_kl_coef": 0.5, "gamma": 0.9}
     in_reward, in_loss = AlgorithmSection(**fields), AlgorithmSection(**fields, use_kl_loss=True)
+    compared = {"advantage_estimator": "rloo", "kl_estimator": "k1", "init_kl_coef": 0.5}
     moved = KLCoefficient(0.5, target=0.001, horizon=8)  # far above: 0.5 * (1 + 0.2 * 8 / 8) = 0.6
     return {
         "reward": experience_of(policy, all_samples(), held, algorithm=in_reward),
         "loss": experience_of(policy, all_samples(), held, algorithm=in_loss),
         "moved": experience_of(policy, all_samples(), held, algorithm=in_reward, kl_coefficient=moved),
         "moved in loss": experience_of(policy, all_samples(), held, algorithm=in_loss, kl_coefficient=moved),
+        "compared": experience_of(policy, all_samples(), held, algorithm=AlgorithmSection(**compared)),
+        "after": experience_of(policy, all_samples(), held, algorithm=AlgorithmSection(**compared, kl_after_baseline=True)),
+        "masked": experience_of(policy, cut(all_samples(), 3), held, algorithm=AlgorithmSection(**compared, mask_truncated=True)),
         "coefficient": moved.value,
     }
 
 
-@pytest.mark.parametrize("held", [[8], [3, 5]], ids=str)
-def test_divergence_in_the_reward_of_each_token(folder, held):
+@pytest.fixture(scope="module", params=[[8], [3, 5]], ids=str)
+def divergent(request, folder) -> list[dict[str, Any]]:
+    return run_ranks(len(request.param), make_divergent, folder, request.param)
+
+
+def by_row(results: list[dict[str, Any]]) -> dict[str, dict[int, dict[str, torch.Tensor]]]:
+    return {name: {r: c for result in results for r, c in sequences(result[name]).items()} for name in list(results[0])[:-1]}
+
+
+def test_rloo_compares_penalised_rewards(divergent, folder):
+    """R' = R - beta KL of the response, less the mean R' of the others of its group; those left out have no divergence."""
+    made, samples = by_row(divergent), all_samples()
+    divergences = []
+    for sample in samples:
+        mine, reference = reference_logprobs(folder, sample), reference_logprobs(folder + "/reference", sample)
+        divergences.append(0.5 * (mine - reference)[len(sample.prompt.token_ids) :])
+    for row, sample in enumerate(samples):
+        prompt = len(sample.prompt.token_ids)
+        others = [place for place, other in enumerate(samples) if other.group == sample.group and place != row]
+        baseline = sum(samples[place].reward for place in others) / len(others)
+        penalties = [divergences[place].sum().item() for place in others]
+        whole = sample.reward - divergences[row].sum().item() - baseline + sum(penalties) / len(others)
+        length = len(divergences[row])
+        assert made["compared"][row]["advantages"][prompt:].tolist() == pytest.approx([whole] * length, abs=1e-4)
+        after = sample.reward - baseline - divergences[row].flip(0).cumsum(0).flip(0)
+        assert made["after"][row]["advantages"][prompt:].tolist() == pytest.approx(after.tolist(), abs=1e-4)
+    # group 1 has rows 2, 3 and 4, of which row 3 is left out: its reward still counts, its divergence is not known
+    penalty = divergences[2].sum().item() - divergences[4].sum().item()
+    assert made["masked"][2]["advantages"][-1].item() == pytest.approx(2 - (6 + 1) / 2 - penalty, abs=1e-4)
+
+
+def test_divergence_in_the_reward_of_each_token(divergent, folder):
     """k3 of every token, discounted with what comes after it; none of it where it is in the loss."""
-    results = run_ranks(len(held), make_divergent, folder, held)
-    made = {name: {r: c for result in results for r, c in sequences(result[name]).items()} for name in list(results[0])[:-1]}
+    results, made = divergent, by_row(divergent)
     everything = []
     for row, sample in enumerate(all_samples()):
         prompt = len(sample.prompt.token_ids)

@@ -46,7 +46,7 @@ def test_ranks_that_divide_sequences_train_as_one(inputs, tmp_path, impl):
     """Two engines draw the same samples whether their ranks share data or not: what is learned from them is the same too."""
     flags = [
         "--max_steps=2", "--init_kl_coef=0.1", "--train_batch_size=16", "--policy_loss=gspo_token", "--advantages_norm",
-        "--rollout_correction=tis", "--rollout_correction_level=geometric", "--entropy_coef=0.01",
+        "--rollout_correction=tis", "--rollout_correction_level=sequence", "--rollout_mask=geometric", "--entropy_coef=0.01",
     ]  # fmt: skip
     divided = train("train_ppo", 2, [*inputs, *PPO, *flags, "--sp_size=2", f"--sp_impl={impl}"], tmp_path / "divided")
     plain = train("train_ppo", 2, [*inputs, *PPO, *flags], tmp_path / "plain")

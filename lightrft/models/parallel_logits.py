@@ -1,0 +1,169 @@
+"""Log-probs of tokens from logits that are split over ranks, for models that have logits: NeMo-RL's functions of these names.
+
+The vocabulary may be split over tensor-parallel ranks, in consecutive parts of any sizes, and sequences over context-parallel
+ones, in zigzag order: of 2 x ranks equal chunks of a sequence, rank r has number r and the one as far from the end. Log-probs
+take two collectives over the vocabulary and one over the sequence, and the gradient none; results are equal on all ranks.
+
+All ranks compute the same loss from them. The gradient of a rank's logits is then that of this loss, once: nothing is to be
+divided by the number of context-parallel ranks, and gradients of parameters that these share are summed.
+
+Shapes: B rows, S tokens of each, T tokens end to end, V vocabulary, v of it on this rank.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightrft.algorithms.truncation import ALL, Truncation
+from lightrft.models.logprobs import logprobs_of_logits, top_logprobs_of_logits
+from lightrft.models.vocabulary import VocabularyPart
+from lightrft.parallel.collectives import Axis
+from lightrft.parallel.sequence import Gather
+from lightrft.parallel.zigzag import Zigzag
+
+IGNORED = -100
+
+
+def from_parallel_logits_to_logprobs(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: ProcessGroup | None,
+    inference_only: bool = False,
+    cp_group: ProcessGroup | None = None,
+    chunk_size: int | None = 0,
+    *,
+    temperature: float = 1.0,
+    truncation: Truncation = ALL,
+) -> Tensor:
+    """Log-prob of every token of `target` [B, S] but the first, after those before it: [B, S - 1] float32.
+
+    Logits [B, S, v], or [B, S / cp, v] of this rank's chunks of the rows, padded to a multiple of 2 cp where need be. The rank
+    has the tokens from `vocab_start_index` up to, but without, `vocab_end_index`. A negative target has log-prob 0 and no
+    gradient.
+    """
+    rows, num_tokens = target.shape
+    sequence = Zigzag(axis_of(cp_group, "cp")) if cp_group is not None else None
+    whole = vocab_parallel_logits.shape[1] * (1 if sequence is None else sequence.axis.size)
+    if whole < num_tokens:
+        raise ValueError(f"the logits are of {whole} tokens in each row, fewer than the {num_tokens} of the targets")
+    following = torch.nn.functional.pad(target[:, 1:], (0, whole - num_tokens + 1), value=IGNORED)
+    following = following if sequence is None else following[:, sequence.positions(whole, target.device)]
+    part = vocabulary_part(vocab_parallel_logits, vocab_start_index, vocab_end_index, tp_group)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+        options = {"temperature": temperature, "truncation": truncation, "chunk": chunk_size}
+        values, _ = logprobs_of_logits(vocab_parallel_logits.flatten(0, 1), following.flatten(), part=part, **options)
+        values = values.view(rows, -1)
+        if sequence is not None:
+            values = sequence.gather(values.T).T
+    return values[:, : num_tokens - 1]
+
+
+def from_parallel_logits_to_logprobs_packed_sequences(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    cu_seqlens_padded: Tensor,
+    unpacked_seqlen: int,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    group: ProcessGroup | None,
+    inference_only: bool = False,
+    cp_group: ProcessGroup | None = None,
+    chunk_size: int | None = 0,
+    *,
+    temperature: float = 1.0,
+    truncation: Truncation = ALL,
+) -> Tensor:
+    """The same of sequences that lie end to end: [B, S - 1] float32 with S the `unpacked_seqlen`, 0 after the end of a sequence.
+
+    Logits [1, T, v] and `target` [1, T]; `cu_seqlens_padded` [B + 1] says where sequences begin and the last ends. With context
+    parallelism the logits are [1, T / cp, v]: of each sequence, whose length must be a multiple of 2 cp, this rank's chunks.
+    """
+    starts = cu_seqlens_padded.tolist()
+    spans = list(zip(starts[:-1], starts[1:], strict=True))
+    sequence = Zigzag(axis_of(cp_group, "cp"))
+    if target.numel() != starts[-1] or vocab_parallel_logits.shape[1] * sequence.axis.size != starts[-1]:
+        raise ValueError(
+            f"cu_seqlens_padded ends at {starts[-1]}, but there are {target.numel()} targets and logits of "
+            f"{vocab_parallel_logits.shape[1]} tokens on each of {sequence.axis.size} ranks"
+        )
+    places = zigzag_places(spans, sequence) if sequence.axis.size > 1 else [torch.arange(starts[-1])]
+    following = target.flatten().roll(-1)
+    following[[end - 1 for begin, end in spans if end > begin]] = IGNORED  # never the first token of the next one
+    own = places[sequence.axis.rank].to(target.device)
+    part = vocabulary_part(vocab_parallel_logits, vocab_start_index, vocab_end_index, group)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+        options = {"temperature": temperature, "truncation": truncation, "chunk": chunk_size}
+        values, _ = logprobs_of_logits(vocab_parallel_logits[0], following[own], part=part, **options)
+        if sequence.axis.size > 1:
+            values = Gather.apply(sequence.axis, values)[0][torch.cat(places).argsort().to(target.device)]
+        counts = [max(min(end - begin - 1, unpacked_seqlen - 1), 0) for begin, end in spans]
+        rows = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
+        columns = torch.cat([torch.arange(0), *map(torch.arange, counts)])
+        flat = columns + torch.tensor(starts[:-1], dtype=torch.int64)[rows]
+        result = values.new_zeros(len(counts), unpacked_seqlen - 1)
+        rows, columns, flat = (index.to(target.device) for index in (rows, columns, flat))
+        return result.index_put((rows, columns), values[flat])
+
+
+def parallel_logprobs_and_entropy(
+    vocab_parallel_logits: Tensor,
+    targets: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: ProcessGroup | None,
+    chunk_size: int | None = 0,
+    *,
+    temperature: float = 1.0,
+    truncation: Truncation = ALL,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs at `targets`, which are not shifted, and the entropy of each distribution, float32 and differentiable.
+
+    Logits [T, v]; targets [T], or [T, K] for several tokens at each position. Returns [T] or [T, K], and [T].
+    """
+    part = vocabulary_part(vocab_parallel_logits, vocab_start_index, vocab_end_index, tp_group)
+    options = {"temperature": temperature, "truncation": truncation, "chunk": chunk_size}
+    return logprobs_of_logits(vocab_parallel_logits, targets, part=part, **options)
+
+
+def parallel_top_logprobs(
+    vocab_parallel_logits: Tensor,
+    k: int,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: ProcessGroup | None,
+    *,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The k likeliest tokens of the whole vocabulary for logits [T, v]: log-probs and ids, [T, k] each, likeliest first."""
+    part = vocabulary_part(vocab_parallel_logits, vocab_start_index, vocab_end_index, tp_group)
+    return top_logprobs_of_logits(vocab_parallel_logits, k, part=part, temperature=temperature)
+
+
+def vocabulary_part(logits: Tensor, first: int, end: int, group: ProcessGroup | None) -> VocabularyPart:
+    """ValueError unless the last dimension of the logits is this rank's part of the vocabulary."""
+    if logits.shape[-1] != end - first:
+        raise ValueError(f"the logits are of {logits.shape[-1]} tokens, those from {first} up to {end} are {end - first}")
+    return VocabularyPart(first, end - first, axis_of(group, "tp"))
+
+
+def axis_of(group: ProcessGroup | None, name: str) -> Axis:
+    """The ranks of a group; one rank without."""
+    if group is None or dist.get_world_size(group) == 1:
+        return Axis(name, 1, 0, None)
+    return Axis(name, dist.get_world_size(group), dist.get_rank(group), group)
+
+
+def zigzag_places(spans: list[tuple[int, int]], sequence: Zigzag) -> list[Tensor]:
+    """For each rank the places, among all tokens, of its chunks of every sequence, in its order: [T / ranks] each."""
+    wrong = [end - begin for begin, end in spans if (end - begin) % sequence.num_chunks]
+    if wrong:
+        raise ValueError(f"a sequence of {wrong[0]} tokens does not divide into {sequence.num_chunks} chunks: pad it")
+    sizes = [(begin, (end - begin) // sequence.num_chunks) for begin, end in spans]
+    return [
+        torch.cat([torch.arange(begin + chunk * size, begin + (chunk + 1) * size) for begin, size in sizes
+                   for chunk in sequence.chunks(rank)])
+        for rank in range(sequence.axis.size)
+    ]  # fmt: skip
