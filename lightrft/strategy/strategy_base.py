@@ -98,7 +98,7 @@ class StrategyBase(CheckpointVerbs):
         A checkpoint that is being written is finished before; what fails then is said in the log.
         """
         self.close_checkpoints()
-        self._mesh, self._models, self._optimizers = None, [], []
+        mesh, self._mesh, self._models, self._optimizers = self._mesh, None, [], []
         self.close_engine()
         if self._watchdog is not None:
             self._watchdog.close()
@@ -106,6 +106,8 @@ class StrategyBase(CheckpointVerbs):
         if self._owns_processes:
             dist.destroy_process_group()
             self._owns_processes = False
+        elif mesh is not None:
+            mesh.close()
 
     def announce(self, phase: str) -> None:
         """What this rank does from now on, empty for nothing in particular: named when a rank fails, dies or is late."""
