@@ -38,6 +38,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], Sequence[str]]] = {
         lambda value: value > 0,
         [
             *("sapo_tau_positive", "sapo_tau_negative", "rollout_correction_high", "timeout_minutes", "arrival_minutes"),
+            *("phase_minutes", "server_minutes", "reward_minutes"),
             "engine_kv_cache_gb",
         ],
     ),
@@ -77,7 +78,7 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
     """What the user wrote that changes nothing in this run, each with the reason."""
     owners = section_of_field()
     used = DOORS[door]
-    training = {f.name for f in fields(RewardSection)} - {"reward", "reward_background", "reward_model_coef"}
+    training = {f.name for f in fields(RewardSection)} - {"reward", "reward_background", "reward_model_coef", "reward_minutes", "server_minutes"}
     training |= {"lora_rank", *LORA, "freeze_prefix", "freeze_vision_tower", *COLLECTING}
     training |= set() if config.rollout.eval_n_samples else set(RANDOM)
     idle = {name for name, section in owners.items() if section not in used} | (training if door == "evaluate" else set())

@@ -82,7 +82,8 @@ class Mesh:
         """End the groups that were made here, and their threads: where the process group is not ours, it goes on without them."""
         groups = self._groups | set(self.device_mesh.get_all_groups())
         for group in sorted(groups - {dist.group.WORLD}, key=lambda group: group.group_name):
-            if group.name() == "undefined":  # a backend of each device where plugins are there: torch warns that it has no default
+            # a group with one backend for each device has no default where plugins are there, and torch warns of that
+            if group.name() == "undefined":
                 group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
             dist.destroy_process_group(group)
         self._groups.clear()
