@@ -27,7 +27,7 @@ def build(config: Config, strategy: StrategyBase) -> Callable[[], None]:
     tokenizer = load_tokenizer(config.model)
     expand = load_expander(config, tokenizer, engine=True)
     prompts = load_prompts(config.data, tokenizer, source="eval_data", measure=expand and expand.measure)
-    return partial(run, config, strategy, prompts, *evaluation(config, strategy))
+    return partial(run, config, strategy, prompts, *evaluation(config, strategy, prompts))
 
 
 def run(config: Config, strategy: StrategyBase, prompts: list[Prompt], sampler: Sampler, judge: Judge) -> None:

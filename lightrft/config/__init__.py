@@ -1,5 +1,6 @@
 """Every knob, where its value comes from, and what cannot be."""
 
+from lightrft.config.addresses import address_problem
 from lightrft.config.command_line import field_docs, parse
 from lightrft.config.recipe import COMPARING
 from lightrft.config.sections import (
@@ -45,6 +46,7 @@ __all__ = [
     "SECTIONS",
     "StrategySection",
     "TrainSection",
+    "address_problem",
     "cp_problems",
     "deepspeed_problems",
     "field_docs",

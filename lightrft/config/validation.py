@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from lightrft.config.addresses import address_problem
 from lightrft.config.recipe import TEACHERS, algorithm_problems
 from lightrft.config.sections import (
     SECTIONS,
@@ -78,7 +79,7 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
     """What the user wrote that changes nothing in this run, each with the reason."""
     owners = section_of_field()
     used = DOORS[door]
-    training = {f.name for f in fields(RewardSection)} - {"reward", "reward_background", "reward_model_coef", "reward_minutes", "server_minutes"}
+    training = {f.name for f in fields(RewardSection)} - set(ASKED)
     training |= {"lora_rank", *LORA, "freeze_prefix", "freeze_vision_tower", *COLLECTING}
     training |= set() if config.rollout.eval_n_samples else set(RANDOM)
     idle = {name for name, section in owners.items() if section not in used} | (training if door == "evaluate" else set())
@@ -127,6 +128,9 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
     return unused + [f"--{name} has no effect with --fsdp" for name in sorted(of_zero)]
 
 
+ASKED = ("reward", "reward_background", "reward_minutes", "server_minutes", "reward_model_coef")
+"""Fields of rewards that evaluation reads, too."""
+
 COLLECTING = (
     *("dynamic_sampling", "dynamic_sampling_rounds", "over_sampling", "early_stop_every", "partial_rollout"),
     *("curriculum", "curriculum_rest"),
@@ -164,10 +168,18 @@ def _missing_inputs(config: Config, door: str) -> list[str]:
     for name, path in (*models, *(("reward_pretrain", each) for each in config.model.reward_pretrain)):
         if path.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(path)):
             problems.append(f"--{name} {path}: no such folder")
+    problems += _address_problems(config, door)
     data_flag = "eval_data" if door == "evaluate" else "prompt_data"
     if not getattr(config.data, data_flag):
         problems.append(f"--{data_flag} is empty: give a JSONL or parquet file, a folder of them, or a hub name")
     return problems
+
+
+def _address_problems(config: Config, door: str) -> list[str]:
+    asked = [("--teacher_url", config.model.teacher_url, "TEACHER_API_KEY")] if door == "train_ppo" else []
+    if "reward" in DOORS[door] and config.reward.reward.startswith(("http://", "https://")):
+        asked.append(("--reward", config.reward.reward, "REWARD_API_KEY"))
+    return [problem for flag, url, key in asked if url and (problem := address_problem(flag, url, key))]
 
 
 def _range_problems(config: Config, door: str) -> list[str]:
