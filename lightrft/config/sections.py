@@ -71,6 +71,8 @@ class DataSection:
     images_key: str | None = None
     """Column of a prompt's images: a path, relative to the data's folder, a list of them, or images of the datasets package; rows
     without are text. In a chat they stand where the text has <image>, else before it. The model has to see."""
+    media_root: str = ""
+    """Folder that paths of images are relative to and may not leave; empty: relative to the data's folder, and any path."""
     label_key: str = "label"
     """Column of the right answer: rewards receive it as `label`, SFT learns it."""
     reference_key: str | None = None

@@ -106,7 +106,7 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
         "engine_sleep_level": (config.engine.enable_engine_sleep, "--enable_engine_sleep"),
         "limit_mm_video_per_prompt": (False, "videos, which the prompts of data do not have yet"),
         "limit_mm_audio_per_prompt": (False, "clips of sound, which the prompts of data do not have yet"),
-        **{name: (bool(config.data.images_key), "--images_key") for name in ("limit_mm_image_per_prompt", "freeze_vision_tower")},
+        **{name: (bool(config.data.images_key), "--images_key") for name in OF_IMAGES},
         "eval_n_samples": (bool(config.data.eval_data), "--eval_data"),
         "eval_steps": (bool(config.data.eval_data), "--eval_data"),
         "wandb_project": (config.observe.use_wandb, "--use_wandb"),
@@ -127,6 +127,9 @@ def flags_without_effect(config: Config, written: set[str], door: str) -> list[s
     of_zero = written & set(ZERO) if config.strategy.fsdp else set()
     return unused + [f"--{name} has no effect with --fsdp" for name in sorted(of_zero)]
 
+
+OF_IMAGES = ("limit_mm_image_per_prompt", "freeze_vision_tower", "media_root")
+"""Fields of prompts with images."""
 
 ASKED = ("reward", "reward_background", "reward_minutes", "server_minutes", "reward_model_coef")
 """Fields of rewards that evaluation reads, too."""

@@ -21,7 +21,7 @@ TOWERS = ("vision_config", "audio_config")
 """Parts of a model's configuration that stand for parts which are not trained."""
 NO_NUMBER_DEPENDS_ON = {
     *("save_path", "ckpt_path", "load_checkpoint", "save_steps", "max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt", "async_save"),
-    "save_adapter_only",
+    *("save_adapter_only", "media_root"),
     *("eval_steps", "timeout_minutes", "arrival_minutes", "phase_minutes", "server_minutes", "reward_minutes",
        *(field.name for field in fields(SECTIONS["observe"]))),
 }
