@@ -1,11 +1,19 @@
 """Every test runs offline and on one thread; `gpu` tests are skipped where there is no accelerator."""
 
 import os
+from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 
 import pytest  # noqa: E402  (the environment comes first)
 import torch  # noqa: E402
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show the restarts even where warnings are not."""
+    file = Path(os.environ.get("RESTARTED_RANKS", os.devnull))
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        terminalreporter.write_line(f"ranks hung and were started once more in {line}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -21,6 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+tqdm.monitor_interval = 0  # a thread of the process that forks, which may hold a lock just then
+RESTARTS = "RESTARTED_RANKS"
+"""Environment variable: the file in which every start once more has its line, of all processes of a test run."""
+os.environ.setdefault(RESTARTS, tempfile.mkstemp(prefix="restarted_ranks")[1])
+MOST_RESTARTS = 1
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -33,8 +40,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 
     An exception on a rank, a dead rank or the time limit (seconds) raises here, with that rank's traceback.
 
-    Ranks that hang are started once more, with a warning that shows their stacks: it was seen once in some thousand starts, on
-    busy cores, all ranks waiting in the same gloo collective, for a cause not found. What the code under test hangs, hangs twice.
+    Ranks that hang are started once more, with a warning that shows their stacks, and once only in a test run, as a race of the
+    code under test would come again: a hang was seen once in some thousand starts, on busy cores, all ranks waiting in the same
+    gloo collective, for a cause not found. What the code under test hangs, hangs twice.
     Not the cause: the order of collectives (there was one group), and, as 1,400 starts and 150,000 all-gathers on busy cores
     went well, neither connecting nor waiting by itself. What does hang a rank is a fork while another thread of this process is
     inside torch and holds a lock: keep such threads out of it.
@@ -42,6 +50,11 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     try:
         return _run(world_size, function, args, timeout)
     except TimeoutError as hung:
+        with open(os.environ[RESTARTS], "a") as restarts:
+            restarts.write(f"{os.environ.get('PYTEST_CURRENT_TEST', '')}: {function.__name__}\n")
+        before = Path(os.environ[RESTARTS]).read_text().splitlines()
+        if len(before) > MOST_RESTARTS:
+            raise TimeoutError(f"ranks hung {len(before)} times in this test run, in {before}:\n{hung}") from hung
         warnings.warn(f"{function.__name__} hung and is run once more:\n{hung}", stacklevel=2)
         return _run(world_size, function, args, timeout)
 

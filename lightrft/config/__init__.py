@@ -1,5 +1,6 @@
 """The configuration: every field, where its value comes from, and which values make no sense together."""
 
+from lightrft.config.addresses import address_problem
 from lightrft.config.command_line import field_docs, load, parse
 from lightrft.config.commands import COMMANDS, fields_read
 from lightrft.config.effects import flags_without_effect
@@ -45,6 +46,7 @@ __all__ = [
     "SECTIONS",
     "StrategySection",
     "TrainSection",
+    "address_problem",
     "cp_problems",
     "deepspeed_problems",
     "field_docs",

@@ -15,6 +15,9 @@ RANDOM = ("temperature", "top_p", "top_k", "first_token_temperature")
 ZERO = ("zero_stage", "zpg", "adam_offload", "param_offload", "overlap_comm", "grad_accum_dtype")
 """Fields of DeepSpeed alone."""
 
+OF_IMAGES = ("limit_mm_image_per_prompt", "freeze_vision_tower", "media_root")
+"""Fields of prompts with images."""
+
 OF_CHECKPOINTS = ("ckpt_path", "max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt", "async_save")
 OF_FAST_ENGINES = ("engine_mem_util", "engine_kv_cache_gb", "engine_enforce_eager")
 """Fields of vLLM and SGLang that the hf engine does not read."""
@@ -77,7 +80,7 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
         "engine_sleep_level": (config.engine.enable_engine_sleep, "--enable_engine_sleep"),
         "limit_mm_video_per_prompt": (False, "videos, which the prompts of data do not have yet"),
         "limit_mm_audio_per_prompt": (False, "clips of sound, which the prompts of data do not have yet"),
-        **{name: (bool(data.images_key), "--images_key") for name in ("limit_mm_image_per_prompt", "freeze_vision_tower")},
+        **{name: (bool(data.images_key), "--images_key") for name in OF_IMAGES},
         **{name: (bool(data.eval_data), "--eval_data") for name in ("eval_n_samples", "eval_steps", "eval_split",
                                                                     "max_eval_samples", "eval_input_key", "eval_label_key")},
         "wandb_project": (observe.use_wandb, "--use_wandb"),

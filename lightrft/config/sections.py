@@ -72,6 +72,8 @@ class DataSection(Section):
     images_key: str | None = None
     """Column of a prompt's images: a path, relative to the data's folder, a list of them, or images of the datasets package; rows
     without are text. In a chat they stand where the text has <image>, else before it. The model has to see."""
+    media_root: str = ""
+    """Folder that paths of images are relative to and may not leave; empty: relative to the data's folder, and any path."""
     label_key: str = "label"
     """Column of the right answer: rewards receive it as `label`, SFT learns it."""
     eval_input_key: str | None = None
@@ -137,6 +139,8 @@ class StrategySection(Section):
     """A collective that waits longer ends the run; every rank then logs which ranks are late, and where all of them are."""
     arrival_minutes: float = 10.0
     """A rank that starts and waits longer for all others to come ends the run, and says who has not come."""
+    phase_minutes: float = 600.0
+    """A phase, such as generate or train, that takes all ranks longer ends the run; every rank logs where all of them are."""
 
 
 @dataclass
@@ -218,6 +222,10 @@ class RewardSection(Section):
     reward_background: bool = True
     """Ask it in a thread, while other responses are still generated. What needs signals, as some timeouts do, wants the main
     thread: --no_reward_background."""
+    reward_minutes: float = 30.0
+    """A call of the reward function, which is for one prompt, that takes longer ends the run; the message says its line."""
+    server_minutes: float = 5.0
+    """A server of --reward or --teacher_url that is away or busy is asked again for so long."""
     reward_model_coef: float = 1.0
     """What the scores of --reward_pretrain are multiplied with."""
     overlong_buffer: bool = False

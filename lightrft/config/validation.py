@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lightrft.config.addresses import address_problem
 from lightrft.config.commands import fields_read
 from lightrft.config.errors import ConfigError
 from lightrft.config.recipe import TEACHERS, algorithm_problems
@@ -35,7 +36,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], Sequence[str]]] = {
         lambda value: value > 0,
         [
             *("sapo_tau_positive", "sapo_tau_negative", "rollout_correction_high", "timeout_minutes", "arrival_minutes"),
-            *("engine_kv_cache_gb", "mismatch_limit", "policy_drift_clip"),
+            *("engine_kv_cache_gb", "mismatch_limit", "policy_drift_clip", "phase_minutes", "server_minutes", "reward_minutes"),
         ],
     ),
     "at least 0": (
@@ -81,12 +82,20 @@ def _missing_inputs(config: Config, command: str) -> list[str]:
     for name, path in (*models, *(("reward_pretrain", each) for each in config.model.reward_pretrain)):
         if path.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(path)):
             problems.append(f"--{name} {path}: no such folder")
+    problems += _address_problems(config, command)
     data_flag = "eval_data" if command == "evaluate" else "prompt_data"
     if not getattr(config.data, data_flag):
         problems.append(f"--{data_flag} is empty: give a JSONL or parquet file, a folder of them, or a hub name")
     if config.observe.use_wandb and command != "evaluate" and find_spec("wandb") is None:
         problems.append("--use_wandb needs the package wandb: pip install wandb")
     return problems
+
+
+def _address_problems(config: Config, command: str) -> list[str]:
+    asked = [("--teacher_url", config.model.teacher_url, "TEACHER_API_KEY")] if command == "train_ppo" else []
+    if command != "train_sft" and config.reward.reward.startswith(("http://", "https://")):
+        asked.append(("--reward", config.reward.reward, "REWARD_API_KEY"))
+    return [problem for flag, url, key in asked if url and (problem := address_problem(flag, url, key))]
 
 
 def _range_problems(config: Config, command: str) -> list[str]:

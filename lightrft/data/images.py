@@ -33,7 +33,7 @@ class ImageFile:
     def size(self) -> tuple[int, int]:
         """Width and height, upright. Only the file's beginning is read; ValueError where that is of no image."""
         try:
-            with _of_bytes(BytesIO(self.source) if isinstance(self.source, bytes) else self.source) as image:
+            with _of_bytes(BytesIO(self.source) if isinstance(self.source, bytes) else _regular(self.source)) as image:
                 turned = Image.Image.getexif(image).get(ORIENTATION, 1) >= 5  # that of a PNG would decode all of it
                 return image.size[::-1] if turned else image.size
         except UNREADABLE as error:
@@ -42,16 +42,19 @@ class ImageFile:
     def open(self) -> Image.Image:
         """In RGB, transparency dropped, and upright. DataError where it cannot be read."""
         try:
-            content = self.source if isinstance(self.source, bytes) else self.source.read_bytes()
+            content = self.source if isinstance(self.source, bytes) else _regular(self.source).read_bytes()
             return ImageOps.exif_transpose(_of_bytes(BytesIO(content))).convert("RGB")
         except UNREADABLE as error:
             raise DataError(f"image {self.name} cannot be read: {error}; mend it, or take its rows out of the data") from error
 
 
-def image_files(value: Any, folder: Path) -> list[ImageFile]:
-    """Of a row's column: a path or several, relative to `folder`, or what `datasets` makes of an image; None is no image."""
+def image_files(value: Any, folder: Path, *, root: Path | None = None) -> list[ImageFile]:
+    """Of a row's column: a path or several, relative to `folder`, or what `datasets` makes of an image; None is no image.
+
+    With a `root`, paths are relative to that instead, and ValueError for one that leads out of it.
+    """
     items = [] if value is None else value if isinstance(value, list | tuple) else [value]
-    return [_image_file(item, folder) for item in items]
+    return [_image_file(item, folder, root) for item in items]
 
 
 def opened(multi_modal: Mapping[str, list]) -> dict[str, list]:
@@ -91,11 +94,21 @@ def _of_bytes(file: BytesIO | Path) -> Image.Image:
     return image
 
 
-def _image_file(item: Any, folder: Path) -> ImageFile:
+def _regular(file: Path) -> Path:
+    """ValueError for a pipe or a device, which may never end."""
+    if file.exists() and not file.is_file():
+        raise ValueError("not a regular file")
+    return file
+
+
+def _image_file(item: Any, folder: Path, root: Path | None) -> ImageFile:
     if isinstance(item, str) and item:
-        return ImageFile(item, folder / Path(item).expanduser())
+        path = (root or folder) / Path(item).expanduser()
+        if root is not None and not path.resolve().is_relative_to(root.resolve()):
+            raise ValueError(f"image {item} is not in --media_root {root}")
+        return ImageFile(item, path)
     if isinstance(item, dict) and (content := item.get("bytes")):
         return ImageFile(item.get("path") or "inside the data", content)
     if isinstance(item, dict) and item.get("path"):
-        return _image_file(item["path"], folder)
+        return _image_file(item["path"], folder, root)
     raise ValueError(f"an image is a path, or an image of the datasets package, not {item!r:.80}")

@@ -119,7 +119,8 @@ def make_prompt(
     """One prompt from the columns of a row of a file in `folder`; ValueError says what is wrong with it."""
     if section.input_key not in row:
         raise ValueError(f"no column {section.input_key!r} (--input_key); it has {', '.join(row) or 'none'}")
-    images = image_files(row.get(section.images_key), folder) if section.images_key else []
+    root = Path(section.media_root).expanduser() if section.media_root else None
+    images = image_files(row.get(section.images_key), folder, root=root) if section.images_key else []
     text = render(section, tokenizer, row[section.input_key], num_images=len(images))
     # a chat template writes its own special tokens
     token_ids = tokenizer(text, add_special_tokens=not section.apply_chat_template)["input_ids"]

@@ -102,16 +102,29 @@ def _json_lines(file: Path, bad: BadRows) -> Iterator[Row]:
                 continue
             where = f"{file}:{number}"
             try:
-                row = json.loads(line)
+                row = _parsed(line)
             except ValueError as error:  # malformed JSON, or bytes that are not UTF-8
                 bad.add(where, f"not valid JSON ({error})")
                 continue
             yield from _object(where, row, bad)
 
 
+def _parsed(text: bytes) -> Any:
+    """The JSON value; ValueError also for one too deep to read, and for text that no file could hold."""
+    try:
+        value = json.loads(text)
+        if b"\\u" in text:  # the escape of half a character is JSON, but half a character cannot be tokenized or written
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError("lists or objects are nested too deep") from error
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half of a surrogate pair: \\u{ord(error.object[error.start]):04x}") from error
+    return value
+
+
 def _json_list(file: Path, bad: BadRows) -> Iterator[Row]:
     try:
-        rows = json.loads(file.read_bytes())
+        rows = _parsed(file.read_bytes())
     except ValueError as error:
         raise DataError(f"{bad.flag} {file}: not valid JSON ({error}); one object per line belongs in a .jsonl file") from error
     if not isinstance(rows, list):

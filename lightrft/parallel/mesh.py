@@ -30,6 +30,8 @@ class Mesh:
             raise ValueError("; ".join(problems))
         sizes = (dp_replicate, world_size // (dp_replicate * sp * tp), sp, tp)
         self.device_type = device_type
+        self._groups: set[dist.ProcessGroup] = set()
+        """Groups that were made here; the world's is not."""
         self.device_mesh: DeviceMesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
         self.world = _axis("world", dist.group.WORLD)
         self.data = self._axis("data", ("dp_replicate", "dp_shard"))
@@ -66,6 +68,7 @@ class Mesh:
             starts = range(0, self.world.size, size)
             groups = [dist.new_group(list(range(start, start + size)), timeout=self._timeout, group_desc="engine")
                       for start in starts]
+            self._groups.add(groups[first // size])
             self._engine_axes[size] = _axis("engine", groups[first // size])
         return self._engine_axes[size]
 
@@ -81,10 +84,22 @@ class Mesh:
         """All processes once more, over a group of its own on the hosts: for a thread whose collectives run beside the others."""
         if self._aside is None:
             self._aside = _axis("aside", dist.new_group(backend="gloo", timeout=self._timeout))
+            self._groups.add(self._aside.group)
         return self._aside
+
+    def close(self) -> None:
+        """End the groups that were made here, and their threads: where the process group is not ours, it goes on without them."""
+        groups = self._groups | set(self.device_mesh.get_all_groups())
+        for group in sorted(groups - {dist.group.WORLD}, key=lambda group: group.group_name):
+            # a group with one backend for each device has no default where plugins are there, and torch warns of that
+            if group.name() == "undefined":
+                group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            dist.destroy_process_group(group)
+        self._groups.clear()
 
     def _axis(self, name: str, dims: tuple[str, ...]) -> Axis:
         mesh = self.device_mesh[dims] if len(dims) == 1 else self.device_mesh[dims]._flatten("_".join(dims))
+        self._groups.add(mesh.get_group())
         return _axis(name, mesh.get_group())
 
 

@@ -1,50 +1,90 @@
 """A server that is asked over HTTP, and asked again while it is away or busy."""
 
+import asyncio
 import os
+import threading
+import time
 from typing import Any
 
 import httpx
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
+from loguru import logger
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_exponential
+
+from lightrft.config import address_problem
 
 SECONDS = 600.0
-"""The longest that one request may take."""
-ATTEMPTS = 8
-"""Of a request to a server that is away or busy; half a minute in all."""
+"""The longest that one request may take, from the connection to the last byte."""
+CONNECT = 30.0
+"""The longest that a connection may take; it is tried again as for a server that is away."""
+PATIENCE = 300.0
+"""The longest that a server may be away or busy."""
+WARN_AFTER = 10.0
+"""Seconds of an outage after which the log says so, once."""
 
 
 class Endpoint:
     """Speaks JSON. Everything that goes wrong is a ValueError which begins with the user's flag."""
 
-    def __init__(self, flag: str, url: str, key: str):
+    def __init__(self, flag: str, url: str, key: str, *, seconds: float = SECONDS, patience: float = PATIENCE):
         """`key`: the environment variable whose value goes with every request, so that no secret is in a configuration."""
-        self.url, self.named = url.rstrip("/"), f"{flag} {url.rstrip('/')}"
-        secret = os.environ.get(key)
-        self._client = httpx.Client(timeout=SECONDS, headers={"Authorization": f"Bearer {secret}"} if secret else {})
+        if problem := address_problem(flag, url, key):
+            raise ValueError(problem)
+        self.url, self.named, self.seconds, self.patience = url.rstrip("/"), f"{flag} {url.rstrip('/')}", seconds, patience
+        secret = os.environ.get(key, "")
+        user, separator, password = secret.partition(":")
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=CONNECT),  # for the rest, a byte now and then would keep any such limit away
+            headers={"Authorization": f"Bearer {secret}"} if secret and not separator else {},
+            auth=httpx.BasicAuth(user, password) if separator else None,
+        )
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True).start()
 
     def ask(self, method: str, path: str = "", request: Any = None) -> Any:
         """The answer to `request` at `path` below the address. Several threads may ask at once."""
         attempts = Retrying(
             retry=retry_if_exception(_may_pass),
             wait=wait_exponential(multiplier=0.2, max=15),
-            stop=stop_after_attempt(ATTEMPTS),
+            stop=stop_after_delay(self.patience),
+            before_sleep=self._warn,
             reraise=True,
         )
-        asked = f"{method} {path}".strip()
+        asked, began = f"{method} {path}".strip(), time.monotonic()
         try:
             return attempts(self._ask_once, method, path, request)
         except httpx.HTTPStatusError as error:
             code, said = error.response.status_code, error.response.text[:300]
-            raise ValueError(f"{self.named}: {asked} ended with {code}: {said}") from error
-        except httpx.HTTPError as error:
-            raise ValueError(f"{self.named}: {asked}: {type(error).__name__}: {error}") from error
+            raise ValueError(f"{self.named}: {asked} ended with {code}: {said}{_duration(began)}") from error
+        except TimeoutError as error:
+            raise ValueError(
+                f"{self.named}: {asked} had no whole answer within {self.seconds:.0f} s{_duration(began)}"
+            ) from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ValueError(f"{self.named}: {asked}: {type(error).__name__}: {error}{_duration(began)}") from error
 
     def _ask_once(self, method: str, path: str, request: Any) -> Any:
-        response = self._client.request(method, f"{self.url}/{path}" if path else self.url, json=request)
+        asked = self._answer(method, f"{self.url}/{path}" if path else self.url, request)
+        response = asyncio.run_coroutine_threadsafe(asked, self._loop).result()
         response.raise_for_status()
         try:
             return response.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.named} did not answer in JSON: {response.text[:300]}") from error
+
+    async def _answer(self, method: str, url: str, request: Any) -> httpx.Response:
+        async with asyncio.timeout(self.seconds):
+            return await self._client.request(method, url, json=request)
+
+    def _warn(self, state: Any) -> None:
+        """Say once for each outage that the run waits."""
+        waited, pause = state.seconds_since_start, state.next_action.sleep
+        if waited <= WARN_AFTER < waited + pause:
+            logger.warning(f"{self.named} is away or busy ({state.outcome.exception()}): it is asked again for at most "
+                           f"{self.patience:.0f} s (--server_minutes)")  # fmt: skip
+
+
+def _duration(began: float) -> str:
+    return f" (asked for {time.monotonic() - began:.0f} s in all, see --server_minutes)"
 
 
 def _may_pass(error: BaseException) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.parallel.collectives import Axis
-from lightrft.roles.endpoint import Endpoint
+from lightrft.roles.endpoint import PATIENCE, Endpoint
 from lightrft.roles.microbatch import Rows
 from lightrft.types import Batch
 
@@ -26,10 +26,12 @@ NUM_PROBED = 64
 class RemoteTeacher:
     """Its log-probs are at temperature 1. ValueError at once for a server that does not answer, or knows other tokens."""
 
-    def __init__(self, url: str, tokenizer: PreTrainedTokenizerBase, siblings: Axis):
-        """`url` as of `http://host:8000/v1`. `siblings`: ranks with the same batches, which divide the requests."""
+    def __init__(self, url: str, tokenizer: PreTrainedTokenizerBase, siblings: Axis, *, patience: float = PATIENCE):
+        """`patience`: seconds that the server may be away or busy.
+
+        `url` as of `http://host:8000/v1`. `siblings`: ranks with the same batches, which divide the requests."""
         self.siblings = siblings
-        self._server = Endpoint("--teacher_url", url, KEY)
+        self._server = Endpoint("--teacher_url", url, KEY, patience=patience)
         self._model = self._server.ask("GET", "models")["data"][0]["id"]
         self._check_vocabulary(tokenizer)
 

@@ -16,8 +16,9 @@ KEY = "REWARD_API_KEY"
 class RemoteReward:
     """A Reward. ValueError for a server that stays away, or answers something else."""
 
-    def __init__(self, url: str):
-        self._server = Endpoint("--reward", url, KEY)
+    def __init__(self, url: str, *, seconds: float, patience: float):
+        """A request takes at most so many `seconds`, and the server may be away for `patience`."""
+        self._server = Endpoint("--reward", url, KEY, seconds=seconds, patience=patience)
 
     def __call__(self, samples: list[Sample], label: list[Any] | None = None, **_: Any) -> list[Any]:
         prompts, responses = [sample.prompt.text for sample in samples], [sample.text for sample in samples]

@@ -3,6 +3,7 @@
     def short_and_right(samples, label, **columns):
         return [float(s.text == right) - 0.01 * len(s.token_ids) for s, right in zip(samples, label)]
 
+A function with the signature of one of TRL, OpenRLHF or verl is called as they do (reward_conventions.py).
 A function is called once for each prompt, as soon as the last of its samples is complete, while those of others still grow. Each
 column of the data set arrives as a list, aligned with the samples; `label` is the column of --label_key. A response that is
 rewarded step by step has a list instead of a number: for each of its tokens a number, or None where nothing is to be said. A
@@ -13,22 +14,31 @@ of its own: an engine may be drawing from the global ones.
 import math
 import re
 import traceback
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Set
+from decimal import Decimal
+from fractions import Fraction
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
-from lightrft.config import ConfigError
+from lightrft.config import ConfigError, RewardSection
 from lightrft.parallel.collectives import Axis
 from lightrft.registry import Registry
+from lightrft.rollout import reward_conventions
 from lightrft.rollout.model_rewards import ModelRewards
-from lightrft.types import Sample
+from lightrft.rollout.reward_calls import RewardCalls
+from lightrft.rollout.reward_conventions import RewardFunction
+from lightrft.types import Prompt, Sample
 
 Reward = Callable[..., list[float | list[float | None] | dict[str, float]]]
 rewards = Registry("reward", flag="--reward")
 
-NUMBER = r"(?:(?<![\w)])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
-"""1,234.5 and -3 and .5; the dash of 10-3 is no sign, and the commas of 1,2,3 do not join."""
+NUMBER = r"(?:(?<![\w)])[-\u2212])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+"""1,234.5 and -3 and .5; the dash of 10-3 is no sign, and the commas of 1,2,3 do not join. U+2212 is a minus sign, too."""
+FRACTION = rf"(?<![\d/])({NUMBER})/(\d*[1-9]\d*)(?![\d/]|[.,]\d)|({NUMBER})"
+"""1/2, or a number alone: 1/2/2024 is a date."""
+LARGEST = 1e18
+"""Of a reward: its squares, as of a group's deviation, have to fit into float32."""
 
 
 @rewards.register("exact_match")
@@ -53,17 +63,31 @@ def none(samples: list[Sample], **_: Any) -> list[float]:
 class Judge:
     """A reward function and the checks on what it returns."""
 
-    def __init__(self, name: str, siblings: Axis | None = None, *, background: bool = True):
+    def __init__(
+        self, name: str, siblings: Axis | None = None, *, background: bool = True, minutes: float = RewardSection.reward_minutes,
+        server_minutes: float = RewardSection.server_minutes, chat: bool = False, fail: Callable[..., Any] | None = None,
+    ):  # fmt: skip
         """`siblings`: ranks that hold the same samples. The first of them judges for all; a judge need not repeat itself.
 
         In the `background` it is asked by a thread while other samples still grow, else by the main thread in finish().
+        A call takes at most so many `minutes`, and a server may be away for `server_minutes`. `chat`: prompts are chats.
+        `fail` ends all ranks: StrategyBase.fail().
         """
         self.name, self.siblings = name, siblings or Axis("siblings", 1, 0, None)
-        self.function: Reward = _on_server(name) if name.startswith(("http://", "https://")) else rewards[name]
+        on_server = name.startswith(("http://", "https://"))
+        function = _on_server(name, 60 * minutes, 60 * server_minutes) if on_server else rewards[name]
+        self.function = RewardFunction(function, chat=chat)
         self.models: ModelRewards | None = None
         """Reward models that judge beside the function, when the engine sleeps: the device has room for one at a time."""
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward") if background else None
-        self._begun: list[tuple[list[Sample], Future | None]] = []
+        limit = None if on_server else 60 * minutes  # a server has the same limit, and says more when it comes
+        self._calls = RewardCalls(f"--reward {name}", self._judge, background=background, limit=limit, fail=fail)
+
+    def check(self, prompts: Iterable[Prompt]) -> None:
+        """ConfigError where the function cannot be called with the columns of these prompts."""
+        try:
+            self.function.check(prompts)
+        except ConfigError as error:
+            raise ConfigError(f"--reward {self.name}: {error}") from error
 
     def __call__(self, samples: list[Sample]) -> None:
         """Set `reward` of every sample. ConfigError, on all siblings, for a reward that fails or is no number."""
@@ -73,7 +97,7 @@ class Judge:
     def begin(self, samples: list[Sample]) -> None:
         """Have these judged, in one call of the function; it is called for one thing after another."""
         if self.siblings.rank == 0:
-            self._begun.append((samples, self._worker.submit(self._judge, samples) if self._worker else None))
+            self._calls.begin(samples)
 
     def finish(self, samples: list[Sample]) -> None:
         """Wait for all that was begun, then ask the reward models. All ranks call it together.
@@ -93,10 +117,8 @@ class Judge:
             self.models(samples)
 
     def _failure(self) -> ConfigError | None:
-        begun, self._begun = self._begun, []
         try:
-            for samples, future in begun:
-                self._judge(samples) if future is None else future.result()
+            self._calls.wait()
         except ConfigError as error:
             return error
         return None
@@ -110,11 +132,12 @@ class Judge:
             values = self.function(samples, **columns)
         except Exception as error:
             has = ", ".join(sorted(names)) or "none"
-            hint = ": --no_reward_background asks it there" if "main thread" in str(error) else ""
-            message = f"{type(error).__name__}: {error}{_place(error)}{hint}. The data has the columns {has}"
+            message = f"{type(error).__name__}: {error}{_place(error)}. The data has the columns {has}"
             raise ConfigError(f"--reward {self.name}: {message}") from error
-        if not hasattr(values, "__len__") or len(values) != len(samples):
-            raise ConfigError(f"--reward {self.name}: {values!r:.200} is not a list of {len(samples)} rewards, one per sample")
+        if _length(values) != len(samples):
+            hint = "; parts of a reward are a dictionary for each sample" if isinstance(values, Mapping) else ""
+            problem = f"{values!r:.200} is not a list of {len(samples)} rewards, one per sample{hint}"
+            raise ConfigError(f"--reward {self.name}: {problem}")
         for sample, value in zip(samples, values, strict=True):
             self._set(sample, value)
 
@@ -128,6 +151,7 @@ class Judge:
             sample.reward = math.fsum(sample.reward_parts.values())
         else:
             sample.reward = self._number(value, sample)
+        self._number(sample.reward, sample)  # a sum may be out of range
 
     def _per_token(self, values: list[float | None], sample: Sample) -> list[float | None]:
         if len(values) != len(sample.token_ids) or all(value is None for value in values):
@@ -139,29 +163,48 @@ class Judge:
 
     def _number(self, value: Any, sample: Sample) -> float:
         try:
-            number = float(value)
-        except (TypeError, ValueError):
+            number = math.nan if isinstance(value, str | bytes) else float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is of a tensor with several elements
             number = math.nan
-        if not math.isfinite(number):
-            raise ConfigError(f"--reward {self.name}: {value!r} is not a finite number, for the response {sample.text!r:.200}")
-        return number
+        if math.isfinite(number) and abs(number) <= LARGEST:
+            return number
+        problem = f"is beyond {LARGEST:g}" if math.isfinite(number) else "is not a finite number"
+        raise ConfigError(
+            f"--reward {self.name}: {value!r:.200} {problem}, for the response {sample.text!r:.200} to the prompt "
+            f"{sample.prompt.text!r:.200}"
+        )
 
 
 def _place(error: Exception) -> str:
     """The last line of the user's file that the error went through; none where the function was not entered or is built in."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
+    frames = list(dropwhile(lambda one: one.filename == reward_conventions.__file__, frames))
     own = [one for one in frames if one.filename == frames[0].filename and Path(one.filename).parent != Path(__file__).parent]
     return f", at {own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else ""
 
 
-def _on_server(url: str) -> Reward:
+def _length(values: Any) -> int | None:
+    """None for what is no list: the keys of a dictionary, the characters of a text and a set are no rewards."""
+    if isinstance(values, str | bytes | Mapping | Set):
+        return None
+    try:
+        return len(values)
+    except TypeError:
+        return None
+
+
+def _on_server(url: str, seconds: float, patience: float) -> Reward:
     try:
         from lightrft.rollout.remote_reward import RemoteReward
     except ModuleNotFoundError as error:
         raise ValueError(f"--reward {url} needs {error.name}: pip install httpx tenacity") from error
-    return RemoteReward(url)
+    return RemoteReward(url, seconds=seconds, patience=patience)
 
 
-def _last_number(text: str) -> float | None:
-    numbers = re.findall(NUMBER, text)
-    return float(numbers[-1].replace(",", "")) if numbers else None
+def _last_number(text: str) -> Fraction | None:
+    """The exact value of the last number."""
+    numbers = re.findall(FRACTION, text)
+    if not numbers:
+        return None
+    numerator, denominator, number = (part.replace(",", "").replace("\u2212", "-") for part in numbers[-1])
+    return Fraction(Decimal(numerator)) / Fraction(Decimal(denominator)) if denominator else Fraction(Decimal(number))

@@ -60,7 +60,7 @@ class StrategyConfig(ModelSection, DataSection, StrategySection, EngineSection, 
         problems = cp_problems(self) + lora_problems(self, tp_size=self.tp_size)
         if problems:
             raise ValueError("; ".join(problems))
-        for name in ("timeout_minutes", "arrival_minutes"):
+        for name in ("timeout_minutes", "arrival_minutes", "phase_minutes"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
         if self.offload_idle and self.fsdp_cpu_offload:

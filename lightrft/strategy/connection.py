@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +16,8 @@ LOST_AFTER = 45
 its connections at once, whatever kills it; this is for machines and networks that go down."""
 PENDING = 65536
 """Bytes that may wait for a receiver who does not read, what comes after them is dropped; and the longest line."""
+FIRST = 1024
+"""The longest line of somebody who has not shown yet that it belongs to the run."""
 
 _open: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 
@@ -26,11 +29,12 @@ class Gone(Exception):
 class Connection:
     """Neither sending nor receiving blocks. Any thread may send, one receives."""
 
-    def __init__(self, connected: socket.socket):
+    def __init__(self, connected: socket.socket, *, longest: int = PENDING):
+        """A line of more than `longest` bytes ends the connection."""
         connected.setblocking(False)
         _notice_loss(connected)
         keep_from_children(connected)
-        self.socket = connected
+        self.socket, self.longest = connected, longest
         self._lock = threading.Lock()
         self._unsent = self._unread = b""
 
@@ -43,20 +47,29 @@ class Connection:
             with suppress(OSError):
                 self._unsent = self._unsent[self.socket.send(self._unsent) :]
 
-    def receive(self) -> list[Message]:
-        """What arrived since the last call. Gone when nothing will any more."""
+    def receive(self) -> Iterator[Message]:
+        """Give the messages that arrived since the last call. Gone when nothing will any more."""
         try:
             data = self.socket.recv(PENDING)
         except BlockingIOError:
-            return []
+            return
         except OSError as error:
             raise Gone(error.strerror) from error
         if not data:
             raise Gone("connection closed")
         *lines, self._unread = (self._unread + data).split(b"\n")
-        if len(self._unread) > PENDING:
+        for line in lines:
+            yield self._read(line)
+        if len(self._unread) > self.longest:
             raise Gone("a line without an end")
-        return [json.loads(line) for line in lines]
+
+    def _read(self, line: bytes) -> Message:
+        if len(line) > self.longest:
+            raise Gone(f"a line of {len(line)} bytes")
+        try:
+            return json.loads(line)
+        except RecursionError as error:
+            raise Gone("a line of brackets") from error
 
     def shut(self) -> None:
         """Both ends, and who waits here, see the end."""

@@ -28,6 +28,8 @@ NOTICE = timedelta(seconds=30)
 """So often it is said who has not come."""
 ADVICE = "start the run with `torchrun --standalone --nproc-per-node=N ...`, or with none of these variables for one process"
 _guard: subprocess.Popen | None = None
+_num_groups = 0
+"""Default process groups that this process has joined; all ranks count alike."""
 
 
 def adopt_slurm(environment: MutableMapping[str, str]) -> None:
@@ -74,7 +76,7 @@ def join_process_group(device: torch.device, timeout: timedelta, arrival: timede
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return True
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = _meeting_point(rank, arrival)
+    store = _own_part(_meeting_point(rank, arrival))
     _meet(store, rank, world_size, arrival)
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=arrival)
@@ -110,9 +112,16 @@ def _meeting_point(rank: int, arrival: timedelta) -> dist.Store:
         ) from error
 
 
+def _own_part(store: dist.Store) -> dist.Store:
+    """Keys of this process group alone: the store of torchrun outlives groups and restarts, and so do keys in it."""
+    global _num_groups
+    _num_groups += 1
+    return dist.PrefixStore(f"lightrft/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{_num_groups}", store)
+
+
 def _meet(store: dist.Store, rank: int, world_size: int, arrival: timedelta) -> None:
     """Returns when all are there; while some are not, one rank of each node says who."""
-    arrivals = dist.PrefixStore("lightrft/arrivals", store)
+    arrivals = dist.PrefixStore("arrivals", store)
     arrivals.set(str(rank), socket.gethostname())
     deadline = time.monotonic() + arrival.total_seconds()
     while True:

@@ -1,18 +1,22 @@
 """Rank 0 listens to all ranks: where each one is, who has gone, who is late. Its one verdict ends the run on all of them."""
 
+import secrets
 import selectors
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightrft.strategy.connection import Connection, Gone, keep_from_children
+from lightrft.strategy.connection import FIRST, PENDING, Connection, Gone, keep_from_children
 
 PATIENCE = 5.0
 """Seconds that a failed collective waits for its cause: the rank that failed by itself, or died."""
 ARRIVAL = 60.0
 """Seconds until every rank must have come, after all have met in the process group."""
+OUTSIDE = ("", "start-up")
+"""Phases without a limit: a program that never says what it does is in one of them all the time."""
 
 
 @dataclass
@@ -52,13 +56,12 @@ class Seat:
 class Monitor:
     """A thread of rank 0, which is idle but for a line from every rank at every beat."""
 
-    def __init__(self, world_size: int, *, limit: float, beat: float, token: str):
-        """`limit`: seconds that a collective may wait. `beat`: seconds between two looks."""
-        self.world_size, self.limit, self.beat, self.token = world_size, limit, beat, token
+    def __init__(self, world_size: int, *, address: str | None, limit: float, phase_limit: float, beat: float, token: str):
+        """`address` is where ranks connect, None for all that this machine has. Seconds: a collective may wait for `limit`, a
+        phase may take all ranks `phase_limit`, and a `beat` is between two looks."""
+        self.world_size, self.limit, self.phase_limit, self.beat, self.token = world_size, limit, phase_limit, beat, token
         self.seats: dict[int, Seat] = {}
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        self._listening = socket.create_server(("", 0), family=family, backlog=world_size, dualstack_ipv6=both)
+        self._listening = listening_socket(address, world_size)
         keep_from_children(self._listening)
         self.port: int = self._listening.getsockname()[1]
         self._began = time.monotonic()
@@ -75,11 +78,11 @@ class Monitor:
         self._thread.join(2 * self.beat)
 
     def _run(self) -> None:
-        look, next_look = min(self.beat, PATIENCE / 5), 0.0
+        look, next_look, next_beat = min(self.beat, PATIENCE / 5), 0.0, 0.0
         while not self.closing.is_set():
             for key, _ in self._selector.select(look):
                 if key.fileobj is self._listening:
-                    connection = Connection(self._listening.accept()[0])
+                    connection = Connection(self._listening.accept()[0], longest=FIRST)
                     self._selector.register(connection.socket, selectors.EVENT_READ, connection)
                 else:
                     self._hear(key.data)
@@ -87,6 +90,9 @@ class Monitor:
             if self._verdict is None and now >= next_look:
                 self._judge(now)
                 next_look = now + look
+            if now >= next_beat:
+                self._tell_all({"beat": True})
+                next_beat = now + self.beat
         self._tell_all({"bye": True})
         for connection in [self._listening, *(seat.connection for seat in self.seats.values())]:
             connection.close()
@@ -108,8 +114,9 @@ class Monitor:
                 self._end(death(seat.name, seat.host, seat.phase, reason), root=seat.rank)
 
     def _admit(self, hello: dict[str, Any], connection: Connection) -> Seat:
-        if hello["token"] != self.token:
+        if not secrets.compare_digest(hello["token"], self.token):
             raise ValueError("a stranger")
+        connection.longest = PENDING
         seat = Seat(hello["rank"], hello["host"], hello["pid"], hello["node"], connection)
         self.seats[seat.rank] = seat
         if len(self.seats) == self.world_size:
@@ -149,9 +156,18 @@ class Monitor:
             headline = f"a collective has waited for more than {self.limit:.0f} s (--timeout_minutes)"
             root = min((seat.rank for seat in self.seats.values() if seat.rank not in behind and not seat.left), default=0)
             self._end(f"{headline}. {self._report(behind, now)}", root=root)
+        elif phases := self._endless(now):
+            headline = f"phase {', '.join(phases)} has taken all ranks more than {self.phase_limit:.0f} s (--phase_minutes)"
+            self._end(f"{headline}. {self._report({}, now)}", root=0)
         elif now - self._began > ARRIVAL and len(self.seats) < self.world_size:
             absent = names(set(range(self.world_size)) - set(self.seats))
             self._end(f"{absent} ended, or hung, before it could say where it is", root=0)
+
+    def _endless(self, now: float) -> list[str]:
+        """The phases of all ranks, when all have been in theirs for too long."""
+        present = [seat for seat in self.seats.values() if not seat.left]
+        late = [seat for seat in present if seat.phase not in OUTSIDE and now - seat.phase_began > self.phase_limit]
+        return sorted({seat.phase for seat in late}) if len(late) == len(present) else []
 
     def _counts(self) -> dict[str, dict[int, tuple[int, float]]]:
         """Group -> rank -> (collectives begun, since when)."""
@@ -201,6 +217,18 @@ class Monitor:
     def _tell_all(self, message: dict[str, Any]) -> None:
         for rank in sorted(self.seats, reverse=True):
             self.seats[rank].connection.send(message)
+
+
+def listening_socket(address: str | None, backlog: int) -> socket.socket:
+    """A port that the system chooses. Where `address` is no address of this machine but leads here, as of a service of a
+    cluster, it is open on all of them."""
+    if address is not None:
+        for family, _, _, _, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
+            with suppress(OSError):
+                return socket.create_server(place[:2], family=family, backlog=backlog)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=backlog, dualstack_ipv6=both)
 
 
 def death(who: str, host: str, phase: str, reason: Exception) -> str:

@@ -30,7 +30,7 @@ from lightrft.strategy.dataloader import ResumableBatchSampler
 from lightrft.strategy.export import export, export_adapter
 from lightrft.strategy.launch import adopt_node_size, join_process_group
 from lightrft.strategy.named import unwrap
-from lightrft.strategy.watchdog import MARGIN, Watchdog
+from lightrft.strategy.watchdog import MARGIN, Alone, Watchdog
 from lightrft.versions import TENSOR_PARALLEL, untested_versions
 
 GB = 1e9
@@ -61,7 +61,7 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
         self.device = current_device()
         self._mesh: Mesh | None = None
         self._owns_processes = False
-        self._watchdog: Watchdog | None = None
+        self._watchdog: Watchdog | Alone | None = None
 
     # -- processes
 
@@ -86,7 +86,7 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
             adopt_node_size(os.environ, num_gpu_per_node)
         self._owns_processes = join_process_group(select_device(), timeout, timedelta(minutes=self.config.arrival_minutes))
         self.device = current_device()
-        self._watchdog = Watchdog.start(timeout)
+        self._watchdog = Watchdog.start(timeout, timedelta(minutes=self.config.phase_minutes))
         sizes = {"dp_replicate": self.config.dp_replicate, "sp": sequence_layout(self.config)[0], "tp": self.config.tp_size}
         self._mesh = Mesh(self.device.type, **sizes, timeout=timeout + MARGIN)
         self.mesh.engine(self.config.engine_tp_size)
@@ -100,7 +100,7 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
         A checkpoint that is being written is finished before; what fails then is said in the log.
         """
         self.close_checkpoints()
-        self._mesh, self._models, self._optimizers = None, [], []
+        mesh, self._mesh, self._models, self._optimizers = self._mesh, None, [], []
         self.close_engine()
         if self._watchdog is not None:
             self._watchdog.close()
@@ -108,6 +108,8 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
         if self._owns_processes:
             dist.destroy_process_group()
             self._owns_processes = False
+        elif mesh is not None:
+            mesh.close()
 
     def announce(self, phase: str) -> None:
         """What this rank does from now on, empty for nothing in particular: named when a rank fails, dies or is late."""

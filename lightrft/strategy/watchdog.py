@@ -1,6 +1,7 @@
 """No rank waits forever and none ends alone: each tells rank 0 where it is, and all end together with one cause."""
 
 import atexit
+import ipaddress
 import json
 import os
 import secrets
@@ -11,6 +12,8 @@ import sysconfig
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -23,18 +26,23 @@ from torch.distributed.distributed_c10d import _get_default_store
 from lightrft.parallel.mesh import collectives_begun
 from lightrft.strategy.connection import Connection, Gone
 from lightrft.strategy.launch import tell_launcher
-from lightrft.strategy.monitor import ARRIVAL, PATIENCE, Monitor, death
+from lightrft.strategy.monitor import ARRIVAL, OUTSIDE, PATIENCE, Monitor, death, when
 
 BEAT = 5.0
 """Seconds between two messages of a rank; less where the limit is short."""
 GRACE = 3.0
 """Seconds by which ranks outlive the one beside them that is the cause, so that their launcher sees the cause end first. Ranks of
 other nodes do not wait: a launcher fails, and says nothing of its ranks, when that of another node has ended before them."""
+LOOPBACK = "127.0.0.1"
 MARGIN = timedelta(seconds=60)
 """Time that collectives have beyond the limit: their own ways to end say less."""
 PACKAGE = str(Path(__file__).parents[1])
-LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+STANDARD_LIBRARY = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+LIBRARIES = {"site-packages", "dist-packages"}
+"""Folders of them: those of another environment may lie beneath."""
 _count = 0
+_beside: dict[int, str] = {}
+"""Threads that the main thread may wait for, by their ids, and what they do."""
 
 
 class Watchdog:
@@ -44,26 +52,27 @@ class Watchdog:
     process when the monitor says so: a rank failed or died, or a collective has waited longer than `limit` seconds.
     """
 
-    def __init__(self, store: dist.Store, *, rank: int, world_size: int, limit: float):
+    def __init__(self, store: dist.Store, *, rank: int, world_size: int, limit: float, phase_limit: float):
         """All ranks together. `store` is only asked where rank 0 listens."""
         global _count
         _count += 1
-        self.rank, self.limit, self.beat = rank, limit, min(BEAT, limit / 4)
+        self.rank, self.limit, self.beat = rank, limit, min(BEAT, limit / 4, phase_limit / 4)
         self._process = os.getpid()
         self._verdict: dict[str, Any] | None = None
         self._complete, self._decided = threading.Event(), threading.Event()
         self._closed = self._unwatched = False
         self._failed = False
-        self._next_beat = 0.0
+        self._next_beat = self._stood = 0.0
         self._monitor: Monitor | None = None
         self._phase_of_rank_0 = "start-up"
         key = f"lightrft/watchdog/{_count}"
         if rank == 0:
-            token = secrets.token_hex(8)
-            self._monitor = Monitor(world_size, limit=limit, beat=self.beat, token=token)
+            token, address = secrets.token_hex(16), _listening_address(world_size)
+            limits = {"limit": limit, "phase_limit": phase_limit, "beat": self.beat}
+            self._monitor = Monitor(world_size, address=address, token=token, **limits)
             store.set(key, json.dumps({**_self(), "port": self._monitor.port, "token": token}))
         self._rank_0 = json.loads(store.get(key))
-        self._connection = _connect(self._rank_0)
+        self._connection = _connect(self._rank_0, world_size)
         self._connection.send({"hello": {**_self(), "rank": rank, "token": self._rank_0["token"]}})
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
@@ -72,12 +81,13 @@ class Watchdog:
         self._complete.wait(2 * ARRIVAL)  # a rank that does not come is a verdict before
 
     @classmethod
-    def start(cls, limit: timedelta) -> Self | None:
-        """For the default process group; None where it has one rank."""
+    def start(cls, limit: timedelta, phase_limit: timedelta) -> "Self | Alone":
+        """Watch the default process group; the one rank of a group of one watches itself."""
         world_size = dist.get_world_size()
         if world_size == 1:
-            return None
-        return cls(_get_default_store(), rank=dist.get_rank(), world_size=world_size, limit=limit.total_seconds())
+            return Alone(phase_limit.total_seconds())
+        limits = {"limit": limit.total_seconds(), "phase_limit": phase_limit.total_seconds()}
+        return cls(_get_default_store(), rank=dist.get_rank(), world_size=world_size, **limits)
 
     def enter(self, phase: str) -> None:
         """What this rank does from now on."""
@@ -114,14 +124,22 @@ class Watchdog:
         self._thread.join(self.beat)
 
     def _run(self) -> None:
+        before, issued = time.monotonic(), collectives_begun()
         while True:
             now = time.monotonic()
+            self._stood, before = self._stood + min(now - before, 2 * self.beat), now  # more: the process was stopped
             if now >= self._next_beat:
-                self._connection.send({"state": {"place": place(), "issued": collectives_begun()}})
+                issued_before, issued = issued, collectives_begun()
+                if issued != issued_before:
+                    self._stood = 0.0
+                self._connection.send({"state": {"place": place(), "issued": issued}})
                 self._next_beat = now + self.beat
+            if self._stood > self.limit and not (self._closed or self._unwatched):
+                self._end(self._silence_of_rank_0())
             select.select([self._connection.socket], [], [], self._next_beat - now)
             try:
                 for message in self._connection.receive():
+                    self._stood = 0.0
                     self._hear(message)
             except Gone as reason:
                 if not (self._closed or self._unwatched):
@@ -157,14 +175,61 @@ class Watchdog:
 
     def _death_of_rank_0(self, reason: Gone) -> dict[str, Any]:
         """The verdict for which there is no monitor any more."""
-        host, node = self._rank_0["host"], self._rank_0["node"]
-        cause = death(f"rank 0 (pid {self._rank_0['pid']} on {host})", host, self._phase_of_rank_0, reason)
-        return {"cause": cause, "root": 0, "node": node, "code": 1, "brief": False}
+        return self._verdict_on_rank_0(death(self._name_of_rank_0, self._rank_0["host"], self._phase_of_rank_0, reason))
+
+    def _silence_of_rank_0(self) -> dict[str, Any]:
+        """The verdict of a rank that has neither heard of the monitor nor begun a collective for as long as one may wait."""
+        return self._verdict_on_rank_0(
+            f"{self._name_of_rank_0} has been silent for more than {self.limit:.0f} s (--timeout_minutes), last heard of "
+            f"{when(self._phase_of_rank_0)}: its process is stopped, or holds Python's lock. This rank is at {place()}"
+        )
+
+    @property
+    def _name_of_rank_0(self) -> str:
+        return f"rank 0 (pid {self._rank_0['pid']} on {self._rank_0['host']})"
+
+    def _verdict_on_rank_0(self, cause: str) -> dict[str, Any]:
+        return {"cause": cause, "root": 0, "node": self._rank_0["node"], "code": 1, "brief": False}
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if os.getpid() == self._process and not self._closed:
             self.fail(error.with_traceback(trace))
         self._hook(kind, error, trace)
+
+
+class Alone:
+    """The watchdog of a run of one rank: a thread that sleeps, and ends the process when a phase has taken too long."""
+
+    def __init__(self, phase_limit: float):
+        self._limit, self._phase, self._deadline = phase_limit, "", 0.0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def enter(self, phase: str) -> None:
+        with self._changed:
+            self._phase, self._deadline = phase, time.monotonic() + self._limit
+            if self._thread is None and phase not in OUTSIDE:
+                self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+                self._thread.start()
+
+    def fail(self, error: BaseException, *, code: int = 1, brief: bool = False) -> None:
+        """Return: nobody else has to be told."""
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._deadline = 0.0
+            self._changed.notify()
+
+    def _run(self) -> None:
+        with self._changed:
+            while self._deadline:
+                left = self._deadline - time.monotonic()
+                if left <= 0 and self._phase not in OUTSIDE:
+                    cause = f"phase {self._phase} has taken more than {self._limit:.0f} s (--phase_minutes), at {place()}"
+                    logger.error(f"this run ends: {cause}")
+                    leave(cause, 1)
+                self._changed.wait(left if left > 0 else self._limit)
 
 
 def is_echo(error: BaseException | None) -> bool:
@@ -186,13 +251,30 @@ def leave(cause: str, code: int) -> NoReturn:
     os._exit(code)
 
 
+@contextmanager
+def beside_main_thread(doing: str) -> Iterator[None]:
+    """Show where this thread is, too, when a rank says where it is."""
+    thread = threading.get_ident()
+    _beside[thread] = doing
+    try:
+        yield
+    finally:
+        del _beside[thread]
+
+
 def place() -> str:
-    """Where the main thread is in our code or the user's: the innermost line, and two of its callers."""
+    """Where the main thread is, and those beside it."""
+    beside = [f"{doing} at {place_of(thread)}" for thread, doing in list(_beside.items())]
+    return "; ".join([place_of(threading.main_thread().ident or 0), *beside])
+
+
+def place_of(thread: int) -> str:
+    """Where a thread is in our code or the user's: the innermost line, and two of its callers."""
     lines: list[str] = []
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None and len(lines) < 3:
         file = frame.f_code.co_filename
-        if file.startswith(PACKAGE) or not file.startswith((*LIBRARIES, "<")):
+        if file.startswith(PACKAGE) or not (file.startswith((*STANDARD_LIBRARY, "<")) or LIBRARIES & set(Path(file).parts)):
             short = file.removeprefix(str(Path(PACKAGE).parent) + os.sep)
             lines.append(f"{short}:{frame.f_lineno} ({frame.f_code.co_qualname})")
         frame = frame.f_back
@@ -204,13 +286,29 @@ def _self() -> dict[str, Any]:
     return {"host": host, "pid": os.getpid(), "node": f"{host}/{os.environ.get('GROUP_RANK', '')}"}
 
 
-def _connect(address: dict[str, Any]) -> Connection:
-    """Rank 0 is where MASTER_ADDR says; where nobody says, on the host of that name."""
-    host = os.environ.get("MASTER_ADDR", address["host"])
+def _one_node(world_size: int) -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+
+
+def _listening_address(world_size: int) -> str | None:
+    """The address at which the ranks find rank 0, or None, all addresses, where its name means only this machine here."""
+    if _one_node(world_size):
+        return LOOPBACK
+    host = os.environ.get("MASTER_ADDR", socket.gethostname())
     try:
-        return Connection(socket.create_connection((host, address["port"]), timeout=60))
+        found = [place[0] for *_, place in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
+    except OSError:
+        return None
+    return None if any(ipaddress.ip_address(one).is_loopback for one in found) else host
+
+
+def _connect(listener: dict[str, Any], world_size: int) -> Connection:
+    """Rank 0 is where MASTER_ADDR says; where nobody says, on the host of that name."""
+    host = LOOPBACK if _one_node(world_size) else os.environ.get("MASTER_ADDR", listener["host"])
+    try:
+        return Connection(socket.create_connection((host, listener["port"]), timeout=60))
     except OSError as error:
         raise RuntimeError(
-            f"{socket.gethostname()} cannot connect to rank 0 at {host}:{address['port']} ({error}). Ranks talk over ports that "
+            f"{socket.gethostname()} cannot connect to rank 0 at {host}:{listener['port']} ({error}). Ranks talk over ports that "
             "the system chooses: a firewall between the nodes has to let them through"
         ) from error

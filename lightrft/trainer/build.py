@@ -56,8 +56,9 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     prepare_config("train_ppo", config)
     run_folder = RunFolder.claim(config, strategy.mesh.world)
     given, config = config, with_merged_pretrain(config, strategy.mesh.world)
-    judge = Judge(config.reward.reward, strategy.mesh.siblings, background=config.reward.reward_background)
+    judge = build_judge(config, strategy)
     course = load_course(config, config.rollout.rollout_batch_size)
+    judge.check(course.prompts + course.eval_prompts)
     tokenizer, steps = course.tokenizer, course.total_steps
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     updates = samples // config.train.train_batch_size * config.train.max_epochs
@@ -250,7 +251,8 @@ def build_teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedT
             from lightrft.roles.remote_teacher import RemoteTeacher
         except ModuleNotFoundError as error:
             raise ConfigError(f"--teacher_url needs {error.name}: pip install httpx tenacity") from error
-        return RemoteTeacher(config.model.teacher_url, tokenizer, strategy.mesh.siblings)
+        patience = 60 * config.reward.server_minutes
+        return RemoteTeacher(config.model.teacher_url, tokenizer, strategy.mesh.siblings, patience=patience)
     check_vocabulary(config.model, "teacher_pretrain", tokenizer)
     with strategy.init_model_context():
         model = Actor(load_model(config.model, "teacher_pretrain")).requires_grad_(False)
@@ -288,9 +290,17 @@ def build_mixin(config: Config, policy: Policy, course: Course) -> Mixin:
     return Mixin(policy, prompts, tokenizer, train=config.train, coefficient=config.algorithm.ptx_coef, expand=expand)
 
 
-def evaluation(config: Config, strategy: StrategyBase) -> tuple[Sampler, Judge]:
-    """An engine with the weights of `pretrain`, and what judges its responses."""
-    judge = Judge(config.reward.reward, strategy.mesh.siblings, background=config.reward.reward_background)
+def build_judge(config: Config, strategy: StrategyBase) -> Judge:
+    reward = config.reward
+    limits = {"minutes": reward.reward_minutes, "server_minutes": reward.server_minutes}
+    chat, background = config.data.apply_chat_template, reward.reward_background
+    return Judge(reward.reward, strategy.mesh.siblings, background=background, chat=chat, fail=strategy.fail, **limits)
+
+
+def evaluation(config: Config, strategy: StrategyBase, prompts: list[Prompt]) -> tuple[Sampler, Judge]:
+    """An engine with the weights of `pretrain`, and what judges its responses to `prompts`."""
+    judge = build_judge(config, strategy)
+    judge.check(prompts)
     tokenizer = load_tokenizer(config.model)
     judge.models = build_model_rewards(config, strategy, tokenizer)
     config.engine.enable_engine_sleep = judge.models is not None  # else nothing else needs the device

@@ -29,7 +29,7 @@ class Evaluation:
         self.config, self.strategy = config, strategy
         self.sampler: Sampler
         self.judge: Judge
-        self.sampler, self.judge = evaluation(loaded, strategy)
+        self.sampler, self.judge = evaluation(loaded, strategy, self.prompts)
 
     def run(self) -> dict[str, float]:
         """Return the numbers, which rank 0 also writes to save_path/evaluation.json."""

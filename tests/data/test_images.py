@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from pathlib import Path
 from random import Random
 
@@ -28,12 +29,37 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def load(folder: Path, *rows: dict, **options) -> list:
+def load(folder: Path, *rows: dict, media_root: str = "", **options) -> list:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    section = DataSection(prompt_data=str(folder / "rows.jsonl"), apply_chat_template=True, images_key="pictures")
+    section = DataSection(
+        prompt_data=str(folder / "rows.jsonl"), apply_chat_template=True, images_key="pictures", media_root=media_root
+    )
     return load_prompts(section, tokenizer, **options)
+
+
+def test_paths_stay_in_the_media_root(folder):
+    root = folder / "media"
+    (root / "deep").mkdir(parents=True)
+    Image.new("RGB", (9, 9)).save(root / "deep" / "in.png")
+    (root / "link.png").symlink_to(folder / "0.png")
+    rows = [{"input": "a", "pictures": ["deep/in.png", "deep/../deep/in.png", str(root / "deep" / "in.png")]}]
+    (prompt,) = load(folder, *rows, media_root=str(root))
+    assert [image.size for image in prompt.multi_modal["images"]] == [(9, 9)] * 3
+    for path in ("../0.png", str(folder / "0.png"), "link.png", "/dev/zero"):
+        with pytest.raises(DataError, match=f"rows.jsonl:1: image {path} is not in --media_root {root}"):
+            load(folder, {"input": "a", "pictures": {"path": path}}, media_root=str(root))
+    assert len(load(folder, {"input": "a", "pictures": "media/link.png"})) == 1
+
+
+@pytest.mark.parametrize("name", ["pipe.png", "/dev/zero"])
+def test_a_pipe_or_a_device_is_no_image(folder, name):
+    os.mkfifo(folder / "pipe.png")
+    with pytest.raises(ValueError, match=f"image {name} cannot be read: not a regular file"):
+        _ = ImageFile(name, folder / name).size
+    with pytest.raises(DataError, match=f"image {name} cannot be read: not a regular file"):
+        ImageFile(name, folder / name).open()
 
 
 def test_rows_and_their_images(folder):

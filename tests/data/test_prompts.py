@@ -85,6 +85,15 @@ def test_a_folder_by_split(tmp_path):
     assert [p.text for p in load(tmp_path / "only")] == ["d"]
 
 
+def test_escaped_characters_are_text(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(b'{"input": "\\ud83d\\ude00 \\u00e9"}\n')
+    assert [p.text for p in load(file)] == ["\N{GRINNING FACE} \N{LATIN SMALL LETTER E WITH ACUTE}"]
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match="deep.json: not valid JSON .lists or objects are nested too deep"):
+        load(tmp_path / "deep.json")
+
+
 def test_empty_lines_and_a_byte_order_mark_are_no_rows(tmp_path):
     (tmp_path / "data.jsonl").write_bytes(b'\xef\xbb\xbf{"input": "a"}\n\n   \n{"input": "b"}')
     assert [p.text for p in load(tmp_path / "data.jsonl")] == ["a", "b"]
@@ -92,6 +101,8 @@ def test_empty_lines_and_a_byte_order_mark_are_no_rows(tmp_path):
 
 BAD_LINES = {
     "malformed": ('{"input": "a"', "not valid JSON .*Expecting"),
+    "half a character": ('{"input": "a", "label": "\\ud83d"}', r"not valid JSON \(half of a surrogate pair: .ud83d\)"),
+    "deep": ('{"input": ' + "[" * 100_000 + "]" * 100_000 + "}", "not valid JSON .lists or objects are nested too deep"),
     "list": ('["a"]', "not a JSON object but list"),
     "number": ("5", "not a JSON object but int"),
     "no column": ('{"question": "a", "label": "b"}', "no column 'input' .--input_key.; it has question, label"),
@@ -122,7 +133,7 @@ def test_skipped_rows_are_counted_and_shown(tmp_path, warnings):
     file = write_lines(tmp_path / "data.jsonl", {"input": "first"}, *lines, {"input": "last"})
     prompts = load(file, prompt_max_len=10, bad_rows="skip")
     assert [(p.index, p.text) for p in prompts] == [(0, "first"), (1, "last")]
-    assert len(warnings) == 1 and "9 bad rows of --prompt_data left out" in warnings[0]
+    assert len(warnings) == 1 and f"{len(lines)} bad rows of --prompt_data left out" in warnings[0]
     assert f"{file}:2: not valid JSON" in warnings[0] and warnings[0].count(str(file)) == 5
 
 

@@ -1,12 +1,19 @@
 """Rewards that other models give: a reward model beside the actor, and a server."""
 
+import base64
 import json
+import socket
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
 
+from lightrft.config import Config, validate
+from lightrft.roles import endpoint
 from lightrft.rollout.model_rewards import ModelRewards
 from lightrft.rollout.rewards import Judge, rewards
 from lightrft.types import Prompt, Sample
@@ -123,9 +130,92 @@ def test_a_server_is_a_reward_function(address, monkeypatch):
     assert Lengths.said == [("/get_reward", request, "Bearer secret")]
 
 
+def test_a_key_of_user_and_password(address, monkeypatch):
+    monkeypatch.setenv("REWARD_API_KEY", "me:secret")
+    Judge(address)(samples()[:2])
+    assert Lengths.said[0][2] == "Basic " + base64.b64encode(b"me:secret").decode()
+
+
+@pytest.mark.parametrize(
+    ("url", "key", "says"),
+    [
+        ("http://me:secret@host:80/x", "", r"http://\.\.\.@host: .* set REWARD_API_KEY=user:password"),
+        ("http://host:port/x", "", "the address cannot be read"),
+        ("http://", "", "is no address like"),
+        ("http://host/a b", "", "is no address like"),
+        ("http://host/x", "secret\n", "the environment variable REWARD_API_KEY has characters that no key has: a line end"),
+        ("http://host/x", "s\N{LATIN SMALL LETTER E WITH ACUTE}cret", "REWARD_API_KEY has characters"),
+    ],
+)
+def test_addresses_and_keys_are_checked_before_anything_else(monkeypatch, url, key, says):
+    monkeypatch.setenv("REWARD_API_KEY", key)
+    config = Config()
+    config.reward.reward = url
+    for ask in (lambda: validate(config, door="evaluate", world_size=1), lambda: Judge(url)):
+        with pytest.raises(ValueError, match=says) as caught:
+            ask()
+        assert "secret" not in str(caught.value)
+
+
+@contextmanager
+def strange_server(behave: Callable[[socket.socket], None]) -> Iterator[str]:
+    """Its URL; `behave` is called with each connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    threading.Thread(target=behave, args=(listening.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/x"
+
+
+def drip(connection: socket.socket) -> None:
+    """Send a header that never ends, a byte at a time."""
+    with suppress(OSError):
+        connection.sendall(b"HTTP/1.1 200 OK\r\nX-Header: ")
+        while True:
+            connection.sendall(b"x")
+            time.sleep(0.02)
+
+
+def drip_body(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+        while True:
+            connection.sendall(b" ")
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize("behave", [drip, drip_body])
+def test_a_server_that_never_ends_its_answer(behave):
+    with strange_server(behave) as url:
+        with pytest.raises(ValueError, match=r"POST had no whole answer within 0 s \(asked for 0 s in all"):
+            Judge(url, minutes=0.3 / 60)(samples()[:2])
+
+
+def test_a_server_that_is_away_is_asked_again_for_as_long_as_it_may(address, monkeypatch):
+    said = []
+    monkeypatch.setattr(endpoint, "WARN_AFTER", 0.3)
+    monkeypatch.setattr(endpoint.logger, "warning", said.append)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        away = f"http://127.0.0.1:{closed.getsockname()[1]}/x"
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"POST: ConnectError: .* \(asked for [12] s in all, see --server_minutes\)"):
+        Judge(away, server_minutes=1 / 60)(samples()[:2])
+    assert 1 < time.monotonic() - began < 4
+    assert len(said) == 1 and "is asked again for at most 1 s (--server_minutes)" in said[0]
+
+
 @pytest.mark.parametrize(
     ("answer", "says"),
-    [({"scores": [1, 1]}, 'the answer is not {"rewards": '), ({"rewards": [1]}, r"\[1\] is not a list of 2 rewards")],
+    [
+        ({"scores": [1, 1]}, 'the answer is not {"rewards": '),
+        ({"rewards": [1]}, r"\[1\] is not a list of 2 rewards"),
+        ({"rewards": {"0": 1, "1": 0}}, r"{'0': 1, '1': 0} is not a list of 2 rewards"),
+        ({"rewards": "12"}, "'12' is not a list of 2 rewards"),
+    ],
     ids=str,
 )
 def test_other_answers_are_refused(address, answer, says):

@@ -1,12 +1,15 @@
 """What a reward may be, what is checked of it, and that every error names the flag and the path."""
 
+import multiprocessing
 import signal
 import sys
 import textwrap
 import threading
+import time
 from dataclasses import replace
 
 import pytest
+from loguru import logger
 
 from lightrft.config import ConfigError
 from lightrft.rollout.rewards import Judge, rewards
@@ -14,7 +17,7 @@ from lightrft.types import Prompt, Sample
 
 
 def sample(text: str, finish_reason: str = "stop", **columns) -> Sample:
-    prompt = Prompt(index=0, text="", token_ids=[1], columns=columns)
+    prompt = Prompt(index=0, text="question", token_ids=[1], columns=columns)
     return Sample(prompt=prompt, group=0, token_ids=[1], logprobs=[0.0], text=text, finish_reason=finish_reason)
 
 
@@ -52,6 +55,20 @@ GSM8K = [
     ("", "", 0.0),
     ("72", "no number", 0.0),
     ("9" * 400, "72", 0.0),
+    ("9" * 10_000, "9" * 10_000, 1.0),
+    ("\u22125", "-5", 1.0),
+    ("10\u22123", "3", 1.0),
+    ("9007199254740993", "9007199254740992", 0.0),
+    ("9007199254740993", "9007199254740993.0", 1.0),
+    ("1/2", "2", 0.0),
+    ("1/2", "0.5", 1.0),
+    ("it is -3/4.", "-0.75", 1.0),
+    ("\u22122/4", "-1/2", 1.0),
+    ("1,000/4", "250", 1.0),
+    ("1/3", "0.3333333333333333", 0.0),
+    ("on 1/2/2024", "2024", 1.0),
+    ("5/0", "0", 1.0),
+    ("km/2", "2", 1.0),
 ]
 
 
@@ -111,6 +128,16 @@ BROKEN = {
     "NaN": ("return [1.0, float('nan')]", "nan is not a finite number, for the response 'second'"),
     "infinity": ("return [float('-inf'), 1.0]", "-inf is not a finite number, for the response 'first'"),
     "a word": ("return [1.0, 'good']", "'good' is not a finite number"),
+    "a number as text": ("return [1.0, '2.0']", "'2.0' is not a finite number"),
+    "beyond float32": ("return [1.0, 1e300]", r"1e\+300 is beyond 1e\+18, for the response 'second' to the prompt 'question'"),
+    "a sum beyond float32": ("return [1.0, {'a': 9e17, 'b': 9e17}]", r"1.8e\+18 is beyond 1e\+18"),
+    "a large integer": ("return [1.0, 10 ** 400]", "1000.* is not a finite number"),
+    "a row": ("return torch.ones(2, 3)", r"tensor\(\[1., 1., 1.\]\) is not a finite number"),
+    "a tensor without rows": ("return torch.tensor(1.0)", r"tensor\(1.\) is not a list of 2 rewards"),
+    "parts": ("return {'format': [1, 2], 'answer': [0, 1]}", "{.*} is not a list .*; parts of a reward are"),
+    "rewards by row": ("return {0: 1.0, 1: 2.0}", "{0: 1.0, 1: 2.0} is not a list of 2 rewards"),
+    "a text": ("return '12'", "'12' is not a list of 2 rewards"),
+    "a set": ("return {1.0, 2.0}", r"{1.0, 2.0} is not a list of 2 rewards"),
     "None": ("return [None, 1.0]", "None is not a finite number"),
     "its own error": ("return [1 / 0]", r"ZeroDivisionError: division by zero, at /.*/reward.py:\d+ \(f\)"),
     "its own error, of another's file": ("import json; json.loads('{')", r"JSONDecodeError: .*, at /.*/reward.py:\d+ \(f\)"),
@@ -152,11 +179,144 @@ def timed(samples, **columns):
 
 
 def test_a_reward_with_signals_is_asked_in_the_main_thread():
-    one = sample("1")
-    with pytest.raises(ValueError, match="main thread.*: --no_reward_background asks it there"):
-        Judge(f"{__name__}:timed")([one])
-    Judge(f"{__name__}:timed", background=False)([one])
-    assert one.reward == 1
+    for name in ("timed", "careful"):
+        for background in (True, False):
+            judge, groups = Judge(f"{__name__}:{name}", background=background), [[sample("")] for _ in range(3)]
+            for group in groups:
+                judge.begin(group)
+            judge.finish([one for group in groups for one in group])
+            judge(groups[0])
+            assert [one.reward for group in groups for one in group] == [1, 1, 1]
+
+
+def careful(samples, **columns):
+    """A reward that counts every error as a wrong answer."""
+    try:
+        return timed(samples)
+    except ValueError:
+        return [0.0] * len(samples)
+
+
+def hangs(samples, **columns):
+    if samples[0].text == "bad":
+        wait()
+    return [1.0] * len(samples)
+
+
+def wait():
+    time.sleep(60)
+
+
+def hung(log: str, background: bool) -> None:
+    """Ends the process; where the main thread waits for a thread, by an error."""
+    logger.remove()
+    logger.add(log, format="{message}")
+    judge = Judge(f"{__name__}:hangs", background=background, minutes=0.5 / 60)
+    good, bad = [sample("good")], [sample("bad")]
+    judge.begin(good)
+    judge.begin(bad)
+    try:
+        judge.finish(good + bad)
+    except ConfigError as error:
+        logger.error(error)
+        sys.exit(3)  # the thread still hangs
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_call_that_hangs_ends_the_run(tmp_path, background):
+    process = multiprocessing.get_context("fork").Process(target=hung, args=(f"{tmp_path}/log", background))
+    process.start()
+    process.join(20)
+    assert process.exitcode == (3 if background else 2)
+    said = (tmp_path / "log").read_text()
+    assert f"--reward {__name__}:hangs: a call has taken more than 0 s (--reward_minutes), for 1 responses to the prompt " in said
+    assert "'question'. It is at " in said and "(wait) < " in said and "(hangs) < " in said and "test_rewards.py:" in said
+
+
+# -- signatures
+
+
+def test_a_signature_that_does_not_fit_is_found_before_anything_is_loaded():
+    def needs(samples, label, answer, *, weight=1, **columns):
+        """Of the columns of the data only the label is there."""
+
+    def closed(samples, label):
+        """Takes no other column."""
+
+    def nothing(**columns):
+        """Takes no samples."""
+
+    def late(completions, solution, **kwargs):
+        """TRL's, with a column that is not there."""
+
+    def scored(solution_str, ground_truth, threshold):
+        """verl's, with an argument that nobody gives."""
+
+    prompts = [sample("", label="1", level=2).prompt]
+    for number, (function, says) in enumerate({
+        needs: r"the function needs answer: its signature is \(samples, .*\)\. The data has the columns label, level",
+        closed: "the function does not take level: add \\*\\*columns to",
+        nothing: "the function takes no samples",
+        late: "the function needs solution",
+        scored: "the function needs threshold",
+        5: "5 is not callable",
+    }.items()):  # fmt: skip
+        rewards.register(f"unfit{number}")(function)
+        with pytest.raises(ConfigError, match=f"--reward unfit{number}: {says}"):
+            Judge(f"unfit{number}").check(prompts)
+    for name in ("exact_match", "gsm8k", "none", f"{__file__}:steps"):
+        Judge(name).check(prompts)
+    with pytest.raises(ConfigError, match="exact_match: the function needs label: .* columns level"):
+        Judge("exact_match").check([*prompts, sample("", level=2).prompt])
+
+
+TRL = """
+def plain(completions, prompts, answer, **kwargs):
+    assert prompts == ["question"] * 2 and set(kwargs) == {"completion_ids", "label"}, (prompts, kwargs)
+    return [float(text == right) for text, right in zip(completions, answer)]
+
+def chat(prompts, completions, answer):
+    contents = [completion[0]["content"] for completion in completions]
+    assert [prompt[-1]["role"] for prompt in prompts] == ["user"] * 2
+    return [float(text == right) for text, right in zip(contents, answer)]
+"""
+OPENRLHF = """
+import torch
+def tensor(queries, prompts, labels):
+    assert [query.removeprefix(prompt) for query, prompt in zip(queries, prompts)] == ["a", "b"], queries
+    return torch.tensor([len(query) + (label == "x") for query, label in zip(queries, labels)])
+
+def logs(queries, prompts, labels, **kwargs):
+    return {"rewards": tensor(queries, prompts, labels), "scores": torch.ones(2), "extra_logs": {"length": torch.zeros(2)}}
+"""
+VERL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "openai/gsm8k" and extra_info["index"] == 3
+    return float(solution_str == ground_truth)
+
+def detailed(solution_str, ground_truth, **kwargs):
+    return {"score": compute_score(solution_str=solution_str, ground_truth=ground_truth, **kwargs), "acc": 7}
+"""
+INFO = {"data_source": "openai/gsm8k", "extra_info": {"index": 3}}
+CONVENTIONS = {
+    "TRL": (TRL, "plain", {"answer": "a", "label": "x"}, [1, 0]),
+    "TRL, with a chat template": (TRL, "chat", {"answer": "b", "label": "x", "level": 1}, [0, 1]),
+    "OpenRLHF": (OPENRLHF, "tensor", {"label": "x", "level": 1}, [10, 10]),
+    "OpenRLHF, with logs": (OPENRLHF, "logs", {"label": "y"}, [9, 9]),
+    "verl": (VERL, "compute_score", {"label": "b", **INFO}, [0, 1]),
+    "verl, with details": (VERL, "detailed", {"ground_truth": "a", "label": "b", **INFO}, [1, 0]),
+    "verl, with its data": (VERL, "compute_score", {"reward_model": {"ground_truth": "b"}, **INFO}, [0, 1]),
+}
+
+
+@pytest.mark.parametrize("case", CONVENTIONS)
+def test_rewards_of_other_tools(tmp_path, case):
+    source, name, columns, expected = CONVENTIONS[case]
+    (tmp_path / "theirs.py").write_text(source)
+    judge, samples = Judge(f"{tmp_path}/theirs.py:{name}", chat="chat" in case), [sample("a", **columns), sample("b", **columns)]
+    judge.check([one.prompt for one in samples])
+    judge(samples)
+    assert [one.reward for one in samples] == expected
 
 
 def in_turn(samples, **columns):

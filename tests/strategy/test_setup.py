@@ -1,3 +1,4 @@
+import gc
 import multiprocessing
 import os
 import random
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from lightrft.parallel.device import check_device_index
 from lightrft.strategy import FSDPStrategy
@@ -34,10 +36,10 @@ def one_step(arrival: float) -> tuple[int, float]:
     return size, round(norm.item(), 3)
 
 
-def launch(arrival: float = 60, **variables: str):
+def launch(arrival: float = 60, rounds: int = 1, **variables: str):
     """A process with just these of a launcher's variables; returns a function that waits for its (result, error).
 
-    `arrival` is in seconds.
+    `arrival` is in seconds; of several rounds the last result counts.
     """
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
@@ -47,7 +49,7 @@ def launch(arrival: float = 60, **variables: str):
             os.environ.pop(name, None)
         os.environ.update(variables)
         try:
-            sending.send((one_step(arrival), ""))
+            sending.send(([one_step(arrival) for _ in range(rounds)][-1], ""))
         except BaseException as error:
             sending.send((None, f"{type(error).__name__}: {error}"))
         os._exit(0)
@@ -78,6 +80,34 @@ def test_two_processes_of_torchrun():
     given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     results = [launch(RANK=str(rank), LOCAL_RANK=str(rank), **given) for rank in range(2)]
     assert [result() for result in results] == [((2, 5.657), "")] * 2
+
+
+def test_one_strategy_after_another_under_torchrun():
+    """torchrun serves the meeting point, so that it remembers what earlier process groups wrote."""
+    port = free_port()
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    results = [launch(10, 4, RANK=str(rank), LOCAL_RANK=str(rank), **given) for rank in range(2)]
+    served = dist.TCPStore("127.0.0.1", int(port), is_master=True, wait_for_workers=False)
+    assert [result() for result in results] == [((2, 5.657), "")] * 2
+    del served
+
+
+def opened_and_closed() -> list[tuple[int, int]]:
+    """(process groups, threads) after each of some strategies in a process group of the caller."""
+    seen = []
+    for _ in range(6):
+        made = FSDPStrategy(args={"fsdp": True, "engine_tp_size": 2})
+        made.setup_distributed()
+        made.mesh.aside().barrier()
+        made.close()
+        gc.collect()
+        seen.append((len(_world.pg_map), len(os.listdir("/proc/self/task"))))
+    return seen
+
+
+def test_no_group_outlives_its_strategy():
+    for seen in run_ranks(2, opened_and_closed):
+        assert {groups for groups, _ in seen} == {1} and len({threads for _, threads in seen[1:]}) == 1, seen
 
 
 def test_two_tasks_of_slurm_meet_at_the_first_node():

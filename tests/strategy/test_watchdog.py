@@ -3,7 +3,9 @@
 import os
 import signal
 import socket
+import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
-from lightrft.strategy import FSDPStrategy, monitor
+from lightrft.strategy import FSDPStrategy, monitor, watchdog
 from lightrft.strategy.connection import PENDING, Connection, Gone
 from lightrft.strategy.watchdog import is_echo
 from ranks import exit_codes, run_ranks
@@ -90,18 +92,56 @@ def test_collectives_in_crossed_order(tmp_path):
         assert "Late: ranks 0-1." in said and said.count("late: has begun 0 of 1 collectives") == 2
 
 
-def stopped(folder):
+def stopped(folder, rank):
     made = start(folder)
-    if dist.get_rank() == 1:
+    made.announce("generate")
+    made.mesh.world.barrier()
+    if dist.get_rank() == rank:
         os.kill(os.getpid(), signal.SIGSTOP)
+    made.announce("train")
     made.mesh.world.sum(torch.ones(1))
 
 
 def test_a_process_that_stands_still_is_left_to_the_launcher(tmp_path):
     with pytest.raises(RuntimeError, match="rank 0 ended with 1"):
-        run_ranks(2, stopped, tmp_path, timeout=30)
+        run_ranks(2, stopped, tmp_path, 1, timeout=30)
     said = logs(tmp_path, 2)[0]
     assert "Late: rank 1." in said and "; silent for " in said
+
+
+def test_the_others_notice_that_rank_0_stands_still(tmp_path):
+    with pytest.raises(RuntimeError, match="rank 1 ended with 1"):
+        run_ranks(3, stopped, tmp_path, 0, timeout=30)
+    for said in logs(tmp_path, 3)[1:]:
+        assert f"this run ends: rank 0 (pid {(tmp_path / 'pid0').read_text()} on {socket.gethostname()}) has been silent" in said
+        assert "for more than 1 s (--timeout_minutes), last heard of in phase generate: its process is stopped" in said
+
+
+def together(folder, phase):
+    """No rank waits for another: each is in a thread's work, which does not end."""
+    made = start(folder, timedelta(minutes=1), phase_minutes=1 / 60)
+    made.announce(phase)
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(3 if not phase else None)
+    made.close()
+    os._exit(0)
+
+
+def work():
+    with watchdog.beside_main_thread("reward"):
+        oversleep()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_phase_that_never_ends_on_any_rank(tmp_path, world_size):
+    for said in ended(tmp_path, world_size, together, "generate"):
+        assert "this run ends: phase generate has taken " in said and "more than 1 s (--phase_minutes)" in said
+        assert "test_watchdog.py:" in said and "; reward at " in said and "(oversleep) < " in said
+
+
+def test_a_program_that_says_nothing_has_no_phases(tmp_path):
+    assert exit_codes(2, together, tmp_path, "") == [0, 0]
 
 
 def killed(folder, rank):
@@ -181,12 +221,18 @@ def leaves_in_order(folder):
     """Rank 0 first; then nobody watches, and no strange bytes have done any harm."""
     made = start(folder, timedelta(minutes=1))
     if dist.get_rank() == 1:
-        with socket.create_connection(("localhost", made._watchdog._rank_0["port"])) as strange:
-            strange.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            assert strange.recv(1) == b""
+        for bytes_of_a_stranger in (b"GET / HTTP/1.1\r\n\r\n", b"[" * 60_000 + b"\n", b"[" * 1000 + b"\n", b"x" * 2000, b"5\n"):
+            with socket.create_connection(("127.0.0.1", made._watchdog._rank_0["port"])) as strange:
+                strange.sendall(bytes_of_a_stranger)
+                with suppress(ConnectionResetError):
+                    assert strange.recv(1) == b""
+    if dist.get_rank() == 0:
+        assert made._watchdog._monitor._listening.getsockname()[0] == "127.0.0.1"
     made.mesh.world.barrier()
     if dist.get_rank() == 1:
         time.sleep(0.5)
+    else:
+        assert made._watchdog._monitor._thread.is_alive()
     made.close()
     made.close()
     return True
@@ -223,12 +269,12 @@ def test_a_receiver_who_does_not_read_stops_nobody():
     for number in range(10_000):
         ours.send({"phase": str(number), "place": "x" * 1000})
     assert len(ours._unsent) < 2 * PENDING
-    first = theirs.receive()
+    first = list(theirs.receive())
     assert [message["phase"] for message in first[:2]] == ["0", "1"]
     theirs.close()
     with pytest.raises(Gone):
         for _ in range(1000):
-            ours.receive()
+            list(ours.receive())
             time.sleep(0.001)
 
 
@@ -236,6 +282,35 @@ def tcp_pair() -> list[socket.socket]:
     with socket.create_server(("localhost", 0)) as listening:
         connecting = socket.create_connection(listening.getsockname())
         return [connecting, listening.accept()[0]]
+
+
+def test_libraries_of_an_environment_beneath_are_not_named():
+    """A function whose file is torch's, in another environment than this one."""
+    scope = {}
+    exec(compile("def call(inner): return inner()", "/base/lib/python3.11/site-packages/torch/optim/adam.py", "exec"), scope)
+    ready, done = threading.Event(), threading.Event()
+
+    def train():
+        scope["call"](lambda: (ready.set(), done.wait()))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    ready.wait()
+    said = watchdog.place_of(thread.ident)
+    done.set()
+    thread.join()
+    assert "(test_libraries_of_an_environment_beneath_are_not_named.<locals>.train)" in said and "adam.py" not in said
+
+
+def test_where_rank_0_listens(monkeypatch):
+    """On the address that ranks use; on all where a name of this machine may mean something else to others."""
+    found = {"fabric": "10.1.2.3", "debian": "127.0.1.1"}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: [(socket.AF_INET, 1, 6, "", (found[host], 0))])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for name, address in (("fabric", "fabric"), ("debian", None)):
+        monkeypatch.setenv("MASTER_ADDR", name)
+        assert watchdog._listening_address(4) == address
+    assert watchdog._listening_address(2) == "127.0.0.1"
 
 
 def test_ranks_are_named_by_spans():

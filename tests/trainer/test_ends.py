@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,52 @@ def test_an_exception_in_any_phase(inputs, tmp_path, monkeypatch, no_launcher_to
 def test_a_mistake_of_the_user_is_one_message(inputs, tmp_path, monkeypatch, no_launcher_to_wait_for):
     codes, said = run([*inputs, f"--prompt_data={tmp_path}/nowhere.jsonl"], tmp_path, "none:0:none", monkeypatch)
     assert codes == [2, 2] and "".join(said).count("nowhere.jsonl") == 1 and "Traceback" not in "".join(said)
+
+
+# -- rewards that do not return
+
+HANGING = """
+import time
+def hangs(samples, **columns):
+    print("hangs now", flush=True)
+    while True:
+        time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def hanging(inputs, tmp_path):
+    (tmp_path / "hanging.py").write_text(HANGING)
+    return [*inputs, f"--reward={tmp_path / 'hanging.py'}:hangs"]
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_a_reward_that_hangs_on_all_ranks(hanging, tmp_path, monkeypatch, no_launcher_to_wait_for, background):
+    flags = [*hanging, f"--reward_background={background}", "--reward_minutes=0.02"]
+    codes, said = run(flags, tmp_path, "none:0:none", monkeypatch)
+    assert codes == [2, 2]
+    one = next(text for text in said if "--reward " in text)
+    assert "hanging.py:hangs: a call has taken more than 1 s (--reward_minutes), for 4 responses to the prompt 'ab" in one
+    assert re.search(r"It is at \S*hanging.py:6 \(hangs\)", one) and "Traceback" not in one
+
+
+def test_ctrl_c_twice_ends_a_reward_that_hangs(hanging, tmp_path):
+    command = [sys.executable, "-m", "lightrft.cli.train_ppo", *hanging, *FLAGS, f"--save_path={tmp_path}"]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    started = subprocess.Popen(command, env=environment, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True)
+    said = iter(started.stdout.readline, "")
+    next(line for line in said if "hangs now" in line)
+    started.send_signal(signal.SIGINT)
+    next(line for line in said if "stopping at the next safe point" in line)
+    started.send_signal(signal.SIGINT)
+    started.communicate(timeout=30)
+    assert started.returncode == 130
+
+
+def test_a_reward_that_does_not_fit_is_found_before_models_are_loaded(inputs, tmp_path, monkeypatch, no_launcher_to_wait_for):
+    (tmp_path / "unfit.py").write_text("def unfit(samples, answer, **columns):\n    return [0.0] * len(samples)\n")
+    codes, said = run([*inputs, f"--reward={tmp_path / 'unfit.py'}:unfit"], tmp_path, "load_models:0:kill", monkeypatch)
+    assert codes == [2, 2] and "unfit: the function needs answer" in "".join(said) and "columns label" in "".join(said)
 
 
 # -- under torchrun

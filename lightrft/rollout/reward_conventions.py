@@ -1,0 +1,154 @@
+"""How a reward function wants to be called, read from its signature: ours, or that of TRL, OpenRLHF or verl.
+
+| | recognised by | called with |
+|---|---|---|
+| here | anything else | `samples`, and the columns by name |
+| TRL | `completions` | `prompts`, `completions`, `completion_ids`, and the columns by name |
+| OpenRLHF | `queries`, `prompts`, `labels` | these; a dictionary's `rewards` count |
+| verl | `solution_str`, `ground_truth` | these, `data_source`, `extra_info`, for each response; a dictionary's `score` counts |
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightrft.config import ConfigError
+from lightrft.types import Prompt, Sample
+
+Columns = dict[str, list]
+"""A list for each column of the data, with an entry for each sample."""
+
+
+@dataclass(frozen=True)
+class Convention:
+    """One way to call a reward function."""
+
+    recognised_by: frozenset[str]
+    arguments: Callable[[list[Sample], Columns, bool], dict[str, Any]]
+    """The arguments by name, of samples, columns, and whether prompts are chats. KeyError for a column that is not there."""
+    each: bool = False
+    """Whether a call is for one response; arguments are then lists of what the calls get."""
+    result: str = ""
+    """The entry of a returned dictionary that is the reward."""
+
+
+def _trl(samples: list[Sample], columns: Columns, chat: bool) -> dict[str, Any]:
+    prompts, texts = [sample.prompt.text for sample in samples], [sample.text for sample in samples]
+    return columns | {
+        "prompts": [[{"role": "user", "content": text}] for text in prompts] if chat else prompts,
+        "completions": [[{"role": "assistant", "content": text}] for text in texts] if chat else texts,
+        "completion_ids": [sample.token_ids for sample in samples],
+    }
+
+
+def _openrlhf(samples: list[Sample], columns: Columns, chat: bool) -> dict[str, Any]:
+    prompts = [sample.prompt.text for sample in samples]
+    queries = [sample.prompt.text + sample.text for sample in samples]
+    return {"queries": queries, "prompts": prompts, "labels": columns["label"]}
+
+
+def _verl(samples: list[Sample], columns: Columns, chat: bool) -> dict[str, Any]:
+    missing = [None] * len(samples)
+    if "reward_model" in columns:  # a column of verl's own data
+        truths = [entry["ground_truth"] for entry in columns["reward_model"]]
+    else:
+        truths = columns["ground_truth"] if "ground_truth" in columns else columns["label"]
+    return {
+        "data_source": columns.get("data_source", missing),
+        "solution_str": [sample.text for sample in samples],
+        "ground_truth": truths,
+        "extra_info": columns.get("extra_info", missing),
+    }
+
+
+CONVENTIONS = {
+    "TRL": Convention(frozenset({"completions"}), _trl),
+    "OpenRLHF": Convention(frozenset({"queries", "prompts", "labels"}), _openrlhf, result="rewards"),
+    "verl": Convention(frozenset({"solution_str", "ground_truth"}), _verl, each=True, result="score"),
+}
+
+
+class RewardFunction:
+    """A reward function of any convention."""
+
+    def __init__(self, function: Callable[..., Any], *, chat: bool = False):
+        """`chat`: prompts go through a chat template, and so TRL's functions expect messages."""
+        self.function, self.chat = function, chat
+        self.signature = _signature(function)
+        names = set(self.signature.parameters) if self.signature else set()
+        known = [convention for convention in CONVENTIONS.values() if convention.recognised_by <= names]
+        self.convention = known[0] if known and "samples" not in names else None
+
+    def __call__(self, samples: list[Sample], **columns: list) -> Any:
+        if self.convention is None:
+            return self.function(samples, **columns)
+        given = self._accepted(self.convention.arguments(samples, columns, self.chat))
+        if self.convention.each:
+            calls = [{name: values[row] for name, values in given.items()} for row in range(len(samples))]
+            return [self._reward(self.function(**call)) for call in calls]
+        return self._reward(self.function(**given))
+
+    def check(self, prompts: Iterable[Prompt]) -> None:
+        """ConfigError where the function cannot be called with the columns of these."""
+        for names in {frozenset(prompt.columns) for prompt in prompts}:
+            if problem := self._problem(set(names)):
+                raise ConfigError(f"{problem}. The data has the columns {', '.join(sorted(names)) or 'none'}")
+
+    def _problem(self, columns: set[str]) -> str:
+        if not callable(self.function):
+            return f"{self.function!r:.80} is not callable"
+        if self.signature is None:
+            return ""
+        if self.convention is None:
+            required, accepted = _required(self.signature), _accepts(self.signature)
+            first = next(iter(self.signature.parameters.values()), None)
+            if first is None or first.kind is inspect.Parameter.KEYWORD_ONLY or first.kind is inspect.Parameter.VAR_KEYWORD:
+                return f"the function takes no samples: {_shown(self.signature)}"
+            if first.kind is not inspect.Parameter.VAR_POSITIONAL:
+                required, accepted = required - {first.name}, accepted and accepted - {first.name}
+            if accepted is not None and columns - accepted:
+                surplus = ", ".join(sorted(columns - accepted))
+                return f"the function does not take {surplus}: add **columns to {_shown(self.signature)}"
+            if required - columns:
+                return f"the function needs {', '.join(sorted(required - columns))}: {_shown(self.signature)}"
+            return ""
+        try:
+            given = self.convention.arguments([], {name: [] for name in columns}, self.chat)
+        except KeyError as missing:
+            return f"the function needs the column {missing}: {_shown(self.signature)}"
+        missing = _required(self.signature) - set(given)
+        return f"the function needs {', '.join(sorted(missing))}: {_shown(self.signature)}" if missing else ""
+
+    def _accepted(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments that the function knows: not every one has **kwargs."""
+        accepted = _accepts(self.signature)
+        return given if accepted is None else {name: value for name, value in given.items() if name in accepted}
+
+    def _reward(self, returned: Any) -> Any:
+        entry = self.convention.result
+        return returned[entry] if entry and isinstance(returned, Mapping) and entry in returned else returned
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """None for what does not show it, as some built-in functions, or cannot be called."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def _required(signature: inspect.Signature) -> set[str]:
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {one.name for one in signature.parameters.values() if one.default is one.empty and one.kind not in variable}
+
+
+def _accepts(signature: inspect.Signature) -> set[str] | None:
+    """The names of arguments, None for any."""
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values()):
+        return None
+    return set(signature.parameters)
+
+
+def _shown(signature: inspect.Signature) -> str:
+    return f"its signature is {signature}"
