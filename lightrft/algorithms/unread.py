@@ -16,15 +16,15 @@ def unread_flags(section: AlgorithmSection) -> list[str]:
     """
     default = AlgorithmSection()
     changed = {name for name in section.written if getattr(section, name) != getattr(default, name)}
-    notices = _unread(changed, section.advantage_estimator, estimators)
-    notices += _unread(changed, section.policy_loss, policy_losses, marks)
+    notices = unread(estimators, section.advantage_estimator, changed)
+    notices += unread(policy_losses, section.policy_loss, changed, marks)
     if section.rollout_correction is not None:
-        notices += _unread(changed, section.rollout_correction, corrections)
+        notices += unread(corrections, section.rollout_correction, changed)
     return notices
 
 
-def _unread(changed: set[str], chosen: str, registry: Registry, companions: Registry | None = None) -> list[str]:
-    """Compare what the functions of a registry, and what accompanies them under the same names, read of the section."""
+def unread(registry: Registry, chosen: str, changed: set[str], companions: Registry | None = None) -> list[str]:
+    """Name the flags that only other functions of the registry read, or what accompanies those under the same names."""
     tables = [registry, companions] if companions else [registry]
     reads = {
         name: set().union(*(keywords(table[name]) for table in tables if table is registry or name in table)) & FIELDS

@@ -19,6 +19,7 @@ from lightrft.models.load import load_tokenizer
 from lightrft.strategy import get_strategy
 from lightrft.trainer.checkup import Check, checkup
 from lightrft.trainer.diagnosis import MISMATCH, Diagnosis, diagnose
+from lightrft.trainer.run import quiet_libraries
 
 SHOWN = 8
 """Parts of the model, around the first that differs."""
@@ -27,6 +28,7 @@ SHOWN = 8
 def main(argv: list[str] | None = None) -> None:
     arguments = _parser().parse_args(argv)
     set_up_logging()
+    quiet_libraries()
     console = Console(width=None if sys.stdout.isatty() else 130)
     checks = checkup(Path())
     console.print(_checks(checks))

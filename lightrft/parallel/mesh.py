@@ -77,6 +77,7 @@ class Mesh:
         if size not in self._replica_axes:
             groups = [dist.new_group(list(range(place, self.world.size, size)), timeout=self._timeout, group_desc="replicas")
                       for place in range(size)]  # fmt: skip
+            self._groups.add(groups[self.world.rank % size])
             self._replica_axes[size] = _axis("replicas", groups[self.world.rank % size])
         return self._replica_axes[size]
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from lightrft.algorithms.options import keywords, options, resolve, unread
+from lightrft.algorithms.options import keywords, options, resolve
+from lightrft.algorithms.unread import unread
 from lightrft.config import AlgorithmSection
 from lightrft.registry import Registry
 
