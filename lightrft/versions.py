@@ -20,9 +20,12 @@ CORE = {
 }
 """Always needed."""
 
+ENGINES = {"vllm": ">=0.32,<0.33", "sglang": ">=0.5.21,<0.5.24"}
+"""What each engine was tested with, and what pip installs. Others are accepted with a warning when the engine starts: what
+depends on the version is in the engine's shim."""
+
 EXTRAS = {
-    "vllm": {"vllm": ">=0.20"},
-    "sglang": {"sglang": ">=0.5.21"},
+    **{name: {name: tested} for name, tested in ENGINES.items()},
     "deepspeed": {"deepspeed": ">=0.19.8"},
     "lora": {"peft": ">=0.18"},
     "http": {"httpx": ">=0.27", "tenacity": ">=9.0"},
@@ -30,9 +33,6 @@ EXTRAS = {
     "dev": {"pytest": ">=8.0", "hypothesis": ">=6.100", "ruff": ">=0.12", "pyright": ">=1.1.400"},
 }
 """Name of the extra -> what it brings: `pip install '.[vllm]'` in a clone."""
-
-ENGINES = {"vllm": ">=0.32,<0.33", "sglang": ">=0.5.21,<0.5.24"}
-"""What each engine was tested with. Others are accepted with a warning: what depends on the version is in the engine's shim."""
 
 TENSOR_PARALLEL = {"torch": "==2.13.*", "transformers": ">=5.12,<5.24"}
 """What --tp_size was tested with, the ends of the ranges among them: its plan depends on the inside of both packages."""
@@ -96,6 +96,6 @@ def check_versions() -> list[str]:
     return [
         f"{problem}: pip install {' '.join(repr(requirement) for requirement in requirements(table))}"
         for extra, table in EXTRAS.items()
-        if extra != "dev"
+        if extra not in ("dev", *ENGINES)
         for problem in version_problems(table, optional=True)
     ]

@@ -287,7 +287,8 @@ def build_mixin(config: Config, policy: Policy, course: Course) -> Mixin:
             f"--pretrain_data {config.data.pretrain_data}: {len(prompts)} rows do not fill one optimizer step of "
             f"--train_batch_size {config.train.train_batch_size}"
         )
-    return Mixin(policy, prompts, tokenizer, train=config.train, coefficient=config.algorithm.ptx_coef, expand=expand)
+    given = {"expand": expand, "order": policy.strategy.data_order(len(prompts))}
+    return Mixin(policy, prompts, tokenizer, train=config.train, coefficient=config.algorithm.ptx_coef, **given)
 
 
 def build_judge(config: Config, strategy: StrategyBase) -> Judge:

@@ -36,7 +36,8 @@ def checkup(folder: Path) -> list[Check]:
 def _packages() -> list[Check]:
     core = "; ".join(version_problems(CORE))
     found = ", ".join(f"{name} {installed_version(name)}" for name in ("torch", "transformers") if installed_version(name))
-    optional = [problem for table in EXTRAS.values() for problem in version_problems(table, optional=True)]
+    others = [table for extra, table in EXTRAS.items() if extra not in ENGINES]
+    optional = [problem for table in others for problem in version_problems(table, optional=True)]
     named = f"Python {platform.python_version()}, {found}"
     return [Check("packages", named, core, fatal=bool(core)), Check("optional packages", _extras(), "; ".join(optional))]
 

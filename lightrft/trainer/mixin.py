@@ -23,11 +23,12 @@ class Mixin:
         train: TrainSection,
         coefficient: float,
         expand: Expand | None = None,
+        order: Order | None = None,
     ):
-        """DataError for fewer rows than --train_batch_size. `expand` is for prompts with images."""
+        """`expand` is for prompts with images; `order` of the rows is by the seed when None. DataError for too few rows."""
         self.policy, self.prompts, self.tokenizer, self.train, self.expand = policy, prompts, tokenizer, train, expand
         Order.check(len(prompts), train.train_batch_size)
-        self.order = policy.strategy.data_order(len(prompts))
+        self.order = order or Order(len(prompts), train.seed)
         self.objective = MixedIn(coefficient)
         self.taken = 0
 

@@ -11,7 +11,8 @@ from runs import PPO, prepare
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    return prepare(tmp_path_factory.mktemp("inputs"))
+    folder = tmp_path_factory.mktemp("inputs")
+    return [*prepare(folder), f"--save_path={folder}/run"]
 
 
 def fails(capfd, main, flags) -> str:

