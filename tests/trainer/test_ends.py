@@ -115,6 +115,17 @@ def test_a_reward_that_does_not_fit_is_found_before_models_are_loaded(inputs, tm
     assert codes == [2, 2] and "unfit: the function needs answer" in "".join(said) and "columns label" in "".join(said)
 
 
+@pytest.mark.parametrize("flag", ["prompt_data", "eval_data"])
+def test_a_row_without_the_right_answer_is_found_before_models_are_loaded(
+    inputs, tmp_path, monkeypatch, no_launcher_to_wait_for, flag
+):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"input": "a", "label": "1"}\n' * 9 + '{"input": "b", "label": null}\n')
+    codes, said = run([*inputs, f"--{flag}={file}", "--max_eval_samples=10"], tmp_path, "load_models:0:kill", monkeypatch)
+    assert codes == [2, 2] and f"--{flag}: {file}:10: --reward " in "".join(said)
+    assert "label (--label_key) is None" in "".join(said)
+
+
 # -- under torchrun
 
 
