@@ -133,15 +133,15 @@ def test_a_row_without_the_right_answer_is_found_before_models_are_loaded(
 def test_a_damaged_model_is_named_without_a_traceback(inputs, tmp_path, monkeypatch, no_launcher_to_wait_for, damage):
     """The second is found when the sharded model is filled."""
     folder = next(flag for flag in inputs if flag.startswith("--pretrain=")).partition("=")[2]
-    file = shutil.copytree(folder, tmp_path / "model") / "model.safetensors"
+    file = shutil.copytree(folder, tmp_path / "damaged") / "model.safetensors"
     if damage == "truncated":
         file.write_bytes(file.read_bytes()[:-1])
     else:
         tensors = load_file(file)
         tensors["model.norm.weight"][5] = torch.nan
         save_file(tensors, file, metadata={"format": "pt"})
-    codes, said = run([*inputs, f"--pretrain={tmp_path / 'model'}"], tmp_path, "start_engine:0:kill", monkeypatch)
-    says = "is damaged, or not all of it is there" if damage == "truncated" else "model.norm.weight has values that are not finite"
+    codes, said = run([*inputs, f"--pretrain={tmp_path / 'damaged'}"], tmp_path, "start_engine:0:kill", monkeypatch)
+    says = "is damaged, or not all of it" if damage == "truncated" else "model.norm.weight has values that are not finite"
     assert codes == [2, 2]
     assert str(file) in "".join(said) and says in "".join(said) and "Traceback" not in "".join(said)
 
