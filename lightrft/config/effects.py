@@ -90,6 +90,7 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
         "sp_impl": (strategy.sp_size > 1 or strategy.cp_size > 1, "--sp_size"),
         "grad_accum_dtype": (model.bf16, "--bf16"),
         "ema_beta": (train.enable_ema, "--enable_ema"),
+        "learned_turns": (command == "train_sft" or bool(data.pretrain_data), "--pretrain_data"),
         "system_prompt": (data.apply_chat_template, "--apply_chat_template"),
         "chat_template_kwargs": (data.apply_chat_template, "--apply_chat_template"),
         **{name: (train.save_steps > 0 or train.load_checkpoint, "--save_steps") for name in OF_CHECKPOINTS},

@@ -75,7 +75,7 @@ class DataSection(Section):
     media_root: str = ""
     """Folder that paths of images are relative to and may not leave; empty: relative to the data's folder, and any path."""
     label_key: str = "label"
-    """Column of the right answer: rewards receive it as `label`, SFT learns it."""
+    """Column of the right answer: rewards receive it as `label`, SFT learns it. Rows that end in an answer need none for SFT."""
     eval_input_key: str | None = None
     """Column of the prompt in --eval_data; unset: --input_key."""
     eval_label_key: str | None = None
@@ -96,6 +96,8 @@ class DataSection(Section):
     """Use only the first so many rows of the training data, of each of several."""
     max_eval_samples: int | None = None
     """Use only the first so many rows of the held-out data."""
+    learned_turns: Literal["all", "last"] = "all"
+    """Turns of the assistant that SFT and --pretrain_data learn in a conversation: all, or the last one."""
     bad_rows: Literal["fail", "skip"] = "fail"
     """What to do with a malformed or too long row: stop with file and line, or skip it and report the count."""
 

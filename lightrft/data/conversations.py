@@ -1,45 +1,111 @@
 """Supervised examples: a prompt and the answer to learn."""
 
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config import TrainSection
+from lightrft.config import DataSection, TrainSection
+from lightrft.data.chats import Answer, as_messages, conversation_tokens, is_answer
+from lightrft.data.images import IMAGES
 from lightrft.data.packing import plan
+from lightrft.data.prompts import HERE, Measure, complete_chat, load_prompts, make_prompt, measured, row_images
 from lightrft.parallel.collectives import Axis
 from lightrft.types import Batch, Expand, Prompt
 
+CHATS = ("messages", "conversations")
+"""Columns that hold whole conversations, where no other is named."""
+COMPLETIONS = ("prompt", "completion")
+"""Columns of a prompt and its answer, where no others are named."""
+
+
+def load_examples(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data", longest: int,
+    measure: Measure | None = None,
+) -> list[Prompt]:  # fmt: skip
+    """Load prompts with answers as load_prompts() does; bad rows are also those without, and above `longest` tokens."""
+    problem = partial(answer_problem, tokenizer=tokenizer, longest=longest)
+    return load_prompts(section, tokenizer, source=source, judge=problem, measure=measure, make=make_example)
+
+
+def make_example(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, index: int, folder: Path = HERE,
+    measure: Measure | None = None,
+) -> Prompt:  # fmt: skip
+    """Make a prompt whose `label` is learned: a text, or the Answer of a conversation. ValueError says what is wrong.
+
+    The prompt of a conversation ends where its first learned turn begins.
+    """
+    section = _with_usual_names(section, row)
+    value, label = row.get(section.input_key), row.get(section.label_key)
+    messages, answer = as_messages(value), as_messages(label)
+    if answer and isinstance(value, str):
+        messages = [{"role": "user", "content": (section.input_template or "{}").replace("{}", value, 1)}]
+    if not messages or not (answer or is_answer(messages[-1])):
+        return make_prompt(section, tokenizer, row | {section.input_key: messages} if messages else row,
+                           index=index, folder=folder, measure=measure)  # fmt: skip
+    if not section.apply_chat_template:
+        raise ValueError(f"{section.input_key!r} is a conversation; chat messages need --apply_chat_template")
+    learned, messages = answer or messages, messages + (answer or [])
+    if not is_answer(messages[-1]):
+        raise ValueError(f"{section.label_key!r} ends in a message of role {messages[-1].get('role')!r}, not of the assistant")
+    images = row_images(section, row, folder)
+    messages = complete_chat(section, messages, len(images))
+    text, token_ids, answer = conversation_tokens(section, tokenizer, messages, sum(map(is_answer, learned)))
+    prompt = Prompt(index, text, token_ids, {"label": answer}, {IMAGES: images} if images else {})
+    return measured(prompt, section, measure)
+
+
+def _with_usual_names(section: DataSection, row: dict[str, Any]) -> DataSection:
+    """Return the section with the column names that chat data usually has, where the row has those and none were named."""
+    if section.input_key in row or section.input_key != DataSection.input_key:
+        return section
+    for name in CHATS:
+        if name in row:
+            return replace(section, input_key=name)
+    if section.label_key == DataSection.label_key and all(name in row for name in COMPLETIONS):
+        return replace(section, input_key=COMPLETIONS[0], label_key=COMPLETIONS[1])
+    return section
+
 
 def answer_problem(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, longest: int) -> str | None:
-    """Why a row cannot be learned from, with its end token in at most `longest` tokens; None when it can."""
+    """Return why a row cannot be learned from, with its end token in at most `longest` tokens; None when it can."""
     label = prompt.columns.get("label")
-    if not isinstance(label, str) or not label:
+    if not isinstance(label, str | Answer) or not label:
         return f"no text to learn in the answer column (--label_key): {label!r}"
-    length = prompt.num_tokens + len(answer_ids(label, tokenizer))
+    length = prompt.num_tokens + len(answer_of(prompt, tokenizer).token_ids)
     if length > longest:
         return f"prompt and answer have {length} tokens, more than --max_tokens_per_microbatch {longest}"
     return None
 
 
-def answer_ids(label: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What is learned."""
-    return [*tokenizer(label, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+def answer_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Answer:
+    """Return what comes after the prompt: of a text all tokens and the end token are learned."""
+    label = prompt.columns["label"]
+    if isinstance(label, Answer):
+        return label
+    token_ids = [*tokenizer(label, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return Answer(token_ids, [True] * len(token_ids))
 
 
 def supervised_batch(
     prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, rows: list[int], expand: Expand | None = None
 ) -> Batch:
-    """Prompt, answer and end token end to end; answer and end token are learned. `rows`: places in the whole batch.
+    """Put prompts and answers end to end. `rows`: places in the whole batch.
 
     `expand` is for prompts with images; without it all are text.
     """
     expanded = [expand(prompt) for prompt in prompts] if expand else None
     asked = [each.token_ids for each in expanded or prompts]
-    pairs = [(prompt, answer_ids(each.columns["label"], tokenizer)) for prompt, each in zip(asked, prompts, strict=True)]
-    learned = [part for prompt, answer in pairs for part in ([False] * len(prompt), [True] * len(answer))]
+    pairs = [(prompt, answer_of(each, tokenizer)) for prompt, each in zip(asked, prompts, strict=True)]
+    learned = [value for prompt, answer in pairs for value in [False] * len(prompt) + answer.learned]
     return Batch(
-        lengths=torch.tensor([len(prompt) + len(answer) for prompt, answer in pairs], dtype=torch.int64),
-        input_ids=torch.tensor([token for prompt, answer in pairs for token in prompt + answer], dtype=torch.int64),
-        loss_mask=torch.tensor([value for part in learned for value in part], dtype=torch.bool),
+        lengths=torch.tensor([len(prompt) + len(answer.token_ids) for prompt, answer in pairs], dtype=torch.int64),
+        input_ids=torch.tensor([token for prompt, answer in pairs for token in prompt + answer.token_ids], dtype=torch.int64),
+        loss_mask=torch.tensor(learned, dtype=torch.bool),
         rows=torch.tensor(rows, dtype=torch.int64),
         media=[each.features for each in expanded] if expand else None,
     )
@@ -50,7 +116,7 @@ def supervised_part(
 ) -> tuple[Batch, list[list[int]]]:
     """This rank's share of the prompts and answers of all, balanced, and its micro-batches."""
     schedule = plan(
-        [prompt.num_tokens + len(answer_ids(prompt.columns["label"], tokenizer)) for prompt in prompts],
+        [prompt.num_tokens + len(answer_of(prompt, tokenizer).token_ids) for prompt in prompts],
         num_ranks=axis.size,
         minibatch_size=len(prompts),
         max_tokens=train.max_tokens_per_microbatch,

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config import DataSection
-from lightrft.data.images import IMAGES, image_files, with_parts
+from lightrft.data.images import IMAGES, ImageFile, image_files, with_parts
 from lightrft.data.rows import BadRows, DataError, read_rows
 from lightrft.types import Prompt
 
 Judge = Callable[[Prompt], str | None]
 """Why a prompt cannot be used; None when it can."""
+Make = Callable[..., Prompt]
+"""make_prompt(), or another with its signature."""
 Measure = Callable[[Prompt], int]
 """How many more tokens the model reads for the images of a prompt; ValueError where it cannot."""
 HERE = Path()
@@ -30,12 +33,12 @@ SOURCES = {
 
 def load_prompts(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data", judge: Judge | None = None,
-    measure: Measure | None = None,
+    measure: Measure | None = None, make: Make | None = None,
 ) -> list[Prompt]:  # fmt: skip
     """All usable prompts of the data that the field `source` names, in file order; several data sets one after the other.
 
     Rows without the input column, or whose prompt is longer than `prompt_max_len` tokens, are bad rows. `measure` says what
-    images add to that.
+    images add to that; `make` is make_prompt() unless told.
     """
     _check_templates(section, tokenizer)
     if source == "eval_data":
@@ -43,7 +46,8 @@ def load_prompts(
         section = replace(section, **{name: key for name, key in keys.items() if key is not None})
     given = getattr(section, source)
     names = [given] if Path(given).exists() else given.split(",")
-    parts = [_load(section, tokenizer, source, name, judge=judge, measure=measure) for name in names]
+    make = partial(make or make_prompt, section, tokenizer, measure=measure)
+    parts = [_load(section, source, name, make=make, judge=judge) for name in names]
     if section.images_key and source != "pretrain_data" and not any(prompt.multi_modal for part in parts for prompt in part):
         raise DataError(f"--images_key {section.images_key}: no row of --{source} {given} has an image in such a column")
     mixed = mixture(parts, section.prompt_data_probs if source == "prompt_data" else [])
@@ -63,10 +67,7 @@ def mixture(parts: list[list[Prompt]], shares: list[float]) -> list[Prompt]:
     return [prompt for part, share in zip(parts, shares, strict=True) for prompt in islice(cycle(part), round(share * whole))]
 
 
-def _load(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, source: str, name: str, *, judge: Judge | None,
-    measure: Measure | None,
-) -> list[Prompt]:  # fmt: skip
+def _load(section: DataSection, source: str, name: str, *, make: Make, judge: Judge | None) -> list[Prompt]:
     split, most = SOURCES[source]
     limit = getattr(section, most) if most else None
     bad = BadRows(skip=section.bad_rows == "skip", flag=f"--{source}")
@@ -75,7 +76,7 @@ def _load(
     prompts: list[Prompt] = []
     for where, row in read_rows(name, getattr(section, split), bad):
         try:
-            prompt = make_prompt(section, tokenizer, row, index=len(prompts), folder=folder, measure=measure)
+            prompt = make(row, index=len(prompts), folder=folder)
         except ValueError as error:
             bad.add(where, str(error))
             continue
@@ -119,14 +120,23 @@ def make_prompt(
     """One prompt from the columns of a row of a file in `folder`; ValueError says what is wrong with it."""
     if section.input_key not in row:
         raise ValueError(f"no column {section.input_key!r} (--input_key); it has {', '.join(row) or 'none'}")
-    root = Path(section.media_root).expanduser() if section.media_root else None
-    images = image_files(row.get(section.images_key), folder, root=root) if section.images_key else []
+    images = row_images(section, row, folder)
     text = render(section, tokenizer, row[section.input_key], num_images=len(images))
     # a chat template writes its own special tokens
     token_ids = tokenizer(text, add_special_tokens=not section.apply_chat_template)["input_ids"]
     if not token_ids:
         raise ValueError("the prompt is empty")
-    prompt = Prompt(index, text, token_ids, _columns(section, row), {IMAGES: images} if images else {})
+    return measured(Prompt(index, text, token_ids, _columns(section, row), {IMAGES: images} if images else {}), section, measure)
+
+
+def row_images(section: DataSection, row: dict[str, Any], folder: Path) -> list[ImageFile]:
+    """Return the images of a row of a file in `folder`."""
+    root = Path(section.media_root).expanduser() if section.media_root else None
+    return image_files(row.get(section.images_key), folder, root=root) if section.images_key else []
+
+
+def measured(prompt: Prompt, section: DataSection, measure: Measure | None) -> Prompt:
+    """Return the prompt with the tokens of its images counted; ValueError where it is too long."""
     prompt.media_tokens = measure(prompt) if measure else 0
     if prompt.num_tokens > section.prompt_max_len:
         raise ValueError(f"the prompt has {prompt.num_tokens} tokens, more than --prompt_max_len {section.prompt_max_len}")
@@ -153,17 +163,32 @@ def render(section: DataSection, tokenizer: PreTrainedTokenizerBase, value: Any,
         value = section.input_template.replace("{}", value, 1)
     if section.apply_chat_template:
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
             raise ValueError(f"{section.input_key!r} is neither text nor a list of chat messages: {value!r}")
-        if section.system_prompt is not None:
-            messages = [{"role": "system", "content": section.system_prompt}, *messages]
-        if section.images_key:
-            messages = with_parts(messages, num_images)
-        try:
-            variables = template_variables(section)
-            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
-        except Exception as error:  # a template is a program; it refuses messages with errors of its own
-            raise ValueError(f"the chat template refuses it ({type(error).__name__}: {error})") from error
+        if messages[-1].get("role") == "assistant":
+            raise ValueError(
+                f"the last message of {section.input_key!r} is of the assistant, so that the prompt has the answer in it; "
+                "leave that message out"
+            )
+        return render_chat(section, tokenizer, complete_chat(section, messages, num_images), answer_follows=True)
     if not isinstance(value, str):
         raise ValueError(f"{section.input_key!r} is {type(value).__name__}, not text; chat messages need --apply_chat_template")
     return value
+
+
+def complete_chat(section: DataSection, messages: list[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
+    """Return the messages with the system prompt, and with images where they stand."""
+    if section.system_prompt is not None:
+        messages = [{"role": "system", "content": section.system_prompt}, *messages]
+    return with_parts(messages, num_images) if section.images_key else messages
+
+
+def render_chat(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], *, answer_follows: bool
+) -> str:
+    """Return the text of the messages in the chat template, up to the beginning of the next answer where that follows."""
+    try:
+        variables = template_variables(section)
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_follows, **variables)
+    except Exception as error:  # a template is a program; it refuses messages with errors of its own
+        raise ValueError(f"the chat template refuses it ({type(error).__name__}: {error})") from error

@@ -1,5 +1,6 @@
 """Models and tokenizers from a Hugging Face folder or hub name."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from lightrft.config import ModelSection
 from lightrft.models.attention import ATTENTION
 from lightrft.models.empty import makes_empty, real_parameters
 from lightrft.models.lora import is_adapter_folder
-from lightrft.models.weight_files import WeightFiles, is_backbone, missing_and_unexpected
+from lightrft.models.weight_files import WeightFiles, check_finite, is_backbone, missing_and_unexpected, stored_tensors
 
 
 def load_model(section: ModelSection, flag: str = "pretrain") -> PreTrainedModel:
@@ -55,8 +56,17 @@ def _load(
     name = name or getattr(section, flag)
     given = f"--{flag} {name}"
     name = _checked(name, given)
-    kind = kind or _generating(AutoConfig.from_pretrained(name, **options))
-    model = _empty(kind, name, new_head, options) if makes_empty() else None
+    try:
+        config = AutoConfig.from_pretrained(name, **options)
+        if Path(name).is_dir() and (files := WeightFiles.of(name)):
+            files.check(quantized=getattr(config, "quantization_config", None) is not None)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{given}: {error}") from error
+    kind = kind or _generating(config)
+    try:
+        model = _empty(kind, name, new_head, options) if makes_empty() else None
+    except ValueError as error:
+        raise ValueError(f"{given}: {error}") from error
     if model is None:
         with real_parameters():
             model = _whole(kind, name, given, new_head, options)
@@ -83,15 +93,21 @@ def _attention(config: PretrainedConfig) -> dict[str, str | None]:
 def _whole(kind: type, name: str, given: str, new_head: bool, options: dict[str, Any]) -> PreTrainedModel:
     """All of it on this rank, converted where transformers knows how."""
     attention = _attention(AutoConfig.from_pretrained(name, **options))
-    model, found = kind.from_pretrained(
-        name, dtype=torch.float32, attn_implementation=attention, output_loading_info=True, **options
-    )
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # what is ignored here is an error below
+    try:
+        model, found = kind.from_pretrained(name, dtype=torch.float32, attn_implementation=attention, **options)
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{given}: transformers cannot read the weights ({type(error).__name__}: {error})") from error
+    for stored, there, wanted in sorted(found["mismatched_keys"]):
+        raise ValueError(f"{given}: {stored} has shape {tuple(there)} there, the model's is {tuple(wanted)}")
     missing, unexpected = found["missing_keys"], found["unexpected_keys"]
     if new_head:
         missing, unexpected = _without_head(model, missing, unexpected)
     for names, what in ((missing, "of the model are not there"), (unexpected, "there are not of the model")):
         if names:
             raise ValueError(f"{given}: {len(names)} tensors {what}, the first is {min(names)}")
+    for parameter_name, parameter in model.named_parameters():
+        check_finite(f"{given}: {parameter_name}", parameter.detach())
     return model
 
 
@@ -112,6 +128,11 @@ def _empty(kind: type, name: str, new_head: bool, options: dict[str, Any]) -> Pr
     if other_names or any(isinstance(step, WeightConverter) for step in get_model_conversion_mapping(model)):
         logger.info("{} has other weights than {}: every rank reads all of it, and converts it", name, type(model).__name__)
         return None
+    shapes, tensors = files.shapes(), stored_tensors(model)
+    for stored in sorted(shapes.keys() & tensors.keys()):
+        if shapes[stored] != tuple(tensors[stored].shape):
+            shape = tuple(tensors[stored].shape)
+            raise ValueError(f"{files.files[stored]}: {stored} has shape {shapes[stored]} there, the model's is {shape}")
     for child_name in {name.split(".")[0] for name in heads}:
         _fill_new_head(model, child_name)
     if model.can_generate() and (folder / "generation_config.json").is_file():
@@ -166,6 +187,11 @@ def load_tokenizer(section: ModelSection, flag: str = "pretrain", *, name: str =
         raise ValueError(f"{given} has no tokenizer that transformers can load: {error}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{given}: its tokenizer has no end token, so no response would ever stop")
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ValueError(
+            f"{given} has no tokenizer: no vocabulary is there (tokenizer.json, tokenizer.model, or vocab.json and merges.txt); "
+            "copy the files of the model's tokenizer"
+        )
     return tokenizer
 
 

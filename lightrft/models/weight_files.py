@@ -4,17 +4,24 @@ import hashlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from safetensors import safe_open
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
 NAME, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAMPLES, SAMPLE_BYTES = 4, 1024
 """Of each tensor so many stretches, of so many bytes, are in a fingerprint."""
+
+
+INTEGERS = {"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"}
+WEIGHTS = ("weight", "bias", "_proj")
+"""Ends of the names of what is no buffer."""
 
 
 class WeightFiles:
@@ -26,28 +33,80 @@ class WeightFiles:
 
     @classmethod
     def of(cls, folder: Path | str) -> Self | None:
-        """None for a folder without safetensors files."""
+        """Return None for a folder without safetensors files. ValueError names a file that is missing or damaged."""
         folder = Path(folder)
         if (folder / INDEX).is_file():
-            weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-            return cls({name: folder / file for name, file in weight_map.items()})
+            try:
+                weight_map = json.loads((folder / INDEX).read_bytes())["weight_map"]
+                return cls({name: folder / file for name, file in weight_map.items()})
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise ValueError(f"{folder / INDEX} is no index of safetensors files ({reason})") from error
         if (folder / NAME).is_file():
-            with safe_open(folder / NAME, framework="pt") as file:
+            with _opened(folder / NAME) as file:
                 return cls(dict.fromkeys(file.keys(), folder / NAME))
         return None
+
+    def check(self, *, quantized: bool) -> None:
+        """ValueError for a file that is missing or damaged, and for weights that are integers where none are `quantized`.
+
+        Headers alone are read.
+        """
+        for path in sorted(set(self.files.values())):
+            with _opened(path) as file:
+                absent = {name for name, other in self.files.items() if other == path}.difference(file.keys())
+                if absent:
+                    raise ValueError(f"{path} lacks {len(absent)} tensors that {INDEX} says it has, the first is {min(absent)}")
+                for name in file.keys():
+                    dtype = file.get_slice(name).get_dtype()
+                    if not quantized and name.endswith(WEIGHTS) and dtype in INTEGERS:
+                        raise ValueError(
+                            f"{path}: {name} is of dtype {dtype}: the weights are quantized, and config.json does not say how; "
+                            "take the model before it was quantized"
+                        )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all tensors; from the headers, each of which is read once."""
         found = {}
         for path in sorted(set(self.files.values())):
-            with safe_open(path, framework="pt") as file:
+            with _opened(path) as file:
                 found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
         return found
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """This part of a tensor, on the host. Nothing else is read, and the file is mapped no longer than that."""
-        with safe_open(self.files[name], framework="pt") as file:
+        with _opened(self.files[name]) as file:
             return file.get_slice(name)[part] if part else file.get_tensor(name)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file. ValueError names one that is missing or damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} {_damage(path, error)}") from error
+
+
+def _damage(path: Path, error: Exception) -> str:
+    if not path.is_file():
+        return f"is not there, and {INDEX} names it"
+    if path.stat().st_size == 0:
+        return "is empty: 0 bytes"
+    with open(path, "rb") as file:
+        if file.read(32).startswith(b"version https://git-lfs"):
+            return "is a pointer to a file of git-lfs and holds no weights: git lfs pull fetches them"
+    return f"is damaged, or not all of it is there: {path.stat().st_size} bytes ({error}); download or copy it again"
+
+
+def check_finite(name: str, weights: Tensor) -> None:
+    """ValueError for weights among which there is NaN or an infinite one; no copy of them is made.
+
+    Numbers of one byte are those of a quantized model, which scales them.
+    """
+    if weights.dtype.itemsize > 1 and not torch.isfinite(weights.sum(dtype=torch.float32)) and not torch.isfinite(weights).all():
+        raise ValueError(f"{name} has values that are not finite")
 
 
 def fingerprint(folder: Path | str) -> str:

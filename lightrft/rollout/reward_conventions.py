@@ -9,6 +9,7 @@
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from lightrft.types import Prompt, Sample
 
 Columns = dict[str, list]
 """A list for each column of the data, with an entry for each sample."""
+RIGHT_ANSWERS = ("label", "labels", "ground_truth")
+"""Arguments for which null is no value, where a function requires them."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def _openrlhf(samples: list[Sample], columns: Columns, chat: bool) -> dict[str, 
 def _verl(samples: list[Sample], columns: Columns, chat: bool) -> dict[str, Any]:
     missing = [None] * len(samples)
     if "reward_model" in columns:  # a column of verl's own data
-        truths = [entry["ground_truth"] for entry in columns["reward_model"]]
+        truths = [(entry or {})["ground_truth"] for entry in columns["reward_model"]]
     else:
         truths = columns["ground_truth"] if "ground_truth" in columns else columns["label"]
     return {
@@ -94,6 +97,30 @@ class RewardFunction:
         for names in {frozenset(prompt.columns) for prompt in prompts}:
             if problem := self._problem(set(names)):
                 raise ConfigError(f"{problem}. The data has the columns {', '.join(sorted(names)) or 'none'}")
+
+    def row_problem(self, columns: Mapping[str, Any]) -> str:
+        """Return why the function cannot judge responses to a row with these columns; empty when it can, as far as can be seen.
+
+        What fails for every row alike is found by check().
+        """
+        if not self.signature:
+            return ""
+        given, needed = {name: [value] for name, value in columns.items()}, _required(self.signature)
+        try:
+            given = self.convention.arguments([], given, self.chat) if self.convention else given
+        except KeyError as missing:
+            return f"the function needs the column {missing}: {_shown(self.signature)}. {_present(columns)}"
+        if self.convention is None:
+            needed -= set(list(self.signature.parameters)[:1])
+        if absent := needed - set(given):
+            return f"the function needs {', '.join(sorted(absent))}: {_shown(self.signature)}. {_present(columns)}"
+        for name in RIGHT_ANSWERS:
+            if name in needed & set(given) and _is_null(given[name][0]):
+                return (
+                    f"{name} (--label_key) is {given[name][0]}, and the function needs it: {_shown(self.signature)}. A function "
+                    f"that has a default for it, as {name}=None, takes such rows"
+                )
+        return ""
 
     def _problem(self, columns: set[str]) -> str:
         if not callable(self.function):
@@ -148,6 +175,14 @@ def _accepts(signature: inspect.Signature) -> set[str] | None:
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values()):
         return None
     return set(signature.parameters)
+
+
+def _is_null(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _present(columns: Mapping[str, Any]) -> str:
+    return f"The row has the columns {', '.join(sorted(columns)) or 'none'}"
 
 
 def _shown(signature: inspect.Signature) -> str:

@@ -89,6 +89,11 @@ class Judge:
         except ConfigError as error:
             raise ConfigError(f"--reward {self.name}: {error}") from error
 
+    def row_problem(self, prompt: Prompt) -> str | None:
+        """Return why responses to this prompt could not be judged: a column that the function requires is absent, or null."""
+        problem = self.function.row_problem(prompt.columns)
+        return f"--reward {self.name}: {problem}" if problem else None
+
     def __call__(self, samples: list[Sample]) -> None:
         """Set `reward` of every sample. ConfigError, on all siblings, for a reward that fails or is no number."""
         self.begin(samples)

@@ -11,7 +11,14 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lightrft.models.empty import is_empty
-from lightrft.models.weight_files import WeightFiles, is_backbone, missing_and_unexpected, stored_tensors, tied_names
+from lightrft.models.weight_files import (
+    WeightFiles,
+    check_finite,
+    is_backbone,
+    missing_and_unexpected,
+    stored_tensors,
+    tied_names,
+)
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.cuts import own_part
 from lightrft.strategy.atomic import agree
@@ -22,7 +29,7 @@ from lightrft.strategy.offload import same_parameters
 def materialize(module: nn.Module, device: torch.device, world: Axis) -> None:
     """After sharding: each rank reads its own part of what is empty in `module`. What has memory keeps its values.
 
-    CheckpointError on all ranks when a tensor is missing in the folder, has another shape, or is not of the model.
+    CheckpointError on all ranks when a tensor is missing in the folder, has another shape, is not of the model, or not finite.
     """
     if not is_empty(module):
         return
@@ -96,13 +103,21 @@ class Source:
     def read(self, parameter: nn.Parameter) -> Tensor:
         """All of an empty parameter, on the host."""
         name = next(name for name, other in stored_tensors(self.model).items() if other is parameter)
-        return self.files.read(self.wanted[name], own_part(parameter))
+        return self._read(name, parameter)
 
     def _fill(self, names: Iterable[str]) -> None:
         tensors = stored_tensors(self.model)
         with torch.no_grad():
             for name in names:
-                _local(tensors[name]).copy_(self.files.read(self.wanted[name], own_part(tensors[name])))
+                _local(tensors[name]).copy_(self._read(name, tensors[name]))
+
+    def _read(self, name: str, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a tensor. ValueError for a weight that is not finite; a buffer may have such values."""
+        stored = self.wanted[name]
+        values = self.files.read(stored, own_part(tensor))
+        if _is_parameter(tensor):
+            check_finite(f"{self.files.files[stored]}: {stored}", values)
+        return values
 
 
 def _located(model: PreTrainedModel) -> tuple[WeightFiles, dict[str, str]]:

@@ -1,7 +1,7 @@
 """The wiring: from a configuration to a trainer that is ready to run. Nothing else happens here."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.algorithms.options import keywords
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config import Config, ConfigError, needs_critic, needs_reference
-from lightrft.data.conversations import answer_problem
+from lightrft.data.conversations import load_examples
 from lightrft.data.loader import Order
 from lightrft.data.prompts import load_prompts
 from lightrft.engine.expected import placeholder_token_ids
@@ -57,7 +57,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     run_folder = RunFolder.claim(config, strategy.mesh.world)
     given, config = config, with_merged_pretrain(config, strategy.mesh.world)
     judge = build_judge(config, strategy)
-    course = load_course(config, config.rollout.rollout_batch_size)
+    course = load_course(config, config.rollout.rollout_batch_size, judge=judge)
     judge.check(course.prompts + course.eval_prompts)
     tokenizer, steps = course.tokenizer, course.total_steps
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
@@ -116,7 +116,7 @@ def sft_trainer(config: Config, strategy: StrategyBase) -> SFTTrainer:
     prepare_config("train_sft", config)
     run_folder = RunFolder.claim(config, strategy.mesh.world)
     given, config = config, with_merged_pretrain(config, strategy.mesh.world)
-    course = load_course(config, config.train.train_batch_size, answers=True)
+    course = load_course(config, config.train.train_batch_size)
     with told(strategy, f"loading {config.model.pretrain}"):
         policy = build_policy(config, strategy, updates=course.total_steps, reference=False)
     show_blanks(policy, course.expand)
@@ -133,14 +133,17 @@ def told(strategy: StrategyBase, what: str) -> Iterator[None]:
     strategy.print(f"{what}: done after {duration(time.perf_counter() - began)}")
 
 
-def load_course(config: Config, batch_size: int, *, answers: bool = False) -> Course:
-    """Training and held-out data; with `answers` those are learned, and must be there."""
+def load_course(config: Config, batch_size: int, *, judge: Judge | None = None) -> Course:
+    """Load training and held-out data, which have what `judge` needs; without a judge their answers are learned."""
     tokenizer = load_tokenizer(config.model)
-    judge = judge_of_answers(config, tokenizer) if answers else None
-    expand = load_expander(config, tokenizer, engine=not answers)
+    expand = load_expander(config, tokenizer, engine=judge is not None)
     if expand is not None:
         expand.check_family()
-    load = partial(load_prompts, config.data, tokenizer, judge=judge, measure=expand and expand.measure)
+    load = (
+        partial(load_prompts, config.data, tokenizer, judge=judge.row_problem, measure=expand and expand.measure)
+        if judge
+        else partial(_load_examples, config, tokenizer, expand)
+    )
     prompts, eval_prompts = load(), load(source="eval_data") if config.data.eval_data else []
     return Course(tokenizer, prompts, eval_prompts, total_steps(config, len(prompts), batch_size), expand)
 
@@ -160,8 +163,11 @@ def load_expander(config: Config, tokenizer: PreTrainedTokenizerBase, *, engine:
     return expand
 
 
-def judge_of_answers(config: Config, tokenizer: PreTrainedTokenizerBase) -> Callable[[Prompt], str | None]:
-    return partial(answer_problem, tokenizer=tokenizer, longest=config.train.max_tokens_per_microbatch)
+def _load_examples(
+    config: Config, tokenizer: PreTrainedTokenizerBase, expand: Expander | None, *, source: str = "prompt_data"
+) -> list[Prompt]:
+    longest, measure = config.train.max_tokens_per_microbatch, expand and expand.measure
+    return load_examples(config.data, tokenizer, source=source, longest=longest, measure=measure)
 
 
 def collector(config: Config, strategy: StrategyBase, prompts: list[Prompt], sampler: Sampler, judge: Judge) -> Collector:
@@ -280,8 +286,7 @@ def build_model_rewards(
 def build_mixin(config: Config, policy: Policy, course: Course) -> Mixin:
     """Prompts with answers from --pretrain_data, learned beside the samples."""
     tokenizer, expand = course.tokenizer, course.expand
-    judge, measure = judge_of_answers(config, tokenizer), expand and expand.measure
-    prompts = load_prompts(config.data, tokenizer, source="pretrain_data", judge=judge, measure=measure)
+    prompts = _load_examples(config, tokenizer, expand, source="pretrain_data")
     if len(prompts) < config.train.train_batch_size:
         raise ConfigError(
             f"--pretrain_data {config.data.pretrain_data}: {len(prompts)} rows do not fill one optimizer step of "
@@ -298,17 +303,15 @@ def build_judge(config: Config, strategy: StrategyBase) -> Judge:
     return Judge(reward.reward, strategy.mesh.siblings, background=background, chat=chat, fail=strategy.fail, **limits)
 
 
-def evaluation(config: Config, strategy: StrategyBase, prompts: list[Prompt]) -> tuple[Sampler, Judge]:
-    """An engine with the weights of `pretrain`, and what judges its responses to `prompts`."""
-    judge = build_judge(config, strategy)
-    judge.check(prompts)
+def evaluation(config: Config, strategy: StrategyBase, judge: Judge) -> Sampler:
+    """Start an engine with the weights of `pretrain`, and load the models of `judge`."""
     tokenizer = load_tokenizer(config.model)
     judge.models = build_model_rewards(config, strategy, tokenizer)
     config.engine.enable_engine_sleep = judge.models is not None  # else nothing else needs the device
     strategy.announce("start_engine")
     with told(strategy, f"starting the engine (--engine_type {config.engine.engine_type}) with {config.model.pretrain}"):
         strategy.setup_inference_engine(config, config.engine.engine_type)
-    return Sampler(strategy, tokenizer, config.rollout), judge
+    return Sampler(strategy, tokenizer, config.rollout)
 
 
 def observation(config: Config, strategy: StrategyBase) -> tuple[Observer, Trace]:

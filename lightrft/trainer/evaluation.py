@@ -12,7 +12,7 @@ from lightrft.observe.metrics import Metrics
 from lightrft.rollout.rewards import Judge
 from lightrft.rollout.sampler import Sampler
 from lightrft.strategy import StrategyBase
-from lightrft.trainer.build import evaluation, load_expander
+from lightrft.trainer.build import build_judge, evaluation, load_expander
 from lightrft.trainer.evaluate import evaluate
 from lightrft.trainer.export import with_merged_pretrain
 from lightrft.types import Prompt
@@ -25,11 +25,13 @@ class Evaluation:
         loaded = with_merged_pretrain(config, strategy.mesh.world)
         tokenizer = load_tokenizer(loaded.model)
         expand = load_expander(loaded, tokenizer, engine=True)
-        self.prompts: list[Prompt] = load_prompts(config.data, tokenizer, source="eval_data", measure=expand and expand.measure)
+        self.judge: Judge = build_judge(loaded, strategy)
+        self.prompts: list[Prompt] = load_prompts(
+            config.data, tokenizer, source="eval_data", judge=self.judge.row_problem, measure=expand and expand.measure
+        )
+        self.judge.check(self.prompts)
         self.config, self.strategy = config, strategy
-        self.sampler: Sampler
-        self.judge: Judge
-        self.sampler, self.judge = evaluation(loaded, strategy, self.prompts)
+        self.sampler: Sampler = evaluation(loaded, strategy, self.judge)
 
     def run(self) -> dict[str, float]:
         """Return the numbers, which rank 0 also writes to save_path/evaluation.json."""

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from lightrft.config import Config, ConfigError, load
 from lightrft.strategy import StrategyBase, get_strategy
+from lightrft.strategy.atomic import CheckpointError
 from lightrft.trainer.build import ppo_trainer, sft_trainer
 from lightrft.trainer.evaluation import Evaluation
 from lightrft.trainer.interruption import Interrupted
@@ -99,10 +100,10 @@ def _end_all(strategy: StrategyBase, error: Exception) -> None:
 
 
 def _for_the_user(step: Callable[..., T], *arguments: object) -> T:
-    """Raise a ValueError of the wiring as a ConfigError: it speaks of configuration or data, its traceback is of no use."""
+    """Raise an error of the wiring as a ConfigError: it speaks of configuration, data or files, its traceback is of no use."""
     try:
         return step(*arguments)
-    except ValueError as error:
+    except (ValueError, CheckpointError) as error:
         logger.opt(exception=error).debug("while wiring the run")
         raise ConfigError(str(error)) from error
 

@@ -225,6 +225,15 @@ def test_chat_template_of_text_and_of_messages(tmp_path):
     assert prompt.text == "<system>s<user>[a]<assistant>" and prompt.token_ids == list(prompt.text.encode())
 
 
+def test_messages_that_end_in_an_answer_are_no_prompt(tmp_path, warnings):
+    asked = [{"role": "user", "content": "1+1="}]
+    file = write_lines(tmp_path / "data.jsonl", {"input": asked}, {"input": [*asked, {"role": "assistant", "content": "2"}]})
+    with pytest.raises(DataError, match="data.jsonl:2: the last message of 'input' is of the assistant, .* leave that message"):
+        load(file, apply_chat_template=True, template=TEMPLATE)
+    prompts = load(file, apply_chat_template=True, template=TEMPLATE, bad_rows="skip")
+    assert [p.text for p in prompts] == ["<user>1+1=<assistant>"] and "1 bad rows of --prompt_data" in warnings[0]
+
+
 def test_further_variables_of_the_chat_template(tmp_path):
     file = write_lines(tmp_path / "data.jsonl", {"input": "a"})
     template = TEMPLATE + "{% if thinking %}<think>{% endif %}"

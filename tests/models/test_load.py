@@ -1,15 +1,19 @@
 """Why: a model whose head or attention does more than is computed here must be refused, not trained wrongly."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightrft.config import ModelSection
 from lightrft.models.attention import ATTENTION
+from lightrft.models.empty import empty_parameters
 from lightrft.models.heads import Actor
-from lightrft.models.load import load_model, load_tokenizer
+from lightrft.models.load import load_model, load_scorer, load_tokenizer
 from tiny import byte_tokenizer, tiny_model
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 40}
@@ -107,3 +111,98 @@ def test_models_that_would_mix_sequences_are_refused_by_name(tmp_path, case):
     section = saved(tmp_path, kind, **extra)
     with pytest.raises(ValueError, match=message):
         load_model(section)
+
+
+# -- damaged folders
+
+
+def change(name: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    def changed(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        tensors[name] = value(tensors[name])
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return changed
+
+
+def in_shards(damage: Callable[[Path], None]) -> Callable[[Path], None]:
+    def damaged(folder: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        (folder / "model.safetensors").unlink()
+        model.save_pretrained(folder, max_shard_size="100KB")
+        damage(folder)
+
+    return damaged
+
+
+def pickled(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    cut(folder / "pytorch_model.bin", 1000)
+
+
+def cut(file: Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+
+
+def shard(folder: Path) -> Path:
+    return folder / "model-00003-of-00007.safetensors"
+
+
+def move_tensors(folder: Path) -> None:
+    """Name a tensor in the index as one of another shard."""
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"model.norm.weight": "model-00007', '"model.norm.weight": "model-00003'))
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+DAMAGED = {
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "cannot read the weights .*no file named"),
+    "empty": (lambda folder: cut(folder / "model.safetensors", 0), "/model.safetensors is empty: 0 bytes"),
+    "cut": (lambda folder: cut(folder / "model.safetensors", 5000), "/model.safetensors is damaged, .*: 5000 bytes"),
+    "pointer": (lambda folder: (folder / "model.safetensors").write_bytes(LFS), "/model.safetensors is a pointer .*git lfs pull"),
+    "no shard": (in_shards(lambda folder: shard(folder).unlink()), "/model-00003-of-00007.safetensors is not there, and"),
+    "cut shard": (in_shards(lambda folder: cut(shard(folder), -100)), "/model-00003-of-00007.safetensors is damaged,"),
+    "index": (in_shards(lambda folder: cut(folder / "model.safetensors.index.json", 9)), "model.safetensors.index.json is no"),
+    "other index": (in_shards(move_tensors), "/model-00003-of-00007.safetensors lacks 1 tensors .* model.norm.weight"),
+    "shape": (change("model.norm.weight", lambda tensor: tensor[:32].clone()), r"norm.weight has shape .32,. there, .* .64,."),
+    "int8": (change("lm_head.weight", lambda tensor: tensor.to(torch.int8)), "/model.safetensors: lm_head.weight is of dtype I8"),
+    "pickled": (pickled, "transformers cannot read the weights"),
+    "config": (lambda folder: cut(folder / "config.json", 5), "config.json' is not a valid JSON file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("makes", [nullcontext, empty_parameters])
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_folder_is_an_error_that_names_the_file(tmp_path, case, makes):
+    damage, message = DAMAGED[case]
+    section = ModelSection(pretrain=tiny_model(tmp_path))
+    damage(tmp_path)
+    for load in (load_model, load_scorer):
+        with makes(), pytest.raises(ValueError, match=f"--pretrain {tmp_path}: .*{message}"):
+            load(section)
+
+
+def test_weights_that_are_not_finite_are_an_error(tmp_path):
+    section = ModelSection(pretrain=tiny_model(tmp_path))
+    for number in (torch.nan, torch.inf):
+        change("lm_head.weight", lambda tensor, number=number: tensor.index_fill(0, torch.tensor([7]), number))(tmp_path)
+        with pytest.raises(ValueError, match=f"--pretrain {tmp_path}: lm_head.weight has values that are not finite"):
+            load_model(section)
+
+
+def test_integers_that_are_no_weights(tmp_path):
+    """A mask or a table of positions, which some folders hold, is no quantized weight."""
+    section = ModelSection(pretrain=tiny_model(tmp_path))
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"model.position_ids": torch.arange(4)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="1 tensors there are not of the model, the first is model.position_ids"):
+        load_model(section)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    section = ModelSection(pretrain=tiny_model(tmp_path))
+    for file in tmp_path.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=f"--pretrain {tmp_path} has no tokenizer: no vocabulary is there"):
+        load_tokenizer(section)

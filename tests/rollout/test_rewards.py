@@ -1,5 +1,6 @@
 """What a reward may be, what is checked of it, and that every error names the flag and the path."""
 
+import math
 import multiprocessing
 import signal
 import sys
@@ -407,3 +408,41 @@ def test_a_part_that_is_no_number():
     rewards.register("bad parts")(bad)
     with pytest.raises(ValueError, match="'well' is not a finite number"):
         judged("bad parts", sample(""))
+
+
+def of_verl(solution_str, ground_truth):
+    return 0.0
+
+
+def of_openrlhf(queries, prompts, labels):
+    return [0.0] * len(queries)
+
+
+def of_trl(completions, label, **kwargs):
+    return [0.0] * len(completions)
+
+
+def with_default(samples, label=None, **columns):
+    return [0.0] * len(samples)
+
+
+def any_columns(samples, **columns):
+    return [0.0] * len(samples)
+
+
+@pytest.mark.parametrize("columns", [{}, {"label": None}, {"label": math.nan}])
+def test_a_row_without_the_right_answer_is_named_where_the_function_requires_it(columns):
+    prompt = sample("", level=2, **columns).prompt
+    for name in ("exact_match", "gsm8k", *(f"{__file__}:{name}" for name in ("of_verl", "of_openrlhf", "of_trl"))):
+        problem = Judge(name).row_problem(prompt)
+        assert problem.startswith(f"--reward {name}: ") and "label" in problem and "its signature is (" in problem, problem
+        assert Judge(name).row_problem(sample("", label="", **{"level": 2}).prompt) is None
+    for name in ("none", f"{__file__}:with_default", f"{__file__}:any_columns", "http://127.0.0.1:1/reward"):
+        assert Judge(name).row_problem(prompt) is None
+
+
+def test_a_row_of_verls_data_without_the_right_answer():
+    judge = Judge(f"{__file__}:of_verl")
+    assert judge.row_problem(sample("", reward_model={"ground_truth": 0}).prompt) is None
+    assert "ground_truth (--label_key) is None" in judge.row_problem(sample("", reward_model={"ground_truth": None}).prompt)
+    assert "needs the column 'ground_truth'" in judge.row_problem(sample("", reward_model=None).prompt)

@@ -194,6 +194,8 @@ WRONG = {
     "scorer": (lambda tensors: tensors.pop(NORM), True, f"the first is {NORM}"),
     "shape": (lambda tensors: tensors.update({NORM: torch.ones(65)}), False,
               r"has shape \(65,\) there, the model's is \(64,\)"),
+    "not finite": (lambda tensors: tensors[NORM][:1].fill_(torch.nan), False,
+                   rf"rank 0: ValueError: \S*wrong/model.safetensors: {NORM} has values that are not finite"),
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from ranks import exit_codes
 from runs import PPO, prepare, rows_of, train
@@ -113,6 +116,34 @@ def test_a_reward_that_does_not_fit_is_found_before_models_are_loaded(inputs, tm
     (tmp_path / "unfit.py").write_text("def unfit(samples, answer, **columns):\n    return [0.0] * len(samples)\n")
     codes, said = run([*inputs, f"--reward={tmp_path / 'unfit.py'}:unfit"], tmp_path, "load_models:0:kill", monkeypatch)
     assert codes == [2, 2] and "unfit: the function needs answer" in "".join(said) and "columns label" in "".join(said)
+
+
+@pytest.mark.parametrize("flag", ["prompt_data", "eval_data"])
+def test_a_row_without_the_right_answer_is_found_before_models_are_loaded(
+    inputs, tmp_path, monkeypatch, no_launcher_to_wait_for, flag
+):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"input": "a", "label": "1"}\n' * 9 + '{"input": "b", "label": null}\n')
+    codes, said = run([*inputs, f"--{flag}={file}", "--max_eval_samples=10"], tmp_path, "load_models:0:kill", monkeypatch)
+    assert codes == [2, 2] and f"--{flag}: {file}:10: --reward " in "".join(said)
+    assert "label (--label_key) is None" in "".join(said)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "not finite"])
+def test_a_damaged_model_is_named_without_a_traceback(inputs, tmp_path, monkeypatch, no_launcher_to_wait_for, damage):
+    """The second is found when the sharded model is filled."""
+    folder = next(flag for flag in inputs if flag.startswith("--pretrain=")).partition("=")[2]
+    file = shutil.copytree(folder, tmp_path / "damaged") / "model.safetensors"
+    if damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        tensors = load_file(file)
+        tensors["model.norm.weight"][5] = torch.nan
+        save_file(tensors, file, metadata={"format": "pt"})
+    codes, said = run([*inputs, f"--pretrain={tmp_path / 'damaged'}"], tmp_path, "start_engine:0:kill", monkeypatch)
+    says = "is damaged, or not all of it" if damage == "truncated" else "model.norm.weight has values that are not finite"
+    assert codes == [2, 2]
+    assert str(file) in "".join(said) and says in "".join(said) and "Traceback" not in "".join(said)
 
 
 # -- under torchrun

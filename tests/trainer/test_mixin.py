@@ -6,6 +6,7 @@ from torch import nn
 
 from lightrft.algorithms.objectives import sft
 from lightrft.config import TrainSection
+from lightrft.data.loader import Order
 from lightrft.observe.metrics import Metrics
 from lightrft.trainer.mixin import Mixin
 from lightrft.types import Prompt
@@ -43,7 +44,7 @@ def updated(folder: str):
 
 def plain(folder: str):
     """Samples at the temperature of sampling, answers at 1; each mean over its own tokens."""
-    model, order, batch = rows.plain_model(folder), Mixin(None, given(), None, train=TRAIN, coefficient=1.0).order, rows.whole()
+    model, order, batch = rows.plain_model(folder), Order(len(ANSWERS), seed=1), rows.whole()
     optimizer, numbers, seen = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), [], []
     for step in range(3):
         optimizer.param_groups[0]["lr"] = 0.05 * (0.5 if step == 0 else 1.0)

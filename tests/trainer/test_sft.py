@@ -1,5 +1,8 @@
 """Supervised fine-tuning: the loss is the mean over all answer tokens, on any number of ranks, and it falls."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -44,3 +47,31 @@ def test_loss_falls_and_the_run_stops_when_it_is_low_enough(inputs, tmp_path):
     assert len(rows) < 60
     assert rows[-1]["train/loss"] < 2.0 < rows[0]["train/loss"]
     assert min(row["train/loss"] for row in rows[:-1]) >= 2.0
+
+
+@pytest.mark.slow
+def test_conversations_are_learned_turn_by_turn(inputs, tmp_path):
+    """The held-out loss after one step is that of plain transformers over the tokens of all answers, written by hand."""
+    file = tmp_path / "chats.jsonl"
+    turns = [[("user", f"{n}?"), ("assistant", f"{n}{n}"), ("user", "x" * (n % 3)), ("assistant", "yes")] for n in range(8)]
+    rows = [{"messages": [{"role": role, "content": f"{text}."} for role, text in chat]} for chat in turns]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = next(flag for flag in inputs if "pretrain=" in flag).partition("=")[2]
+    shutil.copytree(folder, tmp_path / "pretrain")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% if m.role == 'assistant' %}"
+    tokenizer.chat_template += "{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    tokenizer.save_pretrained(tmp_path / "pretrain")
+    flags = [*inputs, *SFT, f"--pretrain={tmp_path / 'pretrain'}", f"--prompt_data={file}", f"--eval_data={file}"]
+    found = train("train_sft", 2, [*flags, "--apply_chat_template", "--max_steps=1"], tmp_path / "run")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype=torch.float32)
+    total, count = 0.0, 0
+    for chat in turns:
+        ids, learned = [], []
+        for role, text in chat:
+            ids += [*role[:1].encode(), *f"{text}.".encode()] + [tokenizer.eos_token_id] * (role == "assistant")
+            learned += [False] + [role == "assistant"] * (len(ids) - len(learned) - 1)
+        logprobs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        logprobs = logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0][torch.tensor(learned[1:])]
+        total, count = total - logprobs.sum().item(), count + len(logprobs)
+    assert found[0]["eval/loss"] == pytest.approx(total / count, rel=1e-5)

@@ -1,0 +1,149 @@
+"""Conversations of several turns as tokens, of which those of the assistant are learned."""
+
+import re
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from lightrft.config import DataSection
+from lightrft.data.prompts import render_chat, template_variables
+
+Message = dict[str, Any]
+Text = tuple[str, bool]
+"""A part of a conversation, and whether it is learned."""
+ROLES = {
+    "human": "user", "user": "user", "system": "system", "tool": "tool", "observation": "tool",
+    "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "assistant": "assistant",
+}  # fmt: skip
+"""Names in ShareGPT's `from` -> roles of chat templates."""
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""How a chat template marks the turns of the assistant."""
+
+
+class Answer(NamedTuple):
+    """The tokens of a conversation from its first learned one on.
+
+        Answer(token_ids=[52, 258, 60, 50, 62, 53, 258], learned=[True, True, False, False, False, True, True])
+    """
+
+    token_ids: list[int]
+    learned: list[bool]
+
+
+def as_messages(value: Any) -> list[Message] | None:
+    """Return the chat messages of a column, which may be ShareGPT's (`from`, `value`); None for what is no list of them."""
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+        return None
+    return [_as_message(message) if "from" in message and "role" not in message else message for message in value]
+
+
+def _as_message(turn: dict[str, Any]) -> Message:
+    if turn["from"] not in ROLES:
+        raise ValueError(f"a turn is from {turn['from']!r}; known are {', '.join(ROLES)}")
+    return {"role": ROLES[turn["from"]], "content": turn.get("value")}
+
+
+def is_answer(message: Message) -> bool:
+    """Return whether the assistant wrote the message."""
+    return message.get("role") == "assistant"
+
+
+def conversation_tokens(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, messages: list[Message], num_turns: int
+) -> tuple[str, list[int], Answer]:
+    """Return text and tokens before the first learned turn, and everything from there on.
+
+    The last `num_turns` turns of the assistant are learned, each up to its end token; with `learned_turns` "last" it is one.
+    Tokens are those of the whole text. ValueError where turns cannot be told apart in it.
+    """
+    for number, message in enumerate(messages, 1):
+        content, is_empty = message.get("content"), not message.get("content") and not message.get("tool_calls")
+        if is_empty and (content is None or is_answer(message)):
+            raise ValueError(f"message {number} of {len(messages)}, of role {message.get('role')!r}, has no content")
+    num_turns = 1 if section.learned_turns == "last" else num_turns
+    marked = MARKED.search(tokenizer.get_chat_template())
+    texts = (_marked_texts if marked else _rendered_texts)(section, tokenizer, messages, num_turns)
+    token_ids: list[int] = []
+    learned: list[bool] = []
+    eos = tokenizer.eos_token_id
+    for (_, is_learned), tokens in zip(texts, _tokens([text for text, _ in texts], tokenizer), strict=True):
+        num_learned = len(tokens) - tokens[::-1].index(eos) if eos in tokens else len(tokens)
+        token_ids += tokens
+        learned += [is_learned and place < num_learned for place in range(len(tokens))]
+    for place in range(1, len(token_ids)):  # a template may mark a turn without its end token
+        learned[place] |= learned[place - 1] and token_ids[place] == eos != token_ids[place - 1]
+    if True not in learned[1:] or learned[0]:
+        raise ValueError("the chat template leaves no prompt, or no answer to learn")
+    first, end = learned.index(True), len(learned) - learned[::-1].index(True)
+    ending = [] if token_ids[end - 1] == eos else [eos]
+    answer = Answer(token_ids[first:end] + ending, learned[first:end] + [True] * len(ending))
+    return texts[0][0], token_ids[:first], answer
+
+
+def _marked_texts(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, messages: list[Message], num_turns: int
+) -> list[Text]:
+    """Split where the chat template itself says that the assistant writes."""
+    variables = tokenizer.special_tokens_map | template_variables(section)
+    template = tokenizer.get_chat_template()
+    try:
+        (text,), (spans,) = render_jinja_template(
+            [messages], chat_template=template, return_assistant_tokens_mask=True, **variables
+        )
+    except Exception as error:  # a template is a program; it refuses messages with errors of its own
+        raise ValueError(f"the chat template refuses it ({type(error).__name__}: {error})") from error
+    num_answers = sum(map(is_answer, messages))
+    if len(spans) != num_answers:
+        raise ValueError(f"the chat template marks {len(spans)} turns with {{% generation %}}, the assistant has {num_answers}")
+    return _cut(text, spans[-num_turns:])
+
+
+def _rendered_texts(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, messages: list[Message], num_turns: int
+) -> list[Text]:
+    """Split at the ends of what the messages before and up to each turn are rendered to."""
+    turns = [place for place, message in enumerate(messages) if is_answer(message)][-num_turns:]
+    text = render_chat(section, tokenizer, messages, answer_follows=False)
+    spans = []
+    for turn in turns:
+        before = render_chat(section, tokenizer, messages[:turn], answer_follows=True)
+        after = render_chat(section, tokenizer, messages[: turn + 1], answer_follows=False)
+        if not (text.startswith(after) and after.startswith(before)):
+            raise ValueError(_disagreement(turn, messages))
+        spans.append((len(before), len(after)))
+    return _cut(text, spans)
+
+
+def _disagreement(turn: int, messages: list[Message]) -> str:
+    if any(map(is_answer, messages[turn + 1 :])):
+        return (
+            f"the chat template renders the answer in message {turn + 1} of {len(messages)} differently when others follow, as "
+            "one that drops earlier thinking; --learned_turns last learns only the last answer, or make a row of each answer"
+        )
+    return (
+        f"the chat template does not render the answer in message {turn + 1} of {len(messages)} behind its generation prompt; "
+        "take a template that does, or that marks answers with {% generation %}, or see --chat_template_kwargs"
+    )
+
+
+def _cut(text: str, spans: list[tuple[int, int]]) -> list[Text]:
+    """Return all of the text in parts; those of the spans are learned."""
+    borders = [0, *(border for span in spans for border in span), len(text)]
+    return [(text[start:end], place % 2 == 1) for place, (start, end) in enumerate(pairwise(borders))]
+
+
+def _tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the tokens of consecutive texts as the whole has them; where one would lie across a border, of each text alone."""
+
+    def tokens(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    parts, whole = [tokens(text) for text in texts], tokens("".join(texts))
+    if [token for part in parts for token in part] == whole:
+        return parts
+    beginnings = [tokens(beginning) for beginning in accumulate(texts)]
+    if any(whole[: len(beginning)] != beginning for beginning in beginnings):
+        return parts
+    return [whole[start:end] for start, end in pairwise([0, *map(len, beginnings)])]
