@@ -1,5 +1,8 @@
 """Models and tokenizers from a Hugging Face folder or hub name."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +86,10 @@ def _attention(config: PretrainedConfig) -> dict[str, str | None]:
 def _whole(kind: type, name: str, given: str, new_head: bool, options: dict[str, Any]) -> PreTrainedModel:
     """All of it on this rank, converted where transformers knows how."""
     attention = _attention(AutoConfig.from_pretrained(name, **options))
-    model, found = kind.from_pretrained(
-        name, dtype=torch.float32, attn_implementation=attention, output_loading_info=True, **options
-    )
+    with _without_load_report():
+        model, found = kind.from_pretrained(
+            name, dtype=torch.float32, attn_implementation=attention, output_loading_info=True, **options
+        )
     missing, unexpected = found["missing_keys"], found["unexpected_keys"]
     if new_head:
         missing, unexpected = _without_head(model, missing, unexpected)
@@ -93,6 +97,25 @@ def _whole(kind: type, name: str, given: str, new_head: bool, options: dict[str,
         if names:
             raise ValueError(f"{given}: {len(names)} tensors {what}, the first is {min(names)}")
     return model
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Keep transformers from reporting missing and unexpected weights, on every rank: what is wrong there raises ValueError.
+
+    A report of weights that have another shape, or could not be converted, is printed: transformers' error refers to it.
+    """
+    logger = logging.getLogger("transformers.modeling_utils")
+
+    def is_needed(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return "LOAD REPORT" not in text or "MISMATCH" in text or "CONVERSION" in text
+
+    logger.addFilter(is_needed)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_needed)
 
 
 def _empty(kind: type, name: str, new_head: bool, options: dict[str, Any]) -> PreTrainedModel | None:
