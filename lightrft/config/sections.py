@@ -426,7 +426,7 @@ class ObserveSection(Section):
     wandb_run_name: str | None = None
     """Name of the run there."""
     num_trajectories_to_save: int = 8
-    """Samples of each step written to save_path/samples.jsonl; 0: none."""
+    """Samples of each step written to save_path/samples.jsonl, all samples of one prompt before those of the next; 0: none."""
 
 
 @dataclass

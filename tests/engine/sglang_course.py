@@ -36,7 +36,8 @@ def course(folder: str) -> dict[str, str]:
     results["a_cache_for_less_than_one_sequence_is_refused"] = too_small
     after = _settings()
     results["the_process_keeps_its_settings"] = "" if after == before else f"{before}\n{after}"
-    for case in (no_name_in_shared_memory, a_stream_comes_in_buckets, a_forgotten_stream_is_seen, a_long_wait_for_stop_strings_is_cut, a_death_is_told):
+    for case in (no_name_in_shared_memory, a_stream_comes_in_buckets, a_forgotten_stream_is_seen,
+                 a_long_wait_for_stop_strings_is_cut, a_death_is_told):
         results[case.__name__] = _outcome(case, bench)
     return results
 
