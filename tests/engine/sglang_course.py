@@ -103,7 +103,7 @@ def no_name_in_shared_memory(bench: Bench) -> None:
 
 def a_stream_comes_in_buckets(bench: Bench) -> None:
     """Smaller ones than the largest tensor, so that each of these travels alone."""
-    bench.engine.bucket_bytes = 20_000
+    bench.engine._bucket_bytes = lambda: 20_000
     bench.load(bench.model)
     assert bench.greedy() == bench.expected
 

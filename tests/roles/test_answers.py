@@ -6,8 +6,9 @@ import torch
 from ranks import run_ranks
 from roles import rows
 
-LIMITS = [{}, {"mbs": 1}, {"mbs": 2}, {"max_tokens": 20}, {"max_tokens": 33, "mbs": 2}]
-BATCHING = ["packed", "packed", "plain", "dynamic", "dynamic"]
+LIMITS = [{}, {"mbs": 1}, {"mbs": 2}, {"max_tokens": 20}, {"max_tokens": 33, "mbs": 2}, {"max_tokens": 10, "logprobs": 21}]
+BATCHING = ["packed", "packed", "plain", "dynamic", "dynamic", "packed"]
+TOP = 5
 
 
 def answers(folder: str, reference_folder: str, scorer_folder: str, limits: list[dict]):
@@ -21,12 +22,17 @@ def answers(folder: str, reference_folder: str, scorer_folder: str, limits: list
         mbs = limit.get("mbs")
         for role in (policy, critic, judge):
             role.max_tokens, role.batching = limit.get("max_tokens", 1000), batching
+            role.max_logprob_tokens = limit.get("logprobs")
         found.append([
             policy.get_logprobs(mine, mbs=mbs)["logprobs"],
             policy.get_reference_logprobs(mine, mbs=mbs)["reference_logprobs"],
             critic.get_values(mine, mbs=mbs)["values"],
             judge.get_rewards(mine, mbs=mbs),
         ])
+        again = [policy.get_reference_policy_logprobs(mine, mbs)["reference_logprobs"], judge.score(mine, mbs)["scores"]]
+        assert torch.equal(again[0], found[-1][1]) and torch.equal(again[1], found[-1][3])
+        top = policy.get_topk_logits(mine, TOP, mbs)
+        found[-1] += [top["topk_logits"], top["topk_indices"]]
     return found
 
 
@@ -41,7 +47,19 @@ def plain(folder: str, reference_folder: str, scorer_folder: str) -> list[torch.
         rows.every_row(lambda ids: rows.plain_logprobs(reference, ids)),
         before,
         scores[torch.arange(len(last)), last],
+        *top_of_rows(actor),
     ]
+
+
+@torch.no_grad()
+def top_of_rows(actor: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and ids of the likeliest tokens after each token, [10, WIDTH, TOP], 0 in the padding."""
+    ids, size = rows.whole()["input_ids"], (len(rows.LENGTHS), rows.WIDTH, TOP)
+    values, indices = torch.zeros(size), torch.zeros(size, dtype=torch.int64)
+    for row, length in enumerate(rows.LENGTHS):
+        logprobs = (actor(ids[row : row + 1, :length]).logits[0] / rows.TEMPERATURE).log_softmax(-1)
+        values[row, :length], indices[row, :length] = logprobs.topk(TOP)
+    return values, indices
 
 
 @pytest.mark.slow
@@ -55,7 +73,7 @@ def test_every_layout_is_plain_torch(folder, reference_folder, scorer_folder, wo
         for kind, values in enumerate(expected):
             parts = [found[limit][kind] for found in per_rank]
             assert [len(part) for part in parts] == rows.SHARES[world_size]
-            assert all(part.dtype == torch.float32 and part.device.type == "cpu" for part in parts)
+            assert all(part.dtype == values.dtype and part.device.type == "cpu" for part in parts)
             torch.testing.assert_close(torch.cat(parts), values, rtol=0, atol=1e-5)
 
 
