@@ -1,5 +1,7 @@
 """What models say about padded rows is what plain torch says about each row alone, in the caller's order, on any ranks."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -86,18 +88,68 @@ def test_the_first_column_and_the_padding_are_zero(folder, reference_folder, sco
         assert (values[:, 1:][~padding[:, 1:]] != 0).all()
 
 
-def odd_batches(folder: str):
+def budgets(folder: str, reference_folder: str, scorer_folder: str):
+    """[budget]: micro-batches of one rank, and what the roles say of the flat batch, dealt for training with 20 tokens."""
+    made = rows.strategy()
+    policy, critic = rows.policy(made, folder, reference_folder, max_tokens=20), rows.critic(made, scorer_folder)
+    flat, (members,) = policy.deal(rows.share(rows.whole(), made.get_rank(), made.mesh.data.size))
+    found = []
+    for budget in (None, 40, 1000):
+        policy.max_logprob_tokens = critic.max_logprob_tokens = budget
+        counts = []
+        handle = critic.module.register_forward_pre_hook(lambda _, given, counts=counts: counts.append(given[0].num_tokens))
+        values = critic.values(flat, members)
+        handle.remove()
+        both = policy.logprobs_and_entropy(flat, members)
+        found.append((counts, [*both, policy.reference_logprobs(flat, members), values]))
+    return found
+
+
+def test_log_probs_have_a_budget_of_their_own(folder, reference_folder, scorer_folder):
+    """Fewer passes, as many on each rank, and the same numbers."""
+    (ours, others) = run_ranks(2, budgets, folder, reference_folder, scorer_folder)
+    for (counts, values), (other_counts, _), most in zip(ours, others, (20, 40, 1000), strict=True):
+        assert len(counts) == len(other_counts) and max(counts + other_counts) <= most
+        assert values[0].abs().max() > 4
+        for value, plain_value in zip(values, ours[0][1], strict=True):
+            torch.testing.assert_close(value, plain_value, rtol=0, atol=1e-5)
+    assert len(ours[0][0]) > len(ours[1][0]) > len(ours[2][0]) == 1
+
+
+def top_in_layouts(folder: str):
+    found = []
+    for layout in ({"sp_size": 2}, {"sp_size": 2, "sp_impl": "zigzag"}, {"tp_size": 2}):
+        made = rows.strategy(**layout)
+        top = rows.policy(made, folder).get_top_logprobs(rows.whole(), TOP)
+        found.append((top["top_logprobs"], top["top_ids"]))
+        made.close()
+    return found
+
+
+@pytest.mark.slow
+def test_the_likeliest_tokens_do_not_depend_on_the_layout(folder):
+    expected = top_of_rows(rows.plain_model(folder))
+    for rank in run_ranks(2, top_in_layouts, folder):
+        for found in rank:
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def odd_batches(folder: str, target: Path):
     made = rows.strategy()
     policy = rows.policy(made, folder)
+    policy.prepare_for_lp_inference()
+    policy.start_gpu_profiling(target)
     nothing = {name: value[:0] for name, value in rows.whole().items()}
     as_lists = {name: value.int() for name, value in rows.whole().items()}  # int32, as some tokenizers make them
     first = policy.get_logprobs(as_lists)["logprobs"]
     short = {"input_ids": as_lists["input_ids"][:2, :1], "input_lengths": torch.ones(2)}
-    return policy.get_logprobs(nothing)["logprobs"].shape, first, policy.get_logprobs(short)["logprobs"]
+    shapes = policy.get_logprobs(nothing)["logprobs"].shape, policy.get_topk_logits(nothing, TOP)["topk_logits"].shape
+    return shapes, first, policy.get_logprobs(short)["logprobs"], policy.stop_gpu_profiling()
 
 
-def test_no_rows_anywhere_and_rows_of_one_token(folder):
-    shape, logprobs, short = run_ranks(1, odd_batches, folder)[0]
-    assert shape == (0, rows.WIDTH)
+def test_no_rows_anywhere_and_rows_of_one_token(folder, tmp_path):
+    shapes, logprobs, short, trace = run_ranks(1, odd_batches, folder, tmp_path)[0]
+    assert trace.parent == tmp_path and "aten::mm" in trace.read_text()
+    assert shapes == ((0, rows.WIDTH), (0, rows.WIDTH, TOP))
     assert logprobs.shape == (10, rows.WIDTH)
     assert short.tolist() == [[0.0], [0.0]]
