@@ -284,8 +284,8 @@ def unpadded(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def padded(values: Tensor, lengths: Tensor, width: int) -> Tensor:
-    """The other way round: tokens [T] to rows [B, width], 0 in the padding."""
-    rows = values.new_zeros(len(lengths), width)
+    """The other way round: tokens [T, ...] to rows [B, width, ...], 0 in the padding."""
+    rows = values.new_zeros(len(lengths), width, *values.shape[1:])
     rows[_is_token(lengths, width)] = values
     return rows
 

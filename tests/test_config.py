@@ -302,6 +302,11 @@ def test_numbers_out_of_their_range_are_named(argv, said):
     assert all(f"{flag.split('=')[0]} must be {said}" in message for flag in argv)
 
 
+def test_a_sequence_that_fits_no_microbatch_of_log_probs():
+    message = problems(*RUNNABLE, "--prompt_max_len=100", "--generate_max_len=60", "--max_tokens_per_logprob_microbatch=159")
+    assert "= 160 tokens do not fit into max_tokens_per_logprob_microbatch 159" in message
+
+
 def test_a_sequence_that_fits_no_microbatch():
     message = problems(*RUNNABLE, "--prompt_max_len", "100", "--generate_max_len", "60", "--max_tokens_per_microbatch", "128")
     assert "prompt_max_len 100 + generate_max_len 60 = 160 tokens do not fit into max_tokens_per_microbatch 128" in message

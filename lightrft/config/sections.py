@@ -170,7 +170,8 @@ class EngineSection(Section):
     micro_rollout_batch_size: int = 64
     """Prompts that the hf engine generates at once."""
     weight_sync_bucket_mb: int = 512
-    """Size of one bucket of the weight stream; the peak extra memory is about two of them."""
+    """Size of one bucket of the weight stream; the peak extra memory is about two of them. 0: an eighth of the device memory that
+    is free on the rank with the least when the stream begins; 512 on a CPU."""
     verify_weight_sync: bool = True
     """Compare fingerprints of weights, sent and in the engine, after every stream, and stop the run where they differ: of all the
     first time, then of a part of each, so that 128 streams prove every element again."""
@@ -376,6 +377,9 @@ class TrainSection(Section):
     """Most sequences of one forward and backward pass on one rank; unset: max_tokens_per_microbatch alone decides."""
     max_tokens_per_microbatch: int = 16384
     """Most tokens of one forward and backward pass on one rank; --sp_size ranks divide so many among them."""
+    max_tokens_per_logprob_microbatch: int | None = None
+    """Most tokens of one forward pass without gradients on one rank: log-probs of actor and reference, values, scores of reward
+    models; unset: max_tokens_per_microbatch, and the same micro-batches as in training."""
     batching: Literal["packed", "dynamic", "plain"] = "packed"
     """Which sequences meet in one pass: any, so that all ranks finish together; similar lengths; or those next in order."""
     enable_ema: bool = False
@@ -428,7 +432,7 @@ class ObserveSection(Section):
     wandb_run_name: str | None = None
     """Name of the run there."""
     num_trajectories_to_save: int = 8
-    """Samples of each step written to save_path/samples.jsonl; 0: none."""
+    """Samples of each step written to save_path/samples.jsonl, all samples of one prompt before those of the next; 0: none."""
 
 
 @dataclass

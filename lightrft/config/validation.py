@@ -22,7 +22,7 @@ from lightrft.config.sections import (
 
 COUNTS = (
     *("rollout_batch_size", "n_samples_per_prompt", "generate_max_len", "prompt_max_len", "train_batch_size", "max_epochs"),
-    *("num_episodes", "max_tokens_per_microbatch", "logging_steps", "max_ckpt_num", "weight_sync_bucket_mb"),
+    *("num_episodes", "max_tokens_per_microbatch", "max_tokens_per_logprob_microbatch", "logging_steps", "max_ckpt_num"),
     *("dynamic_sampling_rounds", "early_stop_every", "curriculum_rest", "max_samples", "max_eval_samples", "max_steps", "zpg"),
     *("limit_mm_image_per_prompt", "micro_rollout_batch_size", "engine_tp_size", "dp_replicate", "sp_size", "cp_size", "tp_size"),
     "micro_train_batch_size",
@@ -44,7 +44,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], Sequence[str]]] = {
         [
             *("actor_learning_rate", "critic_learning_rate", "l2", "max_norm", "max_ckpt_mem", "num_trajectories_to_save"),
             *("eps_clip", "eps_clip_low", "eps_clip_high", "policy_drift_coef", "kl_cov_coef", "rollout_correction_low"),
-            "rollout_mask_low", "rollout_mask_high",
+            "rollout_mask_low", "rollout_mask_high", "weight_sync_bucket_mb",
             *("eval_n_samples", "overlong_buffer_penalty_factor", "limit_mm_video_per_prompt", "limit_mm_audio_per_prompt"),
         ],
     ),
@@ -226,9 +226,11 @@ def _batch_problems(config: Config) -> list[str]:
             f"samples are not a multiple of train_batch_size {train.train_batch_size}"
         )
     longest = config.data.prompt_max_len + rollout.generate_max_len
-    if longest > train.max_tokens_per_microbatch:
-        problems.append(
-            f"prompt_max_len {config.data.prompt_max_len} + generate_max_len {rollout.generate_max_len} = {longest} tokens "
-            f"do not fit into max_tokens_per_microbatch {train.max_tokens_per_microbatch}"
-        )
+    for name in ("max_tokens_per_microbatch", "max_tokens_per_logprob_microbatch"):
+        limit = getattr(train, name)
+        if limit is not None and longest > limit:
+            problems.append(
+                f"prompt_max_len {config.data.prompt_max_len} + generate_max_len {rollout.generate_max_len} = {longest} tokens "
+                f"do not fit into {name} {limit}"
+            )
     return problems

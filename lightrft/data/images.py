@@ -1,5 +1,6 @@
 """Images in the data: where a row has them, and their pixels when these are needed."""
 
+import base64
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
@@ -16,6 +17,8 @@ MARK = "<image>"
 """Where one stands in the text of a row that becomes a chat."""
 ORIENTATION = 0x0112
 """In the EXIF data of an image: how it is to be turned; from 5 on by a quarter."""
+THUMBNAIL = 160
+"""The longer side of a thumbnail in pixels: as JPEG some 5 kB, never more than about 30."""
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 """What PIL raises for damaged files, and for those with more pixels than it takes."""
 
@@ -46,6 +49,13 @@ class ImageFile:
             return ImageOps.exif_transpose(_of_bytes(BytesIO(content))).convert("RGB")
         except UNREADABLE as error:
             raise DataError(f"image {self.name} cannot be read: {error}; mend it, or take its rows out of the data") from error
+
+    def thumbnail(self) -> str:
+        """Return a small JPEG of it as a data URI, which a page shows without loading anything."""
+        image, file = self.open(), BytesIO()
+        image.thumbnail((THUMBNAIL, THUMBNAIL))
+        image.save(file, "JPEG", quality=75)
+        return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def image_files(value: Any, folder: Path, *, root: Path | None = None) -> list[ImageFile]:

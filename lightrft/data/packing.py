@@ -71,7 +71,7 @@ def plan(
 def _check(lengths: list[int], max_tokens: int) -> None:
     longest, shortest = max(lengths, default=1), min(lengths, default=1)
     if longest > max_tokens:
-        limit = f"a micro-batch of {max_tokens} (--max_tokens_per_microbatch)"
+        limit = f"a micro-batch of {max_tokens} (--max_tokens_per_microbatch, or --max_tokens_per_logprob_microbatch if set)"
         raise ValueError(f"a sequence of {longest} tokens does not fit into {limit}; it is row {lengths.index(longest)}")
     if shortest < 1:
         raise ValueError(f"row {lengths.index(shortest)} has no tokens, so there is nothing to compute for it")

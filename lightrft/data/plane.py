@@ -51,6 +51,20 @@ def deal(
     return mine, schedule.local(axis.rank)
 
 
+def regroup(axis: Axis, batch: Batch, *, max_tokens: int, batching: Batching, by_prompt: bool = False) -> list[list[int]]:
+    """Plan micro-batches of the sequences that this rank has, as many on every rank; nothing moves.
+
+    [m]: rows of micro-batch m, as positions in the batch.
+    """
+    known = [tuple(prompt) for prompt in prompts(batch).tolist()] if by_prompt else None
+    schedule = plan(
+        batch.lengths.tolist(), num_ranks=1, minibatch_size=max(len(batch), 1), max_tokens=max_tokens, batching=batching,
+        prompts=known,
+    )  # fmt: skip
+    rows = [members for minibatch in schedule.minibatches for members in minibatch[0]]
+    return rows + [[] for _ in range(max(axis.gather(len(rows))) - len(rows))]
+
+
 def move(axis: Axis, batch: B, owners: list[list[int]]) -> B:
     """Send every sequence to the rank whose list names its row; returns this rank's, in the order of its list.
 

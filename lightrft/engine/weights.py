@@ -14,11 +14,27 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightrft.parallel.collectives import Axis
 from lightrft.parallel.cuts import Cut, cuts_of
-from lightrft.parallel.device import ahead, bucket_bytes
+from lightrft.parallel.device import ahead, bucket_bytes, free_memory
 from lightrft.parallel.gather import AllGather
 
 Named = tuple[str, Tensor]
+FREE_SHARE = 8
+"""A bucket whose size is not given is so small a part of the free memory."""
+HOST_LIMIT = 512 * 2**20
+"""The size of such a bucket on a CPU, where free memory says little: other processes use it too."""
+
+
+def bucket_limit(megabytes: int, axis: Axis, device: torch.device) -> int:
+    """Return the bytes of one bucket: `megabytes`, or for 0 a part of the device memory that is free now.
+
+    The ranks of `axis` agree on what fits the one with the least; all of them call it together.
+    """
+    if megabytes:
+        return megabytes * 2**20
+    mine = HOST_LIMIT if device.type == "cpu" else free_memory(device)[0] // FREE_SHARE
+    return min(axis.gather(mine))
 
 
 def stream(parameters: Iterable[Named], dtype: torch.dtype, limit: int) -> Iterator[Named]:

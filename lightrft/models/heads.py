@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.config import ConfigError
 from lightrft.models.attention import Layout
-from lightrft.models.logprobs import token_logprobs
+from lightrft.models.logprobs import token_logprobs, top_logprobs
 from lightrft.parallel.sequence import UNDIVIDED, Undivided
 from lightrft.types import Batch, Expanded, Features, followed, joined, padded, send, unpadded
 
@@ -36,14 +36,21 @@ class Actor(nn.Module):
         """A sequence with an image, which nobody learns, for batches without one: where others train on images, ranks must stay
         in step, and towers that are trained have a gradient, of zeros. None: all batches are text."""
 
-    def forward(self, batch: Batch, temperature: float, truncation: Truncation = ALL) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, batch: Batch, temperature: float, truncation: Truncation = ALL, *, top: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """log p(token | the tokens before it in its sequence) at `temperature`, and the entropy there: [T] float32 each.
 
         With a truncation both are of the part of the vocabulary that was sampled from. They are 0 for tokens that are not
         learned; the head is not even computed there.
+
+        With `top`, instead: so many of the likeliest tokens to follow each token, of the whole vocabulary, likeliest first: their
+        log-probs [T, top] float32 and ids [T, top] int64. No gradient.
         """
         whole = filled(batch if self.blank is None else seeing(batch, self.blank), self.sequence.multiple)
         hidden = hidden_states(self.language_model, whole, self.sequence)
+        if top:
+            return self._top(hidden, whole, top, temperature / self.logit_scale, batch.num_tokens)
         before = whole.learned_tokens - 1  # each token says what it expects of the next; the first is never learned
         own = self.sequence.own(before, whole.num_tokens)
         asked, computed = (send(rows, hidden.device) for rows in (own, whole.shared.places[own] if whole.shared else own))
@@ -56,6 +63,12 @@ class Actor(nn.Module):
         values = self.sequence.gather_all(*(zeros.index_put((asked,), value) for value in values))
         logprobs, entropy = (value.roll(1, 0)[: batch.num_tokens] for value in values)
         return logprobs.clone(), entropy.clone()  # FSDP2 hooks what is returned, and views lose hooks
+
+    def _top(self, hidden: Tensor, whole: Batch, top: int, temperature: float, num_tokens: int) -> tuple[Tensor, Tensor]:
+        weight = self.language_model.get_output_embeddings().weight
+        found = top_logprobs(hidden, weight, top, temperature=temperature)
+        logprobs, ids = (whole.shared.spread(each) if whole.shared else each for each in found)
+        return self.sequence.gather(logprobs)[:num_tokens].clone(), self.sequence.gather(ids)[:num_tokens].clone()
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their Hugging Face names, tied ones once."""

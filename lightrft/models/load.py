@@ -1,6 +1,9 @@
 """Models and tokenizers from a Hugging Face folder or hub name."""
 
+import logging
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +98,8 @@ def _whole(kind: type, name: str, given: str, new_head: bool, options: dict[str,
     attention = _attention(AutoConfig.from_pretrained(name, **options))
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # what is ignored here is an error below
     try:
-        model, found = kind.from_pretrained(name, dtype=torch.float32, attn_implementation=attention, **options)
+        with _without_load_report():
+            model, found = kind.from_pretrained(name, dtype=torch.float32, attn_implementation=attention, **options)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         raise ValueError(f"{given}: transformers cannot read the weights ({type(error).__name__}: {error})") from error
     for stored, there, wanted in sorted(found["mismatched_keys"]):
@@ -109,6 +113,25 @@ def _whole(kind: type, name: str, given: str, new_head: bool, options: dict[str,
     for parameter_name, parameter in model.named_parameters():
         check_finite(f"{given}: {parameter_name}", parameter.detach())
     return model
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Keep transformers from reporting missing and unexpected weights, on every rank: what is wrong there raises ValueError.
+
+    A report of weights that have another shape, or could not be converted, is printed: transformers' error refers to it.
+    """
+    logger = logging.getLogger("transformers.modeling_utils")
+
+    def is_needed(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return "LOAD REPORT" not in text or "MISMATCH" in text or "CONVERSION" in text
+
+    logger.addFilter(is_needed)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_needed)
 
 
 def _empty(kind: type, name: str, new_head: bool, options: dict[str, Any]) -> PreTrainedModel | None:

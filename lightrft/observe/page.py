@@ -2,12 +2,15 @@
 
 import base64
 import hashlib
+import re
 from html import escape
 from typing import Any
 
 from lightrft.observe.text import visible
 
 LONGEST_TEXT = 4000
+LONGEST_PICTURE = 60_000
+PICTURE = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]+=*")
 
 STYLE = """
 :root { color-scheme: light dark; --mono: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
@@ -62,6 +65,7 @@ table { width: 100%; border-collapse: collapse; font-size: 14px; }
 .samples { padding: 4px 16px; }
 th { text-align: left; font-weight: 500; color: var(--soft); font-size: 13px; padding: 10px 12px 6px 0; }
 td { border-top: 1px solid var(--line); padding: 9px 12px 9px 0; vertical-align: top; }
+tr.more td { border-top-style: dashed; } tr.more td:nth-child(-n+2) { border-top: 0; }
 tbody.group th { padding-top: 18px; color: var(--ink); font-weight: 620; font-size: 14px; }
 .text { font: 13px/1.5 var(--mono); white-space: pre-wrap; overflow-wrap: anywhere; max-height: 15em; overflow-y: auto; }
 td.narrow { white-space: nowrap; font-variant-numeric: tabular-nums; }
@@ -69,6 +73,8 @@ td.narrow { white-space: nowrap; font-variant-numeric: tabular-nums; }
   font-weight: 620; font-size: 13px;
   --hue: color-mix(in oklab, var(--good) calc(var(--share) * 100%), var(--bad));
   color: var(--hue); background: color-mix(in oklab, var(--hue) 15%, transparent); }
+.thumbnails { display: flex; flex-wrap: wrap; gap: 6px; margin-top: 6px; }
+.thumbnails img { max-width: 160px; max-height: 160px; border-radius: 6px; border: 1px solid var(--line); }
 .small { color: var(--soft); font-size: 12.5px; margin-top: 3px; }
 details { margin-top: 12px; } summary { cursor: pointer; font-weight: 560; } details .charts { margin-top: 14px; }
 pre { font: 13px/1.55 var(--mono); overflow-x: auto; margin: 12px 0 0; }
@@ -79,6 +85,7 @@ footer { color: var(--soft); font-size: 13px; margin-top: 32px; }
   .tile { padding: 11px 13px; } .tile .value { font-size: 21px; }
   .samples thead { display: none; } .samples tr { display: block; border-top: 1px solid var(--line); padding: 9px 0; }
   .samples tbody.group tr:first-child { border: 0; padding-bottom: 0; }
+  .samples tr.more td:nth-child(-n+2) { display: none; }
   .samples td { display: flex; gap: 10px; border: 0; padding: 3px 0; } .samples td > div { min-width: 0; }
   .samples td::before { content: attr(data-label); flex: 0 0 70px; color: var(--soft); font-size: 13px; }
 }
@@ -116,13 +123,13 @@ for (const plot of document.querySelectorAll('.plot')) {
 def page(title: str, body: str) -> str:
     """The whole document. `body` is markup whose texts are already escaped.
 
-    The policy in the head lets the browser run this one script, known by its hash, and load nothing at all: should a text ever
-    escape its escaping, it still could not act.
+    The policy in the head lets the browser run this one script, known by its hash, and load nothing at all, as images are inside
+    the page: should a text ever escape its escaping, it still could not act.
     """
     colors = (f".c{i} {{ stroke: var(--s{i}); }} .f{i} {{ fill: var(--s{i}); color: var(--s{i}); }}\n" for i in range(8))
     style = STYLE + "".join(colors)
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -130,6 +137,13 @@ def page(title: str, body: str) -> str:
         f"<title>{escape(title)}</title><style>{style}</style></head>\n"
         f"<body><main>{body}</main><script>{SCRIPT}</script></body></html>\n"
     )
+
+
+def picture(uri: Any, name: str) -> str:
+    """Return an image as markup; nothing unless it is a JPEG inside a data URI, and small."""
+    if not isinstance(uri, str) or len(uri) > LONGEST_PICTURE or not PICTURE.fullmatch(uri):
+        return ""
+    return f'<img src="{uri}" alt="{safe(name)}" title="{safe(name)}">'
 
 
 def safe(value: Any, longest: int | None = LONGEST_TEXT) -> str:

@@ -1,56 +1,100 @@
-"""The samples of a run as an HTML table: its first beside its last."""
+"""The samples of a run as an HTML table: its first prompts beside its last, each with several of its responses."""
 
 from collections import Counter
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
-from lightrft.observe.page import safe
+from lightrft.observe.page import picture, safe
+from lightrft.observe.sinks import THUMBNAILS
 from lightrft.observe.text import is_number, short
 
-SAMPLES_PER_END = 6
-ENDS = 4 * SAMPLES_PER_END
+PROMPTS_PER_END = 6
+RESPONSES_PER_PROMPT = 4
+ENDS = 256
 """Rows of the beginning, and of the end, that the samples are chosen from."""
+
+Group = list[dict[str, Any]]
+"""Rows of one prompt in one step."""
 
 
 def sample_table(rows: Sequence[dict[str, Any]]) -> str:
-    """What the model said first and last, so that one sees what it learned."""
+    """Show how the model answered first and last, and how its answers to one prompt differ."""
     if not rows:
         return ""
     rewards = [row["reward"] for row in rows if is_number(row.get("reward"))]
     low, high = min(rewards, default=0.0), max(rewards, default=1.0)
-    first = _chosen(rows, SAMPLES_PER_END)
-    last = [row for row in _chosen(list(reversed(rows)), SAMPLES_PER_END) if row["step"] > first[-1]["step"]]
-    groups = [("At the beginning", first), ("At the end", last)]
-    body = "".join(_sample_group(title, chosen, low, high) for title, chosen in groups if chosen)
+    groups = _groups(rows)
+    first = _chosen(groups)
+    last = [group for group in _chosen(groups[::-1]) if group[0]["step"] > first[-1][0]["step"]]
+    ends = [("At the beginning", first), ("At the end", last)]
+    body = "".join(_end(title, chosen, low, high) for title, chosen in ends if chosen)
     head = "".join(f"<th>{name}</th>" for name in ("Step", "Prompt", "Response", "Label", "Reward"))
     return f'<h2>Samples</h2><div class="card samples"><table><thead><tr>{head}</tr></thead>{body}</table></div>'
 
 
-def _chosen(rows: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Of the first rows, different prompts before further answers to the same; in the order of their steps."""
+def _groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
+    groups: dict[tuple[Any, str], Group] = {}
+    for row in rows:
+        groups.setdefault((row["step"], str(row.get("group", row.get("prompt")))), []).append(row)
+    return list(groups.values())
+
+
+def _chosen(groups: Sequence[Group]) -> list[Group]:
+    """Choose from the first groups different prompts before further groups of the same; in the order of their steps."""
     seen: Counter[str] = Counter()
     ranked = []
-    for row in rows[:ENDS]:
-        ranked.append((seen[str(row["prompt"])], row))
-        seen[str(row["prompt"])] += 1
+    for group in groups[: 4 * PROMPTS_PER_END]:
+        prompt = str(group[0].get("prompt"))
+        ranked.append((seen[prompt], group))
+        seen[prompt] += 1
     ranked.sort(key=lambda pair: pair[0])
-    return sorted((row for _, row in ranked[:count]), key=lambda row: row["step"])
+    return sorted((group for _, group in ranked[:PROMPTS_PER_END]), key=lambda group: group[0]["step"])
 
 
-def _sample_group(title: str, rows: Sequence[dict[str, Any]], low: float, high: float) -> str:
-    return f'<tbody class="group"><tr><th colspan="5">{title}</th></tr>{"".join(_sample(row, low, high) for row in rows)}</tbody>'
+def _end(title: str, groups: Sequence[Group], low: float, high: float) -> str:
+    shown = "".join(_group(group, low, high) for group in groups)
+    return f'<tbody class="group"><tr><th colspan="5">{title}</th></tr>{shown}</tbody>'
 
 
-def _sample(row: dict[str, Any], low: float, high: float) -> str:
+def _group(group: Group, low: float, high: float) -> str:
+    """Show the prompt once, beside the best, the worst and some other responses."""
+    responses = _spread(group)
+    return "".join(_sample(row, low, high, _prompt(group, len(responses)) if row is responses[0] else None) for row in responses)
+
+
+def _spread(group: Group) -> Group:
+    """Choose responses evenly from the highest reward to the lowest, of a group with more than are shown."""
+    ordered = sorted(group, key=lambda row: -row["reward"] if is_number(row.get("reward")) else 0.0)
+    if len(ordered) <= RESPONSES_PER_PROMPT:
+        return ordered
+    return [ordered[place * (len(ordered) - 1) // (RESPONSES_PER_PROMPT - 1)] for place in range(RESPONSES_PER_PROMPT)]
+
+
+def _prompt(group: Group, shown: int) -> str:
+    row = group[0]
+    names = [str(name) for name in row.get("images") or ()]
+    pictures = "".join(map(picture, row.get(THUMBNAILS) or (), names))
+    notes = [", ".join(names)] if names else []
+    rewards = [row["reward"] for row in group if is_number(row.get("reward"))]
+    if len(group) > 1 and rewards:
+        notes.append(f"{shown} of {len(group)} responses, mean reward {short(fmean(rewards))}")
+    small = "".join(f'<div class="small">{safe(note)}</div>' for note in notes)
+    thumbnails = f'<div class="thumbnails">{pictures}</div>' if pictures else ""
+    return f'<div class="text">{safe(row.get("prompt", ""))}</div>{thumbnails}{small}'
+
+
+def _sample(row: dict[str, Any], low: float, high: float, prompt: str | None) -> str:
+    """Show a response; without a `prompt` it answers the one above."""
     reward = row.get("reward")
     share = (reward - low) / (high - low) if is_number(reward) and high > low else 0.5
     length = f"{row['length']} tokens" if "length" in row else ""
     note = f"{length}, cut off" if row.get("finish_reason") == "length" else length
-    prompt, response, label = (f'<div class="text">{safe(row.get(key, ""))}</div>' for key in ("prompt", "response", "label"))
-    images = f'<div class="small">{safe(", ".join(row["images"]))}</div>' if row.get("images") else ""
+    response, label = (f'<div class="text">{safe(row.get(key, ""))}</div>' for key in ("response", "label"))
+    step = row["step"] if prompt is not None else ""
     return (
-        f'<tr><td class="narrow" data-label="Step"><div>{row["step"]}</div></td>'
-        f'<td data-label="Prompt"><div>{prompt}{images}</div></td>'
+        f'<tr{"" if prompt is not None else " class=more"}><td class="narrow" data-label="Step"><div>{step}</div></td>'
+        f'<td data-label="Prompt"><div>{prompt or ""}</div></td>'
         f'<td data-label="Response"><div>{response}<div class="small">{safe(note)}</div></div></td>'
         f'<td data-label="Label">{label}</td>'
         f'<td class="narrow" data-label="Reward"><div><span class="reward" style="--share: {share:.3f}">'

@@ -13,6 +13,8 @@ from loguru import logger
 
 from lightrft.observe.text import is_number
 
+PROMPT_IDS, RESPONSE_IDS, THUMBNAILS = "prompt_token_ids", "response_token_ids", "thumbnails"
+"""Columns of samples that nobody reads as text: token ids, and images as data URIs."""
 TAIL_BYTES = 2**24
 """Of a long file so much is read to find its last rows."""
 
@@ -30,7 +32,9 @@ class Sink:
         """Global metrics of a finished step; may be called more than once per step, with other metrics."""
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Samples to be read by people: prompt, response, label, reward, finish_reason, length (response tokens)."""
+        """Samples, group by group: prompt, response, label, reward, finish_reason, length (response tokens), group; and columns
+        for programs (see readable()).
+        """
 
     def close(self, status: str) -> None:
         """The run ended: finished, failed or interrupted."""
@@ -123,7 +127,7 @@ class TensorBoard(Sink):
         self._writer.flush()
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        for index, row in enumerate(rows):
+        for index, row in enumerate(readable(rows)):
             self._writer.add_text(f"samples/{index}", _code_block(json.dumps(row, indent=2, ensure_ascii=False)), step)
 
     def close(self, status: str) -> None:
@@ -153,13 +157,19 @@ class WandB(Sink):
         self._run.log(metrics, step=step)
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        if rows:
+        if rows := readable(rows):
             columns = list(rows[0])
             table = self._columns(columns=columns, data=[[str(row.get(column, "")) for column in columns] for row in rows])
             self._run.log({"samples": table}, step=step)
 
     def close(self, status: str) -> None:
         self._run.finish(exit_code=0 if status == "finished" else 1)
+
+
+def readable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the samples without the columns that nobody reads as text."""
+    unread = (PROMPT_IDS, RESPONSE_IDS, THUMBNAILS)
+    return [{name: value for name, value in row.items() if name not in unread} for row in rows]
 
 
 def encode_row(row: dict[str, Any]) -> bytes:

@@ -22,8 +22,9 @@ from lightrft.models.lora import adapted_layers, adapters_off, joined, plain_nam
 from lightrft.models.routers import Routers
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.profiler import Profiler
+from lightrft.roles.compatible_names import PolicyNames
 from lightrft.roles.microbatch import Rows, micro_batches
-from lightrft.roles.padded import flatten
+from lightrft.roles.padded import IDS, flatten
 from lightrft.roles.role import Objective, Report, Role
 from lightrft.strategy import StrategyBase
 from lightrft.strategy.named import hf_parameters, persistent_buffers, unwrap
@@ -33,7 +34,7 @@ from lightrft.types import Batch, Completion, Routing
 EVERYTHING = 2**62
 
 
-class Policy(Role):
+class Policy(Role, PolicyNames):
     """Log-probs, updates and samples of the actor, and log-probs of the frozen reference.
 
         policy.prepare_for_generation()                     # the newest weights go to the engine
@@ -59,7 +60,7 @@ class Policy(Role):
     ):
         """An actor with adapters may be its own `reference`: it is asked without them. `average` is not frozen, and follows the
         actor. All log-probs are of what is sampled from: at `temperature`, of the part of the vocabulary that `truncation`
-        leaves. `limits` are those of Role: max_tokens, batching.
+        leaves. `limits` are those of Role: max_tokens, max_logprob_tokens, batching.
         """
         super().__init__(strategy, actor, optimizer, scheduler, **limits)
         if reference is actor and not adapted_layers(actor.language_model):
@@ -89,6 +90,20 @@ class Policy(Role):
         with self._reference() as reference:
             values = self._answer(batch, reference, lambda part: self._ask(reference, part)[0], mbs)
         return {"reference_logprobs": values}
+
+    def get_top_logprobs(self, batch: Mapping[str, Any], k: int, mbs: int | None = None) -> dict[str, Tensor]:
+        """Return the k likeliest tokens to follow each token: `top_logprobs` [B, S, k] float32 and `top_ids` [B, S, k] int64.
+
+        Likeliest first, at the policy's temperature, of the whole vocabulary. Column t is about the token after column t, unlike
+        in get_logprobs(); the padding is 0.
+        """
+
+        def ask(part: Batch) -> Tensor:
+            logprobs, ids = self.actor(part, self.temperature, top=k)
+            return torch.cat([logprobs, ids.float()], dim=1)  # float32 is exact for ids below 2^24
+
+        found = self._answer(batch, self.actor, ask, mbs).view(*batch[IDS].shape, 2 * k)  # also where no rank has rows
+        return {"top_logprobs": found[..., :k], "top_ids": found[..., k:].long()}
 
     def logprobs(self, batch: Batch, rows: Rows) -> Tensor:
         """log p of every learned token of a flat batch under the actor, 0 elsewhere: [T] float32 on the host."""

@@ -6,12 +6,13 @@ from typing import Any
 from torch import Tensor
 
 from lightrft.algorithms.reduce import sequence_sums
+from lightrft.roles.compatible_names import ScorerNames
 from lightrft.roles.padded import LENGTHS, SAMPLE_MASK
 from lightrft.roles.role import Report, Role
 from lightrft.types import Batch
 
 
-class RewardModel(Role):
+class RewardModel(Role, ScorerNames):
     """Its module is a models.heads.Scorer, read at the last token of each sequence.
 
     Objectives of train() get scores [N], and their reports are [N]; they look at rows that are not masked.

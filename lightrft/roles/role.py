@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightrft.algorithms.reduce import Denominator
 from lightrft.config import TrainSection
 from lightrft.data.packing import Batching
-from lightrft.data.plane import deal, move
+from lightrft.data.plane import deal, move, regroup
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.microbatch import B, Rows, filler, infer, micro_batches
 from lightrft.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten
@@ -25,6 +25,8 @@ from lightrft.types import Batch, padded, per_token
 Report = dict[str, Tensor]
 Objective = Callable[[Tensor, Any, Denominator], tuple[Tensor, Report]]
 """(the role's values, batch, denominator) -> this micro-batch's share of the loss [], and reports by metric name."""
+ALL_MB_METRICS = "all_mb_metrics"
+"""NeMo-RL's name for the metrics of all micro-batches."""
 MAX_TOKENS: int = TrainSection.max_tokens_per_microbatch
 
 
@@ -32,7 +34,7 @@ MAX_TOKENS: int = TrainSection.max_tokens_per_microbatch
 class Answer(Batch):
     """What a model said about every token, on its way back to who asked."""
 
-    values: Tensor = per_token()  # [T] float32
+    values: Tensor = per_token()  # [T, ...] float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +84,15 @@ class Role(ABC):
         scheduler: LRScheduler | None = None,
         *,
         max_tokens: int = MAX_TOKENS,
+        max_logprob_tokens: int | None = None,
         batching: Batching = "packed",
     ):
         self.strategy = strategy
         self.module, self.optimizer, self.scheduler = module, optimizer, scheduler
         self.max_tokens = max_tokens
         """Most tokens of one micro-batch on one rank; a longer row is an error."""
+        self.max_logprob_tokens = max_logprob_tokens
+        """The same where no gradients are computed; None: max_tokens."""
         self.batching = batching
         """Which rows meet in a micro-batch; see packing.plan."""
         self._step: TrainStep | None = None
@@ -115,8 +120,8 @@ class Role(ABC):
         The batch also has `token_mask` [B, S] and `sample_mask` [B], which tokens and rows are learned, and any [B, S] or
         [B] column that `loss_fn` reads. `mbs` bounds the rows of one micro-batch. Returns `loss` [k] and `grad_norm` [k]
         (before clipping), global, of the k steps, and `metrics`: for each name a list with an entry for each micro-batch of
-        all ranks, its mean over learned tokens, where `tokens` has their number. In eval_mode nothing is learned, no
-        gradient computed, and grad_norm is 0.
+        all ranks, its mean over learned tokens, where `tokens` has their number; `all_mb_metrics` is another name of the
+        same. In eval_mode nothing is learned, no gradient computed, and grad_norm is 0.
         """
         flat, steps = self.deal(batch, gbs=gbs, mbs=mbs)
         if not steps:
@@ -128,24 +133,31 @@ class Role(ABC):
                 reports.add(self.train_microbatch(micro_batch), self.weight(micro_batch))
             numbers.append(torch.stack(self.finish_train_step()))
         losses, norms = torch.stack(numbers).cpu().unbind(1)
-        return {"loss": losses, "grad_norm": norms, "metrics": reports.gather(self.strategy.mesh.data)}
+        metrics = reports.gather(self.strategy.mesh.data)
+        return {"loss": losses, "grad_norm": norms, "metrics": metrics, ALL_MB_METRICS: metrics}
 
     def deal(self, batch: Mapping[str, Any], *, gbs: int | None = None, mbs: int | None = None) -> tuple[Batch, list[Rows]]:
         """The rows of all ranks planned anew: this rank's as a flat batch, and its micro-batches for each optimizer step."""
         given = flatten(batch, self.strategy.mesh.data, required=self.TRAIN_KEYS, columns=True)
         return self.deal_flat(given.batch, gbs, mbs)
 
-    def deal_flat(self, batch: B, gbs: int | None = None, mbs: int | None = None) -> tuple[B, list[Rows]]:
+    def deal_flat(
+        self, batch: B, gbs: int | None = None, mbs: int | None = None, *, max_tokens: int | None = None
+    ) -> tuple[B, list[Rows]]:
         """The same for a flat batch with this rank's rows. Rows with one prompt meet where their micro-batch computes it once."""
         return deal(
             self.strategy.mesh.data,
             batch,
             minibatch_size=gbs,
-            max_tokens=self.max_tokens,
+            max_tokens=max_tokens or self.max_tokens,
             max_sequences=mbs,
             batching=self.batching,
-            by_prompt=self.strategy.sequence.multiple == 1,
+            by_prompt=self._shares_prompts,
         )
+
+    @property
+    def _shares_prompts(self) -> bool:
+        return self.strategy.sequence.multiple == 1
 
     # -- one optimizer step on flat batches
 
@@ -240,7 +252,16 @@ class Role(ABC):
     # -- inference
 
     def _infer(self, module: nn.Module, forward: Callable[[Batch], Tensor], batch: Batch, rows: Rows) -> Tensor:
-        """One value per token, in the batch's order: [T] float32 on the host."""
+        """Compute one value per token, in the batch's order: [T] float32 on the host.
+
+        `rows` are the micro-batches of training; with a budget of its own inference has others.
+        """
+        if self.max_logprob_tokens is not None:
+            limits = {"max_tokens": self.max_logprob_tokens, "batching": self.batching, "by_prompt": self._shares_prompts}
+            rows = regroup(self.strategy.mesh.data, batch, **limits)
+        return self._infer_rows(module, forward, batch, rows)
+
+    def _infer_rows(self, module: nn.Module, forward: Callable[[Batch], Tensor], batch: Batch, rows: Rows) -> Tensor:
         self.strategy.enter(Phase.LOGPROB, module)
         module.eval()
         return infer(forward, batch, rows, self.strategy.device)
@@ -248,11 +269,11 @@ class Role(ABC):
     def _answer(
         self, batch: Mapping[str, Any], module: nn.Module, forward: Callable[[Batch], Tensor], mbs: int | None
     ) -> Tensor:
-        """One value per token of the caller's rows: [B, S] float32 on the host, 0 in the padding."""
+        """Compute what `forward` says of each token of the caller's rows: [B, S, ...] float32 on the host, 0 in the padding."""
         data = self.strategy.mesh.data
         given = flatten(batch, data)
-        mine, steps = self.deal_flat(given.batch, None, mbs)
-        values = self._infer(module, forward, mine, steps[0] if steps else [])
+        mine, steps = self.deal_flat(given.batch, None, mbs, max_tokens=self.max_logprob_tokens)
+        values = self._infer_rows(module, forward, mine, steps[0] if steps else [])
         answer = Answer(lengths=mine.lengths, input_ids=mine.input_ids, loss_mask=mine.loss_mask, rows=mine.rows, values=values)
         return padded(move(data, answer, given.owners).values, given.batch.lengths, given.width)
 

@@ -101,7 +101,11 @@ class Backend(ABC):
 
     def stream(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter, bucket by bucket; see StrategyBase.full_params()."""
-        return weights.stream(hf_parameters(model), dtype, self.config.weight_sync_bucket_mb * 2**20)
+        return weights.stream(hf_parameters(model), dtype, self.bucket_limit())
+
+    def bucket_limit(self) -> int:
+        """Return the bytes of one bucket of stream(), equal on all ranks."""
+        return weights.bucket_limit(self.config.weight_sync_bucket_mb, self.mesh.world, self.device)
 
     def full_shape(self, parameter: nn.Parameter) -> torch.Size:
         """What stream() brings of a parameter that may be cut."""

@@ -30,6 +30,7 @@ from lightrft.trainer.health import Health
 from lightrft.trainer.identity import changed_settings, identity, weights_of
 from lightrft.trainer.interruption import Interrupted, Interruption
 from lightrft.trainer.run_folder import RunFolder
+from lightrft.trainer.sample_rows import sample_rows
 from lightrft.trainer.unreported import Unreported
 from lightrft.types import Expand, Prompt, Sample
 from lightrft.versions import installed_versions
@@ -137,9 +138,9 @@ class Trainer(ABC):
             save(self.policy.average, self.tokenizer, self.folder / "model_ema")
 
     def show(self, number: int, samples: list[Sample]) -> None:
-        """Write the first sample of some prompts where people read it."""
-        shown = samples[:: self.config.rollout.n_samples_per_prompt][: self.config.observe.num_trajectories_to_save]
-        self.observer.samples(number, [_row(sample) for sample in shown])
+        """Write some samples where people read them, group by group, so that those of a prompt can be compared."""
+        if self.strategy.is_rank_0():
+            self.observer.samples(number, sample_rows(samples[: self.config.observe.num_trajectories_to_save]))
 
     def _start(self) -> None:
         resumed = None
@@ -305,15 +306,3 @@ class Trainer(ABC):
 
 def _due(number: int, every: int, last: bool) -> bool:
     return last or (every > 0 and number % every == 0)
-
-
-def _row(sample: Sample) -> dict[str, Any]:
-    return {
-        "prompt": sample.prompt.text,
-        **{medium: [item.name for item in items] for medium, items in sample.prompt.multi_modal.items()},
-        "response": sample.text,
-        "label": sample.prompt.columns.get("label"),
-        "reward": sample.reward,
-        "finish_reason": sample.finish_reason,
-        "length": len(sample.token_ids),
-    }

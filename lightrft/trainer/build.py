@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -222,9 +223,18 @@ def build_policy(
         average=average,
         temperature=drawn.temperature,
         truncation=drawn.truncation,
-        max_tokens=config.train.max_tokens_per_microbatch,
-        batching=config.train.batching,
+        **limits(config),
     )
+
+
+def limits(config: Config) -> dict[str, Any]:
+    """Return a Role's limits on micro-batches."""
+    train = config.train
+    return {
+        "max_tokens": train.max_tokens_per_microbatch,
+        "max_logprob_tokens": train.max_tokens_per_logprob_microbatch,
+        "batching": train.batching,
+    }
 
 
 def show_blanks(policy: Policy, expand: Expander | None) -> None:
@@ -245,8 +255,7 @@ def build_critic(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTo
         scorer = Scorer(choose_trained(model, config.model))
     optimizer = strategy.create_optimizer(scorer, optim.critic_learning_rate, optim.adam_betas, optim.l2)
     scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
-    limits = {"max_tokens": config.train.max_tokens_per_microbatch, "batching": config.train.batching}
-    return Critic(strategy, *strategy.prepare((scorer, optimizer, scheduler)), **limits)
+    return Critic(strategy, *strategy.prepare((scorer, optimizer, scheduler)), **limits(config))
 
 
 def build_teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase) -> Teacher:
@@ -262,15 +271,13 @@ def build_teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedT
     check_vocabulary(config.model, "teacher_pretrain", tokenizer)
     with strategy.init_model_context():
         model = Actor(load_model(config.model, "teacher_pretrain")).requires_grad_(False)
-    limits = {"max_tokens": config.train.max_tokens_per_microbatch, "batching": config.train.batching}
-    return Policy(strategy, strategy.prepare(model), temperature=config.rollout.temperature, **limits)
+    return Policy(strategy, strategy.prepare(model), temperature=config.rollout.temperature, **limits(config))
 
 
 def build_model_rewards(
     config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase
 ) -> ModelRewards | None:
     """The frozen models of --reward_pretrain, sharded like the reference; None where there are none."""
-    limits = {"max_tokens": config.train.max_tokens_per_microbatch, "batching": config.train.batching}
     models: dict[str, RewardModel] = {}
     for name in config.model.reward_pretrain:
         strategy.announce("load_reward_models")
@@ -279,7 +286,8 @@ def build_model_rewards(
             model = load_scorer(config.model, "reward_pretrain", name=name, new_head=False)
             scorer = Scorer(model).requires_grad_(False)
         short = Path(name).name
-        models[f"{short}_{len(models)}" if short in models else short] = RewardModel(strategy, strategy.prepare(scorer), **limits)
+        name = f"{short}_{len(models)}" if short in models else short
+        models[name] = RewardModel(strategy, strategy.prepare(scorer), **limits(config))
     return ModelRewards(models, config.reward.reward_model_coef) if models else None
 
 

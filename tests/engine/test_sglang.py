@@ -27,7 +27,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 @pytest.mark.slow
 def test_course(outcomes: list[dict[str, str]]) -> None:
-    assert len(outcomes[0]) == 10
+    assert len(outcomes[0]) == 11
     failures = [f"rank {rank}, {case}:\n{trace}"
                 for rank, outcome in enumerate(outcomes) for case, trace in outcome.items() if trace]
     assert not failures, "\n".join(failures)

@@ -1,6 +1,7 @@
 """The weight stream: equal to the full tensors bit for bit, whatever the sharding and the bucket size."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from lightrft.engine.weights import stream
+from lightrft.engine import weights
+from lightrft.engine.weights import bucket_limit, stream
 from lightrft.parallel import gather
+from lightrft.parallel.collectives import Axis
 from lightrft.parallel.gather import AllGather
 from ranks import run_ranks
 
@@ -84,6 +87,15 @@ def _gathers() -> tuple[list[bool], str]:
     return there, "".join(said)
 
 
+def _limits_agree() -> None:
+    """A bucket of no given size is what fits the rank with the least free memory: here the last."""
+    axis = Axis("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    free = 8000 - 800 * dist.get_rank()
+    with mock.patch.object(weights, "free_memory", lambda device: (free, 9999)):
+        assert bucket_limit(0, axis, torch.device("cuda")) == 1000 - 100 * (axis.size - 1)
+    assert [bucket_limit(size, axis, torch.device("cpu")) for size in (0, 3)] == [512 * 2**20, 3 * 2**20]
+
+
 def _compare(replicate: int) -> list[tuple[int, torch.dtype, int, int]]:
     """(bucket bytes, transfer dtype, all-gathers, bytes contributed), after comparing every tensor with the whole model's."""
     gather.HALF_BYTES = 2048  # below the largest tensor
@@ -91,6 +103,7 @@ def _compare(replicate: int) -> list[tuple[int, torch.dtype, int, int]]:
     sizes, names = (replicate, dist.get_world_size() // replicate), ("replicate", "shard")
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names) if replicate > 1 else init_device_mesh("cpu", sizes[1:])
     fully_shard(model, mesh=mesh)
+    _limits_agree()
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         for bucket_bytes in BUCKETS:

@@ -5,13 +5,18 @@ import hashlib
 import json
 import re
 from html.parser import HTMLParser
+from io import BytesIO
 
 import pytest
+from PIL import Image
 
 from lightrft.config import Config
+from lightrft.data.images import ImageFile
 from lightrft.observe.charts import Line, line_chart, nice_ticks, smoothed
 from lightrft.observe.report import write_report
-from lightrft.observe.sinks import JsonLines
+from lightrft.observe.sinks import JsonLines, readable
+from lightrft.trainer.sample_rows import sample_rows
+from lightrft.types import Prompt, Sample
 
 ATTACK = "<script>alert(1)</script>"
 
@@ -93,7 +98,7 @@ def test_the_browser_is_told_to_run_this_script_only(run):
     script = markup[markup.index("<script>") + len("<script>") : markup.index("</script>")]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = next(value for name, value in Page(markup).attributes if name == "content")
-    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert policy == f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
 def test_curves_samples_and_time_are_there(run):
@@ -110,6 +115,61 @@ def test_curves_samples_and_time_are_there(run):
     reward = next(points for points in hover if points[0][2][1].startswith("reward"))
     assert [reward[0][2], reward[-1][2]] == [["step 1", "reward 0.025"], ["step 40", "reward 1"]]
     assert reward[-1][1][0] < reward[0][1][0], "a higher value is higher on the page"
+
+
+@pytest.fixture
+def groups(tmp_path):
+    """Two prompts with a large picture each, one answered eight times and one twice, as a trainer writes them."""
+    samples = []
+    for group, (name, colour, count) in enumerate([("a<b>.png", (255, 0, 0), 8), ("sky.png", (0, 0, 255), 2)]):
+        file = BytesIO()
+        Image.new("RGB", (2000, 1000), colour).save(file, "PNG")
+        prompt = Prompt(group, f"<img src=x>{group}", [5, 6, group], multi_modal={"images": [ImageFile(name, file.getvalue())]})
+        samples += [Sample(prompt, group, [7, n], [0.0, 0.0], f"answer {group}.{n}", "stop", reward=n / 8) for n in range(count)]
+    sink, rows = JsonLines(tmp_path), sample_rows(samples)
+    sink.start({}, 1)
+    sink.samples(1, rows)
+    sink.close("finished")
+    return tmp_path, rows
+
+
+def test_responses_to_one_prompt_are_compared(groups):
+    """The best and the worst are among those shown, below one prompt."""
+    folder, rows = groups
+    page = Page(write_report(folder).read_text(encoding="utf-8"))
+    assert re.findall(r"answer (\d\.\d)", page.text) == ["0.7", "0.5", "0.3", "0.0", "1.1", "1.0"]
+    assert page.text.count("<img src=x>0") == 1 and "4 of 8 responses, mean reward 0.438" in page.text
+    written = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert [row["prompt_token_ids"] for row in written] == [[5, 6, 0]] * 8 + [[5, 6, 1]] * 2
+    assert [row["response_token_ids"] for row in written[:3]] == [[7, 0], [7, 1], [7, 2]]
+    assert not {"prompt_token_ids", "response_token_ids", "thumbnails"} & set().union(*readable(rows))
+
+
+def test_pictures_are_small_and_inside_the_page(groups):
+    folder, rows = groups
+    page = Page(write_report(folder).read_text(encoding="utf-8"))
+    sources = [value for name, value in page.attributes if name == "src"]
+    assert page.tags.count("img") == len(sources) == 2 and ("alt", "a<b>.png") in page.attributes
+    for source, colour in zip(sources, [(255, 0, 0), (0, 0, 255)], strict=True):
+        kind, _, content = source.partition(",")
+        image = Image.open(BytesIO(base64.b64decode(content)))
+        assert kind == "data:image/jpeg;base64" and image.size == (160, 80) and len(source) < 5000
+        assert max(abs(a - b) for a, b in zip(image.getpixel((80, 40)), colour, strict=True)) < 8
+    assert [len(row.get("thumbnails", ())) for row in rows] == [1, *[0] * 7, 1, 0], "a picture is written once for its group"
+
+
+@pytest.mark.parametrize("uri", [
+    "https://example.org/x.jpg", "data:image/svg+xml;base64,AAAA", 'data:image/jpeg;base64,AA" onerror="alert(1)', 7,
+    "data:image/jpeg;base64," + "A" * 100_000, "data:image/jpeg;base64,AAAA\n",
+])  # fmt: skip
+def test_other_pictures_are_not_shown(tmp_path, uri):
+    row = {"prompt": "p", "response": "r", "images": ["x.png"], "thumbnails": [uri]}
+    sink = JsonLines(tmp_path)
+    sink.start({}, 1)
+    sink.samples(1, [row])
+    sink.close("finished")
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert "img" not in page.tags and "x.png" in page.text
 
 
 def test_headline_numbers_come_from_the_summary_first(run):

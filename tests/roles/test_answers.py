@@ -1,13 +1,16 @@
 """What models say about padded rows is what plain torch says about each row alone, in the caller's order, on any ranks."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from ranks import run_ranks
 from roles import rows
 
-LIMITS = [{}, {"mbs": 1}, {"mbs": 2}, {"max_tokens": 20}, {"max_tokens": 33, "mbs": 2}]
-BATCHING = ["packed", "packed", "plain", "dynamic", "dynamic"]
+LIMITS = [{}, {"mbs": 1}, {"mbs": 2}, {"max_tokens": 20}, {"max_tokens": 33, "mbs": 2}, {"max_tokens": 10, "logprobs": 21}]
+BATCHING = ["packed", "packed", "plain", "dynamic", "dynamic", "packed"]
+TOP = 5
 
 
 def answers(folder: str, reference_folder: str, scorer_folder: str, limits: list[dict]):
@@ -21,12 +24,17 @@ def answers(folder: str, reference_folder: str, scorer_folder: str, limits: list
         mbs = limit.get("mbs")
         for role in (policy, critic, judge):
             role.max_tokens, role.batching = limit.get("max_tokens", 1000), batching
+            role.max_logprob_tokens = limit.get("logprobs")
         found.append([
             policy.get_logprobs(mine, mbs=mbs)["logprobs"],
             policy.get_reference_logprobs(mine, mbs=mbs)["reference_logprobs"],
             critic.get_values(mine, mbs=mbs)["values"],
             judge.get_rewards(mine, mbs=mbs),
         ])
+        again = [policy.get_reference_policy_logprobs(mine, mbs)["reference_logprobs"], judge.score(mine, mbs)["scores"]]
+        assert torch.equal(again[0], found[-1][1]) and torch.equal(again[1], found[-1][3])
+        top = policy.get_topk_logits(mine, TOP, mbs)
+        found[-1] += [top["topk_logits"], top["topk_indices"]]
     return found
 
 
@@ -41,7 +49,19 @@ def plain(folder: str, reference_folder: str, scorer_folder: str) -> list[torch.
         rows.every_row(lambda ids: rows.plain_logprobs(reference, ids)),
         before,
         scores[torch.arange(len(last)), last],
+        *top_of_rows(actor),
     ]
+
+
+@torch.no_grad()
+def top_of_rows(actor: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and ids of the likeliest tokens after each token, [10, WIDTH, TOP], 0 in the padding."""
+    ids, size = rows.whole()["input_ids"], (len(rows.LENGTHS), rows.WIDTH, TOP)
+    values, indices = torch.zeros(size), torch.zeros(size, dtype=torch.int64)
+    for row, length in enumerate(rows.LENGTHS):
+        logprobs = (actor(ids[row : row + 1, :length]).logits[0] / rows.TEMPERATURE).log_softmax(-1)
+        values[row, :length], indices[row, :length] = logprobs.topk(TOP)
+    return values, indices
 
 
 @pytest.mark.slow
@@ -55,7 +75,7 @@ def test_every_layout_is_plain_torch(folder, reference_folder, scorer_folder, wo
         for kind, values in enumerate(expected):
             parts = [found[limit][kind] for found in per_rank]
             assert [len(part) for part in parts] == rows.SHARES[world_size]
-            assert all(part.dtype == torch.float32 and part.device.type == "cpu" for part in parts)
+            assert all(part.dtype == values.dtype and part.device.type == "cpu" for part in parts)
             torch.testing.assert_close(torch.cat(parts), values, rtol=0, atol=1e-5)
 
 
@@ -68,18 +88,68 @@ def test_the_first_column_and_the_padding_are_zero(folder, reference_folder, sco
         assert (values[:, 1:][~padding[:, 1:]] != 0).all()
 
 
-def odd_batches(folder: str):
+def budgets(folder: str, reference_folder: str, scorer_folder: str):
+    """[budget]: micro-batches of one rank, and what the roles say of the flat batch, dealt for training with 20 tokens."""
+    made = rows.strategy()
+    policy, critic = rows.policy(made, folder, reference_folder, max_tokens=20), rows.critic(made, scorer_folder)
+    flat, (members,) = policy.deal(rows.share(rows.whole(), made.get_rank(), made.mesh.data.size))
+    found = []
+    for budget in (None, 40, 1000):
+        policy.max_logprob_tokens = critic.max_logprob_tokens = budget
+        counts = []
+        handle = critic.module.register_forward_pre_hook(lambda _, given, counts=counts: counts.append(given[0].num_tokens))
+        values = critic.values(flat, members)
+        handle.remove()
+        both = policy.logprobs_and_entropy(flat, members)
+        found.append((counts, [*both, policy.reference_logprobs(flat, members), values]))
+    return found
+
+
+def test_log_probs_have_a_budget_of_their_own(folder, reference_folder, scorer_folder):
+    """Fewer passes, as many on each rank, and the same numbers."""
+    (ours, others) = run_ranks(2, budgets, folder, reference_folder, scorer_folder)
+    for (counts, values), (other_counts, _), most in zip(ours, others, (20, 40, 1000), strict=True):
+        assert len(counts) == len(other_counts) and max(counts + other_counts) <= most
+        assert values[0].abs().max() > 4
+        for value, plain_value in zip(values, ours[0][1], strict=True):
+            torch.testing.assert_close(value, plain_value, rtol=0, atol=1e-5)
+    assert len(ours[0][0]) > len(ours[1][0]) > len(ours[2][0]) == 1
+
+
+def top_in_layouts(folder: str):
+    found = []
+    for layout in ({"sp_size": 2}, {"sp_size": 2, "sp_impl": "zigzag"}, {"tp_size": 2}):
+        made = rows.strategy(**layout)
+        top = rows.policy(made, folder).get_top_logprobs(rows.whole(), TOP)
+        found.append((top["top_logprobs"], top["top_ids"]))
+        made.close()
+    return found
+
+
+@pytest.mark.slow
+def test_the_likeliest_tokens_do_not_depend_on_the_layout(folder):
+    expected = top_of_rows(rows.plain_model(folder))
+    for rank in run_ranks(2, top_in_layouts, folder):
+        for found in rank:
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def odd_batches(folder: str, target: Path):
     made = rows.strategy()
     policy = rows.policy(made, folder)
+    policy.prepare_for_lp_inference()
+    policy.start_gpu_profiling(target)
     nothing = {name: value[:0] for name, value in rows.whole().items()}
     as_lists = {name: value.int() for name, value in rows.whole().items()}  # int32, as some tokenizers make them
     first = policy.get_logprobs(as_lists)["logprobs"]
     short = {"input_ids": as_lists["input_ids"][:2, :1], "input_lengths": torch.ones(2)}
-    return policy.get_logprobs(nothing)["logprobs"].shape, first, policy.get_logprobs(short)["logprobs"]
+    shapes = policy.get_logprobs(nothing)["logprobs"].shape, policy.get_topk_logits(nothing, TOP)["topk_logits"].shape
+    return shapes, first, policy.get_logprobs(short)["logprobs"], policy.stop_gpu_profiling()
 
 
-def test_no_rows_anywhere_and_rows_of_one_token(folder):
-    shape, logprobs, short = run_ranks(1, odd_batches, folder)[0]
-    assert shape == (0, rows.WIDTH)
+def test_no_rows_anywhere_and_rows_of_one_token(folder, tmp_path):
+    shapes, logprobs, short, trace = run_ranks(1, odd_batches, folder, tmp_path)[0]
+    assert trace.parent == tmp_path and "aten::mm" in trace.read_text()
+    assert shapes == ((0, rows.WIDTH), (0, rows.WIDTH, TOP))
     assert logprobs.shape == (10, rows.WIDTH)
     assert short.tolist() == [[0.0], [0.0]]

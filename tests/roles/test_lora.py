@@ -35,7 +35,7 @@ def policy_of_adapters(folder: str, args: dict) -> dict:
     found, expected = (policy.get_reference_logprobs(batch)["reference_logprobs"] for policy in (alone, pair))
     again = alone.get_logprobs(batch)["logprobs"]
     norm = alone.train(batch, sft)["grad_norm"]
-    info = alone.refit_info()
+    info = alone.prepare_refit_info()
     streamed = {name: (tensor.shape, tensor.dtype) for name, tensor in alone.stream_weights()}
     changed = dict(alone.stream_weights())["model.layers.1.mlp.up_proj.weight"].clone()
     base = dict(made.full_params(reference))["model.layers.1.mlp.up_proj.weight"].clone()

@@ -1,7 +1,11 @@
 """One number per token: what may be a scorer, and that it has the names and the head of its folder."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lightrft.config import ModelSection
@@ -28,3 +32,23 @@ def test_other_heads_are_refused(folder):
         Scorer(AutoModelForCausalLM.from_pretrained(folder))
     with pytest.raises(ValueError, match="has score above its backbone"):
         Scorer(AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2))
+
+
+def test_missing_and_unexpected_weights_are_not_reported_twice(folder, tmp_path, caplog):
+    """A new head is no news; a missing weight is an error of ours; transformers' error for a shape refers to its report."""
+    section = ModelSection(pretrain=folder)
+    load_scorer(section)
+    with pytest.raises(ValueError, match="1 tensors of the model are not there, the first is score.weight"):
+        load_scorer(section, new_head=False)
+    assert "REPORT" not in caplog.text
+
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(3)
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RuntimeError, match="above report"):
+        load_scorer(ModelSection(pretrain=str(other)))
+    assert "MISMATCH" in caplog.text
+    caplog.clear()
+    AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    assert "LOAD REPORT" in caplog.text, "outside of our loading transformers reports as ever"

@@ -164,7 +164,7 @@ def test_metrics_have_every_microbatch_of_all_ranks(folder, world_size, mbs):
     """Weighted by their tokens the lists are the mean over everything; those of all ranks are on every rank."""
     results = run_ranks(world_size, reported, folder, mbs)
     metrics = results[0]["metrics"]
-    assert all(result["metrics"] == metrics for result in results)
+    assert all(result["metrics"] == result["all_mb_metrics"] == metrics for result in results)
     batch, model, gaps = batch_of("own"), rows.plain_model(folder), []
     with torch.no_grad():
         for row in range(len(rows.LENGTHS)):

@@ -25,7 +25,12 @@ def test_reward_rises_in_twenty_steps(inputs, tmp_path):
 def test_several_updates_of_one_rollout(inputs, tmp_path):
     """Two passes over two minibatches with the divergence from the reference, and few tokens per micro-batch."""
     flags = ["--train_batch_size=16", "--max_epochs=2", "--init_kl_coef=0.1", "--max_tokens_per_microbatch=40", "--max_steps=3"]
-    rows = train("train_ppo", 2, [*inputs, *PPO, *flags], tmp_path)
+    rows = train("train_ppo", 2, [*inputs, *PPO, *flags], tmp_path / "one")
+    apart = ["--max_tokens_per_logprob_microbatch=150", "--weight_sync_bucket_mb=0"]
+    others = train("train_ppo", 2, [*inputs, *PPO, *flags, *apart], tmp_path / "apart")
+    for row, other in zip(repeatable(rows), repeatable(others), strict=True):
+        mismatch = other.pop("engine/logprob_mismatch_max"), row.pop("engine/logprob_mismatch_max")
+        assert max(mismatch) < 1e-4 and other == pytest.approx(row, rel=2e-3, abs=1e-5)
     assert rows[0]["train/kl"] > 0  # zero in the first update, not in the three after it
     assert rows[-1]["train/ratio"] != 1
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)

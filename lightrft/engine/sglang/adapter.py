@@ -19,7 +19,8 @@ from lightrft.engine.sglang.arguments import arguments
 from lightrft.engine.sglang.samples import Samples
 from lightrft.engine.sglang.shim import Shim
 from lightrft.engine.start import LibraryEngine
-from lightrft.engine.weights import Named
+from lightrft.engine.weights import Named, bucket_limit
+from lightrft.parallel.device import current_device
 
 LATER_SUMMED = ("o_proj", "mlp")
 """Parts of a model of which each tensor-parallel rank has a summand."""
@@ -43,7 +44,7 @@ class SGLangEngine(LibraryEngine):
         super().__init__("sglang", sglang.__version__, setup)
         self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, media_alone=True,
                                   trust_remote_code=setup.trust_remote_code)
-        self.bucket_bytes = setup.section.weight_sync_bucket_mb * 2**20
+        self.bucket_mb = setup.section.weight_sync_bucket_mb
 
     def _start(self, setup: EngineSetup, config: PretrainedConfig) -> list[str]:
         multiprocessing.current_process().authkey = self.axis.broadcast(bytes(multiprocessing.current_process().authkey))
@@ -91,13 +92,16 @@ class SGLangEngine(LibraryEngine):
         with self._fatal("load_weights"):
             self._led(lambda: self._shim.begin_weight_update())
         try:
-            for bucket in _buckets(self.names.published(named_tensors), self.bucket_bytes):
+            for bucket in _buckets(self.names.published(named_tensors), self._bucket_bytes()):
                 with self._fatal("load_weights"):
                     self._send(bucket)
         finally:
             if self._failure is None:
                 with self._fatal("load_weights"):
                     self._led(lambda: self._shim.end_weight_update())
+
+    def _bucket_bytes(self) -> int:
+        return bucket_limit(self.bucket_mb, self.axis, current_device())
 
     def _send(self, bucket: list[Named]) -> None:
         kept, payload = Shim.payload(bucket)

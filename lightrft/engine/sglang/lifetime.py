@@ -5,8 +5,9 @@ import multiprocessing
 import os
 import random
 import signal
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,6 +18,8 @@ SECONDS_TO_NOTICE = 1.0
 """So late may the death of one of SGLang's processes be seen in a call that waits for it."""
 CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 """Which cores each process of one engine has; another engine may have more processes."""
+LOAD_FILES = "/dev/shm/sglang_loads_"
+"""The files of 16 kB in which SGLang's processes publish how busy they are, and which they never remove begin so."""
 
 
 @contextmanager
@@ -34,9 +37,25 @@ def contained(num_ranks: int) -> Iterator[None]:
 
 def kill(processes: set[psutil.Process]) -> None:
     family = {one for process in processes for one in (process, *process.children(recursive=True))}
+    unlink_load_files(family)
     for process in family:
         process.kill()
     psutil.wait_procs(family, timeout=30)
+
+
+def unlink_load_files(processes: Iterable[psutil.Process]) -> None:
+    """Remove the names of the files in which these processes publish their load; their memory goes with the processes.
+
+    A version of SGLang without such files has none open.
+    """
+    for process in processes:
+        try:
+            paths = [file.path for file in process.open_files()]
+        except psutil.Error:  # it has ended
+            continue
+        for path in paths:
+            if path.startswith(LOAD_FILES):
+                Path(path).unlink(missing_ok=True)
 
 
 def died(number: int, frame: Any) -> None:

@@ -17,7 +17,7 @@ from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
 from lightrft.engine.base import EngineError
 from lightrft.engine.requests import Request
-from lightrft.engine.sglang.lifetime import Loop, NoHandlers, contained, died, kill
+from lightrft.engine.sglang.lifetime import Loop, NoHandlers, contained, died, kill, unlink_load_files
 from lightrft.engine.sglang.scheduler import answer_question, run_scheduler
 from lightrft.engine.weights import Named
 
@@ -38,6 +38,7 @@ class Shim:
             self.engine = _SGLang(**arguments, custom_sigquit_handler=died)
             self.engine.tokenizer_manager.signal_handler_class = NoHandlers
             self.flush_cache()  # its first call takes the handlers of signals, which are given back here
+            unlink_load_files(self._processes())  # now, so that a killed run leaves none
         self.engine.loop = Loop(self.engine.loop)
         signal.signal(signal.SIGQUIT, self.engine.loop.on_death)
         atexit.unregister(self.engine.shutdown)  # it kills every child of this process, the trainer's own among them
@@ -97,8 +98,11 @@ class Shim:
         """Its own processes only."""
         self.engine.tokenizer_manager._subprocess_watchdog.stop()
         atexit.unregister(self.shutdown)
-        kill({psutil.Process(pid) for pid in self.engine.get_all_child_pids() if psutil.pid_exists(pid)})
+        kill(self._processes())
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+    def _processes(self) -> set[psutil.Process]:
+        return {psutil.Process(pid) for pid in self.engine.get_all_child_pids() if psutil.pid_exists(pid)}
 
     @staticmethod
     def payload(bucket: list[Named]) -> tuple[Any, str]:

@@ -1,0 +1,34 @@
+"""Samples as rows of samples.jsonl, which people read and programs compute with."""
+
+from typing import Any
+
+from lightrft.data.images import IMAGES
+from lightrft.observe.sinks import PROMPT_IDS, RESPONSE_IDS, THUMBNAILS
+from lightrft.types import Sample
+
+
+def sample_rows(samples: list[Sample]) -> list[dict[str, Any]]:
+    """Return a row for each sample. The thumbnails of a prompt are in the first row of its group."""
+    rows, groups = [], set()
+    for sample in samples:
+        rows.append(_row(sample, first=sample.group not in groups))
+        groups.add(sample.group)
+    return rows
+
+
+def _row(sample: Sample, *, first: bool) -> dict[str, Any]:
+    prompt = sample.prompt
+    images = prompt.multi_modal.get(IMAGES, ()) if first else ()
+    return {
+        "group": sample.group,
+        "prompt": prompt.text,
+        **{medium: [item.name for item in items] for medium, items in prompt.multi_modal.items()},
+        "response": sample.text,
+        "label": prompt.columns.get("label"),
+        "reward": sample.reward,
+        "finish_reason": sample.finish_reason,
+        "length": len(sample.token_ids),
+        PROMPT_IDS: prompt.token_ids,
+        RESPONSE_IDS: sample.token_ids,
+        **({THUMBNAILS: [image.thumbnail() for image in images]} if images else {}),
+    }
