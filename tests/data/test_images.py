@@ -154,7 +154,7 @@ def test_messages_with_parts():
 
 
 def test_a_conversation_about_images(folder):
-    """Those of the prompt; one behind the first learned turn would not be counted, and the count of the reader refuses it."""
+    """The images of the prompt are read and counted with it."""
     row = {"messages": [{"role": "user", "content": "a<image>b"}, {"role": "assistant", "content": "c"}], "pictures": ["0.png"]}
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
     tokenizer = byte_tokenizer()
