@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from lightrft.config import ConfigError, DataSection
+from lightrft.data.conversations import load_examples
 from lightrft.data.images import ImageFile, image_files, opened, with_parts
 from lightrft.data.prompts import load_prompts
 from lightrft.data.rows import DataError
@@ -150,3 +151,16 @@ def test_messages_with_parts():
     for content in (["a"], image, 3):
         with pytest.raises(ValueError, match="the content of a chat message is text, or a list of parts"):
             with_parts([user | {"content": content}], 1)
+
+
+def test_a_conversation_about_images(folder):
+    """The images of the prompt are read and counted with it."""
+    row = {"messages": [{"role": "user", "content": "a<image>b"}, {"role": "assistant", "content": "c"}], "pictures": ["0.png"]}
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE + "{% if add_generation_prompt %}<assistant>{% endif %}"
+    section = DataSection(prompt_data=str(folder / "rows.jsonl"), apply_chat_template=True, images_key="pictures")
+    (prompt,) = load_examples(section, tokenizer, longest=99, measure=lambda prompt: 5)
+    assert prompt.token_ids == [*b"<user>a@b<assistant>"] and prompt.media_tokens == 5
+    assert prompt.columns["label"] == ([ord("c"), tokenizer.eos_token_id], [True, True])
+    assert [image.name for image in prompt.multi_modal["images"]] == ["0.png"]
