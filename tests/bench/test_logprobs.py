@@ -17,6 +17,13 @@ def test_every_variant_runs_and_agrees(capsys, monkeypatch):
     assert last["time_ratio"] > 0 and "peak_memory_ratio" in last
 
 
+@pytest.mark.slow
+def test_a_truncation_is_that_of_sorting(capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", ".")
+    logprobs.main(["--cases", "4000x16", "--tokens=64", "--repeat=1", "--top_p=0.9", "--variants", "lightrft", "full_logits"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["time_ratio"] > 0
+
+
 def test_a_variant_that_computes_something_else_is_refused(monkeypatch):
     values = iter([1.0, 1.0, 1.0, 1.1])
     row = {"cpu_s": 1.0, "peak_mb": 1.0}
