@@ -1,6 +1,7 @@
 """The only owner of ranks and groups: which axes the processes form and who is where on each."""
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,10 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 from lightrft.parallel.collectives import Axis
 
 AXES = ("dp_replicate", "dp_shard", "sp", "tp")
+
+
+_meshes: dict[tuple[Any, ...], "Mesh"] = {}
+"""Meshes of the default process group; see Mesh.shared()."""
 
 
 class Mesh:
@@ -30,8 +35,6 @@ class Mesh:
             raise ValueError("; ".join(problems))
         sizes = (dp_replicate, world_size // (dp_replicate * sp * tp), sp, tp)
         self.device_type = device_type
-        self._groups: set[dist.ProcessGroup] = set()
-        """Groups that were made here; the world's is not."""
         self.device_mesh: DeviceMesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
         self.world = _axis("world", dist.group.WORLD)
         self.data = self._axis("data", ("dp_replicate", "dp_shard"))
@@ -47,6 +50,21 @@ class Mesh:
         for axis in (self.world, self.data, self.shard, self.replicate, self.sp, self.tp, self.siblings):
             if timeout is not None and axis.group is not None:
                 _set_pg_timeout(timeout, axis.group)
+
+    @classmethod
+    def shared(cls, device_type: str, **sizes: Any) -> "Mesh":
+        """Return the mesh of these sizes in the default process group, made when it is first asked for.
+
+        Groups cost threads, and torch remembers by a mesh's shape what it has worked out for its groups: so one strategy after
+        another uses the same ones, which end with the process group. All ranks ask together.
+        """
+        world = dist.group.WORLD
+        for key in [key for key in _meshes if key[0] is not world]:
+            del _meshes[key]
+        key = (world, device_type, *sorted(sizes.items()))
+        if key not in _meshes:
+            _meshes[key] = cls(device_type, **sizes)
+        return _meshes[key]
 
     @property
     def parameters(self) -> DeviceMesh:
@@ -68,7 +86,6 @@ class Mesh:
             starts = range(0, self.world.size, size)
             groups = [dist.new_group(list(range(start, start + size)), timeout=self._timeout, group_desc="engine")
                       for start in starts]
-            self._groups.add(groups[first // size])
             self._engine_axes[size] = _axis("engine", groups[first // size])
         return self._engine_axes[size]
 
@@ -77,7 +94,6 @@ class Mesh:
         if size not in self._replica_axes:
             groups = [dist.new_group(list(range(place, self.world.size, size)), timeout=self._timeout, group_desc="replicas")
                       for place in range(size)]  # fmt: skip
-            self._groups.add(groups[self.world.rank % size])
             self._replica_axes[size] = _axis("replicas", groups[self.world.rank % size])
         return self._replica_axes[size]
 
@@ -85,22 +101,10 @@ class Mesh:
         """All processes once more, over a group of its own on the hosts: for a thread whose collectives run beside the others."""
         if self._aside is None:
             self._aside = _axis("aside", dist.new_group(backend="gloo", timeout=self._timeout))
-            self._groups.add(self._aside.group)
         return self._aside
-
-    def close(self) -> None:
-        """End the groups that were made here, and their threads: where the process group is not ours, it goes on without them."""
-        groups = self._groups | set(self.device_mesh.get_all_groups())
-        for group in sorted(groups - {dist.group.WORLD}, key=lambda group: group.group_name):
-            # a group with one backend for each device has no default where plugins are there, and torch warns of that
-            if group.name() == "undefined":
-                group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-            dist.destroy_process_group(group)
-        self._groups.clear()
 
     def _axis(self, name: str, dims: tuple[str, ...]) -> Axis:
         mesh = self.device_mesh[dims] if len(dims) == 1 else self.device_mesh[dims]._flatten("_".join(dims))
-        self._groups.add(mesh.get_group())
         return _axis(name, mesh.get_group())
 
 

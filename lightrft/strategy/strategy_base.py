@@ -88,7 +88,7 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
         self.device = current_device()
         self._watchdog = Watchdog.start(timeout, timedelta(minutes=self.config.phase_minutes))
         sizes = {"dp_replicate": self.config.dp_replicate, "sp": sequence_layout(self.config)[0], "tp": self.config.tp_size}
-        self._mesh = Mesh(self.device.type, **sizes, timeout=timeout + MARGIN)
+        self._mesh = Mesh.shared(self.device.type, **sizes, timeout=timeout + MARGIN)
         self.mesh.engine(self.config.engine_tp_size)
         self._check_batch_sizes()
         self._warn_of_versions()
@@ -100,7 +100,7 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
         A checkpoint that is being written is finished before; what fails then is said in the log.
         """
         self.close_checkpoints()
-        mesh, self._mesh, self._models, self._optimizers = self._mesh, None, [], []
+        self._mesh, self._models, self._optimizers = None, [], []
         self.close_engine()
         if self._watchdog is not None:
             self._watchdog.close()
@@ -108,8 +108,6 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
         if self._owns_processes:
             dist.destroy_process_group()
             self._owns_processes = False
-        elif mesh is not None:
-            mesh.close()
 
     def announce(self, phase: str) -> None:
         """What this rank does from now on, empty for nothing in particular: named when a rank fails, dies or is late."""

@@ -135,7 +135,7 @@ def watch(trainer: Any) -> Clock:
     clock, numbers = Clock(), {}
     for owner, method, phase in (
         (trainer, "step", "prep"), (trainer, "_report", "prep"), (trainer, "_learn", "fwdbwd"),
-        (trainer.strategy, "complete", "gen"), (trainer.strategy.engine, "load_weights", "sync"),
+        (trainer.strategy, "gather_and_generate", "gen"), (trainer.strategy.engine, "load_weights", "sync"),
         (trainer.strategy, "optimizer_step", "opt"), (trainer.make_experience, "_ask", "old_logp"),
     ):  # fmt: skip
         clock.charge(owner, method, phase)

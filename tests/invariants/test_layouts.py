@@ -203,7 +203,7 @@ def plain_torch(folder: str, mode: str, steps: int = STEPS) -> Trained:
     return numbers, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def sequence_loss(model: torch.nn.Module, whole: Experience, index: int, truncated: bool) -> torch.Tensor:
+def sequence_loss(model: torch.nn.Module, whole: Experience, index: int, truncated: bool = False) -> torch.Tensor:
     """Per response token: clipped ratio with dual clip 3, and 0.1 of the k3 divergence."""
     start, end = int(whole.offsets[index]), int(whole.offsets[index + 1])
     ids, part = whole.input_ids[start:end], slice(start + PROMPT, end)

@@ -44,7 +44,7 @@ def updated(folder: str):
 
 def plain(folder: str):
     """Samples at the temperature of sampling, answers at 1; each mean over its own tokens."""
-    model, order, batch = rows.plain_model(folder), Order(len(ANSWERS), seed=1), rows.whole()
+    model, order, batch = rows.plain_model(folder), Order(len(ANSWERS), TRAIN.seed), rows.whole()
     optimizer, numbers, seen = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), [], []
     for step in range(3):
         optimizer.param_groups[0]["lr"] = 0.05 * (0.5 if step == 0 else 1.0)
