@@ -23,6 +23,7 @@ from lightrft.config import EngineSection
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
 from lightrft.engine.build import build_engine
 from lightrft.engine.proof import PRODUCT_TURNS, TURNS
+from lightrft.engine.requests import derived_seed
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 from lightrft.types import Completion
@@ -575,7 +576,9 @@ def the_first_token_has_a_temperature_of_its_own(bench: Bench) -> None:
             torch.testing.assert_close(torch.tensor(sample.logprobs), torch.cat([first, rest]), rtol=0, atol=1e-5)
     assert len({sample.token_ids[0] for sample in outputs[0]}) > 15, "at this temperature all tokens are about as likely"
     usual = bench.generate([prompt], replace(fire, first_token_temperature=None))[0]
-    assert len({sample.token_ids[0] for sample in usual}) < 24
+    likelihood = [sum(reference_logprobs(bench.model, prompt, sample.token_ids[:1], 1.0).item() for sample in samples) / 24
+                  for samples in (usual, outputs[0])]
+    assert likelihood[0] > likelihood[1] + 0.2, "without it the first token is as likely as the others"
 
 
 def no_requests_no_answers(bench: Bench) -> None:
@@ -596,6 +599,27 @@ def the_seed_decides(bench: Bench) -> None:
 
     assert sample(1) == sample(1)
     assert sample(1) != sample(2)
+
+
+def the_seed_of_a_sample_decides(bench: Bench) -> None:
+    """Whatever is beside it, in whatever order, and whatever else draws random numbers, be it on one rank of an engine alone."""
+
+    def sample(rows: list[int], seed: int) -> dict[int, list[list[int]]]:
+        def on_done(index: int, completions: list[Completion]) -> None:
+            for _ in range(bench.rank + seed):
+                np.random.rand(), torch.rand(1), random.random()
+
+        np.random.seed(seed + bench.rank)
+        requests = [Request(PROMPTS[row], seeds=(derived_seed(row, 0), derived_seed(row, 1))) for row in rows]
+        outputs = bench.engine.generate(requests, Sampling(n=2, max_tokens=12, seed=seed), on_done)
+        return {row: [each.token_ids for each in samples] for row, samples in zip(rows, outputs, strict=True)}
+
+    drawn = sample([0, 1, 2, 3, 4], seed=1)
+    assert len({tuple(tokens) for samples in drawn.values() for tokens in samples}) == 10
+    assert sample([4, 3, 2, 1, 0], seed=2) == drawn and sample([2], seed=3)[2] == drawn[2]
+    assert all(other == drawn for other in bench.axis.gather(drawn))
+    with pytest.raises(ValueError, match="request 0 has 2 seeds for 3 samples"):
+        bench.engine.generate([Request([1], seeds=(1, 2))], Sampling(n=3, max_tokens=2))
 
 
 def the_callers_generators_are_left_alone(bench: Bench) -> None:
