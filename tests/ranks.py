@@ -106,9 +106,9 @@ def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any],
         torch.set_num_threads(1)
         torch.manual_seed(0)
         device = current_device()
-        dist.init_process_group(
-            "cpu:gloo" if device.type == "cpu" else collective_backend(device), init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
-        )
+        backend = "cpu:gloo" if device.type == "cpu" else collective_backend(device)
+        meeting = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world_size}
+        dist.init_process_group(backend, **meeting, timeout=timedelta(seconds=120))
         result = function(*args)
         (Path(folder) / f"result{rank}.part").write_bytes(pickle.dumps(result))
         os.rename(Path(folder) / f"result{rank}.part", Path(folder) / f"result{rank}")
