@@ -65,9 +65,7 @@ class EngineHost:
         return EngineStatus.WAKEUP if self.engine.awake == {"weights", "kv_cache"} else EngineStatus.SLEEPED
 
     def update_weights(self, weights: Weights) -> None:
-        """Wake the weights and stream the newest in, under the next version. The cache stays as it is."""
-        release_cached_memory(self.device)
-        self.engine.wake("weights")
+        """Stream the newest weights in, under the next version. The engine's weights are awake; the cache stays as it is."""
         self.engine.load_weights(weights(), self.engine.version + 1)
 
     def wake_weights(self) -> None:

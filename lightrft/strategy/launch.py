@@ -84,7 +84,7 @@ def join_process_group(device: torch.device, timeout: timedelta, arrival: timede
     except RuntimeError as error:  # gloo's own are no DistError
         raise RuntimeError(
             f"rank {rank} on {socket.gethostname()} met the other {world_size - 1} at {_address()}, but cannot connect to all of "
-            f"them: one has ended since, and its log says why, or a firewall is between the nodes, or a rank listens where others "
+            "them: one has ended since, and its log says why, or a firewall is between the nodes, or a rank listens where others "
             f"do not reach it (GLOO_SOCKET_IFNAME names the interface between the nodes).{_own_loopback()} torch says: {error}"
         ) from error
     _get_default_store().set_timeout(timeout)

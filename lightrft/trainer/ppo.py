@@ -31,6 +31,7 @@ class PPOTrainer(Trainer):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
+        self.strategy.engine_clock = self.trace.phase
         self.mixin = mixin
         self.critic, self.value_objective = critic, ValueObjective(self.config.algorithm)
         if critic is not None:

@@ -1,6 +1,7 @@
 """What is vLLM's own, beyond the contract."""
 
 import json
+import logging
 import subprocess
 import sys
 from functools import partial
@@ -137,6 +138,18 @@ def test_model_runner_v2_keeps_the_contract(tmp_path: Path) -> None:
     outcomes = found["outcomes"]
     assert NOT_INTERPRETED in outcomes.pop(last), "top k and top p work now: move the cases that need them to ON_V2"
     assert outcomes == dict.fromkeys(ON_V2, "")
+
+
+def _warns(folder: str) -> None:
+    engine = start("vllm", folder, Mesh("cpu").world)
+    logging.getLogger("vllm.v1.worker.cpu_worker").warning("memory is %s", "short")
+    engine.close()
+
+
+def test_warnings_are_shown_but_for_those_of_choices_made_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(1, _warns, tiny_model(tmp_path))
+    said = [line for line in "".join(capfd.readouterr()).splitlines() if "WARNING" in line]
+    assert len(said) == 1 and "memory is short" in said[0]
 
 
 def test_both_runners_draw_from_the_seeds_of_requests() -> None:

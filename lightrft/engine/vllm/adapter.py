@@ -49,7 +49,8 @@ class VLLMEngine(LibraryEngine):
         self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, trust_remote_code=setup.trust_remote_code)
         memory = Shim.own_shared_memory(setup.axis) if self.on_cpu else nullcontext()
         with random_state_kept(self.device), memory, Shim.rank_in_environment(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            for category in (DeprecationWarning, FutureWarning):  # of vLLM's own calls
+                warnings.simplefilter("ignore", category)
             self._llm = LLM(**arguments(setup, config, self.limits))
         self._shim = Shim(self._llm, self.names)
         return self._shim.weights.unknown
