@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
+from lightrft.parallel.device import collective_backend, current_device
+
 tqdm.monitor_interval = 0  # a thread of the process that forks, which may hold a lock just then
 RESTARTS = "RESTARTED_RANKS"
 """Environment variable: the file in which every start once more has its line, of all processes of a test run."""
@@ -103,9 +105,10 @@ def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any],
     try:
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        dist.init_process_group(
-            "cpu:gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
-        )
+        device = current_device()
+        backend = "cpu:gloo" if device.type == "cpu" else collective_backend(device)
+        meeting = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world_size}
+        dist.init_process_group(backend, **meeting, timeout=timedelta(seconds=120))
         result = function(*args)
         (Path(folder) / f"result{rank}.part").write_bytes(pickle.dumps(result))
         os.rename(Path(folder) / f"result{rank}.part", Path(folder) / f"result{rank}")

@@ -152,7 +152,7 @@ class EngineSection(Section):
     engine_tp_size: int = 1
     """Consecutive ranks that share one engine's weights."""
     engine_mem_util: float = 0.6
-    """Share of an accelerator's memory that vLLM or SGLang may take while awake."""
+    """Share of an accelerator's memory for the engine while awake: vLLM counts all it uses, SGLang weights and cache."""
     engine_kv_cache_gb: float = 1.0
     """Size of vLLM's or SGLang's key-value cache on a CPU, in GB."""
     enable_engine_sleep: bool = True

@@ -15,7 +15,7 @@ from lightrft.engine.expected import Vocabulary
 from lightrft.engine.first_token import Done, first_token_apart
 from lightrft.engine.media import MEDIA, digest, read
 from lightrft.engine.proof import TURNS, Fingerprints
-from lightrft.engine.requests import Expanded, Request, Sampling, strange
+from lightrft.engine.requests import Expanded, Request, Sampling, derived_seed, strange
 from lightrft.engine.stops import StopStrings
 from lightrft.parallel.collectives import Axis
 from lightrft.types import Completion
@@ -90,9 +90,9 @@ class Engine(ABC):
         """`n` completions for each request, in the order of the requests; `on_done` is told of each once it has them all.
 
         Log-probs are those of the distribution that was sampled: without banned tokens, at the temperature asked for, of the
-        top p of the top k; raw (T = 1) when greedy. The order and the seed alone decide what is sampled; how requests are
-        batched does not. ValueError when a request cannot be answered; nothing was generated then and the engine stays usable.
-        `on_done` is called while other requests still run, in any order. What it raises ends the engine.
+        top p of the top k; raw (T = 1) when greedy. The seed of a sample alone decides its noise: not how requests are batched,
+        nor what else draws random numbers. ValueError when a request cannot be answered; nothing was generated then and the
+        engine stays usable. `on_done` is called while other requests still run, in any order. What it raises ends the engine.
         """
         self._check_usable()
         if self.awake != {"weights", "kv_cache"}:
@@ -101,6 +101,7 @@ class Engine(ABC):
             raise EngineError("generate() without weights (sleep level 2, or a broken stream): call load_weights() first")
         placeholders = self.vocabulary.placeholder_token_ids if self.vocabulary else ()
         own = [replace(each, sampling=(each.sampling or sampling).resolved(placeholders)) for each in requests]
+        own = [each if each.seeds else replace(each, seeds=_seeds(sampling.seed, place, each)) for place, each in enumerate(own)]
         own = self._readable(own, sampling)
         completions: dict[int, list[Completion]] = {}
 
@@ -111,7 +112,7 @@ class Engine(ABC):
 
         if own:
             with self._fatal("generate"):
-                first_token_apart(self._generate, own, sampling.seed, done)
+                first_token_apart(self._generate, own, done)
         return [completions[index] for index in range(len(own))]
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -183,8 +184,8 @@ class Engine(ABC):
     # -- what an adapter implements
 
     @abstractmethod
-    def _generate(self, requests: list[Request], seed: int, done: Done) -> None:
-        """done(index, completions) for each request, once. Every request has its own sampling, whose seed means nothing.
+    def _generate(self, requests: list[Request], done: Done) -> None:
+        """done(index, completions) for each request, once. Every request has its sampling and a seed for each sample.
 
         Stop strings should end a sample; what an engine generates beyond them is cut off.
         """
@@ -270,7 +271,7 @@ class Engine(ABC):
             problem = str(error)
         if self.axis.size > 1:
             media = [""] * len(requests) if problem else map(digest, readable)
-            asked = [(request.token_ids, seen, request.sampling) for request, seen in zip(requests, media, strict=True)]
+            asked = [(each.token_ids, seen, each.sampling, each.seeds) for each, seen in zip(requests, media, strict=True)]
             question = hashlib.sha256(repr((problem, asked, sampling)).encode()).hexdigest()
             if len(set(self.axis.gather(question))) > 1:
                 raise ValueError("the ranks that share an engine must generate for the same requests with the same sampling")
@@ -320,6 +321,8 @@ class Engine(ABC):
             return f"has the token {token}, which is not in the vocabulary of {size}"
         if problem := request.sampling.problem(size):
             return problem
+        if len(request.seeds) != request.sampling.n:
+            return f"has {len(request.seeds)} seeds for {request.sampling.n} samples"
         return self._tokenizer_problem() if request.sampling.stop else None
 
     def _tokenizer_problem(self) -> str | None:
@@ -339,6 +342,11 @@ class Engine(ABC):
 
     def _fatal(self, verb: str) -> "_Fatal":
         return _Fatal(self, verb)
+
+
+def _seeds(seed: int, place: int, request: Request) -> tuple[int, ...]:
+    """Derive those of a request that came without."""
+    return tuple(derived_seed(seed, place, sample) for sample in range(request.sampling.n))
 
 
 class _Fatal:

@@ -2,11 +2,13 @@
 
 import importlib
 import importlib.util
+import socket
 
 from loguru import logger
 
-from lightrft.config import EngineSection
+from lightrft.config import ConfigError, EngineSection
 from lightrft.engine.base import Engine, EngineSetup
+from lightrft.parallel.collectives import Axis
 
 ENGINES = {
     "vllm": "lightrft.engine.vllm:VLLMEngine",
@@ -14,6 +16,8 @@ ENGINES = {
     "hf": "lightrft.engine.hf:HFEngine",
 }
 """Name -> adapter. An adapter's file or folder imports its library, so it is imported only when chosen."""
+ON_ONE_NODE = ("sglang",)
+"""Those whose first rank starts the processes of all ranks that share the engine, and sends them handles of device memory."""
 PREFERRED = ("vllm", "sglang")
 """`auto` takes the first of these that is installed."""
 INSTALL = {
@@ -28,10 +32,22 @@ def build_engine(section: EngineSection, **setup) -> Engine:
     All ranks call this together. ValueError for a name that is unknown, not installed, or cannot run in this layout.
     """
     name = _resolve(section.engine_type)
+    if name in ON_ONE_NODE:
+        _check_nodes(name, setup["axis"])
     module, _, adapter = ENGINES[name].partition(":")
     engine: Engine = getattr(importlib.import_module(module), adapter)(EngineSetup(section=section, **setup))
     engine.proof_dtype = setup["dtype"] if section.verify_weight_sync else None
     return engine
+
+
+def _check_nodes(name: str, axis: Axis) -> None:
+    """Raise ConfigError where the ranks that share the engine are on several nodes. They call it together."""
+    hosts = axis.gather(socket.gethostname())
+    if len(set(hosts)) > 1:
+        raise ConfigError(
+            f"--engine_tp_size {axis.size}: {name} runs on one node, and these ranks are on {', '.join(dict.fromkeys(hosts))}; "
+            "use a size that divides the ranks of every node, or --engine_type vllm"
+        )
 
 
 def _resolve(name: str) -> str:

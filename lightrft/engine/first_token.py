@@ -6,24 +6,22 @@ Two calls: the first tokens, then what follows each of them, for which an engine
 from collections.abc import Callable
 from dataclasses import replace
 
-from lightrft.engine.requests import Request
+from lightrft.engine.requests import Request, derived_seed
 from lightrft.types import Completion
 
 Done = Callable[[int, list[Completion]], None]
-Generate = Callable[[list[Request], int, Done], None]
-"""(requests that all have their sampling, seed, what is told of each finished request)."""
-NEXT_SEED = 0x9E3779B97F4A7C15
-"""What the second call adds to the seed, so that it does not draw the numbers of the first again."""
+Generate = Callable[[list[Request], Done], None]
+"""(requests that all have their sampling and their seeds, the callback for each finished request)."""
 
 
-def first_token_apart(generate: Generate, requests: list[Request], seed: int, done: Done) -> None:
-    """generate(requests, seed, done), where first tokens may have their own temperature."""
+def first_token_apart(generate: Generate, requests: list[Request], done: Done) -> None:
+    """generate(requests, done), where first tokens may have their own temperature."""
     hot = [index for index, request in enumerate(requests) if request.sampling.first_token_temperature is not None]
     if not hot:
-        generate(requests, seed, done)
+        generate(requests, done)
         return
     samples: dict[int, list[Completion]] = {}
-    generate([_first_token(requests[index]) for index in hot], seed, lambda place, found: samples.update({hot[place]: found}))
+    generate([_first_token(requests[index]) for index in hot], lambda place, found: samples.update({hot[place]: found}))
     open_samples = _open_samples(requests, samples)
     missing = {index: sum(sample[0] == index for sample in open_samples) for index in hot}
     for index in hot:
@@ -41,8 +39,8 @@ def first_token_apart(generate: Generate, requests: list[Request], seed: int, do
             done(index, samples[index])
 
     whole = [index for index in range(len(requests)) if index not in samples]
-    rest = [_rest(requests[index], samples[index][sample]) for index, sample in open_samples]
-    generate(rest + [requests[index] for index in whole], (seed + NEXT_SEED) % 2**63, follow)
+    rest = [_rest(requests[index], requests[index].seeds[sample], samples[index][sample]) for index, sample in open_samples]
+    generate(rest + [requests[index] for index in whole], follow)
 
 
 def _open_samples(requests: list[Request], samples: dict[int, list[Completion]]) -> list[tuple[int, int]]:
@@ -61,10 +59,11 @@ def _first_token(request: Request) -> Request:
     return replace(request, sampling=first)
 
 
-def _rest(request: Request, begun: Completion) -> Request:
+def _rest(request: Request, seed: int, begun: Completion) -> Request:
+    """Continue a sample. Its noise is other than that of the first token, also in an engine that counts from its prompt's end."""
     sampling = request.sampling
     rest = replace(sampling, n=1, max_tokens=sampling.max_tokens - 1, first_token_temperature=None)
-    return replace(request.followed_by(begun.token_ids), sampling=rest)
+    return replace(request.followed_by(begun.token_ids), sampling=rest, seeds=(derived_seed(seed, len(begun.token_ids)),))
 
 
 def _joined(first: Completion, rest: Completion) -> Completion:

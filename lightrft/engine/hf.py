@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, DynamicCache, PretrainedConfig, PreTrainedModel
@@ -54,18 +55,17 @@ class HFEngine(Engine):
         return self.reader.expanded(request)
 
     @torch.inference_mode()
-    def _generate(self, requests: list[Request], seed: int, done: Done) -> None:
-        seeds = torch.randint(2**62, (len(requests),), generator=torch.Generator().manual_seed(seed)).tolist()
+    def _generate(self, requests: list[Request], done: Done) -> None:
         alike: dict[Sampling, list[int]] = {}
         for index in sorted(range(len(requests)), key=lambda index: len(requests[index].prompt)):
             alike.setdefault(requests[index].sampling, []).append(index)
         for sampling, members in alike.items():
             for start in range(0, len(members), self.batch_size):
                 chosen = members[start : start + self.batch_size]
-                noise = torch.stack([_noise(seeds[index], sampling) for index in chosen]).to(self.device)
                 prompts = [requests[index] for index in chosen]
+                noise = _noise([seed for request in prompts for seed in request.seeds], sampling).to(self.device)
                 samples = self._samples(sampling, chosen, [len(request.prompt) for request in prompts], done)
-                self._complete(prompts, noise.flatten(0, 1), sampling, samples)
+                self._complete(prompts, noise, sampling, samples)
 
     def _samples(self, sampling: Sampling, chosen: list[int], lengths: list[int], done: Done) -> "_Samples":
         """Of the requests `chosen`, with the lengths of their prompts, which the first of n samples computes for the others."""
@@ -253,12 +253,11 @@ class _Rows:
         return tokens[keep]
 
 
-def _noise(seed: int, sampling: Sampling) -> Tensor:
-    """[n, max_tokens] float64 in [0, 1) of one request, whatever batch it is in."""
+def _noise(seeds: list[int], sampling: Sampling) -> Tensor:
+    """Return [seeds, max_tokens] float64 in [0, 1), a row for each sample."""
     if sampling.temperature == 0:
-        return torch.zeros(1, 1, dtype=torch.float64).expand(sampling.n, sampling.max_tokens)
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(sampling.n, sampling.max_tokens, dtype=torch.float64, generator=generator)
+        return torch.zeros(1, 1, dtype=torch.float64).expand(len(seeds), sampling.max_tokens)
+    return torch.stack([torch.from_numpy(np.random.default_rng(seed).random(sampling.max_tokens)) for seed in seeds])
 
 
 def _load(setup: EngineSetup, config: PretrainedConfig) -> PreTrainedModel:

@@ -1,5 +1,6 @@
 """What an engine is asked: prompts, and how to sample their continuations."""
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -26,7 +27,8 @@ class Sampling:
     temperature: float = 1.0
     """0 is greedy, and top_p and top_k are nothing to it."""
     seed: int = 0
-    """Of a call. Equal inside one engine's tensor-parallel group, different between replicas and steps."""
+    """Of a call, for the requests that bring no seeds of their own. Equal inside one engine's tensor-parallel group, different
+    between replicas and steps."""
     stop_token_ids: tuple[int, ...] = ()
     """These end a response, as the tokenizer's end token does; the token itself is kept."""
     top_p: float = 1.0
@@ -100,6 +102,9 @@ class Request:
     """`images`, `videos`, `audios`, each in the order of its placeholders and in any of the forms of media.py."""
     sampling: Sampling | None = None
     """Its own, instead of the call's; the seed is the call's."""
+    seeds: tuple[int, ...] = ()
+    """One for each sample, from derived_seed(): it alone decides the sample's noise, whatever engine or batch draws it. Without
+    any, they are derived from the call's seed and the place of the request among those of the call."""
     expanded: Expanded | None = None
     """An engine sets it while it answers a request with media."""
 
@@ -112,6 +117,11 @@ class Request:
         """The same prompt with more text behind it."""
         expanded = self.expanded and replace(self.expanded, token_ids=self.expanded.token_ids + token_ids)
         return replace(self, token_ids=self.token_ids + token_ids, expanded=expanded)
+
+
+def derived_seed(*parts: int | str) -> int:
+    """Return a seed of 63 bits that depends on all parts and their order, and is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
 def strange(token_ids: Iterable[int], vocabulary_size: int | None) -> int | None:

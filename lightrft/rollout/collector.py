@@ -10,7 +10,6 @@ Plain: `rollout_batch_size` prompts, and every response to its end. Beyond that,
 All ranks decide alike, from numbers that all of them have. What ends first on a clock does not matter.
 """
 
-import random
 from collections.abc import Iterable
 from itertools import count
 from math import ceil
@@ -21,6 +20,7 @@ from loguru import logger
 
 from lightrft.config import ConfigError, RolloutSection
 from lightrft.data.loader import Order, fair_share
+from lightrft.engine.requests import derived_seed
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.rollout.groups import GROWING, Group, History, Visit
@@ -62,7 +62,7 @@ class Collector:
         while missing and rounds < section.dynamic_sampling_rounds:
             tried = len(chosen) + len(idle)
             mine = self._drawn(missing, acceptance=len(chosen) / tried if tried else 1.0)
-            self._generate(mine, missing, seed=f"{self.seed}/{step}/{rounds}")
+            self._generate(mine, missing, seed=(self.seed, step, rounds))
             teaching, useless = self._sorted_out([group for group in mine if group.complete])
             chosen |= set(teaching[:missing])
             idle += useless
@@ -122,15 +122,15 @@ class Collector:
 
     # -- until when
 
-    def _generate(self, mine: list[Group], needed: int, *, seed: str) -> None:
+    def _generate(self, mine: list[Group], needed: int, *, seed: tuple[int, ...]) -> None:
         """Let this rank's groups grow until `needed` of all ranks' are complete; to the end without over-sampling."""
         limit = self.section.early_stop_every if self.section.over_sampling > 1 else None
         for group in mine:
             if group.complete:
                 self.judge.begin(group.responses)
         for turn in count():
-            number = random.Random(f"{seed}/{turn}").getrandbits(48)
-            self.sampler.grow(mine, seed=number, limit=limit, on_complete=lambda group: self.judge.begin(group.responses))
+            drawn = derived_seed(*seed, turn)
+            self.sampler.grow(mine, seed=drawn, limit=limit, on_complete=lambda group: self.judge.begin(group.responses))
             complete = sum(group.complete for group in mine)
             complete, growing = self.data.sum(torch.tensor([complete, len(mine) - complete])).tolist()
             if complete >= needed or not growing:

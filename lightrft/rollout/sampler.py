@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config import RolloutSection
 from lightrft.data.images import opened
 from lightrft.data.loader import share_of
-from lightrft.engine.requests import Request, Sampling
+from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.rollout.groups import GROWING, Group
 from lightrft.strategy import StrategyBase
 from lightrft.types import Completion, Prompt, Sample
@@ -30,9 +30,10 @@ class Sampler:
     ) -> None:
         """Lengthen the growing responses of this rank's groups: to their end, or by at most `limit` tokens.
 
+        What a response draws depends on `seed`, the number of its group and its place there, not on the rank that asks for it.
         `on_complete` hears of a group as soon as its last response has ended, while others still grow.
         """
-        pending = [each for group in groups for each in self._pending(group, limit)]
+        pending = [each for group in groups for each in self._pending(group, seed, limit)]
         arrived: set[int] = set()
 
         def take(index: int, completions: list[Completion]) -> None:
@@ -44,20 +45,20 @@ class Sampler:
                 on_complete(group)
 
         requests = [request for request, _, _ in pending]
-        sampling = Sampling.of(self.section, seed=seed)
+        sampling = Sampling.of(self.section)
         answers = self.strategy.gather_and_generate(sampling, requests=requests, on_done=take, sleep_engine=False)
         for index, completions in enumerate(answers):
             if index not in arrived:
                 take(index, completions)
 
-    def answer(self, prompts: list[Prompt]) -> list[Group]:
+    def answer(self, prompts: list[Prompt], *, seed: int) -> list[Group]:
         """The greedy response to each of this rank's prompts and --eval_n_samples others; `prompts` are those of all ranks."""
         data, count = self.strategy.mesh.data, self.section.eval_n_samples
         mine = share_of(data.rank, data.size, len(prompts))
         groups = [Group.begin(number, number, prompts[number], count=count, greedy=True) for number in mine]
         training, self.section = self.section, self._evaluating()
         try:
-            self.grow(groups, seed=0)
+            self.grow(groups, seed=seed)
         finally:
             self.section = training
         return groups
@@ -67,23 +68,24 @@ class Sampler:
         warm = self.section.eval_temperature
         return self.section if warm is None else replace(self.section, temperature=warm)
 
-    def _pending(self, group: Group, limit: int | None) -> Iterator[Pending]:
+    def _pending(self, group: Group, seed: int, limit: int | None) -> Iterator[Pending]:
         """New samples of a prompt are one request and share its prefill; later each goes on by itself."""
-        growing = [sample for sample in group.samples if sample.finish_reason == GROWING]
+        growing = [place for place, sample in enumerate(group.samples) if sample.finish_reason == GROWING]
         first = not any(sample.token_ids for sample in group.samples)
-        for samples in [growing] if growing and first else [[sample] for sample in growing]:
-            sampling = Sampling.of(self.section, n=len(samples))
-            yield self._request(samples[0], sampling, limit), samples, group
+        for places in [growing] if growing and first else [[place] for place in growing]:
+            seeds = tuple(derived_seed(seed, group.number, place) for place in places)
+            samples = [group.samples[place] for place in places]
+            yield self._request(samples[0], Sampling.of(self.section, n=len(samples)), seeds, limit), samples, group
         if group.greedy is not None and group.greedy.finish_reason == GROWING:
-            yield self._request(group.greedy, Sampling.greedy(self.section), limit), [group.greedy], group
+            yield self._request(group.greedy, Sampling.greedy(self.section), (), limit), [group.greedy], group
 
-    def _request(self, sample: Sample, sampling: Sampling, limit: int | None) -> Request:
+    def _request(self, sample: Sample, sampling: Sampling, seeds: tuple[int, ...], limit: int | None) -> Request:
         """What follows the tokens of a response."""
         left = self.section.generate_max_len - len(sample.token_ids)
         sampling = replace(sampling, max_tokens=min(limit or left, left))
         if sample.token_ids:
             sampling = replace(sampling, first_token_temperature=None)
-        return Request([*sample.prompt.token_ids, *sample.token_ids], opened(sample.prompt.multi_modal), sampling)
+        return Request([*sample.prompt.token_ids, *sample.token_ids], opened(sample.prompt.multi_modal), sampling, seeds)
 
     def _extend(self, sample: Sample, completion: Completion) -> None:
         if not sample.token_ids:

@@ -1,6 +1,5 @@
 """The engine that lives beside the trainer on the same devices: when it is awake, whose weights it has, who asks what."""
 
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import Enum
@@ -14,6 +13,7 @@ from torch import Tensor
 from lightrft.data.loader import share_of
 from lightrft.engine.base import Engine, OnDone, Request, Sampling
 from lightrft.engine.build import build_engine
+from lightrft.engine.requests import derived_seed
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import occupied_memory, release_cached_memory
 from lightrft.parallel.mesh import Mesh
@@ -49,7 +49,7 @@ class EngineHost:
         engine = build_engine(
             config, model_path=config.pretrain, dtype=dtype, device=device, axis=axis,
             max_model_len=config.prompt_max_len + config.generate_max_len,
-            seed=replica_seed(seed, mesh.world.rank // axis.size) % 2**31,  # vLLM takes 32 bits here
+            seed=derived_seed(seed, mesh.world.rank // axis.size) % 2**31,  # vLLM takes 32 bits here
             trust_remote_code=config.trust_remote_code, from_stream=from_stream,
         )
         return cls(engine, axis=axis, mesh=mesh, device=device, sleeps=config.enable_engine_sleep)
@@ -65,9 +65,7 @@ class EngineHost:
         return EngineStatus.WAKEUP if self.engine.awake == {"weights", "kv_cache"} else EngineStatus.SLEEPED
 
     def update_weights(self, weights: Weights) -> None:
-        """Wake the weights and stream the newest in, under the next version. The cache stays as it is."""
-        release_cached_memory(self.device)
-        self.engine.wake("weights")
+        """Stream the newest weights in, under the next version. The engine's weights are awake; the cache stays as it is."""
         self.engine.load_weights(weights(), self.engine.version + 1)
 
     def wake_weights(self) -> None:
@@ -86,7 +84,7 @@ class EngineHost:
 
     def generate(self, sampling: Sampling, requests: list[Request]) -> list[list[Completion]]:
         """On the engine as it is: ranks that share one pass the same requests."""
-        return self.engine.generate(requests, replace(sampling, seed=replica_seed(sampling.seed, self.replica)))
+        return self.engine.generate(requests, self._own(sampling))
 
     def complete(
         self, sampling: Sampling, requests: list[Request], on_done: OnDone | None = None
@@ -105,10 +103,14 @@ class EngineHost:
             if on_done is not None and first <= index < first + len(mine):
                 on_done(part.start + index - first, completions)
 
-        own = replace(sampling, seed=replica_seed(sampling.seed, self.replica))
-        completions = self.engine.generate([request for others in everyone for request in others], own, on_done=heard)
+        requests = [request for others in everyone for request in others]
+        completions = self.engine.generate(requests, self._own(sampling), on_done=heard)
         answered = self.siblings.gather(completions[first : first + len(mine)])
         return [samples for answers in answered for samples in answers]
+
+    def _own(self, sampling: Sampling) -> Sampling:
+        """Return it with a seed that is equal on the ranks of one engine, and different on every replica."""
+        return replace(sampling, seed=derived_seed(sampling.seed, self.replica))
 
 
 def as_dicts(requests: list[Request], completions: list[list[Completion]]) -> list[EasyDict]:
@@ -119,8 +121,3 @@ def as_dicts(requests: list[Request], completions: list[list[Completion]]) -> li
         for request, samples in zip(requests, completions, strict=True)
         for sample in samples
     ]  # fmt: skip
-
-
-def replica_seed(seed: int, replica: int) -> int:
-    """Equal on the ranks of one engine; different, and not merely shifted, on every replica."""
-    return random.Random(f"{seed}/{replica}").getrandbits(48)

@@ -1,7 +1,7 @@
 """The verbs of the engine on the same devices: who wakes it, with whose weights, and when it sleeps."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,8 @@ class EngineVerbs(ModelVerbs):
         self._kept_awake = 0
         self._calls = 0
         """How often samples were drawn without a seed of the caller's."""
+        self.engine_clock: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
+        """Called around `wake`, `weight_sync` and `sleep`, such as Trace.phase; nothing is measured without one."""
 
     @property
     def engine(self) -> Engine:
@@ -65,8 +67,9 @@ class EngineVerbs(ModelVerbs):
         config = self.config if args is None else StrategyConfig.from_args(args)
         config = replace(config, engine_type=engine_type or config.engine_type)
         config.check()
-        self._host = EngineHost.build(config, mesh=self.mesh, dtype=self.dtype, device=self.device, seed=self.seed,
-                                      from_stream=actor is not None)
+        with self.emptied_device():  # vLLM and SGLang take their share of what is free when they start
+            self._host = EngineHost.build(config, mesh=self.mesh, dtype=self.dtype, device=self.device, seed=self.seed,
+                                          from_stream=actor is not None)
         if actor is None:
             self.wakeup_inference_engine()
         else:
@@ -99,23 +102,29 @@ class EngineVerbs(ModelVerbs):
         source = actor if host.engine.weights_valid else self._engine_actor
         if source is None:
             self.enter(Phase.REFIT)
-            host.wake_weights()
+            with self.engine_clock("wake"):
+                host.wake_weights()
         else:
             self.update_engine_weights(source)
         self.enter(Phase.GENERATE)  # the actor's place is for the cache
-        host.engine.wake("kv_cache")
+        with self.engine_clock("wake"):
+            host.engine.wake("kv_cache")
 
     def maybe_sleep_inference_engine(self) -> None:
         """The engine's phases end, and it sleeps if --enable_engine_sleep."""
-        self._engine_host().sleep(keep_weights=self._engine_actor is None)
+        with self.engine_clock("sleep"):
+            self._engine_host().sleep(keep_weights=self._engine_actor is None)
         self._phases.leave_engine()
 
     def update_engine_weights(self, actor: nn.Module) -> None:
         """Stream the actor's weights into the engine under the next version; what was cached with the old ones is dropped."""
         host, self._engine_actor = self._engine_host(), actor
         self.enter(Phase.REFIT, actor)
-        host.update_weights(lambda: self.full_params(actor))
-        self.sync_and_clear_cache()
+        with self.engine_clock("wake"):
+            host.wake_weights()
+        with self.engine_clock("weight_sync"):
+            host.update_weights(lambda: self.full_params(actor))
+            self.sync_and_clear_cache()
         if host.status is EngineStatus.WAKEUP:
             self.enter(Phase.GENERATE)
 

@@ -1,5 +1,6 @@
 """From the launcher's environment to a process group: torchrun, Slurm, or one process without a launcher."""
 
+import ipaddress
 import json
 import os
 import re
@@ -80,13 +81,34 @@ def join_process_group(device: torch.device, timeout: timedelta, arrival: timede
     _meet(store, rank, world_size, arrival)
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=arrival)
-    except dist.DistError as error:
+    except RuntimeError as error:  # gloo's own are no DistError
         raise RuntimeError(
             f"rank {rank} on {socket.gethostname()} met the other {world_size - 1} at {_address()}, but cannot connect to all of "
-            f"them: one has ended since, and its log says why, or a firewall is between the nodes. torch says: {error}"
+            "them: one has ended since, and its log says why, or a firewall is between the nodes, or a rank listens where others "
+            f"do not reach it (GLOO_SOCKET_IFNAME names the interface between the nodes).{_own_loopback()} torch says: {error}"
         ) from error
     _get_default_store().set_timeout(timeout)
     return True
+
+
+def loopback_problem() -> str:
+    """Return why other nodes cannot connect to gloo on this one: its name means a loopback address. Empty where they can."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return ""
+    if "GLOO_SOCKET_IFNAME" in os.environ or not ipaddress.ip_address(address).is_loopback:
+        return ""
+    return (
+        f"{name} is {address} here, where gloo listens and no other node can connect: for runs over several nodes export "
+        "GLOO_SOCKET_IFNAME=eth0, or whatever `ip route` calls the interface between them, on every node"
+    )
+
+
+def _own_loopback() -> str:
+    problem = loopback_problem()
+    return problem and f" {problem}."
 
 
 def _address() -> str:

@@ -1,5 +1,8 @@
 """The verbs of device memory: what is there in which phase, and what waits in host memory meanwhile."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import nn
 from torch.optim import Optimizer
 
@@ -45,6 +48,25 @@ class MemoryVerbs(Backend):
             self.reload_model(model)
         if optimizer is not None:
             self.maybe_load_optimizer(optimizer)
+
+    @contextmanager
+    def emptied_device(self) -> Iterator[None]:
+        """Enter REFIT with nothing kept: inside, all models and optimizers are in host memory, whatever --offload_idle says.
+
+        Cached memory is given back too. Without --offload_idle those that were on the device are there again afterwards.
+        """
+        resident = [item for item in (*self._models, *self._optimizers) if item not in self._away]
+        self._phases.enter(Phase.REFIT)
+        for model in self._models:
+            self.offload_model(model)
+        for optimizer in self._optimizers:
+            self.maybe_offload_optimizer(optimizer)
+        self.sync_and_clear_cache()
+        try:
+            yield
+        finally:
+            for item in resident if not self.config.offload_idle else ():
+                self._bring_back(item)
 
     def offload_model(self, model: nn.Module) -> None:
         """Move a prepared model to host memory and free its place on the device; parameters stay the same objects.

@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from lightrft.parallel.device import current_device, free_memory
+from lightrft.strategy.launch import loopback_problem
 from lightrft.versions import CORE, ENGINES, EXTRAS, installed_version, untested_versions, version_problems
 
 GB = 2**30
@@ -92,7 +93,7 @@ def _shared_memory() -> Check:
 def _name() -> Check:
     name = socket.gethostname()
     try:
-        return Check("host name", f"{name} is {socket.gethostbyname(name)}")
+        return Check("host name", f"{name} is {socket.gethostbyname(name)}", loopback_problem())
     except OSError as error:
         return Check("host name", name, f"it has no address ({error}): torchrun --standalone needs one; add it to /etc/hosts")
 

@@ -7,6 +7,7 @@ from loguru import logger
 
 from lightrft.config import Config
 from lightrft.data.prompts import load_prompts
+from lightrft.engine.requests import derived_seed
 from lightrft.models.load import load_tokenizer
 from lightrft.observe.metrics import Metrics
 from lightrft.rollout.rewards import Judge
@@ -38,7 +39,7 @@ class Evaluation:
         config, strategy, metrics = self.config, self.strategy, Metrics()
         strategy.announce("evaluate")
         with strategy.engine_awake():
-            groups = self.sampler.answer(self.prompts)
+            groups = self.sampler.answer(self.prompts, seed=derived_seed(config.train.seed, "evaluation"))
         evaluate(groups, self.judge, metrics, strategy.mesh.data)
         result = {name.removeprefix("eval/"): value for name, value in metrics.reduce(strategy.mesh.data).items()}
         if strategy.is_rank_0():

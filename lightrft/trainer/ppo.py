@@ -4,6 +4,7 @@ from copy import deepcopy
 from typing import Any
 
 from lightrft.algorithms.objectives import PolicyObjective, ValueObjective
+from lightrft.engine.requests import derived_seed
 from lightrft.roles.critic import Critic
 from lightrft.roles.role import Objective, Role
 from lightrft.rollout.collector import Collector
@@ -30,6 +31,7 @@ class PPOTrainer(Trainer):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
+        self.strategy.engine_clock = self.trace.phase
         self.mixin = mixin
         self.critic, self.value_objective = critic, ValueObjective(self.config.algorithm)
         if critic is not None:
@@ -69,7 +71,8 @@ class PPOTrainer(Trainer):
         """The next step streams these same weights, under the version that they have here: versions count steps."""
         version = self.strategy.weight_version
         with self.strategy.engine_awake(self.policy.actor):
-            groups = self.collect.sampler.answer(self.eval_prompts)
+            seed = derived_seed(self.config.train.seed, "evaluation", self.done)
+            groups = self.collect.sampler.answer(self.eval_prompts, seed=seed)
         self.strategy.engine_lags(version)
         evaluate(groups, self.collect.judge, self.metrics, self.strategy.mesh.data)
 

@@ -23,7 +23,9 @@ from lightrft.config import EngineSection
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
 from lightrft.engine.build import build_engine
 from lightrft.engine.proof import PRODUCT_TURNS, TURNS
+from lightrft.engine.requests import derived_seed
 from lightrft.parallel.collectives import Axis
+from lightrft.parallel.device import current_device, select_device
 from lightrft.parallel.mesh import Mesh
 from lightrft.types import Completion
 
@@ -60,28 +62,29 @@ Case = Callable[[Bench], None]
 
 def run_contract(engine_type: str, tp: int, chosen: list[Case], folder: str, tied_folder: str) -> dict[str, str]:
     """On every rank: chosen case -> traceback, empty when it passed."""
-    mesh = Mesh("cpu", tp=1)
+    mesh = Mesh(select_device().type, tp=1)
     results: dict[str, str] = {}
     for path, group, options in ((folder, CASES, {}), (tied_folder, STREAM_ONLY_CASES, {"from_stream": True})):
         cases = [case for case in group if case in chosen]
         if not cases:
             continue
         engine = start(engine_type, path, mesh.engine(tp), **options)
-        bench = Bench(engine, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), mesh.engine(tp), mesh.world.rank)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(current_device())
+        bench = Bench(engine, model, mesh.engine(tp), mesh.world.rank)
         for case in cases:
-            results[case.__name__] = _outcome(case, bench)
+            results[case.__name__] = outcome(case, bench)
         engine.close()
     return results
 
 
 def start(engine_type: str, folder: str, axis: Axis, **options) -> Engine:
     section = EngineSection(engine_type=engine_type, engine_kv_cache_gb=0.125, micro_rollout_batch_size=3)
-    setup = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": MAX_MODEL_LEN, "seed": 0,
+    setup = {"dtype": torch.float32, "device": current_device(), "max_model_len": MAX_MODEL_LEN, "seed": 0,
              "trust_remote_code": False}
     return build_engine(section, model_path=folder, axis=axis, **setup | options)
 
 
-def _outcome(case: Case, bench: Bench) -> str:
+def outcome(case: Case, bench: Bench) -> str:
     try:
         case(bench)
     except BaseException:
@@ -92,7 +95,7 @@ def _outcome(case: Case, bench: Bench) -> str:
 def reference_greedy(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, max_tokens: int = 12) -> list[list[int]]:
     outputs = []
     for prompt in prompts:
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=model.device)
         full = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
         outputs.append(full[0, len(prompt) :].tolist())
     return outputs
@@ -101,14 +104,19 @@ def reference_greedy(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS,
 @torch.no_grad()
 def reference_logprobs(model: PreTrainedModel, prompt: list[int], tokens: list[int], temperature: float) -> torch.Tensor:
     """[len(tokens)] float32."""
-    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    logits = _logits(model, prompt, tokens)
     return torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def _logits(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """[len(tokens), vocabulary] float32 on the host."""
+    return model(torch.tensor([prompt + tokens], device=model.device)).logits[0, len(prompt) - 1 : -1].float().cpu()
 
 
 @torch.no_grad()
 def distribution(model: PreTrainedModel, prompt: list[int], tokens: list[int], sampling: Sampling) -> torch.Tensor:
     """Log-probs [len(tokens)] as transformers' own generation would sample."""
-    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    logits = _logits(model, prompt, tokens)
     logits[:, list(sampling.banned_token_ids)] = -torch.inf
     if sampling.temperature:
         logits = logits / sampling.temperature
@@ -122,7 +130,7 @@ def perturbed(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.device)
     return other
 
 
@@ -575,7 +583,9 @@ def the_first_token_has_a_temperature_of_its_own(bench: Bench) -> None:
             torch.testing.assert_close(torch.tensor(sample.logprobs), torch.cat([first, rest]), rtol=0, atol=1e-5)
     assert len({sample.token_ids[0] for sample in outputs[0]}) > 15, "at this temperature all tokens are about as likely"
     usual = bench.generate([prompt], replace(fire, first_token_temperature=None))[0]
-    assert len({sample.token_ids[0] for sample in usual}) < 24
+    likelihood = [sum(reference_logprobs(bench.model, prompt, sample.token_ids[:1], 1.0).item() for sample in samples) / 24
+                  for samples in (usual, outputs[0])]
+    assert likelihood[0] > likelihood[1] + 0.2, "without it the first token is as likely as the others"
 
 
 def no_requests_no_answers(bench: Bench) -> None:
@@ -596,6 +606,27 @@ def the_seed_decides(bench: Bench) -> None:
 
     assert sample(1) == sample(1)
     assert sample(1) != sample(2)
+
+
+def the_seed_of_a_sample_decides(bench: Bench) -> None:
+    """Whatever is beside it, in whatever order, and whatever else draws random numbers, be it on one rank of an engine alone."""
+
+    def sample(rows: list[int], seed: int) -> dict[int, list[list[int]]]:
+        def on_done(index: int, completions: list[Completion]) -> None:
+            for _ in range(bench.rank + seed):
+                np.random.rand(), torch.rand(1), random.random()
+
+        np.random.seed(seed + bench.rank)
+        requests = [Request(PROMPTS[row], seeds=(derived_seed(row, 0), derived_seed(row, 1))) for row in rows]
+        outputs = bench.engine.generate(requests, Sampling(n=2, max_tokens=12, seed=seed), on_done)
+        return {row: [each.token_ids for each in samples] for row, samples in zip(rows, outputs, strict=True)}
+
+    drawn = sample([0, 1, 2, 3, 4], seed=1)
+    assert len({tuple(tokens) for samples in drawn.values() for tokens in samples}) == 10
+    assert sample([4, 3, 2, 1, 0], seed=2) == drawn and sample([2], seed=3)[2] == drawn[2]
+    assert all(other == drawn for other in bench.axis.gather(drawn))
+    with pytest.raises(ValueError, match="request 0 has 2 seeds for 3 samples"):
+        bench.engine.generate([Request([1], seeds=(1, 2))], Sampling(n=3, max_tokens=2))
 
 
 def the_callers_generators_are_left_alone(bench: Bench) -> None:

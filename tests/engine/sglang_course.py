@@ -15,8 +15,9 @@ import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM, Gemma3Config
 
-from engine.contract import STREAM_ONLY_CASES, Bench, _outcome, start
-from lightrft.engine.base import EngineError, Request, Sampling
+from engine.contract import STREAM_ONLY_CASES, Bench, outcome, start
+from lightrft.config import ConfigError, EngineSection
+from lightrft.engine.base import EngineError, EngineSetup, Request, Sampling
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 
@@ -32,13 +33,13 @@ def course(folder: str) -> dict[str, str]:
     too_small = _refusal(folder, mesh)
     bench = Bench(start("sglang", folder, mesh.engine(2), from_stream=True),
                   AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), mesh.engine(2), mesh.world.rank)
-    results = {case.__name__: _outcome(case, bench) for case in STREAM_ONLY_CASES[:-1]}  # the last one closes the engine
+    results = {case.__name__: outcome(case, bench) for case in STREAM_ONLY_CASES[:-1]}  # the last one closes the engine
     results["a_cache_for_less_than_one_sequence_is_refused"] = too_small
     after = _settings()
     results["the_process_keeps_its_settings"] = "" if after == before else f"{before}\n{after}"
     for case in (no_name_in_shared_memory, a_stream_comes_in_buckets, a_forgotten_stream_is_seen,
                  a_long_wait_for_stop_strings_is_cut, a_death_is_told):
-        results[case.__name__] = _outcome(case, bench)
+        results[case.__name__] = outcome(case, bench)
     return results
 
 
@@ -64,6 +65,25 @@ def weights_before_a_stream() -> dict[str, float]:
     scheduler.run_scheduler_process = process
     scheduler.run_scheduler()
     return seen
+
+
+def shares_of_free_memory(utilizations: list[float]) -> list[float | str]:
+    """The share that SGLang is started with, or the refusal, on an accelerator of 80 GB; the other rank has 60 GB free."""
+    from lightrft.engine.sglang import arguments
+
+    axis = Axis("engine", 2, 0, None)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arguments, "free_memory", lambda device: (70 * 10**9, 80 * 10**9))
+        patch.setattr(Axis, "gather", lambda self, value: [value, 60 * 10**9])
+        for share in utilizations:
+            setup = EngineSetup(section=EngineSection(engine_mem_util=share), model_path="", dtype=torch.float32,
+                                device=torch.device("cuda", 0), axis=axis, max_model_len=8)
+            try:
+                found.append(arguments.arguments(setup, None)["mem_fraction_static"])
+            except ConfigError as error:
+                found.append(str(error))
+    return found
 
 
 def answer_to_an_image(folder: str) -> str:

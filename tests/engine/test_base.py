@@ -28,7 +28,7 @@ class Idle(Engine):
 
     def reset_cache(self) -> None: ...
 
-    def _generate(self, requests: list[Request], seed: int, done: Done) -> None:
+    def _generate(self, requests: list[Request], done: Done) -> None:
         self._act("generate")
         for index in range(len(requests)):
             done(index, [])

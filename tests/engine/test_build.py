@@ -9,7 +9,7 @@ from loguru import logger
 from transformers import AutoConfig, PretrainedConfig
 
 from engine.contract import start
-from lightrft.config import EngineSection
+from lightrft.config import ConfigError, EngineSection
 from lightrft.engine import build
 from lightrft.engine.base import EngineError, EngineSetup
 from lightrft.engine.expected import end_token_ids, placeholder_token_ids, published_names
@@ -87,6 +87,14 @@ def test_end_tokens_come_from_the_generation_config_first(
     if generation is not None:
         file.write_text(json.dumps(generation))
     assert end_token_ids(str(tmp_path), AutoConfig.from_pretrained(tmp_path)) == expected
+
+
+def test_an_engine_of_one_node_is_not_spread_over_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightrft.engine.build._installed", lambda name: True)
+    axis = Axis("engine", 4, 1, None)
+    monkeypatch.setattr(Axis, "gather", lambda self, value: ["node1", "node1", "node2", "node2"])
+    with pytest.raises(ConfigError, match="--engine_tp_size 4: sglang runs on one node, and these ranks are on node1, node2"):
+        build.build_engine(EngineSection(engine_type="sglang"), axis=axis, dtype=torch.float32)
 
 
 def test_a_library_that_does_not_start_is_said_in_the_words_of_flags() -> None:

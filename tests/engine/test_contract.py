@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from engine.contract import (
     CASES,
@@ -70,5 +71,7 @@ def outcomes(folders: tuple[str, str]) -> Callable[[str], list[dict[str, str]]]:
 def test_contract(outcomes: Callable[[str], list[dict[str, str]]], layout: str, case: str) -> None:
     if LAYOUTS[layout].engine == "vllm":
         pytest.importorskip("vllm", reason="vllm is not installed")
+    if torch.accelerator.is_available() and torch.accelerator.device_count() < LAYOUTS[layout].ranks:
+        pytest.skip(f"needs {LAYOUTS[layout].ranks} accelerators")
     failures = [f"rank {rank}:\n{outcome[case]}" for rank, outcome in enumerate(outcomes(layout)) if outcome[case]]
     assert not failures, "\n".join(failures)

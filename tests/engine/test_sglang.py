@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.sglang_course import answer_to_an_image, course, weights_before_a_stream
+from engine.sglang_course import answer_to_an_image, course, shares_of_free_memory, weights_before_a_stream
 from engine.sglang_families import FAMILIES, write
 from engine.sglang_families import course as families
 from ranks import run_ranks
@@ -44,6 +44,14 @@ def test_buffers_stay_as_the_model_makes_them() -> None:
 def test_images_that_it_reads_wrong_are_refused(tmp_path: Path) -> None:
     said = in_sglang_environment(answer_to_an_image, str(tmp_path))
     assert "SGLang reads images of this model otherwise than transformers does" in said
+
+
+@pytest.mark.slow
+def test_memory_is_a_share_of_the_accelerator() -> None:
+    """As it is with vLLM, whatever the trainer holds: 48 and 24 of 80 GB."""
+    *shares, refused = in_sglang_environment(shares_of_free_memory, [0.6, 0.3, 0.8])
+    assert shares == pytest.approx([48 / 60, 24 / 60])
+    assert "--engine_mem_util 0.8 of 80.0 GB is more than the 60.0 GB" in refused
 
 
 @pytest.mark.slow

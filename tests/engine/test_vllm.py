@@ -1,7 +1,14 @@
 """What is vLLM's own, beyond the contract."""
 
+import json
+import logging
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Phi3Config, PretrainedConfig, Qwen2Config
@@ -110,6 +117,67 @@ def _proof_of_every_weight(folder: str, dtype: torch.dtype) -> tuple[list[str], 
     unknown = engine._shim.weights.unknown
     engine.close()
     return unknown, stale
+
+
+ON_V2 = ("new_weights_are_used", "the_seed_of_a_sample_decides", "the_callers_generators_are_left_alone",
+         "the_first_token_has_a_temperature_of_its_own")
+"""The last compares log-probs at three temperatures."""
+NOT_INTERPRETED = "'int' object has no attribute 'to'"
+"""Triton's interpreter cannot run the kernel for top k and top p. So requests_have_samplings_of_their_own and
+banned_tokens_never_come, which use them too, are left out; the one that must fail is last, as it breaks the engine."""
+
+
+def test_model_runner_v2_keeps_the_contract(tmp_path: Path) -> None:
+    """The runner of accelerators, interpreted: slow, so these are the cases that depend on the runner."""
+    last = "a_part_of_the_vocabulary_is_sampled_and_normalised"
+    command = [sys.executable, str(Path(__file__).parent / "runner_v2.py"), tiny_model(tmp_path, seed=1), *ON_V2, last]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found["runner"] == "vllm.v1.worker.cpu.model_runner"
+    outcomes = found["outcomes"]
+    assert NOT_INTERPRETED in outcomes.pop(last), "top k and top p work now: move the cases that need them to ON_V2"
+    assert outcomes == dict.fromkeys(ON_V2, "")
+
+
+def _warns(folder: str) -> None:
+    engine = start("vllm", folder, Mesh("cpu").world)
+    logging.getLogger("vllm.v1.worker.cpu_worker").warning("memory is %s", "short")
+    engine.close()
+
+
+def test_warnings_are_shown_but_for_those_of_choices_made_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(1, _warns, tiny_model(tmp_path))
+    said = [line for line in "".join(capfd.readouterr()).splitlines() if ") WARNING " in line]
+    assert len(said) == 1 and "memory is short" in said[0]
+
+
+def test_both_runners_draw_from_the_seeds_of_requests() -> None:
+    """V2 takes a seed that is missing from numpy's generator: replicas would repeat each other, and ranks of one engine part."""
+    import vllm.v1.worker.cpu.shm  # noqa: F401  buffers without pinned memory
+    from vllm.sampling_params import SamplingType
+    from vllm.v1.worker.gpu.sample.states import SamplingStates
+
+    from lightrft.engine.requests import Request, Sampling
+    from lightrft.engine.vllm.adapter import VLLMEngine
+
+    def seeds(request: Request, numpy_seed: int) -> list[int]:
+        submitted = []
+        stub = SimpleNamespace(vocabulary=SimpleNamespace(end_token_ids=set()),
+                               _shim=SimpleNamespace(submit=lambda name, prompt, parameters: submitted.append(parameters)))
+        stub._parameters = partial(VLLMEngine._parameters, stub)
+        VLLMEngine._submit(stub, 0, request)
+        np.random.seed(numpy_seed)
+        states = SamplingStates(4, 20)
+        for place, parameters in enumerate(submitted):
+            assert parameters.sampling_type == (SamplingType.RANDOM_SEED if request.sampling.temperature else SamplingType.GREEDY)
+            states.add_request(place, parameters)
+        return states.seeds.np[: len(submitted)].tolist()
+
+    sampled = Request([1], sampling=Sampling(n=3), seeds=(2**63 - 1, 7, 0))
+    assert seeds(sampled, 0) == seeds(sampled, 1) == [2**63 - 1, 7, 0]
+    greedy = Request([1], sampling=Sampling(n=3, temperature=0.0), seeds=(5, 6, 7))
+    assert seeds(greedy, 0) == seeds(greedy, 1) == [5]
 
 
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192,

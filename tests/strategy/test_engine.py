@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
-from lightrft.engine.base import EngineError, Sampling
+from lightrft.engine.base import EngineError, Request, Sampling
+from lightrft.engine.requests import derived_seed
 from lightrft.strategy import EngineStatus, FSDPStrategy
-from lightrft.strategy.engine_host import replica_seed
 from lightrft.strategy.named import persistent_buffers
 from ranks import run_ranks
 from strategy.training import load, one_step, strategy
@@ -90,9 +90,27 @@ def test_replicas_and_steps_draw_differently_and_a_seed_repeats(folder):
     assert first != other and first != second
 
 
-def test_replica_seeds_do_not_overlap():
-    seeds = {replica_seed(seed, replica) for seed in range(100) for replica in range(100)}
-    assert len(seeds) == 10_000 and all(0 <= seed < 2**48 for seed in seeds)
+def test_derived_seeds_do_not_overlap():
+    seeds = {derived_seed(*parts) for seed in range(100) for other in range(100) for parts in ((seed, other), (seed, other, 0))}
+    assert len(seeds) == 20_000 and all(0 <= seed < 2**63 for seed in seeds)
+    assert derived_seed(42, "evaluation") == 6692589767538822232
+
+
+def with_seeds_of_their_own(folder: str, order: list[int]):
+    """Three samples of each prompt of this rank's share of the order."""
+    made, model, _ = actor_with_engine(folder)
+    mine = [row for place, row in enumerate(order) if place % made.mesh.world.size == made.mesh.world.rank]
+    requests = [Request(PROMPTS[row], seeds=tuple(derived_seed(row, sample) for sample in range(3))) for row in mine]
+    with made.engine_awake(model):
+        drawn = made.gather_and_generate(Sampling(n=3, max_tokens=6, seed=made.get_rank()), requests=requests)
+    return {row: [sample.token_ids for sample in samples] for row, samples in zip(mine, drawn, strict=True)}
+
+
+def test_seeds_of_requests_decide_whatever_rank_answers(folder):
+    (alone,) = run_ranks(1, with_seeds_of_their_own, folder, [0, 1, 2, 3])
+    first, second = run_ranks(2, with_seeds_of_their_own, folder, [3, 0, 1, 2])
+    assert first | second == alone and len(first) == len(second) == 2
+    assert len({tuple(tokens) for samples in alone.values() for tokens in samples}) == 12
 
 
 def awake_without_sleep(folder: str):

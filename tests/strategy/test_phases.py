@@ -1,10 +1,12 @@
 """One at a time has the device, and what takes turns follows the table."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 from torch import nn
 
+from lightrft.strategy.engine_host import EngineHost
 from lightrft.strategy.phases import Phase, PhaseError, Phases
 from ranks import run_ranks
 from strategy.training import load, strategy
@@ -70,12 +72,19 @@ def who_is_here(folder: str, flag: bool):
     for parameter in actor.parameters():
         parameter.grad = parameter.detach().clone()
     made.optimizer_step(optimizer, actor)
-    made.setup_inference_engine(actor=actor)
     seen = []
 
     def look():
         seen.append((made.phase, here(actor, reference), optimizer_here(optimizer)))
 
+    def build(*args, **kwargs):
+        look()
+        return EngineHost.build(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightrft.strategy.engine_verbs.EngineHost", SimpleNamespace(build=build))
+        made.setup_inference_engine(actor=actor)
+    look()
     with made.engine_awake(actor):
         look()
     look()
@@ -91,6 +100,8 @@ def who_is_here(folder: str, flag: bool):
 
 def test_idle_models_leave_the_device(folder):
     assert run_ranks(1, who_is_here, folder, True)[0] == [
+        (REFIT, [False, False], False),
+        (LOGPROB, [False, False], False),
         (GENERATE, [False, False], False),
         (LOGPROB, [False, False], False),
         (LOGPROB, [True, False], False),
@@ -100,5 +111,7 @@ def test_idle_models_leave_the_device(folder):
     ]
 
 
-def test_without_the_flag_they_stay(folder):
-    assert {(*there, optimizer) for _, there, optimizer in run_ranks(1, who_is_here, folder, False)[0]} == {(True, True, True)}
+def test_without_the_flag_they_leave_only_while_the_engine_is_built(folder):
+    (phase, there, optimizer), *later = run_ranks(1, who_is_here, folder, False)[0]
+    assert (phase, there, optimizer) == (REFIT, [False, False], False)
+    assert {(*there, optimizer) for _, there, optimizer in later} == {(True, True, True)}

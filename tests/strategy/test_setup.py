@@ -3,6 +3,7 @@ import multiprocessing
 import os
 import random
 import socket
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.distributed_c10d import _world
 
 from lightrft.parallel.device import check_device_index
 from lightrft.strategy import FSDPStrategy
-from lightrft.strategy.launch import adopt_node_size, adopt_slurm
+from lightrft.strategy.launch import adopt_node_size, adopt_slurm, join_process_group
 from ranks import run_ranks
 from strategy.training import strategy
 
@@ -155,6 +156,22 @@ def test_nobody_at_the_meeting_point():
     port = free_port()
     _, error = launch(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK="1", WORLD_SIZE="2", arrival=1)()
     assert f"found nobody at 127.0.0.1:{port} (MASTER_ADDR and MASTER_PORT) within 1 s (--arrival_minutes" in error
+
+
+def test_a_rank_that_cannot_be_reached_is_explained(clean_environment, monkeypatch):
+    """The error is gloo's own, of a rank that listens on a loopback interface."""
+
+    def connect(*args, **kwargs):
+        raise RuntimeError("Gloo connectFullMesh failed with [pair.h:311] Connect timeout [none]")
+
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("lightrft.strategy.launch._meeting_point", lambda *args: dist.HashStore())
+    monkeypatch.setattr("lightrft.strategy.launch._meet", lambda *args: None)
+    monkeypatch.setattr("lightrft.strategy.launch.dist.init_process_group", connect)
+    monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.1.1")
+    with pytest.raises(RuntimeError, match="cannot connect to all.*is 127.0.1.1 here.*GLOO_SOCKET_IFNAME=eth0.*connectFullMesh"):
+        join_process_group(torch.device("cpu"), timedelta(seconds=1), timedelta(seconds=1))
 
 
 def test_a_port_in_use_is_named():

@@ -20,6 +20,17 @@ def test_this_machine_can_run(tmp_path: Path) -> None:
     assert "torch" in checks["packages"].found and str(tmp_path.anchor) in checks["disk"].found
 
 
+@pytest.mark.parametrize(("address", "interface", "flagged"), [("127.0.1.1", None, True), ("10.1.2.3", None, False),
+                                                               ("127.0.1.1", "eth0", False)])
+def test_a_host_name_of_this_machine_alone_is_flagged(address, interface, flagged, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if interface:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: address)
+    check = module._name()
+    assert ("GLOO_SOCKET_IFNAME" in check.problem) == flagged and address in check.found and not check.fatal
+
+
 def test_what_is_wrong_is_said_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))

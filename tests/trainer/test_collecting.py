@@ -42,7 +42,7 @@ def test_partial_rollouts_have_the_log_probs_they_were_drawn_with(inputs, tmp_pa
 
     A sample gets a step older with every step, and not with the evaluation between two.
     """
-    flags = [*ALL, f"--engine_type={engine}", "--enable_engine_sleep", "--actor_learning_rate=0", "--max_steps=5"]
+    flags = [*ALL, f"--engine_type={engine}", "--enable_engine_sleep", "--actor_learning_rate=0", "--max_steps=5", "--seed=3"]
     flags += [f"--eval_data={inputs[2].partition('=')[2]}", "--eval_split=train", "--max_eval_samples=2", "--eval_steps=1"]
     rows = train("train_ppo", 2, [*inputs, *PPO, *flags, "--n_samples_per_prompt=2", "--train_batch_size=16"], tmp_path)
     assert max(row["rollout/groups_carried"] for row in rows) > 0

@@ -43,6 +43,9 @@ def test_every_engine_starts_and_steps(inputs, tmp_path, engine, world_size):
     rows = train("train_ppo", world_size, [*inputs, *PPO, *flags], tmp_path)
     assert len(rows) == 3
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0 for row in rows)
+    for row in rows:
+        refit = [row[f"time/generate/{name}"] for name in ("wake", "weight_sync", "sleep")]
+        assert min(refit) >= 0 and refit[1] > 0 and sum(refit) < row["time/generate"]
 
 
 @pytest.mark.slow

@@ -32,8 +32,8 @@ with Triton no token of an image attends to a later one.
 
 
 class SGLangEngine(LibraryEngine):
-    """Each sample is drawn from a seed of its own, so it repeats for the same request, place and seed, however requests are
-    batched, up to the rounding of kernels that compute differently in other batches.
+    """Each sample is drawn from a seed of its own, so it repeats however requests are batched, up to the rounding of kernels
+    that compute differently in other batches.
     """
 
     media = ("images",)
@@ -72,16 +72,16 @@ class SGLangEngine(LibraryEngine):
             raise ValueError("SGLang reads images of this model otherwise than transformers does; it generates from text")
         return self.reader.expanded(request)
 
-    def _generate(self, requests: list[Request], seed: int, done: Done) -> None:
+    def _generate(self, requests: list[Request], done: Done) -> None:
         samples = Samples(self._shim, self.vocabulary, self.version)
-        for index, completions in self._followed(lambda: samples.of(requests, seed)):
+        for index, completions in self._followed(lambda: samples.of(requests)):
             done(index, completions)
 
     def _parts(self, token_ids: list[int]) -> dict[str, Tensor]:
         """Of a model that is cut, without what each rank has a share of."""
         self._led(lambda: self._shim.ask("watch", num_tokens=len(token_ids)))
         try:
-            self._generate([Request(token_ids, sampling=Sampling(max_tokens=1, temperature=0))], 0, lambda *_: None)
+            self._generate([Request(token_ids, sampling=Sampling(max_tokens=1, temperature=0), seeds=(0,))], lambda *_: None)
         finally:
             seen = self._led(lambda: self._shim.ask("seen"))
         return _whole(seen)

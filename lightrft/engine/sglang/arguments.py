@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from lightrft.config import ConfigError
 from lightrft.engine.base import EngineSetup
+from lightrft.parallel.device import free_memory
 
 SPARE_TOKENS = 8
 """SGLang takes no prompt that comes closer than 6 tokens to its context length."""
@@ -35,10 +37,25 @@ def arguments(setup: EngineSetup, config: PretrainedConfig) -> dict[str, Any]:
 def _on_accelerator(setup: EngineSetup) -> dict[str, Any]:
     return {
         "base_gpu_id": setup.device.index,
-        "mem_fraction_static": setup.section.engine_mem_util,
+        "mem_fraction_static": _share_of_free(setup),
         "disable_cuda_graph": setup.section.engine_enforce_eager,
         "enable_memory_saver": setup.section.enable_engine_sleep,
     }
+
+
+def _share_of_free(setup: EngineSetup) -> float:
+    """Return --engine_mem_util, a share of the accelerator, as a share of its memory that is free now.
+
+    SGLang takes it of that on the rank with the least, for weights and cache together; its activations and graphs come on top.
+    """
+    share, (free, total) = setup.section.engine_mem_util, free_memory(setup.device)
+    free = min(setup.axis.gather(free))
+    if share * total >= free:
+        raise ConfigError(
+            f"--engine_mem_util {share} of {total / 1e9:.1f} GB is more than the {free / 1e9:.1f} GB of the accelerator that are "
+            "free; take less, or end the other programs there"
+        )
+    return share * total / free
 
 
 def _on_cpu(setup: EngineSetup, config: PretrainedConfig) -> dict[str, Any]:

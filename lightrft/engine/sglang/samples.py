@@ -1,7 +1,6 @@
 """Samples of requests: what SGLang is asked for, and what it answers."""
 
 import copy
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,13 +27,12 @@ class Samples:
     version: int
     """Of the weights."""
 
-    def of(self, requests: list[Request], seed: int) -> Iterator[tuple[int, list[Completion]]]:
+    def of(self, requests: list[Request]) -> Iterator[tuple[int, list[Completion]]]:
         """Every sample is a request to SGLang of its own, after one that leaves the prompt of all of them in the cache."""
         shared = [index for index, request in enumerate(requests) if request.sampling.num_draws > 1]
         num_cached = dict(self._prefilled(requests, shared))
-        draw = random.Random(seed)
-        samples = [_Sample(index, requests[index], draw.getrandbits(63))
-                   for index, request in enumerate(requests) for _ in range(request.sampling.num_draws)]
+        samples = [_Sample(index, request, seed)
+                   for index, request in enumerate(requests) for seed in request.seeds[: request.sampling.num_draws]]
         missing = [request.sampling.num_draws for request in requests]
         for place, completion in self._sampled(samples):
             index = samples[place].index

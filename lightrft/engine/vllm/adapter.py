@@ -28,7 +28,6 @@ from lightrft.engine.vllm import layers  # noqa: F401  registered by its import
 from lightrft.engine.vllm.arguments import arguments
 from lightrft.engine.vllm.shim import Shim
 from lightrft.engine.weights import Named
-from lightrft.parallel.device import seed_generators
 from lightrft.types import Completion
 
 OTHER_TIMES = ("qwen2_vl", "qwen2_5_vl")
@@ -36,8 +35,9 @@ OTHER_TIMES = ("qwen2_vl", "qwen2_5_vl")
 
 
 class VLLMEngine(LibraryEngine):
-    """Its sampler uses torch's global generator, which is seeded for the time of one call: a generator per request would
-    sample row by row. Samples therefore repeat for the same requests, seed and state of the prefix cache.
+    """Each sample is a request of its own with a seed of its own, in both of vLLM's model runners: V2 would take the missing
+    ones from numpy's global generator, V1 from torch's. Samples repeat for the same seeds, however requests are batched, up
+    to the rounding of kernels that compute differently in other batches or behind a cached prefix.
     """
 
     def __init__(self, setup: EngineSetup):
@@ -49,7 +49,8 @@ class VLLMEngine(LibraryEngine):
         self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, trust_remote_code=setup.trust_remote_code)
         memory = Shim.own_shared_memory(setup.axis) if self.on_cpu else nullcontext()
         with random_state_kept(self.device), memory, Shim.rank_in_environment(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            for category in (DeprecationWarning, FutureWarning):  # of vLLM's own calls
+                warnings.simplefilter("ignore", category)
             self._llm = LLM(**arguments(setup, config, self.limits))
         self._shim = Shim(self._llm, self.names)
         return self._shim.weights.unknown
@@ -62,33 +63,33 @@ class VLLMEngine(LibraryEngine):
         prompt = self._shim.with_media(request.token_ids, request.multi_modal)
         return Expanded(prompt["prompt_token_ids"], prompt)
 
-    def _generate(self, requests: list[Request], seed: int, done: Done) -> None:
+    def _generate(self, requests: list[Request], done: Done) -> None:
         samples: dict[int, dict[int, RequestOutput]] = {index: {} for index in range(len(requests))}
-        with random_state_kept(self.device), self._stance():
-            seed_generators(seed, self.device)
+        with torch_state_kept(self.device), self._stance():
             for index, request in enumerate(requests):
                 self._submit(index, request)
             for name, output in self._shim.finished():
                 index, sample = map(int, name.split("/"))
                 samples[index][sample] = output
                 if len(samples[index]) == requests[index].sampling.num_draws:
-                    found = self._completions(samples.pop(index), requests[index].sampling)
-                    with random_state_kept(self.device):  # the engine's draws do not depend on who is told
-                        done(index, found)
+                    done(index, self._completions(samples.pop(index), requests[index].sampling))
 
     def _submit(self, index: int, request: Request) -> None:
         """A request for each sample; the prompt is computed once, for the first, and in the prefix cache for the others."""
         if request.sampling.stop:
             self._shim.decode_with(self.vocabulary.tokenizer)
-        parameters = self._parameters(request.sampling)
+        common = self._parameters(request.sampling, request.seeds[0])
         prompt = tokens_input(request.token_ids)
         if request.expanded:
             prompt = {**request.expanded.features, "prompt_token_ids": request.prompt}
-        for sample in range(request.sampling.num_draws):
+        for sample, seed in enumerate(request.seeds[: request.sampling.num_draws]):
+            parameters = copy.copy(common)
+            parameters.seed = seed
             self._shim.submit(f"{index}/{sample}", prompt, parameters)
 
-    def _parameters(self, sampling: Sampling) -> SamplingParams:
+    def _parameters(self, sampling: Sampling, seed: int) -> SamplingParams:
         parameters = SamplingParams(
+            seed=seed,
             max_tokens=sampling.max_tokens, temperature=min(sampling.temperature, 1.0),
             top_p=sampling.top_p, top_k=sampling.top_k,
             logit_bias=dict.fromkeys(sampling.banned_token_ids, -math.inf) or None,
@@ -142,7 +143,7 @@ class VLLMEngine(LibraryEngine):
         seen = logits_processor(self._shim.model).register_forward_hook(lambda module, given, output: logits.append(output))
         try:
             with probe.attached(self._shim.model):
-                self._generate([Request(token_ids, sampling=Sampling(max_tokens=1, temperature=0))], 0, lambda *_: None)
+                self._generate([Request(token_ids, sampling=Sampling(max_tokens=1, temperature=0), seeds=(0,))], lambda *_: None)
         finally:
             seen.remove()
         return probe.parts(logits[0][-1])
@@ -175,10 +176,15 @@ def _until_failure(named_tensors: Iterator[Named], failures: list[Exception]) ->
 def random_state_kept(device: torch.device) -> Iterator[None]:
     """The caller's generators (torch on host and device, numpy, random) come out as they went in."""
     python, numpy = random.getstate(), np.random.get_state()
-    devices = [] if device.type == "cpu" else [device]
     try:
-        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        with torch_state_kept(device):
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+def torch_state_kept(device: torch.device) -> AbstractContextManager:
+    """Keep torch's generators: vLLM's V1 sampler draws from them, also where it then takes the numbers of a request's seed."""
+    devices = [] if device.type == "cpu" else [device]
+    return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")

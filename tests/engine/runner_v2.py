@@ -1,0 +1,47 @@
+"""Contract cases on vLLM's Model Runner V2, which accelerators have, on a CPU: Triton's kernels run in its interpreter.
+
+    python tests/engine/runner_v2.py FOLDER CASE [CASE ...]
+
+Prints a JSON object: which runner it was, and case -> traceback, empty where it passed.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from triton.backends import Backend, backends  # noqa: E402  after its environment
+
+
+class Driver:
+    """Without one vLLM takes Triton for absent."""
+
+    is_active = staticmethod(lambda: False)
+
+
+backends["cpu"] = Backend(compiler=None, driver=Driver)
+
+import torch.distributed as dist  # noqa: E402  after the driver
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from engine import contract  # noqa: E402
+from lightrft.parallel.mesh import Mesh  # noqa: E402
+
+
+def main(folder: str, *names: str) -> None:
+    with tempfile.TemporaryDirectory() as store:
+        dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
+        axis = Mesh("cpu").world
+        engine = contract.start("vllm", folder, axis)
+        bench = contract.Bench(engine, AutoModelForCausalLM.from_pretrained(folder), axis, 0)
+        runner = type(engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner).__module__
+        outcomes = {name: contract.outcome(getattr(contract, name), bench) for name in names}
+        print("\n" + json.dumps({"runner": runner, "outcomes": outcomes}))
+        engine.close()
+
+
+main(*sys.argv[1:])
