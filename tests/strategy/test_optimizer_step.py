@@ -95,7 +95,7 @@ def test_a_step_with_unsummed_gradients_is_refused(folder):
 
 
 def reductions(folder: str, flags: dict):
-    """For each of three micro-batches: reduce-scatters, all-reduces, and elements of unsharded gradients that are left; the norm."""
+    """For each of three micro-batches: reduce-scatters, all-reduces, elements of whole gradients that are left. And the norm."""
     made, model = strategy(**flags), load(folder)
     model, optimizer = made.prepare((model, sgd(model)))
     found = []
