@@ -143,25 +143,26 @@ def measured_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The same from real ranks, in processes of their own; rank 0's."""
     rows = []
     for world in args.measured:
-        for once in (False, True):
-            ask = ["--rank", str(world), "--tokens", str(args.tokens), *(["--once"] if once else [])]
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", __file__, *ask]
-            out = subprocess.check_output(command, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-            found = json.loads(out.splitlines()[-1])
-            expected = theory(found["num_parameters"], world, once)
-            ratios = {f"{name}_of_theory": round(found[name] / size, 3) for name, size in expected.items()}
-            rows.append({"shape": "small", "world": world, "reduce_gradients_once": once, **found, **ratios})
+        ask = ["--rank", str(world), "--tokens", str(args.tokens), *(["--layers", str(args.layers)] if args.layers else [])]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", __file__, *ask]
+        out = subprocess.check_output(command, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        for row in map(json.loads, out.splitlines()[-2:]):
+            expected = theory(row["num_parameters"], world, row["reduce_gradients_once"])
+            ratios = {f"{name}_of_theory": round(row[name] / size, 3) for name, size in expected.items()}
+            rows.append({"shape": "small", "world": world, **row, **ratios})
             print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
 def rank(args: argparse.Namespace) -> None:
-    strategy = FSDPStrategy(seed=0, args=_options(args.once, bf16=False))
-    strategy.setup_distributed()
-    found = training_bytes(strategy, "small", args.tokens, args.layers) | {"logits": logits_bytes("small", args.tokens)}
-    if strategy.is_rank_0():
-        print(json.dumps(found), flush=True)
-    strategy.close()
+    """Measure both ways, one line each from rank 0."""
+    for once in (False, True):
+        strategy = FSDPStrategy(seed=0, args=_options(once, bf16=False))
+        strategy.setup_distributed()
+        found = training_bytes(strategy, "small", args.tokens, args.layers) | {"logits": logits_bytes("small", args.tokens)}
+        if strategy.is_rank_0():
+            print(json.dumps({"reduce_gradients_once": once, **found}), flush=True)
+        strategy.close()
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -172,7 +173,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of a micro-batch; at most 512 where they are measured")
     parser.add_argument("--layers", type=int, help="instead of the shape's own")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)  # given to a rank by measured_rows()
-    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.rank:
         args.tokens = min(args.tokens, 512)
