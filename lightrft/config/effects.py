@@ -15,6 +15,9 @@ RANDOM = ("temperature", "top_p", "top_k", "first_token_temperature")
 ZERO = ("zero_stage", "zpg", "adam_offload", "param_offload", "overlap_comm", "grad_accum_dtype")
 """Fields of DeepSpeed alone."""
 
+FSDP = ("fsdp_cpu_offload", "reduce_gradients_once")
+"""Fields of FSDP2 alone."""
+
 OF_IMAGES = ("limit_mm_image_per_prompt", "freeze_vision_tower", "media_root")
 """Fields of prompts with images."""
 
@@ -34,8 +37,8 @@ def flags_without_effect(config: Config, command: str) -> list[str]:
                if name in written & read and not needs[name][0]]  # fmt: skip
     if config.strategy.strategy == "fsdp":
         unused += [f"--{name} has no effect with --strategy fsdp" for name in sorted(written & set(ZERO))]
-    if config.strategy.strategy == "deepspeed" and "fsdp_cpu_offload" in written:
-        unused.append("--fsdp_cpu_offload has no effect with --strategy deepspeed")
+    if config.strategy.strategy == "deepspeed":
+        unused += [f"--{name} has no effect with --strategy deepspeed" for name in sorted(written & set(FSDP))]
     return unused
 
 

@@ -111,6 +111,9 @@ class StrategySection(Section):
     """Shard with FSDP2: the short form of --strategy fsdp; --fsdp false is that of --strategy deepspeed."""
     fsdp_cpu_offload: bool = False
     """Keep parameters and optimizer in host memory, move shards in when used."""
+    reduce_gradients_once: bool = False
+    """FSDP2: sum gradients over the ranks after the last micro-batch of an optimizer step alone. That communicates less, but
+    every rank keeps the gradient of the whole model until then, four bytes a parameter. Otherwise it is sharded."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """What ZeRO cuts over the ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
     zpg: int = 1

@@ -9,18 +9,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+import numpy as np
+
 from lightrft.data.bins import Limits, pack, products, work
+from lightrft.data.many import LITTLE, pack_many
 
 Batching = Literal["packed", "dynamic", "plain"]
-Prompts = list[tuple[int, int]]
+Prompts = Sequence[tuple[int, int]] | np.ndarray
 """Of each row the prompt, as any number, and its tokens: rows with the same entry begin with the same tokens."""
+
+MANY = 16384
+"""An optimizer step with more rows is planned in whole columns."""
 
 PARTS = (1, 2, 4)
 """Into so many parts the rows of a prompt are cut: fewer share more, more can be balanced better."""
 MANY_PROMPTS = 512
 """More than this are balanced well enough uncut."""
-LITTLE = 1 / 32
-"""Prompts whose repetitions are not more than this share of all tokens do not matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ def plan(
     """
     _check(lengths, max_tokens)
     limits = Limits(max_tokens, max_sequences or max(len(lengths), 1))
-    prompts = prompts or [(row, 0) for row in range(len(lengths))]
+    prompts = np.column_stack([np.arange(len(lengths)), np.zeros_like(lengths)]) if prompts is None else np.asarray(prompts)
     deal = {"packed": partial(_packed, prompts), "dynamic": _dynamic, "plain": _plain}[batching]
     steps = [range(start, min(start + minibatch_size, len(lengths))) for start in range(0, len(lengths), minibatch_size)]
     return Plan([deal(lengths, rows, num_ranks, limits) for rows in steps])
@@ -77,8 +81,13 @@ def _check(lengths: list[int], max_tokens: int) -> None:
         raise ValueError(f"row {lengths.index(shortest)} has no tokens, so there is nothing to compute for it")
 
 
-def _packed(prompts: Prompts, lengths: list[int], rows: range, num_ranks: int, limits: Limits) -> list[list[list[int]]]:
+def _packed(known: np.ndarray, lengths: list[int], rows: range, num_ranks: int, limits: Limits) -> list[list[list[int]]]:
     """[rank][m]: bins of similar cost run at the same time on different ranks; the dearest first. The shortest of several."""
+    if len(rows) > MANY:
+        part = slice(rows.start, rows.stop)
+        dealt = pack_many(np.array(lengths[part]), known[part], num_ranks, limits)
+        return dealt if not rows.start else [[[rows.start + row for row in bin_] for bin_ in rank] for rank in dealt]
+    prompts = [tuple(prompt) for prompt in known.tolist()]
 
     def spent(members: list[int]) -> int:
         repeated = sum(prompts[row][1] for row in members) - sum(tokens for _, tokens in {prompts[row] for row in members})
@@ -97,7 +106,7 @@ def _packed(prompts: Prompts, lengths: list[int], rows: range, num_ranks: int, l
     return min(map(made, [[[row] for row in rows], *_together(prompts, lengths, rows, limits)]), key=time)
 
 
-def _together(prompts: Prompts, lengths: list[int], rows: range, limits: Limits) -> Iterator[list[list[int]]]:
+def _together(prompts: list[tuple[int, int]], lengths: list[int], rows: range, limits: Limits) -> Iterator[list[list[int]]]:
     """Ways to keep rows of a prompt together; none where that saves little."""
     of_prompt: dict[tuple[int, int], list[int]] = {}
     for row in rows:

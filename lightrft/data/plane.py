@@ -1,10 +1,12 @@
 """Moving samples between ranks: numbers are known to everyone, tensors go to their new owner, once."""
 
+import itertools
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightrft.data.packing import Batching, plan
@@ -37,7 +39,7 @@ def deal(
     for what it does `by_prompt`.
     """
     known = share(axis, torch.column_stack([batch.lengths, *([prompts(batch)] if by_prompt else [])]))
-    lengths, alike = known[:, 0].tolist(), [tuple(prompt) for prompt in known[:, 1:].tolist()]
+    lengths, alike = known[:, 0].tolist(), known[:, 1:].numpy()
     schedule = plan(
         lengths,
         num_ranks=axis.size,
@@ -56,10 +58,9 @@ def regroup(axis: Axis, batch: Batch, *, max_tokens: int, batching: Batching, by
 
     [m]: rows of micro-batch m, as positions in the batch.
     """
-    known = [tuple(prompt) for prompt in prompts(batch).tolist()] if by_prompt else None
     schedule = plan(
         batch.lengths.tolist(), num_ranks=1, minibatch_size=max(len(batch), 1), max_tokens=max_tokens, batching=batching,
-        prompts=known,
+        prompts=prompts(batch).numpy() if by_prompt else None,
     )  # fmt: skip
     rows = [members for minibatch in schedule.minibatches for members in minibatch[0]]
     return rows + [[] for _ in range(max(axis.gather(len(rows))) - len(rows))]
@@ -71,23 +72,59 @@ def move(axis: Axis, batch: B, owners: list[list[int]]) -> B:
     `owners[r]` holds rows of the whole batch, each row in one list. ValueError on all ranks unless the lists name every row
     that a rank holds once, and no other.
     """
-    held, named = Counter(share(axis, batch.rows).tolist()), Counter(row for rows in owners for row in rows)
-    wrong = sorted(row for row in held | named if not held[row] == named[row] == 1)
-    if wrong:
-        times = f"is held {held[wrong[0]]} times and named {named[wrong[0]]} times in the lists of owners"
-        raise ValueError(f"row {wrong[0]} {times}: it must be held by one rank and go to one")
-    place = {row: index for index, row in enumerate(batch.rows.tolist())}
-    parts = [batch.select([place[row] for row in rows if row in place]) for rows in owners]
-    received = replace(batch, **{name: _exchange(axis, parts, name) for name in _present(batch)})
+    named = torch.tensor([row for rows in owners for row in rows], dtype=torch.int64)
+    _check_owners(share(axis, batch.rows), named)
+    owner = torch.repeat_interleave(torch.tensor([len(rows) for rows in owners]))[named.argsort()]
+    to = owner[torch.searchsorted(named.sort().values, batch.rows)]
+    leaving = batch.select(to.argsort(stable=True))
+    counts = torch.bincount(to, minlength=axis.size).tolist()
+    ends = list(itertools.accumulate(counts))
+    parts = [leaving.select(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
+    received = _joined(batch, [_unpacked(part, batch) for part in axis.exchange([_packed(part) for part in parts])])
     if batch.media is not None:
         received.media = [each for part in axis.exchange_objects([part.media for part in parts]) for each in part]
     arrived = {row: index for index, row in enumerate(received.rows.tolist())}
     return received.select([arrived[row] for row in owners[axis.rank]])
 
 
-def _present(batch: Batch) -> list[str]:
-    return [f.name for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)]
+def _check_owners(held: Tensor, named: Tensor) -> None:
+    if held.unique().shape == held.shape and torch.equal(held.sort().values, named.sort().values):
+        return
+    holds, names = Counter(held.tolist()), Counter(named.tolist())
+    row = min(row for row in holds | names if not holds[row] == names[row] == 1)
+    times = f"is held {holds[row]} times and named {names[row]} times in the lists of owners"
+    raise ValueError(f"row {row} {times}: it must be held by one rank and go to one")
 
 
-def _exchange(axis: Axis, parts: list[Batch], name: str) -> Tensor:
-    return torch.cat(axis.exchange([getattr(part, name) for part in parts]))
+def _columns(batch: Batch) -> list[tuple[str, Tensor]]:
+    """All but the lengths, those of wide elements first, so that each column is aligned in what _packed() makes of them."""
+    columns = batch.columns("sequence") | batch.columns("token")
+    return sorted(((name, value) for name, value in columns.items() if name != "lengths"), key=lambda item: -item[1].itemsize)
+
+
+def _packed(part: Batch) -> Tensor:
+    """[bytes] uint8, a multiple of 8: the number of sequences, their lengths, and the columns one after the other."""
+    if not len(part):
+        return torch.empty(0, dtype=torch.uint8)
+    columns = [torch.tensor([len(part)]), part.lengths, *(value for _, value in _columns(part))]
+    flat = torch.cat([column.contiguous().view(torch.uint8) for column in columns])
+    return F.pad(flat, (0, -len(flat) % 8))
+
+
+def _unpacked(packed: Tensor, like: B) -> B:
+    if not len(packed):
+        return like.select([])
+    words = packed.view(torch.int64)
+    lengths = words[1 : 1 + int(words[0])]
+    num, place, columns = {"sequence": len(lengths), "token": int(lengths.sum())}, 8 * (1 + len(lengths)), {}
+    per_token = like.columns("token")
+    for name, column in _columns(like):
+        size = num["token" if name in per_token else "sequence"] * column.itemsize
+        columns[name] = packed[place : place + size].view(column.dtype)
+        place += size
+    return replace(like, lengths=lengths, **columns)
+
+
+def _joined(like: B, parts: list[B]) -> B:
+    names = ["lengths", *(name for name, _ in _columns(like))]
+    return replace(like, **{name: torch.cat([getattr(part, name) for part in parts]) for name in names})

@@ -58,9 +58,15 @@ class FSDPStrategy(StrategyBase):
         return empty_parameters() if str(device or "meta") == "meta" else nullcontext()
 
     def accumulate(self, loss: Tensor, model: nn.Module, last: bool) -> None:
+        """Reduce each micro-batch's gradients to shards, and shards over replicas after the last one.
+
+        With --reduce_gradients_once FSDP2 keeps whole float32 gradients until the last one: four bytes a parameter on each rank.
+        """
+        reduce = last or not self.config.reduce_gradients_once
         for root in roots(model):
-            root.set_requires_gradient_sync(last)
-            root.set_is_last_backward(last)
+            root.set_requires_gradient_sync(reduce)
+            root.set_requires_all_reduce(last)
+            root.set_is_last_backward(reduce)  # otherwise the inputs of reductions stay until the next micro-batch
         loss.backward()
 
     def send_model_away(self, model: nn.Module) -> AwayModel:

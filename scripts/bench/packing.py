@@ -9,7 +9,8 @@ to the longest of their micro-batch, which holds so many rows that the longest s
 them by length. All three compute the same loss, which is checked. `groups` puts the same sequences, as responses, behind
 prompts of the median length, 8 to each: `once` computes a prompt once in a micro-batch, `alone` for every response. Rates count
 real tokens, per CPU second, best of the repetitions. The planner's overhead is modelled: time over that of perfect balance when
-ranks wait at every micro-batch.
+ranks wait at every micro-batch. The large plan, of `--rows` rows over `--ranks` ranks, is timed
+without prompts and with, 8 rows to each.
 """
 
 import argparse
@@ -18,9 +19,11 @@ import math
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -133,7 +136,7 @@ def overhead(made: Plan, lengths: list[int], ranks: int) -> float:
 
 
 def planner(rows: int, ranks: int, repeat: int) -> dict[str, float]:
-    seconds: dict[str, list[float]] = {name: [] for name in DISTRIBUTIONS}
+    seconds: dict[tuple[str, bool], list[float]] = defaultdict(list)
     found = {}
     for name, draw in DISTRIBUTIONS.items():
         for dp in (8, 32):
@@ -143,11 +146,16 @@ def planner(rows: int, ranks: int, repeat: int) -> dict[str, float]:
             found[f"overhead_{name}_dp{dp}"] = round(statistics.mean(each), 4)
         generator = random.Random(0)
         lengths = [draw(generator) for _ in range(rows)]
+        groups = np.array([(row // 8, min(lengths[row // 8 * 8 : row // 8 * 8 + 8]) // 2) for row in range(rows)])
         for _ in range(repeat):
-            start = time.process_time()
-            plan(lengths, num_ranks=ranks, minibatch_size=rows, max_tokens=CAPACITY)
-            seconds[name].append(time.process_time() - start)
-    return {f"plan_{rows}_s": round(max(statistics.median(times) for times in seconds.values()), 3)} | found
+            for prompts_of in (None, groups):
+                start = time.process_time()
+                made = plan(lengths, num_ranks=ranks, minibatch_size=rows, max_tokens=CAPACITY, prompts=prompts_of)
+                seconds[name, prompts_of is not None].append(time.process_time() - start)
+                if prompts_of is None:
+                    found[f"overhead_{name}_dp{ranks}"] = round(overhead(made, lengths, ranks), 4)
+    slowest = {of: max(min(times) for (_, grouped), times in seconds.items() if grouped == of) for of in (False, True)}
+    return {f"plan_{rows}_s": round(slowest[False], 3), f"plan_{rows}_with_prompts_s": round(slowest[True], 3)} | found
 
 
 def main() -> None:
@@ -157,8 +165,8 @@ def main() -> None:
     parser.add_argument("--sigma", type=float, default=1.0, help="standard deviation of the logarithm of the length")
     parser.add_argument("--longest", type=int, default=2048, help="lengths are cut to this")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of a micro-batch, padding included")
-    parser.add_argument("--rows", type=int, default=65536, help="rows of the large plan")
-    parser.add_argument("--ranks", type=int, default=64, help="ranks of the large plan")
+    parser.add_argument("--rows", type=int, default=524288, help="rows of the large plan")
+    parser.add_argument("--ranks", type=int, default=1024, help="ranks of the large plan")
     parser.add_argument("--repeat", type=int, default=3, help="repetitions")
     args = parser.parse_args()
     torch.set_num_threads(1)

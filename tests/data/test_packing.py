@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightrft.data.packing import Plan, plan
+from lightrft.data.packing import MANY, Plan, plan
 
 CAPACITY = 8192
 
@@ -51,8 +51,10 @@ def check(made: Plan, lengths: list[int], *, ranks: int, minibatch: int, tokens:
         assert sequences is None or all(len(micro_batch) <= sequences for micro_batch in packed)
 
 
-@pytest.mark.parametrize("batching", ["packed", "dynamic", "plain"])
-def test_a_thousand_random_sets(batching):
+@pytest.mark.parametrize("batching, many", [("packed", MANY), ("packed", 0), ("dynamic", MANY), ("plain", MANY)])
+def test_a_thousand_random_sets(batching, many, monkeypatch):
+    """Where `many` is 0 they are planned as those of a large run are."""
+    monkeypatch.setattr("lightrft.data.packing.MANY", many)
     random_ = random.Random(0)
     for number in range(1000):
         tokens = random_.choice([16, 100, 1024])
@@ -71,12 +73,16 @@ def test_a_thousand_random_sets(batching):
         assert time(together, lengths, prompts) <= time(made, lengths, prompts)
 
 
-@pytest.mark.parametrize("ranks, groups, samples", [(1, 4, 8), (2, 8, 8), (4, 32, 4), (4, 4, 12)])
-def test_rows_of_a_prompt_meet(ranks, groups, samples):
+@pytest.mark.parametrize(
+    "ranks, groups, samples, many",
+    [(1, 4, 8, MANY), (2, 8, 8, MANY), (4, 32, 4, MANY), (4, 4, 12, MANY), (4, 512, 8, 0), (16, 2048, 4, 0)],
+)
+def test_rows_of_a_prompt_meet(ranks, groups, samples, many, monkeypatch):
     """Prompts as long as the responses: nearly half of the time can be saved, and nine tenths of that are."""
     random_ = random.Random(0)
     prompts = [(group, 300) for group in range(groups) for _ in range(samples)]
     lengths = [300 + random_.randint(200, 400) for _ in prompts]
+    monkeypatch.setattr("lightrft.data.packing.MANY", many)
     limits = {"num_ranks": ranks, "minibatch_size": len(lengths), "max_tokens": CAPACITY}
     alone, together = plan(lengths, **limits), plan(lengths, **limits, prompts=prompts)
     least = time(Plan([[[list(range(len(lengths)))]]]), lengths, prompts) / ranks
@@ -270,8 +276,12 @@ def test_micro_batches_are_not_bought_for_balance():
             assert len(made.minibatches[0][0]) <= int(-(-needed // 1)) + 1
 
 
-def test_sixty_five_thousand_rows():
-    lengths = lengths_of("log-normal", 0, 65_536)
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_large_runs(name):
+    """Ranks hardly wait, and hardly more micro-batches are needed than tokens, or sequences longer than half of one, ask for."""
+    lengths = lengths_of(name, 0, 65_536)
     made = plan(lengths, num_ranks=64, minibatch_size=65_536, max_tokens=CAPACITY)
     check(made, lengths, ranks=64, minibatch=65_536, tokens=CAPACITY, sequences=None)
     assert overhead(made, lengths, 64) < 1.01
+    needed = max(sum(lengths) / CAPACITY, sum(length > CAPACITY / 2 for length in lengths)) / 64
+    assert len(made.minibatches[0][0]) < 1.1 * needed

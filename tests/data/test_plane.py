@@ -98,7 +98,9 @@ def test_every_row_arrives_at_its_owner_in_its_order_bit_by_bit(case):
         if len(held) > 1:
             leaving = [row for row in mine if row not in wanted]
             tokens = sum(lengths[row] for row in leaving)
-            assert sorted(sent) == sorted([len(leaving)] * 4 + [tokens] * 4), "each tensor leaves once, and only what must"
+            least, parts = (8 + 8 + 8 + 4) * len(leaving) + (8 + 1 + 4 + 4) * tokens, len(held) - 1
+            most = least + 15 * parts * bool(leaving)
+            assert len(sent) == 1 and least <= sent[0] <= most, "in one exchange, and only what must"
 
 
 def shared():

@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.debug import CommDebugMode
 
 from lightrft.parallel.grad_norm import global_grad_norm
@@ -93,21 +94,47 @@ def test_a_step_with_unsummed_gradients_is_refused(folder):
         run_ranks(2, forgotten_micro_batch, folder)
 
 
-def reductions(folder: str):
-    """Gradient reductions in the backward pass of each of two micro-batches."""
-    made, model = strategy(), load(folder)
+def reductions(folder: str, flags: dict):
+    """For each of three micro-batches: reduce-scatters, all-reduces, elements of whole gradients that are left. And the norm."""
+    made, model = strategy(**flags), load(folder)
     model, optimizer = made.prepare((model, sgd(model)))
     found = []
-    for last in (False, True):
+    for last in (False, False, True):
         loss = share_of_loss(model, my_rows(made, 0), 50)
         with CommDebugMode() as traffic:
             made.backward(loss, model, optimizer, last=last)
-        found.append(sum(count for op, count in traffic.get_comm_counts().items() if "reduce_scatter" in str(op)))
-    return found
+        calls = [sum(count for op, count in traffic.get_comm_counts().items() if kind in str(op))
+                 for kind in ("reduce_scatter", "allreduce")]  # fmt: skip
+        found.append((*calls, whole_gradients(model)))
+    return found, made.optimizer_step(optimizer, model).item()
 
 
-def test_only_the_last_micro_batch_communicates_gradients(folder):
-    assert run_ranks(2, reductions, folder) == [[0, 3]] * 2  # two layers and the rest
+def whole_gradients(model: nn.Module) -> int:
+    """Elements of the gradients that FSDP2 keeps beside the shards."""
+    groups = [part._get_fsdp_state()._fsdp_param_group for part in model.modules() if isinstance(part, FSDPModule)]
+    inside = [parameter for group in groups for parameter in group.fsdp_params]
+    kept = [each for inner in inside for each in (inner.unsharded_accumulated_grad, inner.unsharded_param.grad)]
+    return sum(gradient.numel() for gradient in kept if gradient is not None)
+
+
+ONCE = {"reduce_gradients_once": True}
+
+
+def test_no_rank_keeps_a_whole_gradient_unless_told(folder):
+    """Two layers and the rest: three reductions a micro-batch. Replicas meet after the last one."""
+    numel = load(folder).num_parameters()
+    once = [(0, 0, numel), (0, 0, numel), (3, 0, 0)]
+    (sharded, norm), (whole, norm_once) = (run_ranks(2, reductions, folder, flags)[0] for flags in ({}, ONCE))
+    assert sharded == [(3, 0, 0)] * 3 and whole == once
+    assert norm == pytest.approx(norm_once, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_replicas_communicate_after_the_last_micro_batch(folder):
+    hybrid, norm = run_ranks(4, reductions, folder, {"dp_replicate": 2})[0]
+    assert hybrid == [(3, 0, 0), (3, 0, 0), (3, 3, 0)]
+    _, norm_once = run_ranks(4, reductions, folder, {"dp_replicate": 2} | ONCE)[0]
+    assert norm == pytest.approx(norm_once, rel=1e-5)
 
 
 def nothing_leaks(folder: str):

@@ -1,0 +1,27 @@
+"""Why: a table of bytes that no process has ever had decides how large a machine somebody rents."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--measured=2", "--shapes", "small", "--world=2", "--layers=2", "--tokens=64"]
+
+
+@pytest.mark.slow
+def test_real_ranks_take_what_theory_and_tensors_without_memory_say():
+    command = [sys.executable, ROOT / "scripts" / "bench" / "memory.py", *SMALL]
+    ran = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    found = json.loads(ran.stdout.splitlines()[-1])
+    for real, fake, once in zip(found["measured"], found["shapes"], (False, True), strict=True):
+        numel = real["num_parameters"]
+        assert real["reduce_gradients_once"] == fake["reduce_gradients_once"] == once and fake["num_parameters"] == numel
+        expected = {"parameters": 2 * numel, "gradients": (4 if once else 2) * numel, "optimizer": 4 * numel}
+        for name, size in expected.items():
+            assert real[name] == pytest.approx(size, rel=0.01) and fake[name] == pytest.approx(size, rel=0.01), name
+    shared, whole = found["measured"]
+    assert whole["peak"] - shared["peak"] > 0.5 * numel, "the whole gradient is there when the next micro-batch is at its peak"
