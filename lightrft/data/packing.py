@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from lightrft.data.bins import Limits, pack, products, work
+from lightrft.data.bins import Limits, pack, work
 
 Batching = Literal["packed", "dynamic", "plain"]
 Prompts = list[tuple[int, int]]
@@ -81,8 +81,9 @@ def _packed(prompts: Prompts, lengths: list[int], rows: range, num_ranks: int, l
     """[rank][m]: bins of similar cost run at the same time on different ranks; the dearest first. The shortest of several."""
 
     def spent(members: list[int]) -> int:
-        repeated = sum(prompts[row][1] for row in members) - sum(tokens for _, tokens in {prompts[row] for row in members})
-        return sum(work(lengths[row]) for row in members) - products(repeated)
+        once = {prompts[row] for row in members}
+        repeated = sum(work(prompts[row][1]) for row in members) - sum(work(tokens) for _, tokens in once)
+        return sum(work(lengths[row]) for row in members) - repeated
 
     def made(units: list[list[int]]) -> list[list[list[int]]]:
         most = Limits(limits.tokens, limits.sequences // max(map(len, units), default=1))

@@ -16,8 +16,9 @@ from torch import Tensor
 from flat_models import MODELS, TEMPERATURE, assert_same_gradients, gradients_of, make_batch, make_model, one_by_one, weighted
 from lightrft.data.pasts import shared_pasts
 from lightrft.models import attention, flash_attn
-from lightrft.models.attention import ATTENTION, Layout, block_attention
+from lightrft.models.attention import ATTENTION, block_attention
 from lightrft.models.heads import Actor
+from lightrft.models.layout import Layout
 
 CPU = torch.device("cpu")
 

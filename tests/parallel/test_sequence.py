@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from flat_models import LENGTHS, SIZES, TEMPERATURE, gradients_of, make_batch, make_model, weighted
 from lightrft.config import ConfigError
-from lightrft.models.attention import ATTENTION, Layout, flat_attention
+from lightrft.models.attention import ATTENTION, flat_attention
 from lightrft.models.heads import Actor, divide, rope_window
+from lightrft.models.layout import Layout
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 from lightrft.strategy import FSDPStrategy
