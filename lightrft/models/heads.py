@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.config import ConfigError
-from lightrft.models.layout import Layout
+from lightrft.models.attention import Layout
 from lightrft.models.logprobs import token_logprobs, top_logprobs
 from lightrft.parallel.sequence import UNDIVIDED, Undivided
 from lightrft.types import Batch, Expanded, Features, followed, joined, padded, send, unpadded

@@ -54,6 +54,14 @@ class Selection:
         """Return the selected rows: [n, ...]."""
         return values[self.rows] if self.consecutive else values.index_select(0, self.rows)
 
+    def spread(self, values: Tensor, total: Tensor) -> Tensor:
+        """Return the sum of values [n, ...] for every row, in float32 and the shape of `total`; may be `values` itself."""
+        if self.consecutive and len(values) == len(total):
+            return values.float()
+        whole = torch.zeros_like(total, dtype=torch.float32)
+        self.add_to(whole, values)
+        return whole
+
     def add_to(self, total: Tensor, values: Tensor) -> None:
         """Add values [n, ...] to the selected rows of `total`, in place. A row that is there several times gets the sum of all.
 

@@ -65,13 +65,18 @@ class _InParts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
-        totals = [torch.zeros_like(x, dtype=torch.float32) for x in (query, key, value)]
+        totals: list[Tensor] = []
         for part in ctx.parts:
             mine = [part.queries.of(x) for x in (gradient, query, output, lse)]
             gradients = ctx.kernel.backward(
                 mine[0], mine[1], part.keys.of(key), part.keys.of(value), mine[2], mine[3], part, ctx.scaling
             )
-            for total, selection, found in zip(totals, (part.queries, part.keys, part.keys), gradients, strict=True):
+            selections = (part.queries, part.keys, part.keys)
+            if not totals:
+                columns = zip(selections, gradients, (query, key, value), strict=True)
+                totals = [selection.spread(found, x) for selection, found, x in columns]
+                continue
+            for total, selection, found in zip(totals, selections, gradients, strict=True):
                 selection.add_to(total, found)
         return *(total.to(x.dtype) for total, x in zip(totals, (query, key, value), strict=True)), None, None, None
 
