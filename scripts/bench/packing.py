@@ -10,8 +10,8 @@ them by length. All three compute the same loss, which is checked. `groups` puts
 prompts of the median length, 8 to each: `once` computes a prompt once in a micro-batch, `alone` for every response. `prefix` is
 one prompt with 16 responses of an eighth of its length, over a model in which attention and head have the share that they have
 at 1.5 billion parameters; `prefix_of_token_ratio` is how much faster `once` is, over how many fewer tokens it computes. Rates
-count real tokens, per CPU second, best of the repetitions. The planner's overhead is modelled: time over that of perfect balance when
-ranks wait at every micro-batch.
+count real tokens, per CPU second, best of the repetitions. The planner's overhead is modelled: time over that of perfect
+balance when ranks wait at every micro-batch.
 """
 
 import argparse
