@@ -176,6 +176,11 @@ class Batch:
         return len(self.input_ids)
 
     @property
+    def num_computed(self) -> int:
+        """Tokens that a model computes: all, or each shared prefix once."""
+        return len(self.shared.computed) if self.shared else self.num_tokens
+
+    @property
     def num_loss_tokens(self) -> Tensor:
         """[] float32, tokens that are learned."""
         return self.loss_mask.sum(dtype=torch.float32)

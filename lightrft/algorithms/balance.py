@@ -38,10 +38,10 @@ class Balance:
         return (self.weights * routing.probabilities).sum()
 
 
-def routing(logits: list[Tensor], mask: Tensor, top_k: int) -> Routing:
-    """Of the masked tokens [t], from the logits [t, E] of each layer's router, which choose `top_k` experts."""
+def routing(logits: list[Tensor], weight: Tensor, top_k: int) -> Routing:
+    """From the logits [t, E] of each layer's router, which choose `top_k` experts; a token counts so often: weight [t]."""
     probabilities = [layer.float().softmax(-1) for layer in logits]
-    weight = mask.float()
+    weight = weight.float()
     chosen = [torch.zeros_like(each).scatter_(1, each.topk(top_k, dim=-1).indices, 1.0) for each in probabilities]
     return Routing(
         chosen=sum(weight @ each for each in chosen),

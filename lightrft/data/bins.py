@@ -26,12 +26,7 @@ Bin = list[int]
 
 def work(length: int) -> int:
     """Cost of one sequence, exact: its matrix products grow with its length, its attention with the square."""
-    return products(length) + length * length
-
-
-def products(tokens: int) -> int:
-    """Of that what is not attention."""
-    return tokens * ATTENTION_SCALE
+    return length * ATTENTION_SCALE + length * length
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from lightrft.data.bins import Limits, products, work
+from lightrft.data.bins import Limits, work
 
 Column = np.ndarray
 LITTLE = 1 / 32
@@ -88,7 +88,7 @@ def _cost(lengths: Column, prompts: Column) -> Callable[[Column], Column]:
         order = np.lexsort((key, bins))
         again = (np.diff(bins[order]) == 0) & (np.diff(key[order]) == 0)
         repeated = order[1:][again]
-        spared = np.bincount(bins[repeated], products(prompts[repeated, 1]), minlength=int(bins.max()) + 1)
+        spared = np.bincount(bins[repeated], work(prompts[repeated, 1]), minlength=int(bins.max()) + 1)
         return np.bincount(bins, work(lengths)) - spared
 
     return cost

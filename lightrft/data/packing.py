@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from lightrft.data.bins import Limits, pack, products, work
+from lightrft.data.bins import Limits, pack, work
 from lightrft.data.many import LITTLE, pack_many
 
 Batching = Literal["packed", "dynamic", "plain"]
@@ -90,8 +90,9 @@ def _packed(known: np.ndarray, lengths: list[int], rows: range, num_ranks: int, 
     prompts = [tuple(prompt) for prompt in known.tolist()]
 
     def spent(members: list[int]) -> int:
-        repeated = sum(prompts[row][1] for row in members) - sum(tokens for _, tokens in {prompts[row] for row in members})
-        return sum(work(lengths[row]) for row in members) - products(repeated)
+        once = {prompts[row] for row in members}
+        repeated = sum(work(prompts[row][1]) for row in members) - sum(work(tokens) for _, tokens in once)
+        return sum(work(lengths[row]) for row in members) - repeated
 
     def made(units: list[list[int]]) -> list[list[list[int]]]:
         most = Limits(limits.tokens, limits.sequences // max(map(len, units), default=1))

@@ -12,9 +12,17 @@ from torch import Tensor
 
 from lightrft.types import Batch, Features, Shared
 
+LITTLE = 1 / 32
+"""A prefix that saves no more than this share of the tokens behind it is not worth a call of attention in which they read it."""
 
-def shared_pasts(input_ids: Tensor, lengths: Tensor, media: list[Features] | None = None) -> Shared | None:
-    """Of the sequences end to end in input_ids [T], on the host; None where all begin differently.
+
+def shared_pasts(
+    input_ids: Tensor, lengths: Tensor, media: list[Features] | None = None, *, little: float = 0.0
+) -> Shared | None:
+    """Of the sequences end to end in input_ids [T], on the host; None where nothing is shared.
+
+    Each prefix is computed in the first sequence that has it. One that saves no more than the share `little` of the tokens behind
+    it is computed in all of them.
 
     Sequences with images share their pasts where they have one prompt, and so the same object in `media`. In the order of their
     tokens (any order of single tokens will do) each sequence shares most with the one before it.
@@ -24,14 +32,36 @@ def shared_pasts(input_ids: Tensor, lengths: Tensor, media: list[Features] | Non
     rows = [tokens[start:stop] for start, stop in zip(starts, stops, strict=True)]
     seen = [id(each) if each else 0 for each in media] if media else [0] * len(rows)
     order = sorted(range(len(rows)), key=lambda row: (seen[row], rows[row].tobytes()))
+    pairs = list(zip(order, order[1:], strict=False))
+    counts = np.array([common(rows[one], rows[two]) if seen[one] == seen[two] else 0 for one, two in pairs], dtype=np.int64)
+    _drop(counts, lengths.numpy()[order], little)
     same = np.arange(len(tokens))
-    for before, row in zip(order, order[1:], strict=False):
-        count = common(rows[before], rows[row]) if seen[before] == seen[row] else 0
+    for (before, row), count in zip(pairs, counts.tolist(), strict=True):
         same[starts[row] : starts[row] + count] = same[starts[before] : starts[before] + count]
+    first = np.full(len(tokens), len(tokens))
+    np.minimum.at(first, same, np.arange(len(tokens)))
+    same = first[same]
     computed = same == np.arange(len(tokens))
     if computed.all():
         return None
     return Shared(torch.from_numpy(computed.nonzero()[0]), torch.from_numpy((computed.cumsum() - 1)[same]))
+
+
+def _drop(counts: np.ndarray, lengths: np.ndarray, little: float) -> None:
+    """Shorten `counts`, the tokens that each sequence shares with the next, where a prefix saves too little.
+
+    Sequences between which at least d tokens are shared all begin with the same d tokens.
+    """
+    groups = [(0, len(counts), 0)] if len(counts) else []  # counts from first to stop, and what is shared among more than these
+    while groups:
+        first, stop, known = groups.pop()
+        shared = int(counts[first:stop].min())
+        parted = first + (counts[first:stop] == shared).nonzero()[0]
+        behind = (lengths[first : stop + 1] - shared).sum() - (counts[first:stop] - shared).sum()
+        if known < shared and (shared - known) * len(parted) <= little * behind:
+            counts[parted] = shared = known
+        edges = [first - 1, *parted.tolist(), stop]
+        groups += [(one + 1, two, shared) for one, two in zip(edges, edges[1:], strict=False) if one + 1 < two]
 
 
 def prompts(batch: Batch) -> Tensor:

@@ -30,15 +30,13 @@ def deal(
     max_tokens: int,
     max_sequences: int | None = None,
     batching: Batching = "packed",
-    by_prompt: bool = False,
 ) -> tuple[B, list[list[list[int]]]]:
     """Plan the sequences of all ranks and move each to the rank that computes it.
 
     `batch.rows` counts over all ranks, in rank order. Returns this rank's new part, and [k][m]: its rows in micro-batch m
-    of optimizer step k; None is one step for all. Every rank has the same k and m. See packing.plan for the limits, and
-    for what it does `by_prompt`.
+    of optimizer step k; None is one step for all. Every rank has the same k and m. See packing.plan for the limits.
     """
-    known = share(axis, torch.column_stack([batch.lengths, *([prompts(batch)] if by_prompt else [])]))
+    known = share(axis, torch.column_stack([batch.lengths, prompts(batch)]))
     lengths, alike = known[:, 0].tolist(), known[:, 1:].numpy()
     schedule = plan(
         lengths,
@@ -47,20 +45,20 @@ def deal(
         max_tokens=max_tokens,
         max_sequences=max_sequences,
         batching=batching,
-        prompts=alike if by_prompt else None,
+        prompts=alike,
     )
     mine = move(axis, batch, [schedule.rows(rank) for rank in range(axis.size)])
     return mine, schedule.local(axis.rank)
 
 
-def regroup(axis: Axis, batch: Batch, *, max_tokens: int, batching: Batching, by_prompt: bool = False) -> list[list[int]]:
+def regroup(axis: Axis, batch: Batch, *, max_tokens: int, batching: Batching) -> list[list[int]]:
     """Plan micro-batches of the sequences that this rank has, as many on every rank; nothing moves.
 
     [m]: rows of micro-batch m, as positions in the batch.
     """
     schedule = plan(
         batch.lengths.tolist(), num_ranks=1, minibatch_size=max(len(batch), 1), max_tokens=max_tokens, batching=batching,
-        prompts=prompts(batch).numpy() if by_prompt else None,
+        prompts=prompts(batch).numpy(),
     )  # fmt: skip
     rows = [members for minibatch in schedule.minibatches for members in minibatch[0]]
     return rows + [[] for _ in range(max(axis.gather(len(rows))) - len(rows))]

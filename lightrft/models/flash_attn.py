@@ -1,14 +1,14 @@
-"""Variable-length flash attention: torch's own where it has windows, else the flash-attn package."""
+"""Variable-length flash attention: torch's own where it has windows, else the flash-attn package; in parts always torch's."""
 
 from collections.abc import Callable
 from functools import cache, partial
 from inspect import signature
-from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lightrft.models.attention import Layout
+from lightrft.models.layout import Layout, Part
+from lightrft.models.prefix_attention import PartKernel, widened
 
 
 @cache
@@ -32,7 +32,7 @@ def torch_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: "Layout",
+    layout: Layout,
     *,
     scaling: float | None,
     window: int | None,
@@ -41,15 +41,15 @@ def torch_varlen(
     """`torch.nn.attention.varlen.varlen_attn`: [T, H, D], [T, H_kv, D] twice -> [T, H, D]."""
     if dropout:
         raise ValueError("torch's variable-length attention has no dropout; set attention_dropout of the model to 0")
-    query, key, value = layout.whole(query, key, value)
+    value, columns = widened(value, query)
     grouped = {"enable_gqa": True} if "enable_gqa" in signature(function).parameters else {}
     if not grouped:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     offsets, longest = layout.offsets, layout.longest
-    window_size = _sides(window)
-    return layout.computed(
-        function(query, key, value, offsets, offsets, longest, longest, scale=scaling, window_size=window_size, **grouped)
+    output = function(
+        query, key, value, offsets, offsets, longest, longest, scale=scaling, window_size=_sides(window), **grouped
     )
+    return output[..., :columns]
 
 
 def package_varlen(
@@ -57,22 +57,55 @@ def package_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: "Layout",
+    layout: Layout,
     *,
     scaling: float | None,
     window: int | None,
     dropout: float,
 ) -> Tensor:
     """`flash_attn.flash_attn_varlen_func`: [T, H, D], [T, H_kv, D] twice -> [T, H, D]."""
-    query, key, value = layout.whole(query, key, value)
+    value, columns = widened(value, query)
     offsets, longest = layout.offsets, layout.longest
     output = function(
         query, key, value, offsets, offsets, longest, longest,
         dropout_p=dropout, softmax_scale=scaling, causal=True, window_size=_sides(window),
     )  # fmt: skip
-    return layout.computed(output)
+    return output[..., :columns]
 
 
 def _sides(window: int | None) -> tuple[int, int]:
     """Tokens seen before and after each: the window counts the token itself; -1 is no bound."""
     return (-1 if window is None else window - 1, 0)
+
+
+# -- in parts: the operations below varlen_attn, whose backward pass takes any output and log-sum-exp
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float | None) -> tuple[Tensor, Tensor]:
+    output, lse, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, *_lengths(part), 0.0, part.causal, False, scale=scaling, **_window(part)
+    )
+    return output, lse.t()
+
+
+def _backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, part: Part, scaling: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    state, unused = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)  # of dropout
+    return torch.ops.aten._flash_attention_backward(
+        gradient.contiguous(), query, key, value, output, lse.t().contiguous(), *_lengths(part), 0.0, part.causal, state, unused,
+        scale=scaling, **_window(part),
+    )  # fmt: skip
+
+
+FLASH_PARTS = PartKernel(_forward, _backward)
+
+
+def _lengths(part: Part) -> tuple[Tensor, Tensor, int, int]:
+    return *part.offsets, max(part.query_lengths), max(part.key_lengths)
+
+
+def _window(part: Part) -> dict[str, int]:
+    """The last query of a run stands at its last key, as flash attention has it."""
+    before, after = _sides(part.window) if part.causal or part.window is not None else (-1, -1)
+    return {"window_size_left": before, "window_size_right": after}

@@ -1,7 +1,6 @@
 """Models with the head that training needs: log-probs of given tokens instead of logits, or one number per token."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -52,23 +51,21 @@ class Actor(nn.Module):
         if top:
             return self._top(hidden, whole, top, temperature / self.logit_scale, batch.num_tokens)
         before = whole.learned_tokens - 1  # each token says what it expects of the next; the first is never learned
-        own = self.sequence.own(before, whole.num_tokens)
-        asked, computed = (send(rows, hidden.device) for rows in (own, whole.shared.places[own] if whole.shared else own))
-        here = self.sequence.positions(whole.num_tokens, hidden.device)
-        weight, targets = self.language_model.get_output_embeddings().weight, whole.input_ids[here[asked] + 1]
+        which, local = self.sequence.own(whole.shared.places[before] if whole.shared else before, whole.num_computed)
+        next_, local = (send(rows, hidden.device) for rows in (before[which] + 1, local))
+        weight, targets = self.language_model.get_output_embeddings().weight, whole.input_ids[next_]
         temperature /= self.logit_scale
-        values = token_logprobs(hidden[computed], weight, targets, temperature=temperature, truncation=truncation)
-        zeros = torch.zeros(len(here), device=hidden.device)
+        values = token_logprobs(hidden[local], weight, targets, temperature=temperature, truncation=truncation)
+        zeros = torch.zeros(batch.num_tokens, device=hidden.device)
         # Not in one tensor, where what the loss does not use would have a gradient of zeros, which costs as much as any.
-        values = self.sequence.gather_all(*(zeros.index_put((asked,), value) for value in values))
-        logprobs, entropy = (value.roll(1, 0)[: batch.num_tokens] for value in values)
-        return logprobs.clone(), entropy.clone()  # FSDP2 hooks what is returned, and views lose hooks
+        logprobs, entropy = self.sequence.sums(*(zeros.index_put((next_,), value) for value in values))
+        return logprobs, entropy
 
     def _top(self, hidden: Tensor, whole: Batch, top: int, temperature: float, num_tokens: int) -> tuple[Tensor, Tensor]:
         weight = self.language_model.get_output_embeddings().weight
-        found = top_logprobs(hidden, weight, top, temperature=temperature)
+        found = (self.sequence.gather(each) for each in top_logprobs(hidden, weight, top, temperature=temperature))
         logprobs, ids = (whole.shared.spread(each) if whole.shared else each for each in found)
-        return self.sequence.gather(logprobs)[:num_tokens].clone(), self.sequence.gather(ids)[:num_tokens].clone()
+        return logprobs[:num_tokens].clone(), ids[:num_tokens].clone()
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their Hugging Face names, tied ones once."""
@@ -94,8 +91,8 @@ class Scorer(nn.Module):
         hidden = hidden_states(self.scored_model, whole, self.sequence).float()
         head: nn.Linear = getattr(self.scored_model, self.head)
         scores = F.linear(hidden, head.weight.float(), None if head.bias is None else head.bias.float())[:, 0]
-        scores = whole.shared.spread(scores) if whole.shared else scores
-        return self.sequence.gather(scores)[: batch.num_tokens].clone()
+        scores = self.sequence.gather(scores)
+        return (whole.shared.spread(scores) if whole.shared else scores)[: batch.num_tokens].clone()
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their Hugging Face names, tied ones once."""
@@ -103,14 +100,15 @@ class Scorer(nn.Module):
 
 
 def hidden_states(model: PreTrainedModel, batch: Batch, sequence: Undivided = UNDIVIDED) -> Tensor:
-    """The backbone's output after each token that this rank computes, in its own sequence: [t, H]; [T, H] for an undivided batch.
+    """The backbone's output after each token that this rank computes, in its own sequence: [t, H].
 
-    Of tokens with the same past that is one: see `Batch.shared`.
+    Ranks divide the computed tokens: all of the batch, or each shared prefix once, see `Batch.shared`.
     """
     device, shared = batch.input_ids.device, batch.shared
     if rope_window(model) is not None:
         check_window(model, int(batch.lengths.max()))
-    here = send(shared.computed, device) if shared else sequence.positions(batch.num_tokens, device)
+    here = sequence.positions(batch.num_computed, device)
+    here = send(shared.computed, device)[here] if shared else here
     return model.base_model(
         input_ids=batch.input_ids[here].unsqueeze(0),
         position_ids=positions(model, batch)[..., here].unsqueeze(-2),
@@ -148,11 +146,9 @@ def seeing(batch: Batch, blank: Expanded) -> Batch:
 
 
 def filled(batch: Batch, multiple: int) -> Batch:
-    """The batch with one more sequence that nobody learns, where its tokens are not a multiple. Divided, it shares nothing."""
-    missing = -batch.num_tokens % multiple
-    if not missing:
-        return batch if multiple == 1 else replace(batch, shared=None)
-    return followed(replace(batch, shared=None), batch.input_ids.new_zeros(missing))
+    """The batch with one more sequence that nobody learns, where its computed tokens are not a multiple."""
+    missing = -batch.num_computed % multiple
+    return followed(batch, batch.input_ids.new_zeros(missing)) if missing else batch
 
 
 def divide(module: nn.Module, sequence: Undivided, *, tp: int = 1) -> bool:

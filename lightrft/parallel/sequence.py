@@ -50,13 +50,14 @@ class Undivided:
         """[t] int64: the positions of this rank's tokens in the whole batch."""
         return torch.cat([torch.arange(*span, device=device) for span in self.spans(num_tokens)])
 
-    def own(self, positions: Tensor, num_tokens: int) -> Tensor:
-        """Of positions in the whole batch, ascending, those of this rank's tokens, as positions among these: [m] int64."""
-        found, before = [], 0
+    def own(self, positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Which of these positions in the whole batch are of this rank's tokens, and where among these: [m] int64 each."""
+        which, local, before = [], [], 0
         for start, end in self.spans(num_tokens):
-            found.append(positions[(positions >= start) & (positions < end)] - start + before)
+            which.append(((positions >= start) & (positions < end)).nonzero()[:, 0])
+            local.append(positions[which[-1]] - start + before)
             before += end - start
-        return torch.cat(found)
+        return torch.cat(which), torch.cat(local)
 
     def gather(self, values: Tensor) -> Tensor:
         """Values [t, ...] of this rank's tokens -> [T, ...] of all tokens in their order, equal on all ranks.
@@ -72,9 +73,15 @@ class Undivided:
             return values
         return tuple(self.in_order(whole) for whole in Gather.apply(self.axis, *values))
 
+    def sums(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Of what each rank has of its own tokens, in any shape, the sum; gradients as in gather_all()."""
+        if self.axis.size == 1:
+            return values
+        return tuple(parts.sum(0) for parts in Gather.apply(self.axis, *(value[None] for value in values)))
+
     def sum(self, values: Tensor) -> Tensor:
-        """Of what each rank has of its own tokens, in any shape, the sum; its gradient as in gather()."""
-        return values if self.axis.size == 1 else Gather.apply(self.axis, values[None])[0].sum(0)
+        """sums() of one."""
+        return self.sums(values)[0]
 
     def in_order(self, gathered: Tensor) -> Tensor:
         """[T, ...] as the ranks have them, one rank after the other -> in the order of the batch."""

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightrft.data.pasts import shared_pasts
+from lightrft.data.pasts import LITTLE, shared_pasts
 from lightrft.types import Batch, token_index
 
 B = TypeVar("B", bound=Batch)
@@ -19,7 +19,7 @@ def micro_batches(batch: B, rows: Rows, device: torch.device) -> Iterator[B]:
     """The micro-batches on the device. An empty one becomes a single unlearned token, so that ranks stay in step."""
     for members in rows:
         part = batch.select(members) if members else filler(batch)
-        yield replace(part, shared=shared_pasts(part.input_ids, part.lengths, part.media)).to(device)
+        yield replace(part, shared=shared_pasts(part.input_ids, part.lengths, part.media, little=LITTLE)).to(device)
 
 
 def infer(forward: Callable[[B], Tensor], batch: B, rows: Rows, device: torch.device) -> Tensor:

@@ -152,12 +152,7 @@ class Role(ABC):
             max_tokens=max_tokens or self.max_tokens,
             max_sequences=mbs,
             batching=self.batching,
-            by_prompt=self._shares_prompts,
         )
-
-    @property
-    def _shares_prompts(self) -> bool:
-        return self.strategy.sequence.multiple == 1
 
     # -- one optimizer step on flat batches
 
@@ -257,7 +252,7 @@ class Role(ABC):
         `rows` are the micro-batches of training; with a budget of its own inference has others.
         """
         if self.max_logprob_tokens is not None:
-            limits = {"max_tokens": self.max_logprob_tokens, "batching": self.batching, "by_prompt": self._shares_prompts}
+            limits = {"max_tokens": self.max_logprob_tokens, "batching": self.batching}
             rows = regroup(self.strategy.mesh.data, batch, **limits)
         return self._infer_rows(module, forward, batch, rows)
 

@@ -7,10 +7,12 @@ Forward and backward of a small random Qwen3, float32, one thread, over sequence
 flat micro-batches from the planner. `padded` is plain transformers with sdpa: rows in the order in which they come, padded
 to the longest of their micro-batch, which holds so many rows that the longest sequences would still fit; `sorted` first sorts
 them by length. All three compute the same loss, which is checked. `groups` puts the same sequences, as responses, behind
-prompts of the median length, 8 to each: `once` computes a prompt once in a micro-batch, `alone` for every response. Rates count
-real tokens, per CPU second, best of the repetitions. The planner's overhead is modelled: time over that of perfect balance when
-ranks wait at every micro-batch. The large plan, of `--rows` rows over `--ranks` ranks, is timed
-without prompts and with, 8 rows to each.
+prompts of the median length, 8 to each: `once` computes a prompt once in a micro-batch, `alone` for every response. `prefix` is
+one prompt with 16 responses of an eighth of its length, over a model in which attention and head have the share that they have
+at 1.5 billion parameters; `prefix_of_token_ratio` is how much faster `once` is, over how many fewer tokens it computes. Rates
+count real tokens, per CPU second, best of the repetitions. The planner's overhead is modelled: time over that of perfect
+balance when ranks wait at every micro-batch. The large plan, of `--rows` rows over `--ranks` ranks, is timed without prompts and
+with, 8 rows to each.
 """
 
 import argparse
@@ -30,7 +32,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.data.packing import Plan, plan
-from lightrft.data.pasts import prompts, shared_pasts
+from lightrft.data.pasts import LITTLE, prompts, shared_pasts
 from lightrft.models.attention import ATTENTION
 from lightrft.models.heads import Actor
 from lightrft.types import Batch
@@ -43,10 +45,11 @@ DISTRIBUTIONS: dict[str, Callable[[random.Random], int]] = {
 }
 
 
-def make_model(attention: str) -> PreTrainedModel:
+def make_model(attention: str, *, width: int = 128, layers: int = 2) -> PreTrainedModel:
     config = Qwen3Config(
-        hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=384,
-        vocab_size=2048, max_position_embeddings=8192, use_cache=False, attn_implementation=attention,
+        hidden_size=width, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=width // 4,
+        intermediate_size=3 * width, vocab_size=2048, max_position_embeddings=8192, use_cache=False,
+        attn_implementation=attention,
     )  # fmt: skip
     torch.manual_seed(0)
     return Qwen3ForCausalLM(config)
@@ -62,7 +65,7 @@ def make_batch(count: int, median: int, sigma: float, longest: int) -> Batch:
 
 
 def with_prompts(responses: Batch, median: int, samples: int = 8) -> Batch:
-    """The sequences, each after its group's prompt, of which nothing is learned."""
+    """The sequences, each after its group's prompt of so many tokens, of which nothing is learned."""
     prompt_of = torch.arange(len(responses)) // samples
     generator = torch.Generator().manual_seed(2)
     texts = torch.randint(2048, (int(prompt_of[-1]) + 1, median), generator=generator)
@@ -76,19 +79,29 @@ def with_prompts(responses: Batch, median: int, samples: int = 8) -> Batch:
     )
 
 
-def packed_step(batch: Batch, tokens: int, *, once: bool = False) -> Callable[[], float]:
+def packed_step(batch: Batch, tokens: int, *, once: bool = False, **model: int) -> Callable[[], float]:
     """`once`: what sequences of a micro-batch begin with alike is computed once."""
-    actor, lengths = Actor(make_model(ATTENTION)), batch.lengths.tolist()
+    actor, lengths = Actor(make_model(ATTENTION, **model)), batch.lengths.tolist()
     alike = [tuple(prompt) for prompt in prompts(batch).tolist()] if once else None
 
     def step() -> float:
         made = plan(lengths, num_ranks=1, minibatch_size=len(lengths), max_tokens=tokens, prompts=alike)
         parts = [batch.select(rows) for rows in made.minibatches[0][0]]
         if once:
-            parts = [replace(part, shared=shared_pasts(part.input_ids, part.lengths)) for part in parts]
+            parts = [replace(part, shared=shared_pasts(part.input_ids, part.lengths, little=LITTLE)) for part in parts]
         return sum(_backward(-actor(part, 1.0)[0].sum()) for part in parts)
 
     return step
+
+
+def prefix_rates(response: int, repeat: int) -> dict[str, float]:
+    """Of 16 responses of so many tokens to one prompt eight times as long."""
+    batch = with_prompts(make_batch(16, response, 0.0, response), 8 * response, samples=16)
+    model = {"width": 256, "layers": 4}
+    steps = {f"prefix_{name}": packed_step(batch, batch.num_tokens, once=name == "once", **model) for name in ("once", "alone")}
+    rates = tokens_per_second(steps, batch.num_tokens, repeat)
+    faster = rates["prefix_once_tokens_per_s"] / rates["prefix_alone_tokens_per_s"]
+    return rates | {"prefix_of_token_ratio": faster / (batch.num_tokens / (24 * response))}
 
 
 def padded_step(batch: Batch, rows: int, by_length: bool) -> Callable[[], float]:
@@ -165,6 +178,7 @@ def main() -> None:
     parser.add_argument("--sigma", type=float, default=1.0, help="standard deviation of the logarithm of the length")
     parser.add_argument("--longest", type=int, default=2048, help="lengths are cut to this")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of a micro-batch, padding included")
+    parser.add_argument("--response", type=int, default=64, help="tokens of a response to a prompt eight times as long")
     parser.add_argument("--rows", type=int, default=524288, help="rows of the large plan")
     parser.add_argument("--ranks", type=int, default=1024, help="ranks of the large plan")
     parser.add_argument("--repeat", type=int, default=3, help="repetitions")
@@ -181,7 +195,8 @@ def main() -> None:
     groups = with_prompts(batch, args.median)
     of_groups = {"groups_once": packed_step(groups, args.tokens, once=True), "groups_alone": packed_step(groups, args.tokens)}
     rates |= tokens_per_second(of_groups, groups.num_tokens, args.repeat)
-    report = {name: round(rate, 1) for name, rate in rates.items()}
+    prefix = prefix_rates(args.response, args.repeat)
+    report = {name: round(rate, 1) for name, rate in rates.items()} | {name: round(rate, 2) for name, rate in prefix.items()}
     report["packed_over_padded"] = round(rates["packed_tokens_per_s"] / rates["padded_tokens_per_s"], 2)
     report["packed_over_sorted"] = round(rates["packed_tokens_per_s"] / rates["sorted_tokens_per_s"], 2)
     report["groups_once_over_alone"] = round(rates["groups_once_tokens_per_s"] / rates["groups_alone_tokens_per_s"], 2)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +24,43 @@ def test_a_token_stands_for_exactly_those_with_the_same_past(rows):
     computed = shared.computed.tolist()
     assert computed == sorted(set(computed)) and len(computed) == len(set(pasts)) < len(pasts)
     assert [pasts[computed[place]] for place in shared.places.tolist()] == pasts
+
+
+@given(ROWS)
+def test_the_first_row_that_has_a_prefix_computes_it(rows):
+    """So rows of one prompt that stand side by side have their own tokens side by side."""
+    shared = shared_pasts(torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows]))
+    if shared is not None:
+        assert (shared.computed[shared.places] <= torch.arange(len(shared.places))).all()
+
+
+@given(ROWS, st.sampled_from([0.1, 0.5, 2.0]))
+def test_where_little_is_not_shared_all_that_is_shared_is_the_same(rows, little):
+    """And each row still computes its last tokens, however many they are."""
+    lengths = torch.tensor([len(row) for row in rows])
+    pasts = [tuple(row[: place + 1]) for row in rows for place in range(len(row))]
+    all_, some = (shared_pasts(torch.tensor(sum(rows, [])), lengths, little=each) for each in (0.0, little))
+    if some is None:
+        return
+    assert len(some.computed) >= len(all_.computed)
+    computed = some.computed.tolist()
+    assert [pasts[computed[place]] for place in some.places.tolist()] == pasts
+    own = torch.zeros(sum(map(len, rows)), dtype=torch.int64).index_fill(0, some.computed, 1).split(lengths.tolist())
+    assert all(torch.equal(row, row.sort().values) for row in own)
+
+
+@pytest.mark.parametrize(("prompt", "shared"), [(3, False), (4, True)])
+def test_a_prompt_of_a_few_tokens_is_not_shared_by_long_responses(prompt, shared):
+    """Two rows save it once; a 32nd of the 96 tokens behind it is 3. The same behind a longer prefix that a third row has."""
+    rows = [[*range(prompt), *range(100 * row, 100 * row + 48)] for row in (1, 2)]
+    assert (found(rows, 1 / 32) is not None) == shared
+    other = [*range(30), 30, 31]
+    longer = [[*range(30), *row] for row in rows] + [other]
+    assert len(found(longer, 1 / 32).computed) == sum(map(len, longer)) - 2 * 30 - prompt * shared
+
+
+def found(rows, little):
+    return shared_pasts(torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows]), little=little)
 
 
 def test_large_and_negative_token_ids():

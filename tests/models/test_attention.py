@@ -24,8 +24,9 @@ from flat_models import (
     weighted,
 )
 from lightrft.data.pasts import shared_pasts
-from lightrft.models.attention import ALONE, ATTENTION, Layout, attention_kernel, block_attention
+from lightrft.models.attention import ATTENTION, attention_kernel, block_attention
 from lightrft.models.heads import Actor
+from lightrft.models.layout import ALONE, Layout
 from lightrft.types import Batch
 
 

@@ -1,6 +1,7 @@
 """Activations that are computed again: the same gradients to the last bit, and only what was promised is done twice."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from flat_models import TEMPERATURE, gradients_of, make_batch, make_model, weighted
+from lightrft.data.pasts import shared_pasts
 from lightrft.models.attention import ATTENTION
 from lightrft.models.heads import Actor
 from lightrft.models.recompute import keep_expensive, recompute
@@ -27,22 +29,24 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def backward_pass(name: str, policy: str | None) -> tuple[Counter[str], dict[str, torch.Tensor]]:
-    """What the backward pass does, and the gradients. 16 tokens in each of 4 sequences."""
+def backward_pass(name: str, policy: str | None, alike: int) -> tuple[Counter[str], dict[str, torch.Tensor]]:
+    """What the backward pass does, and the gradients. 16 tokens in each of 4 sequences, of which `alike` are a shared prefix."""
     actor = Actor(make_model(name, ATTENTION)).train()
     if policy:
         recompute(actor, selective=policy == "selective")
-    loss = weighted(actor(make_batch([16] * 4), TEMPERATURE))
+    batch = make_batch([16] * 4, alike)
+    loss = weighted(actor(replace(batch, shared=shared_pasts(batch.input_ids, batch.lengths)), TEMPERATURE))
     with Operations() as operations:
         loss.backward()
     return operations.seen, gradients_of(actor)
 
 
+@pytest.mark.parametrize("alike", [0, 4])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
-def test_what_is_computed_twice(name):
-    plain, expected = backward_pass(name, None)
-    full, gradients = backward_pass(name, "full")
-    selective, its_gradients = backward_pass(name, "selective")
+def test_what_is_computed_twice(name, alike):
+    plain, expected = backward_pass(name, None, alike)
+    full, gradients = backward_pass(name, "full", alike)
+    selective, its_gradients = backward_pass(name, "selective", alike)
     for found in (gradients, its_gradients):
         assert all(torch.equal(found[key], gradient) for key, gradient in expected.items())
     products, norms = "aten::mm", "aten::rsqrt"

@@ -40,9 +40,9 @@ def one_by_one(folder: str) -> Tensor:
 
 
 def answers(folder: str, layouts: list[dict]) -> list[tuple[Tensor, Tensor, int]]:
-    """For each layout the log-probs, those of the rows in another order, and the gathers of one call."""
-    results, gather, seen = [], sequence.Undivided.gather_all, []
-    sequence.Undivided.gather_all = lambda divided, *values: (seen.append(divided.axis.size > 1), gather(divided, *values))[1]
+    """For each layout the log-probs, those of the rows in another order, and the collectives of one call behind the model."""
+    results, gather, seen = [], sequence.Undivided.sums, []
+    sequence.Undivided.sums = lambda divided, *values: (seen.append(divided.axis.size > 1), gather(divided, *values))[1]
     for layout in layouts:
         strategy = FSDPStrategy(args={"fsdp": True, **layout})
         strategy.setup_distributed()

@@ -12,23 +12,39 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from flat_models import LENGTHS, SIZES, TEMPERATURE, gradients_of, make_batch, make_model, weighted
 from lightrft.config import ConfigError
-from lightrft.models.attention import ATTENTION, Layout, flat_attention
+from lightrft.data.pasts import shared_pasts
+from lightrft.models.attention import ATTENTION, flat_attention
 from lightrft.models.heads import Actor, divide, rope_window
+from lightrft.models.layout import Layout
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
+from lightrft.parallel.sequence import UNDIVIDED, Undivided
 from lightrft.strategy import FSDPStrategy
 from lightrft.strategy.backend import SEQUENCES
+from lightrft.types import Batch
 from ranks import run_ranks
 from roles import rows
 from tiny import tiny_model
 
 KINDS = list(SEQUENCES)
 PACKED, SINGLE = [24, 48, 16, 40, 8], [136]
+SHARED = [[*range(20), 50], [*range(20), 50, 51, 52], [90, 91, 92], [*range(20), *range(60, 80)], [90, 91, 93, 94], [90, 91],
+          [*range(20), 50, 51, 53, 54], [*range(12), *range(40, 49)]]
+"""Sequences with two prompts, prefixes within prefixes, one that is all of a sequence, and rows of a prompt that others part."""
 NUM_HEADS, HEAD_DIM = 4, 8
 
 
 def sequence_of(kind: str):
     return SEQUENCES[kind](Mesh("cpu", sp=torch.distributed.get_world_size()).sp)
+
+
+def shared_layout(multiple: int, sequence: Undivided = UNDIVIDED) -> Layout:
+    """Where ranks have SHARED, filled up with a sequence of its own."""
+    lengths = torch.tensor([len(row) for row in SHARED])
+    shared = shared_pasts(torch.tensor(sum(SHARED, [])), lengths)
+    missing = -len(shared.computed) % multiple
+    lengths = torch.cat([lengths, torch.tensor([missing] * (missing > 0), dtype=torch.int64)])
+    return Layout(lengths, torch.device("cpu"), sequence, shared.followed(missing))
 
 
 def attention_inputs(num_tokens: int, num_kv_heads: int) -> tuple[list[Tensor], Tensor]:
@@ -52,8 +68,8 @@ HEADS_AND_WINDOWS = [(2, None), (4, 13), (1, None), (2, 60)]
 CASES = [(lengths, num_kv_heads, window) for lengths in (PACKED, SINGLE) for num_kv_heads, window in HEADS_AND_WINDOWS]
 
 
-def attention_of_ranks(kind: str) -> list[list[Tensor]]:
-    """Per case, the four tensors in the order of the whole batch."""
+def attention_of_ranks(kind: str) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """Per case, the four tensors in the order of the whole batch; and the same where sequences share prefixes."""
     sequence, results, cpu = sequence_of(kind), [], torch.device("cpu")
     for lengths, num_kv_heads, window in CASES:
         inputs, upstream = attention_inputs(sum(lengths), num_kv_heads)
@@ -61,13 +77,47 @@ def attention_of_ranks(kind: str) -> list[list[Tensor]]:
         layout = Layout(torch.tensor(lengths), cpu, sequence)
         mine = attend([x[here] for x in inputs], upstream[here], layout, window)
         results.append([sequence.gather(x) for x in mine])
+    return results, shared_attention_of_ranks(sequence)
+
+
+def shared_attention_of_ranks(sequence: Undivided) -> list[list[Tensor]]:
+    results, layout = [], shared_layout(8, sequence)
+    here = sequence.positions(layout.num_computed, layout.device)
+    for num_kv_heads, window in HEADS_AND_WINDOWS:
+        inputs, upstream = attention_inputs(layout.num_computed, num_kv_heads)
+        mine = attend([x[here] for x in inputs], upstream[here], layout, window)
+        results.append([sequence.gather(x) for x in mine])
     return results
+
+
+def each_row_alone(num_kv_heads: int, window: int | None) -> list[Tensor]:
+    """Attention of computed tokens and its gradients, from rows that have copies of all that they share."""
+    layout = shared_layout(8)
+    inputs, upstream = attention_inputs(layout.num_computed, num_kv_heads)
+    inputs = [x.requires_grad_() for x in inputs]
+    whole = [x[layout.shared.places].transpose(0, 1).unsqueeze(0) for x in inputs]
+    apart = Layout(layout.lengths, layout.device)
+    output = flat_attention(nn.Module(), *whole, None, layout=apart, sliding_window=window)[0][0][layout.shared.computed]
+    (output * upstream).sum().backward()
+    return [output.detach(), *(x.grad for x in inputs)]
+
+
+def test_shared_prefixes_are_read_as_if_each_row_had_them():
+    assert len(shared_layout(8).parts(None)) == 5, "four levels of prefixes"
+    for (num_kv_heads, window), found in zip(HEADS_AND_WINDOWS, shared_attention_of_ranks(UNDIVIDED), strict=True):
+        for mine, known in zip(found, each_row_alone(num_kv_heads, window), strict=True):
+            torch.testing.assert_close(mine, known, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sp", [2, 4])
 def test_attention_is_that_of_one_rank(sp, kind):
     results = run_ranks(sp, attention_of_ranks, kind)
+    for index, case in enumerate(HEADS_AND_WINDOWS):
+        for _, shared in results:
+            for found, known in zip(shared[index], each_row_alone(*case), strict=True):
+                torch.testing.assert_close(found, known, rtol=1e-5, atol=1e-5)
+    results = [whole for whole, _ in results]
     for index, (lengths, num_kv_heads, window) in enumerate(CASES):
         layout = Layout(torch.tensor(lengths), torch.device("cpu"))
         expected = attend(*attention_inputs(sum(lengths), num_kv_heads), layout, window)
@@ -107,20 +157,26 @@ def test_tokens_that_do_not_divide_are_named(kind):
 
 
 MODELS = ["llama", "qwen3", "qwen2 window", "gemma3"]
-BATCHES = [LENGTHS, [24, 48, 16, 40, 7], [1], [57]]
+BATCHES = [(LENGTHS, 0), ([24, 48, 16, 40, 7], 0), ([1], 0), ([57], 0), ([24, 28, 16, 40, 7], 12)]
+"""Lengths, and how many tokens the sequences begin with alike."""
+
+
+def batch_of(lengths: list[int], alike: int) -> Batch:
+    batch = make_batch(lengths, alike)
+    return replace(batch, shared=shared_pasts(batch.input_ids, batch.lengths))
 
 
 def model_of_ranks(kind: str, checkpointing: bool) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
     """Per model and batch: values, and gradients summed over the ranks."""
     sequence, results = sequence_of(kind), []
     for name in MODELS:
-        for lengths in BATCHES:
+        for case in BATCHES:
             model = make_model(name, ATTENTION)
             if checkpointing:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             actor = Actor(model).train()
             divide(actor, sequence)
-            values = actor(make_batch(lengths), TEMPERATURE)
+            values = actor(batch_of(*case), TEMPERATURE)
             weighted(values).backward()
             gradients = {name: sequence.axis.sum(gradient) for name, gradient in gradients_of(model).items()}
             results.append(([value.detach() for value in values], gradients))
@@ -133,23 +189,23 @@ def model_of_ranks(kind: str, checkpointing: bool) -> list[tuple[list[Tensor], d
 def test_an_actor_on_several_ranks_is_that_of_one(sp, checkpointing, kind):
     """Lengths that do not divide, a batch of one token, one long sequence; two key-value heads on four ranks."""
     results = run_ranks(sp, model_of_ranks, kind, checkpointing)
-    cases = [(name, lengths) for name in MODELS for lengths in BATCHES]
-    for index, (name, lengths) in enumerate(cases):
+    cases = [(name, *case) for name in MODELS for case in BATCHES]
+    for index, (name, *case) in enumerate(cases):
         model = make_model(name, ATTENTION)
-        expected = Actor(model)(make_batch(lengths), TEMPERATURE)
+        expected = Actor(model)(make_batch(*case), TEMPERATURE)
         weighted(expected).backward()
         for result in results:
             values, gradients = result[index]
             for value, known in zip(values, expected, strict=True):
                 torch.testing.assert_close(value, known, rtol=1e-5, atol=1e-5)
             for parameter, known in gradients_of(model).items():
-                assert (gradients[parameter] - known).norm() <= 1e-4 * known.norm() + 1e-6, (name, lengths, parameter)
+                assert (gradients[parameter] - known).norm() <= 1e-4 * known.norm() + 1e-6, (name, case, parameter)
 
 
 def scores_of_ranks(kind: str, folder: str) -> tuple[Tensor, dict[str, Tensor]]:
     scorer, sequence = rows.scorer(folder), sequence_of(kind)
     divide(scorer, sequence)
-    scores = scorer(make_batch())
+    scores = scorer(batch_of(LENGTHS, 3))
     (scores * torch.linspace(-1, 1, len(scores))).sum().backward()
     return scores.detach(), {name: sequence.axis.sum(gradient) for name, gradient in gradients_of(scorer).items()}
 
@@ -158,7 +214,7 @@ def scores_of_ranks(kind: str, folder: str) -> tuple[Tensor, dict[str, Tensor]]:
 def test_a_scorer_on_two_ranks_is_that_of_one(tmp_path, kind):
     folder = rows.dense_scorer(tiny_model(tmp_path), seed=1)
     scorer = rows.scorer(folder)
-    expected = scorer(make_batch())
+    expected = scorer(make_batch(LENGTHS, 3))
     (expected * torch.linspace(-1, 1, len(expected))).sum().backward()
     for scores, gradients in run_ranks(2, scores_of_ranks, kind, folder):
         torch.testing.assert_close(scores, expected.detach(), rtol=1e-5, atol=1e-5)
@@ -170,9 +226,10 @@ def test_zigzag_by_hand():
     """Lengths 3, 1, 4 on two ranks. The first has tokens 0 1 and 6 7, the last two of which see the two before them."""
     zigzag = SEQUENCES["zigzag"](Axis("sp", 2, 0, None))
     assert zigzag.positions(8, torch.device("cpu")).tolist() == [0, 1, 6, 7]
-    layout = Layout(torch.tensor([3, 1, 4]), torch.device("cpu"), zigzag)
-    assert [(run.begin, run.first, run.middle, run.stop) for run in layout.runs] == [(0, 0, 0, 2), (4, 6, 8, 8)]
-    assert layout.runs[0].rest.lengths.tolist() == [2] and layout.runs[1].rest is None
+    own, before = Layout(torch.tensor([3, 1, 4]), torch.device("cpu"), zigzag).parts(None)
+    assert own.query_lengths == [2, 2] and own.keys.rows.tolist() == [0, 1, 6, 7]
+    assert (before.query_lengths, before.key_lengths) == ([2], [2])
+    assert (before.queries.rows, before.keys.rows) == (slice(2, 4), slice(4, 6))
 
 
 # -- errors

@@ -1,0 +1,299 @@
+"""The places of sequences in a flat batch, and the tokens that each of them attends to.
+
+T tokens of all sequences, of which U are computed: all of them, or each shared prefix once. Ranks that divide a batch divide
+its computed tokens; t of them are this rank's.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightrft.parallel.sequence import UNDIVIDED, Undivided
+from lightrft.types import Shared, send
+
+ALONE = 64
+"""A sequence longer than this shares a block with those of its very length only: one more call costs less than padding."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The sequences in blocks of one width, end to end."""
+
+    shapes: list[tuple[int, int]]
+    """(sequences, width) of each block."""
+    source: Tensor | None
+    """[P] int64: the token at each place of the blocks; padding repeats the last token. None: blocks are flat already."""
+    places: Tensor | None
+    """[T] int64: where each token stands in the blocks."""
+
+
+class Selection:
+    """Some rows of a tensor: a view where they are consecutive, else a copy."""
+
+    def __init__(self, index: np.ndarray, device: torch.device):
+        """`index` [n] int64, on the host. A row may be there several times."""
+        self.consecutive = len(index) > 0 and bool((np.diff(index) == 1).all())
+        self.rows: slice | Tensor
+        """Of the tensor."""
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        if self.consecutive:
+            self.rows = slice(int(index[0]), int(index[-1]) + 1)
+            return
+        self.rows = send(torch.from_numpy(index), device)
+        copy = _copy_numbers(index)
+        for number in range(int(copy.max(initial=0)) + 1 if copy.any() else 0):
+            places = (copy == number).nonzero()[0]
+            self._copies.append((send(torch.from_numpy(places), device), send(torch.from_numpy(index[places]), device)))
+
+    def of(self, values: Tensor) -> Tensor:
+        """Return the selected rows: [n, ...]."""
+        return values[self.rows] if self.consecutive else values.index_select(0, self.rows)
+
+    def spread(self, values: Tensor, total: Tensor) -> Tensor:
+        """Return the sum of values [n, ...] for every row, in float32 and the shape of `total`; may be `values` itself."""
+        if self.consecutive and len(values) == len(total):
+            return values.float()
+        whole = torch.zeros_like(total, dtype=torch.float32)
+        self.add_to(whole, values)
+        return whole
+
+    def add_to(self, total: Tensor, values: Tensor) -> None:
+        """Add values [n, ...] to the selected rows of `total`, in place. A row that is there several times gets the sum of all.
+
+        No two values are added to one row at the same time, so the sum is the same in every run.
+        """
+        if self.consecutive:
+            total[self.rows] += values
+        for places, rows in self._copies:
+            total.index_add_(0, rows, values.index_select(0, places).to(total.dtype))
+        if not self.consecutive and not self._copies:
+            total.index_add_(0, self.rows, values.to(total.dtype))
+
+
+def _copy_numbers(index: np.ndarray) -> np.ndarray:
+    """[n] int64: for each entry, how many equal ones stand before it."""
+    order = index.argsort(kind="stable")
+    first = np.r_[True, np.diff(index[order]) != 0]
+    starts = np.maximum.accumulate(np.where(first, np.arange(len(index)), 0))
+    numbers = np.empty_like(index)
+    numbers[order] = np.arange(len(index)) - starts
+    return numbers
+
+
+class Part:
+    """One call of attention: runs of queries, end to end, each with a run of keys of its own.
+
+    `causal`: as many keys as queries, each query sees the keys up to its own. `window`: the last query of a run stands at its
+    last key, and each sees so many keys up to its own. Neither: every query of a run sees all of its keys.
+    """
+
+    def __init__(
+        self, queries: Selection, keys: Selection, query_lengths: np.ndarray, key_lengths: np.ndarray, device: torch.device,
+        *, causal: bool = False, window: int | None = None,
+    ):  # fmt: skip
+        self.queries, self.keys = queries, keys
+        """Among this rank's t tokens, and among the U of all ranks."""
+        self.query_lengths: list[int] = query_lengths.tolist()
+        self.key_lengths: list[int] = key_lengths.tolist()
+        self.device, self.causal, self.window = device, causal, window
+
+    @cached_property
+    def offsets(self) -> tuple[Tensor, Tensor]:
+        """[runs + 1] int32 each, on the device: where the queries and the keys of each run begin."""
+        return offsets(torch.tensor(self.query_lengths), self.device), offsets(torch.tensor(self.key_lengths), self.device)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """The runs of a causal part, as blocks on the device."""
+        return blocks(torch.tensor(self.query_lengths), self.device)
+
+
+class Layout:
+    """Where the sequences of a flat batch lie; made once per micro-batch, used by every layer.
+
+    Made on the host from lengths that are there, so that nobody waits for the device. No dataclass: in mixed precision FSDP
+    copies those for every layer, and what is kept here would be computed again.
+    """
+
+    def __init__(
+        self, lengths: Tensor, device: torch.device, sequence: Undivided = UNDIVIDED, shared: Shared | None = None
+    ):
+        self.lengths = lengths.cpu()
+        """[N] int64 on the host."""
+        self.device = device
+        """Where the batch is."""
+        self.sequence = sequence
+        """How ranks divide its computed tokens."""
+        self.shared = shared
+        """Which of its tokens are computed, where not all are."""
+        self.num_computed = len(shared.computed) if shared else int(self.lengths.sum())
+        self.queries = sequence.queries(self.num_computed)
+        """Begin and end of the runs of computed tokens whose queries this rank has."""
+        self._parts: dict[int | None, list[Part]] = {}
+
+    @cached_property
+    def longest(self) -> int:
+        return int(self.lengths.max())
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """[N + 1] int32 on the device: where each sequence begins; the last entry is T."""
+        return offsets(self.lengths, self.device)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """The sequences, as blocks on the device."""
+        return blocks(self.lengths, self.device)
+
+    @property
+    def in_parts(self) -> bool:
+        """True where a sequence's queries and keys are not the same consecutive tokens."""
+        return self.shared is not None or self.queries != [(0, self.num_computed)]
+
+    def parts(self, window: int | None) -> list[Part]:
+        """Return the calls that together are the attention of this rank's queries; the first has each of them once.
+
+        Without a window: the consecutive tokens of each sequence among themselves, then the prefixes before them, level by level:
+        those that begin their sequences, those that follow such a one, and so on. All sequences with a prefix meet in one run of
+        queries, so its keys are there once. With a window: one call, in which each sequence has copies of the keys that its first
+        queries see before them.
+        """
+        if window not in self._parts:
+            self._parts[window] = [self._own(), *self._prefixes()] if window is None else [self.with_copies(window)]
+        return self._parts[window]
+
+    def with_copies(self, window: int) -> Part:
+        """Return one part with a window, which has copies of the keys that several sequences see."""
+        starts, ends = self._rows[self._pieces.row] + np.maximum(self._pieces.depth - window + 1, 0), self._prefix_ends
+        before, own = ends - starts, self._pieces.sizes
+        index = np.empty(int((before + own).sum()), dtype=np.int64)
+        at = _steps(before + own)
+        is_before = at < before.repeat(before + own)
+        index[is_before] = self._places[_ranges(starts, before)]
+        index[~is_before] = _ranges(self._pieces.begins, own)
+        queries = Selection(np.arange(int(own.sum())), self.device)
+        return Part(queries, Selection(index, self.device), own, before + own, self.device, window=window)
+
+    def _own(self) -> Part:
+        sizes = self._pieces.sizes
+        queries = Selection(np.arange(int(sizes.sum())), self.device)
+        keys = Selection(_ranges(self._pieces.begins, sizes), self.device)
+        return Part(queries, keys, sizes, sizes, self.device, causal=True)
+
+    def _prefixes(self) -> Iterator[Part]:
+        """A part for each level of the tree of prefixes. A node of it ends where not all who read it read on."""
+        pieces = self._pieces
+        piece = np.arange(len(pieces.sizes)).repeat(pieces.depth)
+        read = self._places[_ranges(self._rows[pieces.row], pieces.depth)]
+        if not len(read):
+            return
+        readers = np.bincount(read, minlength=self.num_computed)
+        starts = np.r_[True, (np.diff(piece) != 0) | (np.diff(read) != 1) | (np.diff(readers[read]) != 0)].nonzero()[0]
+        piece, begins, sizes = piece[starts], read[starts], np.diff(np.r_[starts, len(read)])
+        level = _copy_numbers(piece)
+        local = pieces.sizes.cumsum() - pieces.sizes
+        for number in range(int(level.max()) + 1):
+            here = (level == number).nonzero()[0]
+            here = here[begins[here].argsort(kind="stable")]
+            first = np.r_[True, np.diff(begins[here]) != 0].nonzero()[0]  # of the readers of each node
+            readers_here = piece[here]
+            query_lengths = np.add.reduceat(pieces.sizes[readers_here], first)
+            queries = Selection(_ranges(local[readers_here], pieces.sizes[readers_here]), self.device)
+            nodes = here[first]
+            keys = Selection(_ranges(begins[nodes], sizes[nodes]), self.device)
+            yield Part(queries, keys, query_lengths, sizes[nodes], self.device)
+
+    @cached_property
+    def _rows(self) -> np.ndarray:
+        """[N]: where each sequence begins among the T tokens."""
+        return (self.lengths.cumsum(0) - self.lengths).numpy()
+
+    @cached_property
+    def _places(self) -> np.ndarray:
+        """[T]: each token's place among the computed ones."""
+        return np.arange(self.num_computed) if self.shared is None else self.shared.places.numpy()
+
+    @cached_property
+    def _prefix_ends(self) -> np.ndarray:
+        """[pieces]: where, among the T tokens, the first one of each piece stands."""
+        return self._rows[self._pieces.row] + self._pieces.depth
+
+    @cached_property
+    def _pieces(self) -> "Pieces":
+        """Runs of this rank's computed tokens that follow each other in a sequence, in their order.
+
+        The computed tokens of a sequence are its last ones: each shares its beginning, if anything.
+        """
+        lengths = self.lengths.numpy()
+        computed = np.arange(self.num_computed) if self.shared is None else self.shared.computed.numpy()
+        first = np.searchsorted(computed, self._rows)
+        stop = np.searchsorted(computed, self._rows + lengths)
+        found = []
+        for start, end in self.queries:
+            begins, stops = np.maximum(first, start), np.minimum(stop, end)
+            row = (begins < stops).nonzero()[0]
+            depth = lengths[row] - (stop[row] - begins[row])
+            found.append((row, begins[row], stops[row] - begins[row], depth))
+        return Pieces(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Consecutive computed tokens of one sequence each; int64 [pieces]."""
+
+    row: np.ndarray
+    """The sequence."""
+    begins: np.ndarray
+    """The first token, among the computed ones."""
+    sizes: np.ndarray
+    depth: np.ndarray
+    """How many tokens of the sequence stand before it."""
+
+
+def offsets(lengths: Tensor, device: torch.device) -> Tensor:
+    """[N] on the host -> [N + 1] int32 on the device: where each begins; the last entry is the sum."""
+    return send(F.pad(lengths.cumsum(0), (1, 0)).int(), device)
+
+
+def blocks(lengths: Tensor, device: torch.device) -> Blocks:
+    """Long sequences with those of their length, short ones with those of the same power of two: padding is under a half."""
+    similar = lengths.double().log2().ceil().long()
+    similar[lengths > ALONE] = 64 + _first_alike(lengths)[lengths > ALONE]  # above every exponent
+    if bool((lengths == lengths[0]).all()):
+        return Blocks([(len(lengths), int(lengths[0]))], None, None)
+    _, block, sizes = similar.unique(return_inverse=True, return_counts=True)
+    widths = torch.zeros_like(sizes).scatter_reduce(0, block, lengths, "amax")
+    shapes = list(zip(sizes.tolist(), widths.tolist(), strict=True))
+    order = block.argsort(stable=True)
+    width, starts = widths[block], lengths.cumsum(0) - lengths
+    place = torch.empty_like(starts)
+    place[order] = width[order].cumsum(0) - width[order]
+    steps = torch.from_numpy(_steps(width[order].numpy()))
+    source = starts[order].repeat_interleave(width[order]) + torch.minimum(
+        steps, (lengths[order] - 1).repeat_interleave(width[order])
+    )
+    places = place.repeat_interleave(lengths) + torch.from_numpy(_steps(lengths.numpy()))
+    if torch.equal(source, torch.arange(len(places))):
+        return Blocks(shapes, None, None)
+    return Blocks(shapes, send(source, device), send(places, device))
+
+
+def _first_alike(lengths: Tensor) -> Tensor:
+    """[N] int64: of each sequence the first one of its length."""
+    kind = lengths.unique(return_inverse=True)[1]
+    return torch.full_like(lengths, len(lengths)).scatter_reduce(0, kind, torch.arange(len(lengths)), "amin")[kind]
+
+
+def _steps(lengths: np.ndarray) -> np.ndarray:
+    """0, 1, ... for each length, end to end."""
+    return np.arange(int(lengths.sum())) - (lengths.cumsum() - lengths).repeat(lengths)
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """start, start + 1, ... for each of them, end to end."""
+    return starts.repeat(lengths) + _steps(lengths)

@@ -1,0 +1,153 @@
+"""Attention in parts: a query's keys lie in several places, each of which is a call of its own, and nothing is copied to meet.
+
+Attention over all keys is the mean of that over each part, weighted by the exponentials of their log-sum-exps. Its gradient in a
+part is what the kernel's own backward pass gives when it is told the merged output and the merged log-sum-exp: with these the
+probabilities it computes again are those over all keys. Ring attention does the same (arXiv 2310.01889). So a prefix that
+many sequences share is read by all of their queries in one call, which also sums its gradient.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from lightrft.models.layout import Blocks, Layout, Part
+
+
+class PartKernel(NamedTuple):
+    """Attention of one part. Shapes: queries [q, H, D], keys and values [k, H_kv, D], log-sum-exp [q, H] float32."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    """(query, key, value, part, scaling) -> output [q, H, D] and log-sum-exp."""
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    """(gradient of the output, query, key, value, output, log-sum-exp, part, scaling) -> gradients of query, key and value."""
+
+
+def prefix_attention(
+    kernel: PartKernel, query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, scaling: float | None, window: int | None
+) -> Tensor:
+    """This rank's queries [t, H, D] in the keys and values [U, H_kv, D] of all computed tokens: [t, H, D]."""
+    value, columns = widened(value, query)
+    return _InParts.apply(query, key, value, layout.parts(window), kernel, scaling)[..., :columns]
+
+
+def widened(value: Tensor, query: Tensor) -> tuple[Tensor, int]:
+    """The values with columns of zeros, as many in all as queries have, and how many they had: kernels want one width."""
+    columns = value.shape[-1]
+    return F.pad(value, (0, query.shape[-1] - columns)) if columns < query.shape[-1] else value, columns
+
+
+class _InParts(torch.autograd.Function):
+    """Keeps queries, keys and values as they came, the merged output and its log-sum-exp."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, parts: list[Part], kernel: PartKernel, scaling: float | None
+    ) -> Tensor:
+        own, *prefixes = parts
+        output, lse = kernel.forward(query, own.keys.of(key), own.keys.of(value), own, scaling)
+        if prefixes:  # not in place: recomputation may keep what a kernel returned
+            output, lse = output.to(torch.float32, copy=True), lse.clone()
+        for part in prefixes:
+            more, its_lse = kernel.forward(part.queries.of(query), part.keys.of(key), part.keys.of(value), part, scaling)
+            before = part.queries.of(lse)
+            part.queries.add_to(output, (more - part.queries.of(output)) * (its_lse - before).sigmoid().unsqueeze(-1))
+            part.queries.add_to(lse, F.softplus(its_lse - before))
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.parts, ctx.kernel, ctx.scaling = parts, kernel, scaling
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, lse = ctx.saved_tensors
+        totals: list[Tensor] = []
+        for part in ctx.parts:
+            mine = [part.queries.of(x) for x in (gradient, query, output, lse)]
+            gradients = ctx.kernel.backward(
+                mine[0], mine[1], part.keys.of(key), part.keys.of(value), mine[2], mine[3], part, ctx.scaling
+            )
+            selections = (part.queries, part.keys, part.keys)
+            if not totals:
+                columns = zip(selections, gradients, (query, key, value), strict=True)
+                totals = [selection.spread(found, x) for selection, found, x in columns]
+                continue
+            for total, selection, found in zip(totals, selections, gradients, strict=True):
+                selection.add_to(total, found)
+        return *(total.to(x.dtype) for total, x in zip(totals, (query, key, value), strict=True)), None, None, None
+
+
+# -- the kernel of the CPU: dense blocks
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float | None) -> tuple[Tensor, Tensor]:
+    outputs, lses = [], []
+    for (q,), (k, v), mask in _dense(part, [query], [key, value]):
+        output, lse = _FORWARD(q, k, v, is_causal=part.causal, attn_mask=mask, scale=scaling)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+        lses.append(lse.transpose(1, 2).flatten(0, 1))
+    return _flat(outputs, part), _flat(lses, part)
+
+
+def _backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, part: Part, scaling: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    found = []
+    if part.causal and part.blocks.places is not None:  # padding has no gradient
+        places, source = part.blocks.places, part.blocks.source
+        padded = gradient.new_zeros(len(source), *gradient.shape[1:]).index_copy_(0, places, gradient)
+        gradients = padded.split([size * width for size, width in part.blocks.shapes])
+    else:
+        gradients = gradient.split(_sizes(part, part.query_lengths))
+    for dense, above in zip(_dense(part, [query, output, lse], [key, value]), gradients, strict=True):
+        (q, o, its_lse), (k, v), mask = dense
+        above = above.view(len(q), -1, *above.shape[1:]).transpose(1, 2)
+        each = _BACKWARD(above, q, k, v, o, its_lse, 0.0, part.causal, attn_mask=mask, scale=scaling)
+        found.append([x.transpose(1, 2).flatten(0, 1) for x in each])
+    return tuple(_flat(list(each), part) for each in zip(*found, strict=True))
+
+
+CPU_KERNEL = PartKernel(_forward, _backward)
+
+
+def _dense(
+    part: Part, of_queries: list[Tensor], of_keys: list[Tensor]
+) -> Iterator[tuple[list[Tensor], list[Tensor], Tensor | None]]:
+    """Each [tokens, heads, ...] as [sequences, heads, tokens, ...], block by block, and the mask of a window."""
+    blocks: Blocks | None = part.blocks if part.causal else None
+    if blocks is not None and blocks.source is not None:
+        of_queries, of_keys = ([x.index_select(0, blocks.source) for x in each] for each in (of_queries, of_keys))
+    counts = [size for size, _ in blocks.shapes] if blocks else [1] * len(part.query_lengths)
+    cut_queries = zip(*(x.split(_sizes(part, part.query_lengths)) for x in of_queries), strict=True)
+    cut_keys = zip(*(x.split(_sizes(part, part.key_lengths)) for x in of_keys), strict=True)
+    for count, queries, keys in zip(counts, cut_queries, cut_keys, strict=True):
+        queries, keys = ([x.view(count, -1, *x.shape[1:]).transpose(1, 2) for x in each] for each in (queries, keys))
+        mask = None
+        if part.window is not None:
+            visible = window_mask(queries[0].shape[2], part.window, part.device, num_keys=keys[0].shape[2])
+            mask = torch.zeros(visible.shape, dtype=keys[0].dtype, device=part.device).masked_fill_(~visible, -torch.inf)
+        yield queries, keys, mask
+
+
+def _sizes(part: Part, lengths: list[int]) -> list[int]:
+    return [size * width for size, width in part.blocks.shapes] if part.causal else lengths
+
+
+def _flat(blocks: list[Tensor], part: Part) -> Tensor:
+    """What belongs to tokens in blocks, in the order of the part."""
+    whole = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+    return whole.index_select(0, part.blocks.places) if part.causal and part.blocks.places is not None else whole
+
+
+def window_mask(size: int, window: int, device: torch.device, num_keys: int | None = None) -> Tensor:
+    """[S, keys] bool, S keys when None: each of the last S tokens sees itself and the window - 1 before it."""
+    steps = torch.arange(num_keys or size, device=device)
+    distance = steps[-size:, None] - steps
+    return (distance >= 0) & (distance < window)
