@@ -21,7 +21,7 @@ LAYERS = {
     "parallel": 1, "algorithms": 1, "observe": 1,
     "config": 0, "types": 0, "registry": 0, "versions": 0,
 }  # fmt: skip
-OPTIONAL = {"deepspeed", "vllm", "sglang", "peft", "wandb", "flash_attn", "ray", "math_verify", "liger_kernel"}
+OPTIONAL = {"deepspeed", "vllm", "sglang", "peft", "wandb", "flash_attn", "ray", "math_verify", "liger_kernel", "triton"}
 OPTIONAL_ELSEWHERE = {"wandb": "observe/sinks.py", "peft": "models/lora.py"}
 """Exceptions to `only inside the file or folder named after it`, and there only inside a function."""
 HOMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}

@@ -9,13 +9,17 @@ from lightrft.algorithms.balance import Balance
 from lightrft.algorithms.correction import corrections, importance_ratios, kept_sequences
 from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.options import keywords, options, resolve
-from lightrft.algorithms.policy_loss import PolicyLoss, policy_losses
+from lightrft.algorithms.policy_loss import PER_TOKEN, PolicyLoss, policy_losses
 from lightrft.algorithms.reduce import Denominator, share_of_mean
 from lightrft.config import AlgorithmSection, ConfigError
 from lightrft.types import Batch, Experience
 
 Report = dict[str, Tensor]
 """Metric name -> [T] values, averaged over learned tokens; the extreme counts where the name ends in `_max` or `_min`."""
+
+
+TokenGradients = Callable[[Tensor, Tensor | None], tuple[Tensor | None, Tensor | None]]
+"""(log-probs [T], entropy [T] or None) -> the gradients of an objective with respect to both."""
 
 
 def sft(logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tensor, Report]:
@@ -44,6 +48,36 @@ class Balanced:
         loss, report = self.objective(logprobs, batch, denominator)
         report |= {"train/aux_loss": self.balance.loss.expand(len(logprobs))}
         return loss + self.coefficient * self.balance.share(batch.routing), report
+
+
+def token_gradients(
+    objective: Callable[..., tuple[Tensor, Report]], batch: Batch, denominator: Denominator
+) -> TokenGradients | None:
+    """The gradients of an objective in which that of a token depends on nothing but this token's log-prob and entropy.
+
+    They are then known as soon as these are, whatever the other tokens' are. None for any other objective.
+    """
+    match objective:
+        case Balanced():
+            return token_gradients(objective.objective, batch, denominator)
+        case PolicyObjective():
+            if not objective.is_per_token(batch):
+                return None
+        case MixedIn():
+            pass
+        case _:
+            if objective is not sft:
+                return None
+
+    def gradients(logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        given = [value.detach().requires_grad_() for value in (logprobs, entropy) if value is not None]
+        batch.entropy = None if entropy is None else given[1]
+        with torch.enable_grad():
+            loss, _ = objective(given[0], batch, denominator)
+        found = torch.autograd.grad(loss, given, allow_unused=True)
+        return found[0], None if entropy is None else found[1]
+
+    return gradients
 
 
 class ValueObjective:
@@ -114,6 +148,14 @@ class PolicyObjective:
         trainers = logprobs if section.use_engine_logprobs else old
         report |= drift(logprobs, old) | mismatch(trainers, batch.engine_logprobs)
         return share_of_mean(values, batch, section.loss_agg_mode, denominator), report
+
+    def is_per_token(self, batch: Experience) -> bool:
+        """Whether the gradient of each token depends on nothing but this token's log-prob and entropy.
+
+        Corrections may be of whole sequences, and are constants where `old_logprobs` are given.
+        """
+        corrected = self.correction or self.section.rollout_mask != "none"
+        return self.section.policy_loss in PER_TOKEN and not (corrected and batch.old_logprobs is None)
 
     def _check(self, batch: Experience) -> None:
         needed = ["advantages", "engine_logprobs"]

@@ -18,6 +18,8 @@ from lightrft.types import Batch
 Loss = tuple[Tensor, dict[str, Tensor]]
 PolicyLoss = Callable[..., Loss]
 policy_losses = Registry("policy loss", flag="--policy_loss")
+PER_TOKEN = {"ppo", "cispo", "sapo", "cpgd", "reinforce", "kl_cov", "clip_cov"}
+"""Those in which the value of a token depends on no other token's log-prob. A user's own is not known to be such."""
 
 
 @policy_losses.register("ppo")

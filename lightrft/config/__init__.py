@@ -26,7 +26,7 @@ from lightrft.config.sections import (
     section_of_field,
 )
 from lightrft.config.summary import summary
-from lightrft.config.validation import cp_problems, deepspeed_problems, lora_problems, validate
+from lightrft.config.validation import cp_problems, deepspeed_problems, fused_problems, lora_problems, validate
 
 __all__ = [
     "AlgorithmSection",
@@ -52,6 +52,7 @@ __all__ = [
     "field_docs",
     "fields_read",
     "flags_without_effect",
+    "fused_problems",
     "load",
     "lora_problems",
     "needs_critic",

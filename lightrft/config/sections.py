@@ -35,6 +35,9 @@ class ModelSection(Section):
     """Recompute activations in the backward pass: less memory, about a third more time."""
     gradient_checkpointing_policy: Literal["full", "selective"] = "full"
     """What stays of each block: full keeps its input, selective also the results of attention and matrix products."""
+    fused_kernels: Literal["none", "liger"] = "none"
+    """liger: compute norms, rotary embeddings and feed-forwards of llama, qwen2 and qwen3 models in one kernel each, on an
+    accelerator, with the package liger-kernel. In float32 log-probs and gradients change by at most 1e-5."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
     lora_rank: int = 0

@@ -145,7 +145,7 @@ def _layout_problems(config: Config, world_size: int) -> list[str]:
     engine_tp, strategy = config.engine.engine_tp_size, config.strategy
     replicate, sp, tp = strategy.dp_replicate, max(strategy.sp_size, strategy.cp_size), strategy.tp_size
     ulysses = strategy.cp_size == 1 and strategy.sp_impl != "zigzag"
-    problems = cp_problems(strategy) + lora_problems(config.model, tp_size=tp)
+    problems = cp_problems(strategy) + lora_problems(config.model, tp_size=tp) + fused_problems(config.model, tp_size=tp)
     if world_size % engine_tp:
         problems.append(f"--engine_tp_size {engine_tp} does not divide the {world_size} processes")
     if world_size % (replicate * sp * tp):
@@ -172,6 +172,21 @@ def cp_problems(section: StrategySection) -> list[str]:
     if short == 1 or not wrong:
         return []
     return [f"--cp_size {short} is short for --sp_size {short} --sp_impl zigzag and contradicts {' '.join(wrong)}: drop one"]
+
+
+def fused_problems(model: ModelSection, *, tp_size: int) -> list[str]:
+    """What cannot be beside --fused_kernels, each with the way out."""
+    if model.fused_kernels == "none":
+        return []
+    impossible = {
+        f"--fused_kernels {model.fused_kernels} needs --tp_size 1: its kernels know no parameters that are split over ranks": (
+            tp_size > 1
+        ),
+        # The rotary kernel writes into the results of products, of which selective recomputation would use them once more.
+        f"--fused_kernels {model.fused_kernels} needs --gradient_checkpointing_policy full: it writes into results that "
+        "selective would keep": model.gradient_checkpointing and model.gradient_checkpointing_policy == "selective",
+    }
+    return [problem for problem, holds in impossible.items() if holds]
 
 
 def lora_problems(model: ModelSection, *, tp_size: int) -> list[str]:

@@ -7,10 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightrft.algorithms.objectives import TokenGradients
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.config import ConfigError
 from lightrft.models.attention import Layout
-from lightrft.models.logprobs import token_logprobs, top_logprobs
+from lightrft.models.logprobs import Upstream, token_logprobs, top_logprobs
 from lightrft.parallel.sequence import UNDIVIDED, Undivided
 from lightrft.types import Batch, Expanded, Features, followed, joined, padded, send, unpadded
 
@@ -36,12 +37,14 @@ class Actor(nn.Module):
         in step, and towers that are trained have a gradient, of zeros. None: all batches are text."""
 
     def forward(
-        self, batch: Batch, temperature: float, truncation: Truncation = ALL, *, top: int = 0
-    ) -> tuple[Tensor, Tensor]:
+        self, batch: Batch, temperature: float, truncation: Truncation = ALL, *, entropy: bool = True, top: int = 0,
+        gradients: TokenGradients | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """log p(token | the tokens before it in its sequence) at `temperature`, and the entropy there: [T] float32 each.
 
         With a truncation both are of the part of the vocabulary that was sampled from. They are 0 for tokens that are not
-        learned; the head is not even computed there.
+        learned; the head is not even computed there. The entropy is None unless asked for. With the `gradients` of the objective,
+        those of the head are computed here, which spares one of its products; see token_logprobs().
 
         With `top`, instead: so many of the likeliest tokens to follow each token, of the whole vocabulary, likeliest first: their
         log-probs [T, top] float32 and ids [T, top] int64. No gradient.
@@ -54,12 +57,14 @@ class Actor(nn.Module):
         which, local = self.sequence.own(whole.shared.places[before] if whole.shared else before, whole.num_computed)
         next_, local = (send(rows, hidden.device) for rows in (before[which] + 1, local))
         weight, targets = self.language_model.get_output_embeddings().weight, whole.input_ids[next_]
-        temperature /= self.logit_scale
-        values = token_logprobs(hidden[local], weight, targets, temperature=temperature, truncation=truncation)
+        values = token_logprobs(
+            hidden[local], weight, targets, temperature=temperature / self.logit_scale, truncation=truncation, entropy=entropy,
+            upstream=gradients and of_rows(gradients, next_, batch.num_tokens),
+        )  # fmt: skip
         zeros = torch.zeros(batch.num_tokens, device=hidden.device)
         # Not in one tensor, where what the loss does not use would have a gradient of zeros, which costs as much as any.
-        logprobs, entropy = self.sequence.sums(*(zeros.index_put((next_,), value) for value in values))
-        return logprobs, entropy
+        logprobs, *entropies = self.sequence.sums(*(zeros.index_put((next_,), value) for value in values if value is not None))
+        return logprobs, entropies[0] if entropy else None
 
     def _top(self, hidden: Tensor, whole: Batch, top: int, temperature: float, num_tokens: int) -> tuple[Tensor, Tensor]:
         weight = self.language_model.get_output_embeddings().weight
@@ -97,6 +102,21 @@ class Scorer(nn.Module):
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their Hugging Face names, tied ones once."""
         yield from self.scored_model.named_parameters()
+
+
+def of_rows(gradients: TokenGradients, tokens: Tensor, num_tokens: int) -> Upstream:
+    """The gradients of an objective for rows of the head, of which row i is about the token `tokens[i]` of `num_tokens`.
+
+    The log-probs of all other tokens are 0 there: those of the rows do not depend on them.
+    """
+
+    def upstream(rows: slice, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        zeros, places = torch.zeros(num_tokens, device=logprobs.device), tokens[rows]
+        whole = [None if value is None else zeros.index_put((places,), value) for value in (logprobs, entropy)]
+        of_logprobs, of_entropy = (None if grad is None else grad[places] for grad in gradients(*whole))
+        return of_logprobs, of_entropy
+
+    return upstream
 
 
 def hidden_states(model: PreTrainedModel, batch: Batch, sequence: Undivided = UNDIVIDED) -> Tensor:

@@ -1,10 +1,14 @@
 """Log-probabilities of tokens, without ever holding all logits.
 
-The logits of a chunk of tokens exist at a time, in the forward pass and again in the backward pass, where they are computed
-once more, in products of the same shape; only where all tokens fit into the memory of a chunk their exponentials are kept
-instead. A truncation is decided once, in the forward pass, and kept as a bit for each token. From the first exponential on
-everything is float32, whatever the dtype of the model. The temperature divides a chunk's own float32 logits, never a tensor that
-somebody else sees.
+The logits of a chunk of tokens exist at a time. Where the gradient of the objective is known as soon as a token's log-prob is,
+gradients of hidden states and weight are computed from the same logits: three products of size T x V x H. Otherwise the backward
+pass computes the logits once more, in products of the same shape, which makes four; only where all tokens fit into the memory of
+a chunk, what the gradient needs is kept instead. A truncation is decided once, in the forward pass, and kept as a bit for each
+token.
+
+From the first exponential on everything is float32, whatever the dtype of the model. The products themselves are float32 on an
+accelerator; a CPU rounds those of bfloat16 to bfloat16. The temperature divides a chunk's own float32 logits, never a tensor that
+somebody else sees. On CUDA triton.py has the kernels for what follows the product, elsewhere vocabulary.py.
 
 The vocabulary may be split over tensor-parallel ranks: vocabulary.py has what they do together. The gradient of the hidden
 states, to which every part of the vocabulary contributes, is then summed once.
@@ -12,7 +16,9 @@ states, to which every part of the vocabulary contributes, is then summed once.
 Shapes: T tokens, H hidden size, V vocabulary, v of it on this rank, K tokens asked for at each position.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,12 +26,15 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.models import vocabulary
-from lightrft.models.vocabulary import Asked, VocabularyPart
+from lightrft.models.vocabulary import Asked, Joined, VocabularyPart
 from lightrft.parallel.sequence import gathered
 from lightrft.parallel.tensor import branch, vocabulary_shard
 
-HOST_CHUNK, DEVICE_CHUNK = 2**25, 2**27
-"""Logits that exist at the same time: 128 MB in a host's memory, 512 MB on an accelerator, which wants larger products."""
+HOST_CHUNK, DEVICE_CHUNK = 2**25, 2**29
+"""Logits that exist at the same time: 128 MB in a host's memory, 2 GB on an accelerator, which wants larger products."""
+
+Upstream = Callable[[slice, Tensor, Tensor | None], tuple[Tensor | None, Tensor | None]]
+"""(rows, their log-probs, their entropy) -> the gradient of the objective with respect to both, in their shapes."""
 
 
 def token_logprobs(
@@ -36,23 +45,31 @@ def token_logprobs(
     temperature: float = 1.0,
     truncation: Truncation = ALL,
     chunk: int | None = 0,
-) -> tuple[Tensor, Tensor]:
+    entropy: bool = True,
+    upstream: Upstream | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """log softmax(hidden @ weight.T / temperature) at `targets`, and the entropy of that distribution.
 
     hidden [T, H], weight [V, H]; targets [T], or [T, K] for several tokens at each position. Returns the log-probs in the
-    shape of the targets and the entropy [T], both float32 and differentiable. A negative target (-100) is ignored: its
-    log-prob is 0 and has no gradient. `chunk` tokens at a time: 0 lets the vocabulary decide, None takes all at once.
+    shape of the targets and the entropy [T], None unless asked for, both float32 and differentiable. A negative target (-100) is
+    ignored: its log-prob is 0 and has no gradient. `chunk` tokens at a time: 0 lets the vocabulary decide, None takes all.
+
+    With `upstream` the gradients of hidden states and weight are computed in the forward pass. The backward pass, of which there
+    can be one, must then bring what it said, or so many times that: RuntimeError otherwise.
 
     A weight that parallelize() split is used as it lies; hidden states and targets are then equal on all ranks of its axis, as
-    are the results and the gradient of the hidden states. A truncation costs some collectives per chunk in the forward pass.
+    are the results and the gradient of the hidden states. A truncation costs some collectives per chunk in the forward pass, as
+    does `upstream`.
     """
     shard = vocabulary_shard(weight)
     if shard is None:
-        part = VocabularyPart.whole(len(weight))
-        return _logprobs(hidden, weight, targets, part, chunk_rows(weight, len(weight)), temperature, truncation, chunk)
+        part, rows = VocabularyPart.whole(len(weight)), chunk_rows(weight, len(weight))
+        options = _Options(part, temperature, truncation, _rows(hidden, chunk, rows), entropy)
+        return _logprobs(hidden, weight, targets, options, upstream)
     part = VocabularyPart(shard.first, len(shard.weight), shard.axis)
     rows = chunk_rows(shard.weight, -(-shard.size // shard.axis.size))  # equal on all ranks
-    return _logprobs(branch(hidden, shard.axis), shard.weight, targets, part, rows, temperature, truncation, chunk)
+    options = _Options(part, temperature, truncation, _rows(hidden, chunk, rows), entropy)
+    return _logprobs(branch(hidden, shard.axis), shard.weight, targets, options, upstream)
 
 
 def logprobs_of_logits(
@@ -72,7 +89,7 @@ def logprobs_of_logits(
     rows = chunk_rows(logits, max(part.num, 1))
     if truncation.active and not chunk:  # as many chunks on all ranks, whose parts may differ
         rows = int(part.axis.min(torch.tensor(rows, device=logits.device)))
-    return _logprobs(logits, None, targets, part, rows, temperature, truncation, chunk)
+    return _logprobs(logits, None, targets, _Options(part, temperature, truncation, _rows(logits, chunk, rows), True), None)
 
 
 @torch.no_grad()
@@ -102,14 +119,34 @@ def chunk_rows(like: Tensor, vocabulary: int) -> int:
     return max(1, (HOST_CHUNK if like.device.type == "cpu" else DEVICE_CHUNK) // vocabulary)
 
 
+@dataclass(frozen=True, slots=True)
+class _Options:
+    part: VocabularyPart
+    temperature: float
+    truncation: Truncation
+    chunk: int
+    """Rows whose logits exist together, and are one product in either pass: one of another shape has other last bits."""
+    entropy: bool
+
+
+def _rows(given: Tensor, chunk: int | None, rows: int) -> int:
+    return max(1, len(given) if chunk is None else chunk or rows)
+
+
 def _logprobs(
-    given: Tensor, weight: Tensor | None, targets: Tensor, part: VocabularyPart, rows: int, temperature: float,
-    truncation: Truncation, chunk: int | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    given: Tensor, weight: Tensor | None, targets: Tensor, options: _Options, upstream: Upstream | None
+) -> tuple[Tensor, Tensor | None]:
     columns = targets if targets.dim() == 2 else targets[:, None]
-    rows = max(1, len(given) if chunk is None else chunk or rows)
     learns = torch.is_grad_enabled() and (given.requires_grad or (weight is not None and weight.requires_grad))
-    logprobs, entropy = _Logprobs.apply(given, weight, columns, part, temperature, truncation, rows, learns)
+    if learns and upstream is not None and len(given) > options.chunk:
+
+        def of_columns(rows: slice, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+            grad_logprobs, grad_entropy = upstream(rows, logprobs.view(targets[rows].shape), entropy)
+            return None if grad_logprobs is None else grad_logprobs.view(logprobs.shape), grad_entropy
+
+        logprobs, entropy = _KnownUpstream.apply(given, weight, columns, options, of_columns)
+    else:
+        logprobs, entropy = _Logprobs.apply(given, weight, columns, options, learns)
     return logprobs.view(targets.shape), entropy
 
 
@@ -140,61 +177,173 @@ class _Logprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, given: Tensor, weight: Tensor | None, targets: Tensor, part: VocabularyPart, temperature: float,
-        truncation: Truncation, chunk: int, learns: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        asked, cuts = Asked(targets, part), truncation.active
-        fits = learns and weight is not None and len(given) <= chunk
-        ctx.kept = torch.empty(len(given), part.num, dtype=torch.float32, device=given.device) if fits else None
-        bits, width = None, vocabulary.packed_width(part.num)
-        if learns and cuts:
-            bits = torch.empty(len(given), width, dtype=torch.uint8, device=given.device)
-        sums = []
-        for rows, logits, spare in _forward_chunks(given, part.num, product_rows(chunk), ctx.kept):
-            scaled_logits(given[rows], weight, temperature, out=logits)
-            if cuts:
-                outside = vocabulary.outside(logits, truncation, asked, rows)
-                logits.masked_fill_(outside, -torch.inf)
-                if bits is not None:
-                    bits[rows] = vocabulary.packed(outside)
-            sums.append(vocabulary.local_sums(logits, asked, rows, spare, holes=cuts or weight is None))
-        found = vocabulary.join(sums, asked)
-        scale = found.scale if fits else None
-        ctx.save_for_backward(given, weight, targets, bits, found.largest, found.total, found.entropy, scale)
-        ctx.options = part, temperature, chunk
+        ctx: FunctionCtx, given: Tensor, weight: Tensor | None, targets: Tensor, options: _Options, learns: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        num, asked, bits = options.part.num, Asked(targets, options.part), None
+        memory = torch.empty(min(options.chunk, len(given)), num, dtype=torch.float32, device=given.device)
+        if learns and options.truncation.active:
+            bits = torch.empty(len(given), vocabulary.packed_width(num), dtype=torch.uint8, device=given.device)
+        found = _distribution(given, weight, asked, options, memory, bits)
+        ctx.kept = memory if learns and weight is not None and len(given) <= options.chunk else None
+        ctx.save_for_backward(given, weight, targets, bits, found.entropy, found.largest, found.total, found.scale)
+        ctx.options = options
         ctx.set_materialize_grads(False)
         return found.logprobs, found.entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        given, weight, targets, bits, largest, total, entropy, scale = ctx.saved_tensors
-        part, temperature, chunk = ctx.options
-        asked = Asked(targets, part)
+        given, weight, targets, bits, *distribution = ctx.saved_tensors
+        options, found = ctx.options, Joined(None, *distribution)
+        asked = Asked(targets, options.part)
         grad_logprobs = torch.zeros(targets.shape, device=given.device) if grad_logprobs is None else grad_logprobs
-        grad_logprobs = torch.where(targets < 0, 0.0, grad_logprobs) / temperature
-        grad_entropy = None if grad_entropy is None else grad_entropy / temperature
+        upstream = _of_logits_scaled(targets, grad_logprobs, grad_entropy, options)
 
         def computed_again() -> Iterator[tuple[slice, Tensor]]:
-            step = product_rows(chunk)
-            size = chunk if len(given) <= chunk else step * (chunk // step)
-            for rows, logits in row_chunks(given, part.num, size):
-                for start in range(0, len(logits), step):
-                    scaled_logits(given[rows][start : start + step], weight, temperature, out=logits[start : start + step])
+            for rows, logits in row_chunks(given, options.part.num, options.chunk):
+                scaled_logits(given[rows], weight, options.temperature, out=logits)
                 if bits is not None:
                     vocabulary.fill_packed(logits, bits[rows], -torch.inf)
-                upstream = grad_logprobs[rows], None if grad_entropy is None else grad_entropy[rows]
-                grad = vocabulary.gradient(logits, largest[rows], total[rows], entropy[rows], *upstream)
-                yield rows, asked.add(rows, grad, upstream[0])
+                some = upstream.rows(rows)
+                yield rows, _gradient(logits, found.rows(rows), asked.rows(rows), some, options, given.dtype, again=True)
 
         kept, ctx.kept = ctx.kept, None  # the gradient takes its place, so another backward pass computes again
-        if kept is not None and grad_entropy is None:  # that one needs the logits
-            kept.mul_(-grad_logprobs.sum(-1, keepdim=True) * scale[:, None])
-            gradients = [(slice(None), asked.add(slice(None), kept, grad_logprobs))]
-        else:
+        if kept is None:
             gradients = computed_again()
+        else:
+            gradients = [(slice(None), _gradient(kept, found, asked, upstream, options, given.dtype))]
         grads = _of_logits(given, gradients) if weight is None else _of_product(given, weight, gradients)
-        return *grads, None, None, None, None, None, None
+        return *(grads if weight is None else (grads[0], grads[1].to(weight.dtype))), None, None, None
+
+
+class _KnownUpstream(torch.autograd.Function):
+    """The same, where a chunk's gradient is known as soon as its log-probs are: the backward pass computes nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor, options: _Options, upstream: Upstream
+    ) -> tuple[Tensor, Tensor | None]:
+        logprobs, entropies, known = [], [], []
+
+        def gradients() -> Iterator[tuple[slice, Tensor]]:
+            for rows, memory in row_chunks(hidden, options.part.num, options.chunk):
+                asked = Asked(targets[rows], options.part)
+                found = _distribution(hidden[rows], weight, asked, options, memory)
+                grad_logprobs, grad_entropy = upstream(rows, found.logprobs, found.entropy)
+                known.append((torch.zeros_like(found.logprobs) if grad_logprobs is None else grad_logprobs, grad_entropy))
+                logprobs.append(found.logprobs)
+                entropies.append(found.entropy)
+                some = _of_logits_scaled(asked.ids, *known[-1], options)
+                yield rows, _gradient(memory, found, asked, some, options, hidden.dtype)
+
+        ctx.gradients = _of_product(hidden, weight, gradients())
+        of_logprobs, of_entropy = zip(*known, strict=True)
+        ctx.known = torch.cat(of_logprobs), None if of_entropy[0] is None else torch.cat(of_entropy)
+        ctx.dtype = weight.dtype
+        ctx.set_materialize_grads(False)
+        return torch.cat(logprobs), torch.cat(entropies) if options.entropy else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("gradients that were computed in the forward pass serve one backward pass, and this is another")
+        (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
+        factor = _proportion(ctx.known, upstream)
+        return grad_hidden.mul_(factor), grad_weight.mul_(factor).to(ctx.dtype), None, None, None
+
+
+def _proportion(known: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> Tensor:
+    """How many times the `known` gradients the `given` ones are, [], without waiting for a device. RuntimeError unless they are.
+
+    It is 1, or what the loss was multiplied with. What is not finite passes, to be seen in the norm of the gradient.
+    """
+    pairs = [
+        (torch.zeros_like(other) if one is None else one, torch.zeros_like(one) if other is None else other)
+        for one, other in zip(known, given, strict=True)
+        if one is not None or other is not None
+    ]
+    expected, actual = (torch.cat([each.flatten() for each in side]) for side in zip(*pairs, strict=True))
+    largest = expected.abs().argmax(keepdim=True)
+    top = expected[largest]
+    factor = torch.where(top == 0, 1.0, actual[largest] / top)
+    far = (actual - factor * expected).abs().amax() > 1e-3 * actual.abs().amax()
+    torch._assert_async(~far, "the gradient of the log-probs is not what `upstream` said in the forward pass")
+    return factor[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradients:
+    """Those of log-probs [t, K] and entropy [t] with respect to the logits at temperature 1."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+
+    def rows(self, rows: slice) -> "_Gradients":
+        return _Gradients(self.logprobs[rows], None if self.entropy is None else self.entropy[rows])
+
+
+def _of_logits_scaled(targets: Tensor, logprobs: Tensor, entropy: Tensor | None, options: _Options) -> _Gradients:
+    scaled = torch.where(targets < 0, 0.0, logprobs) / options.temperature
+    return _Gradients(scaled, None if entropy is None else entropy / options.temperature)
+
+
+def _distribution(
+    given: Tensor, weight: Tensor | None, asked: Asked, options: _Options, memory: Tensor, bits: Tensor | None = None
+) -> Joined:
+    """The distribution of each row [t], computed in `memory`, as many rows at a time as it has.
+
+    Of the last of them it then has what _gradient() needs. `bits` gets the truncation.
+    """
+    fused, sums = _fused(given, options.part), []
+    for start in range(0, len(given), options.chunk):
+        rows = slice(start, min(start + options.chunk, len(given)))
+        logits, some = memory[: rows.stop - start], asked.rows(rows)
+        scaled_logits(given[rows], weight, options.temperature, out=logits)
+        if options.truncation.active:
+            _truncate(logits, some, options, None if bits is None else bits[rows])
+        if fused:
+            from lightrft.models import triton
+
+            sums.append(triton.local_sums(logits, some))
+        else:
+            holes = options.truncation.active or weight is None
+            sums.append(vocabulary.local_sums(logits, some, holes=holes, entropy=options.entropy))
+    return vocabulary.join(sums, asked, entropy=options.entropy)
+
+
+def _truncate(logits: Tensor, asked: Asked, options: _Options, bits: Tensor | None) -> None:
+    """-inf for what the truncation leaves out, a part of the rows at a time, because finding it takes several times as much."""
+    step = max(1, options.chunk // 4)
+    for start in range(0, len(logits), step):
+        rows = slice(start, start + step)
+        outside = vocabulary.outside(logits[rows], options.truncation, asked.rows(rows))
+        logits[rows].masked_fill_(outside, -torch.inf)
+        if bits is not None:
+            bits[rows] = vocabulary.packed(outside)
+
+
+def _gradient(
+    memory: Tensor, found: Joined, asked: Asked, upstream: _Gradients, options: _Options, dtype: torch.dtype, *,
+    again: bool = False,
+) -> Tensor:  # fmt: skip
+    """Gradient of some rows' logits from what _distribution() left of them, or, `again`, from the logits; it takes their place.
+
+    With Triton's kernels both are the logits, and the gradient is of `dtype`.
+    """
+    given = upstream.logprobs, upstream.entropy
+    if _fused(memory, options.part):
+        from lightrft.models import triton
+
+        return triton.gradient(memory, found, asked, *given, dtype)
+    if again:
+        return asked.add(vocabulary.gradient(memory, found, *given), upstream.logprobs)
+    return asked.add(vocabulary.gradient_of_exponentials(memory, found, *given), upstream.logprobs)
+
+
+def _fused(like: Tensor, part: VocabularyPart) -> bool:
+    """Whether Triton's kernels compute: on CUDA, and on a CPU where Triton interprets them."""
+    return part.num > 0 and (like.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def _of_logits(logits: Tensor, gradients: Iterator[tuple[slice, Tensor]]) -> tuple[Tensor, None]:
@@ -205,7 +354,7 @@ def _of_logits(logits: Tensor, gradients: Iterator[tuple[slice, Tensor]]) -> tup
 
 
 def _of_product(hidden: Tensor, weight: Tensor, gradients: Iterator[tuple[slice, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Gradients of hidden states and weight from those of the logits; that of the weight is summed in float32."""
+    """Gradients of hidden states and weight from those of the logits; that of the weight is float32."""
     grad_hidden = torch.empty_like(hidden)
     grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
     for rows, grad in gradients:
@@ -213,25 +362,11 @@ def _of_product(hidden: Tensor, weight: Tensor, gradients: Iterator[tuple[slice,
         torch.mm(grad, weight, out=grad_hidden[rows])
         if grad.dtype == torch.float32:
             grad_weight.addmm_(grad.T, hidden[rows])
-        else:
+        elif grad.device.type == "cpu":
             grad_weight += grad.T @ hidden[rows]
-    return grad_hidden, grad_weight.to(weight.dtype)
-
-
-def product_rows(chunk: int) -> int:
-    """Rows of one product, equal in both passes, since a product of another shape has other last bits."""
-    return max(1, chunk // 4)
-
-
-def _forward_chunks(given: Tensor, num: int, step: int, kept: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Rows, memory for their logits and for their exponentials: of `kept`, which is [T, v], or some that is used again.
-
-    The rows do not depend on whether there is something to keep, and so the results are the same to the last bit.
-    """
-    spare = None
-    for rows, logits in row_chunks(given, num, step):
-        spare = torch.empty_like(logits) if spare is None and kept is None else spare
-        yield rows, logits, spare[: len(logits)] if kept is None else kept[rows]
+        else:
+            torch.addmm(grad_weight, grad.T, hidden[rows], out_dtype=torch.float32, out=grad_weight)
+    return grad_hidden, grad_weight
 
 
 def row_chunks(like: Tensor, num: int, size: int) -> Iterator[tuple[slice, Tensor]]:
@@ -246,11 +381,16 @@ def row_chunks(like: Tensor, num: int, size: int) -> Iterator[tuple[slice, Tenso
 
 
 def scaled_logits(given: Tensor, weight: Tensor | None, temperature: float, out: Tensor) -> Tensor:
-    """Hidden states [t, H] and weight [v, H], or logits [t, v] -> [t, v] float32, in the memory of `out`."""
+    """Hidden states [t, H] and weight [v, H], or logits [t, v] -> [t, v] float32, in the memory of `out`.
+
+    An accelerator writes what it summed in float32, where a CPU first rounds the logits of bfloat16.
+    """
     if weight is None:
         out.copy_(given)
     elif given.dtype == torch.float32:
         torch.mm(given, weight.T, out=out)
-    else:
+    elif given.device.type == "cpu":
         out.copy_(given @ weight.T)
+    else:
+        torch.mm(given, weight.T, out_dtype=torch.float32, out=out)
     return out if temperature == 1.0 else out.div_(temperature)

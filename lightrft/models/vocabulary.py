@@ -7,12 +7,12 @@ gradient of the logits needs none.
 Shapes: T tokens, t of one chunk, V vocabulary, v of it here, K tokens asked for at each position.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.truncation import Truncation
+from lightrft.algorithms.truncation import HOST_BLOCK, Truncation
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.sequence import gathered
 
@@ -36,7 +36,7 @@ class Joined:
 
     logprobs: Tensor
     """[T, K], 0 for what is not asked for."""
-    entropy: Tensor  # [T]
+    entropy: Tensor | None  # [T]; None where it was not asked for
     largest: Tensor
     """[T], of the logits."""
     total: Tensor
@@ -44,6 +44,9 @@ class Joined:
     digits as the largest has."""
     scale: Tensor
     """[T]: a probability is an exponential relative to this rank's largest times this."""
+
+    def rows(self, rows: slice) -> "Joined":
+        return Joined(*(None if value is None else value[rows] for value in (getattr(self, each.name) for each in fields(self))))
 
 
 class Asked:
@@ -54,29 +57,31 @@ class Asked:
         self.here = (ids >= part.first) & (ids < part.first + part.num)
         self.places = torch.where(self.here, ids - part.first, 0)
 
-    def pick(self, rows: slice, logits: Tensor) -> Tensor:
-        """[t, v] -> [t, K], 0 for what is elsewhere."""
-        here = self.here[rows]
-        if not self.part.num:
-            return torch.zeros_like(here, dtype=torch.float32)
-        return torch.where(here, logits.gather(-1, self.places[rows]), 0.0)
+    def rows(self, rows: slice) -> "Asked":
+        return Asked(self.ids[rows], self.part)
 
-    def add(self, rows: slice, gradient: Tensor, values: Tensor) -> Tensor:
-        """Add `values` [t, K] to the gradient [t, v] where they belong."""
+    def pick(self, logits: Tensor) -> Tensor:
+        """[T, v] -> [T, K], 0 for what is elsewhere."""
+        if not self.part.num:
+            return torch.zeros_like(self.here, dtype=torch.float32)
+        return torch.where(self.here, logits.gather(-1, self.places), 0.0)
+
+    def add(self, gradient: Tensor, values: Tensor) -> Tensor:
+        """Add `values` [T, K] to the gradient [T, v] where they belong."""
         if not self.part.num:
             return gradient
-        return gradient.scatter_add_(-1, self.places[rows], torch.where(self.here[rows], values, 0.0))
+        return gradient.scatter_add_(-1, self.places, torch.where(self.here, values, 0.0))
 
-    def kept(self, rows: slice) -> Tensor:
-        """[t, K] places of the tokens that no truncation leaves out; `part.num` for what is elsewhere."""
-        return torch.where(self.here[rows], self.places[rows], self.part.num)
+    def kept(self) -> Tensor:
+        """[T, K] places of the tokens that no truncation leaves out; `part.num` for what is elsewhere."""
+        return torch.where(self.here, self.places, self.part.num)
 
 
-def outside(logits: Tensor, truncation: Truncation, asked: Asked, rows: slice) -> Tensor:
+def outside(logits: Tensor, truncation: Truncation, asked: Asked) -> Tensor:
     """[t, v] bool: the tokens that the truncation leaves out, decided on whole rows, which the ranks divide among them."""
     part = asked.part
     threshold = truncation.threshold(logits) if part.axis.size == 1 else _threshold(logits, truncation, part.axis)
-    return truncation.outside(logits, threshold, first=part.first, kept=asked.kept(rows))
+    return truncation.outside(logits, threshold, first=part.first, kept=asked.kept())
 
 
 def _threshold(logits: Tensor, truncation: Truncation, axis: Axis) -> Tensor:
@@ -107,21 +112,36 @@ def fill_packed(logits: Tensor, bits: Tensor, value: float) -> Tensor:
     return logits
 
 
-def local_sums(logits: Tensor, asked: Asked, rows: slice, spare: Tensor, *, holes: bool) -> tuple[Tensor, ...]:
+def local_sums(logits: Tensor, asked: Asked, *, holes: bool, entropy: bool) -> tuple[Tensor, ...]:
     """The largest logit [t], sum of exponentials relative to it [t], their first moment [t], the logits asked for [t, K].
 
-    `logits` are used up; `spare` [t, v] gets the exponentials. `holes`: some of the logits may be -inf.
+    The exponentials take the place of the `logits` [t, v]. `holes`: some of the logits may be -inf. Only the `entropy` needs the
+    moment, which is 0 without it.
     """
-    picked = asked.pick(rows, logits)
+    picked = asked.pick(logits)
     if not asked.part.num:
-        zeros = torch.zeros(len(logits), device=logits.device)
-        return zeros - torch.inf, zeros, zeros, picked
+        nothing = torch.zeros(len(logits), device=logits.device)
+        return nothing - torch.inf, nothing, nothing, picked
+    sums = [_block_sums(block, holes, entropy) for block in blocks(logits)]
+    return *(torch.cat(values) for values in zip(*sums, strict=True)), picked
+
+
+def _block_sums(logits: Tensor, holes: bool, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     top = logits.amax(-1)
     # At most 0, so nothing overflows and the entropy does not cancel. All of a part may be -inf.
     below = logits.sub_(torch.where(top.isneginf(), 0.0, top)[:, None])
-    weights = torch.exp(below, out=spare)
-    below = without_holes(below) if holes else below
-    return top, weights.sum(-1), below.mul_(weights).sum(-1), picked
+    if not entropy:
+        return top, below.exp_().sum(-1), torch.zeros_like(top)
+    moments = without_holes(below.clone()) if holes else below.clone()
+    weights = below.exp_()
+    return top, weights.sum(-1), moments.mul_(weights).sum(-1)
+
+
+def blocks(logits: Tensor) -> tuple[Tensor, ...]:
+    """The rows of `logits` [t, v] that are computed together: on a host as many as stay in its cache from pass to pass."""
+    if logits.device.type != "cpu":
+        return logits.split(max(1, len(logits)))
+    return logits.split(max(1, HOST_BLOCK // max(1, logits.shape[-1])))
 
 
 def without_holes(values: Tensor) -> Tensor:
@@ -129,12 +149,12 @@ def without_holes(values: Tensor) -> Tensor:
     return values.nan_to_num_(nan=torch.nan, neginf=0.0)
 
 
-def join(parts: list[tuple[Tensor, ...]], asked: Asked) -> Joined:
+def join(parts: list[tuple[Tensor, ...]], asked: Asked, *, entropy: bool) -> Joined:
     """Put the local_sums() of all chunks and ranks together. A token that no rank has is NaN, so that it is not overlooked."""
     ids, axis = asked.ids, asked.part.axis
     if not parts:
         nothing = torch.zeros(0, device=ids.device)
-        return Joined(nothing.view(ids.shape), *[nothing] * 4)
+        return Joined(nothing.view(ids.shape), nothing if entropy else None, *[nothing] * 3)
     top, total, moment, picked = (torch.cat(values) for values in zip(*parts, strict=True))
     largest = axis.max(top)
     lower = torch.where(top.isneginf(), 0.0, top - largest)  # at most 0
@@ -144,20 +164,50 @@ def join(parts: list[tuple[Tensor, ...]], asked: Asked) -> Joined:
     total, moment, picked, found = axis.sum(sums).tensor_split([1, 2, 2 + ids.shape[1]], dim=1)
     log_total = total.log()
     logprobs = torch.where(ids < 0, 0.0, torch.where(found > 0, picked - log_total, torch.nan))
-    return Joined(logprobs, (log_total - moment / total)[:, 0], largest, total[:, 0], scale / total[:, 0])
+    entropies = (log_total - moment / total)[:, 0] if entropy else None
+    return Joined(logprobs, entropies, largest, total[:, 0], scale / total[:, 0])
 
 
-def gradient(
-    logits: Tensor, largest: Tensor, total: Tensor, entropy: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None
-) -> Tensor:
+def gradient(logits: Tensor, found: Joined, grad_logprobs: Tensor, grad_entropy: Tensor | None) -> Tensor:
     """Gradient of the logits [t, v] but for what the tokens asked for add, in the memory of the logits.
 
     With p the softmax: d log p_k / dz = onehot_k - p, and d entropy / dz = -p (log p + entropy).
     """
+    start = 0
+    for block in blocks(logits):
+        rows = slice(start, start + len(block))
+        upstream = grad_logprobs[rows], None if grad_entropy is None else grad_entropy[rows]
+        _block_gradient(block, found.rows(rows), *upstream)
+        start = rows.stop
+    return logits
+
+
+def _block_gradient(logits: Tensor, found: Joined, grad_logprobs: Tensor, grad_entropy: Tensor | None) -> None:
     asked_for = grad_logprobs.sum(-1, keepdim=True)
-    below, total = logits.sub_(largest[:, None]), total[:, None]
+    below, total = logits.sub_(found.largest[:, None]), found.total[:, None]
     if grad_entropy is None:
-        return below.exp_().mul_(-asked_for / total)
-    p = below.exp().div_(total)
-    through_entropy = without_holes(below).add_(entropy[:, None] - total.log()).mul_(grad_entropy[:, None])
-    return p.mul_(through_entropy.add_(asked_for).neg_())
+        below.exp_().mul_(-asked_for / total)
+        return
+    through_entropy = without_holes(below.clone()).add_(found.entropy[:, None] - total.log()).mul_(grad_entropy[:, None])
+    below.exp_().div_(total).mul_(through_entropy.add_(asked_for).neg_())
+
+
+def gradient_of_exponentials(
+    exponentials: Tensor, found: Joined, grad_logprobs: Tensor, grad_entropy: Tensor | None
+) -> Tensor:
+    """The same from the exponentials [t, v] of local_sums(), in their memory.
+
+    A logarithm brings an exponential's exponent back to the last bit of its own rounding, wherever the exponential counts.
+    """
+    asked_for, scale = grad_logprobs.sum(-1, keepdim=True), found.scale[:, None]
+    if grad_entropy is None:
+        return exponentials.mul_(-asked_for * scale)
+    slope = grad_entropy[:, None] * scale
+    factor = asked_for * scale + slope * (without_holes(scale.log()) + found.entropy[:, None])
+    start = 0
+    for block in blocks(exponentials):
+        rows = slice(start, start + len(block))
+        moments = torch.xlogy(block, block).mul_(slope[rows])
+        block.mul_(factor[rows]).add_(moments).neg_()
+        start = rows.stop
+    return exponentials

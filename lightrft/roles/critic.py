@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightrft.algorithms.objectives import TokenGradients
 from lightrft.roles.microbatch import Rows
 from lightrft.roles.role import Report, Role
 from lightrft.types import Batch
@@ -24,7 +25,7 @@ class Critic(Role):
         """The same for a flat batch: [T] float32 on the host."""
         return self._infer(self.module, lambda part: self.forward(part)[0], batch, rows)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Report]:
+    def forward(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
         """Values of all tokens [T]; objectives look at the learned ones."""
         scores = self.module(batch)
         return torch.where(batch.position_ids > 0, scores.roll(1), 0.0), {}

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.balance import Balance
-from lightrft.algorithms.objectives import Balanced
+from lightrft.algorithms.objectives import Balanced, TokenGradients
 from lightrft.algorithms.reduce import Denominator
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.engine.base import Sampling
@@ -83,12 +83,12 @@ class Policy(Role, PolicyNames):
 
     def get_logprobs(self, batch: Mapping[str, Any], mbs: int | None = None) -> dict[str, Tensor]:
         """`logprobs` [B, S] float32: log p of every token after those before it. Column 0 and the padding are 0."""
-        return {"logprobs": self._answer(batch, self.actor, lambda part: self._ask(self.actor, part)[0], mbs)}
+        return {"logprobs": self._answer(batch, self.actor, lambda part: self._ask(self.actor, part), mbs)}
 
     def get_reference_logprobs(self, batch: Mapping[str, Any], mbs: int | None = None) -> dict[str, Tensor]:
         """`reference_logprobs` [B, S]: the same under the reference model."""
         with self._reference() as reference:
-            values = self._answer(batch, reference, lambda part: self._ask(reference, part)[0], mbs)
+            values = self._answer(batch, reference, lambda part: self._ask(reference, part), mbs)
         return {"reference_logprobs": values}
 
     def get_top_logprobs(self, batch: Mapping[str, Any], k: int, mbs: int | None = None) -> dict[str, Tensor]:
@@ -107,22 +107,26 @@ class Policy(Role, PolicyNames):
 
     def logprobs(self, batch: Batch, rows: Rows) -> Tensor:
         """log p of every learned token of a flat batch under the actor, 0 elsewhere: [T] float32 on the host."""
-        return self.logprobs_and_entropy(batch, rows)[0]
+        return self._infer(self.actor, lambda part: self._ask(self.actor, part), batch, rows)
 
     def logprobs_and_entropy(self, batch: Batch, rows: Rows) -> tuple[Tensor, Tensor]:
         """The same, and the entropy of the distribution that each learned token was drawn from: [T], [T]."""
-        both = self._infer(self.actor, lambda part: torch.stack(self._ask(self.actor, part), dim=1), batch, rows)
+
+        def ask(part: Batch) -> Tensor:
+            return torch.stack(self.actor(part, self.temperature, self.truncation), dim=1)
+
+        both = self._infer(self.actor, ask, batch, rows)
         return both[:, 0], both[:, 1]
 
     def reference_logprobs(self, batch: Batch, rows: Rows) -> Tensor:
         """log p of every learned token under the reference model: [T]."""
         with self._reference() as reference:
-            return self._infer(reference, lambda part: self._ask(reference, part)[0], batch, rows)
+            return self._infer(reference, lambda part: self._ask(reference, part), batch, rows)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Report]:
+    def forward(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
         """Log-probs of learned tokens [T], 0 elsewhere; their entropy goes into the batch."""
         with self.routers.watch() if self.routers else nullcontext([]) as logits:
-            logprobs, batch.entropy = self._ask(self.actor, batch)
+            logprobs, batch.entropy = self.actor(batch, self.temperature, self.truncation, gradients=gradients)
         if self.routers:
             batch.routing = self.routers.routing(logits, batch, self.actor.sequence)
         return logprobs, {"train/entropy": batch.entropy.detach()}
@@ -135,9 +139,9 @@ class Policy(Role, PolicyNames):
             objective = Balanced(objective, self._balance(batch, rows), self.routers.coefficient)
         return super().update(batch, rows, objective, denominator, metrics, **beside)
 
-    def supervised(self, batch: Batch) -> tuple[Tensor, Report]:
-        """The same for given answers, which were not sampled: at temperature 1, of all tokens."""
-        return self.actor(batch, 1.0)[0], {}
+    def supervised(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
+        """The same for given answers, which were not sampled: at temperature 1, of all tokens, without their entropy."""
+        return self.actor(batch, 1.0, entropy=False, gradients=gradients)[0], {}
 
     def update_average(self, beta: float) -> None:
         """average <- beta * average + (1 - beta) * actor, if there is one."""
@@ -293,9 +297,9 @@ class Policy(Role, PolicyNames):
         mine = Routing(*(sum(getattr(each, field.name) for each in sums) for field in fields(Routing)))
         return Balance.of(mine, self.strategy.mesh.data.sum)
 
-    def _ask(self, model: Actor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Log-probs of learned tokens, 0 elsewhere, and their entropy: [T], [T]."""
-        return model(batch, self.temperature, self.truncation)
+    def _ask(self, model: Actor, batch: Batch) -> Tensor:
+        """Log-probs of learned tokens, 0 elsewhere: [T]."""
+        return model(batch, self.temperature, self.truncation, entropy=False)[0]
 
     @contextmanager
     def _reference(self) -> Iterator[Actor]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightrft.algorithms.objectives import TokenGradients
 from lightrft.algorithms.reduce import sequence_sums
 from lightrft.roles.compatible_names import ScorerNames
 from lightrft.roles.padded import LENGTHS, SAMPLE_MASK
@@ -25,7 +26,7 @@ class RewardModel(Role, ScorerNames):
         scores = self._answer(batch, self.module, self.module, mbs)
         return scores.gather(1, batch[LENGTHS].cpu().long()[:, None] - 1)[:, 0]
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Report]:
+    def forward(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
         """Scores [N]."""
         return self.module(batch)[batch.offsets[1:] - 1], {}
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightrft.algorithms.objectives import TokenGradients, token_gradients
 from lightrft.algorithms.reduce import Denominator
 from lightrft.config import TrainSection
 from lightrft.data.packing import Batching
@@ -45,8 +46,8 @@ class Lesson:
     rows: Rows
     objective: Objective
     denominator: Denominator
-    forward: Callable[[Batch], tuple[Tensor, Report]]
-    """What the objective is given, and what to report beside its reports."""
+    forward: Callable[[Batch, TokenGradients | None], tuple[Tensor, Report]]
+    """What the objective is given, and what to report beside its reports; see Role.forward."""
 
 
 @dataclass(slots=True)
@@ -98,8 +99,11 @@ class Role(ABC):
         self._step: TrainStep | None = None
 
     @abstractmethod
-    def forward(self, batch: Batch) -> tuple[Tensor, Report]:
-        """What objectives are given, and what to report beside theirs."""
+    def forward(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
+        """What objectives are given, and what to report beside theirs.
+
+        `gradients` are those of the objective, where they are known before it is computed.
+        """
 
     def weight(self, batch: Batch) -> Tensor:
         """What each element of forward()'s values and of reports counts in a mean: [T], the learned tokens."""
@@ -204,8 +208,9 @@ class Role(ABC):
         if step.begun == step.num_microbatches:
             raise RuntimeError(f"the train step was begun with {step.num_microbatches} micro-batches; this is one more")
         step.begun, step.batch = step.begun + 1, batch
+        known = token_gradients(lesson.objective, batch, lesson.denominator) if step.learn else None
         with torch.set_grad_enabled(step.learn):
-            values, report = lesson.forward(batch)
+            values, report = lesson.forward(batch, known)
             loss, more = lesson.objective(values, batch, lesson.denominator)
         if step.learn:
             self.strategy.backward(loss, self.module, self.optimizer, last=step.begun == step.num_microbatches)

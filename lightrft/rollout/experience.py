@@ -112,8 +112,10 @@ class ExperienceMaker:
         several = len(minibatches) * self.train.max_epochs > 1
         needs_entropy = bool(section.entropy_filter or section.high_entropy_token_ratio)
         needs_old = several or self.mark is not None or self.teacher is not None or self._measures_divergence
-        if needs_entropy or (needs_old and not section.use_engine_logprobs):
+        if needs_entropy:
             experience.old_logprobs, experience.entropy = self.policy.logprobs_and_entropy(experience, rows)
+        elif needs_old and not section.use_engine_logprobs:
+            experience.old_logprobs = self.policy.logprobs(experience, rows)
         if section.use_engine_logprobs:
             experience.old_logprobs = experience.engine_logprobs
         if section.entropy_filter:

@@ -64,10 +64,14 @@ class Backend(ABC):
         """
 
     def make_ready(self, module: nn.Module) -> None:
-        """What no way of distributing changes: recomputed activations, divided sequences, and the dtype of parameters.
+        """What no way of distributing changes: kernels, recomputed activations, divided sequences, the dtype of parameters.
 
         Parameters that are trained are float32, frozen ones have the dtype of compute. Buffers keep their precision.
         """
+        if self.config.fused_kernels == "liger":
+            from lightrft.models.liger_kernel import fuse
+
+            fuse(module, self.device)
         trained = any(parameter.requires_grad for parameter in module.parameters())
         if trained and self.config.gradient_checkpointing:
             recompute(module, selective=self.config.gradient_checkpointing_policy == "selective")

@@ -15,6 +15,7 @@ from lightrft.config import (
     StrategySection,
     cp_problems,
     deepspeed_problems,
+    fused_problems,
     lora_problems,
 )
 
@@ -22,7 +23,12 @@ Arguments = Config | Namespace | Mapping[str, Any] | None
 """What users hand to a strategy: the typed configuration, parsed flags, a dict or an EasyDict."""
 
 
-CHOICES = ((EngineSection, "engine_type"), (StrategySection, "sp_impl"), (ModelSection, "gradient_checkpointing_policy"))
+CHOICES = (
+    (EngineSection, "engine_type"),
+    (StrategySection, "sp_impl"),
+    (ModelSection, "gradient_checkpointing_policy"),
+    (ModelSection, "fused_kernels"),
+)
 
 
 @dataclass
@@ -57,7 +63,7 @@ class StrategyConfig(ModelSection, DataSection, StrategySection, EngineSection, 
             known = get_args(get_type_hints(section)[name])
             if getattr(self, name) not in known:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
-        problems = cp_problems(self) + lora_problems(self, tp_size=self.tp_size)
+        problems = cp_problems(self) + lora_problems(self, tp_size=self.tp_size) + fused_problems(self, tp_size=self.tp_size)
         if problems:
             raise ValueError("; ".join(problems))
         for name in ("timeout_minutes", "arrival_minutes", "phase_minutes"):

@@ -4,9 +4,14 @@
     python scripts/bench/logprobs.py --cases 32000x128 --tokens 512 --repeat 1
     python scripts/bench/logprobs.py --cases 152000x128 --tokens 300 --top_p 0.95 --variants lightrft full_logits
 
-Each variant runs in a process of its own, float32, one thread. `cpu_s` is the median of the repetitions in CPU seconds;
-`peak_mb` is how far the process's resident memory rose above what it was before the first pass, gradients included. One
-JSON line per variant; the last one has `time_ratio` and `peak_memory_ratio`: lightrft / full logits, for the first case.
+Each variant runs in a process of its own. On a CPU: float32, one thread, `seconds` of CPU time, and `peak_mb` is how far the
+process's resident memory rose above what it was before the first pass. On an accelerator (the default where there is one, see
+--device): bfloat16, seconds that pass, and the device memory that was allocated above what it was before. Seconds are the median
+of the repetitions; the memory includes the gradients. `lightrft` knows the gradient of its objective in the forward pass, and
+`four_products` does not.
+
+One JSON line per variant; the last one has, for the first case, `time_ratio` and `peak_memory_ratio`, lightrft / full logits, and
+the latter without the weight's gradient, `peak_memory_ratio_less_weight`.
 """
 
 import argparse
@@ -32,7 +37,13 @@ truncation = ALL
 
 
 def lightrft(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return token_logprobs(hidden, weight, targets, truncation=truncation)[0]
+    """The gradient of the sum is 1 for every token."""
+    known = lambda rows, logprobs, entropy: (torch.ones_like(logprobs), None)  # noqa: E731
+    return token_logprobs(hidden, weight, targets, truncation=truncation, entropy=False, upstream=known)[0]
+
+
+def four_products(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return token_logprobs(hidden, weight, targets, truncation=truncation, entropy=False)[0]
 
 
 def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -60,48 +71,74 @@ def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 VARIANTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    f.__name__: f for f in (lightrft, full_logits, checkpointed, torch_chunked)
+    f.__name__: f for f in (lightrft, full_logits, four_products, checkpointed, torch_chunked)
 }
 
 
-def measure(variant: str, vocabulary: int, width: int, tokens: int, repeat: int, top_p: float) -> dict[str, float]:
-    """CPU seconds and MB of one variant, in this process; the reference value guards against comparing different things."""
+def measure(variant: str, vocabulary: int, width: int, args: argparse.Namespace) -> dict[str, float]:
+    """Seconds and MB of one variant, in this process; the reference value guards against comparing different things."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    hidden = torch.randn(tokens, width, requires_grad=True)
-    weight = torch.randn(vocabulary, width).div_(width**0.5).requires_grad_()  # in place: nothing before sets a peak
-    targets = torch.randint(vocabulary, (tokens,))
-    if top_p < 1:  # the likeliest tokens are inside any truncation
+    device = torch.device(args.device)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    with device:
+        hidden = torch.randn(args.tokens, width, dtype=dtype, requires_grad=True)
+        # in place: nothing before sets a peak
+        weight = torch.randn(vocabulary, width, dtype=dtype).div_(width**0.5).requires_grad_()
+        targets = torch.randint(vocabulary, (args.tokens,))
+        few = torch.randn(2, width, dtype=dtype).requires_grad_(), torch.randn(64, width, dtype=dtype).requires_grad_()
+    if args.top_p < 1:  # the likeliest tokens are inside any truncation
         with torch.no_grad():
             targets = torch.cat([(part @ weight.T).argmax(-1) for part in hidden.split(16)])
     global truncation
-    truncation = Truncation(top_p=top_p)
-    few = torch.randn(2, width, requires_grad=True), torch.randn(64, width, requires_grad=True)
+    truncation = Truncation(top_p=args.top_p)
     VARIANTS[variant](*few, targets[:2] % 64).sum().backward()  # loads what is loaded once
-    before, seconds, value = psutil.Process().memory_info().rss, [], 0.0
-    for _ in range(repeat):
-        began = time.process_time()
+    if device.type != "cpu":  # compiles and chooses what is compiled and chosen once
+        VARIANTS[variant](hidden, weight, targets).sum().backward()
+        hidden.grad = weight.grad = None
+        torch.accelerator.reset_peak_memory_stats()
+    before, seconds, value = _memory(device), [], 0.0
+    for _ in range(args.repeat):
+        began = _seconds(device)
         total = VARIANTS[variant](hidden, weight, targets).sum()
         gradients = torch.autograd.grad(total, [hidden, weight])
-        seconds.append(time.process_time() - began)
-        value = sum(gradient.norm().item() for gradient in gradients) + total.item()
+        seconds.append(_seconds(device) - began)
+        value = sum(gradient.float().norm().item() for gradient in gradients) + total.item()
         del gradients
-    peak = (_peak() - before) / 1e6
-    return {"cpu_s": round(statistics.median(seconds), 4), "peak_mb": round(peak, 1), "value": round(value, 4)}
+    return {
+        "seconds": round(statistics.median(seconds), 4),
+        "peak_mb": round((_peak(device) - before) / 1e6, 1),
+        "weight_gradient_mb": round(weight.nbytes / 1e6, 1),
+        "value": round(value, 4),
+    }
 
 
-def _peak() -> int:
+def _seconds(device: torch.device) -> float:
+    if device.type == "cpu":
+        return time.process_time()
+    torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def _memory(device: torch.device) -> int:
+    return psutil.Process().memory_info().rss if device.type == "cpu" else torch.accelerator.memory_allocated()
+
+
+def _peak(device: torch.device) -> int:
     """Bytes, the highest so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return torch.accelerator.max_memory_allocated()
 
 
 def in_process(variant: str, vocabulary: int, width: int, args: argparse.Namespace) -> dict:
-    case = [variant, str(vocabulary), str(width), str(args.tokens), str(args.repeat), str(args.top_p)]
-    run = subprocess.run([sys.executable, __file__, "--one", *case], capture_output=True, text=True)
+    given = {name: getattr(args, name) for name in ("device", "tokens", "repeat", "top_p")}
+    flags = [part for name, value in given.items() for part in (f"--{name}", str(value))]
+    case = ["--one", variant, str(vocabulary), str(width)]
+    run = subprocess.run([sys.executable, __file__, *flags, *case], capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(f"{variant}: {run.stderr[-2000:]}")
-    given = {"variant": variant, "vocabulary": vocabulary, "hidden": width, "tokens": args.tokens, "top_p": args.top_p}
-    return given | json.loads(run.stdout)
+    return {"variant": variant, "vocabulary": vocabulary, "hidden": width} | given | json.loads(run.stdout)
 
 
 def compare(vocabulary: int, width: int, args: argparse.Namespace) -> dict[str, float]:
@@ -111,11 +148,18 @@ def compare(vocabulary: int, width: int, args: argparse.Namespace) -> dict[str, 
         rows[variant] = in_process(variant, vocabulary, width, args)
         print(json.dumps(rows[variant]), flush=True)
     ours, full = rows["lightrft"], rows["full_logits"]
+    near = 1e-4 if args.device == "cpu" else 2e-2
     for row in rows.values():
-        assert abs(row["value"] - full["value"]) <= 1e-4 * abs(full["value"]), f"{row['variant']} computes something else: {row}"
+        assert abs(row["value"] - full["value"]) <= near * abs(full["value"]), f"{row['variant']} computes something else: {row}"
+
+    def ratio(name: str, least: float, less: float = 0.0) -> float:
+        """`least` is what the row can tell from nothing."""
+        return round((ours[name] - less) / max(full[name] - less, least), 4)
+
     return {
-        "time_ratio": round(ours["cpu_s"] / max(full["cpu_s"], 1e-4), 4),  # both bounds are what the row can tell from nothing
-        "peak_memory_ratio": round(ours["peak_mb"] / max(full["peak_mb"], 0.1), 4),
+        "time_ratio": ratio("seconds", 1e-4),
+        "peak_memory_ratio": ratio("peak_mb", 0.1),
+        "peak_memory_ratio_less_weight": ratio("peak_mb", 0.1, ours["weight_gradient_mb"]),
     }
 
 
@@ -126,11 +170,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="the first two are needed")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--top_p", type=float, default=1.0, help="of the most likely tokens; for lightrft and full_logits")
-    parser.add_argument("--one", nargs=6, metavar="CASE", help=argparse.SUPPRESS)  # given to a process by in_process()
+    parser.add_argument("--top_p", type=float, default=1.0, help="of the most likely tokens; for all but torch_chunked")
+    parser.add_argument("--device", default=str(torch.accelerator.current_accelerator() or "cpu"))
+    parser.add_argument("--one", nargs=3, metavar="CASE", help=argparse.SUPPRESS)  # given to a process by in_process()
     args = parser.parse_args(argv)
     if args.one:
-        print(json.dumps(measure(args.one[0], *map(int, args.one[1:5]), float(args.one[5]))))
+        print(json.dumps(measure(args.one[0], *map(int, args.one[1:]), args)))
         return
     ratios = {case: compare(*map(int, case.split("x")), args) for case in args.cases}
     print(json.dumps({**ratios[args.cases[0]], "cases": ratios}))

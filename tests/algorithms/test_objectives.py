@@ -6,7 +6,18 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from lightrft.algorithms.objectives import PolicyObjective, ValueObjective, mismatch, sft
+from algorithms.flat import actor_logprobs, random_experience, step_denominator
+from lightrft.algorithms.balance import Balance
+from lightrft.algorithms.objectives import (
+    Balanced,
+    MixedIn,
+    PolicyObjective,
+    ValueObjective,
+    mismatch,
+    sft,
+    token_gradients,
+)
+from lightrft.algorithms.policy_loss import PER_TOKEN, policy_losses
 from lightrft.algorithms.reduce import Denominator
 from lightrft.config import AlgorithmSection, ConfigError
 from lightrft.types import Batch, Experience
@@ -217,3 +228,63 @@ def test_value_loss_takes_the_worse_of_new_and_clipped():
 def test_a_value_loss_without_returns_is_refused():
     with pytest.raises(ValueError, match="the value loss needs values, returns in the batch"):
         ValueObjective(AlgorithmSection())(torch.zeros(5), experience(), DENOMINATOR)
+
+
+MASKS = [".xx.xxx", ".x", ".xxxx"]
+PENALTIES = {"use_kl_loss": True, "init_kl_coef": 0.1, "entropy_coef": 0.01, "policy_drift_coef": 0.3}
+CORRECTED = {"rollout_correction": "tis", "rollout_correction_level": "sequence"}
+SECTIONS = [
+    *(AlgorithmSection(policy_loss=name, **PENALTIES) for name in policy_losses.names()),
+    *(AlgorithmSection(loss_agg_mode=mode) for mode in ("seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")),
+    AlgorithmSection(dual_clip=3.0, rollout_mask="geometric", **CORRECTED),
+]
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: f"{section.policy_loss} {section.loss_agg_mode}")
+def test_gradients_of_tokens_are_known_before_the_other_tokens_are(section):
+    """Those of some tokens, of which alone the log-probs are known, against autograd through all of them."""
+    batch = random_experience(MASKS, 3)
+    objective, denominator = PolicyObjective(section), step_denominator(batch)
+    logprobs, entropy = actor_logprobs(batch, 4).requires_grad_(), batch.entropy.clone().requires_grad_()
+    batch.entropy = entropy
+    expected = grad(objective(logprobs, batch, denominator)[0], [logprobs, entropy], allow_unused=True)
+    gradients = token_gradients(objective, batch, denominator)
+    assert (gradients is not None) == (section.policy_loss in PER_TOKEN)
+    if gradients is None:
+        return
+    for some in (batch.loss_mask, torch.arange(len(logprobs)) % 3 == 1):
+        found = gradients(*(torch.where(some, values.detach(), 0.0) for values in (logprobs, entropy)))
+        for value, reference in zip(found, expected, strict=True):
+            assert (value is None) == (reference is None)
+            assert value is None or torch.equal(value[some], reference[some])
+
+
+def depends_on_others(name: str) -> bool:
+    """Whether a token's gradient under a policy loss moves with another token's log-prob."""
+    batch = random_experience(MASKS, 5, weights=None)
+    section = AlgorithmSection(policy_loss=name, eps_clip_low=0.9, eps_clip_high=9.0)
+    objective, denominator = PolicyObjective(section), step_denominator(batch)
+    logprobs = actor_logprobs(batch, 6).requires_grad_()
+    (first,) = grad(objective(logprobs, batch, denominator)[0], logprobs)
+    moved = (logprobs.detach() + 0.01 * (torch.arange(len(logprobs)) % 2)).requires_grad_()
+    (second,) = grad(objective(moved, batch, denominator)[0], moved)
+    return not torch.equal(first[::2], second[::2])
+
+
+def test_which_losses_are_of_tokens_alone():
+    assert {name for name in policy_losses.names() if not depends_on_others(name)} == PER_TOKEN
+
+
+def test_which_objectives_are_known_token_by_token():
+    batch, denominator = random_experience(MASKS, 3), DENOMINATOR
+    learned, balance = batch.loss_mask, Balance(torch.ones(2), torch.ones(()))
+    for objective in (sft, MixedIn(0.5), Balanced(sft, balance, 0.1)):
+        (gradient, of_entropy) = token_gradients(objective, batch, denominator)(torch.zeros(batch.num_tokens), None)
+        assert of_entropy is None and (gradient[learned] < 0).all() and not gradient[~learned].any()
+    own = PolicyObjective(AlgorithmSection(policy_loss=f"{__name__}:double_loss"))
+    for objective in (double_loss, ValueObjective(AlgorithmSection()), own):
+        assert token_gradients(objective, batch, denominator) is None
+    fresh = random_experience(MASKS, 3, old_logprobs=None)
+    assert token_gradients(PolicyObjective(AlgorithmSection()), fresh, denominator) is not None
+    for fields in (CORRECTED, {"rollout_mask": "sequence"}):  # of what the moment's log-probs say of whole sequences
+        assert token_gradients(PolicyObjective(AlgorithmSection(**fields)), fresh, denominator) is None

@@ -25,8 +25,8 @@ def test_a_truncation_is_that_of_sorting(capsys, monkeypatch):
 
 
 def test_a_variant_that_computes_something_else_is_refused(monkeypatch):
-    values = iter([1.0, 1.0, 1.0, 1.1])
-    row = {"cpu_s": 1.0, "peak_mb": 1.0}
+    values = iter([1.0, 1.0, 1.0, 1.0, 1.1])
+    row = {"seconds": 1.0, "peak_mb": 2.0, "weight_gradient_mb": 1.0}
     monkeypatch.setattr(logprobs, "in_process", lambda variant, *_: {"variant": variant, **row, "value": next(values)})
     with pytest.raises(AssertionError, match="torch_chunked computes something else"):
-        logprobs.compare(10, 2, Namespace(variants=list(logprobs.VARIANTS)))
+        logprobs.compare(10, 2, Namespace(variants=list(logprobs.VARIANTS), device="cpu"))

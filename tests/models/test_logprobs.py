@@ -421,13 +421,98 @@ def test_what_fits_into_a_chunk_is_not_computed_again(dtype, options):
     targets, upstream = several_targets(), torch.linspace(-1.0, 2.0, 3 * T).view(T, 3)
     expected = gradients(dense_truncated, hidden, weight, targets, (upstream, None), temperature=0.7, **options)
     logprobs, _ = token_logprobs(hidden, weight, targets, temperature=0.7, truncation=Truncation(**options), chunk=T)
-    for products in (2, 2 + 5):  # the first time the gradient takes the place of what was kept; 23 rows are 5 products
+    for products in (2, 2 + 1):  # the first time the gradient takes the place of what was kept
         with Products() as seen:
             actual = torch.autograd.grad(logprobs, [hidden, weight], upstream, retain_graph=True)
         assert seen.count == products
         for gradient, reference in zip(actual, expected, strict=True):
             exact = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 2**-10}
             torch.testing.assert_close(gradient, reference, **exact)
+
+
+def slopes(rows: slice, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The gradient of objective(): that of each token depends on its own values alone."""
+    up, per = UPSTREAM[0][rows], UPSTREAM[1][rows]
+    shape = (-1,) + (1,) * (logprobs.dim() - 1)
+    return up.view(shape) * logprobs.exp(), None if entropy is None else 2 * per * entropy
+
+
+def objective(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+    up = UPSTREAM[0].view((-1,) + (1,) * (logprobs.dim() - 1))
+    return (up * logprobs.exp()).sum() + (0.0 if entropy is None else (UPSTREAM[1] * entropy.square()).sum())
+
+
+def learned(times: float = 1.0, **options) -> tuple[list[Tensor], int]:
+    """Values and gradients of the objective, `times` as large, and how many products they took."""
+    hidden, weight, targets = inputs(options.pop("dtype", torch.float32))
+    targets = options.pop("targets", targets)
+    targets[::5] = -100
+    with Products() as seen:
+        logprobs, entropy = token_logprobs(hidden, weight, targets, temperature=0.7, chunk=8, **options)
+        found = torch.autograd.grad(times * objective(logprobs, entropy), [hidden, weight])
+    return [value.detach() for value in (logprobs, entropy, *found) if value is not None], seen.count
+
+
+KNOWN = {
+    "all": {},
+    "log-prob": {"entropy": False},
+    "truncated": {"truncation": Truncation(top_k=6, top_p=0.9)},
+    "several": {"targets": torch.arange(3 * T).view(T, 3) % V},
+}
+
+
+@pytest.mark.parametrize("options", KNOWN.values(), ids=KNOWN.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_that_is_known_in_the_forward_pass_is_the_same_in_three_products(dtype, options):
+    """Of each chunk: one product for the logits, each time they are computed, and two for gradients."""
+    known, three = learned(dtype=dtype, upstream=slopes, **options)
+    again, four = learned(dtype=dtype, **options)
+    chunks = 3
+    assert (three, four) == (3 * chunks, 4 * chunks)
+    for value, reference in zip(known, again, strict=True):
+        assert value.dtype == reference.dtype
+        if value.shape[0] == T and value.shape[-1] != H:  # log-probs and entropy
+            assert torch.equal(value, reference)
+        near = 3e-7 if dtype == torch.float32 else 2**-8
+        assert (value - reference).abs().max() <= near * max(1.0, reference.abs().max())
+
+
+def test_a_known_gradient_follows_the_factor_of_the_loss():
+    """As a strategy multiplies it; the values are the same."""
+    once, twice = learned(upstream=slopes)[0], learned(2.0, upstream=slopes)[0]
+    for index, (value, other) in enumerate(zip(once, twice, strict=True)):
+        assert torch.equal(other, value if index < 2 else 2 * value)
+
+
+def test_a_gradient_that_was_announced_otherwise_is_refused():
+    hidden, weight, targets = inputs()
+    logprobs, entropy = token_logprobs(hidden, weight, targets, chunk=8, upstream=slopes)
+    with pytest.raises(RuntimeError, match="not what `upstream` said"):
+        (logprobs.sum() + entropy.sum()).backward(retain_graph=True)
+    logprobs, entropy = token_logprobs(hidden, weight, targets, chunk=8, upstream=slopes)
+    with pytest.raises(RuntimeError, match="not what `upstream` said"):
+        objective(logprobs, None).backward()  # without the entropy
+    logprobs, entropy = token_logprobs(hidden, weight, targets, chunk=8, upstream=slopes)
+    objective(logprobs, entropy).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward pass"):
+        objective(logprobs, entropy).backward()
+
+
+def test_a_gradient_of_zeros_is_known_too():
+    hidden, weight, targets = inputs()
+    logprobs, _ = token_logprobs(hidden, weight, targets, chunk=8, upstream=lambda *_: (torch.zeros_like(_[1]), None))
+    for gradient in torch.autograd.grad(0 * logprobs.sum(), [hidden, weight]):
+        assert not gradient.any()
+
+
+def test_entropy_is_computed_where_it_is_asked_for():
+    hidden, weight, targets = inputs()
+    with Operations() as seen:
+        logprobs, entropy = token_logprobs(hidden, weight, targets, chunk=8, entropy=False)
+    assert entropy is None and "clone" not in seen.names
+    assert torch.equal(logprobs, token_logprobs(hidden, weight, targets, chunk=8)[0])
+    gradient = torch.autograd.grad(logprobs, hidden, UPSTREAM[0])[0]
+    assert torch.equal(gradient, gradients(token_logprobs, hidden, weight, targets, (UPSTREAM[0], None), chunk=8)[0])
 
 
 def test_the_weight_gradient_of_bf16_is_summed_in_float32():

@@ -1,0 +1,98 @@
+"""Triton kernels of log-probs: what follows the product with the head's weight, in one pass over the logits each.
+
+The same numbers as local_sums() and gradient() of vocabulary.py, where torch needs about ten passes. The first pass leaves the
+logits as they are, so the gradient is computed from them. One program reads one row in the first pass, and a block of one row in
+the second.
+
+Shapes: t tokens, v of the vocabulary on this rank, K tokens asked for at each position.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightrft.models.vocabulary import Asked, Joined
+
+BLOCK = 2048
+
+
+def local_sums(logits: Tensor, asked: Asked) -> tuple[Tensor, ...]:
+    """The largest logit [t], sum of exponentials relative to it [t], their first moment [t], the logits asked for [t, K].
+
+    `logits` [t, v] float32, some of which may be -inf, stay as they are.
+    """
+    top, total, moment = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
+    _sums[(len(logits),)](logits, top, total, moment, logits.shape[1], logits.stride(0), BLOCK=BLOCK, num_warps=8)
+    return top, total, moment, asked.pick(logits)
+
+
+def gradient(
+    logits: Tensor, found: Joined, asked: Asked, grad_logprobs: Tensor, grad_entropy: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Gradient of the logits [t, v] in `dtype`, in their memory where that is float32. It is summed in float32.
+
+    With p the softmax: d log p_k / dz = onehot_k - p, and d entropy / dz = -p (log p + entropy).
+    """
+    out = logits if dtype == torch.float32 else torch.empty_like(logits, dtype=dtype)
+    rows = [grad_logprobs.sum(-1), found.largest, found.total]
+    rows += [found.total] * 2 if grad_entropy is None else [found.entropy, grad_entropy]
+    asked_for = torch.where(asked.here, asked.places, -1), grad_logprobs
+    _gradient[(len(logits), triton.cdiv(logits.shape[1], BLOCK))](
+        logits, out, *(each.contiguous() for each in (*asked_for, *rows)),
+        logits.shape[1], logits.stride(0), out.stride(0), asked.ids.shape[1],
+        BY_ENTROPY=grad_entropy is not None, BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _sums(logits, top, total, moment, num, stride, BLOCK: tl.constexpr):
+    """Each lane has the largest, the sum and the moment of its own columns; they are put together at the end.
+
+    Lowering the exponentials by d multiplies a sum with exp(-d) and its moment m with the same, after m - d * sum. All these
+    terms are at most 0, so none cancels.
+    """
+    row = tl.program_id(0)
+    start = logits + row.to(tl.int64) * stride
+    columns = tl.arange(0, BLOCK)
+    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    moments = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, num, BLOCK):
+        x = tl.load(start + first + columns, mask=first + columns < num, other=float("-inf"))
+        higher = tl.maximum(largest, x)
+        lower = tl.where(largest == float("-inf"), 0.0, largest - higher)
+        below = tl.where(x == float("-inf"), 0.0, x - higher)
+        weight = tl.where(x == float("-inf"), 0.0, tl.exp(below))
+        factor = tl.exp(lower)
+        moments = factor * (moments + lower * sums) + weight * below
+        sums = factor * sums + weight
+        largest = higher
+    highest = tl.max(largest, axis=0)
+    lower = tl.where(largest == float("-inf"), 0.0, largest - highest)
+    factor = tl.exp(lower)
+    tl.store(top + row, highest)
+    tl.store(total + row, tl.sum(factor * sums, axis=0))
+    tl.store(moment + row, tl.sum(factor * (moments + lower * sums), axis=0))
+
+
+@triton.jit
+def _gradient(
+    logits, out, places, grad_logprobs, asked_for, largest, total, entropy, grad_entropy, num, stride, out_stride, num_asked,
+    BY_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row.to(tl.int64) * stride + columns, mask=columns < num, other=float("-inf"))
+    below = tl.where(x == float("-inf"), 0.0, x - tl.load(largest + row))
+    row_total = tl.load(total + row)
+    p = tl.where(x == float("-inf"), 0.0, tl.exp(below) / row_total)
+    upstream = tl.load(asked_for + row)
+    if BY_ENTROPY:
+        upstream += (below - tl.log(row_total) + tl.load(entropy + row)) * tl.load(grad_entropy + row)
+    gradient = -p * upstream
+    for k in range(num_asked):
+        asked = tl.load(places + row * num_asked + k)
+        gradient += tl.where(columns == asked, tl.load(grad_logprobs + row * num_asked + k), 0.0)
+    tl.store(out + row.to(tl.int64) * out_stride + columns, gradient.to(out.dtype.element_ty), mask=columns < num)

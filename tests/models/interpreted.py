@@ -1,0 +1,104 @@
+"""What test_triton.py runs in processes of its own."""
+
+import torch
+from torch import Tensor
+
+from lightrft.models import logprobs
+from lightrft.models.logprobs import Truncation, logprobs_of_logits, token_logprobs
+
+T, H = 6, 4
+UPSTREAM = torch.linspace(-1.0, 2.0, T), torch.linspace(0.5, -0.7, T)
+
+CASES = [(41, 1.0, 0.7, True), (41, 60.0, 1.0, False), (2048, 60.0, 0.7, True), (5003, 1.0, 1.0, True), (5003, 60.0, 0.7, False)]
+"""Vocabulary, size of the hidden states, temperature, with tokens that are left out."""
+
+
+def check() -> None:
+    """Log-probs, entropy and gradients of hidden states and weight against float64, in three and in four products."""
+    count = 0
+    for vocabulary, scale, temperature, truncated in CASES:
+        generator = torch.Generator().manual_seed(vocabulary)
+        hidden = (torch.randn(T, H, generator=generator) * scale).requires_grad_()
+        weight = torch.randn(vocabulary, H, generator=generator).requires_grad_()
+        targets = torch.randint(vocabulary, (T, 2), generator=generator)
+        targets[3] = -100
+        banned = (0, 5, vocabulary - 1) if truncated else ()
+        options = {"temperature": temperature, "truncation": Truncation(banned=banned)}
+        expected = in_float64(hidden, weight, targets, banned, temperature)
+        for chunk, known in ((4, None), (4, slopes), (T, None)):
+            values = token_logprobs(hidden, weight, targets, chunk=chunk, upstream=known, **options)
+            upstream = [UPSTREAM[0][:, None].expand(-1, 2), UPSTREAM[1]]
+            found = [*values, *torch.autograd.grad(values, [hidden, weight], upstream)]
+            for value, wanted in zip(found, expected, strict=True):
+                # the rounding of logits of some hundreds
+                assert (value - wanted).abs().max() <= 2e-6 * scale * max(1.0, wanted.abs().max()), (vocabulary, scale, chunk)
+            count += 1
+    half_precision()
+    impossible()
+    print(count, "cases")
+
+
+def slopes(rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+    return UPSTREAM[0][rows, None].expand(-1, 2), UPSTREAM[1][rows]
+
+
+def in_float64(hidden: Tensor, weight: Tensor, targets: Tensor, banned: tuple[int, ...], temperature: float) -> list[Tensor]:
+    hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    logits = hidden @ weight.T / temperature
+    outside = torch.zeros(logits.shape, dtype=torch.bool)
+    outside[:, list(banned)] = True
+    asked = targets.clamp(min=0)
+    for row in range(T):  # what is asked for stays
+        outside[row, [token for token in targets[row].tolist() if token >= 0]] = False
+    logp = logits.masked_fill(outside, -torch.inf).log_softmax(-1)
+    inside = torch.where(outside, 0.0, logp)
+    picked = torch.where(targets < 0, 0.0, inside.gather(1, asked))
+    entropy = -(torch.where(outside, 0.0, inside.exp()) * inside).sum(-1)
+    total = (picked * UPSTREAM[0][:, None]).sum() + (entropy * UPSTREAM[1]).sum()
+    return [picked.detach(), entropy.detach(), *torch.autograd.grad(total, [hidden, weight])]
+
+
+def half_precision() -> None:
+    """The gradient of logits loses bits once, after the token that was asked for was added; the interpreter cuts them off."""
+    generator = torch.Generator().manual_seed(1)
+    logits, targets = torch.randn(T, 100, generator=generator) * 3, torch.randint(100, (T,), generator=generator)
+    logits[range(T), targets] += 9.0  # so likely that 1 - p has few bits of p's
+    logits = logits.bfloat16().requires_grad_()
+    wide = logits.detach().double().requires_grad_()
+    (wanted,) = torch.autograd.grad(wide.log_softmax(-1).gather(1, targets[:, None]).sum(), wide)
+    (found,) = torch.autograd.grad(logprobs_of_logits(logits, targets)[0].sum(), logits)
+    assert ((found - wanted).abs() <= 2**-7 * wanted.abs() + 1e-6).all()
+
+
+def impossible() -> None:
+    """Rows in which all logits of this part, or all but one, are -inf."""
+    logits = torch.full((2, 3000), -torch.inf)
+    logits[1, 2999] = 4.0
+    asked = logprobs.Asked(torch.tensor([[1], [2999]]), logprobs.VocabularyPart.whole(3000))
+    from lightrft.models import triton
+
+    top, total, moment, picked = triton.local_sums(logits, asked)
+    assert top.tolist() == [-torch.inf, 4.0] and total.tolist() == [0.0, 1.0] and moment.tolist() == [0.0, 0.0]
+    assert picked.tolist() == [[-torch.inf], [4.0]]
+
+
+def compiled() -> str:
+    """Both kernels in the language of an H100's compiler, for logits of any width."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from lightrft.models import triton as kernels
+
+    sums = {"logits": "*fp32", "top": "*fp32", "total": "*fp32", "moment": "*fp32", "num": "i32", "stride": "i32"}
+    gradient = {"logits": "*fp32", "out": "*bf16", "places": "*i64"}
+    gradient |= dict.fromkeys(("grad_logprobs", "asked_for", "largest", "total", "entropy", "grad_entropy"), "*fp32")
+    gradient |= dict.fromkeys(("num", "stride", "out_stride", "num_asked"), "i32")
+    texts = []
+    for kernel, signature, constants in [
+        (kernels._sums, sums, {"BLOCK": kernels.BLOCK}),
+        (kernels._gradient, gradient, {"BLOCK": kernels.BLOCK, "BY_ENTROPY": True}),
+    ]:
+        source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
+        texts.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"])
+    return "".join(texts)

@@ -1,0 +1,40 @@
+"""Why: no test machine has a GPU, and these kernels are all that log-probs are made of there.
+
+Triton interprets them on the CPU, in a process of its own because it decides when it is imported; the reference is float64. And
+they are compiled for a GPU, which needs none.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightrft.models import logprobs
+
+pytest.importorskip("triton")
+
+
+def python(program: str, **environment: str) -> str:
+    paths = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)])
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True,
+                         env=os.environ | environment | {"PYTHONPATH": paths})  # fmt: skip
+    assert not run.returncode, run.stderr[-3000:]
+    return run.stdout
+
+
+def test_the_kernels_are_not_imported_where_torch_computes():
+    logprobs.logprobs_of_logits(torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64))
+    assert "lightrft.models.triton" not in sys.modules
+
+
+def test_interpreted_kernels_equal_float64():
+    """A vocabulary within a block, of some blocks, and not a multiple; masks, several targets, huge logits; both passes."""
+    assert python("from models.interpreted import check; check()", TRITON_INTERPRET="1").strip() == "15 cases"
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_a_gpu():
+    assert "ld.global" in python("from models.interpreted import compiled; print(compiled())")
