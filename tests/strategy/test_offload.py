@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightrft.parallel.device import host_cores
 from lightrft.strategy import FSDPStrategy
 from ranks import run_ranks
 from strategy.training import load, one_step, snapshot, strategy
@@ -167,3 +168,12 @@ def test_two_flags_for_the_same_memory():
     made = FSDPStrategy(args={"fsdp": True, "offload_idle": True, "fsdp_cpu_offload": True})
     with pytest.raises(ValueError, match="--offload_idle has nothing to move with --fsdp_cpu_offload"):
         made.setup_distributed()
+
+
+def test_a_step_in_host_memory_has_the_ranks_share_of_the_cores(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    before = torch.get_num_threads()
+    with host_cores():
+        assert torch.get_num_threads() == 3
+    assert torch.get_num_threads() == before
