@@ -5,9 +5,10 @@
     bash scripts/gpu_check.sh --list           # parts, checks and their aims
     bash scripts/gpu_check.sh --device cpu     # tiny sizes on the CPU: only what does not depend on the device has to hold
 
-Every check is a process of its own with a time limit, so one that crashes or runs out of memory ends no other. A check whose needs
-are not met (a package, a number of devices) is skipped, with the reason. At the end there are a table and, as the last line,
-the same as JSON, which is also in OUT/gpu_check.json beside the whole output of each check. The exit code is 0 unless something failed.
+Every check is a process of its own with a time limit, so one that crashes or runs out of memory ends no other. A check whose
+needs are not met (a package, a number of devices) is skipped, with the reason. At the end there are a table and, as the last
+line, the same as JSON, which is also in OUT/gpu_check.json beside the whole output of each check. The exit code is 0 unless
+something failed.
 
 WHEELS=folder: wheels of missing packages, unpacked for these processes alone, without a network (pip, --no-deps).
 """
@@ -103,12 +104,9 @@ CHECKS = [
     Check("host syncs", "kernels", tests("tests/invariants/test_host_sync.py"), NONE_FAILS, 120),
     Check("log-probs against float64", "kernels", measured("head_error"),
           (Aim("float32 products", most=1e-3), Aim("rounded products"), Aim("gradients", most=1e-2, anywhere=True)), 90),
-    Check("buckets ahead: bits", "kernels", tests("tests/parallel/test_device.py"), NONE_FAILS, 120),
-    Check("buckets ahead: overlap", "kernels", measured("ahead_overlap"), (Aim("share of a copy", least=0.8),), 60),
-    Check("offload: bits", "kernels", tests("tests/strategy/test_offload.py", "-k", "same_bits or bit_by_bit"), NONE_FAILS, 120),
     Check("log-probs", "head", measured("head"),
-          (Aim("H 1,536: ms", most=75), Aim("H 1,536: peak GB", most=5), Aim("H 3,584: ms", most=120), Aim("H 3,584: peak GB", most=5)),
-          300),
+          (Aim("H 1,536: ms", most=75), Aim("H 1,536: peak GB", most=5),
+           Aim("H 3,584: ms", most=120), Aim("H 3,584: peak GB", most=5)), 300),
     Check("1.5B, full recomputation", "training", measured("training", "full", "none"),
           (Aim("tokens/s"), Aim("share of peak", least=0.25), Aim("peak GB")), 150),
     Check("1.5B, none", "training", measured("training", "no", "none"),
@@ -119,7 +117,10 @@ CHECKS = [
           (Aim("every micro-batch", most=4.2), Aim("once", least=29, most=32)), 150),
     Check("gradients of 14B on rank 0 of 8", "memory", measured("gradient_memory", "14B"),
           (Aim("every micro-batch", most=8.2), Aim("once", least=57, most=61)), 200, only_gpu=True),
-    Check("offload: GB/s", "memory", measured("offload_speed"), (Aim("to the host", least=30), Aim("back", least=30)), 100),
+    Check("buckets ahead: bits", "streams", tests("tests/parallel/test_device.py"), NONE_FAILS, 120),
+    Check("buckets ahead: overlap", "streams", measured("ahead_overlap"), (Aim("share of a copy", least=0.8),), 60),
+    Check("offload: bits", "streams", tests("tests/strategy/test_offload.py", "-k", "same_bits or bit_by_bit"), NONE_FAILS, 120),
+    Check("offload: GB/s", "streams", measured("offload_speed"), (Aim("to the host", least=30), Aim("back", least=30)), 100),
     Check("a run learns, bfloat16", "runs", measured("learning"),
           (Aim("rise of the reward", least=0.05), Aim("mismatch of log-probs", most=2e-2, anywhere=True)), 200),
     Check("killed and resumed", "runs", measured("resume"),
@@ -129,7 +130,8 @@ CHECKS = [
       for stage in range(4)),
     Check("vLLM passes the contract", "vllm", measured("engine_contract"), NO_CASE_FAILS, 240, **VLLM),
     Check("sleep and wake", "vllm", measured("sleep_cycles"),
-          (Aim("GB that stay", most=4), Aim("GB of growth", most=0.1), Aim("answers that change", most=0, anywhere=True)), 230, **VLLM),
+          (Aim("GB that stay", most=4), Aim("GB of growth", most=0.1), Aim("answers that change", most=0, anywhere=True)), 230,
+          **VLLM),
     Check("weights of 7B", "vllm_speed", measured("sync_7b"), (Aim("first: s"), Aim("s", most=0.6)), 200, **VLLM),
     Check("rollout of 1.5B", "vllm_speed", measured("rollout_speed"),
           (Aim("tokens/s"), Aim("of LLM.generate", least=0.95), Aim("beside a busy thread")), 270, **VLLM),
@@ -143,7 +145,8 @@ CHECKS = [
     Check("sequence parallel, bfloat16", "layouts_bf16", measured("layout", "--bf16", "--sp_size=2"), CLOSE_BF16, 100, devices=2),
     Check("death of a rank", "ranks", measured("death_of_a_rank"),
           (Aim("seconds", most=60, anywhere=True), Aim("named", least=1, anywhere=True)), 180, devices=2),
-    Check("an engine of two ranks", "ranks", measured("shared_engine"), (Aim("steps", least=6, anywhere=True),), 290, devices=2, **VLLM),
+    Check("an engine of two ranks", "ranks", measured("shared_engine"), (Aim("steps", least=6, anywhere=True),), 290, devices=2,
+          **VLLM),
 ]  # fmt: skip
 PARTS = list(dict.fromkeys(check.part for check in CHECKS))
 
@@ -168,7 +171,8 @@ def missing_packages() -> list[str]:
 def run_check(check: Check, device: str, ranks: int, out: Path) -> list[Row]:
     """Run one check in its own process group, which ends with its time; its whole output goes to a file in `out`."""
     is_measurement = check.command[0] == "scripts/gpu_measure.py"
-    asked = [*check.command[:2], f"--device={device}", f"--ranks={ranks}", *check.command[2:]] if is_measurement else check.command
+    where = [f"--device={device}", f"--ranks={ranks}"] if is_measurement else []
+    asked = [*check.command[:2], *where, *check.command[2:]]
     log = out / f"{re.sub('[^a-z0-9]+', '_', check.name.lower())}.log"
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
@@ -246,11 +250,14 @@ def table(rows: Sequence[Row]) -> str:
     words = {True: "yes", False: "NO", None: "-"}
     head = ("part", "check", "figure", "expected", "measured", "ok", "")
     lines = [head] + [
-        (row.part, row.check, row.figure, row.expected, "" if row.measured is None else f"{row.measured:.4g}", words[row.ok], row.note)
-        for row in rows
+        (row.part, row.check, row.figure, row.expected, number(row.measured), words[row.ok], row.note) for row in rows
     ]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
 
 
 def versions(device: str) -> dict[str, Any]:

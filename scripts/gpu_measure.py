@@ -541,8 +541,9 @@ def train(
 ) -> tuple[int, str]:
     """Run a program of the package on so many ranks; returns the exit code and all it said."""
     module = f"lightrft.cli.{door}"
-    start = ["-m", module] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", module]
-    run = subprocess.run([sys.executable, *start, *flags], cwd=ROOT, env=os.environ | own_paths() | (environment or {}), text=True,
+    launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *launcher, "-m", module, *flags]
+    run = subprocess.run(command, cwd=ROOT, env=os.environ | own_paths() | (environment or {}), text=True,
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     if check and run.returncode:
         raise RuntimeError(f"{door} on {ranks} ranks ended with {run.returncode}:\n{run.stdout[-3000:]}")
@@ -550,7 +551,8 @@ def train(
 
 
 def python(*command: Any) -> str:
-    run = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, env=os.environ | own_paths(), capture_output=True, text=True)
+    program = [sys.executable, *map(str, command)]
+    run = subprocess.run(program, cwd=ROOT, env=os.environ | own_paths(), capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(run.stderr[-3000:])
     return run.stdout
