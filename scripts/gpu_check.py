@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -200,11 +201,12 @@ def run_check(check: Check, device: str, ranks: int, out: Path) -> list[Row]:
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """End what is left of the processes that a check started."""
-    try:
+    """End what is left of the processes that a check started; torchrun, which has five seconds, ends its own."""
+    with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(5)
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

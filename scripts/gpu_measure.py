@@ -6,6 +6,7 @@ On a CPU the sizes are tiny: it then shows that a measurement works, and what do
 """
 
 import argparse
+import gc
 import json
 import os
 import signal
@@ -170,7 +171,7 @@ def write_profile(action: Callable[[], Any], name: str) -> None:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         action()
         torch.accelerator.synchronize()
-    table = seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=40)
+    table = seen.key_averages().table(sort_by="self_device_time_total", row_limit=40)
     folder = Path(os.environ.get("GPU_CHECK_OUT", tempfile.gettempdir()))
     (folder / f"profile_{name}.txt").write_text(table)
 
@@ -209,7 +210,7 @@ def gradients_on_device(setting: Setting, shape: str, once: bool) -> int:
     optimizer = strategy.create_optimizer(learner, lr=1e-6)
     strategy.make_ready(learner)
     strategy.distribute(learner, optimizer)
-    learner.to(setting.device)
+    gc.collect()  # what is left of the model before
     before = torch.accelerator.memory_allocated()
     loss = learner(torch.randint(0, 1000, (512,), device=setting.device)).sum()
     strategy.accumulate(loss, learner, False)
