@@ -39,10 +39,10 @@ def early_torch_stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *,
 
 def package_stand_in(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-    dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
+    dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), deterministic=False,
 ):  # fmt: skip
     """As `flash_attn.flash_attn_varlen_func`."""
-    assert causal and dropout_p == 0
+    assert causal and dropout_p == 0 and deterministic == torch.are_deterministic_algorithms_enabled()
     return reference(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, window_size)
 
 
