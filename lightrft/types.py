@@ -3,13 +3,44 @@
 Shapes: T tokens of all sequences end to end, N sequences. There is no padding here.
 """
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class TokenIds(array):
+    """Token ids in 4 bytes each, where a list takes up to 40. It compares with lists, and added to one or cut it makes one.
+
+        TokenIds([50, 55]) + [43] == [50, 55, 43]
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, token_ids: Iterable[int]) -> Self:
+        return super().__new__(cls, "i", token_ids)
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, list | array) else NotImplemented
+
+    def __add__(self, other: Iterable[int]) -> list[int]:
+        return [*self, *other]
+
+    def __radd__(self, other: Iterable[int]) -> list[int]:
+        return [*other, *self]
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.tolist()[place] if isinstance(place, slice) else super().__getitem__(place)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)(self)
+
+    def __repr__(self) -> str:
+        return repr(self.tolist())
 
 
 @dataclass(slots=True)
@@ -22,13 +53,18 @@ class Prompt:
     index: int
     """Row in the data set; it travels with everything made from the prompt."""
     text: str
-    token_ids: list[int]
+    token_ids: TokenIds
+    """Made of any sequence of ids."""
     columns: dict[str, Any] = field(default_factory=dict)
     """The other columns of the row; rewards receive them by name."""
     multi_modal: dict[str, Any] = field(default_factory=dict)
     """Images, videos, audio of the prompt; empty for text."""
     media_tokens: int = 0
     """How many more tokens the model reads, where images stand for their placeholders."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.token_ids, TokenIds):
+            self.token_ids = TokenIds(self.token_ids)
 
     @property
     def num_tokens(self) -> int:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # otherwise torch.cuda.is_available() makes CUDA unusable in forked ranks
 
 import pytest  # noqa: E402  (the environment comes first)
 import torch  # noqa: E402

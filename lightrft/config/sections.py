@@ -143,6 +143,9 @@ class StrategySection(Section):
     """How attention sees the others' tokens: ulysses exchanges them for heads, zigzag gathers keys and values. auto: ulysses."""
     cp_size: int = 1
     """Context parallelism: the short form of --sp_size N --sp_impl zigzag."""
+    deterministic: bool = False
+    """On an accelerator, train with kernels that give the same bits in every run, as a CPU does anyway: attention's backward pass
+    is slower and takes more memory. Torch refuses what has no such kernel. The engine's samples are not covered."""
     timeout_minutes: float = 60.0
     """A collective that waits longer ends the run; every rank then logs which ranks are late, and where all of them are."""
     arrival_minutes: float = 10.0

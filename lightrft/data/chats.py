@@ -1,6 +1,7 @@
 """Conversations of several turns as tokens, of which those of the assistant are learned."""
 
 import re
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from lightrft.config import DataSection
 from lightrft.data.prompts import render_chat, template_variables
+from lightrft.types import TokenIds
 
 Message = dict[str, Any]
 Text = tuple[str, bool]
@@ -28,7 +30,7 @@ class Answer(NamedTuple):
         Answer(token_ids=[52, 258, 60, 50, 62, 53, 258], learned=[True, True, False, False, False, True, True])
     """
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
     learned: list[bool]
 
 
@@ -78,7 +80,7 @@ def conversation_tokens(
         raise ValueError("the chat template leaves no prompt, or no answer to learn")
     first, end = learned.index(True), len(learned) - learned[::-1].index(True)
     ending = [] if token_ids[end - 1] == eos else [eos]
-    answer = Answer(token_ids[first:end] + ending, learned[first:end] + [True] * len(ending))
+    answer = Answer(TokenIds(token_ids[first:end] + ending), learned[first:end] + [True] * len(ending))
     return texts[0][0], token_ids[:first], answer
 
 

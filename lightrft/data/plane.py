@@ -1,6 +1,7 @@
 """Moving samples between ranks: numbers are known to everyone, tensors go to their new owner, once."""
 
 import itertools
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import TypeVar
@@ -105,7 +106,7 @@ def _packed(part: Batch) -> Tensor:
     if not len(part):
         return torch.empty(0, dtype=torch.uint8)
     columns = [torch.tensor([len(part)]), part.lengths, *(value for _, value in _columns(part))]
-    flat = torch.cat([column.contiguous().view(torch.uint8) for column in columns])
+    flat = torch.cat([column.flatten().view(torch.uint8) for column in columns])
     return F.pad(flat, (0, -len(flat) % 8))
 
 
@@ -117,8 +118,9 @@ def _unpacked(packed: Tensor, like: B) -> B:
     num, place, columns = {"sequence": len(lengths), "token": int(lengths.sum())}, 8 * (1 + len(lengths)), {}
     per_token = like.columns("token")
     for name, column in _columns(like):
-        size = num["token" if name in per_token else "sequence"] * column.itemsize
-        columns[name] = packed[place : place + size].view(column.dtype)
+        shape = num["token" if name in per_token else "sequence"], *column.shape[1:]
+        size = math.prod(shape) * column.itemsize
+        columns[name] = packed[place : place + size].view(column.dtype).view(shape)
         place += size
     return replace(like, lengths=lengths, **columns)
 

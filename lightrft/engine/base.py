@@ -173,7 +173,7 @@ class Engine(ABC):
     def parts(self, token_ids: list[int]) -> dict[str, Tensor]:
         """What each part of the model gives for these tokens, see Probe; the prefix cache is dropped. For the doctor."""
         self._check_usable()
-        self._readable([Request(token_ids, sampling=Sampling(max_tokens=1))], Sampling(max_tokens=1))
+        self._readable([Request(token_ids, sampling=Sampling(max_tokens=1), seeds=(0,))], Sampling(max_tokens=1))
         self.reset_cache()
         with self._fatal("parts"):
             return self._parts(token_ids)

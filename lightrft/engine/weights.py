@@ -37,8 +37,13 @@ def bucket_limit(megabytes: int, axis: Axis, device: torch.device) -> int:
     return min(axis.gather(mine))
 
 
-def stream(parameters: Iterable[Named], dtype: torch.dtype, limit: int) -> Iterator[Named]:
+def stream(
+    parameters: Iterable[Named], dtype: torch.dtype, limit: int, device: torch.device | None = None
+) -> Iterator[Named]:
     """Yield (name, full tensor of `dtype`) for plain and sharded parameters, in their order.
+
+    They are gathered on `device`, to which shards in host memory go first: ranks of several nodes gather there much faster. None:
+    where the parameters are.
 
     All ranks of the sharding mesh must consume the whole stream. A yielded tensor stays valid as long as it is held, and
     holding it holds its bucket, of at most `limit` bytes; a parameter that nothing cuts and that already has the dtype is yielded
@@ -48,13 +53,13 @@ def stream(parameters: Iterable[Named], dtype: torch.dtype, limit: int) -> Itera
     first = next(parameters, None)
     if first is None:
         return
-    device, names = first[1].device, deque()
+    device, names = device or first[1].device, deque()
     buckets = _buckets(chain([first], parameters), dtype, bucket_bytes(device, limit))
 
     def whole() -> Iterator[list[Tensor]]:
         for bucket in buckets:
             names.extend(name for name, _ in bucket)
-            yield _whole([tensor for _, tensor in bucket], dtype)
+            yield _whole([tensor for _, tensor in bucket], dtype, device)
 
     for tensors in ahead(whole(), device):
         yield from ((names.popleft(), tensor) for tensor in tensors)
@@ -75,7 +80,7 @@ def _buckets(parameters: Iterable[Named], dtype: torch.dtype, limit: int) -> Ite
         yield bucket
 
 
-def _whole(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def _whole(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """The tensors of one bucket, cut by cut, from the last cut to the first; one all-gather for each group and turn."""
     cuts = [cuts_of(tensor) for tensor in tensors]
     parts = [tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach().to(dtype) for tensor in tensors]
@@ -85,19 +90,19 @@ def _whole(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
             if turn < len(its_cuts):
                 by_group[its_cuts[turn].group.group_name].append(index)
         for members in by_group.values():
-            joined = _gathered([parts[index] for index in members], [cuts[index][turn] for index in members], dtype)
+            joined = _gathered([parts[index] for index in members], [cuts[index][turn] for index in members], dtype, device)
             for index, tensor in zip(members, joined, strict=True):
                 parts[index] = tensor
-    return [part.to(dtype) for part in parts]
+    return [part.to(dtype).to(device, non_blocking=True) for part in parts]
 
 
-def _gathered(parts: list[Tensor], cuts: list[Cut], dtype: torch.dtype) -> list[Tensor]:
+def _gathered(parts: list[Tensor], cuts: list[Cut], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Undo one cut of each tensor; all are cut over one group. The cast happens here, before the gather."""
     sizes = [cut.numel for cut in cuts]
-    gather = AllGather(sum(sizes), dtype, parts[0].device, cuts[0].group)
+    gather = AllGather(sum(sizes), dtype, device, cuts[0].group)
     for room, part, cut in zip(gather.mine.split(sizes), parts, cuts, strict=True):
         rows = part.movedim(cut.dim, 0)
-        room[: rows.numel()].view(rows.shape).copy_(rows)
+        room[: rows.numel()].view(rows.shape).copy_(rows.to(dtype), non_blocking=True)
     gather.run()
     joined = [_joined(pieces, cut) for pieces, cut in zip(gather.everyone.split(sizes, dim=1), cuts, strict=True)]
     passing = gather.everyone.untyped_storage().data_ptr() if gather.passing else None

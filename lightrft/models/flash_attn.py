@@ -69,6 +69,7 @@ def package_varlen(
     output = function(
         query, key, value, offsets, offsets, longest, longest,
         dropout_p=dropout, softmax_scale=scaling, causal=True, window_size=_sides(window),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     return output[..., :columns]
 

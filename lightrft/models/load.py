@@ -23,12 +23,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter
 from transformers.utils import cached_file
 
 from lightrft.config import ModelSection
 from lightrft.models.attention import ATTENTION
+from lightrft.models.converted_files import ConvertedFiles
 from lightrft.models.empty import makes_empty, real_parameters
 from lightrft.models.lora import is_adapter_folder
 from lightrft.models.weight_files import WeightFiles, check_finite, is_backbone, missing_and_unexpected, stored_tensors
@@ -145,17 +144,19 @@ def _empty(kind: type, name: str, new_head: bool, options: dict[str, Any]) -> Pr
     model = kind.from_config(
         config, dtype=torch.float32, attn_implementation=_attention(config), trust_remote_code=options["trust_remote_code"]
     )
-    missing, unexpected = missing_and_unexpected(model, files.files)
+    converted = ConvertedFiles(model, files)
+    missing, unexpected = missing_and_unexpected(model, converted.shapes)
     heads = {name for name in missing if not is_backbone(model, name)} if new_head else set()
-    other_names = any(_without_head(model, missing, unexpected) if new_head else (missing, unexpected))
-    if other_names or any(isinstance(step, WeightConverter) for step in get_model_conversion_mapping(model)):
-        logger.info("{} has other weights than {}: every rank reads all of it, and converts it", name, type(model).__name__)
+    if any(_without_head(model, missing, unexpected) if new_head else (missing, unexpected)):
+        logger.info("{} has other weights than {}: every rank reads all of it", name, type(model).__name__)
         return None
-    shapes, tensors = files.shapes(), stored_tensors(model)
-    for stored in sorted(shapes.keys() & tensors.keys()):
-        if shapes[stored] != tuple(tensors[stored].shape):
-            shape = tuple(tensors[stored].shape)
-            raise ValueError(f"{files.files[stored]}: {stored} has shape {shapes[stored]} there, the model's is {shape}")
+    shapes, tensors = converted.shapes, stored_tensors(model)
+    for tensor_name in sorted(shapes.keys() & tensors.keys()):
+        if shapes[tensor_name] != tuple(tensors[tensor_name].shape):
+            shape = tuple(tensors[tensor_name].shape)
+            raise ValueError(
+                f"{converted.origin(tensor_name)} has shape {shapes[tensor_name]} there, the model's is {shape}"
+            )
     for child_name in {name.split(".")[0] for name in heads}:
         _fill_new_head(model, child_name)
     if model.can_generate() and (folder / "generation_config.json").is_file():

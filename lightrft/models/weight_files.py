@@ -78,6 +78,14 @@ class WeightFiles:
         with _opened(self.files[name]) as file:
             return file.get_slice(name)[part] if part else file.get_tensor(name)
 
+    def read_all(self, names: list[str]) -> list[Tensor]:
+        """Return whole tensors, of one dim at least, on the host. Each file is opened once."""
+        found = {}
+        for path in dict.fromkeys(self.files[name] for name in names):
+            with _opened(path) as file:
+                found |= {name: file.get_slice(name)[:] for name in names if self.files[name] == path}
+        return [found[name] for name in names]
+
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 import torch
@@ -120,6 +121,17 @@ def release_cached_memory(device: torch.device) -> None:
     """Give cached blocks back, so that the engine and the trainer can share one device."""
     if device.type != "cpu":
         torch.accelerator.empty_cache()
+
+
+@contextmanager
+def host_cores() -> Iterator[None]:
+    """Compute with this rank's share of the host's cores, for AdamW in host memory: launchers give each rank one thread."""
+    before, share = torch.get_num_threads(), len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    torch.set_num_threads(max(before, share))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def synchronize(device: torch.device) -> None:

@@ -10,7 +10,9 @@ Plain: `rollout_batch_size` prompts, and every response to its end. Beyond that,
 All ranks decide alike, from numbers that all of them have. What ends first on a clock does not matter.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from heapq import heapify, heapreplace
 from itertools import count
 from math import ceil
 from typing import Any
@@ -23,7 +25,7 @@ from lightrft.data.loader import Order, fair_share
 from lightrft.engine.requests import derived_seed
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
-from lightrft.rollout.groups import GROWING, Group, History, Visit
+from lightrft.rollout.groups import Carried, Group, History, Visit
 from lightrft.rollout.rewards import Judge
 from lightrft.rollout.sampler import Sampler
 from lightrft.types import Prompt, Sample
@@ -48,7 +50,9 @@ class Collector:
         self.number = 0
         """How many groups were begun."""
         self.carried: list[Group] = []
-        """Begun, and not learned from yet: those of all ranks, on every rank."""
+        """Begun on this rank, where they go on, and not learned from yet."""
+        self.all_carried: list[Carried] = []
+        """Numbers of those of all ranks, the same on every rank."""
 
     def __call__(self, step: int, metrics: Metrics) -> list[Group]:
         """This rank's complete groups of a step; on all ranks they are `rollout_batch_size`. The engine must be awake.
@@ -73,7 +77,7 @@ class Collector:
         if section.dynamic_sampling:
             metrics.max("rollout/sampling_rounds", rounds)
             metrics.max("rollout/groups_given_up", len(idle))
-        metrics.max("rollout/groups_carried", len(self.carried))
+        metrics.max("rollout/groups_carried", len(self.all_carried))
         instead = set(self._instead(idle, missing))
         for group in held:
             if group.number in instead:
@@ -90,12 +94,33 @@ class Collector:
     def _drawn(self, missing: int, *, acceptance: float) -> list[Group]:
         """This rank's part of what is asked in a round: groups that were carried, then new ones; as much work on every rank."""
         wanted = ceil(missing * self.section.over_sampling / max(acceptance, LEAST_ACCEPTANCE))
-        drawn, self.carried = self.carried[:wanted], self.carried[wanted:]
-        drawn += [self._begun(row) for row in self._rows(wanted - len(drawn))]
-        lengths = self.history.expected_lengths([group.row for group in drawn])
-        costs = [_work(group, length) for group, length in zip(drawn, lengths, strict=True)]
-        share = fair_share(self.data.rank, self.data.size, costs)
-        return drawn[share.start : share.stop]
+        drawn, self.all_carried = self.all_carried[:wanted], self.all_carried[wanted:]
+        rows = self._rows(wanted - len(drawn))
+        lengths = self.history.expected_lengths([group.row for group in drawn] + rows)
+        loads = [0.0] * self.data.size
+        for group, length in zip(drawn, lengths, strict=False):
+            loads[group.rank] += group.work(length)
+        responses = self.section.n_samples_per_prompt + self.greedy
+        costs = [length * responses for length in lengths[len(drawn) :]]
+        numbers = {group.number for group in drawn}
+        mine = [group for group in self.carried if group.number in numbers]
+        self.carried = [group for group in self.carried if group.number not in numbers]
+        mine += [self._begun(self.number + 1 + place, rows[place]) for place in self._share(loads, costs)]
+        self.number += len(rows)
+        return mine
+
+    def _share(self, loads: list[float], costs: list[float]) -> Sequence[int]:
+        """The places of new groups with these costs that are this rank's, where carried groups give each rank a load."""
+        if not any(loads):
+            return fair_share(self.data.rank, self.data.size, costs) if costs else ()
+        ranks = [(load, rank) for rank, load in enumerate(loads)]
+        heapify(ranks)
+        owners = []
+        for cost in costs:
+            load, rank = ranks[0]
+            owners.append(rank)
+            heapreplace(ranks, (load + cost, rank))
+        return [place for place, owner in enumerate(owners) if owner == self.data.rank]
 
     def _rows(self, wanted: int) -> list[int]:
         """The next prompts of the data, without those that rest."""
@@ -116,9 +141,8 @@ class Collector:
     def _turn(self) -> int:
         return self.place // len(self.prompts)
 
-    def _begun(self, row: int) -> Group:
-        self.number += 1
-        return Group.begin(self.number, row, self.prompts[row], count=self.section.n_samples_per_prompt, greedy=self.greedy)
+    def _begun(self, number: int, row: int) -> Group:
+        return Group.begin(number, row, self.prompts[row], count=self.section.n_samples_per_prompt, greedy=self.greedy)
 
     # -- until when
 
@@ -156,9 +180,9 @@ class Collector:
 
     def _carry(self, left: list[Group]) -> None:
         if self.section.partial_rollout:
-            states = _joined(self.data.gather([group.state_dict() for group in left]))
-            groups = [Group.restored(state, self.prompts) for state in states]
-            self.carried = sorted([*self.carried, *groups], key=lambda group: group.number)
+            self.carried = sorted([*self.carried, *left], key=lambda group: group.number)
+            others = _joined(self.data.gather([Carried.of(group, self.data.rank) for group in left]))
+            self.all_carried = sorted([*self.all_carried, *others], key=lambda group: group.number)
 
     def _instead(self, idle: list[int], missing: int) -> list[int]:
         """What fills a step for which no round found enough: groups that teach nothing, and are left out of the loss."""
@@ -176,22 +200,42 @@ class Collector:
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The same on all ranks."""
-        carried = [group.state_dict() for group in self.carried]
-        return {"place": self.place, "number": self.number, "carried": carried, "history": self.history.state_dict()}
+        """The same on all ranks but for the groups that were carried: rank 0 has those of all, the others none."""
+        ranks = range(self.data.size)
+        own = [(group.number, self.data.rank, group.state_dict()) for group in self.carried]
+        found = _joined(self.data.exchange_objects([own if rank == 0 else [] for rank in ranks]))
+        found.sort(key=lambda each: each[0])
+        carried, owners = [state for _, _, state in found], [rank for _, rank, _ in found]
+        return {**self._numbers(), "carried": carried, "ranks": owners, "num_ranks": self.data.size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Groups that have grown beyond a --generate_max_len that is shorter now are lost."""
-        self.place, self.number = state["place"], state["number"]
-        carried = [Group.restored(group, self.prompts) for group in state["carried"]]
-        self.carried = [group for group in carried if group.fits(self.section.generate_max_len)]
-        self.history.load_state_dict(state["history"])
+        """Groups that have grown beyond a --generate_max_len that is shorter now are lost.
 
+        They go on where they grew; in turns on all ranks where there are others now, or where an older version wrote them.
+        """
+        groups = [Group.restored(group, self.prompts) for group in state["carried"]]
+        owners = state["ranks"] if state.get("num_ranks") == self.data.size else [n % self.data.size for n in range(len(groups))]
+        fitting = [(group, rank) for group, rank in zip(groups, owners, strict=True) if group.fits(self.section.generate_max_len)]
+        self.all_carried = [Carried.of(group, rank) for group, rank in fitting]
+        self._restore(state, [group for group, rank in fitting if rank == self.data.rank])
 
-def _work(group: Group, length: float) -> float:
-    """Tokens that a group is expected to take, at least one for each response that still grows."""
-    growing = (sample for sample in group.responses if sample.finish_reason == GROWING)
-    return sum(max(length - len(sample.token_ids), 1.0) for sample in growing) or 1.0
+    def begin(self) -> Callable[[], None]:
+        """Return what takes back a step that begins now. Copies tokens of this rank's groups alone; other ranks do likewise."""
+        numbers, carried = deepcopy((self._numbers(), [group.state_dict() for group in self.carried]))
+        all_carried = self.all_carried
+
+        def take_back() -> None:
+            self.all_carried = all_carried
+            self._restore(numbers, [Group.restored(group, self.prompts) for group in carried])
+
+        return take_back
+
+    def _numbers(self) -> dict[str, Any]:
+        return {"place": self.place, "number": self.number, "history": self.history.state_dict()}
+
+    def _restore(self, numbers: dict[str, Any], carried: list[Group]) -> None:
+        self.place, self.number, self.carried = numbers["place"], numbers["number"], carried
+        self.history.load_state_dict(numbers["history"])
 
 
 def _joined(parts: Iterable[list]) -> list:

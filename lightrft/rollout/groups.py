@@ -69,8 +69,30 @@ class Group:
         count = len(state["responses"]) - state["greedy"]
         group = cls.begin(state["number"], state["row"], prompts[state["row"]], count=count, greedy=state["greedy"])
         for sample, values in zip(group.responses, state["responses"], strict=True):
-            sample.token_ids, sample.logprobs, sample.text, sample.finish_reason, sample.weight_version = values
+            token_ids, logprobs, sample.text, sample.finish_reason, sample.weight_version = values
+            sample.token_ids, sample.logprobs = list(token_ids), list(logprobs)  # they grow, and the state stays as it is
         return group
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What every rank knows of a group that goes on in a later step."""
+
+    number: int
+    row: int
+    rank: int
+    """Along the data axis: where it grew, and goes on."""
+    lengths: tuple[int, ...]
+    """Tokens of each response that still grows."""
+
+    @classmethod
+    def of(cls, group: Group, rank: int) -> Self:
+        lengths = tuple(len(sample.token_ids) for sample in group.responses if sample.finish_reason == GROWING)
+        return cls(group.number, group.row, rank, lengths)
+
+    def work(self, length: float) -> float:
+        """Tokens that it is expected to take when responses have `length`: at least one for each that still grows."""
+        return sum(max(length - grown, 1.0) for grown in self.lengths) or 1.0
 
 
 @dataclass(frozen=True, slots=True)

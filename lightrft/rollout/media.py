@@ -41,8 +41,8 @@ class Expander:
 
     def __call__(self, prompt: Prompt) -> Expanded:
         if not prompt.multi_modal:
-            return Expanded(prompt.token_ids, {})
-        return self.reader.expanded(Request(prompt.token_ids, opened(prompt.multi_modal)))
+            return Expanded(list(prompt.token_ids), {})
+        return self.reader.expanded(Request(list(prompt.token_ids), opened(prompt.multi_modal)))
 
     @property
     def chat_template(self) -> str | None:

@@ -105,7 +105,7 @@ class Backend(ABC):
 
     def stream(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter, bucket by bucket; see StrategyBase.full_params()."""
-        return weights.stream(hf_parameters(model), dtype, self.bucket_limit())
+        return weights.stream(hf_parameters(model), dtype, self.bucket_limit(), self.device)
 
     def bucket_limit(self) -> int:
         """Return the bytes of one bucket of stream(), equal on all ranks."""

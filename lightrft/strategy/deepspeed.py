@@ -131,7 +131,7 @@ class DeepSpeedStrategy(StrategyBase):
             yield from self._masters(model, named)
             return
         parts = ((name, self._as_shard(parameter)) for name, parameter in named)
-        whole = weights.stream(parts, dtype, self.bucket_limit())
+        whole = weights.stream(parts, dtype, self.bucket_limit(), self.device)
         for (_, parameter), (name, tensor) in zip(named, whole, strict=True):
             yield name, tensor.view(whole_shape(parameter))
 

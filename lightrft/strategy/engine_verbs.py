@@ -67,7 +67,7 @@ class EngineVerbs(ModelVerbs):
         config = self.config if args is None else StrategyConfig.from_args(args)
         config = replace(config, engine_type=engine_type or config.engine_type)
         config.check()
-        with self.emptied_device():  # vLLM and SGLang take their share of what is free when they start
+        with self._emptied_device():  # vLLM and SGLang take their share of what is free when they start
             self._host = EngineHost.build(config, mesh=self.mesh, dtype=self.dtype, device=self.device, seed=self.seed,
                                           from_stream=actor is not None)
         if actor is None:

@@ -1,5 +1,6 @@
 """Memory for empty models, filled from the Hugging Face folder they name, and never more of it than is needed at once."""
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from lightrft.engine.names import made_as
+from lightrft.models.converted_files import ConvertedFiles
 from lightrft.models.empty import is_empty
 from lightrft.models.weight_files import (
     WeightFiles,
@@ -77,9 +80,9 @@ class Source:
     """The files of a model, and where in them its parameters and persistent buffers are."""
 
     model: PreTrainedModel
-    files: WeightFiles
+    files: ConvertedFiles
     wanted: dict[str, str]
-    """Name in the model -> name in the files, of what is to be read."""
+    """Name in the model -> that of the files, of what is to be read; others of tied names may be stored."""
 
     @classmethod
     def of(cls, module: nn.Module, world: Axis) -> Self:
@@ -116,29 +119,32 @@ class Source:
         stored = self.wanted[name]
         values = self.files.read(stored, own_part(tensor))
         if _is_parameter(tensor):
-            check_finite(f"{self.files.files[stored]}: {stored}", values)
+            check_finite(self.files.origin(stored), values)
         return values
 
 
-def _located(model: PreTrainedModel) -> tuple[WeightFiles, dict[str, str]]:
+def _located(model: PreTrainedModel) -> tuple[ConvertedFiles, dict[str, str]]:
     """ValueError for files that are not those of the model. The first of tied names stands for all of them."""
     files = WeightFiles.of(model.name_or_path)
     if files is None:
         raise FileNotFoundError("it has no safetensors files")
+    with torch.device("meta"):
+        converted = ConvertedFiles(made_as(model)(copy.deepcopy(model.config)), files)
     tensors = stored_tensors(model)
     groups = [names for names in tied_names(model) if tensors[names[0]].is_meta or not _is_parameter(tensors[names[0]])]
-    missing, unexpected = missing_and_unexpected(model, files.files)
+    missing, unexpected = missing_and_unexpected(model, converted.shapes)
     missing &= {name for names in groups for name in names}
     unexpected = {name for name in unexpected if is_backbone(model, name)}
     for names, what in ((missing, "of the model are not in it"), (unexpected, "in it are not of the model")):
         if names:
             raise ValueError(f"{len(names)} tensors {what}, the first is {min(names)}")
-    wanted = {names[0]: next(name for name in names if name in files.files) for names in groups}
-    shapes = files.shapes()
+    wanted = {names[0]: next(name for name in names if name in converted.shapes) for names in groups}
+    shapes = converted.shapes
     for name, stored in wanted.items():
         if shapes[stored] != tuple(tensors[name].shape):
-            raise ValueError(f"{stored} has shape {shapes[stored]} there, the model's is {tuple(tensors[name].shape)}")
-    return files, wanted
+            shape = tuple(tensors[name].shape)
+            raise ValueError(f"{converted.origin(stored)} has shape {shapes[stored]} there, the model's is {shape}")
+    return converted, wanted
 
 
 def _model_inside(module: nn.Module) -> PreTrainedModel:

@@ -50,15 +50,17 @@ class MemoryVerbs(Backend):
             self.maybe_load_optimizer(optimizer)
 
     @contextmanager
-    def emptied_device(self) -> Iterator[None]:
-        """Enter REFIT with nothing kept: inside, all models and optimizers are in host memory, whatever --offload_idle says.
+    def _emptied_device(self) -> Iterator[None]:
+        """Enter REFIT with nothing kept: inside, models and optimizers are in host memory, whatever --offload_idle says.
 
-        Cached memory is given back too. Without --offload_idle those that were on the device are there again afterwards.
+        A model with gradients stays. Cached memory is given back too. Without --offload_idle those that were on the device are
+        there again afterwards.
         """
         resident = [item for item in (*self._models, *self._optimizers) if item not in self._away]
         self._phases.enter(Phase.REFIT)
         for model in self._models:
-            self.offload_model(model)
+            if model not in self._unsummed and not self.holds_gradients(model):
+                self.offload_model(model)
         for optimizer in self._optimizers:
             self.maybe_offload_optimizer(optimizer)
         self.sync_and_clear_cache()

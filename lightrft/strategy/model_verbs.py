@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.config import OptimSection
 from lightrft.models.lora import merged
+from lightrft.parallel.device import host_cores
 from lightrft.strategy.config import Arguments, optim_section
 from lightrft.strategy.dropout import draw_by_data_rank
 from lightrft.strategy.memory_verbs import MemoryVerbs
@@ -113,7 +114,8 @@ class ModelVerbs(MemoryVerbs):
         if model in self._unsummed:
             raise RuntimeError(f"optimizer_step({name}) after backward(last=False): gradients were not summed over the ranks yet")
         self._check_here(optimizer, model)
-        norm = self.take_step(model, optimizer)
+        with host_cores() if self.device.type != "cpu" and self.lives_on_host(optimizer) else nullcontext():
+            norm = self.take_step(model, optimizer)
         if torch.isfinite(norm):
             if scheduler is not None:
                 scheduler.step()

@@ -1,6 +1,9 @@
 """Who has the device: one model that learns, one model that is asked, or the engine. Changing hands follows a table."""
 
+import os
 from enum import Enum
+
+import torch
 
 
 class Phase(Enum):
@@ -50,6 +53,18 @@ class Phases:
 
     def __init__(self) -> None:
         self.current = Phase.TRAIN
+        self.deterministic = False
+
+    def be_deterministic(self, wanted: bool = True) -> None:
+        """Let torch choose kernels that give the same bits in every run, and refuse others, while models have the device.
+
+        Not while the engine has it, whose sampling needs some of those.
+        """
+        if wanted:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.utils.deterministic.fill_uninitialized_memory = False
+        self.deterministic = wanted
+        torch.use_deterministic_algorithms(wanted and not self.engine_has_the_device)
 
     def enter(self, phase: Phase) -> None:
         """Staying is always legal. PhaseError where the table has no way, or the way needs the engine to sleep first."""
@@ -57,12 +72,17 @@ class Phases:
             return
         if phase not in WAYS[self.current] or (self.engine_has_the_device and phase is Phase.LOGPROB):
             raise PhaseError(self.current, phase)
-        self.current = phase
+        self._become(phase)
 
     def leave_engine(self) -> None:
         """The engine sleeps: from REFIT and GENERATE to LOGPROB."""
         if self.engine_has_the_device:
-            self.current = Phase.LOGPROB
+            self._become(Phase.LOGPROB)
+
+    def _become(self, phase: Phase) -> None:
+        self.current = phase
+        if self.deterministic:
+            torch.use_deterministic_algorithms(not self.engine_has_the_device)
 
     @property
     def engine_has_the_device(self) -> bool:

@@ -15,6 +15,7 @@ from lightrft.data.images import ImageFile
 from lightrft.data.loader import share_of
 from lightrft.models.weight_files import fingerprint
 from lightrft.strategy.checkpoint_verbs import NOTHING
+from lightrft.types import TokenIds
 
 FIXED = ("seed", "rollout_batch_size", "n_samples_per_prompt", "train_batch_size", "max_epochs", "advantage_estimator")
 """Settings on which the order of the data, the updates of a step, or the meaning of what is stored depend."""
@@ -100,8 +101,10 @@ def _digest(rows: Sequence[Any]) -> str:
     return found.hexdigest()[:16]
 
 
-def _stable(value: Any) -> str:
-    """What JSON does not know: bytes as they are, anything else (whose repr may have an address in it) by its kind."""
+def _stable(value: Any) -> Any:
+    """What JSON does not know: token ids and bytes as they are; others, whose repr may have an address in it, by their kind."""
+    if isinstance(value, TokenIds):
+        return value.tolist()
     if isinstance(value, ImageFile):
         return json.dumps([value.name, value.source if isinstance(value.source, bytes) else ""], default=_stable)
     return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else type(value).__name__

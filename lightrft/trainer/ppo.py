@@ -1,6 +1,6 @@
 """PPO and its family: sample, judge, estimate advantages, update."""
 
-from copy import deepcopy
+from collections.abc import Callable
 from typing import Any
 
 from lightrft.algorithms.objectives import PolicyObjective, ValueObjective
@@ -39,7 +39,7 @@ class PPOTrainer(Trainer):
         self.collect, self.make_experience, self.objective = collect, make_experience, objective
 
     def step(self, number: int) -> None:
-        begun = deepcopy(self.collect.state_dict()), self.metrics.state_dict(), self.strategy.weight_version
+        begun = self.collect.begin(), self.metrics.state_dict(), self.strategy.weight_version
         with self.trace.phase("generate"), self.strategy.engine_awake(self.policy.actor):
             groups = self.collect(number, self.metrics)
         with self.trace.phase("reward"):
@@ -56,12 +56,12 @@ class PPOTrainer(Trainer):
             with self.trace.phase("train"):
                 self._learn(self.policy, self.objective, planned, "train", self.mixin)
 
-    def _safe_point(self, collector: dict[str, Any], metrics: dict[str, Any], weight_version: int) -> None:
+    def _safe_point(self, take_back: Callable[[], None], metrics: dict[str, Any], weight_version: int) -> None:
         """Interrupted here the step has not begun: a checkpoint is of the steps that are done, the same prompts come again."""
         try:
             self.interruption.safe_point()
         except Interrupted:
-            self.collect.load_state_dict(collector)
+            take_back()
             self.metrics.clear()
             self.metrics.load_state_dict(metrics)
             self.strategy.engine_lags(weight_version)

@@ -28,7 +28,7 @@ def _row(sample: Sample, *, first: bool) -> dict[str, Any]:
         "reward": sample.reward,
         "finish_reason": sample.finish_reason,
         "length": len(sample.token_ids),
-        PROMPT_IDS: prompt.token_ids,
+        PROMPT_IDS: list(prompt.token_ids),
         RESPONSE_IDS: sample.token_ids,
         **({THUMBNAILS: [image.thumbnail() for image in images]} if images else {}),
     }

@@ -1,18 +1,23 @@
 """What a user's files become, and what is said about rows that cannot be used: always with file and line."""
 
+import copy
 import json
+import pickle
+import tracemalloc
 from pathlib import Path
 
 import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from loguru import logger
 from tokenizers.processors import TemplateProcessing
 
 from lightrft.config import DataSection
 from lightrft.data.prompts import load_prompts
 from lightrft.data.rows import DataError
+from lightrft.types import Prompt, TokenIds
 from tiny import BOS, byte_tokenizer
 
 ROWS = [{"input": "1+1=", "label": "2", "level": 1}, {"input": "2+3=", "label": "5", "level": 2}]
@@ -332,3 +337,34 @@ def test_a_reference_answer(tmp_path):
     assert load(path, reference_key="solution")[0].columns["reference"] == "y"
     with pytest.raises(DataError, match=r"a.jsonl:1: no column 'answer' \(--reference_key\); it has input, label, solution"):
         load(path, reference_key="answer")
+
+
+# -- token ids
+
+
+def bytes_per_token(make) -> float:
+    """Of 200 rows of 300 tokens of their own, as a tokenizer returns them."""
+    texts = [json.dumps([300 + 300 * row + token for token in range(300)]) for row in range(200)]
+    tracemalloc.start()
+    made = [make(row, json.loads(text)) for row, text in enumerate(texts)]
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return taken / sum(300 for _ in made)
+
+
+def test_a_token_takes_four_bytes():
+    lists = bytes_per_token(lambda row, token_ids: token_ids)
+    prompts = bytes_per_token(lambda row, token_ids: Prompt(row, "", token_ids))
+    print(f"{lists:.1f} bytes per token in lists, {prompts:.1f} in prompts")
+    assert lists > 30 and prompts < 6
+
+
+def test_token_ids_are_like_a_list():
+    ids = Prompt(0, "", [50, 55, 151_643]).token_ids
+    assert ids == [50, 55, 151_643] and [50, 55, 151_643] == ids and ids == TokenIds(ids) and ids != [50, 55] and ids != "a"
+    assert ids + [1] == [50, 55, 151_643, 1] and [1] + ids == [1, 50, 55, 151_643] and ids + ids == 2 * list(ids)
+    assert all(type(made) is list for made in (ids + [1], [1] + ids, ids[:2])) and ids[:2] == [50, 55] and ids[-1] == 151_643
+    assert [*ids] == list(ids) and len(ids) == 3 and 55 in ids and type(ids[0]) is int and repr(ids) == "[50, 55, 151643]"
+    for again in (copy.deepcopy(ids), pickle.loads(pickle.dumps(ids))):
+        assert type(again) is TokenIds and again == ids and again is not ids
+    assert torch.tensor(ids).tolist() == list(ids) and not TokenIds([])

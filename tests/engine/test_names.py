@@ -26,6 +26,8 @@ from transformers import (
 from engine.contract import perturbed
 from lightrft.engine.expected import model_class, published_names
 from lightrft.engine.names import PublishedNames
+from lightrft.models.converted_files import ConvertedFiles
+from lightrft.models.weight_files import WeightFiles
 
 TEXT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
         "head_dim": 8, "vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -156,6 +158,19 @@ def test_names_are_those_of_released_folders_and_lead_back(family: tuple[PreTrai
     again = weights(loaded)
     assert again.keys() == weights(model).keys()
     assert all(torch.equal(tensor, again[name]) for name, tensor in weights(model).items())
+    check_parts(ConvertedFiles(loaded, WeightFiles.of(tmp_path)), again)
+
+
+def check_parts(files: ConvertedFiles, expected: dict[str, Tensor]) -> None:
+    """Any rows, none of them, and columns are those of from_pretrained()."""
+    for name, tensor in expected.items():
+        whole = tuple(slice(0, size) for size in tensor.shape)
+        assert files.shapes[name] == tuple(tensor.shape)
+        for dim in range(tensor.ndim):
+            size = tensor.shape[dim]
+            for part in (slice(0, size), slice(0, size // 2), slice(size // 2, size), slice(size, size), slice(0, 0)):
+                cut = (*whole[:dim], part, *whole[dim + 1 :])
+                assert torch.equal(files.read(name, cut), tensor[cut]), f"{name} {cut}"
 
 
 def test_experts_are_cut_where_they_are_published_one_by_one() -> None:

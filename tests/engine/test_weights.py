@@ -269,3 +269,10 @@ def test_four_ranks() -> None:
 def _right(rank: int, gathers: tuple[list[bool], str], there: list[bool]) -> None:
     assert gathers[0] == there
     assert ("through sockets, as they cannot share memory: not yours" in gathers[1]) == (rank == 0)
+
+
+def test_parameters_in_host_memory_are_brought_to_the_device_of_the_engine():
+    """The meta device stands for an accelerator."""
+    parameters = [("a", nn.Parameter(torch.ones(3, 2))), ("b", nn.Parameter(torch.ones(5, dtype=torch.bfloat16)))]
+    for tensor in weights._whole([tensor for _, tensor in parameters], torch.bfloat16, torch.device("meta")):
+        assert tensor.is_meta and tensor.dtype == torch.bfloat16

@@ -83,3 +83,45 @@ def test_reading_a_value_fails():
     for read in (torch.Tensor.item, torch.Tensor.nonzero, torch.Tensor.cpu, torch.Tensor.tolist):
         with pytest.raises((RuntimeError, NotImplementedError)):
             read(on_device())
+
+
+@pytest.fixture
+def waiting_is_an_error():
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def forward_and_backward(family: str, device: torch.device, dtype: torch.dtype):
+    """Return a function that does both for some micro-batches: of a model, and of a head that computes its gradient at once."""
+    actor, batch = Actor(make_model(family, ATTENTION).to(device, dtype)), make_batch(alike=2)
+    hidden, weight = (torch.zeros(rows, 16, device=device, dtype=dtype, requires_grad=True) for rows in (T, V))
+    targets = torch.zeros(T, dtype=torch.int64, device=device)
+    ones = lambda rows, logprobs, entropy: (torch.ones_like(logprobs), None)  # noqa: E731
+
+    def run() -> None:
+        for part in micro_batches(batch, [[2, 0], [7, 1, 3]], device):
+            logprobs, entropy = actor(part, 0.7)
+            (logprobs.sum() + entropy.sum()).backward()
+        token_logprobs(hidden, weight, targets, chunk=5, entropy=False, upstream=ones)[0].sum().backward()
+
+    return run
+
+
+FLASH = ["llama", "qwen2 window", "gemma3"]
+"""Families with heads of eight columns, which flash attention takes."""
+
+
+@pytest.mark.parametrize("family", FLASH)
+def test_forward_and_backward_run(family):
+    forward_and_backward(family, torch.device("cpu"), torch.float32)()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FLASH)
+def test_a_real_device_is_never_waited_for(family, request):
+    """CUDA raises where the host would wait. The first run compiles, and chooses kernels, which may wait."""
+    run = forward_and_backward(family, torch.device(torch.accelerator.current_accelerator()), torch.bfloat16)
+    run()
+    request.getfixturevalue("waiting_is_an_error")
+    run()

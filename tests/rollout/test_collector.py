@@ -192,20 +192,48 @@ def test_a_resumed_run_with_shorter_responses_loses_those_that_are_too_long():
     assert [group.number for group in resumed.carried] == short
 
 
-def on_ranks() -> tuple[list, dict, int]:
+def on_ranks(state: dict | None = None) -> tuple[list, dict, list[int], list]:
+    """Steps 1 to 8, or of a run that resumes 9 to 12; the state after them, what is carried here, and what is learned later."""
     collect = collector(copy.deepcopy(MIXED), Mesh("cpu").data, **FLAGS)
-    return course(collect, range(1, 9)), collect.state_dict(), collect.sampler.tokens
+    if state is not None:
+        collect.load_state_dict(state)
+    steps = course(collect, range(1, 9) if state is None else range(9, 13))
+    state, carried = copy.deepcopy(collect.state_dict()), [group.number for group in collect.carried]
+    assert [group.number for group in collect.all_carried if group.rank == collect.data.rank] == carried
+    take_back = collect.begin()
+    first = course(collect, range(9, 10))
+    take_back()
+    assert course(collect, range(9, 10)) == first, "a step that is taken back comes again"
+    take_back()
+    return steps, state, carried, course(collect, range(9, 13))
+
+
+def joined_steps(found: list, place: int) -> list:
+    return [sorted(sum(parts, [])) for parts in zip(*(each[place] for each in found), strict=True)]
 
 
 def test_ranks_decide_alike_and_together_as_one():
     """Which groups fill a step, what is carried and remembered: the same on every rank, and as on one rank alone."""
     (alone,), pair = run_ranks(1, on_ranks), run_ranks(2, on_ranks)
-    joined = [sorted(first + second) for first, second in zip(*(steps for steps, _, _ in pair), strict=True)]
-    assert joined == alone[0] and all(len(groups) == 4 for groups in joined)
-    for _, state, _ in pair:
+    assert joined_steps(pair, 0) == alone[0] and all(len(groups) == 4 for groups in alone[0])
+    for _, state, *_ in pair:
         assert state["place"] == alone[1]["place"] and state["number"] == alone[1]["number"]
-        assert [group["number"] for group in state["carried"]] == [group["number"] for group in alone[1]["carried"]]
         assert all(torch.equal(state["history"][name], alone[1]["history"][name]) for name in state["history"])
+
+
+def test_carried_groups_are_on_one_rank_and_all_in_a_checkpoint():
+    """Each on the rank where it grew; a run goes on alike from a checkpoint, on as many ranks, on others, and from an old one."""
+    (alone,), pair = run_ranks(1, on_ranks), run_ranks(2, on_ranks)
+    (_, state, first, _), (_, other, second, _) = pair
+    assert sorted(first + second) == alone[2] and first and second and not other["carried"]
+    assert [group["number"] for group in state["carried"]] == alone[2]
+    assert [sum(len(tokens) for tokens, *_ in group["responses"]) for group in state["carried"]] == [
+        sum(len(tokens) for tokens, *_ in group["responses"]) for group in alone[1]["carried"]]  # fmt: skip
+    resumed = run_ranks(2, on_ranks, state)
+    assert [each[0] for each in resumed] == [each[3] for each in pair], "groups stay where they were"
+    old = {name: value for name, value in state.items() if name not in ("ranks", "num_ranks")}
+    for ranks, begun in ((1, state), (3, state), (2, old)):
+        assert joined_steps(run_ranks(ranks, on_ranks, begun), 0) == joined_steps(pair, 3)
 
 
 def long_and_short() -> int:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny import tiny_model
+from tiny import tiny_experts, tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -13,6 +13,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_model(tmp_path_factory.mktemp("tied"), tie=True)
+
+
+@pytest.fixture(scope="session")
+def experts_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_experts(tmp_path_factory.mktemp("experts"))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from lightrft.models.empty import is_empty
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer
 from lightrft.strategy import get_strategy
-from memory import larger_model, peak_of
+from memory import larger_mixture, larger_model, peak_of
 from ranks import run_ranks
 from strategy.training import one_step, snapshot, strategy
 
@@ -78,7 +78,7 @@ def both_ways(folders: list[str], args: dict) -> list[str]:
         for frozen in (False, True):
             section = ModelSection(pretrain=folder)
             whole, empty = (loaded(made, section, way, frozen) for way in (False, True))
-            assert whole.keys() == empty.keys() and len(whole) > 40
+            assert whole.keys() == empty.keys() and len(whole) > 30
             wrong += [name for name in whole if whole[name].dtype != empty[name].dtype]
             wrong += [name for name in whole if not torch.equal(whole[name], empty[name])]
     return wrong
@@ -86,9 +86,11 @@ def both_ways(folders: list[str], args: dict) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_part_of_every_rank_is_equal(folder, tied_folder, layout):
+def test_every_part_of_every_rank_is_equal(folder, tied_folder, experts_folder, layout):
+    """Experts, which transformers makes one tensor of, among them: five on two ranks and on four."""
     world_size, args = LAYOUTS[layout]
-    assert run_ranks(world_size, both_ways, [folder, sharded(folder), tied_folder], args) == [[]] * world_size
+    folders = [folder, sharded(folder), tied_folder, *([] if "tp_size" in args else [experts_folder])]
+    assert run_ranks(world_size, both_ways, folders, args) == [[]] * world_size
 
 
 def three_steps(folder: str, way: str):
@@ -174,7 +176,7 @@ def test_pickled_weights_are_read_whole(folder, tmp_path):
     assert not empty and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_names_that_transformers_converts_are_read_whole(folder, tmp_path):
+def test_names_that_transformers_changes_are_read_in_parts(folder, tmp_path):
     """A folder saved from the backbone alone, with a head of its own beside it."""
     def without_prefix(tensors):
         for name in [name for name in tensors if name.startswith("model.")]:
@@ -183,7 +185,7 @@ def test_names_that_transformers_converts_are_read_whole(folder, tmp_path):
     expected = load_file(Path(folder) / "model.safetensors")
     target = save_as(folder, tmp_path / "backbone", without_prefix)
     empty, found, *_ = run_ranks(2, load_empty, target, False)[0]
-    assert not empty and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert empty and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -267,3 +269,17 @@ def test_a_rank_never_holds_the_whole_model(folder, tmp_path, args):
         found = run_ranks(4, peak_of_loading, str(tmp_path / "model"), args, empty)
         print(f"{size / 1e6:.0f} MB of parameters, empty {empty}: {[round(peak / 1e6) for peak in found]} MB")
         assert all(peak < share * size if empty else peak > share * size for peak in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("args", [{"fsdp": True}, {"zero_stage": 3}])
+def test_a_rank_holds_its_part_of_a_mixture_and_one_layer(tmp_path, args):
+    """Published with a tensor for each expert, of which transformers makes one for each layer.
+
+    For ZeRO rank 0 reads all experts of a layer, which are there as stored, as converted and in float32 before they are cut.
+    """
+    ((size, layer),) = run_ranks(1, larger_mixture, tmp_path / "model")
+    found = run_ranks(4, peak_of_loading, str(tmp_path / "model"), args, True)
+    print(f"{size / 1e6:.0f} MB of parameters, {layer / 1e6:.0f} MB a layer: {[round(peak / 1e6) for peak in found]} MB")
+    first = size / 4 + (3 if "zero_stage" in args else 1) * layer
+    assert found[0] < first and all(peak < size / 4 + layer for peak in found[1:])

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from lightrft.parallel.device import host_cores, memory_in_use
 from lightrft.strategy import FSDPStrategy
 from ranks import run_ranks
 from strategy.training import load, one_step, snapshot, strategy
@@ -167,3 +169,64 @@ def test_two_flags_for_the_same_memory():
     made = FSDPStrategy(args={"fsdp": True, "offload_idle": True, "fsdp_cpu_offload": True})
     with pytest.raises(ValueError, match="--offload_idle has nothing to move with --fsdp_cpu_offload"):
         made.setup_distributed()
+
+
+def test_a_step_in_host_memory_has_the_ranks_share_of_the_cores(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    before = torch.get_num_threads()
+    with host_cores():
+        assert torch.get_num_threads() == 3
+    assert torch.get_num_threads() == before
+
+
+def away_and_back(dtype_args: dict) -> tuple[float, list[str]]:
+    """(share of the memory that stays while model and optimizer are away, names of tensors that came back with other bits).
+
+    In this process; the memory that they had is overwritten meanwhile.
+    """
+    made = strategy(**dtype_args)
+    for dtype in (torch.float32, torch.bfloat16):  # libraries of matrix products keep memory for themselves from the first on
+        square = torch.ones(64, 64, device=made.device, dtype=dtype, requires_grad=True)
+        (square @ square).sum().backward()
+    del square
+    before = memory_in_use(made.device)
+    config = Qwen3Config(
+        hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        vocab_size=4000, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    optimizer = made.create_optimizer(model, lr=1e-2)
+    made.prepare((model, optimizer))
+    ids = torch.arange(32, device=made.device)[None]
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    made.backward(loss, model, optimizer)
+    made.optimizer_step(optimizer, model)
+    del loss, ids
+    everything = lambda: dict(enumerate([*local_tensors(model, optimizer), *model.buffers()]))  # noqa: E731
+    known = {name: tensor.detach().cpu().clone() for name, tensor in everything().items()}
+    held, left = memory_in_use(made.device) - before, 0
+    for _ in range(2):
+        made.offload_model(model)
+        made.maybe_offload_optimizer(optimizer)
+        left = max(left, memory_in_use(made.device) - before)
+        for tensor in known.values():
+            torch.full_like(tensor, 7, device=made.device)
+        made.reload_model(model)
+        made.maybe_load_optimizer(optimizer)
+    changed = [str(name) for name, tensor in everything().items() if not torch.equal(tensor.detach().cpu(), known[name])]
+    made.close()
+    return left / max(held, 1), changed
+
+
+@pytest.mark.slow
+def test_what_was_overwritten_comes_back_bit_by_bit():
+    ((_, changed),) = run_ranks(1, away_and_back, {"bf16": True})
+    assert changed == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("args", [{}, {"bf16": True}], ids=str)
+def test_an_accelerator_is_emptied_and_gets_the_same_bits_back(args):
+    left, changed = away_and_back(args)
+    assert changed == [] and left < 0.01

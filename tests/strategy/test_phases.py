@@ -4,6 +4,7 @@ from itertools import product
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 from lightrft.strategy.engine_host import EngineHost
@@ -115,3 +116,20 @@ def test_without_the_flag_they_leave_only_while_the_engine_is_built(folder):
     (phase, there, optimizer), *later = run_ranks(1, who_is_here, folder, False)[0]
     assert (phase, there, optimizer) == (REFIT, [False, False], False)
     assert {(*there, optimizer) for _, there, optimizer in later} == {(True, True, True)}
+
+
+def determinism(flags: dict) -> list[bool]:
+    """Whether torch is deterministic: in training, twice while the engine has the device, in training again, and at the end."""
+    made, found = strategy(**flags), []
+    for phase in (TRAIN, REFIT, GENERATE):
+        made.enter(phase)
+        found.append(torch.are_deterministic_algorithms_enabled())
+    made._phases.leave_engine()
+    found.append(torch.are_deterministic_algorithms_enabled())
+    made.close()
+    return [*found, torch.are_deterministic_algorithms_enabled()]
+
+
+def test_kernels_are_deterministic_while_models_have_the_device():
+    assert run_ranks(1, determinism, {"deterministic": True}) == [[True, False, False, True, False]]
+    assert run_ranks(1, determinism, {}) == [[False] * 5]

@@ -7,16 +7,18 @@ import pytest
 from transformers import Qwen2_5_VLConfig, Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.config import Config, ConfigError, section_of_field
+from lightrft.data.chats import Answer
 from lightrft.trainer.identity import (
     FIXED,
     FIXED_BESIDE_FROZEN,
     NO_NUMBER_DEPENDS_ON,
     NOT_THE_MODEL,
+    _digest,
     changed_settings,
     identity,
     weights_of,
 )
-from lightrft.types import Prompt
+from lightrft.types import Prompt, TokenIds
 from tiny import tiny_model
 
 
@@ -36,6 +38,13 @@ def refusal(now: dict, before: dict | None = None) -> str:
     with pytest.raises(ConfigError) as error:
         changed_settings(before or of(), now)
     return str(error.value)
+
+
+def test_data_are_known_as_to_checkpoints_of_earlier_versions():
+    """Written down when prompts and answers had lists of token ids."""
+    data = [Prompt(i, f"{i}+1=", [i, 43, 151_643], {"label": str(i + 1)}) for i in range(3)]
+    answer = Prompt(0, "a", [7], {"label": Answer(TokenIds([52, 258]), [True, False])})
+    assert (_digest(data), _digest([answer])) == ("a11e98a28f4d9b49", "9b60cce8bf0cff91")
 
 
 def test_every_name_is_a_setting():

@@ -1,0 +1,594 @@
+"""The measurements of scripts/gpu_check.py: each runs in a process of its own and prints its figures as one JSON line.
+
+    python scripts/gpu_measure.py NAME --device cuda
+
+On a CPU the sizes are tiny: it then shows that a measurement works, and what does not depend on the device is as it will be.
+"""
+
+import argparse
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+GB = 1e9
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12}
+"""Dense bfloat16 operations per second, by a part of the device's name."""
+MODEL_1_5B = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+              "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}  # fmt: skip
+MODEL_7B = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+            "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False}  # fmt: skip
+MODEL_TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "num_key_value_heads": 1, "vocab_size": 512, "tie_word_embeddings": True}  # fmt: skip
+"""Qwen2.5-1.5B, Qwen2.5-7B, and one for a CPU."""
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Setting:
+    device: torch.device
+    ranks: int
+    """Processes of measurements with several of them."""
+
+    @property
+    def tiny(self) -> bool:
+        return self.device.type == "cpu"
+
+
+# -- one device: kernels
+
+
+def head_error(setting: Setting) -> Figures:
+    from models.test_logprobs import errors_against_float64
+
+    return errors_against_float64(setting.device, *((64, 128, 500) if setting.tiny else (512, 1024, 20_000)))
+
+
+def head(setting: Setting) -> Figures:
+    """Forward and backward of the log-probs, with the benchmark's own processes."""
+    cases, tokens = (["2000x16", "2000x32"], 256) if setting.tiny else (["151936x1536", "151936x3584"], 16_384)
+    command = [ROOT / "scripts" / "bench" / "logprobs.py", "--cases", *cases, "--tokens", str(tokens), "--repeat", "3",
+               "--device", setting.device.type, "--variants", "lightrft", "full_logits"]  # fmt: skip
+    rows = [json.loads(line) for line in python(*command).splitlines()][:-1]
+    ours = [row for row in rows if row["variant"] == "lightrft"]
+    found = {}
+    for place, row in zip(("H 1,536", "H 3,584"), ours, strict=True):
+        found |= {f"{place}: ms": 1000 * row["seconds"], f"{place}: peak GB": row["peak_mb"] / 1000}
+    return found
+
+
+def ahead_overlap(setting: Setting) -> Figures:
+    """The share of a copy from pinned memory that is hidden behind matrix products that take as long."""
+    from lightrft.parallel.device import ahead, synchronize
+
+    device, count = setting.device, 4 if setting.tiny else 40
+    size, width = (2**18, 64) if setting.tiny else (2**28, 8192)
+    source = torch.zeros(size, dtype=torch.uint8, pin_memory=not setting.tiny)
+    matrix = torch.zeros(width, width, device=device, dtype=torch.bfloat16)
+
+    def copies() -> Iterator[list[Tensor]]:
+        for _ in range(count):
+            yield [source.to(device, non_blocking=True)]
+
+    def seconds(action: Callable[[], Any]) -> float:
+        action()
+        synchronize(device)
+        began = time.perf_counter()
+        action()
+        synchronize(device)
+        return time.perf_counter() - began
+
+    def products(times: int) -> None:
+        for _ in range(times):
+            torch.mm(matrix, matrix)
+
+    copying = seconds(lambda: [None for _ in copies()])
+    each = max(1, round(copying / count / (seconds(lambda: products(20)) / 20)))  # products that take as long as a copy
+    computing = seconds(lambda: products(each * count))
+    both = seconds(lambda: [products(each) for _ in ahead(copies(), device)])
+    return {"share of a copy": (copying + computing - both) / min(copying, computing)}
+
+
+# -- one device: training
+
+
+def training(setting: Setting, recompute: str, kernels: str) -> Figures:
+    """Micro-batches of 16,384 tokens through the 1.5B shape under FSDP2 of one rank: tokens per second, share of peak, memory."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from lightrft.models.attention import ATTENTION
+    from lightrft.models.heads import Actor
+    from lightrft.parallel.device import peak_memory, synchronize
+    from lightrft.roles.microbatch import micro_batches
+    from lightrft.types import Batch
+
+    strategy = strategy_of(bf16=True, gradient_checkpointing=recompute == "full", fused_kernels=kernels)
+    sizes, lengths = (MODEL_TINY, [32] * 4) if setting.tiny else (MODEL_1_5B, [2048] * 8)
+    config = AutoConfig.for_model("qwen2", max_position_embeddings=4096, use_cache=False, **sizes)
+    with setting.device:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+    actor = Actor(model)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    optimizer = strategy.create_optimizer(actor, lr=1e-6)
+    actor, optimizer = strategy.prepare((actor, optimizer))
+    tokens = sum(lengths)
+    mask = torch.ones(tokens, dtype=torch.bool)
+    mask[torch.tensor(lengths).cumsum(0) - lengths[0]] = False
+    batch = Batch(lengths=torch.tensor(lengths), input_ids=torch.randint(3, sizes["vocab_size"], (tokens,)), loss_mask=mask,
+                  rows=torch.arange(len(lengths)))  # fmt: skip
+
+    def known(logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, None]:
+        return torch.full_like(logprobs, -1 / tokens), None
+
+    def step(count: int) -> None:
+        for number, part in enumerate(micro_batches(batch, [list(range(len(lengths)))] * count, setting.device)):
+            logprobs, _ = actor(part, 1.0, entropy=False, gradients=known)
+            strategy.backward(-logprobs.sum() / tokens, actor, optimizer, last=number == count - 1)
+        strategy.optimizer_step(optimizer, actor)
+
+    step(2)
+    times = []
+    for count in (1, 5):  # the difference is of micro-batches alone
+        synchronize(setting.device)
+        began = time.perf_counter()
+        step(count)
+        synchronize(setting.device)
+        times.append(time.perf_counter() - began)
+    speed = 4 * tokens / max(times[1] - times[0], 1e-9)
+    attention = 6 * lengths[0] * sizes["num_hidden_layers"] * sizes["hidden_size"]  # causal: half of 12 x length x width x layers
+    found = {"tokens/s": speed, "peak GB": peak_memory(setting.device) / GB}
+    name = "" if setting.tiny else torch.cuda.get_device_name(setting.device)
+    for part, peak in PEAK_FLOPS.items():
+        if part in name:
+            found["share of peak"] = speed * (6 * num_parameters + attention) / peak
+    if not setting.tiny:
+        write_profile(partial(step, 1), f"{recompute}_{kernels}")
+    strategy.close()
+    return found
+
+
+def write_profile(action: Callable[[], Any], name: str) -> None:
+    """The operations that take longest, into the folder of results."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        action()
+        torch.accelerator.synchronize()
+    table = seen.key_averages().table(sort_by="self_device_time_total", row_limit=40)
+    folder = Path(os.environ.get("GPU_CHECK_OUT", tempfile.gettempdir()))
+    (folder / f"profile_{name}.txt").write_text(table)
+
+
+def gradient_memory(setting: Setting, shape: str) -> Figures:
+    """GB of gradients between two micro-batches on rank 0 of 8, over torch's fake process group, reduced each time and once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from scripts.bench import memory
+
+    if setting.tiny:
+        rows = memory.main(["--measured", "--shapes", "small", "--layers", "2", "--tokens", "64"])["shapes"]
+        return {way: row["gradients"] / GB for way, row in zip(("every micro-batch", "once"), rows, strict=True)}
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    return {way: gradients_on_device(setting, shape, once) / GB for way, once in (("every micro-batch", False), ("once", True))}
+
+
+def gradients_on_device(setting: Setting, shape: str, once: bool) -> int:
+    """Bytes that a backward pass leaves in the allocator. The parameters have memory and no values."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from lightrft.parallel.mesh import Mesh
+    from lightrft.strategy import FSDPStrategy
+    from scripts.bench import memory
+
+    class OneOfMany(FSDPStrategy):
+        def setup_distributed(self, *_: Any, **__: Any) -> None:
+            self.device, self._mesh = setting.device, Mesh(setting.device.type)
+
+    options = {"fsdp": True, "bf16": True, "gradient_checkpointing": True, "reduce_gradients_once": once}
+    strategy = OneOfMany(seed=0, args=options | {"train_batch_size": 1024, "micro_train_batch_size": 1})
+    strategy.setup_distributed()
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=False, **memory.SHAPES[shape]))
+    learner = memory.Learner(model.to_empty(device="cpu"))  # pages that nobody touched take no memory
+    optimizer = strategy.create_optimizer(learner, lr=1e-6)
+    strategy.make_ready(learner)
+    strategy.distribute(learner, optimizer)
+    gc.collect()  # what is left of the model before
+    before = torch.accelerator.memory_allocated()
+    loss = learner(torch.randint(0, 1000, (512,), device=setting.device)).sum()
+    strategy.accumulate(loss, learner, False)
+    del loss
+    torch.accelerator.synchronize()
+    return torch.accelerator.memory_allocated() - before
+
+
+def offload_speed(setting: Setting) -> Figures:
+    """GB per second of masters and AdamW's moments to the host and back; the first time host memory is made."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from lightrft.parallel.device import synchronize
+
+    strategy = strategy_of(bf16=True)
+    sizes = MODEL_TINY if setting.tiny else MODEL_1_5B
+    with setting.device:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **sizes), dtype=torch.float32)
+    optimizer = strategy.create_optimizer(model, lr=1e-6)
+    model, optimizer = strategy.prepare((model, optimizer))
+    ids = torch.ones(1, 8, dtype=torch.int64, device=setting.device)
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    strategy.backward(loss, model, optimizer)
+    strategy.optimizer_step(optimizer, model)
+    size, found = 3 * 4 * sum(parameter.numel() for parameter in model.parameters()), {}
+    for number in range(3):
+        for way, actions in (
+            ("to the host", (partial(strategy.offload_model, model), partial(strategy.maybe_offload_optimizer, optimizer))),
+            ("back", (partial(strategy.reload_model, model), partial(strategy.maybe_load_optimizer, optimizer))),
+        ):
+            synchronize(setting.device)
+            began = time.perf_counter()
+            for action in actions:
+                action()
+            synchronize(setting.device)
+            speed = size / GB / (time.perf_counter() - began)
+            if number:
+                found[way] = max(speed, found.get(way, 0.0))
+    strategy.close()
+    return found
+
+
+def contract(setting: Setting, stage: str) -> Figures:
+    """Cases of the strategy's contract that fail: numbers against plain torch, float32, relative distance 1e-5."""
+    from lightrft.strategy import FSDPStrategy
+    from lightrft.strategy.testing import run_contract
+
+    if stage == "fsdp":
+        results = run_contract(FSDPStrategy, fsdp=True)
+    else:
+        from lightrft.strategy import DeepSpeedStrategy
+
+        results = run_contract(DeepSpeedStrategy, zero_stage=int(stage))
+    for name, failure in results.items():
+        if failure:
+            print(f"{name}:\n{failure}", file=sys.stderr)
+    return {"failed cases": sum(map(bool, results.values())), "cases": len(results)}
+
+
+# -- runs of the trainer
+
+REWARD = '''
+import os, signal, time
+import numpy as np
+steps = []
+def share_of_ascii(samples, label, **columns):
+    """The share of tokens that are ASCII bytes: a third at random. In the step that the environment names the process ends."""
+    np.random.rand(1 + 7 * int(os.environ.get("RANK", 0)))  # ranks differ in numpy's state afterwards
+    version = samples[0].weight_version
+    if version not in steps:
+        steps.append(version)
+    if len(steps) == int(os.environ.get("KILL_AT", 0)) and os.environ.get("RANK", "0") == os.environ.get("KILL_RANK", "0"):
+        open(os.environ["KILLED"], "w").write(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [sum(token < 128 for token in sample.token_ids) / len(sample.token_ids) for sample in samples]
+'''
+
+
+def inputs(folder: Path) -> list[str]:
+    from runs import prepare
+
+    flags = [flag for flag in prepare(folder) if not flag.startswith("--reward")]
+    (folder / "counted.py").write_text(REWARD)
+    return [*flags, f"--reward={folder / 'counted.py'}:share_of_ascii"]
+
+
+def ppo_flags(folder: Path, save_path: str, *more: str) -> list[str]:
+    from runs import PPO
+
+    return [*inputs(folder), *PPO, f"--save_path={folder / save_path}", *more]
+
+
+def learning(setting: Setting) -> Figures:
+    """GRPO with the `hf` engine in bfloat16: the reward's rise, from the mean of the first to that of the last three steps."""
+    with temporary_folder() as folder:
+        steps = 6 if setting.tiny else 30
+        train(1, "train_ppo", ppo_flags(folder, "run", "--bf16", f"--max_steps={steps}"))
+        rows = metrics(folder / "run")
+    rewards = [row["rollout/reward"] for row in rows]
+    return {
+        "rise of the reward": (sum(rewards[-3:]) - sum(rewards[:3])) / 3,
+        "mismatch of log-probs": max(row["engine/logprob_mismatch"] for row in rows),
+    }
+
+
+def resume(setting: Setting) -> Figures:
+    """The relative distance of the metrics of a run that was killed and resumed from those of one that was not."""
+    from runs import repeatable
+
+    with temporary_folder() as folder:
+        more = ("--max_steps=6", "--save_steps=2", "--lr_scheduler=cosine")
+        train(1, "train_ppo", ppo_flags(folder, "whole", *more))
+        flags = ppo_flags(folder, "killed", *more)
+        killed = {"KILL_AT": "4", "KILLED": str(folder / "when")}
+        code = train(1, "train_ppo", flags, environment=killed, check=False)[0]
+        if not (folder / "when").exists() or code == 0:
+            raise RuntimeError("the run ended before it was killed")
+        train(1, "train_ppo", [*flags, "--load_checkpoint"])
+        rows = [repeatable(metrics(folder / name)) for name in ("whole", "killed")]
+    return {"relative distance of metrics": distance_of(*rows), "steps": len(rows[1])}
+
+
+def distance_of(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> float:
+    """The largest difference of a number, relative to it where it is above 0.01."""
+    if [row.keys() for row in rows] != [row.keys() for row in others]:
+        raise RuntimeError("the runs reported other steps or other metrics")
+    pairs = [(row[name], other[name]) for row, other in zip(rows, others, strict=True) for name in row]
+    pairs = [pair for pair in pairs if all(isinstance(value, int | float) for value in pair)]
+    return max(abs(one - other) / max(abs(one), 0.01) for one, other in pairs)
+
+
+# -- several devices
+
+
+def layout(setting: Setting, *flags: str) -> Figures:
+    """Losses and gradient norms of supervised training in this layout against one rank's."""
+    with temporary_folder() as folder:
+        common = [*(flag for flag in inputs(folder) if not flag.startswith("--reward")), "--train_batch_size=16", "--max_steps=3",
+                  "--max_tokens_per_microbatch=128", "--actor_learning_rate=1e-3", "--num_episodes=4"]  # fmt: skip
+        numeric = [flag for flag in flags if flag == "--bf16"]
+        train(1, "train_sft", [*common, *numeric, f"--save_path={folder / 'one'}"])
+        train(setting.ranks, "train_sft", [*common, *flags, f"--save_path={folder / 'many'}"])
+        names = ("train/loss", "train/grad_norm")
+        one, many = ([{name: row[name] for name in names} for row in metrics(folder / run)] for run in ("one", "many"))
+    return {"relative distance": distance_of(one, many)}
+
+
+def death_of_a_rank(setting: Setting) -> Figures:
+    """Seconds from SIGKILL of the last rank to the end of all, if the log names it."""
+    with temporary_folder() as folder:
+        rank = str(setting.ranks - 1)
+        environment = {"KILL_AT": "3", "KILL_RANK": rank, "KILLED": str(folder / "when")}
+        flags = ppo_flags(folder, "run", "--max_steps=6")
+        code, said = train(setting.ranks, "train_ppo", flags, environment=environment, check=False)
+        ended = time.time()
+        if code == 0 or not (folder / "when").exists():
+            raise RuntimeError("no rank was killed")
+        seconds = ended - float((folder / "when").read_text())
+    return {"seconds": seconds, "named": float(f"rank {rank}" in said)}
+
+
+def shared_engine(setting: Setting) -> Figures:
+    """Steps that a run finishes whose engine is cut over two ranks, and whose rewards draw from numpy's generator."""
+    with temporary_folder() as folder:
+        flags = [flag for flag in ppo_flags(folder, "run", "--max_steps=6") if not flag.startswith("--engine_type")]
+        more = ["--engine_type=vllm", "--engine_tp_size=2", "--engine_kv_cache_gb=0.125"]
+        train(setting.ranks, "train_ppo", [*flags, *more])
+        return {"steps": len(metrics(folder / "run"))}
+
+
+# -- vLLM
+
+
+def engine_contract(setting: Setting) -> Figures:
+    """Cases of the engine's contract that fail."""
+    from engine.contract import CASES, STREAM_ONLY_CASES, run_contract
+    from tiny import tiny_model
+
+    with temporary_folder() as folder:
+        alone(setting)
+        folders = tiny_model(folder / "plain", seed=1), tiny_model(folder / "tied", seed=2, tie=True)
+        results = run_contract("vllm", 1, CASES + STREAM_ONLY_CASES, *folders)
+    for name, failure in results.items():
+        if failure:
+            print(f"{name}:\n{failure}", file=sys.stderr)
+    return {"failed cases": sum(map(bool, results.values())), "cases": len(results)}
+
+
+def sleep_cycles(setting: Setting) -> Figures:
+    """Cycles of sleep, wake and stream: the memory that stays asleep, its growth, greedy answers that change."""
+    from lightrft.engine.base import Request, Sampling
+    from lightrft.parallel.device import occupied_memory
+
+    before = occupied_memory(setting.device)
+    with temporary_folder() as folder:
+        engine, weights = stream_engine(setting, folder, MODEL_TINY if setting.tiny else MODEL_1_5B)
+        held = sum(tensor.nbytes for tensor in weights.values())
+        greedy = Sampling(temperature=0, max_tokens=8 if setting.tiny else 32)
+        residual, answers = [], []
+        for version in range(3 if setting.tiny else 20):
+            if version:
+                engine.sleep(2)
+                residual.append(occupied_memory(setting.device) - before - held)
+                engine.wake("weights")
+            engine.load_weights(weights.items(), version)
+            engine.wake("kv_cache")
+            answers.append([samples[0].token_ids for samples in engine.generate([Request([5, 6, 7])], greedy)])
+        engine.close()
+    return {
+        "GB that stay": max(residual) / GB,
+        "GB of growth": (residual[-1] - residual[1]) / GB,
+        "answers that change": sum(answer != answers[0] for answer in answers),
+    }
+
+
+def sync_7b(setting: Setting) -> Figures:
+    """Seconds of load_weights() with the proof of a part, the best of five, from tensors that are on the device."""
+    from lightrft.parallel.device import synchronize
+
+    with temporary_folder() as folder:
+        engine, weights = stream_engine(setting, folder, MODEL_TINY if setting.tiny else MODEL_7B)
+        times = []
+        for version in range(6):
+            synchronize(setting.device)
+            began = time.perf_counter()
+            engine.load_weights(weights.items(), version)
+            synchronize(setting.device)
+            times.append(time.perf_counter() - began)
+        engine.close()
+    return {"first: s": times[0], "s": min(times[1:])}
+
+
+def rollout_speed(setting: Setting) -> Figures:
+    """Tokens per second of our loop over those of LLM.generate, and beside a thread that holds the interpreter."""
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+
+    from lightrft.engine.base import Request, Sampling
+
+    count, length = (4, 8) if setting.tiny else (512, 512)
+    prompts = [[5 + number % 300, 6, 7, 8] for number in range(count)]
+
+    def busy(stop: threading.Event) -> None:
+        while not stop.is_set():
+            sum(range(100_000))
+
+    with temporary_folder() as folder:
+        engine, weights = stream_engine(setting, folder, MODEL_TINY if setting.tiny else MODEL_1_5B)
+        engine.load_weights(weights.items(), 0)
+        engine.wake("kv_cache")
+        plain = SamplingParams(max_tokens=length, temperature=1.0, logprobs=0, detokenize=False)
+
+        def ours() -> int:
+            found = engine.generate([Request(prompt) for prompt in prompts], Sampling(max_tokens=length))
+            return sum(len(sample.token_ids) for samples in found for sample in samples)
+
+        def theirs() -> int:
+            found = engine._llm.generate([tokens_input(prompt) for prompt in prompts], plain, use_tqdm=False)
+            return sum(len(output.outputs[0].token_ids) for output in found)
+
+        speeds = {"ours": 0.0, "theirs": 0.0, "beside a thread": 0.0}
+        for _ in range(3):
+            for name, action in (("ours", ours), ("theirs", theirs), ("beside a thread", ours)):
+                stop = threading.Event()
+                thread = threading.Thread(target=busy, args=(stop,), daemon=True)
+                if name == "beside a thread":
+                    thread.start()
+                began = time.perf_counter()
+                tokens = action()
+                speeds[name] = max(speeds[name], tokens / (time.perf_counter() - began))
+                stop.set()
+        engine.close()
+    return {
+        "tokens/s": speeds["ours"],
+        "of LLM.generate": speeds["ours"] / speeds["theirs"],
+        "beside a busy thread": speeds["beside a thread"] / speeds["ours"],
+    }
+
+
+def stream_engine(setting: Setting, folder: Path, sizes: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    """vLLM without weights, and weights for it: random, and where it computes."""
+    from transformers import AutoConfig
+
+    from lightrft.config import EngineSection
+    from lightrft.engine.build import build_engine
+    from tiny import byte_tokenizer
+
+    dtype = torch.float32 if setting.tiny else torch.bfloat16
+    config = AutoConfig.for_model("qwen2", max_position_embeddings=2048, dtype=dtype, architectures=["Qwen2ForCausalLM"], **sizes)
+    config.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    section = EngineSection(engine_type="vllm", engine_kv_cache_gb=0.125)
+    engine = build_engine(section, model_path=str(folder), dtype=dtype, device=setting.device, axis=alone(setting).engine(1),
+                          max_model_len=1024, from_stream=True)  # fmt: skip
+    generator = torch.Generator(setting.device).manual_seed(0)
+    weights = {
+        name: torch.randn(shape, generator=generator, device=setting.device, dtype=dtype).mul_(0.05)
+        for name, shape in engine.names.shapes.items()
+    }
+    return engine, weights
+
+
+# -- shared
+
+
+def strategy_of(**options: Any) -> Any:
+    from lightrft.strategy import get_strategy
+
+    strategy = get_strategy({"fsdp": True, "seed": 0, "train_batch_size": 8, "micro_train_batch_size": 1, **options})
+    strategy.setup_distributed()
+    return strategy
+
+
+def alone(setting: Setting) -> Any:
+    """The mesh of this process by itself."""
+    from lightrft.parallel.device import collective_backend, select_device
+    from lightrft.parallel.mesh import Mesh
+
+    select_device()
+    if not dist.is_initialized():
+        meeting = tempfile.NamedTemporaryFile(prefix="gpu_check_store", delete=False).name
+        os.unlink(meeting)
+        dist.init_process_group(collective_backend(setting.device), init_method=f"file://{meeting}", rank=0, world_size=1)
+    return Mesh.shared(setting.device.type)
+
+
+def train(
+    ranks: int, door: str, flags: list[str], *, environment: dict[str, str] | None = None, check: bool = True
+) -> tuple[int, str]:
+    """Run a program of the package on so many ranks; returns the exit code and all it said."""
+    module = f"lightrft.cli.{door}"
+    launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *launcher, "-m", module, *flags]
+    run = subprocess.run(command, cwd=ROOT, env=os.environ | own_paths() | (environment or {}), text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    if check and run.returncode:
+        raise RuntimeError(f"{door} on {ranks} ranks ended with {run.returncode}:\n{run.stdout[-3000:]}")
+    return run.returncode, run.stdout
+
+
+def python(*command: Any) -> str:
+    program = [sys.executable, *map(str, command)]
+    run = subprocess.run(program, cwd=ROOT, env=os.environ | own_paths(), capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(run.stderr[-3000:])
+    return run.stdout
+
+
+def own_paths() -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+
+
+def metrics(save_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (save_path / "metrics.jsonl").read_text().splitlines()]
+
+
+class temporary_folder(tempfile.TemporaryDirectory):
+    def __enter__(self) -> Path:
+        return Path(super().__enter__())
+
+
+MEASUREMENTS: dict[str, Callable[..., Figures]] = {
+    f.__name__: f
+    for f in (head_error, head, ahead_overlap, training, gradient_memory, offload_speed, contract, learning, resume, layout,
+              death_of_a_rank, shared_engine, engine_contract, sleep_cycles, sync_7b, rollout_speed)
+}  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=MEASUREMENTS)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--ranks", type=int, default=1)
+    args, options = parser.parse_known_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", 0)
+    print(json.dumps(MEASUREMENTS[args.name](Setting(device, args.ranks), *options)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
