@@ -81,6 +81,8 @@ class Engine(ABC):
         """What is streamed must be found in the engine, compared in this dtype, its own; None: nobody looks."""
         self.proof_turn: int | None = None
         """Which part of the weights the next proof looks at; None: at all of them."""
+        self.places_proven = False
+        """The sync before this one was proven, so weights are where they are looked for, and may be copied there."""
         self.closed = False
         self._failure: BaseException | None = None
 
@@ -128,6 +130,7 @@ class Engine(ABC):
             raise EngineError('load_weights() on a sleeping engine: call wake("weights") first')
         self.weights_valid = False
         turn, self.proof_turn = self.proof_turn, None
+        self.places_proven = turn is not None
         stream = self._checked(named_tensors)
         sent = self._fingerprints(self.proof_dtype, turn) if self.proof_dtype else None
         self._load_weights(stream if sent is None else sent.watch(stream))

@@ -5,7 +5,7 @@ On a CPU vLLM packs both for its kernel, in blocks of rows, filled up to whole b
 where there are AMX units.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -66,9 +66,34 @@ def expert_part(layer: nn.Module, attribute: str, index: Index) -> Tensor:
     return _plain(layer, attribute, getattr(layer, attribute)[first])[tuple(rest)]
 
 
-def unpacked_experts(model: nn.Module) -> list[nn.Module]:
-    """Before a reload: gives packed weights the shape that is loaded, without their values. The layers that have to be packed."""
-    layers = [layer for layer in model.modules() if is_experts(layer) and _packs(layer)]
+def expert_blocks(layer: nn.Module, attribute: str) -> tuple[Tensor, int]:
+    """Return a view of the parameter's own memory, [groups, blocks, rows of a block, columns], and its first column.
+
+    Groups are experts, or gate and up of each. For layers of vLLM without rows or columns that only fill up.
+    """
+    weight = getattr(layer, attribute)
+    down = attribute == "w2_weight"
+    groups = len(weight) if down else 2 * len(weight)
+    block = BLOCK if _packs(layer) else 1
+    columns = weight.shape[-1]
+    if block > 1:
+        blocks = weight.view(groups, -1, columns, block).transpose(-1, -2)
+    else:
+        blocks = weight.view(groups, -1, 1, columns)
+    return blocks, _own_columns(layer)[0]
+
+
+def is_filled_up(layer: nn.Module, attribute: str, shape: torch.Size) -> bool:
+    """Whether all ranks together have more than the full tensor of this shape."""
+    return getattr(layer, attribute).numel() * layer.moe_config.moe_parallel_config.tp_size != shape.numel()
+
+
+def unpacked_experts(model: nn.Module, kept: Collection[nn.Module] = ()) -> list[nn.Module]:
+    """Give packed weights, before a reload, the shape that is loaded, without their values; those of `kept` layers stay.
+
+    Return the layers that have to be packed.
+    """
+    layers = [layer for layer in model.modules() if is_experts(layer) and _packs(layer) and layer not in kept]
     for layer in layers:
         for attribute in ATTRIBUTES.values():
             parameter = getattr(layer, attribute)

@@ -4,13 +4,25 @@ Both describe their layers by the same names and numbers. On a CPU SGLang fills 
 """
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from lightrft.engine.experts import ATTRIBUTES, ROUTED, Index, expert_part, expert_places, is_a, is_experts
+from lightrft.engine.experts import (
+    ATTRIBUTES,
+    ROUTED,
+    Index,
+    expert_blocks,
+    expert_part,
+    expert_places,
+    is_a,
+    is_experts,
+    is_filled_up,
+)
 from lightrft.engine.names import PublishedNames
 from lightrft.engine.proof import PRODUCT_TURNS, Fingerprints, signs
 
@@ -53,16 +65,47 @@ class Piece:
         return rows[..., : max(shape[-1] - self.column, 0)] if len(shape) > 1 else rows
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The memory of a layer's parameter that takes the part of a full tensor that begins at `row` and `column`."""
+
+    here: Tensor
+    """[groups, blocks, rows of a block, columns]"""
+    row: int
+    column: int
+
+    @classmethod
+    def of(cls, pieces: list[Piece]) -> list[Self]:
+        """Where the whole tensor goes, as the parameters lie now."""
+        if is_experts(pieces[0].layer):
+            blocks, first = expert_blocks(pieces[0].layer, pieces[0].attribute)
+            down = pieces[0].attribute == "w2_weight"
+            return [cls(blocks.detach(), 0 if down else first, first if down else 0)]
+        return [cls(_rows(piece.tensor.detach())[None, :, None], piece.row, piece.column) for piece in pieces]
+
+    def copy(self, tensor: Tensor) -> None:
+        groups, blocks, size, columns = self.here.shape
+        rows = _rows(tensor.detach()).unflatten(0, (groups, -1))
+        part = rows[:, self.row : self.row + blocks * size, self.column : self.column + columns]
+        self.here.copy_(part.unflatten(1, (blocks, size)))
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[rows, columns]; a vector has one column."""
+    return tensor.flatten(0, -2) if tensor.ndim > 1 else tensor.reshape(-1, 1)
+
+
 class FusedWeights:
     """Of one rank's part of a model: the weights that are there, and those that layers multiply with in another form.
 
     `names` has the engine's name, before fusing, of each weight that it takes, `shapes` their full shapes; `packs` says whether a
-    layer computes with another form.
+    layer computes with another form, `keeps` whether one that does not keeps a piece in the form in which it was loaded.
     """
 
     def __init__(
         self, model: nn.Module, names: Mapping[str, str | None], shapes: Mapping[str, torch.Size], *,
         parts: Mapping[str, list[str]] = PARTS, packs: Callable[[nn.Module], bool] = lambda _: False,
+        keeps: Callable[[Piece], bool] = lambda _: False,
     ):  # fmt: skip
         self.shapes = shapes
         self.raw: list[Piece] = []
@@ -75,11 +118,25 @@ class FusedWeights:
             for parameter in layer._parameters.values():
                 if parameter is not None:
                     users.setdefault(parameter, []).append(layer)
+        places_of: dict[str, list[Piece]] = {}
         for name, renamed in names.items():
-            found = list(_pieces(name, renamed, parts, places, shapes[name]))
+            places_of[name] = found = list(_pieces(name, renamed, parts, places, shapes[name]))
             self.unknown += [] if found else [name]
             for piece in found:
                 self._add(piece, users.get(getattr(piece.layer, piece.attribute), []), packs)
+        self.direct: dict[str, list[Piece]] = {}
+        """Weights that can be copied to where they are: they fill whole layers, which nothing else fills and nothing repacks."""
+        if not self.unknown:
+            packing = {layer for its_users in users.values() if any(map(packs, its_users)) for layer in its_users}
+            self.direct = _direct(places_of, shapes, lambda piece: piece.layer not in packing and keeps(piece))
+
+    def rooms(self) -> dict[str, list[Room]]:
+        """Where each of the `direct` weights is copied to, in the memory that its layers have now."""
+        with torch.no_grad():
+            return {name: Room.of(pieces) for name, pieces in self.direct.items()}
+
+    def direct_layers(self) -> set[nn.Module]:
+        return {piece.layer for pieces in self.direct.values() for piece in pieces}
 
     def fingerprints(self, dtype: torch.dtype, slices: int, turn: int | None) -> Fingerprints:
         """Empty ones for what can be compared here, in this turn."""
@@ -148,6 +205,38 @@ def _places(layer: nn.Module, attribute: str, part: int | None, shape: torch.Siz
     else:
         cut = is_a(layer, "RowParallelLinear") and attribute == "weight"
         yield slice(None), 0, layer.tp_rank * layer.input_size_per_partition if cut else 0
+
+
+def _direct(
+    places: dict[str, list[Piece]], shapes: Mapping[str, torch.Size], keeps: Callable[[Piece], bool]
+) -> dict[str, list[Piece]]:
+    """Those of layers with a matrix all of whose parameters they fill, where no weight of such a layer is left out."""
+    of: dict[nn.Module, list[Piece]] = defaultdict(list)
+    for pieces in places.values():
+        for piece in pieces:
+            of[piece.layer].append(piece)
+    layers = {layer for layer, pieces in of.items() if all(map(keeps, pieces)) and _is_filled(layer, pieces, shapes)}
+    while True:
+        found = {name: pieces for name, pieces in places.items() if all(piece.layer in layers for piece in pieces)}
+        whole = {layer for layer in layers if all(piece.name in found for piece in of[layer])}
+        if whole == layers:
+            return found
+        layers = whole
+
+
+def _is_filled(layer: nn.Module, pieces: list[Piece], shapes: Mapping[str, torch.Size]) -> bool:
+    """Whether the pieces are all that the layer's parameters have, and one of these is a matrix."""
+    parameters = {name: parameter for name, parameter in layer._parameters.items() if parameter is not None}
+    if {piece.attribute for piece in pieces} != parameters.keys() or max(each.ndim for each in parameters.values()) < 2:
+        return False
+    if is_experts(layer):
+        each = {piece.attribute: shapes[piece.name] for piece in pieces}
+        alone = len({piece.name for piece in pieces}) == len(each)
+        return alone and not any(is_filled_up(layer, attribute, shape) for attribute, shape in each.items())
+    filled: dict[str, int] = defaultdict(int)
+    for piece in pieces:
+        filled[piece.attribute] += piece.within(shapes[piece.name]).numel()
+    return all(filled[name] == parameter.numel() > 0 for name, parameter in parameters.items())
 
 
 def _multiplies(layer: nn.Module, uses: int) -> bool:

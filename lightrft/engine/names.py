@@ -62,6 +62,10 @@ class PublishedNames:
             return [self.renamed[name]]
         return list(self._convert({member: torch.empty(self.shapes[member], device="meta") for member in self._together[name]}))
 
+    def is_alone(self, name: str) -> bool:
+        """Whether what is published of a weight is made of it alone."""
+        return name in self.renamed or self._together[name] == [name]
+
     def strangers(self, names: list[str], engine: str) -> str:
         """What to say, and to do, when an engine has no place for `names`."""
         first = ", ".join(f"{name} (published as {self.pieces(name)[0]})" for name in names[:3])

@@ -7,6 +7,7 @@ A random Qwen3 with tied embeddings, prepared as a trainer prepares it (float32 
 
     single    one process, streamed in float32 into tensors that are there; and into the hf engine
     vllm      one process, streamed in float32 into vLLM, against vLLM's reload_weights from a state dict in memory
+    experts   the same of a Qwen3-MoE: 4 layers of --experts small experts, 3 published tensors each
     fsdp2, fsdp4, hsdp4, tp2, fsdp2tp2, zero2x2, zero3x2   so many ranks, bfloat16, each into tensors that are there
 
 `memcpy_s` copies the same bytes; `naive_s` gathers one tensor at a time in float32 and casts it then. Times are the best of the
@@ -34,6 +35,7 @@ from typing import Any
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {"fsdp": True}),
     "vllm": (1, {"fsdp": True}),
+    "experts": (1, {"fsdp": True}),
     "fsdp2": (2, {"fsdp": True, "bf16": True}),
     "fsdp4": (4, {"fsdp": True, "bf16": True}),
     "hsdp4": (4, {"fsdp": True, "bf16": True, "dp_replicate": 2}),
@@ -57,6 +59,19 @@ def make_model(folder: Path, args: argparse.Namespace) -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def make_mixture(folder: Path, args: argparse.Namespace) -> None:
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=2048, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=args.experts, num_experts_per_tok=2,
+        max_position_embeddings=512, tie_word_embeddings=True, dtype="float32",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
 
 
 def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
@@ -84,7 +99,7 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
             room[name].copy_(parameter.full_tensor())
 
     ways = {"stream": copy}
-    if case == "vllm":
+    if case in ("vllm", "experts"):
         ways |= into_vllm(strategy, model, room, args)
     elif case == "single":
         ways |= {"memcpy": memcpy(room)} | syncs(engine_of(strategy, "hf", args), strategy, model, room)
@@ -110,10 +125,17 @@ def memcpy(room: dict) -> Callable[[], None]:
 
 
 def into_vllm(strategy: Any, model: Any, room: dict, args: argparse.Namespace) -> dict[str, Callable[[], None]]:
+    """The reload is vLLM's own, of published tensors, and the packing of experts, which it forgets on a CPU."""
+    from lightrft.engine.experts import pack_experts, unpacked_experts
+
     engine = engine_of(strategy, "vllm", args)
+    engine.load_weights(iter(room.items()), 1)  # proven: later ones copy to where weights lie
+    published = dict(engine.names.published(iter(room.items())))
 
     def reload() -> None:
-        engine._shim.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(room.items())})
+        experts = unpacked_experts(engine._shim.model)
+        engine._shim.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(published.items())})
+        pack_experts(experts)
 
     return {"reload": reload} | syncs(engine, strategy, model, room)
 
@@ -134,6 +156,7 @@ def syncs(engine: Any, strategy: Any, model: Any, room: dict) -> dict[str, Calla
     engine.proof_dtype = None
 
     def sync() -> None:
+        engine.proof_turn = 0  # as after a proof
         engine.load_weights(strategy.full_params(model), engine.version + 1)
 
     def proof(*turns: int | None) -> None:
@@ -192,6 +215,8 @@ def summary(cases: dict[str, dict[str, float]]) -> dict[str, Any]:
     if vllm := cases.get("vllm"):
         report["over_engine_reload"] = vllm["sync_s"] / vllm["reload_s"]
         report["verify_cost"] = vllm["verify_cost"]
+    if experts := cases.get("experts"):
+        report["experts_over_engine_reload"] = experts["sync_s"] / experts["reload_s"]
     speedups = [found["naive_s"] / found["stream_s"] for found in cases.values() if "naive_s" in found]
     if speedups:
         report["speedup_over_naive"] = min(speedups)
@@ -206,7 +231,7 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    for name, default in {"hidden": 768, "layers": 12, "vocabulary": 32000, "bucket-mb": 64, "repeat": 5}.items():
+    for name, default in {"hidden": 768, "layers": 12, "vocabulary": 32000, "bucket-mb": 64, "repeat": 5, "experts": 64}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # given to a rank
     args = parser.parse_args(argv)
@@ -225,11 +250,13 @@ def main(argv: list[str] | None = None) -> None:
 def launch(args: argparse.Namespace, argv: list[str]) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_model(folder, args)
+        make_model(folder / "dense", args)
+        make_mixture(folder / "mixture", args)
         for case in args.cases:
+            own = folder / ("mixture" if case == "experts" else "dense")
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={CASES[case][0]}"]
-            subprocess.run([*torchrun, __file__, *argv, f"--cases={case}", f"--folder={folder}"], check=True, stdout=2)
-        return {case: json.loads((folder / f"{case}.json").read_text()) for case in args.cases}
+            subprocess.run([*torchrun, __file__, *argv, f"--cases={case}", f"--folder={own}"], check=True, stdout=2)
+        return {case: json.loads(next(folder.glob(f"*/{case}.json")).read_text()) for case in args.cases}
 
 
 if __name__ == "__main__":

@@ -1,16 +1,35 @@
 """A mixture of experts from a folder as released, through training's hands, into vLLM, into a folder, and into vLLM again."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-from engine.contract import Bench, flipped_elements_are_named, perturbed, start
+from engine.contract import (
+    Bench,
+    _is_noticed,
+    a_stream_that_raises_is_repaired,
+    flipped_elements_are_named,
+    perturbed,
+    reference_greedy,
+    sleeping_keeps_or_drops_the_weights,
+    start,
+)
 from lightrft.config import ModelSection
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
 from lightrft.engine.expected import published_names
+from lightrft.engine.fused import Piece, Room
 from lightrft.engine.names import PublishedNames
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
@@ -113,3 +132,89 @@ def test_experts_from_a_released_folder_and_back(folder: str, tmp_path: Path) ->
                                    do_sample=False)
             assert tokens == tokens_again == full[0, len(prompt) :].tolist()
             torch.testing.assert_close(torch.tensor(logprobs), trainers, rtol=0, atol=1e-5)
+
+
+def direct_course(folder: str) -> tuple[list[str], list[str], list[bool]]:
+    """On both ranks of one engine that keeps matrices as they came, as on accelerators, but for packed experts.
+
+    The weights that are copied to where they lie, those that are not, and whether the engine answers as it should.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: None)
+        for layer in ("linear.LinearBase", "vocab_parallel_embedding.VocabParallelEmbedding"):
+            plain = staticmethod(torch.nn.functional.linear)
+            patch.setattr(f"vllm.model_executor.layers.{layer}.cpu_linear", plain, raising=False)
+        engine = start("vllm", folder, Mesh("cpu").world)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        bench = Bench(engine, model, engine.axis, engine.axis.rank)
+        direct = list(engine._shim.weights.direct)
+        right, seen = [bench.greedy() == bench.expected], []
+        reload = engine._shim.llm.collective_rpc
+
+        def watched(method: str, kwargs: dict) -> None:
+            seen.append(0)
+            reload(method, kwargs={"weights_iterator": counted(kwargs["weights_iterator"])})
+
+        def counted(stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+            for each in stream:
+                seen[-1] += 1
+                yield each
+
+        patch.setattr(engine._shim.llm, "collective_rpc", watched)
+        for seed in (1, 2, 3):
+            bench.load(other := perturbed(model, seed))
+            right.append(bench.greedy() == reference_greedy(other))
+        published = sum(len(engine.names.pieces(name)) for name in engine.expected)
+        assert seen == [published, *[len(engine.expected) - len(direct)] * 2]
+        patch.setattr(engine._shim.llm, "collective_rpc", reload)
+        old = perturbed(model, 4)
+        for name in direct:
+            _is_noticed(bench, lambda came, name=name: came.update({name: old.get_parameter(name).detach()}), name, turn=5)
+        a_stream_that_raises_is_repaired(bench)
+        sleeping_keeps_or_drops_the_weights(bench)
+        random_order = list(perturbed(model, 5).named_parameters())[::-1]
+        engine.load_weights(random_order, 1)
+        right.append(engine.places_proven and bench.greedy() == reference_greedy(perturbed(model, 5)))
+        engine.close()
+    return direct, [name for name in engine.expected if name not in direct], right
+
+
+def test_weights_that_lie_as_they_came_are_copied_there(tmp_path: Path) -> None:
+    """Slices of fused layers, of repeated heads, of both halves of experts; norms, which may be constant, go through vLLM."""
+    config = Qwen3MoeConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=32, intermediate_size=96,
+        moe_intermediate_size=64, num_experts=6, num_experts_per_tok=2, mlp_only_layers=[1], vocab_size=VOCABULARY,
+        initializer_range=0.1, max_position_embeddings=512, tie_word_embeddings=False, dtype=torch.float32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    for direct, others, right in run_ranks(2, direct_course, str(tmp_path), timeout=400):
+        assert all("norm" in name or VOCABULARY % 128 and ("embed" in name or "lm_head" in name) for name in others), others
+        assert {"experts.gate_up_proj", "experts.down_proj"} <= {".".join(name.split(".")[-2:]) for name in direct}
+        assert "model.layers.1.self_attn.k_proj.weight" in direct and "model.layers.1.mlp.down_proj.weight" in direct
+        assert right == [True] * 5
+
+
+class RoutedExperts(torch.nn.Module):
+    """As vLLM's on an accelerator: as they were loaded."""
+
+    def __init__(self, rank: int, ranks: int):
+        super().__init__()
+        self.w13_weight = torch.nn.Parameter(torch.zeros(3, 2 * 8 // ranks, 5))
+        self.w2_weight = torch.nn.Parameter(torch.zeros(3, 5, 8 // ranks))
+        self.quant_method = SimpleNamespace(moe_kernel=None)
+        parallel = SimpleNamespace(tp_rank=rank, tp_size=ranks)
+        self.moe_config = SimpleNamespace(intermediate_size_per_partition=8 // ranks, moe_parallel_config=parallel)
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 2), (1, 2)])
+def test_experts_of_accelerators_are_copied_into_their_memory(rank: int, ranks: int) -> None:
+    layer, own = RoutedExperts(rank, ranks), slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
+    full = {"w13_weight": torch.randn(3, 16, 5), "w2_weight": torch.randn(3, 5, 8)}
+    for attribute, tensor in full.items():
+        (room,) = Room.of([Piece("experts", layer, attribute, slice(None))])
+        room.copy(tensor)
+    gate, up = full["w13_weight"].split(8, 1)
+    assert torch.equal(layer.w13_weight, torch.cat([gate[:, own], up[:, own]], 1))
+    assert torch.equal(layer.w2_weight, full["w2_weight"][..., own])

@@ -119,7 +119,7 @@ class VLLMEngine(LibraryEngine):
         failures: list[Exception] = []
         with self._fatal("load_weights"), torch.no_grad():
             try:
-                self._shim.reload_weights(self.names.published(_until_failure(named_tensors, failures)))
+                self._shim.reload_weights(_until_failure(named_tensors, failures), direct=self.places_proven)
             except (ValueError, KeyError) as error:
                 if not (unknown := self._shim.weights.unknown):
                     raise

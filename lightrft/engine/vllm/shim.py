@@ -2,10 +2,11 @@
 
 import atexit
 import gc
+import logging
 import os
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -15,17 +16,21 @@ from transformers import PreTrainedTokenizerBase
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import destroy_model_parallel
 from vllm.inputs import MultiModalInput, TokensInput, TokensPrompt
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.outputs import RequestOutput
 
 from lightrft.engine.base import EngineError
 from lightrft.engine.experts import pack_experts, unpacked_experts
-from lightrft.engine.fused import PARTS, FusedWeights, engine_names
+from lightrft.engine.fused import PARTS, FusedWeights, Room, engine_names
 from lightrft.engine.media import Clip, Video, metadata
 from lightrft.engine.names import PublishedNames
 from lightrft.engine.requests import MEDIA
 from lightrft.engine.weights import Named
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import local_rank
+
+PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
+"""vLLM's ways to keep weights that, but for kernels known here, leave them as they were loaded."""
 
 
 class Shim:
@@ -41,15 +46,25 @@ class Shim:
         parts = PARTS | getattr(self.model, "packed_modules_mapping", {})
         known = engine_names(names)
         known = {name: mapper.map_name(published) for name, published in known.items()} if mapper else known
-        self.weights = FusedWeights(self.model, known, names.shapes, parts=parts, packs=_packs)
+        self.names = names
+        self.weights = FusedWeights(
+            self.model, known, names.shapes, parts=parts, packs=_packs,
+            keeps=lambda piece: names.is_alone(piece.name) and _keeps(piece.layer, piece.attribute),
+        )  # fmt: skip
 
-    def reload_weights(self, named_tensors: Iterator[Named]) -> None:
-        """Full tensors under published names; vLLM slices, fuses and repacks them layer by layer.
+    def reload_weights(self, named_tensors: Iterator[Named], *, direct: bool) -> None:
+        """Take full tensors under transformers' names; vLLM slices, fuses and repacks them layer by layer.
+
+        With `direct` those that it would only slice and copy are copied to where they lie: vLLM buffers, counts and wraps each
+        tensor, which takes longer than to copy a small one. Its reload puts the memory of layers that it loads nothing into back.
 
         It must see the stream end: an exception in between leaves half of its layers without storage.
         """
-        experts = unpacked_experts(self.model)
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
+        rooms = self.weights.rooms() if direct else {}
+        experts = unpacked_experts(self.model, self.weights.direct_layers() if direct else ())
+        with _missing_by_intent() if rooms else nullcontext():
+            rest = self.names.published(_without_copied(named_tensors, rooms))
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": rest})
         pack_experts(experts)
         _renew_tied_layers(self.model)
 
@@ -131,6 +146,43 @@ def _item(item: Image | Video | Clip) -> Image | tuple:
     if isinstance(item, Video):
         return item.frames, metadata(item) | {"video_backend": "lightrft", "do_sample_frames": False}
     return (item.waveform, item.sampling_rate) if isinstance(item, Clip) else item
+
+
+def _without_copied(named_tensors: Iterator[Named], rooms: Mapping[str, list[Room]]) -> Iterator[Named]:
+    """Copy what has room, and pass the others on."""
+    for name, tensor in named_tensors:
+        if name not in rooms:
+            yield name, tensor
+        for room in rooms.get(name, ()):
+            room.copy(tensor)
+
+
+@contextmanager
+def _missing_by_intent() -> Iterator[None]:
+    """Without what vLLM's reload says of layers that it loads nothing into; the stream was checked before."""
+
+    def shown(record: logging.LogRecord) -> bool:
+        return not ("Failed to load weights" in record.msg or record.msg.startswith("Following weights were not loaded"))
+
+    loggers = [logging.getLogger(f"vllm.model_executor.model_loader.reload.{name}") for name in ("layerwise", "inplace")]
+    for logger in loggers:
+        logger.addFilter(shown)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(shown)
+
+
+def _keeps(layer: torch.nn.Module, attribute: str) -> bool:
+    """Whether the parameter still is as it was created, and what vLLM does after loading leaves it so, or packs known experts."""
+    if type(getattr(layer, "quant_method", None)).__name__ not in PLAIN or attribute not in layer._parameters:
+        return False
+    created = get_layerwise_info(layer).restore_metadata[0].get(attribute)
+    now = layer._parameters[attribute]
+    if created is None:  # vLLM records no biases
+        return attribute == "bias"
+    return (now.shape, now.stride(), now.dtype) == (created.shape, created.stride(), created.dtype)
 
 
 def _packs(layer: torch.nn.Module) -> bool:
