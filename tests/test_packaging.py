@@ -21,12 +21,14 @@ ROOT = Path(__file__).resolve().parent.parent
 NEEDS_AN_EXTRA = {
     "lightrft.engine.sglang": "sglang",
     "lightrft.engine.vllm": "vllm",
+    "lightrft.models.triton": "triton",
     "lightrft.roles.endpoint": "httpx",
     "lightrft.roles.remote_teacher": "httpx",
     "lightrft.rollout.remote_reward": "httpx",
     "lightrft.strategy.deepspeed": "deepspeed",
 }
-"""Modules that may only be imported where a package of an extra is installed, with those inside of them."""
+"""Modules that may only be imported where a package of an extra is installed, with those inside of them. Triton comes with torch
+for CUDA, and only there it is needed."""
 
 IMPORT_ALL = """
 import importlib, json, sys
