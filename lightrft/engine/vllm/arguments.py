@@ -9,6 +9,8 @@ from lightrft.engine.requests import MEDIA
 def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, int]) -> dict:
     section, on_cpu = setup.section, setup.device.type == "cpu"
     memory = {"kv_cache_memory_bytes": int(section.engine_kv_cache_gb * 2**30)} if on_cpu else {}
+    # A prompt in two parts makes V1 draw for the first and take the draw back, which a CPU's generator of a seed cannot.
+    prefill = {"enable_chunked_prefill": False} if on_cpu else {}
     latent = on_cpu and getattr(config.get_text_config(), "kv_lora_rank", None)  # MLA: its kernel takes heads for tokens there
     kernels = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}} if latent else {}
     media = {
@@ -16,7 +18,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
         "mm_processor_cache_gb": 0,  # what would stay in it are the images of the last step
         "mm_device_do_normalize": False,  # its numbers lie in the model, and come in no stream
     }
-    return memory | kernels | (media if limits else {}) | {
+    return memory | prefill | kernels | (media if limits else {}) | {
         "model": setup.model_path,
         "trust_remote_code": setup.trust_remote_code,
         "dtype": str(setup.dtype).removeprefix("torch."),
