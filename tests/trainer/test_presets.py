@@ -18,8 +18,13 @@ RUN = [flag for flag in PPO if not flag.startswith(("--init_kl_coef", "--loss_ag
 WITHOUT_REWARD = {"distill"}
 """What they learn is in test_distill.py."""
 NAMES = sorted({id(preset): name for name, preset in reversed(PRESETS.items()) if name not in WITHOUT_REWARD}.values())
-BESIDE = {"ppo": ["--critic_learning_rate=3e-3", "--max_steps=20"], "remax": ["--max_steps=30"]}
-"""A critic has to learn first; the greedy response of a random model is far from its mean, which is a noisy baseline."""
+BESIDE = {
+    "ppo": ["--critic_learning_rate=3e-3", "--max_steps=20"],
+    "remax": ["--max_steps=30"],
+    "dapo": ["--overlong_buffer_penalty_factor=0.1"],
+}
+"""A critic has to learn first; the greedy response of a random model is far from its mean, which is a noisy baseline; where six tokens
+are all there is, nearly every response is long, and a run would learn from the penalty for that alone."""
 THRICE = {"grpo", "ppo", "dapo", "gspo", "rloo", "reinforce++", "cispo"}
 """With three seeds of model, samples and order."""
 
