@@ -23,8 +23,8 @@ BESIDE = {
     "remax": ["--max_steps=30"],
     "dapo": ["--overlong_buffer_penalty_factor=0.1"],
 }
-"""A critic has to learn first; the greedy response of a random model is far from its mean, which is a noisy baseline; where six tokens
-are all there is, nearly every response is long, and a run would learn from the penalty for that alone."""
+"""A critic has to learn first; the greedy response of a random model is far from its mean, which is a noisy baseline; where six
+tokens are all there is, nearly every response is long, and a run would learn from the penalty for that alone."""
 THRICE = {"grpo", "ppo", "dapo", "gspo", "rloo", "reinforce++", "cispo"}
 """With three seeds of model, samples and order."""
 
