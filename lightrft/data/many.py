@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from lightrft.data.bins import Limits, work
+from lightrft.data.pasts import LITTLE
 
 Column = np.ndarray
-LITTLE = 1 / 32
-"""Prompts whose repetitions are not more than this share of all tokens do not matter."""
 TOGETHER = 256
 """At most so many rows of a prompt are kept together."""
 FEW_PLACED = 1 / 8

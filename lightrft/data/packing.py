@@ -12,7 +12,8 @@ from typing import Literal
 import numpy as np
 
 from lightrft.data.bins import Limits, pack, work
-from lightrft.data.many import LITTLE, pack_many
+from lightrft.data.many import pack_many
+from lightrft.data.pasts import LITTLE
 
 Batching = Literal["packed", "dynamic", "plain"]
 Prompts = Sequence[tuple[int, int]] | np.ndarray

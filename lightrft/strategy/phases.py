@@ -55,16 +55,21 @@ class Phases:
         self.current = Phase.TRAIN
         self.deterministic = False
 
-    def be_deterministic(self, wanted: bool = True) -> None:
+    def begin_deterministic(self) -> None:
         """Let torch choose kernels that give the same bits in every run, and refuse others, while models have the device.
 
         Not while the engine has it, whose sampling needs some of those.
         """
-        if wanted:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.utils.deterministic.fill_uninitialized_memory = False
-        self.deterministic = wanted
-        torch.use_deterministic_algorithms(wanted and not self.engine_has_the_device)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        self.deterministic = True
+        torch.use_deterministic_algorithms(not self.engine_has_the_device)
+
+    def end_deterministic(self) -> None:
+        """Let torch choose as it does by itself, unless begin_deterministic() was not called: then it is the caller's choice."""
+        if self.deterministic:
+            self.deterministic = False
+            torch.use_deterministic_algorithms(False)
 
     def enter(self, phase: Phase) -> None:
         """Staying is always legal. PhaseError where the table has no way, or the way needs the engine to sleep first."""

@@ -81,7 +81,8 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
         ValueError for settings that cannot run, RuntimeError for an environment that no launcher made.
         """
         self.config.check()
-        self._phases.be_deterministic(self.config.deterministic)
+        if self.config.deterministic:
+            self._phases.begin_deterministic()
         timeout = timeout or timedelta(minutes=self.config.timeout_minutes)
         if num_gpu_per_node is not None:
             adopt_node_size(os.environ, num_gpu_per_node)
@@ -101,7 +102,7 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
         A checkpoint that is being written is finished before; what fails then is said in the log.
         """
         self.close_checkpoints()
-        self._phases.be_deterministic(False)
+        self._phases.end_deterministic()
         self._mesh, self._models, self._optimizers = None, [], []
         self.close_engine()
         if self._watchdog is not None:

@@ -120,6 +120,7 @@ def test_without_the_flag_they_leave_only_while_the_engine_is_built(folder):
 
 def determinism(flags: dict) -> list[bool]:
     """Whether torch is deterministic: in training, twice while the engine has the device, in training again, and at the end."""
+    torch.use_deterministic_algorithms(flags.pop("before", False))
     made, found = strategy(**flags), []
     for phase in (TRAIN, REFIT, GENERATE):
         made.enter(phase)
@@ -132,4 +133,5 @@ def determinism(flags: dict) -> list[bool]:
 
 def test_kernels_are_deterministic_while_models_have_the_device():
     assert run_ranks(1, determinism, {"deterministic": True}) == [[True, False, False, True, False]]
-    assert run_ranks(1, determinism, {}) == [[False] * 5]
+    for chosen_by_the_caller in (False, True):
+        assert run_ranks(1, determinism, {"before": chosen_by_the_caller}) == [[chosen_by_the_caller] * 5]
