@@ -12,14 +12,16 @@ ROOT = Path(__file__).resolve().parent.parent / "lightrft"
 FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = {
-    "cli": 7,
-    "trainer": 6,
-    "rollout": 5,
+    "cli": 8,
+    "trainer": 7,
+    "rollout": 6,
+    "rewards": 5,
     "roles": 4,
     "strategy": 3,
     "models": 2, "engine": 2, "data": 2,
     "parallel": 1, "algorithms": 1, "observe": 1,
     "config": 0, "types": 0, "registry": 0, "versions": 0,
+    "samples": -1,
 }  # fmt: skip
 OPTIONAL = {"deepspeed", "vllm", "sglang", "peft", "wandb", "flash_attn", "ray", "math_verify", "liger_kernel", "triton"}
 OPTIONAL_ELSEWHERE = {"wandb": "observe/sinks.py", "peft": "models/lora.py"}

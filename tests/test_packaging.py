@@ -24,7 +24,7 @@ NEEDS_AN_EXTRA = {
     "lightrft.models.triton": "triton",
     "lightrft.roles.endpoint": "httpx",
     "lightrft.roles.remote_teacher": "httpx",
-    "lightrft.rollout.remote_reward": "httpx",
+    "lightrft.rewards.remote": "httpx",
     "lightrft.strategy.deepspeed": "deepspeed",
 }
 """Modules that may only be imported where a package of an extra is installed, with those inside of them. Triton comes with torch

@@ -22,6 +22,7 @@ from lightrft.config.commands import COMMANDS, fields_read
 from lightrft.config.errors import ConfigError
 from lightrft.config.other_tools import SUGGESTED, translated
 from lightrft.config.presets import PRESETS, recipe
+from lightrft.config.renamed import RENAMED
 from lightrft.config.sections import SECTIONS, Config, field_types, section_of_field
 from lightrft.config.values import nearest
 
@@ -73,11 +74,12 @@ def _values_of_flags(arguments: list[str], problems: list[str]) -> dict[str, Any
     names = [token.partition("=")[0] for token in arguments if token.startswith("--")]
     switches = {f"--no_{name}" for name, kind in field_types().items() if kind is bool}
     flags = {f"--{name}" for name in known} | switches
-    unknown = [f"unknown flag {name}{_meant(name, flags - switches)}" for name in names if name not in flags]
+    before = {f"--{name}" for name in RENAMED} | {f"--no_{name}" for name, old in RENAMED.items() if old.kind is bool}
+    unknown = [f"unknown flag {name}{_meant(name, flags - switches)}" for name in names if name not in flags | before]
     if unknown or problems:
         raise ConfigError(f"{'; '.join([*unknown, *problems])}. All flags: --help all; of other tools: docs/migrating.md")
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for name, kind in field_types().items():
+    for name, kind in (field_types() | {name: old.kind for name, old in RENAMED.items()}).items():
         if kind is bool:
             parser.add_argument(f"--{name}", nargs="?", const=True)
             parser.add_argument(f"--no_{name}", action="store_const", const=False, dest=name)
@@ -142,7 +144,7 @@ def _values_of_file(file: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"--config {file}: holds no sections, such as `train:` with `seed: 1` under it")
     values: dict[str, Any] = {}
-    owners = section_of_field()
+    owners = section_of_field() | {name: old.section for name, old in RENAMED.items()}
     for section, keys in content.items():
         if section not in SECTIONS:
             moved = f"; it belongs under `{owners[section]}:`" if section in owners else nearest(str(section), SECTIONS)

@@ -26,7 +26,9 @@ OF_SAMPLES = ("max_epochs", "freezing_actor_steps", "num_trajectories_to_save", 
 OF_THE_FINAL_MODEL = ("lora_rank", *LORA, "freeze_prefix", "freeze_vision_tower", "critic_pretrain")
 OF_EVALUATION = ("seed", "save_path")
 """Fields of the training section that an evaluation reads."""
-JUDGING = ("reward", "reward_background", "reward_minutes", "server_minutes", "reward_model_coef")
+JUDGING = (
+    "reward", "reward_workers", "reward_memory_gb", "reward_minutes", "reward_failure", "server_minutes", "reward_model_coef",
+)  # fmt: skip
 """Fields of the reward section that say what a reward is, not what training makes of it."""
 ROLES = ("critic_pretrain", "teacher_pretrain", "teacher_url", "reward_pretrain")
 """Models beside the actor."""

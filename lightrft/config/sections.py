@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, get_type_hints
 import yaml
 
 from lightrft.config.errors import ConfigError
+from lightrft.config.renamed import current_names
 from lightrft.config.values import Section, nearest, typed_value
 
 
@@ -231,11 +232,17 @@ class RolloutSection(Section):
 class RewardSection(Section):
     reward: str = "exact_match"
     """Reward function: a name, module:function, file.py:function, or the http(s) address of a server."""
-    reward_background: bool = True
-    """Ask it in a thread, while other responses are still generated. What needs signals, as some timeouts do, wants the main
-    thread: --no_reward_background."""
+    reward_workers: int | None = None
+    """Worker processes of each rank that call the reward function while other responses are generated. 0: call it in the rank's
+    own process, when all responses are complete. Unset: 2, and 0 for exact_match, gsm8k and none, which take microseconds."""
+    reward_memory_gb: float = 4.0
+    """Memory that a worker process may allocate for calls; 0: any amount."""
     reward_minutes: float = 30.0
-    """A call of the reward function, which is for one prompt, that takes longer ends the run; the message says its line."""
+    """A call of the reward function, which is for one prompt, fails when it takes longer; its worker process is killed."""
+    reward_failure: Literal["stop", "zero", "drop"] = "stop"
+    """What follows when a call raises, dies, takes too long, or returns no finite number for each response. stop: end the run.
+    zero: repeat the call for each response alone, and give 0 to those that fail again. drop: learn from no response
+    to the prompt."""
     server_minutes: float = 5.0
     """A server of --reward or --teacher_url that is away or busy is asked again for so long."""
     reward_model_coef: float = 1.0
@@ -479,6 +486,8 @@ class Config:
     def update(self, values: Mapping[str, Any], source: str = "") -> None:
         """Set fields by their flat names; `source` begins the message of a ConfigError, such as the name of a file."""
         owners, types, problems = section_of_field(), field_types(), []
+        values, notices = current_names(values, typed_value)
+        self.notices += notices
         for name, value in values.items():
             if name not in owners:
                 problems.append(f"unknown name {name!r}{nearest(name, owners)}")

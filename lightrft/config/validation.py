@@ -45,6 +45,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], Sequence[str]]] = {
             *("actor_learning_rate", "critic_learning_rate", "l2", "max_norm", "max_ckpt_mem", "num_trajectories_to_save"),
             *("eps_clip", "eps_clip_low", "eps_clip_high", "policy_drift_coef", "kl_cov_coef", "rollout_correction_low"),
             "rollout_mask_low", "rollout_mask_high", "weight_sync_bucket_mb",
+            *("reward_workers", "reward_memory_gb"),
             *("eval_n_samples", "overlong_buffer_penalty_factor", "limit_mm_video_per_prompt", "limit_mm_audio_per_prompt"),
         ],
     ),

@@ -28,7 +28,7 @@ def load_examples(
 ) -> list[Prompt]:  # fmt: skip
     """Load prompts with answers as load_prompts() does; bad rows are also those without, and above `longest` tokens."""
     problem = partial(answer_problem, tokenizer=tokenizer, longest=longest)
-    return load_prompts(section, tokenizer, source=source, judge=problem, measure=measure, make=make_example)
+    return load_prompts(section, tokenizer, source=source, row_problem=problem, measure=measure, make=make_example)
 
 
 def make_example(

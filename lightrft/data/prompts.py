@@ -15,7 +15,7 @@ from lightrft.data.images import IMAGES, ImageFile, image_files, with_parts
 from lightrft.data.rows import BadRows, DataError, read_rows
 from lightrft.types import Prompt
 
-Judge = Callable[[Prompt], str | None]
+RowProblem = Callable[[Prompt], str | None]
 """Why a prompt cannot be used; None when it can."""
 Make = Callable[..., Prompt]
 """make_prompt(), or another with its signature."""
@@ -32,8 +32,8 @@ SOURCES = {
 
 
 def load_prompts(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data", judge: Judge | None = None,
-    measure: Measure | None = None, make: Make | None = None,
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data",
+    row_problem: RowProblem | None = None, measure: Measure | None = None, make: Make | None = None,
 ) -> list[Prompt]:  # fmt: skip
     """All usable prompts of the data that the field `source` names, in file order; several data sets one after the other.
 
@@ -47,7 +47,7 @@ def load_prompts(
     given = getattr(section, source)
     names = [given] if Path(given).exists() else given.split(",")
     make = partial(make or make_prompt, section, tokenizer, measure=measure)
-    parts = [_load(section, source, name, make=make, judge=judge) for name in names]
+    parts = [_load(section, source, name, make=make, row_problem=row_problem) for name in names]
     if section.images_key and source != "pretrain_data" and not any(prompt.multi_modal for part in parts for prompt in part):
         raise DataError(f"--images_key {section.images_key}: no row of --{source} {given} has an image in such a column")
     mixed = mixture(parts, section.prompt_data_probs if source == "prompt_data" else [])
@@ -67,7 +67,7 @@ def mixture(parts: list[list[Prompt]], shares: list[float]) -> list[Prompt]:
     return [prompt for part, share in zip(parts, shares, strict=True) for prompt in islice(cycle(part), round(share * whole))]
 
 
-def _load(section: DataSection, source: str, name: str, *, make: Make, judge: Judge | None) -> list[Prompt]:
+def _load(section: DataSection, source: str, name: str, *, make: Make, row_problem: RowProblem | None) -> list[Prompt]:
     split, most = SOURCES[source]
     limit = getattr(section, most) if most else None
     bad = BadRows(skip=section.bad_rows == "skip", flag=f"--{source}")
@@ -80,7 +80,7 @@ def _load(section: DataSection, source: str, name: str, *, make: Make, judge: Ju
         except ValueError as error:
             bad.add(where, str(error))
             continue
-        problem = judge(prompt) if judge else None
+        problem = row_problem(prompt) if row_problem else None
         if problem:
             bad.add(where, problem)
             continue

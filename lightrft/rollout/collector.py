@@ -25,8 +25,8 @@ from lightrft.data.loader import Order, fair_share
 from lightrft.engine.requests import derived_seed
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
+from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.groups import Carried, Group, History, Visit
-from lightrft.rollout.rewards import Judge
 from lightrft.rollout.sampler import Sampler
 from lightrft.types import Prompt, Sample
 
@@ -38,11 +38,11 @@ class Collector:
     """Fills one step after the other. As a part of a checkpoint it has what was drawn, what still grows, and the history."""
 
     def __init__(
-        self, sampler: Sampler, judge: Judge, prompts: list[Prompt], *, section: RolloutSection, data: Axis, seed: int,
+        self, sampler: Sampler, rewards: RewardRunner, prompts: list[Prompt], *, section: RolloutSection, data: Axis, seed: int,
         greedy: bool = False, order: Order | None = None,
     ):  # fmt: skip
         """`greedy`: each group has the greedy response to its prompt, too. `order` of the prompts: by the seed when None."""
-        self.sampler, self.judge, self.prompts, self.section = sampler, judge, prompts, section
+        self.sampler, self.rewards, self.prompts, self.section = sampler, rewards, prompts, section
         self.data, self.seed, self.greedy = data, seed, greedy
         self.order, self.history = order or Order(len(prompts), seed), History(len(prompts))
         self.place = 0
@@ -84,9 +84,10 @@ class Collector:
                 group.leave_out()
         return sorted((group for group in held if group.number in chosen | instead), key=lambda group: group.number)
 
-    def judged(self, groups: list[Group]) -> list[Sample]:
+    def judged(self, groups: list[Group], metrics: Metrics) -> list[Sample]:
         """The samples of groups, with their rewards. What all ranks have of them is remembered for the next visit."""
         self._settle(groups)
+        self.rewards.count_failures("rollout/reward_failures", metrics)
         return [sample for group in groups for sample in group.samples]
 
     # -- which prompts
@@ -151,10 +152,10 @@ class Collector:
         limit = self.section.early_stop_every if self.section.over_sampling > 1 else None
         for group in mine:
             if group.complete:
-                self.judge.begin(group.responses)
+                self.rewards.begin(group.responses)
         for turn in count():
             drawn = derived_seed(*seed, turn)
-            self.sampler.grow(mine, seed=drawn, limit=limit, on_complete=lambda group: self.judge.begin(group.responses))
+            self.sampler.grow(mine, seed=drawn, limit=limit, on_complete=lambda group: self.rewards.begin(group.responses))
             complete = sum(group.complete for group in mine)
             complete, growing = self.data.sum(torch.tensor([complete, len(mine) - complete])).tolist()
             if complete >= needed or not growing:
@@ -171,7 +172,7 @@ class Collector:
 
     def _settle(self, groups: list[Group]) -> list[Visit]:
         """Wait for the rewards of this rank's groups, and remember those of all ranks."""
-        self.judge.finish([sample for group in groups for sample in group.responses])
+        self.rewards.finish([sample for group in groups for sample in group.responses])
         for group in groups:
             group.compare_with_greedy()
         visits = sorted(_joined(self.data.gather([Visit.of(group) for group in groups])), key=lambda visit: visit.number)

@@ -45,8 +45,8 @@ class Group:
 
     @property
     def teaches(self) -> bool:
-        """Whether its rewards differ."""
-        return len({sample.reward for sample in self.samples}) > 1
+        """Whether its rewards differ, and it is learned from."""
+        return len({sample.reward for sample in self.samples}) > 1 and not all(sample.left_out for sample in self.samples)
 
     def leave_out(self) -> None:
         """Learn nothing from it."""

@@ -12,8 +12,6 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -41,8 +39,6 @@ STANDARD_LIBRARY = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib
 LIBRARIES = {"site-packages", "dist-packages"}
 """Folders of them: those of another environment may lie beneath."""
 _count = 0
-_beside: dict[int, str] = {}
-"""Threads that the main thread may wait for, by their ids, and what they do."""
 
 
 class Watchdog:
@@ -251,21 +247,9 @@ def leave(cause: str, code: int) -> NoReturn:
     os._exit(code)
 
 
-@contextmanager
-def beside_main_thread(doing: str) -> Iterator[None]:
-    """Show where this thread is, too, when a rank says where it is."""
-    thread = threading.get_ident()
-    _beside[thread] = doing
-    try:
-        yield
-    finally:
-        del _beside[thread]
-
-
 def place() -> str:
-    """Where the main thread is, and those beside it."""
-    beside = [f"{doing} at {place_of(thread)}" for thread, doing in list(_beside.items())]
-    return "; ".join([place_of(threading.main_thread().ident or 0), *beside])
+    """Where the main thread is."""
+    return place_of(threading.main_thread().ident or 0)
 
 
 def place_of(thread: int) -> str:

@@ -29,6 +29,8 @@ from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard, WandB
 from lightrft.observe.text import duration
 from lightrft.observe.trace import Trace
 from lightrft.parallel import device
+from lightrft.rewards.models import ModelRewards
+from lightrft.rewards.runner import RewardRunner
 from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
 from lightrft.roles.reward_model import RewardModel
@@ -36,8 +38,6 @@ from lightrft.roles.teacher import Teacher
 from lightrft.rollout.collector import Collector
 from lightrft.rollout.experience import ExperienceMaker
 from lightrft.rollout.media import Expander
-from lightrft.rollout.model_rewards import ModelRewards
-from lightrft.rollout.rewards import Judge
 from lightrft.rollout.sampler import Sampler
 from lightrft.strategy import StrategyBase
 from lightrft.trainer.base import Course
@@ -57,9 +57,9 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     prepare_config("train_ppo", config)
     run_folder = RunFolder.claim(config, strategy.mesh.world)
     given, config = config, with_merged_pretrain(config, strategy.mesh.world)
-    judge = build_judge(config, strategy)
-    course = load_course(config, config.rollout.rollout_batch_size, judge=judge)
-    judge.check(course.prompts + course.eval_prompts)
+    rewards = build_rewards(config, strategy)
+    course = load_course(config, config.rollout.rollout_batch_size, rewards=rewards)
+    rewards.check(course.prompts + course.eval_prompts)
     tokenizer, steps = course.tokenizer, course.total_steps
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     updates = samples // config.train.train_batch_size * config.train.max_epochs
@@ -76,11 +76,11 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     if algorithm.aux_loss_coef > 0:
         policy.routers = Routers(policy.actor.language_model, algorithm.aux_loss_coef)
     mixin = build_mixin(config, policy, course) if config.data.pretrain_data else None
-    judge.models = build_model_rewards(config, strategy, tokenizer)
+    rewards.models = build_model_rewards(config, strategy, tokenizer)
     strategy.announce("start_engine")
     with told(strategy, f"starting the engine (--engine_type {config.engine.engine_type})"):
         strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
-    collect = collector(config, strategy, course.prompts, Sampler(strategy, tokenizer, config.rollout), judge)
+    collect = collector(config, strategy, course.prompts, Sampler(strategy, tokenizer, config.rollout), rewards)
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
     kl_coefficient = KLCoefficient(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
     parts = {"collector": collect, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
@@ -134,15 +134,15 @@ def told(strategy: StrategyBase, what: str) -> Iterator[None]:
     strategy.print(f"{what}: done after {duration(time.perf_counter() - began)}")
 
 
-def load_course(config: Config, batch_size: int, *, judge: Judge | None = None) -> Course:
-    """Load training and held-out data, which have what `judge` needs; without a judge their answers are learned."""
+def load_course(config: Config, batch_size: int, *, rewards: RewardRunner | None = None) -> Course:
+    """Load training and held-out data, which have what `rewards` needs; without rewards their answers are learned."""
     tokenizer = load_tokenizer(config.model)
-    expand = load_expander(config, tokenizer, engine=judge is not None)
+    expand = load_expander(config, tokenizer, engine=rewards is not None)
     if expand is not None:
         expand.check_family()
     load = (
-        partial(load_prompts, config.data, tokenizer, judge=judge.row_problem, measure=expand and expand.measure)
-        if judge
+        partial(load_prompts, config.data, tokenizer, row_problem=rewards.row_problem, measure=expand and expand.measure)
+        if rewards
         else partial(_load_examples, config, tokenizer, expand)
     )
     prompts, eval_prompts = load(), load(source="eval_data") if config.data.eval_data else []
@@ -171,11 +171,13 @@ def _load_examples(
     return load_examples(config.data, tokenizer, source=source, longest=longest, measure=measure)
 
 
-def collector(config: Config, strategy: StrategyBase, prompts: list[Prompt], sampler: Sampler, judge: Judge) -> Collector:
+def collector(
+    config: Config, strategy: StrategyBase, prompts: list[Prompt], sampler: Sampler, rewards: RewardRunner
+) -> Collector:
     greedy = "greedy_rewards" in keywords(estimators[config.algorithm.advantage_estimator])
     data, seed = strategy.mesh.data, config.train.seed
     order = strategy.data_order(len(prompts))
-    return Collector(sampler, judge, prompts, section=config.rollout, data=data, seed=seed, greedy=greedy, order=order)
+    return Collector(sampler, rewards, prompts, section=config.rollout, data=data, seed=seed, greedy=greedy, order=order)
 
 
 def total_steps(config: Config, num_rows: int, batch_size: int) -> int:
@@ -304,18 +306,16 @@ def build_mixin(config: Config, policy: Policy, course: Course) -> Mixin:
     return Mixin(policy, prompts, tokenizer, train=config.train, coefficient=config.algorithm.ptx_coef, **given)
 
 
-def build_judge(config: Config, strategy: StrategyBase) -> Judge:
-    reward = config.reward
-    limits = {"minutes": reward.reward_minutes, "server_minutes": reward.server_minutes}
-    chat, background = config.data.apply_chat_template, reward.reward_background
-    return Judge(reward.reward, strategy.mesh.siblings, background=background, chat=chat, fail=strategy.fail, **limits)
+def build_rewards(config: Config, strategy: StrategyBase) -> RewardRunner:
+    chat = config.data.apply_chat_template
+    return RewardRunner(config.reward.reward, strategy.mesh.siblings, config.reward, chat=chat, fail=strategy.fail)
 
 
-def evaluation(config: Config, strategy: StrategyBase, judge: Judge) -> Sampler:
-    """Start an engine with the weights of `pretrain`, and load the models of `judge`."""
+def evaluation(config: Config, strategy: StrategyBase, rewards: RewardRunner) -> Sampler:
+    """Start an engine with the weights of `pretrain`, and load the models of `rewards`."""
     tokenizer = load_tokenizer(config.model)
-    judge.models = build_model_rewards(config, strategy, tokenizer)
-    config.engine.enable_engine_sleep = judge.models is not None  # else nothing else needs the device
+    rewards.models = build_model_rewards(config, strategy, tokenizer)
+    config.engine.enable_engine_sleep = rewards.models is not None  # else nothing else needs the device
     strategy.announce("start_engine")
     with told(strategy, f"starting the engine (--engine_type {config.engine.engine_type}) with {config.model.pretrain}"):
         strategy.setup_inference_engine(config, config.engine.engine_type)

@@ -5,17 +5,20 @@ import torch
 from lightrft.algorithms.advantage import RIGHT, share_of_draws
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
+from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.groups import Group
-from lightrft.rollout.rewards import Judge
 
 
-def evaluate(groups: list[Group], judge: Judge, metrics: Metrics, data: Axis) -> None:
+def evaluate(groups: list[Group], rewards: RewardRunner, metrics: Metrics, data: Axis) -> None:
     """Add `eval/*` metrics of all ranks' groups, which Sampler.answer() made. The engine should sleep.
 
     `eval/accuracy` is there where all rewards, over all ranks, are 0 or 1: it is then the mean reward, which is a share.
     """
     responses = [sample for group in groups for sample in group.responses]
-    judge(responses)
+    for group in groups:
+        rewards.begin(group.responses)
+    rewards.finish(responses)
+    rewards.count_failures("eval/reward_failures", metrics)
     right_or_wrong = all(data.gather(all(sample.reward in (0, 1) for sample in responses)))
     for group in groups:
         metrics.mean("eval/reward", group.greedy.reward)

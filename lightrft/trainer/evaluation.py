@@ -10,10 +10,10 @@ from lightrft.data.prompts import load_prompts
 from lightrft.engine.requests import derived_seed
 from lightrft.models.load import load_tokenizer
 from lightrft.observe.metrics import Metrics
-from lightrft.rollout.rewards import Judge
+from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.sampler import Sampler
 from lightrft.strategy import StrategyBase
-from lightrft.trainer.build import build_judge, evaluation, load_expander
+from lightrft.trainer.build import build_rewards, evaluation, load_expander
 from lightrft.trainer.evaluate import evaluate
 from lightrft.trainer.export import with_merged_pretrain
 from lightrft.types import Prompt
@@ -26,13 +26,13 @@ class Evaluation:
         loaded = with_merged_pretrain(config, strategy.mesh.world)
         tokenizer = load_tokenizer(loaded.model)
         expand = load_expander(loaded, tokenizer, engine=True)
-        self.judge: Judge = build_judge(loaded, strategy)
+        self.rewards: RewardRunner = build_rewards(loaded, strategy)
         self.prompts: list[Prompt] = load_prompts(
-            config.data, tokenizer, source="eval_data", judge=self.judge.row_problem, measure=expand and expand.measure
+            config.data, tokenizer, source="eval_data", row_problem=self.rewards.row_problem, measure=expand and expand.measure
         )
-        self.judge.check(self.prompts)
+        self.rewards.check(self.prompts)
         self.config, self.strategy = config, strategy
-        self.sampler: Sampler = evaluation(loaded, strategy, self.judge)
+        self.sampler: Sampler = evaluation(loaded, strategy, self.rewards)
 
     def run(self) -> dict[str, float]:
         """Return the numbers, which rank 0 also writes to save_path/evaluation.json."""
@@ -40,7 +40,7 @@ class Evaluation:
         strategy.announce("evaluate")
         with strategy.engine_awake():
             groups = self.sampler.answer(self.prompts, seed=derived_seed(config.train.seed, "evaluation"))
-        evaluate(groups, self.judge, metrics, strategy.mesh.data)
+        evaluate(groups, self.rewards, metrics, strategy.mesh.data)
         result = {name.removeprefix("eval/"): value for name, value in metrics.reduce(strategy.mesh.data).items()}
         if strategy.is_rank_0():
             file = Path(config.train.save_path) / "evaluation.json"

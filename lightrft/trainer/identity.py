@@ -28,6 +28,7 @@ NO_NUMBER_DEPENDS_ON = {
     *("save_path", "ckpt_path", "load_checkpoint", "save_steps", "max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt", "async_save"),
     *("save_adapter_only", "overwrite", "mismatch_limit", "media_root"),
     *("eval_steps", "timeout_minutes", "arrival_minutes", "phase_minutes", "server_minutes", "reward_minutes",
+       "reward_workers", "reward_memory_gb",
        *(field.name for field in fields(SECTIONS["observe"]))),
 }
 NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}

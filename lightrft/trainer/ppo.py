@@ -43,7 +43,7 @@ class PPOTrainer(Trainer):
         with self.trace.phase("generate"), self.strategy.engine_awake(self.policy.actor):
             groups = self.collect(number, self.metrics)
         with self.trace.phase("reward"):
-            samples = self.collect.judged(groups)
+            samples = self.collect.judged(groups, self.metrics)
         self._safe_point(*begun)
         self.show(number, samples)
         measure_samples(samples, self.strategy.weight_version, self.metrics)
@@ -74,7 +74,7 @@ class PPOTrainer(Trainer):
             seed = derived_seed(self.config.train.seed, "evaluation", self.done)
             groups = self.collect.sampler.answer(self.eval_prompts, seed=seed)
         self.strategy.engine_lags(version)
-        evaluate(groups, self.collect.judge, self.metrics, self.strategy.mesh.data)
+        evaluate(groups, self.collect.rewards, self.metrics, self.strategy.mesh.data)
 
     def save_models(self) -> None:
         super().save_models()

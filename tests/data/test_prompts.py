@@ -42,12 +42,12 @@ def warnings():
 
 def load(source: Path, **options):
     held_out = options.pop("held_out", False)
-    judge = options.pop("judge", None)
+    row_problem = options.pop("row_problem", None)
     template = options.pop("template", None)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     section = DataSection(**{"eval_data" if held_out else "prompt_data": str(source)} | options)
-    return load_prompts(section, tokenizer, source="eval_data" if held_out else "prompt_data", judge=judge)
+    return load_prompts(section, tokenizer, source="eval_data" if held_out else "prompt_data", row_problem=row_problem)
 
 
 def write_lines(path: Path, *rows) -> Path:
@@ -285,7 +285,7 @@ def test_messages_that_the_template_refuses(tmp_path):
 
 def test_a_judge_leaves_prompts_out(tmp_path, warnings):
     file = write_lines(tmp_path / "data.jsonl", *ROWS)
-    prompts = load(file, bad_rows="skip", judge=lambda prompt: "even" if prompt.columns["label"] == "2" else None)
+    prompts = load(file, bad_rows="skip", row_problem=lambda prompt: "even" if prompt.columns["label"] == "2" else None)
     assert [(p.index, p.text) for p in prompts] == [(0, "2+3=")] and "data.jsonl:1: even" in warnings[0]
 
 

@@ -99,7 +99,7 @@ def share_of_letters(samples, label, **columns):
 
 def test_every_field_is_turned():
     names = {field.name for section in (AlgorithmSection, RewardSection) for field in fields(section)}
-    where_and_how_long = {"reward_background", "reward_minutes", "server_minutes"}
+    where_and_how_long = {"reward_workers", "reward_memory_gb", "reward_minutes", "reward_failure", "server_minutes"}
     reported = {"measure_kl"}  # a metric more, and no other number
     assert set(TURNED) == names - where_and_how_long - reported, "those say where and how long a reward is asked"
 

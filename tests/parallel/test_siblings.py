@@ -8,7 +8,8 @@ import torch
 from lightrft.engine.base import Sampling
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
-from lightrft.rollout.rewards import Judge, rewards
+from lightrft.rewards.functions import rewards
+from lightrft.rewards.runner import RewardRunner
 from lightrft.strategy import FSDPStrategy
 from lightrft.strategy.engine_host import EngineHost
 from lightrft.types import Prompt, Sample
@@ -99,7 +100,7 @@ def judged(fail: bool) -> list[float]:
 
     rewards.register("moody")(moody)
     samples = [Sample(Prompt(0, "", [1]), 0, [1, 2], [0.0, 0.0], "", "stop") for _ in range(3)]
-    Judge("moody", mesh.siblings)(samples)
+    RewardRunner("moody", mesh.siblings)(samples)
     assert [sample.steps for sample in samples] == [[(1, sample.reward)] for sample in samples]
     return [sample.reward for sample in samples]
 

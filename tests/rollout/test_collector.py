@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 
-from lightrft.config import ConfigError, RolloutSection
+from lightrft.config import ConfigError, RewardSection, RolloutSection
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
+from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.collector import Collector
 from lightrft.rollout.groups import GROWING
-from lightrft.rollout.rewards import Judge
 from lightrft.types import Prompt
 from ranks import run_ranks
 
@@ -57,12 +57,13 @@ def prompts(modes: str, lengths: list[int] | None = None) -> list[Prompt]:
 
 def collector(data: list[Prompt], axis: Axis = ALONE, greedy: bool = False, **flags) -> Collector:
     section = RolloutSection(**{"rollout_batch_size": 4, "n_samples_per_prompt": 3, "generate_max_len": 100} | flags)
-    return Collector(Script(), Judge(f"{__name__}:rows_reward"), data, section=section, data=axis, seed=7, greedy=greedy)
+    rewards = RewardRunner(f"{__name__}:rows_reward", section=RewardSection(reward_workers=0))
+    return Collector(Script(), rewards, data, section=section, data=axis, seed=7, greedy=greedy)
 
 
 def step(collect: Collector, number: int = 1, metrics: Metrics | None = None):
     groups = collect(number, metrics or Metrics())
-    return groups, collect.judged(groups)
+    return groups, collect.judged(groups, Metrics())
 
 
 def test_a_plain_step_takes_the_next_prompts_of_the_order():

@@ -89,13 +89,13 @@ def hanging(inputs, tmp_path):
     return [*inputs, f"--reward={tmp_path / 'hanging.py'}:hangs"]
 
 
-@pytest.mark.parametrize("background", ["true", "false"])
-def test_a_reward_that_hangs_on_all_ranks(hanging, tmp_path, monkeypatch, no_launcher_to_wait_for, background):
-    flags = [*hanging, f"--reward_background={background}", "--reward_minutes=0.02"]
+@pytest.mark.parametrize("where", ["--reward_workers=1", "--no_reward_background"])
+def test_a_reward_that_hangs_on_all_ranks(hanging, tmp_path, monkeypatch, no_launcher_to_wait_for, where):
+    flags = [*hanging, where, "--reward_minutes=0.02"]
     codes, said = run(flags, tmp_path, "none:0:none", monkeypatch)
     assert codes == [2, 2]
     one = next(text for text in said if "--reward " in text)
-    assert "hanging.py:hangs: a call has taken more than 1 s (--reward_minutes), for 4 responses to the prompt 'ab" in one
+    assert "hanging.py:hangs: a call has taken more than 1.2 s (--reward_minutes), for 4 responses to the prompt 'ab" in one
     assert re.search(r"It is at \S*hanging.py:6 \(hangs\)", one) and "Traceback" not in one
 
 

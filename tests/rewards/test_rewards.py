@@ -2,18 +2,17 @@
 
 import math
 import multiprocessing
-import signal
 import sys
 import textwrap
-import threading
 import time
 from dataclasses import replace
 
 import pytest
 from loguru import logger
 
-from lightrft.config import ConfigError
-from lightrft.rollout.rewards import Judge, rewards
+from lightrft.config import ConfigError, RewardSection
+from lightrft.rewards.functions import rewards
+from lightrft.rewards.runner import RewardRunner
 from lightrft.types import Prompt, Sample
 
 
@@ -22,8 +21,13 @@ def sample(text: str, finish_reason: str = "stop", **columns) -> Sample:
     return Sample(prompt=prompt, group=0, token_ids=[1], logprobs=[0.0], text=text, finish_reason=finish_reason)
 
 
+def runner(name: str, *, chat: bool = False, **settings) -> RewardRunner:
+    """In this process, unless told: test_pool.py has the worker processes."""
+    return RewardRunner(name, section=RewardSection(**{"reward_workers": 0} | settings), chat=chat)
+
+
 def judged(name: str, *samples: Sample) -> list[float]:
-    Judge(name)(list(samples))
+    runner(name)(list(samples))
     return [s.reward for s in samples]
 
 
@@ -142,7 +146,7 @@ BROKEN = {
     "None": ("return [None, 1.0]", "None is not a finite number"),
     "its own error": ("return [1 / 0]", r"ZeroDivisionError: division by zero, at /.*/reward.py:\d+ \(f\)"),
     "its own error, of another's file": ("import json; json.loads('{')", r"JSONDecodeError: .*, at /.*/reward.py:\d+ \(f\)"),
-    "its own key": ("return [columns['answer']]", r"KeyError: 'answer', at .*:\d+ \(f\)\. The data has the columns label"),
+    "its own key": ("return [columns['answer']]", r"KeyError: 'answer', at .*:\d+ \(f\), for .*\. The data has .* label"),
 }
 
 
@@ -165,73 +169,40 @@ def test_names_that_are_none(tmp_path):
         (path.replace(":f", ":g"), "reward.py' has no object 'g'"),
     ]:
         with pytest.raises(ValueError, match=message):
-            Judge(name)
+            runner(name)
     with pytest.raises(ValueError, match="NOT_CALLABLE: .*not callable"):
         judged(path.replace(":f", ":NOT_CALLABLE"), sample("a"))
 
 
 def test_no_samples_ask_for_nothing(tmp_path):
-    Judge(write(tmp_path, "raise SystemExit"))([])
-
-
-def timed(samples, **columns):
-    signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
-    return [float(threading.current_thread() is threading.main_thread())] * len(samples)
-
-
-def test_a_reward_with_signals_is_asked_in_the_main_thread():
-    for name in ("timed", "careful"):
-        for background in (True, False):
-            judge, groups = Judge(f"{__name__}:{name}", background=background), [[sample("")] for _ in range(3)]
-            for group in groups:
-                judge.begin(group)
-            judge.finish([one for group in groups for one in group])
-            judge(groups[0])
-            assert [one.reward for group in groups for one in group] == [1, 1, 1]
-
-
-def careful(samples, **columns):
-    """A reward that counts every error as a wrong answer."""
-    try:
-        return timed(samples)
-    except ValueError:
-        return [0.0] * len(samples)
+    runner(write(tmp_path, "raise SystemExit"))([])
 
 
 def hangs(samples, **columns):
     if samples[0].text == "bad":
-        wait()
+        time.sleep(60)
     return [1.0] * len(samples)
 
 
-def wait():
-    time.sleep(60)
-
-
-def hung(log: str, background: bool) -> None:
-    """Ends the process; where the main thread waits for a thread, by an error."""
+def hung(log: str) -> None:
+    """Ends the process."""
     logger.remove()
     logger.add(log, format="{message}")
-    judge = Judge(f"{__name__}:hangs", background=background, minutes=0.5 / 60)
+    judge = runner(f"{__name__}:hangs", reward_minutes=0.5 / 60)
     good, bad = [sample("good")], [sample("bad")]
     judge.begin(good)
     judge.begin(bad)
-    try:
-        judge.finish(good + bad)
-    except ConfigError as error:
-        logger.error(error)
-        sys.exit(3)  # the thread still hangs
+    judge.finish(good + bad)
 
 
-@pytest.mark.parametrize("background", [True, False])
-def test_a_call_that_hangs_ends_the_run(tmp_path, background):
-    process = multiprocessing.get_context("fork").Process(target=hung, args=(f"{tmp_path}/log", background))
+def test_a_call_that_hangs_in_this_process_ends_it(tmp_path):
+    process = multiprocessing.get_context("fork").Process(target=hung, args=(f"{tmp_path}/log",))
     process.start()
     process.join(20)
-    assert process.exitcode == (3 if background else 2)
+    assert process.exitcode == 2
     said = (tmp_path / "log").read_text()
-    assert f"--reward {__name__}:hangs: a call has taken more than 0 s (--reward_minutes), for 1 responses to the prompt " in said
-    assert "'question'. It is at " in said and "(wait) < " in said and "(hangs) < " in said and "test_rewards.py:" in said
+    assert f"--reward {__name__}:hangs: a call has taken more than 0.5 s (--reward_minutes), for the response 'bad'" in said
+    assert " to the prompt 'question' (row 0). It is at " in said and "(hangs) < " in said and "test_rewards.py:" in said
 
 
 # -- signatures
@@ -264,11 +235,11 @@ def test_a_signature_that_does_not_fit_is_found_before_anything_is_loaded():
     }.items()):  # fmt: skip
         rewards.register(f"unfit{number}")(function)
         with pytest.raises(ConfigError, match=f"--reward unfit{number}: {says}"):
-            Judge(f"unfit{number}").check(prompts)
+            runner(f"unfit{number}").check(prompts)
     for name in ("exact_match", "gsm8k", "none", f"{__file__}:steps"):
-        Judge(name).check(prompts)
+        runner(name).check(prompts)
     with pytest.raises(ConfigError, match="exact_match: the function needs label: .* columns level"):
-        Judge("exact_match").check([*prompts, sample("", level=2).prompt])
+        runner("exact_match").check([*prompts, sample("", level=2).prompt])
 
 
 TRL = """
@@ -314,23 +285,10 @@ CONVENTIONS = {
 def test_rewards_of_other_tools(tmp_path, case):
     source, name, columns, expected = CONVENTIONS[case]
     (tmp_path / "theirs.py").write_text(source)
-    judge, samples = Judge(f"{tmp_path}/theirs.py:{name}", chat="chat" in case), [sample("a", **columns), sample("b", **columns)]
+    judge, samples = runner(f"{tmp_path}/theirs.py:{name}", chat="chat" in case), [sample("a", **columns), sample("b", **columns)]
     judge.check([one.prompt for one in samples])
     judge(samples)
     assert [one.reward for one in samples] == expected
-
-
-def in_turn(samples, **columns):
-    return [float(samples[0].text)] * len(samples)
-
-
-@pytest.mark.parametrize("background", [True, False])
-def test_what_is_begun_is_judged_when_it_is_finished(background):
-    judge, groups = Judge(f"{__name__}:in_turn", background=background), [[sample(str(n)), sample(str(n))] for n in range(5)]
-    for group in groups:
-        judge.begin(group)
-    judge.finish([one for group in groups for one in group])
-    assert [one.reward for group in groups for one in group] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
 
 
 def test_known_names():
@@ -434,15 +392,15 @@ def any_columns(samples, **columns):
 def test_a_row_without_the_right_answer_is_named_where_the_function_requires_it(columns):
     prompt = sample("", level=2, **columns).prompt
     for name in ("exact_match", "gsm8k", *(f"{__file__}:{name}" for name in ("of_verl", "of_openrlhf", "of_trl"))):
-        problem = Judge(name).row_problem(prompt)
+        problem = runner(name).row_problem(prompt)
         assert problem.startswith(f"--reward {name}: ") and "label" in problem and "its signature is (" in problem, problem
-        assert Judge(name).row_problem(sample("", label="", **{"level": 2}).prompt) is None
+        assert runner(name).row_problem(sample("", label="", **{"level": 2}).prompt) is None
     for name in ("none", f"{__file__}:with_default", f"{__file__}:any_columns", "http://127.0.0.1:1/reward"):
-        assert Judge(name).row_problem(prompt) is None
+        assert runner(name).row_problem(prompt) is None
 
 
 def test_a_row_of_verls_data_without_the_right_answer():
-    judge = Judge(f"{__file__}:of_verl")
+    judge = runner(f"{__file__}:of_verl")
     assert judge.row_problem(sample("", reward_model={"ground_truth": 0}).prompt) is None
     assert "ground_truth (--label_key) is None" in judge.row_problem(sample("", reward_model={"ground_truth": None}).prompt)
     assert "needs the column 'ground_truth'" in judge.row_problem(sample("", reward_model=None).prompt)

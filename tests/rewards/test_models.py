@@ -12,10 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from lightrft.config import Config, validate
+from lightrft.config import Config, RewardSection, validate
+from lightrft.rewards.functions import rewards
+from lightrft.rewards.models import ModelRewards
+from lightrft.rewards.runner import RewardRunner
 from lightrft.roles import endpoint
-from lightrft.rollout.model_rewards import ModelRewards
-from lightrft.rollout.rewards import Judge, rewards
 from lightrft.types import Prompt, Sample
 from ranks import run_ranks
 from roles import rows
@@ -37,6 +38,11 @@ def samples() -> list[Sample]:
     return made
 
 
+def runner(address: str, **settings) -> RewardRunner:
+    """In this process: test_pool.py has the worker processes."""
+    return RewardRunner(address, section=RewardSection(**{"reward_workers": 0} | settings))
+
+
 def by_step(given: list[Sample], **_) -> list:
     """A number, for each token, by parts, in turn."""
     kinds = {
@@ -52,7 +58,7 @@ def by_step(given: list[Sample], **_) -> list:
 def scored(folders: list[str], held: list[int]) -> list[tuple[float, dict, list | None]]:
     made = rows.strategy()
     rewards.register("by_step")(by_step)
-    judge = Judge("by_step", made.mesh.siblings)
+    judge = RewardRunner("by_step", made.mesh.siblings)
     models = {f"model{place}": rows.reward_model(made, folder, max_tokens=24) for place, folder in enumerate(folders)}
     judge.models = ModelRewards(models, COEFFICIENT)
     mine = samples()[sum(held[: made.get_rank()]) : sum(held[: made.get_rank() + 1])]
@@ -124,7 +130,7 @@ def address():
 def test_a_server_is_a_reward_function(address, monkeypatch):
     monkeypatch.setenv("REWARD_API_KEY", "secret")
     given = samples()[:2]
-    Judge(address)(given)
+    runner(address)(given)
     assert [sample.reward for sample in given] == [2, 2]
     request = {"query": ["0?0!", "1?1!"], "prompts": ["0?", "1?"], "responses": ["0!", "1!"], "labels": ["0", "1"]}
     assert Lengths.said == [("/get_reward", request, "Bearer secret")]
@@ -132,7 +138,7 @@ def test_a_server_is_a_reward_function(address, monkeypatch):
 
 def test_a_key_of_user_and_password(address, monkeypatch):
     monkeypatch.setenv("REWARD_API_KEY", "me:secret")
-    Judge(address)(samples()[:2])
+    runner(address)(samples()[:2])
     assert Lengths.said[0][2] == "Basic " + base64.b64encode(b"me:secret").decode()
 
 
@@ -151,7 +157,7 @@ def test_addresses_and_keys_are_checked_before_anything_else(monkeypatch, url, k
     monkeypatch.setenv("REWARD_API_KEY", key)
     config = Config()
     config.reward.reward = url
-    for ask in (lambda: validate(config, command="evaluate", world_size=1), lambda: Judge(url)):
+    for ask in (lambda: validate(config, command="evaluate", world_size=1), lambda: runner(url)):
         with pytest.raises(ValueError, match=says) as caught:
             ask()
         assert "secret" not in str(caught.value)
@@ -192,7 +198,7 @@ def drip_body(connection: socket.socket) -> None:
 def test_a_server_that_never_ends_its_answer(behave):
     with strange_server(behave) as url:
         with pytest.raises(ValueError, match=r"POST had no whole answer within 0 s \(asked for 0 s in all"):
-            Judge(url, minutes=0.3 / 60)(samples()[:2])
+            runner(url, reward_minutes=0.3 / 60)(samples()[:2])
 
 
 def test_a_server_that_is_away_is_asked_again_for_as_long_as_it_may(address, monkeypatch):
@@ -203,7 +209,7 @@ def test_a_server_that_is_away_is_asked_again_for_as_long_as_it_may(address, mon
         away = f"http://127.0.0.1:{closed.getsockname()[1]}/x"
     began = time.monotonic()
     with pytest.raises(ValueError, match=r"POST: ConnectError: .* \(asked for [12] s in all, see --server_minutes\)"):
-        Judge(away, server_minutes=1 / 60)(samples()[:2])
+        runner(away, server_minutes=1 / 60)(samples()[:2])
     assert 1 < time.monotonic() - began < 4
     assert len(said) == 1 and "is asked again for at most 1 s (--server_minutes)" in said[0]
 
@@ -221,4 +227,4 @@ def test_a_server_that_is_away_is_asked_again_for_as_long_as_it_may(address, mon
 def test_other_answers_are_refused(address, answer, says):
     Lengths.answer = answer
     with pytest.raises(ValueError, match=f"--reward {address}: .*{says}"):
-        Judge(address)(samples()[:2])
+        runner(address)(samples()[:2])

@@ -8,14 +8,15 @@
 | verl | `solution_str`, `ground_truth` | these, `data_source`, `extra_info`, for each response; a dictionary's `score` counts |
 """
 
+import asyncio
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lightrft.config import ConfigError
-from lightrft.types import Prompt, Sample
+from lightrft.samples import Prompt, Sample
 
 Columns = dict[str, list]
 """A list for each column of the data, with an entry for each sample."""
@@ -82,15 +83,22 @@ class RewardFunction:
         names = set(self.signature.parameters) if self.signature else set()
         known = [convention for convention in CONVENTIONS.values() if convention.recognised_by <= names]
         self.convention = known[0] if known and "samples" not in names else None
+        self._loop: asyncio.Runner | None = None
 
     def __call__(self, samples: list[Sample], **columns: list) -> Any:
+        """Return what the function returns; a coroutine function is run to its end, always in the same event loop."""
         if self.convention is None:
-            return self.function(samples, **columns)
+            return self._finished([self.function(samples, **columns)])[0]
         given = self._accepted(self.convention.arguments(samples, columns, self.chat))
         if self.convention.each:
             calls = [{name: values[row] for name, values in given.items()} for row in range(len(samples))]
-            return [self._reward(self.function(**call)) for call in calls]
-        return self._reward(self.function(**given))
+            return [self._reward(value) for value in self._finished([self.function(**call) for call in calls])]
+        return self._reward(self._finished([self.function(**given)])[0])
+
+    def judge(self, samples: list[Sample]) -> Any:
+        """Call the function with samples and the columns that all of them have."""
+        columns = {name: [sample.prompt.columns[name] for sample in samples] for name in common_columns(samples)}
+        return self(samples, **columns)
 
     def check(self, prompts: Iterable[Prompt]) -> None:
         """ConfigError where the function cannot be called with the columns of these."""
@@ -152,9 +160,25 @@ class RewardFunction:
         accepted = _accepts(self.signature)
         return given if accepted is None else {name: value for name, value in given.items() if name in accepted}
 
+    def _finished(self, returned: list[Any]) -> list[Any]:
+        """Return the results of calls; those of coroutines are awaited together."""
+        if not any(inspect.isawaitable(value) for value in returned):
+            return returned
+        self._loop = self._loop or asyncio.Runner()
+        return self._loop.run(_gathered(returned))
+
     def _reward(self, returned: Any) -> Any:
         entry = self.convention.result
         return returned[entry] if entry and isinstance(returned, Mapping) and entry in returned else returned
+
+
+def common_columns(samples: list[Sample]) -> set[str]:
+    """Return the names of the columns that the prompts of all samples have."""
+    return set.intersection(*(set(sample.prompt.columns) for sample in samples))
+
+
+async def _gathered(coroutines: list[Awaitable[Any]]) -> list[Any]:
+    return await asyncio.gather(*coroutines)
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:

@@ -8,7 +8,7 @@ One request for each prompt, with all its responses; a reward is what a function
 from typing import Any
 
 from lightrft.roles.endpoint import Endpoint
-from lightrft.types import Sample
+from lightrft.samples import Sample
 
 KEY = "REWARD_API_KEY"
 

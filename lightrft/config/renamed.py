@@ -1,0 +1,35 @@
+"""Flags that have another name now: the old one still works in files, on the command line and from Python; the help omits it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A flag of before."""
+
+    section: str
+    kind: type
+    now: Callable[[Any], dict[str, Any]]
+    """From its value, the fields that say the same."""
+    flag: str
+    """The flag to write instead."""
+
+
+RENAMED = {
+    "reward_background": Renamed(
+        "reward", bool, lambda background: {} if background else {"reward_workers": 0}, "--reward_workers 0"
+    ),
+}
+
+
+def current_names(values: Mapping[str, Any], typed: Callable[[Any, Any], Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the values under the names of today, and a notice for each name of before; `typed` reads a value of a kind."""
+    found: dict[str, Any] = {name: value for name, value in values.items() if name not in RENAMED}
+    notices = []
+    for name in values.keys() & RENAMED.keys():
+        known = RENAMED[name]
+        found |= known.now(typed(known.kind, values[name]))
+        notices.append(f"--{name} is an old name: write {known.flag}")
+    return found, notices

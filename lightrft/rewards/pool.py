@@ -1,0 +1,287 @@
+"""Calls of a reward function: in worker processes beside generation, or in this process.
+
+Both kinds have `begin(samples)`, whose result() is what the function returned, and `close()`. It raises CallFailed for a call
+that raises, dies, or takes too long; whatever a worker does, every call gets a result.
+"""
+
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import recv_handle
+from typing import Any, Protocol
+
+from lightrft.rewards.conventions import RewardFunction, common_columns
+from lightrft.rewards.worker import FORK, WHERE, Setup, place
+from lightrft.samples import Sample
+
+LARGEST_STACK = 65536
+"""Bytes of a worker's stack that are read."""
+PATIENCE = 1.0
+"""Seconds in which a worker that is out of time may say where it is."""
+STACK_LINE = re.compile(r'File "(.*)", line (\d+) in (\S+)')
+
+
+class CallFailed(Exception):
+    """A call of a reward function gave no rewards; the message says why."""
+
+    def __init__(self, problem: str, sample: Sample | None = None, hint: str = ""):
+        """`sample`: the one for which it failed, where that is known. `hint` follows the message."""
+        super().__init__(problem)
+        self.sample, self.hint = sample, hint
+
+
+def out_of_time(limit: float, place: str) -> CallFailed:
+    return CallFailed(f"a call has taken more than {limit:g} s (--reward_minutes)", hint=f". It is at {place}" if place else "")
+
+
+class Result(Protocol):
+    """What a call will return."""
+
+    def result(self) -> Any:
+        """Wait for the values that the function returns. CallFailed where it returns none."""
+
+
+class Calls(Protocol):
+    """A way to call a reward function."""
+
+    def begin(self, samples: list[Sample]) -> Result:
+        """Call the function with these, now or later."""
+
+    def close(self) -> None:
+        """Take no more calls, and end what is under way."""
+
+
+class InProcess:
+    """Calls in this process, when their results are asked for: the function has this process's memory, devices and globals."""
+
+    def __init__(self, function: RewardFunction, *, limit: float | None, too_late: Callable[[list[Sample], int], None]):
+        """`too_late` ends the process: it is called, in a thread, with samples and thread of a call that takes over `limit` s."""
+        self.function, self.limit, self.too_late = function, limit, too_late
+
+    def begin(self, samples: list[Sample]) -> Result:
+        return _Deferred(lambda: self._call(samples))
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+    def _call(self, samples: list[Sample]) -> Any:
+        timer = threading.Timer(self.limit or 0, self.too_late, [samples, threading.get_ident()])
+        timer.daemon = True
+        if self.limit is not None:
+            timer.start()
+        try:
+            return _called(self.function, samples)
+        finally:
+            timer.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    """A result that is computed when it is asked for."""
+
+    result: Callable[[], Any]
+
+
+def _called(function: RewardFunction, samples: list[Sample]) -> Any:
+    try:
+        return function.judge(samples)
+    except Exception as error:
+        raise _raised(f"{type(error).__name__}: {error}{place(error)}", samples) from error
+
+
+def _raised(problem: str, samples: list[Sample]) -> CallFailed:
+    """Return the failure of a function that has raised: it may have missed a column."""
+    columns = ", ".join(sorted(common_columns(samples))) or "none"
+    return CallFailed(problem, hint=f". The data has the columns {columns}")
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    samples: list[Sample]
+    future: Future = field(default_factory=Future)
+    died: bool = False
+    """Whether a worker has ended during this call: something else may have killed it, so the call is repeated once."""
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    process: int
+    socket: Connection
+    call: _Call | None = None
+    began: float = 0.0
+
+    def kill(self) -> None:
+        """Kill it and what it has started; its parent still has its exit status."""
+        self.socket.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process, signal.SIGKILL)
+
+
+class Processes:
+    """Calls in worker processes: one that takes too long is killed with its worker.
+
+    The workers are forked by a process of their own (worker.py), which is started with the first call; a thread hands out calls
+    and takes in results, so the rank's interpreter spends no time on a call but for pickling the samples.
+    """
+
+    def __init__(self, setup: Setup, *, workers: int, limit: float):
+        """At most `workers` calls run at once, each for at most `limit` seconds."""
+        self.setup, self.workers, self.limit = setup, workers, limit
+        self._waiting: deque[_Call] = deque()
+        self._pool: list[_Worker] = []
+        self._parent: subprocess.Popen | None = None
+        self._control: Connection
+        self._closed = False
+        self._bell, self._ear = Pipe()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, samples: list[Sample]) -> Result:
+        call = _Call(samples)
+        self._waiting.append(call)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="reward", daemon=True)
+            self._thread.start()
+        self._bell.send_bytes(b"c")
+        return call.future
+
+    def close(self) -> None:
+        if self._thread is not None and not self._closed:
+            self._closed = True
+            self._bell.send_bytes(b"c")
+            self._thread.join()
+
+    # -- all below runs in the thread
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._hand_out()
+            busy = [worker for worker in self._pool if worker.call]
+            left = min((worker.began + self.limit - time.monotonic() for worker in busy), default=None)
+            ready = wait([self._ear, *(worker.socket for worker in self._pool)], None if left is None else max(left, 0.0))
+            if self._ear in ready:
+                self._ear.recv_bytes()
+            for worker in list(self._pool):
+                if worker.socket.closed:  # it ended with others
+                    continue
+                if worker.socket in ready:
+                    self._take_in(worker)
+                elif worker.call and time.monotonic() >= worker.began + self.limit:
+                    self._out_of_time(worker)
+        self._end_parent()
+
+    def _hand_out(self) -> None:
+        while self._waiting:
+            idle = next((worker for worker in self._pool if worker.call is None), None)
+            if idle is None and len(self._pool) == self.workers:
+                return
+            call = self._waiting.popleft()
+            try:
+                worker = idle or self._fork()
+                worker.call, worker.began = call, time.monotonic()
+                worker.socket.send_bytes(pickle.dumps(call.samples, protocol=pickle.HIGHEST_PROTOCOL))
+            except (OSError, EOFError):
+                if idle is None:
+                    self._end_parent()
+                    self._repeat(call, "the process that starts workers has ended")
+            except Exception as error:  # of pickle, or of the import of the function
+                if worker := next((each for each in self._pool if each.call is call), None):
+                    worker.call = None
+                call.future.set_exception(CallFailed(f"{type(error).__name__}: {error}"))
+
+    def _take_in(self, worker: _Worker) -> None:
+        try:
+            values, problem = pickle.loads(worker.socket.recv_bytes())
+        except (OSError, EOFError):
+            call, how = worker.call, self._end(worker)
+            if call is not None:
+                self._repeat(call, how)
+            return
+        except Exception as error:  # of pickle: values of a class that only the worker has
+            values, problem = None, f"{type(error).__name__}: {error}"
+        call, worker.call = worker.call, None
+        assert call is not None, "a worker answers only calls"
+        call.future.set_exception(_raised(problem, call.samples)) if problem else call.future.set_result(values)
+
+    def _repeat(self, call: _Call, how: str) -> None:
+        if call.died:
+            call.future.set_exception(CallFailed(f"{how}, twice"))
+        else:
+            call.died = True
+            self._waiting.appendleft(call)
+
+    def _out_of_time(self, worker: _Worker) -> None:
+        call, stack = worker.call, ""
+        with suppress(OSError):
+            os.kill(worker.process, WHERE)
+            while worker.socket.poll(0.1 if stack else PATIENCE) and (more := os.read(worker.socket.fileno(), LARGEST_STACK)):
+                stack += more.decode(errors="replace")
+        self._end(worker)
+        assert call is not None, "only a call can be late"
+        call.future.set_exception(out_of_time(self.limit, _innermost(stack)))
+
+    def _fork(self) -> _Worker:
+        """OSError or EOFError where the process that forks has ended, CallFailed where it cannot import the function."""
+        if self._parent is None:
+            self._start()
+        self._control.send(FORK)
+        process = self._control.recv()
+        worker = _Worker(process, Connection(recv_handle(self._control)))
+        self._pool.append(worker)
+        return worker
+
+    def _start(self) -> None:
+        self._control, theirs = Pipe()
+        command = [sys.executable, "-m", "lightrft.rewards.worker", str(theirs.fileno())]
+        self._parent = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        theirs.close()
+        self._control.send_bytes(pickle.dumps(self.setup))
+        if problem := self._control.recv():
+            self._end_parent()
+            raise CallFailed(problem)
+
+    def _end(self, worker: _Worker) -> str:
+        """Kill a worker and what it has started, and return how it ended."""
+        self._pool.remove(worker)
+        worker.kill()
+        try:
+            self._control.send(worker.process)
+            status = self._control.recv()
+        except (OSError, EOFError):
+            self._end_parent()
+            return "the worker has ended"
+        if os.WIFSIGNALED(status):
+            return f"the worker was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        return f"the worker has ended with exit code {os.waitstatus_to_exitcode(status)}"
+
+    def _end_parent(self) -> None:
+        """End the process that forks, and its workers with it."""
+        if self._parent is None:
+            return
+        self._control.close()
+        self._parent.kill()
+        self._parent.wait()
+        self._parent = None
+        workers, self._pool = self._pool, []
+        for worker in workers:
+            worker.kill()
+            if worker.call is not None:
+                self._repeat(worker.call, "the worker has ended")
+
+
+def _innermost(stack: str) -> str:
+    """Return the innermost lines of a stack written by faulthandler, up to three, without those of this package."""
+    frames = [frame for frame in STACK_LINE.findall(stack) if not frame[0].endswith("rewards/worker.py")]
+    lines = [f"{file}:{line} ({name})" for file, line, name in frames]
+    return " < ".join(lines[:3])

@@ -1,0 +1,224 @@
+"""Rewards of samples: the reward function is called for each prompt, and what it returns is checked and set."""
+
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import replace
+from typing import Any
+
+from loguru import logger
+
+from lightrft.config import ConfigError, RewardSection
+from lightrft.observe.metrics import Metrics
+from lightrft.parallel.collectives import Axis
+from lightrft.rewards.functions import BRIEF
+from lightrft.rewards.models import ModelRewards
+from lightrft.rewards.pool import CallFailed, Calls, InProcess, Processes, Result, out_of_time
+from lightrft.rewards.worker import SERVER, Setup
+from lightrft.strategy.watchdog import leave, place_of
+from lightrft.types import Prompt, Sample
+
+LARGEST = 1e18
+"""The largest reward: the squares of rewards, as of a group's deviation, have to fit into float32."""
+FAILURES_IN_A_ROW = 32
+"""So many failed calls in a row end a run: the function itself is broken."""
+LOGGED = 5
+"""Failed calls that are logged in each step; the others are only counted."""
+USER_ERROR = 2
+"""Exit code, as of the other mistakes of a user's code."""
+WORKERS = 2
+"""Worker processes of a rank, where --reward_workers is unset."""
+
+
+class RewardRunner:
+    """Calls a reward function for the samples of each prompt, and checks what it returns.
+
+    A call fails when the function raises, dies, takes too long or returns something that is no reward. --reward_failure says what
+    follows: `stop` ends the run; `zero` repeats the call for each sample alone, and gives 0 to those that fail again; `drop`
+    learns nothing from any sample of the call.
+    """
+
+    def __init__(
+        self, name: str, model_parallel: Axis | None = None, section: RewardSection | None = None, *, chat: bool = False,
+        fail: Callable[..., Any] | None = None,
+    ):  # fmt: skip
+        """`model_parallel`: ranks that hold the same samples. The first of them calls the function, and all get the rewards.
+
+        `section` has the limits. `chat`: prompts are chats. `fail` ends all ranks (StrategyBase.fail), for a call that hangs in
+        this process. ValueError where there is no such function.
+        """
+        self.name, self.model_parallel = name, model_parallel or Axis("model_parallel", 1, 0, None)
+        self.section, self.fail = section or RewardSection(), fail
+        setup = self._setup(chat)
+        self.function = setup.function()
+        self.models: ModelRewards | None = None
+        """Reward models that score beside the function, when the engine sleeps: the device has room for one at a time."""
+        self._failures = self._in_a_row = 0
+        self._begun: list[tuple[list[Sample], Result]] = []
+        self._calls = self._way_to_call(setup)
+        weakref.finalize(self, self._calls.close)
+
+    def _setup(self, chat: bool) -> Setup:
+        section = self.section
+        given = {"chat": chat, "memory": int(section.reward_memory_gb * 1e9), "path": sys.path}
+        return Setup(self.name, seconds=60 * section.reward_minutes, patience=60 * section.server_minutes, **given)
+
+    def _way_to_call(self, setup: Setup) -> Calls:
+        on_server, limit = self.name.startswith(SERVER), 60 * self.section.reward_minutes
+        workers = self.section.reward_workers
+        if workers is None:
+            workers = 0 if self.name in BRIEF else WORKERS
+        importable = self.name if on_server or ":" in self.name or not workers else importable_name(self.function.function)
+        if workers and importable is None:
+            logger.info("--reward {}: the function is not an object of a module, so it is called in this process; in a module "
+                        "or a file of its own it is called in worker processes", self.name)  # fmt: skip
+        if not workers or importable is None:
+            return InProcess(self.function, limit=None if on_server else limit, too_late=self._end)
+        return Processes(replace(setup, name=importable), workers=workers, limit=math.inf if on_server else limit)
+
+    def check(self, prompts: Iterable[Prompt]) -> None:
+        """ConfigError where the function cannot be called with the columns of these prompts."""
+        try:
+            self.function.check(prompts)
+        except ConfigError as error:
+            raise ConfigError(f"--reward {self.name}: {error}") from error
+
+    def row_problem(self, prompt: Prompt) -> str | None:
+        """Return why responses to this prompt could not be judged: a column that the function requires is absent, or null."""
+        problem = self.function.row_problem(prompt.columns)
+        return f"--reward {self.name}: {problem}" if problem else None
+
+    def __call__(self, samples: list[Sample]) -> None:
+        """Set the rewards of samples, in one call. ConfigError, on all ranks of `model_parallel`, where it fails."""
+        self.begin(samples)
+        self.finish(samples)
+
+    def begin(self, samples: list[Sample]) -> None:
+        """Begin a call of the function with these samples, which are those of one prompt."""
+        if self.model_parallel.rank == 0 and samples:
+            self._begun.append((samples, self._calls.begin(samples)))
+
+    def finish(self, samples: list[Sample]) -> None:
+        """Wait for all calls that were begun, then ask the reward models. All ranks call it together.
+
+        `samples` are those of the calls; the ranks of `model_parallel` give them in the same order.
+        """
+        failure = self._failure()
+        if self.model_parallel.size > 1:
+            given = [(one.reward, one.reward_parts, one.token_rewards, one.left_out) for one in samples]
+            values, message = self.model_parallel.broadcast((given, failure and str(failure)))
+            failure = failure or (message and ConfigError(message))
+            for one, value in zip(samples, values, strict=True):
+                one.reward, one.reward_parts, one.token_rewards, one.left_out = value
+        if failure:
+            raise failure
+        if self.models is not None:
+            self.models(samples)
+
+    def count_failures(self, name: str, metrics: Metrics) -> None:
+        """Add the number of samples without a reward of their own since the last time, unless a failure ends the run."""
+        if self.section.reward_failure != "stop":
+            metrics.sum(name, self._failures)
+        self._failures = 0
+
+    def _failure(self) -> ConfigError | None:
+        """Take in the results of all calls, and return the error that ends the run, if there is one."""
+        begun, self._begun = self._begun, []
+        logged = 0
+        for samples, result in begun:
+            problem = self._take_in(samples, result)
+            if problem and self.section.reward_failure == "stop":
+                return ConfigError(problem)
+            if problem and logged < LOGGED:
+                logger.warning(problem)
+                logged += 1
+            self._in_a_row = self._in_a_row + 1 if problem and not self._replace(samples) else 0
+            if self._in_a_row >= FAILURES_IN_A_ROW:
+                return ConfigError(f"{problem}. {self._in_a_row} calls in a row have failed: the function itself is broken")
+        return None
+
+    def _take_in(self, samples: list[Sample], result: Result) -> str:
+        """Set the rewards that a call returned, and return what is wrong with it, if anything."""
+        try:
+            self._set_all(samples, result.result())
+        except CallFailed as error:
+            return self._described(error, samples)
+        return ""
+
+    def _replace(self, samples: list[Sample]) -> bool:
+        """Give the samples of a failed call the rewards that --reward_failure says; return whether any has one of its own."""
+        failed = samples
+        if self.section.reward_failure == "zero" and len(samples) > 1:
+            alone = [(sample, self._calls.begin([sample])) for sample in samples]
+            failed = [sample for sample, result in alone if self._take_in([sample], result)]
+        self._failures += len(failed)
+        for sample in failed:
+            sample.reward, sample.reward_parts, sample.token_rewards = 0.0, {}, None
+            sample.left_out |= self.section.reward_failure == "drop"
+        return len(failed) < len(samples)
+
+    def _described(self, error: CallFailed, samples: list[Sample]) -> str:
+        sample = error.sample or samples[0]
+        responses = f"the response {sample.text!r:.200}" if error.sample or len(samples) == 1 else f"{len(samples)} responses"
+        prompt = f"{sample.prompt.text!r:.200} (row {sample.prompt.index})"
+        return f"--reward {self.name}: {error}, for {responses} to the prompt {prompt}{error.hint}"
+
+    def _set_all(self, samples: list[Sample], values: Any) -> None:
+        if _length(values) != len(samples):
+            hint = "; parts of a reward are a dictionary for each sample" if isinstance(values, Mapping) else ""
+            raise CallFailed(f"{values!r:.200} is not a list of {len(samples)} rewards, one per sample{hint}")
+        for sample, value in zip(samples, values, strict=True):
+            self._set(sample, value)
+
+    def _set(self, sample: Sample, value: Any) -> None:
+        sample.reward_parts, sample.token_rewards = {}, None
+        if isinstance(value, list):
+            sample.token_rewards = self._per_token(value, sample)
+            sample.reward = math.fsum(reward for _, reward in sample.steps)  # the same in any order
+        elif isinstance(value, dict):
+            sample.reward_parts = {name: self._number(part, sample) for name, part in value.items()}
+            sample.reward = math.fsum(sample.reward_parts.values())
+        else:
+            sample.reward = self._number(value, sample)
+        self._number(sample.reward, sample)  # a sum may be out of range
+
+    def _per_token(self, values: list[float | None], sample: Sample) -> list[float | None]:
+        if len(values) != len(sample.token_ids) or all(value is None for value in values):
+            wanted = f"a list of {len(sample.token_ids)} numbers or None, one for each token, and at least one number"
+            raise CallFailed(f"{values!r:.200} is not {wanted}", sample)
+        return [None if value is None else self._number(value, sample) for value in values]
+
+    def _number(self, value: Any, sample: Sample) -> float:
+        try:
+            number = math.nan if isinstance(value, str | bytes) else float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is of a tensor with several elements
+            number = math.nan
+        if math.isfinite(number) and abs(number) <= LARGEST:
+            return number
+        problem = f"is beyond {LARGEST:g}" if math.isfinite(number) else "is not a finite number"
+        raise CallFailed(f"{value!r:.200} {problem}", sample)
+
+    def _end(self, samples: list[Sample], thread: int) -> None:
+        error = ConfigError(self._described(out_of_time(60 * self.section.reward_minutes, place_of(thread)), samples))
+        if self.fail is not None:
+            self.fail(error, code=USER_ERROR, brief=True)
+        logger.error(str(error))
+        leave(str(error), USER_ERROR)
+
+
+def importable_name(function: Any) -> str | None:
+    """Return `module:object` of a function that another process can import under this name, else None."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    found = module != "__main__" and getattr(sys.modules.get(module), name, None) is function
+    return f"{module}:{name}" if found else None
+
+
+def _length(values: Any) -> int | None:
+    """None for what is no list: the keys of a dictionary, the characters of a text and a set are no rewards."""
+    if isinstance(values, str | bytes | Mapping | Set):
+        return None
+    try:
+        return len(values)
+    except TypeError:
+        return None

@@ -1,0 +1,153 @@
+"""Processes that call a reward function: one imports it once, and forks the workers, which take calls one after the other.
+
+    python -m lightrft.rewards.worker FD
+
+FD is a socket to the rank, see pool.py. A worker that is killed costs the next one a fork, and no second import. They start
+without the rank's memory, threads, sockets and devices, and end when the rank ends, whatever ends it. Linux only.
+"""
+
+import asyncio
+import ctypes
+import faulthandler
+import os
+import pickle
+import resource
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from itertools import dropwhile
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from pathlib import Path
+
+from lightrft.rewards.conventions import RewardFunction
+from lightrft.rewards.functions import Reward, rewards
+
+FORK = 0
+"""A request for a worker; any other number is the id of a worker that has ended."""
+SERVER = ("http://", "https://")
+"""How the name of a reward begins that a server computes."""
+PR_SET_PDEATHSIG = 1
+PACKAGE, ASYNCIO = Path(__file__).parent, Path(asyncio.__file__).parent
+WHERE = signal.SIGUSR1
+"""A worker that is sent this signal writes its stack to the socket of its calls, and is no longer of use."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the process has to know before it forks workers."""
+
+    name: str
+    """Of the function, as --reward takes it."""
+    path: list[str]
+    """`sys.path` of the rank."""
+    chat: bool = False
+    """Whether prompts are chats."""
+    memory: int = 0
+    """Bytes that a call may allocate; 0 for any number."""
+    seconds: float = 0.0
+    """The longest time of a request to a server."""
+    patience: float = 0.0
+    """The longest time that a server may be away, in seconds."""
+
+    def function(self) -> RewardFunction:
+        """Import the function. ValueError where it cannot be imported."""
+        if self.name.startswith(SERVER):
+            return RewardFunction(_on_server(self.name, self.seconds, self.patience), chat=self.chat)
+        return RewardFunction(rewards[self.name], chat=self.chat)
+
+
+def main(fd: int) -> None:
+    _end_with_parent()
+    control = Connection(fd)
+    setup: Setup = pickle.loads(control.recv_bytes())
+    sys.path[:] = setup.path
+    try:
+        function = setup.function()
+    except Exception as error:
+        control.send(f"{type(error).__name__}: {error}")
+        return
+    control.send("")
+    while True:
+        try:
+            request = control.recv()
+        except EOFError:
+            return
+        if request == FORK:
+            _fork(control, function, setup.memory)
+        else:
+            control.send(os.waitpid(request, 0)[1])
+
+
+def _fork(control: Connection, function: RewardFunction, memory: int) -> None:
+    """Start a worker, and send its process id and its socket to the rank."""
+    theirs, ours = Pipe()
+    process = os.fork()
+    if process == 0:
+        control.close()
+        theirs.close()
+        os.setsid()  # what it starts is killed with it
+        _end_with_parent()
+        _limit_memory(memory)
+        faulthandler.register(WHERE, file=ours.fileno(), all_threads=False)
+        _work(ours, function)
+        os._exit(0)
+    ours.close()
+    control.send(process)
+    send_handle(control, theirs.fileno(), 0)
+    theirs.close()
+
+
+def _work(calls: Connection, function: RewardFunction) -> None:
+    """Answer each list of samples with (values, "") or (None, problem) until the rank closes the socket."""
+    while True:
+        try:
+            samples = calls.recv_bytes()
+        except EOFError:
+            return
+        try:
+            answer = pickle.dumps((function.judge(pickle.loads(samples)), ""))
+        except BaseException as error:
+            answer = pickle.dumps((None, f"{type(error).__name__}: {error}{place(error)}"))
+            if isinstance(error, MemoryError):  # what it has allocated may not come back
+                calls.send_bytes(answer)
+                return
+        sys.stdout.flush()
+        calls.send_bytes(answer)
+
+
+def place(error: BaseException) -> str:
+    """Return the last line of the user's file that the error went through; empty where the function was not entered."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = list(dropwhile(lambda one: Path(one.filename).parent in (PACKAGE, ASYNCIO), frames))
+    own = [one for one in frames if one.filename == frames[0].filename]
+    return f", at {own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else ""
+
+
+def _on_server(url: str, seconds: float, patience: float) -> Reward:
+    try:
+        from lightrft.rewards.remote import RemoteReward
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--reward {url} needs {error.name}: pip install httpx tenacity") from error
+    return RemoteReward(url, seconds=seconds, patience=patience)
+
+
+def _end_with_parent() -> None:
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _limit_memory(memory: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory:
+        used = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+        limit = int(used.split()[1]) * 1024 + memory
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,111 @@
+"""What calls of a reward function cost the generation beside them, in worker processes and in a thread of this process.
+
+    python scripts/bench/rewards.py                             # the line in docs/benchmarks.md, about a minute
+    python scripts/bench/rewards.py --calls 40 --repeat 1 --engine_seconds 1
+
+`overhead_ms` is the time of a call of a function that does nothing, with 8 responses of 512 tokens, over all calls. The engine is
+stood in for by a loop of small matrix products and of plain Python in equal parts, as an engine stepped in this process is. It
+runs for some seconds beside reward calls that compute in plain Python without a pause: `workers_of_alone` and `thread_of_alone`
+are its steps against those without rewards. Two cores at least, or the processes share one with the engine.
+"""
+
+import argparse
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from lightrft.config import RewardSection
+from lightrft.rewards.runner import RewardRunner
+from lightrft.types import Prompt, Sample
+
+RESPONSES, TOKENS = 8, 512
+
+
+def nothing(samples: list[Sample], **columns) -> list[float]:
+    return [0.0] * len(samples)
+
+
+def busy(samples: list[Sample], **columns) -> list[float]:
+    """Compute in plain Python for 20 ms."""
+    until = time.perf_counter() + 0.02
+    while time.perf_counter() < until:
+        sum(range(1000))
+    return [0.0] * len(samples)
+
+
+def group() -> list[Sample]:
+    prompt = Prompt(0, "question", range(64), {"label": "answer"})
+    return [Sample(prompt, 0, list(range(TOKENS)), [-0.5] * TOKENS, "x" * TOKENS, "stop") for _ in range(RESPONSES)]
+
+
+def runner(function: str) -> RewardRunner:
+    return RewardRunner(f"{Path(__file__).resolve()}:{function}", section=RewardSection(reward_workers=1))
+
+
+def overhead(calls: int) -> float:
+    """Return the milliseconds of a call."""
+    made, groups = runner("nothing"), [group() for _ in range(calls)]
+    made(groups[0])
+    began = time.perf_counter()
+    for each in groups:
+        made.begin(each)
+    made.finish([sample for each in groups for sample in each])
+    return 1000 * (time.perf_counter() - began) / calls
+
+
+def engine_steps(seconds: float) -> int:
+    matrix, steps, until = torch.ones(64, 64), 0, time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        for _ in range(20):
+            matrix = (matrix @ matrix).clamp(0, 1)
+        sum(range(5000))
+        steps += 1
+    return steps
+
+
+def beside_workers(seconds: float) -> int:
+    made, groups = runner("busy"), [group() for _ in range(int(seconds / 0.02) + 50)]
+    made(groups[0])
+    for each in groups:
+        made.begin(each)
+    return engine_steps(seconds)
+
+
+def beside_a_thread(seconds: float) -> int:
+    done = threading.Event()
+
+    def work() -> None:
+        while not done.is_set():
+            busy(group())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    steps = engine_steps(seconds)
+    done.set()
+    thread.join()
+    return steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=500)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--engine_seconds", type=float, default=5.0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for _ in range(args.repeat):
+        alone = engine_steps(args.engine_seconds)
+        rows.append((beside_workers(args.engine_seconds) / alone, beside_a_thread(args.engine_seconds) / alone))
+    workers, thread = (sorted(each)[len(rows) // 2] for each in zip(*rows, strict=True))
+    each_call = min(overhead(args.calls) for _ in range(args.repeat))
+    found = {"overhead_ms": each_call, "workers_of_alone": workers, "thread_of_alone": thread}
+    sys.stdout.write(json.dumps({name: round(value, 3) for name, value in found.items()}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

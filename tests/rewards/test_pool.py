@@ -1,0 +1,150 @@
+"""Worker processes of rewards: what goes wrong in one is said, costs that call alone, and loses no other."""
+
+import gc
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from loguru import logger
+
+from lightrft.config import Config, ConfigError, RewardSection
+from lightrft.observe.metrics import Metrics
+from lightrft.parallel.collectives import Axis
+from lightrft.rewards.runner import FAILURES_IN_A_ROW, RewardRunner, importable_name
+from lightrft.types import Prompt, Sample
+
+FILE = Path(__file__).with_name("misbehaving.py")
+ALONE = Axis("data", 1, 0, None)
+
+
+def group(*texts: str, row: int = 0) -> list[Sample]:
+    prompt = Prompt(row, f"question {row}", [1], {"label": "right"})
+    return [Sample(prompt, row, [1], [0.0], text, "stop") for text in texts]
+
+
+def runner(function: str = "obey", **settings) -> RewardRunner:
+    section = RewardSection(**{"reward_workers": 2, "reward_minutes": 1 / 60, "reward_memory_gb": 1.0} | settings)
+    return RewardRunner(f"{FILE}:{function}", section=section)
+
+
+def judged(made: RewardRunner, *groups: list[Sample]) -> list[float]:
+    for each in groups:
+        made.begin(each)
+    samples = [sample for each in groups for sample in each]
+    made.finish(samples)
+    return [sample.reward for sample in samples]
+
+
+def exists(process: int) -> bool:
+    """Whether it runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def ended(process: int) -> bool:
+    """Whether it ends within ten seconds."""
+    deadline = time.monotonic() + 10
+    while exists(process) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not exists(process)
+
+
+@pytest.fixture(scope="module")
+def forgiving() -> RewardRunner:
+    return runner(reward_failure="zero")
+
+
+def test_calls_run_beside_each_other_in_other_processes(forgiving):
+    assert judged(forgiving, *(group("right", "wrong", row=row) for row in range(20))) == [1.0, 0.0] * 20
+    processes = judged(forgiving, group("process", "sleep 0.3"), group("process", "sleep 0.3"))[::2]
+    assert len({*processes, os.getpid()}) == 3
+    assert judged(forgiving, group("alarm", "modules")) == [1.0, 0.0], "signals may be set, and no worker imports torch"
+    assert judged(runner("obey_slowly"), group("right", "wrong")) == [1.0, 0.0], "coroutine functions are awaited"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("hang", r"a call has taken more than 1 s \(--reward_minutes\).* It is at \S*misbehaving.py:\d+ \(_obeyed\) < "),
+        ("hang_in_c", r"a call has taken more than 1 s .* It is at \S*misbehaving.py:\d+ \(_obeyed\)"),
+        ("raise answer", r"KeyError: 'answer', at \S*misbehaving.py:\d+ \(_obeyed\), for .*\. The data has the columns label"),
+        ("exit", "SystemExit: 3, at"),
+        ("die", "the worker has ended with exit code 3, twice"),
+        ("crash", "the worker was killed by SIGSEGV, twice"),
+        ("fill", "MemoryError"),
+        ("nan", "nan is not a finite number"),
+    ],
+)
+def test_a_call_that_fails_costs_no_other_one(forgiving, text, says):
+    said: list[str] = []
+    sink = logger.add(lambda message: said.append(message.record["message"]))
+    groups = [group("right", "wrong", row=1), group("right", text, "wrong", row=2), group("wrong", "right", row=3)]
+    assert judged(forgiving, *groups) == [1, 0, 1, 0, 0, 0, 1], "only the response that fails gets 0"
+    logger.remove(sink)
+    assert len(said) == 1 and " to the prompt 'question 2' (row 2)" in said[0]
+    metrics = Metrics()
+    forgiving.count_failures("failures", metrics)
+    assert metrics.reduce(ALONE) == {"failures": 1}
+    with pytest.raises(ConfigError, match=f"--reward {FILE}:obey: {says}") as caught:
+        judged(runner(), group(text, row=5))
+    assert f"for the response '{text}' to the prompt 'question 5' (row 5)" in str(caught.value)
+
+
+def test_a_worker_that_is_killed_for_no_fault_of_its_own_costs_nothing(tmp_path):
+    assert judged(runner(), group("right"), group(f"crash_once {tmp_path}/mark"), group("right")) == [1, 0, 1]
+
+
+def test_responses_of_a_failed_call_are_dropped_with_their_prompt():
+    made = runner(reward_failure="drop")
+    groups = [group("right", "wrong"), group("right", "raise it")]
+    assert judged(made, *groups) == [1, 0, 0, 0]
+    assert [sample.left_out for each in groups for sample in each] == [False, False, True, True]
+
+
+def test_a_function_that_always_fails_ends_the_run(forgiving):
+    with pytest.raises(ConfigError, match=f"{FAILURES_IN_A_ROW} calls in a row have failed"):
+        judged(forgiving, *(group("raise it", "raise it") for _ in range(FAILURES_IN_A_ROW)))
+
+
+def test_what_workers_start_ends_with_them(tmp_path):
+    made = runner(reward_failure="zero")
+    assert judged(made, group(f"child {tmp_path}/pid")) == [0]
+    assert not exists(int((tmp_path / "pid").read_text()))
+    (worker,) = judged(made, group("process"))
+    assert exists(int(worker))
+    del made
+    gc.collect()
+    assert ended(int(worker))
+
+
+KILLED = f"""
+import os, signal, sys
+sys.path.insert(0, {str(FILE.parents[1])!r})
+from rewards.test_pool import group, judged, runner
+made = runner()
+print(int(judged(made, group("process"))[0]), flush=True)
+made.begin(group("hang"))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_no_worker_outlives_its_rank():
+    rank = subprocess.run([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True, check=False)
+    assert ended(int(rank.stdout))
+
+
+def test_a_function_without_a_module_stays_in_this_process():
+    assert importable_name(group) == f"{__name__}:group"
+    assert importable_name(lambda samples: [0.0]) is None
+
+
+def test_the_flag_of_before_still_says_where_a_reward_is_called():
+    config = Config()
+    config.update({"reward_background": "false"})
+    assert config.reward.reward_workers == 0
+    assert config.notices == ["--reward_background is an old name: write --reward_workers 0"]
