@@ -28,7 +28,7 @@ from lightrft.samples import Sample
 
 LARGEST_STACK = 65536
 """Bytes of a worker's stack that are read."""
-PATIENCE = 1.0
+PATIENCE = 3.0
 """Seconds in which a worker that is out of time may say where it is."""
 STACK_LINE = re.compile(r'File "(.*)", line (\d+) in (\S+)')
 

@@ -62,12 +62,18 @@ def test_children_of_a_reward_end_by_sigterm():
 def child_of_a_terminal() -> None:
     """Ctrl-C reaches the run and its child; both go on, the second one ends the child."""
     with Interruption(ALONE) as interruption:
+        ear, mouth = os.pipe()
         child = os.fork()
         if child == 0:
+            os.set_blocking(mouth, False)
+            signal.set_wakeup_fd(mouth)  # it gets a byte for each signal
+            os.write(mouth, b"ready")
             time.sleep(60)
             os._exit(7)
+        assert os.read(ear, 5) == b"ready"
         for process in (os.getpid(), child):
             os.kill(process, signal.SIGINT)
+        assert os.read(ear, 1) == bytes([signal.SIGINT])
         time.sleep(0.3)
         assert os.waitpid(child, os.WNOHANG) == (0, 0)
         with pytest.raises(Interrupted):
