@@ -41,7 +41,7 @@ class CheckpointVerbs(EngineVerbs):
 
         `client_state` is the caller's own, in JSON's types.
         A model brings the optimizer and the schedule that prepare() got with it, unless others are named. `parts` are
-        anything with state_dict() and load_state_dict(); the state is the same on all ranks, and rank 0's is written.
+        anything with state_dict(), which all ranks call together, and load_state_dict(): rank 0's state is written, all load it.
         `hf_model` is written once more, as the Hugging Face folder `save_dir/tag/hf`. With `async_save` this returns when
         all is copied to host memory; finish_ckpt() says how it went. At most `max_num` checkpoints and `max_mem` GB of
         them stay. One without `save_latest` is loaded by its tag only. CheckpointError on all ranks when one cannot write
