@@ -69,10 +69,11 @@ class RewardRunner:
         workers = self.section.reward_workers
         if workers is None:
             workers = 0 if self.name in BRIEF else WORKERS
-        importable = self.name if on_server or ":" in self.name or not workers else importable_name(self.function.function)
+        by_path = on_server or (":" in self.name and not self.name.startswith("__main__:"))
+        importable = self.name if by_path else importable_name(self.function.function)
         if workers and importable is None:
-            logger.info("--reward {}: the function is not an object of a module, so it is called in this process; in a module "
-                        "or a file of its own it is called in worker processes", self.name)  # fmt: skip
+            logger.info("--reward {}: the function belongs to the main script, so it is called in this process, when all "
+                        "responses are complete; from a file of its own it is called in worker processes", self.name)  # fmt: skip
         if not workers or importable is None:
             return InProcess(self.function, limit=None if on_server else limit, too_late=self._end)
         return Processes(replace(setup, name=importable), workers=workers, limit=math.inf if on_server else limit)

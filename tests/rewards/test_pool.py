@@ -143,6 +143,17 @@ def test_a_function_without_a_module_stays_in_this_process():
     assert importable_name(lambda samples: [0.0]) is None
 
 
+def of_the_main_script(samples, **columns):
+    return [float(os.getpid())] * len(samples)
+
+
+def test_a_function_of_the_main_script_stays_in_this_process(monkeypatch):
+    monkeypatch.setattr(of_the_main_script, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "mine", of_the_main_script, raising=False)
+    made = RewardRunner("__main__:mine", section=RewardSection(reward_workers=2))
+    assert judged(made, group("")) == [os.getpid()]
+
+
 def test_the_flag_of_before_still_says_where_a_reward_is_called():
     config = Config()
     config.update({"reward_background": "false"})
