@@ -19,6 +19,7 @@ LAYERS = {
     "roles": 4,
     "strategy": 3,
     "models": 2, "engine": 2, "data": 2,
+    "launch": 2,
     "parallel": 1, "algorithms": 1, "observe": 1,
     "config": 0, "types": 0, "registry": 0, "versions": 0,
     "samples": -1,

@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.data.loader import Order
+from lightrft.launch.heartbeat import MARGIN, Alone, Watchdog
+from lightrft.launch.rendezvous import adopt_node_size, join_process_group
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import current_device, memory_in_use, peak_memory, select_device
 from lightrft.parallel.mesh import Mesh, world_axis
@@ -28,9 +30,7 @@ from lightrft.strategy.compatible_names import CompatibleNames
 from lightrft.strategy.config import Arguments, StrategyConfig, sequence_layout
 from lightrft.strategy.dataloader import ResumableBatchSampler
 from lightrft.strategy.export import export, export_adapter
-from lightrft.strategy.launch import adopt_node_size, join_process_group
 from lightrft.strategy.named import unwrap
-from lightrft.strategy.watchdog import MARGIN, Alone, Watchdog
 from lightrft.versions import TENSOR_PARALLEL, untested_versions
 
 GB = 1e9

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from loguru import logger
 from torch.distributed.distributed_c10d import _get_default_store
 
+from lightrft.launch import orphan_guard
+from lightrft.launch.monitor import names
 from lightrft.parallel.device import collective_backend
-from lightrft.strategy import guard
-from lightrft.strategy.monitor import names
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
@@ -58,7 +58,7 @@ def end_with_launcher(launcher: int) -> None:
     """From now on a rank that torchrun, process id `launcher`, has started does not outlive it, nor does what the rank starts."""
     global _guard
     if _guard is None and "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux" and os.getpgid(0) == os.getpid():
-        command = [sys.executable, "-IS", guard.__file__, str(os.getpid()), str(launcher)]
+        command = [sys.executable, "-IS", orphan_guard.__file__, str(os.getpid()), str(launcher)]
         _guard = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 
