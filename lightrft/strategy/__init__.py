@@ -7,7 +7,7 @@ from lightrft.registry import Registry
 from lightrft.strategy.config import Arguments, StrategyConfig, flat
 from lightrft.strategy.engine_host import EngineStatus
 from lightrft.strategy.fsdp import FSDPStrategy
-from lightrft.strategy.named import is_actor
+from lightrft.strategy.model_verbs import is_actor
 from lightrft.strategy.strategy_base import StrategyBase
 
 __all__ = ["DeepSpeedStrategy", "EngineStatus", "FSDPStrategy", "StrategyBase", "StrategyConfig", "get_strategy", "is_actor"]

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightrft.checkpoint.hf_parameters import hf_parameters
+from lightrft.checkpoint.manager import ModelState
 from lightrft.engine import weights
 from lightrft.models.heads import divide
 from lightrft.models.recompute import recompute
@@ -17,9 +19,7 @@ from lightrft.parallel.mesh import Mesh
 from lightrft.parallel.sequence import Undivided
 from lightrft.parallel.ulysses import Ulysses
 from lightrft.parallel.zigzag import Zigzag
-from lightrft.strategy.checkpoint import Training
 from lightrft.strategy.config import StrategyConfig, sequence_layout
-from lightrft.strategy.named import hf_parameters
 from lightrft.strategy.offload import AwayOptimizer, AwayTensors, guard_model
 from lightrft.strategy.optim import step
 
@@ -136,9 +136,9 @@ class Backend(ABC):
         """The same for the optimizer's state."""
         return AwayOptimizer(optimizer, self.device)
 
-    def training(self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> Training:
+    def training(self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> ModelState:
         """What a checkpoint reads and writes. Model and optimizer are here, not away."""
-        return Training(model, optimizer, scheduler, self.mesh.world, self.device)
+        return ModelState(model, optimizer, scheduler, self.mesh.world, self.device)
 
     @property
     def sequence(self) -> Undivided:

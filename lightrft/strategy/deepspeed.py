@@ -20,17 +20,17 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightrft.checkpoint.hf_parameters import hf_parameters
+from lightrft.checkpoint.manager import ModelState
 from lightrft.engine import weights
 from lightrft.models.empty import empty_parameters, is_empty
 from lightrft.parallel.device import current_device, local_rank
 from lightrft.strategy.backend import Away
-from lightrft.strategy.checkpoint import Training
 from lightrft.strategy.materialize import one_by_one
-from lightrft.strategy.named import hf_parameters
 from lightrft.strategy.offload import AwayTensors, guard_model, guard_optimizer
 from lightrft.strategy.optim import follow, parameter_names
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.strategy.zero import Partitions, ZeroTraining, engine_config, own_part, whole_shape
+from lightrft.strategy.zero import Partitions, ZeroModelState, engine_config, own_part, whole_shape
 
 os.environ.setdefault("DS_ACCELERATOR", current_device().type)
 
@@ -165,10 +165,10 @@ class DeepSpeedStrategy(StrategyBase):
     def lives_on_host(self, item: nn.Module | Optimizer) -> bool:
         return self.config.param_offload if isinstance(item, nn.Module) else self.config.adam_offload
 
-    def training(self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> Training:
+    def training(self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> ModelState:
         if model not in self._engines or self.config.zero_stage == 0:
             return super().training(model, optimizer, scheduler)
-        return ZeroTraining(
+        return ZeroModelState(
             model, optimizer, scheduler, self.mesh.world, self.device,
             partitions=self._partitions(model), group_names=self._group_names[model], follow=partial(self._follow, model),
         )

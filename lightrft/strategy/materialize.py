@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from lightrft.checkpoint.atomic import agree
+from lightrft.checkpoint.hf_parameters import unwrap
 from lightrft.engine.names import made_as
 from lightrft.models.converted_files import ConvertedFiles
 from lightrft.models.empty import is_empty
@@ -24,8 +26,6 @@ from lightrft.models.weight_files import (
 )
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.cuts import own_part
-from lightrft.strategy.atomic import agree
-from lightrft.strategy.named import unwrap
 from lightrft.strategy.offload import same_parameters
 
 

@@ -18,6 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.checkpoint.hf_export import export, export_adapter
+from lightrft.checkpoint.hf_parameters import unwrap
 from lightrft.data.loader import Order
 from lightrft.launch.heartbeat import MARGIN, Alone, Watchdog
 from lightrft.launch.rendezvous import adopt_node_size, join_process_group
@@ -29,8 +31,6 @@ from lightrft.strategy.checkpoint_verbs import CheckpointVerbs
 from lightrft.strategy.compatible_names import CompatibleNames
 from lightrft.strategy.config import Arguments, StrategyConfig, sequence_layout
 from lightrft.strategy.dataloader import ResumableBatchSampler
-from lightrft.strategy.export import export, export_adapter
-from lightrft.strategy.named import unwrap
 from lightrft.versions import TENSOR_PARALLEL, untested_versions
 
 GB = 1e9

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightrft.strategy.checkpoint import Training, frozen_names
+from lightrft.checkpoint.manager import ModelState, frozen_names
+from lightrft.checkpoint.zero_fragment import Fragment
 from lightrft.strategy.config import StrategyConfig
-from lightrft.strategy.fragment import Fragment
 
 BUCKET = 50_000_000
 """Elements of gradients that are reduced, and of parameters that are fetched, at once."""
@@ -105,7 +105,7 @@ def own_part(parameter: Tensor) -> Tensor:
 
 
 @dataclass
-class ZeroTraining(Training):
+class ZeroModelState(ModelState):
     """The masters stand for their parameters, so that a checkpoint is the same for every stage, and for FSDP2."""
 
     partitions: Partitions = field(kw_only=True)
