@@ -18,6 +18,7 @@ LAYERS = {
     "rewards": 7,
     "roles": 6,
     "strategy": 5,
+    "backends": 4,
     "checkpoint": 3,
     "models": 2, "engine": 2, "data": 2,
     "launch": 2,

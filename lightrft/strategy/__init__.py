@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from lightrft.backends.config import Arguments, StrategyConfig, flat
 from lightrft.config import Config, ConfigError, strategy_name
 from lightrft.registry import Registry
-from lightrft.strategy.config import Arguments, StrategyConfig, flat
 from lightrft.strategy.engine_host import EngineStatus
 from lightrft.strategy.fsdp import FSDPStrategy
 from lightrft.strategy.model_verbs import is_actor

@@ -133,16 +133,16 @@ class CheckpointVerbs(EngineVerbs):
     def _tensors(
         self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None, *, copy: bool
     ) -> dict[str, Any]:
-        """A model and an optimizer that are away come back for as long as it takes to copy them."""
-        away = [item for item in (model, optimizer) if item in self._away]
-        for item in away:
+        """Return the tensors; a model and an optimizer that are offloaded come back for as long as it takes to copy them."""
+        offloaded = [item for item in (model, optimizer) if item in self._offloaded]
+        for item in offloaded:
             self._bring_back(item)
         tensors = self.training(model, optimizer, scheduler).tensors()
-        if copy or away:
+        if copy or offloaded:
             tensors = manager.copied(tensors)
-        if model in away:
+        if model in offloaded:
             self.offload_model(model)
-        if optimizer in away:
+        if optimizer in offloaded:
             self.maybe_offload_optimizer(optimizer)
         return tensors
 

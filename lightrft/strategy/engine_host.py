@@ -10,6 +10,7 @@ from easydict import EasyDict
 from loguru import logger
 from torch import Tensor
 
+from lightrft.backends.config import StrategyConfig
 from lightrft.data.loader import share_of
 from lightrft.engine.base import Engine, OnDone, Request, Sampling
 from lightrft.engine.build import build_engine
@@ -17,7 +18,6 @@ from lightrft.engine.requests import derived_seed
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import occupied_memory, release_cached_memory
 from lightrft.parallel.mesh import Mesh
-from lightrft.strategy.config import StrategyConfig
 from lightrft.types import Completion
 
 GB = 1e9

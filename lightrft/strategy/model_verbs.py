@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightrft.backends.config import Arguments, optim_section
+from lightrft.backends.dropout import draw_by_data_rank
+from lightrft.backends.optim import create_adamw, create_lr_scheduler, parameter_names
 from lightrft.checkpoint.hf_parameters import persistent_buffers, unwrap
 from lightrft.config import OptimSection
 from lightrft.models.lora import merged
 from lightrft.parallel.device import host_cores
-from lightrft.strategy.config import Arguments, optim_section
-from lightrft.strategy.dropout import draw_by_data_rank
 from lightrft.strategy.memory_verbs import MemoryVerbs
-from lightrft.strategy.optim import create_adamw, create_lr_scheduler, parameter_names
 
 Trained = tuple[nn.Module | None, Optimizer | None, LRScheduler | None]
 _ACTORS: WeakSet[nn.Module] = WeakSet()
@@ -148,11 +148,11 @@ class ModelVerbs(MemoryVerbs):
 
         Both come from prepare(). Do not freeze `model_ema`: then it keeps float32, in which small steps are not lost.
         """
-        away = [item for item in (model, model_ema) if item in self._away]
-        for item in away:
+        offloaded = [item for item in (model, model_ema) if item in self._offloaded]
+        for item in offloaded:
             self.reload_model(item)
         self.lerp(model, model_ema, 1 - beta)
-        for item in away:
+        for item in offloaded:
             self.offload_model(item)
 
     def _prepare(self, module: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from flat_models import LENGTHS, SIZES, TEMPERATURE, gradients_of, make_batch, make_model, weighted
+from lightrft.backends.base import SEQUENCES
 from lightrft.config import ConfigError
 from lightrft.data.pasts import shared_pasts
 from lightrft.models.attention import ATTENTION, flat_attention
@@ -20,7 +21,6 @@ from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 from lightrft.parallel.sequence import UNDIVIDED, Undivided
 from lightrft.strategy import FSDPStrategy
-from lightrft.strategy.backend import SEQUENCES
 from lightrft.types import Batch
 from ranks import run_ranks
 from roles import rows

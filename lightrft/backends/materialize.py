@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from lightrft.backends.offload import same_parameters
 from lightrft.checkpoint.atomic import agree
 from lightrft.checkpoint.hf_parameters import unwrap
 from lightrft.engine.names import made_as
@@ -26,7 +27,6 @@ from lightrft.models.weight_files import (
 )
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.cuts import own_part
-from lightrft.strategy.offload import same_parameters
 
 
 def materialize(module: nn.Module, device: torch.device, world: Axis) -> None:
