@@ -19,11 +19,11 @@ from lightrft.models.heads import divide
 from lightrft.models.recompute import recompute
 from lightrft.parallel.grad_norm import clip_gradients, global_grad_norm
 from lightrft.parallel.mesh import Mesh
-from lightrft.parallel.sequence import Undivided
+from lightrft.parallel.sequence_parallel import NoSequenceParallel, SequenceParallel
 from lightrft.parallel.ulysses import Ulysses
 from lightrft.parallel.zigzag import Zigzag
 
-SEQUENCES: dict[str, type[Undivided]] = {"ulysses": Ulysses, "zigzag": Zigzag}
+SEQUENCES: dict[str, type[SequenceParallel]] = {"ulysses": Ulysses, "zigzag": Zigzag}
 """How ranks share the tokens of a batch, by --sp_impl."""
 
 
@@ -141,7 +141,7 @@ class Backend(ABC):
         return ModelState(model, optimizer, scheduler, self.mesh.world, self.device)
 
     @property
-    def sequence(self) -> Undivided:
+    def sequence(self) -> SequenceParallel:
         """How the ranks of a replica of data share a batch."""
-        kind = SEQUENCES[sequence_layout(self.config)[1]] if self.mesh.sp.size > 1 else Undivided
+        kind = SEQUENCES[sequence_layout(self.config)[1]] if self.mesh.sp.size > 1 else NoSequenceParallel
         return kind(self.mesh.sp, parts=self.mesh.tp.size if self.config.tp_sequence_parallel else 1)

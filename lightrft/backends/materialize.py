@@ -26,7 +26,7 @@ from lightrft.models.weight_files import (
     tied_names,
 )
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.cuts import own_part
+from lightrft.parallel.dtensor_slices import local_slices
 
 
 def materialize(module: nn.Module, device: torch.device, world: Axis) -> None:
@@ -117,7 +117,7 @@ class Source:
     def _read(self, name: str, tensor: Tensor) -> Tensor:
         """Return this rank's part of a tensor. ValueError for a weight that is not finite; a buffer may have such values."""
         stored = self.wanted[name]
-        values = self.files.read(stored, own_part(tensor))
+        values = self.files.read(stored, local_slices(tensor))
         if _is_parameter(tensor):
             check_finite(self.files.origin(stored), values)
         return values

@@ -13,7 +13,7 @@ from lightrft.backends.materialize import materialize
 from lightrft.backends.offload import OffloadedModel
 from lightrft.backends.optim import follow, parameter_names
 from lightrft.models.empty import empty_parameters
-from lightrft.parallel.tensor import parallelize
+from lightrft.parallel.tensor_parallel import parallelize
 from lightrft.strategy.strategy_base import StrategyBase
 
 
