@@ -77,7 +77,7 @@ def join_process_group(device: torch.device, timeout: timedelta, arrival: timede
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return True
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = _own_part(_meeting_point(rank, arrival))
+    store = _prefixed_store(_meeting_point(rank, arrival))
     _meet(store, rank, world_size, arrival)
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=arrival)
@@ -134,8 +134,8 @@ def _meeting_point(rank: int, arrival: timedelta) -> dist.Store:
         ) from error
 
 
-def _own_part(store: dist.Store) -> dist.Store:
-    """Keys of this process group alone: the store of torchrun outlives groups and restarts, and so do keys in it."""
+def _prefixed_store(store: dist.Store) -> dist.Store:
+    """Return the store with keys of this process group alone: that of torchrun, and its keys, outlive groups and restarts."""
     global _num_groups
     _num_groups += 1
     return dist.PrefixStore(f"lightrft/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{_num_groups}", store)
