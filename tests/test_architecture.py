@@ -12,13 +12,16 @@ ROOT = Path(__file__).resolve().parent.parent / "lightrft"
 FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = {
-    "cli": 8,
-    "trainer": 7,
-    "rollout": 6,
-    "rewards": 5,
-    "roles": 4,
-    "strategy": 3,
+    "cli": 10,
+    "trainer": 9,
+    "rollout": 8,
+    "rewards": 7,
+    "roles": 6,
+    "strategy": 5,
+    "backends": 4,
+    "checkpoint": 3,
     "models": 2, "engine": 2, "data": 2,
+    "launch": 2,
     "parallel": 1, "algorithms": 1, "observe": 1,
     "config": 0, "types": 0, "registry": 0, "versions": 0,
     "samples": -1,

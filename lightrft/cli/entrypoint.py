@@ -28,7 +28,7 @@ def enter(command: str, description: str | None, argv: Sequence[str] | None = No
     except ConfigError as error:
         _log_once(str(error))
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            from lightrft.strategy.launch import tell_launcher
+            from lightrft.launch.rendezvous import tell_launcher
 
             tell_launcher(str(error))
         sys.exit(USER_ERROR)
@@ -37,7 +37,7 @@ def enter(command: str, description: str | None, argv: Sequence[str] | None = No
 
 def _run(command: str, config: Config) -> int:
     """Run it with errors as exit codes. All heavy imports begin here."""
-    from lightrft.strategy.launch import end_with_launcher, tell_launcher
+    from lightrft.launch.rendezvous import end_with_launcher, tell_launcher
     from lightrft.trainer.interruption import Interrupted
     from lightrft.trainer.run import run
 

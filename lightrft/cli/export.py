@@ -9,9 +9,9 @@ from pathlib import Path
 
 from loguru import logger
 
+from lightrft.checkpoint.atomic import CheckpointError
 from lightrft.cli.entrypoint import USER_ERROR, set_up_logging
 from lightrft.models.lora import is_adapter_folder
-from lightrft.strategy.atomic import CheckpointError
 from lightrft.trainer.export import export_checkpoint, export_merged
 
 

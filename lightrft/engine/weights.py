@@ -3,7 +3,7 @@
 A shard is cast before it is gathered, so the bytes moved are parameters x transfer dtype, once for every axis that cuts them.
 At most two buckets exist beside the model at any time: what was gathered, and the full tensors made of it. On an accelerator
 the next one is gathered while an engine takes this one over, and so they are half as large. On CPUs what is gathered lies in
-memory that the ranks of a host share, with room for two buckets of that size (parallel/gather.py).
+memory that the ranks of a host share, with room for two buckets of that size (parallel/shm_all_gather.py).
 """
 
 from collections import defaultdict, deque
@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.cuts import Cut, cuts_of
 from lightrft.parallel.device import ahead, bucket_bytes, free_memory
-from lightrft.parallel.gather import AllGather
+from lightrft.parallel.dtensor_slices import ShardSlice, shard_slices
+from lightrft.parallel.shm_all_gather import AllGather
 
-Named = tuple[str, Tensor]
+NamedTensor = tuple[str, Tensor]
 FREE_SHARE = 8
 """A bucket whose size is not given is so small a part of the free memory."""
 HOST_LIMIT = 512 * 2**20
@@ -38,8 +38,8 @@ def bucket_limit(megabytes: int, axis: Axis, device: torch.device) -> int:
 
 
 def stream(
-    parameters: Iterable[Named], dtype: torch.dtype, limit: int, device: torch.device | None = None
-) -> Iterator[Named]:
+    parameters: Iterable[NamedTensor], dtype: torch.dtype, limit: int, device: torch.device | None = None
+) -> Iterator[NamedTensor]:
     """Yield (name, full tensor of `dtype`) for plain and sharded parameters, in their order.
 
     They are gathered on `device`, to which shards in host memory go first: ranks of several nodes gather there much faster. None:
@@ -65,9 +65,9 @@ def stream(
         yield from ((names.popleft(), tensor) for tensor in tensors)
 
 
-def _buckets(parameters: Iterable[Named], dtype: torch.dtype, limit: int) -> Iterator[list[Named]]:
+def _buckets(parameters: Iterable[NamedTensor], dtype: torch.dtype, limit: int) -> Iterator[list[NamedTensor]]:
     """Consecutive parameters that fit into one bucket when whole."""
-    bucket: list[Named] = []
+    bucket: list[NamedTensor] = []
     size = 0
     for name, tensor in parameters:
         nbytes = tensor.numel() * dtype.itemsize
@@ -82,7 +82,7 @@ def _buckets(parameters: Iterable[Named], dtype: torch.dtype, limit: int) -> Ite
 
 def _whole(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """The tensors of one bucket, cut by cut, from the last cut to the first; one all-gather for each group and turn."""
-    cuts = [cuts_of(tensor) for tensor in tensors]
+    cuts = [shard_slices(tensor) for tensor in tensors]
     parts = [tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach().to(dtype) for tensor in tensors]
     for turn in range(max(map(len, cuts))):
         by_group: dict[str, list[int]] = defaultdict(list)
@@ -96,7 +96,7 @@ def _whole(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> l
     return [part.to(dtype).to(device, non_blocking=True) for part in parts]
 
 
-def _gathered(parts: list[Tensor], cuts: list[Cut], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def _gathered(parts: list[Tensor], cuts: list[ShardSlice], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Undo one cut of each tensor; all are cut over one group. The cast happens here, before the gather."""
     sizes = [cut.numel for cut in cuts]
     gather = AllGather(sum(sizes), dtype, device, cuts[0].group)
@@ -109,7 +109,7 @@ def _gathered(parts: list[Tensor], cuts: list[Cut], dtype: torch.dtype, device: 
     return [whole.clone() if whole.untyped_storage().data_ptr() == passing else whole for whole in joined]
 
 
-def _joined(pieces: Tensor, cut: Cut) -> Tensor:
+def _joined(pieces: Tensor, cut: ShardSlice) -> Tensor:
     """`pieces` [ranks, elements of a full piece] as one tensor, in order, without what fills the last ones."""
     rows = pieces.reshape(cut.pieces * cut.rows, *cut.rest)[: cut.shape[cut.dim]]
     return rows.movedim(0, cut.dim).contiguous()

@@ -12,7 +12,7 @@ from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.config import ConfigError
 from lightrft.models.attention import Layout
 from lightrft.models.logprobs import Upstream, token_logprobs, top_logprobs
-from lightrft.parallel.sequence import UNDIVIDED, Undivided
+from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL, SequenceParallel
 from lightrft.types import Batch, Expanded, Features, followed, joined, padded, send, unpadded
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -30,7 +30,7 @@ class Actor(nn.Module):
     def __init__(self, language_model: PreTrainedModel):
         super().__init__()
         self.language_model = language_model
-        self.sequence: Undivided = UNDIVIDED
+        self.sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
         self.logit_scale = logit_scale(language_model)
         self.blank: Expanded | None = None
         """A sequence with an image, which nobody learns, for batches without one: where others train on images, ranks must stay
@@ -88,7 +88,7 @@ class Scorer(nn.Module):
         if len(heads) != 1 or linear != heads or getattr(model, heads[0]).out_features != 1:
             raise ValueError(f"{type(model).__name__} has {', '.join(heads) or 'nothing'} above its backbone, not one number")
         self.scored_model, self.head = model, heads[0]
-        self.sequence: Undivided = UNDIVIDED
+        self.sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
 
     def forward(self, batch: Batch) -> Tensor:
         """The head's output after each token: [T] float32, computed in float32."""
@@ -119,7 +119,7 @@ def of_rows(gradients: TokenGradients, tokens: Tensor, num_tokens: int) -> Upstr
     return upstream
 
 
-def hidden_states(model: PreTrainedModel, batch: Batch, sequence: Undivided = UNDIVIDED) -> Tensor:
+def hidden_states(model: PreTrainedModel, batch: Batch, sequence: SequenceParallel = NO_SEQUENCE_PARALLEL) -> Tensor:
     """The backbone's output after each token that this rank computes, in its own sequence: [t, H].
 
     Ranks divide the computed tokens: all of the batch, or each shared prefix once, see `Batch.shared`.
@@ -171,7 +171,7 @@ def filled(batch: Batch, multiple: int) -> Batch:
     return followed(batch, batch.input_ids.new_zeros(missing)) if missing else batch
 
 
-def divide(module: nn.Module, sequence: Undivided, *, tp: int = 1) -> bool:
+def divide(module: nn.Module, sequence: SequenceParallel, *, tp: int = 1) -> bool:
     """Have every Actor and Scorer inside `module`, whose heads `tp` ranks divide, share its batches as `sequence` says.
 
     Returns whether there is one: any other module is computed whole on each of these ranks. ValueError for a model that

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrft.parallel.sequence import UNDIVIDED, Undivided
+from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL, SequenceParallel
 from lightrft.types import Shared, send
 
 ALONE = 64
@@ -121,8 +121,9 @@ class Layout:
     """
 
     def __init__(
-        self, lengths: Tensor, device: torch.device, sequence: Undivided = UNDIVIDED, shared: Shared | None = None
-    ):
+        self, lengths: Tensor, device: torch.device, sequence: SequenceParallel = NO_SEQUENCE_PARALLEL,
+        shared: Shared | None = None,
+    ):  # fmt: skip
         self.lengths = lengths.cpu()
         """[N] int64 on the host."""
         self.device = device

@@ -27,8 +27,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.models import vocabulary
 from lightrft.models.vocabulary import Asked, Joined, VocabularyPart
-from lightrft.parallel.sequence import gathered
-from lightrft.parallel.tensor import branch, vocabulary_shard
+from lightrft.parallel.sequence_parallel import gathered
+from lightrft.parallel.tensor_parallel import branch, vocabulary_shard
 
 HOST_CHUNK, DEVICE_CHUNK = 2**25, 2**29
 """Logits that exist at the same time: 128 MB in a host's memory, 2 GB on an accelerator, which wants larger products."""

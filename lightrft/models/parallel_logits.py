@@ -19,7 +19,7 @@ from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.models.logprobs import logprobs_of_logits, top_logprobs_of_logits
 from lightrft.models.vocabulary import VocabularyPart
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.sequence import Gather
+from lightrft.parallel.sequence_parallel import Gather
 from lightrft.parallel.zigzag import Zigzag
 
 IGNORED = -100

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from lightrft.algorithms.balance import routing
 from lightrft.algorithms.reduce import sequence_sums
 from lightrft.models.heads import filled
-from lightrft.parallel.sequence import Undivided
+from lightrft.parallel.sequence_parallel import SequenceParallel
 from lightrft.types import Batch, Routing, send
 
 
@@ -38,7 +38,7 @@ class Routers:
             for hook in hooks:
                 hook.remove()
 
-    def routing(self, logits: list[Tensor], batch: Batch, sequence: Undivided) -> Routing:
+    def routing(self, logits: list[Tensor], batch: Batch, sequence: SequenceParallel) -> Routing:
         """Of all tokens of sequences that are learned from; prompts count, what only fills a batch does not."""
         whole = filled(batch, sequence.multiple)
         counts = (sequence_sums(whole.loss_mask.float(), whole) > 0)[whole.sequence_ids].float()

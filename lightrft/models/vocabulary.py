@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightrft.algorithms.truncation import HOST_BLOCK, Truncation
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.sequence import gathered
+from lightrft.parallel.sequence_parallel import gathered
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ class Mesh:
     """All processes as dp_replicate x dp_shard x sp x tp, tp fastest.
 
     `data` joins dp_replicate and dp_shard: its size is the number of replicas of data, which is what samplers,
-    accumulation, denominators and metrics count. `siblings` joins sp and tp: the ranks of one replica of data, which hold the
-    same prompts and samples; its rank 0 speaks for them where only one may. `world` joins everything.
+    accumulation, denominators and metrics count. `model_parallel` joins sp and tp: the ranks of one replica of data, which hold
+    the same prompts and samples; its rank 0 acts for them where only one may. `world` joins everything.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class Mesh:
         self.replicate = self._axis("dp_replicate", ("dp_replicate",))
         self.sp = self._axis("sp", ("sp",))
         self.tp = self._axis("tp", ("tp",))
-        self.siblings = self._axis("siblings", ("sp", "tp"))
+        self.model_parallel = self._axis("model_parallel", ("sp", "tp"))
         self._engine_axes: dict[int, Axis] = {}
         self._replica_axes: dict[int, Axis] = {}
         self._aside: Axis | None = None
         self._timeout = timeout
-        for axis in (self.world, self.data, self.shard, self.replicate, self.sp, self.tp, self.siblings):
+        for axis in (self.world, self.data, self.shard, self.replicate, self.sp, self.tp, self.model_parallel):
             if timeout is not None and axis.group is not None:
                 _set_pg_timeout(timeout, axis.group)
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.sequence import Undivided
+from lightrft.parallel.sequence_parallel import SequenceParallel
 
 
-class Ulysses(Undivided):
+class Ulysses(SequenceParallel):
     """Consecutive tokens on each rank; H / ranks heads of all tokens in its attention."""
 
     def problems(self, num_heads: int) -> list[str]:

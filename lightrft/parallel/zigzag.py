@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lightrft.parallel.sequence import Gather, Undivided
+from lightrft.parallel.sequence_parallel import Gather, SequenceParallel
 
 
-class Zigzag(Undivided):
+class Zigzag(SequenceParallel):
     """Two chunks of the tokens on each rank; its own queries and everyone's keys and values in its attention."""
 
     chunks_per_rank = 2

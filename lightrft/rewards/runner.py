@@ -10,13 +10,13 @@ from typing import Any
 from loguru import logger
 
 from lightrft.config import ConfigError, RewardSection
+from lightrft.launch.heartbeat import leave, place_of
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.functions import BRIEF
 from lightrft.rewards.models import ModelRewards
 from lightrft.rewards.pool import CallFailed, Calls, InProcess, Processes, Result, out_of_time
 from lightrft.rewards.worker import SERVER, Setup
-from lightrft.strategy.watchdog import leave, place_of
 from lightrft.types import Prompt, Sample
 
 LARGEST = 1e18

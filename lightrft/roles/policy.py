@@ -16,6 +16,7 @@ from lightrft.algorithms.balance import Balance
 from lightrft.algorithms.objectives import Balanced, TokenGradients
 from lightrft.algorithms.reduce import Denominator
 from lightrft.algorithms.truncation import ALL, Truncation
+from lightrft.checkpoint.hf_parameters import hf_parameters, persistent_buffers, unwrap
 from lightrft.engine.base import Sampling
 from lightrft.models.heads import Actor
 from lightrft.models.lora import adapted_layers, adapters_off, joined, plain_name
@@ -27,7 +28,6 @@ from lightrft.roles.microbatch import Rows, micro_batches
 from lightrft.roles.padded import IDS, flatten
 from lightrft.roles.role import Objective, Report, Role
 from lightrft.strategy import StrategyBase
-from lightrft.strategy.named import hf_parameters, persistent_buffers, unwrap
 from lightrft.strategy.phases import Phase
 from lightrft.types import Batch, Completion, Routing
 

@@ -26,11 +26,11 @@ NUM_PROBED = 64
 class RemoteTeacher:
     """Its log-probs are at temperature 1. ValueError at once for a server that does not answer, or knows other tokens."""
 
-    def __init__(self, url: str, tokenizer: PreTrainedTokenizerBase, siblings: Axis, *, patience: float = PATIENCE):
+    def __init__(self, url: str, tokenizer: PreTrainedTokenizerBase, model_parallel: Axis, *, patience: float = PATIENCE):
         """`patience`: seconds that the server may be away or busy.
 
-        `url` as of `http://host:8000/v1`. `siblings`: ranks with the same batches, which divide the requests."""
-        self.siblings = siblings
+        `url` as of `http://host:8000/v1`. `model_parallel`: ranks with the same batches, which divide the requests."""
+        self.model_parallel = model_parallel
         self._server = Endpoint("--teacher_url", url, KEY, patience=patience)
         self._model = self._server.ask("GET", "models")["data"][0]["id"]
         self._check_vocabulary(tokenizer)
@@ -39,11 +39,11 @@ class RemoteTeacher:
         """log p of every learned token, 0 elsewhere: [T] float32. One request for each sequence that is learned from."""
         ids, masks = (column.split(batch.lengths.tolist()) for column in (batch.input_ids, batch.loss_mask))
         asked = [place for place, mask in enumerate(masks) if mask.any()]
-        mine = asked[self.siblings.rank :: self.siblings.size]
+        mine = asked[self.model_parallel.rank :: self.model_parallel.size]
         with ThreadPoolExecutor(AT_ONCE) as pool:
             scored = dict(zip(mine, pool.map(lambda place: self._score(ids[place].tolist())[0], mine), strict=True))
         values = torch.zeros(batch.num_tokens)
-        for part in self.siblings.gather(scored):
+        for part in self.model_parallel.gather(scored):
             for place, found in part.items():
                 values[batch.offsets[place] : batch.offsets[place + 1]] = torch.tensor(found)
         return torch.where(batch.loss_mask, values, 0.0)

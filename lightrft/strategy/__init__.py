@@ -2,12 +2,12 @@
 
 from typing import Any
 
+from lightrft.backends.config import Arguments, StrategyConfig, flat
 from lightrft.config import Config, ConfigError, strategy_name
 from lightrft.registry import Registry
-from lightrft.strategy.config import Arguments, StrategyConfig, flat
 from lightrft.strategy.engine_host import EngineStatus
 from lightrft.strategy.fsdp import FSDPStrategy
-from lightrft.strategy.named import is_actor
+from lightrft.strategy.model_verbs import is_actor
 from lightrft.strategy.strategy_base import StrategyBase
 
 __all__ = ["DeepSpeedStrategy", "EngineStatus", "FSDPStrategy", "StrategyBase", "StrategyConfig", "get_strategy", "is_actor"]

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.strategy import checkpoint
-from lightrft.strategy.atomic import PART, agree
-from lightrft.strategy.background import Background
+from lightrft.checkpoint import manager
+from lightrft.checkpoint.atomic import PART, agree
+from lightrft.checkpoint.background import Background
 from lightrft.strategy.engine_verbs import EngineVerbs
 from lightrft.strategy.model_verbs import Trained
 
@@ -52,18 +52,18 @@ class CheckpointVerbs(EngineVerbs):
         tag = tag or world.broadcast(_next_tag(Path(save_dir)))
         folder = Path(save_dir) / tag
         if hf_model is not None:
-            hf = self.save_model(hf_model, tokenizer, folder.with_name(f"{tag}.{checkpoint.HF}{PART}"))
-        taken: list[checkpoint.Snapshot] = []
+            hf = self.save_model(hf_model, tokenizer, folder.with_name(f"{tag}.{manager.HF}{PART}"))
+        taken: list[manager.Snapshot] = []
 
         def take() -> None:
             models = self._named(model, optimizer, scheduler)
             tensors = {name: self._tensors(*trained, copy=async_save) for name, trained in models.items()}
             state = {"client": dict(client_state), "skipped_steps": self.skipped_steps, "weight_version": self.weight_version}
-            taken.append(checkpoint.snapshot(self._contents(models, parts), state, tensors=tensors))
+            taken.append(manager.snapshot(self._checkpoint_state(models, parts), state, tensors=tensors))
 
         agree(world, f"{folder} could not be written", take)
-        kept = checkpoint.Kept(max_num, max_mem, save_latest)
-        job = partial(checkpoint.write, taken[0], folder, kept=kept, hf=hf)
+        retention = manager.RetentionPolicy(max_num, max_mem, save_latest)
+        job = partial(manager.write, taken[0], folder, retention=retention, hf=hf)
         if async_save:
             self._background = self._background or Background(world, self.mesh.aside())
             self._background.start(job)
@@ -88,7 +88,7 @@ class CheckpointVerbs(EngineVerbs):
         enough, and nothing but their parameters is touched. Not strict: parameters that are not saved keep their values.
         """
         self.finish_ckpt()
-        found = checkpoint.find(Path(load_dir), tag, self.mesh.world)
+        found = manager.find(Path(load_dir), tag, self.mesh.world)
         if found is None:
             return None, {}
         manifest, path, state = found
@@ -101,8 +101,8 @@ class CheckpointVerbs(EngineVerbs):
             models[name] = (
                 module, its_optimizer if load_optimizer_states else None, its_scheduler if load_lr_scheduler_states else None
             )  # fmt: skip
-        contents = self._contents(models, parts)
-        checkpoint.load(contents, path, manifest.world_size, strict=load_module_strict, module_only=load_module_only)
+        contents = self._checkpoint_state(models, parts)
+        manager.load(contents, path, manifest.world_size, strict=load_module_strict, module_only=load_module_only)
         if not load_module_only:
             self.skipped_steps = state["skipped_steps"]
         self.engine_lags(None if load_module_only else state["weight_version"])
@@ -126,23 +126,23 @@ class CheckpointVerbs(EngineVerbs):
         module, optimizer, scheduler = (*item, None, None)[:3]
         return module, optimizer, scheduler
 
-    def _contents(self, models: Mapping[str, Trained], parts: Mapping[str, Stateful]) -> checkpoint.Contents:
-        trainings = {name: self.training(*trained) for name, trained in models.items()}
-        return checkpoint.Contents(trainings, parts, self.mesh.world, self.device)
+    def _checkpoint_state(self, models: Mapping[str, Trained], parts: Mapping[str, Stateful]) -> manager.CheckpointState:
+        states = {name: self.training(*trained) for name, trained in models.items()}
+        return manager.CheckpointState(states, parts, self.mesh.world, self.device)
 
     def _tensors(
         self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None, *, copy: bool
     ) -> dict[str, Any]:
-        """A model and an optimizer that are away come back for as long as it takes to copy them."""
-        away = [item for item in (model, optimizer) if item in self._away]
-        for item in away:
+        """Return the tensors; a model and an optimizer that are offloaded come back for as long as it takes to copy them."""
+        offloaded = [item for item in (model, optimizer) if item in self._offloaded]
+        for item in offloaded:
             self._bring_back(item)
         tensors = self.training(model, optimizer, scheduler).tensors()
-        if copy or away:
-            tensors = checkpoint.copied(tensors)
-        if model in away:
+        if copy or offloaded:
+            tensors = manager.copied(tensors)
+        if model in offloaded:
             self.offload_model(model)
-        if optimizer in away:
+        if optimizer in offloaded:
             self.maybe_offload_optimizer(optimizer)
         return tensors
 

@@ -20,17 +20,17 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightrft.backends.base import Offloaded
+from lightrft.backends.materialize import one_by_one
+from lightrft.backends.offload import OffloadedTensors, guard_model, guard_optimizer
+from lightrft.backends.optim import follow, parameter_names
+from lightrft.backends.zero_state import Partitions, ZeroModelState, engine_config, local_shard, whole_shape
+from lightrft.checkpoint.hf_parameters import hf_parameters
+from lightrft.checkpoint.manager import ModelState
 from lightrft.engine import weights
 from lightrft.models.empty import empty_parameters, is_empty
 from lightrft.parallel.device import current_device, local_rank
-from lightrft.strategy.backend import Away
-from lightrft.strategy.checkpoint import Training
-from lightrft.strategy.materialize import one_by_one
-from lightrft.strategy.named import hf_parameters
-from lightrft.strategy.offload import AwayTensors, guard_model, guard_optimizer
-from lightrft.strategy.optim import follow, parameter_names
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.strategy.zero import Partitions, ZeroTraining, engine_config, own_part, whole_shape
 
 os.environ.setdefault("DS_ACCELERATOR", current_device().type)
 
@@ -140,24 +140,24 @@ class DeepSpeedStrategy(StrategyBase):
 
     def lerp(self, model: nn.Module, target: nn.Module, weight: float) -> None:
         for parameter, goal in zip(model.parameters(), target.parameters(), strict=True):
-            part = own_part(goal)
-            part.data.lerp_(own_part(parameter).to(part), weight)
+            part = local_shard(goal)
+            part.data.lerp_(local_shard(parameter).to(part), weight)
         if target in self._engines:
             self._engines[target].optimizer.empty_partition_cache()
 
-    def send_model_away(self, model: nn.Module) -> AwayTensors:
-        return AwayTensors(self._model_tensors(model), self.device, guard_model(model))
+    def offload_model_state(self, model: nn.Module) -> OffloadedTensors:
+        return OffloadedTensors(self._model_tensors(model), self.device, guard_model(model))
 
-    def send_optimizer_away(self, optimizer: Optimizer) -> Away:
+    def offload_optimizer_state(self, optimizer: Optimizer) -> Offloaded:
         if self.config.zero_stage == 0:
-            return super().send_optimizer_away(optimizer)
+            return super().offload_optimizer_state(optimizer)
         model = self._trained[optimizer]
         zero, flats = self._engines[model].optimizer, self._partitions(model).flats
         moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
         gradients = zero.fp32_groups_gradients_flat if isinstance(zero, BF16_Optimizer) else []
         models = {tensor.untyped_storage().data_ptr() for tensor in self._model_tensors(model)}
         own = [tensor for tensor in (*flats, *moments, *gradients) if tensor.untyped_storage().data_ptr() not in models]
-        return AwayTensors(own, self.device, guard_optimizer(optimizer), scratch=_scratch(zero))
+        return OffloadedTensors(own, self.device, guard_optimizer(optimizer), scratch=_scratch(zero))
 
     def holds_gradients(self, model: nn.Module) -> bool:
         return model in self._holding
@@ -165,10 +165,10 @@ class DeepSpeedStrategy(StrategyBase):
     def lives_on_host(self, item: nn.Module | Optimizer) -> bool:
         return self.config.param_offload if isinstance(item, nn.Module) else self.config.adam_offload
 
-    def training(self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> Training:
+    def training(self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> ModelState:
         if model not in self._engines or self.config.zero_stage == 0:
             return super().training(model, optimizer, scheduler)
-        return ZeroTraining(
+        return ZeroModelState(
             model, optimizer, scheduler, self.mesh.world, self.device,
             partitions=self._partitions(model), group_names=self._group_names[model], follow=partial(self._follow, model),
         )
@@ -232,7 +232,7 @@ class DeepSpeedStrategy(StrategyBase):
 
     def _as_shard(self, parameter: nn.Parameter) -> Tensor:
         """A run of elements is a shard of the flattened parameter; the last ranks have padding."""
-        part = own_part(parameter)
+        part = local_shard(parameter)
         if part is parameter:
             return parameter
         whole = whole_shape(parameter).numel()
@@ -243,7 +243,7 @@ class DeepSpeedStrategy(StrategyBase):
     def _model_tensors(self, model: nn.Module) -> list[Tensor]:
         if model in self._engines and self.config.zero_stage == 3:
             self._engines[model].optimizer.empty_partition_cache()
-        return [own_part(parameter) for parameter in model.parameters()] + list(model.buffers())
+        return [local_shard(parameter) for parameter in model.parameters()] + list(model.buffers())
 
 
 def _scratch(zero: Any) -> list[Tensor]:

@@ -10,6 +10,7 @@ from easydict import EasyDict
 from loguru import logger
 from torch import Tensor
 
+from lightrft.backends.config import StrategyConfig
 from lightrft.data.loader import share_of
 from lightrft.engine.base import Engine, OnDone, Request, Sampling
 from lightrft.engine.build import build_engine
@@ -17,7 +18,6 @@ from lightrft.engine.requests import derived_seed
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import occupied_memory, release_cached_memory
 from lightrft.parallel.mesh import Mesh
-from lightrft.strategy.config import StrategyConfig
 from lightrft.types import Completion
 
 GB = 1e9
@@ -35,7 +35,7 @@ class EngineHost:
 
     def __init__(self, engine: Engine, *, axis: Axis, mesh: Mesh, device: torch.device, sleeps: bool):
         self.engine, self.axis, self.device, self.sleeps = engine, axis, device, sleeps
-        self.siblings = mesh.siblings
+        self.model_parallel = mesh.model_parallel
         self.replica = mesh.world.rank // axis.size
         self.memory: dict[str, float] = {}
         """`memory/engine_awake_gb` and `memory/engine_asleep_gb`: what was occupied before the last sleep, and after it."""
@@ -94,7 +94,7 @@ class EngineHost:
         Ranks that share a replica of data pass the same requests: each has its part of them answered, and all get all answers.
         Which ranks share an engine is another matter. `on_done` hears of what this rank's engine has done, as it is done.
         """
-        part = share_of(self.siblings.rank, self.siblings.size, len(requests))
+        part = share_of(self.model_parallel.rank, self.model_parallel.size, len(requests))
         mine = requests[part.start : part.stop]
         everyone = self.axis.gather(mine)
         first = sum(len(others) for others in everyone[: self.axis.rank])
@@ -105,7 +105,7 @@ class EngineHost:
 
         requests = [request for others in everyone for request in others]
         completions = self.engine.generate(requests, self._own(sampling), on_done=heard)
-        answered = self.siblings.gather(completions[first : first + len(mine)])
+        answered = self.model_parallel.gather(completions[first : first + len(mine)])
         return [samples for answers in answered for samples in answers]
 
     def _own(self, sampling: Sampling) -> Sampling:

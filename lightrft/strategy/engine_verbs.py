@@ -8,9 +8,9 @@ from typing import Any
 from easydict import EasyDict
 from torch import nn
 
+from lightrft.backends.config import Arguments, StrategyConfig
 from lightrft.engine.base import Engine, OnDone, Request, Sampling
 from lightrft.strategy.compatible_names import sampling_of
-from lightrft.strategy.config import Arguments, StrategyConfig
 from lightrft.strategy.engine_host import EngineHost, EngineStatus, as_dicts
 from lightrft.strategy.model_verbs import ModelVerbs
 from lightrft.strategy.phases import Phase

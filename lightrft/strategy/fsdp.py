@@ -9,11 +9,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from lightrft.backends.materialize import materialize
+from lightrft.backends.offload import OffloadedModel
+from lightrft.backends.optim import follow, parameter_names
 from lightrft.models.empty import empty_parameters
-from lightrft.parallel.tensor import parallelize
-from lightrft.strategy.materialize import materialize
-from lightrft.strategy.offload import AwayModel
-from lightrft.strategy.optim import follow, parameter_names
+from lightrft.parallel.tensor_parallel import parallelize
 from lightrft.strategy.strategy_base import StrategyBase
 
 
@@ -69,8 +69,8 @@ class FSDPStrategy(StrategyBase):
             root.set_is_last_backward(reduce)  # otherwise the inputs of reductions stay until the next micro-batch
         loss.backward()
 
-    def send_model_away(self, model: nn.Module) -> AwayModel:
-        return AwayModel(model, self.device)
+    def offload_model_state(self, model: nn.Module) -> OffloadedModel:
+        return OffloadedModel(model, self.device)
 
     def lives_on_host(self, item: nn.Module | Optimizer) -> bool:
         return self.config.fsdp_cpu_offload

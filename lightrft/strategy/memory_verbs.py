@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from torch import nn
 from torch.optim import Optimizer
 
+from lightrft.backends.base import Backend, Offloaded
+from lightrft.backends.offload import has_gradients, is_offloaded
 from lightrft.parallel.device import current_device, release_cached_memory, synchronize
 from lightrft.parallel.mesh import world_axis
-from lightrft.strategy.backend import Away, Backend
-from lightrft.strategy.offload import has_gradients, is_offloaded
 from lightrft.strategy.phases import Phase, Phases
 
 
@@ -23,7 +23,7 @@ class MemoryVerbs(Backend):
         self._optimizers: list[Optimizer] = []
         self._unsummed: set[nn.Module] = set()
         """Models with gradients that no other rank has seen."""
-        self._away: dict[nn.Module | Optimizer, Away] = {}
+        self._offloaded: dict[nn.Module | Optimizer, Offloaded] = {}
 
     @property
     def phase(self) -> Phase:
@@ -56,7 +56,7 @@ class MemoryVerbs(Backend):
         A model with gradients stays. Cached memory is given back too. Without --offload_idle those that were on the device are
         there again afterwards.
         """
-        resident = [item for item in (*self._models, *self._optimizers) if item not in self._away]
+        resident = [item for item in (*self._models, *self._optimizers) if item not in self._offloaded]
         self._phases.enter(Phase.REFIT)
         for model in self._models:
             if model not in self._unsummed and not self.holds_gradients(model):
@@ -73,12 +73,12 @@ class MemoryVerbs(Backend):
     def offload_model(self, model: nn.Module) -> None:
         """Move a prepared model to host memory and free its place on the device; parameters stay the same objects.
 
-        RuntimeError when it holds gradients, and whenever an offloaded model is used. Nothing happens to one that is away.
+        RuntimeError when it holds gradients, and whenever an offloaded model is used. Nothing happens to one that is offloaded.
         """
         if model in self._unsummed or self.holds_gradients(model):
             raise RuntimeError(has_gradients(model))
-        if model not in self._away and not self.lives_on_host(model):
-            self._away[model] = self.send_model_away(model)
+        if model not in self._offloaded and not self.lives_on_host(model):
+            self._offloaded[model] = self.offload_model_state(model)
 
     def reload_model(self, model: nn.Module) -> None:
         """Bring an offloaded model back, the same bit by bit. Nothing happens to one that is here."""
@@ -86,8 +86,8 @@ class MemoryVerbs(Backend):
 
     def maybe_offload_optimizer(self, optimizer: Optimizer) -> None:
         """Move the optimizer's state to host memory, unless it is there already."""
-        if optimizer not in self._away and not self.lives_on_host(optimizer):
-            self._away[optimizer] = self.send_optimizer_away(optimizer)
+        if optimizer not in self._offloaded and not self.lives_on_host(optimizer):
+            self._offloaded[optimizer] = self.offload_optimizer_state(optimizer)
 
     def maybe_load_optimizer(self, optimizer: Optimizer) -> None:
         """Bring an offloaded optimizer back, the same bit by bit. Nothing happens to one that is here."""
@@ -109,9 +109,9 @@ class MemoryVerbs(Backend):
 
     def _check_here(self, *items: nn.Module | Optimizer) -> None:
         for item in items:
-            if item in self._away:
+            if item in self._offloaded:
                 raise RuntimeError(is_offloaded(item))
 
     def _bring_back(self, item: nn.Module | Optimizer | None) -> None:
-        if item in self._away:
-            self._away.pop(item).reload(self.device)
+        if item in self._offloaded:
+            self._offloaded.pop(item).reload(self.device)

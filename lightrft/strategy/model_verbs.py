@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from loguru import logger
@@ -11,16 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightrft.backends.config import Arguments, optim_section
+from lightrft.backends.dropout import draw_by_data_rank
+from lightrft.backends.optim import create_adamw, create_lr_scheduler, parameter_names
+from lightrft.checkpoint.hf_parameters import persistent_buffers, unwrap
 from lightrft.config import OptimSection
 from lightrft.models.lora import merged
 from lightrft.parallel.device import host_cores
-from lightrft.strategy.config import Arguments, optim_section
-from lightrft.strategy.dropout import draw_by_data_rank
 from lightrft.strategy.memory_verbs import MemoryVerbs
-from lightrft.strategy.named import mark_actor, persistent_buffers, unwrap
-from lightrft.strategy.optim import create_adamw, create_lr_scheduler, parameter_names
 
 Trained = tuple[nn.Module | None, Optimizer | None, LRScheduler | None]
+_ACTORS: WeakSet[nn.Module] = WeakSet()
 
 
 class ModelVerbs(MemoryVerbs):
@@ -68,7 +70,7 @@ class ModelVerbs(MemoryVerbs):
             if module is not None:
                 self._prepare(module, optimizer, scheduler)
         if is_rlhf:
-            mark_actor(*[module for module, optimizer, _ in pairs if module is not None and optimizer is not None][:1])
+            _ACTORS.update([module for module, optimizer, _ in pairs if module is not None and optimizer is not None][:1])
         return models_or_pairs[0] if len(models_or_pairs) == 1 else models_or_pairs
 
     def prepare_models_and_optimizers(
@@ -146,11 +148,11 @@ class ModelVerbs(MemoryVerbs):
 
         Both come from prepare(). Do not freeze `model_ema`: then it keeps float32, in which small steps are not lost.
         """
-        away = [item for item in (model, model_ema) if item in self._away]
-        for item in away:
+        offloaded = [item for item in (model, model_ema) if item in self._offloaded]
+        for item in offloaded:
             self.reload_model(item)
         self.lerp(model, model_ema, 1 - beta)
-        for item in away:
+        for item in offloaded:
             self.offload_model(item)
 
     def _prepare(self, module: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> None:
@@ -169,3 +171,8 @@ class ModelVerbs(MemoryVerbs):
         optimizer = self.create_optimizer(model, rate, optim.adam_betas, optim.l2)
         warmup = round(optim.lr_warmup_ratio * max_steps)
         return model, optimizer, self.create_scheduler(optimizer, optim.lr_scheduler, warmup, max_steps)
+
+
+def is_actor(model: nn.Module) -> bool:
+    """Return True if prepare(is_rlhf=True) or prepare_models_and_optimizers() took `model` for the policy of a run."""
+    return model in _ACTORS

@@ -18,19 +18,19 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.backends import reduce
+from lightrft.backends.config import Arguments, StrategyConfig, sequence_layout
+from lightrft.checkpoint.hf_export import export, export_adapter
+from lightrft.checkpoint.hf_parameters import unwrap
 from lightrft.data.loader import Order
+from lightrft.launch.heartbeat import MARGIN, Alone, Watchdog
+from lightrft.launch.rendezvous import adopt_node_size, join_process_group
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import current_device, memory_in_use, peak_memory, select_device
 from lightrft.parallel.mesh import Mesh, world_axis
-from lightrft.strategy import reduce
 from lightrft.strategy.checkpoint_verbs import CheckpointVerbs
 from lightrft.strategy.compatible_names import CompatibleNames
-from lightrft.strategy.config import Arguments, StrategyConfig, sequence_layout
 from lightrft.strategy.dataloader import ResumableBatchSampler
-from lightrft.strategy.export import export, export_adapter
-from lightrft.strategy.launch import adopt_node_size, join_process_group
-from lightrft.strategy.named import unwrap
-from lightrft.strategy.watchdog import MARGIN, Alone, Watchdog
 from lightrft.versions import TENSOR_PARALLEL, untested_versions
 
 GB = 1e9

@@ -3,7 +3,8 @@
     results = run_contract(MyStrategy, bf16=False)          # on every rank: case -> traceback, empty when it passed
 
 or `torchrun --nproc-per-node 2 -m lightrft.strategy.testing my_package:MyStrategy zpg=2`, or in a single process. Numbers are
-compared with a loop in plain torch over the whole batch. Cases use public verbs only, and layouts without siblings (sp, tp).
+compared with a loop in plain torch over the whole batch. Cases use public verbs only, and layouts without model parallelism
+(sp, tp).
 """
 
 import inspect

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 import lightrft
+from lightrft.backends.optim import own_settings
 from lightrft.config import Config, ConfigError
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.report import write_report
@@ -25,7 +26,6 @@ from lightrft.observe.trace import Trace
 from lightrft.roles.policy import Policy
 from lightrft.strategy import StrategyBase
 from lightrft.strategy.checkpoint_verbs import NOTHING
-from lightrft.strategy.optim import own_settings
 from lightrft.trainer.health import Health
 from lightrft.trainer.identity import changed_settings, identity, weights_of
 from lightrft.trainer.interruption import Interrupted, Interruption

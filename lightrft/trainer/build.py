@@ -269,7 +269,7 @@ def build_teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedT
         except ModuleNotFoundError as error:
             raise ConfigError(f"--teacher_url needs {error.name}: pip install httpx tenacity") from error
         patience = 60 * config.reward.server_minutes
-        return RemoteTeacher(config.model.teacher_url, tokenizer, strategy.mesh.siblings, patience=patience)
+        return RemoteTeacher(config.model.teacher_url, tokenizer, strategy.mesh.model_parallel, patience=patience)
     check_vocabulary(config.model, "teacher_pretrain", tokenizer)
     with strategy.init_model_context():
         model = Actor(load_model(config.model, "teacher_pretrain")).requires_grad_(False)
@@ -308,7 +308,7 @@ def build_mixin(config: Config, policy: Policy, course: Course) -> Mixin:
 
 def build_rewards(config: Config, strategy: StrategyBase) -> RewardRunner:
     chat = config.data.apply_chat_template
-    return RewardRunner(config.reward.reward, strategy.mesh.siblings, config.reward, chat=chat, fail=strategy.fail)
+    return RewardRunner(config.reward.reward, strategy.mesh.model_parallel, config.reward, chat=chat, fail=strategy.fail)
 
 
 def evaluation(config: Config, strategy: StrategyBase, rewards: RewardRunner) -> Sampler:

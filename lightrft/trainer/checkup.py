@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from lightrft.launch.rendezvous import loopback_problem
 from lightrft.parallel.device import current_device, free_memory
-from lightrft.strategy.launch import loopback_problem
 from lightrft.versions import CORE, ENGINES, EXTRAS, installed_version, untested_versions, version_problems
 
 GB = 2**30

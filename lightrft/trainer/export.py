@@ -9,6 +9,10 @@ import torch
 from loguru import logger
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from lightrft.checkpoint import manager
+from lightrft.checkpoint.atomic import CheckpointError, agree
+from lightrft.checkpoint.hf_export import export_adapter, export_whole
+from lightrft.checkpoint.manifest import MANIFEST
 from lightrft.config import Config, ConfigError, ModelSection
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer, load_tokenizer
@@ -17,10 +21,6 @@ from lightrft.models.lora import WEIGHTS as ADAPTER_WEIGHTS
 from lightrft.models.lora import base_of, is_adapter_folder, merge_adapter
 from lightrft.models.trainable import choose_trained
 from lightrft.parallel.collectives import Axis
-from lightrft.strategy import checkpoint
-from lightrft.strategy.atomic import CheckpointError, agree
-from lightrft.strategy.checkpoint_folder import MANIFEST
-from lightrft.strategy.export import export_adapter, export_whole
 from lightrft.trainer.identity import weights_of
 
 ALONE = Axis("export", 1, 0, None)
@@ -39,7 +39,7 @@ def export_checkpoint(
     ConfigError and CheckpointError, a ValueError and a RuntimeError, say what does not fit.
     """
     tag = path.name if (path / MANIFEST).is_file() else None
-    found = checkpoint.find(path.parent if tag else path, tag, ALONE)
+    found = manager.find(path.parent if tag else path, tag, ALONE)
     if found is None:
         raise ConfigError(f"{path} is no checkpoint of a run, and has none in it")
     manifest, path, state = found
@@ -51,11 +51,11 @@ def export_checkpoint(
     tokenizer = load_tokenizer(section)
     model = load_scorer(section, flag) if name == "critic" else load_model(section)
     model = choose_trained(model, section)
-    _check_base(model.name_or_path, identity, name, frozen=bool(checkpoint.frozen_names(model)))
+    _check_base(model.name_or_path, identity, name, frozen=bool(manager.frozen_names(model)))
     role = Scorer(model) if name == "critic" else Actor(model)
-    training = checkpoint.Training(role, None, None, ALONE, torch.device("cpu"))
-    contents = checkpoint.Contents({name: training}, {}, ALONE, training.device)
-    checkpoint.load(contents, path, manifest.world_size, strict=True, module_only=True)
+    model_state = manager.ModelState(role, None, None, ALONE, torch.device("cpu"))
+    contents = manager.CheckpointState({name: model_state}, {}, ALONE, model_state.device)
+    manager.load(contents, path, manifest.world_size, strict=True, module_only=True)
     if adapter_only:
         return export_adapter(model, model.named_parameters(), tokenizer, folder, ALONE)
     return export_whole(model, tokenizer, folder, torch.bfloat16 if bf16 else torch.float32)

@@ -6,7 +6,7 @@ from loguru import logger
 
 from lightrft.algorithms.unread import unread_flags
 from lightrft.config import Config, ConfigError, resolve, summary
-from lightrft.strategy.launch import adopt_slurm
+from lightrft.launch.rendezvous import adopt_slurm
 from lightrft.versions import check_versions
 
 

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from loguru import logger
 from transformers.utils import logging as transformers_logging
 
+from lightrft.checkpoint.atomic import CheckpointError
 from lightrft.config import Config, ConfigError, load
 from lightrft.strategy import StrategyBase, get_strategy
-from lightrft.strategy.atomic import CheckpointError
 from lightrft.trainer.build import ppo_trainer, sft_trainer
 from lightrft.trainer.evaluation import Evaluation
 from lightrft.trainer.interruption import Interrupted

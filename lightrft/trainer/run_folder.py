@@ -13,11 +13,11 @@ from typing import IO, Any, Self
 
 from loguru import logger
 
+from lightrft.checkpoint.atomic import write_file
+from lightrft.checkpoint.manager import STATE
+from lightrft.checkpoint.manifest import LATEST, checkpoints
 from lightrft.config import Config, ConfigError
 from lightrft.parallel.collectives import Axis
-from lightrft.strategy.atomic import write_file
-from lightrft.strategy.checkpoint import STATE
-from lightrft.strategy.checkpoint_folder import LATEST, checkpoints
 
 LOCK, DESCRIPTION = ".lock", "run.json"
 RESULTS = ("metrics.jsonl", "samples.jsonl", "model", "model_ema", "critic")

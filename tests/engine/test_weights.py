@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from lightrft.engine import weights
 from lightrft.engine.weights import bucket_limit, stream
-from lightrft.parallel import gather
+from lightrft.parallel import shm_all_gather
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.gather import AllGather
+from lightrft.parallel.shm_all_gather import AllGather
 from ranks import run_ranks
 
 BUCKETS = [1, 100, 1000, 10**9]
@@ -49,7 +49,7 @@ class Gathers:
 
 def _memory_is_shared() -> None:
     """As torch gathers through sockets: fitting into a half or not; all through one memory, which has no name."""
-    gather.HALF_BYTES = 2048  # before the first use, so that what follows in this start has large tensors too
+    shm_all_gather.HALF_BYTES = 2048  # before the first use, so that what follows in this start has large tensors too
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool):
         for count in (1, 7, 256, 1023, 5000):
@@ -61,14 +61,14 @@ def _memory_is_shared() -> None:
             one.mine.copy_(mine)
             one.run()
             assert torch.equal(one.everyone, expected)
-    assert len(gather._of_groups) == 1
+    assert len(shm_all_gather._of_groups) == 1
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "lightrft-gather" in line]
     assert len(mapped) == 1 and mapped[0].endswith("/memfd:lightrft-gather (deleted)")
 
 
 def _on_hosts(of_ranks: str) -> bool:
     """Whether a new group gathers through memory where `of_ranks` has the host of each rank; what it gathers is right."""
-    gather._host = lambda: of_ranks[dist.get_rank()].strip()
+    shm_all_gather._host = lambda: of_ranks[dist.get_rank()].strip()
     one = AllGather(9, torch.float32, torch.device("cpu"), dist.new_group())
     one.mine.fill_(dist.get_rank())
     one.run()
@@ -82,7 +82,7 @@ def _gathers() -> tuple[list[bool], str]:
     there, said = [_on_hosts(of_ranks) for of_ranks in ("aaaa", "aabb", "abab", "    ")], []
     logger.add(said.append, format="{message}", level="WARNING")
     if dist.get_rank() == 1:
-        gather.open = lambda *_: (_ for _ in ()).throw(PermissionError("not yours"))
+        shm_all_gather.open = lambda *_: (_ for _ in ()).throw(PermissionError("not yours"))
     there.append(_on_hosts("aaaa"))
     return there, "".join(said)
 
@@ -98,7 +98,7 @@ def _limits_agree() -> None:
 
 def _compare(replicate: int) -> list[tuple[int, torch.dtype, int, int]]:
     """(bucket bytes, transfer dtype, all-gathers, bytes contributed), after comparing every tensor with the whole model's."""
-    gather.HALF_BYTES = 2048  # below the largest tensor
+    shm_all_gather.HALF_BYTES = 2048  # below the largest tensor
     expected, model = dict(Uneven().named_parameters()), Uneven()
     sizes, names = (replicate, dist.get_world_size() // replicate), ("replicate", "shard")
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names) if replicate > 1 else init_device_mesh("cpu", sizes[1:])

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from lightrft.config import ModelSection
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
-from lightrft.parallel import sequence
+from lightrft.parallel.sequence_parallel import SequenceParallel
 from lightrft.roles.policy import Policy
 from lightrft.strategy import FSDPStrategy
 from parallel.families import family_model
@@ -41,8 +41,8 @@ def one_by_one(folder: str) -> Tensor:
 
 def answers(folder: str, layouts: list[dict]) -> list[tuple[Tensor, Tensor, int]]:
     """For each layout the log-probs, those of the rows in another order, and the collectives of one call behind the model."""
-    results, gather, seen = [], sequence.Undivided.sums, []
-    sequence.Undivided.sums = lambda divided, *values: (seen.append(divided.axis.size > 1), gather(divided, *values))[1]
+    results, gather, seen = [], SequenceParallel.sums, []
+    SequenceParallel.sums = lambda divided, *values: (seen.append(divided.axis.size > 1), gather(divided, *values))[1]
     for layout in layouts:
         strategy = FSDPStrategy(args={"fsdp": True, **layout})
         strategy.setup_distributed()

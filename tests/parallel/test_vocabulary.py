@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightrft.models import logprobs
 from lightrft.models.logprobs import Truncation, token_logprobs, top_logprobs
-from lightrft.parallel.tensor import vocabulary_shard
+from lightrft.parallel.tensor_parallel import vocabulary_shard
 from marginal import MARGINAL, MARGINAL_CASES, check_marginal, marginal_inputs
 from ranks import run_ranks
 

@@ -36,7 +36,7 @@ def taught(folder: str, teacher: str, held: list[int], temperature: float) -> tu
     policy, metrics, data = rows.policy(made, folder, max_tokens=24), Metrics(), made.mesh.data
     policy.temperature = temperature
     if teacher.startswith("http"):
-        asked = RemoteTeacher(teacher, AutoTokenizer.from_pretrained(folder), made.mesh.siblings)
+        asked = RemoteTeacher(teacher, AutoTokenizer.from_pretrained(folder), made.mesh.model_parallel)
     else:
         asked = rows.policy(made, teacher, max_tokens=24)
         asked.temperature = temperature
@@ -88,7 +88,7 @@ def test_another_vocabulary_is_refused(folders, tmp_path):
 
 
 def alone() -> Axis:
-    return Axis("siblings", 1, 0, None)
+    return Axis("model_parallel", 1, 0, None)
 
 
 def test_a_server_with_another_vocabulary_is_refused(folders):

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightrft.strategy import checkpoint
+from lightrft.checkpoint import manager
+from lightrft.checkpoint.atomic import CheckpointError
 from ranks import run_ranks
 from strategy.test_checkpoint import Run
 from strategy.training import fill_the_disk
@@ -17,14 +18,14 @@ class Gate:
 
     def __init__(self):
         self.opened, self.reached = threading.Event(), threading.Event()
-        write = checkpoint._Writer.write_data
+        write = manager._Writer.write_data
 
         def wait_and_write(*args):
             self.reached.set()
             assert self.opened.wait(60)
             return write(*args)
 
-        checkpoint._Writer.write_data = wait_and_write
+        manager._Writer.write_data = wait_and_write
 
 
 def trains_meanwhile(folder: str, root: Path, args: dict):
@@ -79,7 +80,7 @@ def fails_on_one_rank(folder: str, root: Path):
     if run.strategy.get_rank() == 1:
         fill_the_disk(100_000)
     run.save("bad", async_save=True)
-    with pytest.raises(checkpoint.folders.CheckpointError, match="bad could not be written: rank 1: OSError") as error:
+    with pytest.raises(CheckpointError, match="bad could not be written: rank 1: OSError") as error:
         while not run.strategy.finish_ckpt(wait=False):
             pass
     fill_the_disk(-1)

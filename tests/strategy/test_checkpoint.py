@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from loguru import logger
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lightrft.strategy.checkpoint_reader import CheckpointReader
+from lightrft.checkpoint.reader import CheckpointReader
 from ranks import run_ranks, whole
 from strategy.training import distance, fill_the_disk, load, my_rows, one_step, share_of_loss, snapshot, strategy
 

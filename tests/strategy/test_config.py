@@ -7,9 +7,9 @@ from dataclasses import fields
 import pytest
 from easydict import EasyDict
 
+from lightrft.backends.config import sequence_layout
 from lightrft.config import SECTIONS, Config, ConfigError, deepspeed_problems
 from lightrft.strategy import FSDPStrategy, StrategyConfig, get_strategy
-from lightrft.strategy.config import sequence_layout
 
 VALUES = {"fsdp": True, "bf16": True, "engine_tp_size": 2, "my_flag": 3}
 

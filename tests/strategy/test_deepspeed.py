@@ -45,7 +45,8 @@ def steps(made, model, optimizer, scheduler, numbers: range) -> list[tuple[float
 def live_bytes(made: DeepSpeedStrategy | None = None) -> int:
     """Of all tensors of this process, whoever holds them, without what waits in host memory."""
     gc.collect()
-    waiting = {copy.untyped_storage().data_ptr() for away in (made._away if made else {}).values() for copy in away.host.values()}
+    offloaded = made._offloaded.values() if made else ()
+    waiting = {copy.untyped_storage().data_ptr() for item in offloaded for copy in item.host.values()}
     storages = {}
     for item in gc.get_objects():
         if isinstance(item, torch.Tensor) and item.device.type == "cpu":

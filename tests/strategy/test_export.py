@@ -8,13 +8,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
+from lightrft.checkpoint import hf_export, shard_writer
+from lightrft.checkpoint.shard_writer import ShardWriter
 from lightrft.config import ModelSection
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.models.weight_files import WeightFiles
 from lightrft.parallel.collectives import Axis
-from lightrft.strategy import export, shard_writer
-from lightrft.strategy.shard_writer import ShardWriter
 from memory import larger_model, peak_of
 from ranks import run_ranks
 from seeing import IMAGE, picture, seeing_model
@@ -24,7 +24,7 @@ from tiny import byte_tokenizer
 
 def exported(folder: str, target: Path, shard_bytes: int, **args):
     """The exported model is the actor's, role wrapper and all, slightly changed."""
-    export.MAX_SHARD_BYTES = shard_bytes
+    hf_export.MAX_SHARD_BYTES = shard_bytes
     made = strategy(weight_sync_bucket_mb=1, **args)
     actor = Actor(load_model(ModelSection(pretrain=folder)))
     with torch.no_grad():
@@ -152,7 +152,7 @@ def test_one_rank_writes_the_tokenizer(folder, tmp_path):
 
 
 def peak_of_export(folder: str, target: Path):
-    export.MAX_SHARD_BYTES = 30_000_000
+    hf_export.MAX_SHARD_BYTES = 30_000_000
     made = strategy(weight_sync_bucket_mb=1, bf16=True)
     with made.init_model_context():
         model = load_model(ModelSection(pretrain=folder))

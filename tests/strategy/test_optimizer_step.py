@@ -6,9 +6,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.debug import CommDebugMode
 
+from lightrft.backends.optim import create_adamw, create_lr_scheduler
 from lightrft.parallel.grad_norm import global_grad_norm
 from lightrft.strategy.fsdp import blocks, roots
-from lightrft.strategy.optim import create_adamw, create_lr_scheduler
 from ranks import run_ranks
 from strategy.training import distance, load, my_rows, one_step, sgd, share_of_loss, snapshot, strategy
 

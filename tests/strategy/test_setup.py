@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
+from lightrft.launch.rendezvous import adopt_node_size, adopt_slurm, join_process_group
 from lightrft.parallel.device import check_device_index
 from lightrft.strategy import FSDPStrategy
-from lightrft.strategy.launch import adopt_node_size, adopt_slurm, join_process_group
 from ranks import run_ranks
 from strategy.training import strategy
 
@@ -166,9 +166,9 @@ def test_a_rank_that_cannot_be_reached_is_explained(clean_environment, monkeypat
 
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("lightrft.strategy.launch._meeting_point", lambda *args: dist.HashStore())
-    monkeypatch.setattr("lightrft.strategy.launch._meet", lambda *args: None)
-    monkeypatch.setattr("lightrft.strategy.launch.dist.init_process_group", connect)
+    monkeypatch.setattr("lightrft.launch.rendezvous._meeting_point", lambda *args: dist.HashStore())
+    monkeypatch.setattr("lightrft.launch.rendezvous._meet", lambda *args: None)
+    monkeypatch.setattr("lightrft.launch.rendezvous.dist.init_process_group", connect)
     monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.1.1")
     with pytest.raises(RuntimeError, match="cannot connect to all.*is 127.0.1.1 here.*GLOO_SOCKET_IFNAME=eth0.*connectFullMesh"):
         join_process_group(torch.device("cpu"), timedelta(seconds=1), timedelta(seconds=1))

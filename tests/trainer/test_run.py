@@ -79,8 +79,8 @@ def test_every_verb_that_a_strategy_overrides_is_called(tmp_path, monkeypatch):
 
 
 def test_every_public_verb_is_counted_or_said_to_be_for_other_loops():
+    from lightrft.backends.base import Backend
     from lightrft.strategy import StrategyBase
-    from lightrft.strategy.backend import Backend
     from lightrft.strategy.compatible_names import CompatibleNames
 
     public = {name for name in dir(StrategyBase) if not name.startswith("_") and callable(getattr(StrategyBase, name))}

@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 from loguru import logger
 
+from lightrft.checkpoint.manifest import Manifest
 from lightrft.config import Config, ConfigError
 from lightrft.parallel.collectives import Axis
-from lightrft.strategy.checkpoint_folder import Manifest
 from lightrft.trainer.run_folder import RunFolder
 from ranks import run_ranks
 from strategy.training import fill_the_disk

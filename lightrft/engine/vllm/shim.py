@@ -25,7 +25,7 @@ from lightrft.engine.fused import PARTS, FusedWeights, Room, engine_names
 from lightrft.engine.media import Clip, Video, metadata
 from lightrft.engine.names import PublishedNames
 from lightrft.engine.requests import MEDIA
-from lightrft.engine.weights import Named
+from lightrft.engine.weights import NamedTensor
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import local_rank
 
@@ -52,7 +52,7 @@ class Shim:
             keeps=lambda piece: names.is_alone(piece.name) and _keeps(piece.layer, piece.attribute),
         )  # fmt: skip
 
-    def reload_weights(self, named_tensors: Iterator[Named], *, direct: bool) -> None:
+    def reload_weights(self, named_tensors: Iterator[NamedTensor], *, direct: bool) -> None:
         """Take full tensors under transformers' names; vLLM slices, fuses and repacks them layer by layer.
 
         With `direct` those that it would only slice and copy are copied to where they lie: vLLM buffers, counts and wraps each
@@ -148,7 +148,7 @@ def _item(item: Image | Video | Clip) -> Image | tuple:
     return (item.waveform, item.sampling_rate) if isinstance(item, Clip) else item
 
 
-def _without_copied(named_tensors: Iterator[Named], rooms: Mapping[str, list[Room]]) -> Iterator[Named]:
+def _without_copied(named_tensors: Iterator[NamedTensor], rooms: Mapping[str, list[Room]]) -> Iterator[NamedTensor]:
     """Copy what has room, and pass the others on."""
     for name, tensor in named_tensors:
         if name not in rooms:

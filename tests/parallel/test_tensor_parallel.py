@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 from lightrft.config import ModelSection
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
-from lightrft.parallel.tensor import model_problems, parallelize, plan_problems
+from lightrft.parallel.tensor_parallel import model_problems, parallelize, plan_problems
 from lightrft.strategy import FSDPStrategy
 from lightrft.types import Batch
 from lightrft.versions import TENSOR_PARALLEL

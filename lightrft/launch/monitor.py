@@ -1,4 +1,4 @@
-"""Rank 0 listens to all ranks: where each one is, who has gone, who is late. Its one verdict ends the run on all of them."""
+"""Collect on rank 0 where every rank is, who has gone and who is late, and announce the one failure that ends the run on all."""
 
 import secrets
 import selectors
@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightrft.strategy.connection import FIRST, PENDING, Connection, Gone, keep_from_children
+from lightrft.launch.connection import FIRST, PENDING, Connection, ConnectionLost, keep_from_children
 
 PATIENCE = 5.0
 """Seconds that a failed collective waits for its cause: the rank that failed by itself, or died."""
@@ -20,8 +20,8 @@ OUTSIDE = ("", "start-up")
 
 
 @dataclass
-class Seat:
-    """What is known of one rank. Times are this process's monotonic clock."""
+class RankStatus:
+    """Hold what is known of one rank. Times are this process's monotonic clock."""
 
     rank: int
     host: str
@@ -60,12 +60,12 @@ class Monitor:
         """`address` is where ranks connect, None for all that this machine has. Seconds: a collective may wait for `limit`, a
         phase may take all ranks `phase_limit`, and a `beat` is between two looks."""
         self.world_size, self.limit, self.phase_limit, self.beat, self.token = world_size, limit, phase_limit, beat, token
-        self.seats: dict[int, Seat] = {}
+        self.statuses: dict[int, RankStatus] = {}
         self._listening = listening_socket(address, world_size)
         keep_from_children(self._listening)
         self.port: int = self._listening.getsockname()[1]
         self._began = time.monotonic()
-        self._verdict: dict[str, Any] | None = None
+        self._failure: dict[str, Any] | None = None
         self._echo: tuple[float, dict[str, Any]] | None = None
         self.closing = threading.Event()
         """Set it before rank 0 says that it leaves: the others then hear that nobody watches any more."""
@@ -87,94 +87,95 @@ class Monitor:
                 else:
                     self._hear(key.data)
             now = time.monotonic()
-            if self._verdict is None and now >= next_look:
-                self._judge(now)
+            if self._failure is None and now >= next_look:
+                self._check(now)
                 next_look = now + look
             if now >= next_beat:
                 self._tell_all({"beat": True})
                 next_beat = now + self.beat
         self._tell_all({"bye": True})
-        for connection in [self._listening, *(seat.connection for seat in self.seats.values())]:
+        for connection in [self._listening, *(status.connection for status in self.statuses.values())]:
             connection.close()
 
     # -- hearing
 
     def _hear(self, connection: Connection) -> None:
-        seat = next((seat for seat in self.seats.values() if seat.connection is connection), None)
+        status = next((status for status in self.statuses.values() if status.connection is connection), None)
         try:
             for message in connection.receive():
-                if seat is None:
-                    seat = self._admit(message["hello"], connection)
+                if status is None:
+                    status = self._admit(message["hello"], connection)
                 else:
-                    self._note(seat, message)
-        except (Gone, ValueError, KeyError, TypeError) as reason:  # what is no message of ours comes from a stranger
+                    self._note(status, message)
+        except (ConnectionLost, ValueError, KeyError, TypeError) as reason:  # what is no message of ours comes from a stranger
             self._selector.unregister(connection.socket)
             connection.close()
-            if seat is not None and not seat.left:
-                self._end(death(seat.name, seat.host, seat.phase, reason), root=seat.rank)
+            if status is not None and not status.left:
+                self._end(death(status.name, status.host, status.phase, reason), root=status.rank)
 
-    def _admit(self, hello: dict[str, Any], connection: Connection) -> Seat:
+    def _admit(self, hello: dict[str, Any], connection: Connection) -> RankStatus:
         if not secrets.compare_digest(hello["token"], self.token):
             raise ValueError("a stranger")
         connection.longest = PENDING
-        seat = Seat(hello["rank"], hello["host"], hello["pid"], hello["node"], connection)
-        self.seats[seat.rank] = seat
-        if len(self.seats) == self.world_size:
+        status = RankStatus(hello["rank"], hello["host"], hello["pid"], hello["node"], connection)
+        self.statuses[status.rank] = status
+        if len(self.statuses) == self.world_size:
             self._tell_all({"complete": True})
-        return seat
+        return status
 
-    def _note(self, seat: Seat, message: dict[str, Any]) -> None:
+    def _note(self, status: RankStatus, message: dict[str, Any]) -> None:
         if "state" in message:
-            seat.observe(message["state"])
+            status.observe(message["state"])
         elif "phase" in message:
-            seat.phase, seat.phase_began = message["phase"], time.monotonic()
-            if seat.rank == 0:  # should it die, the others have to say where it was
+            status.phase, status.phase_began = message["phase"], time.monotonic()
+            if status.rank == 0:  # should it die, the others have to say where it was
                 self._tell_all(message)
         elif "failed" in message:
-            self._failed(seat, message["failed"])
+            self._failed(status, message["failed"])
         elif "bye" in message:
-            seat.left = True
+            status.left = True
 
-    # -- judging
+    # -- looking for failures
 
-    def _failed(self, seat: Seat, failure: dict[str, Any]) -> None:
-        verdict = {"root": seat.rank, "code": failure["code"], "brief": failure["brief"],
-                   "cause": f"{seat.name} failed {when(seat.phase)}: {failure['error']}"}
-        if not failure["echo"]:
-            self._end(**verdict)
+    def _failed(self, status: RankStatus, report: dict[str, Any]) -> None:
+        failure = {"root": status.rank, "code": report["code"], "brief": report["brief"],
+                   "cause": f"{status.name} failed {when(status.phase)}: {report['error']}"}
+        if not report["echo"]:
+            self._end(**failure)
         elif self._echo is None:
-            self._echo = time.monotonic() + PATIENCE, verdict
+            self._echo = time.monotonic() + PATIENCE, failure
             self._tell_all({"ask": "state"})
 
-    def _judge(self, now: float) -> None:
+    def _check(self, now: float) -> None:
         if self._echo and now > self._echo[0]:
-            verdict = self._echo[1]
-            verdict["cause"] += f"\nNo rank died or failed otherwise. {self._report(self._behind(), now)}"
-            self._end(**verdict)
+            failure = self._echo[1]
+            failure["cause"] += f"\nNo rank died or failed otherwise. {self._report(self._behind(), now)}"
+            self._end(**failure)
         elif self._longest_wait(now) > self.limit:
             behind = self._behind()
             headline = f"a collective has waited for more than {self.limit:.0f} s (--timeout_minutes)"
-            root = min((seat.rank for seat in self.seats.values() if seat.rank not in behind and not seat.left), default=0)
+            waiting = (status.rank for status in self.statuses.values() if status.rank not in behind and not status.left)
+            root = min(waiting, default=0)
             self._end(f"{headline}. {self._report(behind, now)}", root=root)
         elif phases := self._endless(now):
             headline = f"phase {', '.join(phases)} has taken all ranks more than {self.phase_limit:.0f} s (--phase_minutes)"
             self._end(f"{headline}. {self._report({}, now)}", root=0)
-        elif now - self._began > ARRIVAL and len(self.seats) < self.world_size:
-            absent = names(set(range(self.world_size)) - set(self.seats))
+        elif now - self._began > ARRIVAL and len(self.statuses) < self.world_size:
+            absent = names(set(range(self.world_size)) - set(self.statuses))
             self._end(f"{absent} ended, or hung, before it could say where it is", root=0)
 
     def _endless(self, now: float) -> list[str]:
         """The phases of all ranks, when all have been in theirs for too long."""
-        present = [seat for seat in self.seats.values() if not seat.left]
-        late = [seat for seat in present if seat.phase not in OUTSIDE and now - seat.phase_began > self.phase_limit]
-        return sorted({seat.phase for seat in late}) if len(late) == len(present) else []
+        present = [status for status in self.statuses.values() if not status.left]
+        late = [status for status in present if status.phase not in OUTSIDE and now - status.phase_began > self.phase_limit]
+        return sorted({status.phase for status in late}) if len(late) == len(present) else []
 
     def _counts(self) -> dict[str, dict[int, tuple[int, float]]]:
         """Group -> rank -> (collectives begun, since when)."""
         groups: dict[str, dict[int, tuple[int, float]]] = {}
-        for seat in self.seats.values():
-            for group, count in seat.issued.items():
-                groups.setdefault(group, {})[seat.rank] = count
+        for status in self.statuses.values():
+            for group, count in status.issued.items():
+                groups.setdefault(group, {})[status.rank] = count
         return groups
 
     def _longest_wait(self, now: float) -> float:
@@ -196,27 +197,27 @@ class Monitor:
 
     def _report(self, behind: dict[int, str], now: float) -> str:
         """Who is late, and where everybody is; ranks at the same place share a line."""
-        groups: dict[str, list[Seat]] = {}
-        for seat in self.seats.values():
-            lateness = f"late: {behind[seat.rank]}; " if seat.rank in behind else ""
-            silent = f"; silent for {now - seat.heard:.0f} s" if now - seat.heard > 3 * self.beat else ""
-            where = "has left the run" if seat.left else f"{lateness}{when(seat.phase)}, at {seat.place}{silent}"
-            groups.setdefault(where, []).append(seat)
-        lines = [f"  {_who(seats)}: {where} (for {now - min(seat.phase_began for seat in seats):.0f} s)"
-                 for where, seats in groups.items()]
+        groups: dict[str, list[RankStatus]] = {}
+        for status in self.statuses.values():
+            lateness = f"late: {behind[status.rank]}; " if status.rank in behind else ""
+            silent = f"; silent for {now - status.heard:.0f} s" if now - status.heard > 3 * self.beat else ""
+            where = "has left the run" if status.left else f"{lateness}{when(status.phase)}, at {status.place}{silent}"
+            groups.setdefault(where, []).append(status)
+        lines = [f"  {_who(statuses)}: {where} (for {now - min(status.phase_began for status in statuses):.0f} s)"
+                 for where, statuses in groups.items()]
         headline = f"Late: {names(behind)}." if behind else "No rank is behind the others."
         return "\n".join([headline, *lines])
 
     def _end(self, cause: str, *, root: int, code: int = 1, brief: bool = False) -> None:
-        """Only the first verdict counts. Rank 0 hears it last, so that all have it when this process ends."""
-        if self._verdict is None:
-            node = self.seats[root].node if root in self.seats else ""
-            self._verdict = {"cause": cause, "root": root, "node": node, "code": code, "brief": brief}
-            self._tell_all({"verdict": self._verdict})
+        """Announce a failure; only the first one counts. Rank 0 hears it last, so that all have it when this process ends."""
+        if self._failure is None:
+            node = self.statuses[root].node if root in self.statuses else ""
+            self._failure = {"cause": cause, "root": root, "node": node, "code": code, "brief": brief}
+            self._tell_all({"failure": self._failure})
 
     def _tell_all(self, message: dict[str, Any]) -> None:
-        for rank in sorted(self.seats, reverse=True):
-            self.seats[rank].connection.send(message)
+        for rank in sorted(self.statuses, reverse=True):
+            self.statuses[rank].connection.send(message)
 
 
 def listening_socket(address: str | None, backlog: int) -> socket.socket:
@@ -240,8 +241,8 @@ def when(phase: str) -> str:
     return f"in phase {phase}" if phase else "between phases"
 
 
-def _who(seats: list[Seat]) -> str:
-    return seats[0].name if len(seats) == 1 else names(seat.rank for seat in seats)
+def _who(statuses: list[RankStatus]) -> str:
+    return statuses[0].name if len(statuses) == 1 else names(status.rank for status in statuses)
 
 
 def names(ranks: Any) -> str:

@@ -9,25 +9,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightrft.backends.config import StrategyConfig, sequence_layout
+from lightrft.backends.offload import OffloadedOptimizer, OffloadedTensors, guard_model
+from lightrft.backends.optim import step
+from lightrft.checkpoint.hf_parameters import hf_parameters
+from lightrft.checkpoint.manager import ModelState
 from lightrft.engine import weights
 from lightrft.models.heads import divide
 from lightrft.models.recompute import recompute
 from lightrft.parallel.grad_norm import clip_gradients, global_grad_norm
 from lightrft.parallel.mesh import Mesh
-from lightrft.parallel.sequence import Undivided
+from lightrft.parallel.sequence_parallel import NoSequenceParallel, SequenceParallel
 from lightrft.parallel.ulysses import Ulysses
 from lightrft.parallel.zigzag import Zigzag
-from lightrft.strategy.checkpoint import Training
-from lightrft.strategy.config import StrategyConfig, sequence_layout
-from lightrft.strategy.named import hf_parameters
-from lightrft.strategy.offload import AwayOptimizer, AwayTensors, guard_model
-from lightrft.strategy.optim import step
 
-SEQUENCES: dict[str, type[Undivided]] = {"ulysses": Ulysses, "zigzag": Zigzag}
+SEQUENCES: dict[str, type[SequenceParallel]] = {"ulysses": Ulysses, "zigzag": Zigzag}
 """How ranks share the tokens of a batch, by --sp_impl."""
 
 
-class Away(Protocol):
+class Offloaded(Protocol):
     """A model or an optimizer that waits in host memory, which a caller notices by an error when it is used."""
 
     def reload(self, device: torch.device) -> None:
@@ -125,23 +125,23 @@ class Backend(ABC):
         return any(parameter.grad is not None for parameter in model.parameters())
 
     def lives_on_host(self, item: nn.Module | Optimizer) -> bool:
-        """Whether it is in host memory for good, so that there is nothing to send away."""
+        """Whether it is in host memory for good, so that there is nothing to offload."""
         return False
 
-    def send_model_away(self, model: nn.Module) -> Away:
+    def offload_model_state(self, model: nn.Module) -> Offloaded:
         """Move parameters and buffers to host memory and free their place on the device; parameters stay the same objects."""
-        return AwayTensors([*model.parameters(), *model.buffers()], self.device, guard_model(model))
+        return OffloadedTensors([*model.parameters(), *model.buffers()], self.device, guard_model(model))
 
-    def send_optimizer_away(self, optimizer: Optimizer) -> Away:
+    def offload_optimizer_state(self, optimizer: Optimizer) -> Offloaded:
         """The same for the optimizer's state."""
-        return AwayOptimizer(optimizer, self.device)
+        return OffloadedOptimizer(optimizer, self.device)
 
-    def training(self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> Training:
-        """What a checkpoint reads and writes. Model and optimizer are here, not away."""
-        return Training(model, optimizer, scheduler, self.mesh.world, self.device)
+    def training(self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> ModelState:
+        """What a checkpoint reads and writes. Model and optimizer are here, not offloaded."""
+        return ModelState(model, optimizer, scheduler, self.mesh.world, self.device)
 
     @property
-    def sequence(self) -> Undivided:
+    def sequence(self) -> SequenceParallel:
         """How the ranks of a replica of data share a batch."""
-        kind = SEQUENCES[sequence_layout(self.config)[1]] if self.mesh.sp.size > 1 else Undivided
+        kind = SEQUENCES[sequence_layout(self.config)[1]] if self.mesh.sp.size > 1 else NoSequenceParallel
         return kind(self.mesh.sp, parts=self.mesh.tp.size if self.config.tp_sequence_parallel else 1)

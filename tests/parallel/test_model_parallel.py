@@ -34,10 +34,10 @@ def strategy(**args) -> FSDPStrategy:
 def places(layout: dict) -> tuple:
     made = strategy(**layout)
     mesh = made.mesh
-    sizes = [axis.size for axis in (mesh.world, mesh.data, mesh.shard, mesh.sp, mesh.tp, mesh.siblings)]
+    sizes = [axis.size for axis in (mesh.world, mesh.data, mesh.shard, mesh.sp, mesh.tp, mesh.model_parallel)]
     total = made.all_reduce(1.0, "sum"), made.all_gather(torch.tensor([mesh.data.rank])).tolist()
     rows = [row for batch in made.setup_dataloader(list(range(8)), 2, shuffle=False) for row in batch]
-    return sizes, mesh.data.rank, mesh.siblings.rank, *total, rows
+    return sizes, mesh.data.rank, mesh.model_parallel.rank, *total, rows
 
 
 def test_what_is_counted_are_replicas_of_data():
@@ -100,17 +100,17 @@ def judged(fail: bool) -> list[float]:
 
     rewards.register("moody")(moody)
     samples = [Sample(Prompt(0, "", [1]), 0, [1, 2], [0.0, 0.0], "", "stop") for _ in range(3)]
-    RewardRunner("moody", mesh.siblings)(samples)
+    RewardRunner("moody", mesh.model_parallel)(samples)
     assert [sample.steps for sample in samples] == [[(1, sample.reward)] for sample in samples]
     return [sample.reward for sample in samples]
 
 
-def test_one_judges_for_all_siblings():
-    first, its_sibling, other, its_other = run_ranks(4, judged, False)
-    assert first == its_sibling and other == its_other and first != other
+def test_one_judges_for_all_model_parallel_ranks():
+    first, its_model_parallel_rank, other, its_other = run_ranks(4, judged, False)
+    assert first == its_model_parallel_rank and other == its_other and first != other
 
 
-def test_a_failing_judge_fails_on_all_siblings():
+def test_a_failing_judge_fails_on_all_model_parallel_ranks():
     with pytest.raises(RuntimeError) as caught:
         run_ranks(2, judged, True)
     assert str(caught.value).count("ConfigError: --reward moody: KeyError: 'answer'") == 2

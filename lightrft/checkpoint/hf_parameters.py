@@ -2,16 +2,13 @@
 
 from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
-from weakref import WeakSet
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-_ACTORS: WeakSet[nn.Module] = WeakSet()
-
 
 @runtime_checkable
-class Named(Protocol):
+class HasHFParameters(Protocol):
     """A role's module that knows the Hugging Face names of its parameters."""
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -21,7 +18,7 @@ class Named(Protocol):
 def hf_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     if isinstance(model, PreTrainedModel):
         return model.named_parameters()
-    if isinstance(model, Named):
+    if isinstance(model, HasHFParameters):
         return model.hf_parameters()
     raise TypeError(f"{type(model).__name__} is neither a transformers model nor has it hf_parameters()")
 
@@ -38,11 +35,3 @@ def unwrap(model: nn.Module) -> nn.Module:
     """The first transformers model inside `model`, itself included; the module as it is when there is none."""
     return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
 
-
-def mark_actor(*models: nn.Module) -> None:
-    _ACTORS.update(models)
-
-
-def is_actor(model: nn.Module) -> bool:
-    """Whether prepare(is_rlhf=True) or prepare_models_and_optimizers() took it for the policy of a run."""
-    return model in _ACTORS

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightrft.strategy.checkpoint import Training, frozen_names
-from lightrft.strategy.config import StrategyConfig
-from lightrft.strategy.fragment import Fragment
+from lightrft.checkpoint.manager import ModelState, frozen_names
+from lightrft.checkpoint.zero_fragment import Fragment
+from lightrft.config import StrategySection
 
 BUCKET = 50_000_000
 """Elements of gradients that are reduced, and of parameters that are fetched, at once."""
 
 
 def engine_config(
-    config: StrategyConfig, module: nn.Module, *, bf16: bool, trains: bool, max_norm: float, pinned: bool
+    config: StrategySection, module: nn.Module, *, bf16: bool, trains: bool, max_norm: float, pinned: bool
 ) -> dict[str, Any]:
     """What deepspeed.initialize() is told. Vectors stay whole under ZeRO-3: gathering them would take longer than they save."""
     vectors = [parameter.numel() for parameter in module.parameters() if parameter.ndim < 2]
@@ -46,7 +46,7 @@ def engine_config(
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FlatSlice:
     """A run of elements of a flattened parameter, and where its master lies in one of the rank's flat partitions."""
 
     parameter: nn.Parameter
@@ -73,24 +73,24 @@ class Partitions:
     def __iter__(self) -> Iterator[tuple[Sequence[nn.Parameter], Tensor]]:
         return zip(self.groups, self.flats, strict=True)
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[FlatSlice]:
         cut = self._cut_each if self.by_parameter else self._cut_group
         for group, flat in self:
             yield from (piece for piece in cut(group, flat) if piece.length > 0)
 
-    def _cut_each(self, group: Sequence[nn.Parameter], flat: Tensor) -> Iterator[Piece]:
+    def _cut_each(self, group: Sequence[nn.Parameter], flat: Tensor) -> Iterator[FlatSlice]:
         offset = 0
         for parameter in group:
             size = parameter.ds_tensor.numel()
-            yield Piece(parameter, self.rank * size, flat, offset, min(size, parameter.ds_numel - self.rank * size))
+            yield FlatSlice(parameter, self.rank * size, flat, offset, min(size, parameter.ds_numel - self.rank * size))
             offset += size
 
-    def _cut_group(self, group: Sequence[nn.Parameter], flat: Tensor) -> Iterator[Piece]:
+    def _cut_group(self, group: Sequence[nn.Parameter], flat: Tensor) -> Iterator[FlatSlice]:
         first, before = self.rank * flat.numel(), 0
         for parameter in group:
             start = max(first - before, 0)
             stop = min(first + flat.numel() - before, parameter.numel())
-            yield Piece(parameter, start, flat, before + start - first, stop - start)
+            yield FlatSlice(parameter, start, flat, before + start - first, stop - start)
             before += parameter.numel()
 
 
@@ -99,13 +99,13 @@ def whole_shape(parameter: Tensor) -> torch.Size:
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
-def own_part(parameter: Tensor) -> Tensor:
+def local_shard(parameter: Tensor) -> Tensor:
     """What a rank keeps of a parameter between its uses: under ZeRO-3 its run of elements, padded; else all of it."""
     return getattr(parameter, "ds_tensor", parameter)
 
 
 @dataclass
-class ZeroTraining(Training):
+class ZeroModelState(ModelState):
     """The masters stand for their parameters, so that a checkpoint is the same for every stage, and for FSDP2."""
 
     partitions: Partitions = field(kw_only=True)
@@ -138,18 +138,18 @@ class ZeroTraining(Training):
         for group, saved in zip(self.optimizer.param_groups, loaded["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
 
-    def _master(self, value: Tensor, pieces: dict[Tensor, Piece]) -> Tensor | Fragment:
+    def _master(self, value: Tensor, pieces: dict[Tensor, FlatSlice]) -> Tensor | Fragment:
         if value in pieces:
             return _fragment(pieces[value], pieces[value].flat)
         if any(value is parameter for group, _ in self.partitions for parameter in group):
             return Fragment(whole_shape(value), 0, torch.empty(0))
-        part, shape = own_part(value), whole_shape(value)
+        part, shape = local_shard(value), whole_shape(value)
         if part is value:
             return value
         start = min(self.partitions.rank * part.numel(), shape.numel())
         return Fragment(shape, start, part.detach()[: shape.numel() - start])
 
-    def _moments(self, pieces: dict[Tensor, Piece]) -> dict[str, dict[str, Any]]:
+    def _moments(self, pieces: dict[Tensor, FlatSlice]) -> dict[str, dict[str, Any]]:
         """Name -> what the optimizer keeps for this rank's part of it."""
         moments: dict[str, dict[str, Any]] = {}
         names = self._names()
@@ -157,7 +157,7 @@ class ZeroTraining(Training):
             begin(self.optimizer, flat)
             kept = {key: value for key, value in self.optimizer.state[flat].items() if isinstance(value, Tensor)}
             for parameter in group:
-                piece = pieces.get(parameter, Piece(parameter, 0, flat, 0, 0))
+                piece = pieces.get(parameter, FlatSlice(parameter, 0, flat, 0, 0))
                 moments[names[parameter]] = {
                     key: _fragment(piece, value) if value.ndim else value for key, value in kept.items()
                 }
@@ -183,5 +183,5 @@ def begin(optimizer: Optimizer, flat: Tensor) -> None:
             value.zero_()
 
 
-def _fragment(piece: Piece, tensor: Tensor) -> Fragment:
+def _fragment(piece: FlatSlice, tensor: Tensor) -> Fragment:
     return Fragment(whole_shape(piece.parameter), piece.start, piece.of(tensor))

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from loguru import logger
 from torch.distributed.distributed_c10d import _get_default_store
 
+from lightrft.launch import orphan_guard
+from lightrft.launch.monitor import names
 from lightrft.parallel.device import collective_backend
-from lightrft.strategy import guard
-from lightrft.strategy.monitor import names
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
@@ -58,7 +58,7 @@ def end_with_launcher(launcher: int) -> None:
     """From now on a rank that torchrun, process id `launcher`, has started does not outlive it, nor does what the rank starts."""
     global _guard
     if _guard is None and "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux" and os.getpgid(0) == os.getpid():
-        command = [sys.executable, "-IS", guard.__file__, str(os.getpid()), str(launcher)]
+        command = [sys.executable, "-IS", orphan_guard.__file__, str(os.getpid()), str(launcher)]
         _guard = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 
@@ -77,7 +77,7 @@ def join_process_group(device: torch.device, timeout: timedelta, arrival: timede
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return True
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = _own_part(_meeting_point(rank, arrival))
+    store = _prefixed_store(_meeting_point(rank, arrival))
     _meet(store, rank, world_size, arrival)
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=arrival)
@@ -134,8 +134,8 @@ def _meeting_point(rank: int, arrival: timedelta) -> dist.Store:
         ) from error
 
 
-def _own_part(store: dist.Store) -> dist.Store:
-    """Keys of this process group alone: the store of torchrun outlives groups and restarts, and so do keys in it."""
+def _prefixed_store(store: dist.Store) -> dist.Store:
+    """Return the store with keys of this process group alone: that of torchrun, and its keys, outlive groups and restarts."""
     global _num_groups
     _num_groups += 1
     return dist.PrefixStore(f"lightrft/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{_num_groups}", store)

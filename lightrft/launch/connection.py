@@ -22,7 +22,7 @@ FIRST = 1024
 _open: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 
 
-class Gone(Exception):
+class ConnectionLost(Exception):
     """The other end closed the connection, died, or cannot be reached any more."""
 
 
@@ -48,28 +48,28 @@ class Connection:
                 self._unsent = self._unsent[self.socket.send(self._unsent) :]
 
     def receive(self) -> Iterator[Message]:
-        """Give the messages that arrived since the last call. Gone when nothing will any more."""
+        """Give the messages that arrived since the last call. ConnectionLost when no more can arrive."""
         try:
             data = self.socket.recv(PENDING)
         except BlockingIOError:
             return
         except OSError as error:
-            raise Gone(error.strerror) from error
+            raise ConnectionLost(error.strerror) from error
         if not data:
-            raise Gone("connection closed")
+            raise ConnectionLost("connection closed")
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
             yield self._read(line)
         if len(self._unread) > self.longest:
-            raise Gone("a line without an end")
+            raise ConnectionLost("a line without an end")
 
     def _read(self, line: bytes) -> Message:
         if len(line) > self.longest:
-            raise Gone(f"a line of {len(line)} bytes")
+            raise ConnectionLost(f"a line of {len(line)} bytes")
         try:
             return json.loads(line)
         except RecursionError as error:
-            raise Gone("a line of brackets") from error
+            raise ConnectionLost("a line of brackets") from error
 
     def shut(self) -> None:
         """Both ends, and who waits here, see the end."""

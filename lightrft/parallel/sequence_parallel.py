@@ -13,8 +13,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from lightrft.parallel.collectives import Axis
 
 
-class Undivided:
-    """All tokens on one rank: the base of what divides them."""
+class SequenceParallel:
+    """Divide the tokens of a batch over the ranks of an axis: one chunk each, in their order. The base of Ulysses and Zigzag."""
 
     chunks_per_rank = 1
 
@@ -104,7 +104,11 @@ class Undivided:
         return output
 
 
-UNDIVIDED = Undivided()
+class NoSequenceParallel(SequenceParallel):
+    """Keep all tokens on one rank."""
+
+
+NO_SEQUENCE_PARALLEL = NoSequenceParallel()
 
 
 def gathered(values: Tensor, axis: Axis) -> Tensor:

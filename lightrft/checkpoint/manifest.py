@@ -15,8 +15,8 @@ from pathlib import Path
 
 from loguru import logger
 
+from lightrft.checkpoint.atomic import PART, CheckpointError, agree, remove_folder, replace_file, write_file
 from lightrft.parallel.collectives import Axis
-from lightrft.strategy.atomic import PART, CheckpointError, agree, remove_folder, replace_file, write_file
 
 MANIFEST, LATEST = "manifest.json", "latest"
 GB = 1e9

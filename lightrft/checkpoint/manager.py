@@ -18,19 +18,19 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightrft.checkpoint.atomic import agree, naming, write_file, write_folder
+from lightrft.checkpoint.manifest import Manifest, manifest_steps, newest_whole, next_number, point_to, rotate, whole
+from lightrft.checkpoint.random_states import random_states, set_random_states
+from lightrft.checkpoint.reader import CheckpointReader
+from lightrft.checkpoint.zero_fragment import LoadPlanner, SavePlanner
 from lightrft.parallel.collectives import Axis
-from lightrft.strategy import checkpoint_folder as folders
-from lightrft.strategy.atomic import agree, naming, write_file, write_folder
-from lightrft.strategy.checkpoint_reader import CheckpointReader
-from lightrft.strategy.fragment import LoadPlanner, SavePlanner
-from lightrft.strategy.random_states import random_states, set_random_states
 
 STATE, SCHEDULERS, PARTS, HF = "state.json", "schedulers.pt", "parts.pt", "hf"
 
 
 @dataclass(slots=True)
-class Training:
-    """One model in a checkpoint, and what trains it."""
+class ModelState:
+    """Read and restore one model in a checkpoint, with its optimizer and schedule."""
 
     model: nn.Module
     optimizer: Optimizer | None
@@ -66,10 +66,10 @@ def frozen_names(model: nn.Module) -> set[str]:
 
 
 @dataclass(slots=True)
-class Contents:
-    """What goes into a checkpoint, or comes out of one."""
+class CheckpointState:
+    """Name the models and the other parts of a run that go into a checkpoint, or come out of one."""
 
-    models: dict[str, Training]
+    models: dict[str, ModelState]
     parts: Mapping[str, Stateful]
     """Anything else that has a state: tensors and plain types, the same on all ranks, of which rank 0's is written."""
     world: Axis
@@ -86,20 +86,23 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """Which checkpoints of a folder stay: so many, of so many GB together. Only a `latest` one is resumed without a tag."""
+class RetentionPolicy:
+    """Limit the checkpoints that a folder keeps, by their number and their GB together.
+
+    Only a `latest` one is resumed without a tag.
+    """
 
     max_num: int
     max_mem: float
     latest: bool
 
 
-def snapshot(contents: Contents, state: dict[str, Any], *, tensors: dict[str, Any]) -> Snapshot:
+def snapshot(contents: CheckpointState, state: dict[str, Any], *, tensors: dict[str, Any]) -> Snapshot:
     """`state` is JSON. All ranks call it: a part may talk to its other ranks."""
     files = {_random_file(contents.world.rank): _bytes(random_states(contents.device))}
     parts = {name: part.state_dict() for name, part in contents.parts.items()}
     if contents.world.rank == 0:
-        schedulers = {name: training.scheduler.state_dict() for name, training in contents.models.items() if training.scheduler}
+        schedulers = {name: model.scheduler.state_dict() for name, model in contents.models.items() if model.scheduler}
         files |= {STATE: json.dumps(state).encode(), SCHEDULERS: _bytes(schedulers), PARTS: _checked_bytes(parts)}
     return Snapshot(tensors, files)
 
@@ -109,18 +112,18 @@ def copied(tensors: dict[str, Any]) -> dict[str, Any]:
     return BlockingAsyncStager().stage(tensors)
 
 
-def write(snapshot: Snapshot, folder: Path, world: Axis, kept: Kept, hf: Path | None = None) -> None:
+def write(snapshot: Snapshot, folder: Path, world: Axis, retention: RetentionPolicy, hf: Path | None = None) -> None:
     """Write `folder`, whole or not at all, then point `latest` to it, then remove what is too old.
 
     `hf` is a model folder that moves inside. CheckpointError on all ranks when any of them cannot write; earlier
     checkpoints are then untouched.
     """
     root = folder.parent
-    manifest = folders.Manifest(0, world.size, kept.latest)
+    manifest = Manifest(0, world.size, retention.latest)
 
     def begin(part: Path) -> None:
         if world.rank == 0:
-            manifest.number = folders.next_number(root, being_written={part.name} | ({hf.name} if hf else set()))
+            manifest.number = next_number(root, being_written={part.name} | ({hf.name} if hf else set()))
             if hf is not None:
                 hf.rename(part / HF)
 
@@ -130,25 +133,25 @@ def write(snapshot: Snapshot, folder: Path, world: Axis, kept: Kept, hf: Path | 
         begin,
         partial(_write_tensors, snapshot.tensors, world),
         lambda part: [write_file(part / name, content) for name, content in snapshot.files.items()],
-        *folders.manifest_steps(manifest, world),
+        *manifest_steps(manifest, world),
     )
-    if kept.latest:
-        folders.point_to(root, folder.name, world)
+    if retention.latest:
+        point_to(root, folder.name, world)
     if world.rank == 0:
-        folders.rotate(root, kept.max_num, kept.max_mem)
+        rotate(root, retention.max_num, retention.max_mem)
     world.barrier()
 
 
-def find(root: Path, tag: str | None, world: Axis) -> tuple[folders.Manifest, Path, dict[str, Any]] | None:
+def find(root: Path, tag: str | None, world: Axis) -> tuple[Manifest, Path, dict[str, Any]] | None:
     """`root/tag`, or the newest whole checkpoint, with its state; None when there is none.
 
     CheckpointError when the one asked for is missing or damaged.
     """
-    found = folders.newest_whole(root, world) if tag is None else folders.whole(root / tag, world)
+    found = newest_whole(root, world) if tag is None else whole(root / tag, world)
     return found and (*found, json.loads((found[1] / STATE).read_text()))
 
 
-def load(contents: Contents, path: Path, world_size: int, *, strict: bool, module_only: bool) -> None:
+def load(contents: CheckpointState, path: Path, world_size: int, *, strict: bool, module_only: bool) -> None:
     """Random states are restored where the number of ranks is the same. CheckpointError for what does not fit together."""
     world = contents.world
     steps = [partial(_read_tensors, contents, path, strict=strict, module_only=module_only)]
@@ -179,18 +182,18 @@ class _Writer(dcp.FileSystemWriter):
             raise
 
 
-def _read_tensors(contents: Contents, path: Path, *, strict: bool, module_only: bool) -> None:
+def _read_tensors(contents: CheckpointState, path: Path, *, strict: bool, module_only: bool) -> None:
     reader = CheckpointReader(path)
     saved = {name: getattr(entry, "size", None) for name, entry in reader.read_metadata().state_dict_metadata.items()}
     _check_same(set(contents.models), {name.split(".")[0] for name in saved}, "model", subset=module_only)
-    states = {name: training.tensors(module_only=module_only) for name, training in contents.models.items()}
+    states = {name: model.tensors(module_only=module_only) for name, model in contents.models.items()}
     for name, state in states.items():
         _check_tensors(state["model"], f"{name}.model.", saved, strict)
         if "optimizer" in state:
             _forget_untouched(state["optimizer"]["state"], f"{name}.optimizer.state.", saved)
     dcp.load(states, storage_reader=reader, planner=LoadPlanner())
-    for name, training in contents.models.items():
-        training.restore(states[name])
+    for name, model in contents.models.items():
+        model.restore(states[name])
 
 
 def _check_same(wanted: set[str], saved: set[str], what: str, *, subset: bool = False) -> None:
@@ -221,9 +224,9 @@ def _forget_untouched(state: dict[str, dict[str, Any]], prefix: str, saved: Mapp
             del state[name]
 
 
-def _read_small_files(contents: Contents, path: Path) -> None:
+def _read_small_files(contents: CheckpointState, path: Path) -> None:
     schedulers, parts = (torch.load(path / name, weights_only=True) for name in (SCHEDULERS, PARTS))
-    scheduled = {name: training.scheduler for name, training in contents.models.items() if training.scheduler}
+    scheduled = {name: model.scheduler for name, model in contents.models.items() if model.scheduler}
     _check_same(set(scheduled), set(schedulers), "schedule", subset=True)
     _check_same(set(contents.parts), set(parts), "state")
     for name, scheduler in scheduled.items():
@@ -232,7 +235,7 @@ def _read_small_files(contents: Contents, path: Path) -> None:
         part.load_state_dict(parts[name])
 
 
-def _restore_random(contents: Contents, path: Path) -> None:
+def _restore_random(contents: CheckpointState, path: Path) -> None:
     set_random_states(torch.load(path / _random_file(contents.world.rank), weights_only=True), contents.device)
 
 

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from lightrft.backends.offload import same_parameters
+from lightrft.checkpoint.atomic import agree
+from lightrft.checkpoint.hf_parameters import unwrap
 from lightrft.engine.names import made_as
 from lightrft.models.converted_files import ConvertedFiles
 from lightrft.models.empty import is_empty
@@ -23,10 +26,7 @@ from lightrft.models.weight_files import (
     tied_names,
 )
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.cuts import own_part
-from lightrft.strategy.atomic import agree
-from lightrft.strategy.named import unwrap
-from lightrft.strategy.offload import same_parameters
+from lightrft.parallel.dtensor_slices import local_slices
 
 
 def materialize(module: nn.Module, device: torch.device, world: Axis) -> None:
@@ -117,7 +117,7 @@ class Source:
     def _read(self, name: str, tensor: Tensor) -> Tensor:
         """Return this rank's part of a tensor. ValueError for a weight that is not finite; a buffer may have such values."""
         stored = self.wanted[name]
-        values = self.files.read(stored, own_part(tensor))
+        values = self.files.read(stored, local_slices(tensor))
         if _is_parameter(tensor):
             check_finite(self.files.origin(stored), values)
         return values

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
-from lightrft.strategy import FSDPStrategy, monitor, watchdog
-from lightrft.strategy.connection import PENDING, Connection, Gone
-from lightrft.strategy.watchdog import is_echo
+from lightrft.launch import heartbeat, monitor
+from lightrft.launch.connection import PENDING, Connection, ConnectionLost
+from lightrft.launch.heartbeat import is_echo
+from lightrft.strategy import FSDPStrategy
 from ranks import exit_codes, run_ranks
 
 LIMIT = timedelta(seconds=1)
@@ -24,7 +25,7 @@ LIMIT = timedelta(seconds=1)
 
 @pytest.fixture(autouse=True)
 def no_launcher_to_wait_for(monkeypatch):
-    monkeypatch.setattr("lightrft.strategy.watchdog.GRACE", 0.4)
+    monkeypatch.setattr("lightrft.launch.heartbeat.GRACE", 0.4)
 
 
 def start(folder: Path, limit: timedelta = LIMIT, **layout) -> FSDPStrategy:
@@ -67,7 +68,7 @@ def test_every_rank_says_who_is_late_and_where_all_are(tmp_path):
     for said in ended(tmp_path, 3, late, {}, 1):
         assert "this run ends: a collective has waited for more than 1 s (--timeout_minutes). Late: rank 1." in said
         where = f"rank 1 (pid {(tmp_path / 'pid1').read_text()} on {socket.gethostname()}): late: has begun 0 of 1 collectives"
-        assert where in said and "in phase reward, at tests/strategy/test_watchdog.py:" in said.replace(f"{os.getcwd()}/", "")
+        assert where in said and "in phase reward, at tests/launch/test_heartbeat.py:" in said.replace(f"{os.getcwd()}/", "")
         assert "(oversleep)" in said
         assert "ranks 0, 2: in phase train, at lightrft/parallel/collectives.py:" in said
 
@@ -136,7 +137,7 @@ def work():
 def test_a_phase_that_never_ends_on_any_rank(tmp_path, world_size):
     for said in ended(tmp_path, world_size, together, "generate"):
         assert "this run ends: phase generate has taken " in said and "more than 1 s (--phase_minutes)" in said
-        assert "test_watchdog.py:" in said and "(together)" in said
+        assert "test_heartbeat.py:" in said and "(together)" in said
 
 
 def test_a_program_that_says_nothing_has_no_phases(tmp_path):
@@ -271,7 +272,7 @@ def test_a_receiver_who_does_not_read_stops_nobody():
     first = list(theirs.receive())
     assert [message["phase"] for message in first[:2]] == ["0", "1"]
     theirs.close()
-    with pytest.raises(Gone):
+    with pytest.raises(ConnectionLost):
         for _ in range(1000):
             list(ours.receive())
             time.sleep(0.001)
@@ -295,7 +296,7 @@ def test_libraries_of_an_environment_beneath_are_not_named():
     thread = threading.Thread(target=train)
     thread.start()
     ready.wait()
-    said = watchdog.place_of(thread.ident)
+    said = heartbeat.place_of(thread.ident)
     done.set()
     thread.join()
     assert "(test_libraries_of_an_environment_beneath_are_not_named.<locals>.train)" in said and "adam.py" not in said
@@ -308,8 +309,8 @@ def test_where_rank_0_listens(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for name, address in (("fabric", "fabric"), ("debian", None)):
         monkeypatch.setenv("MASTER_ADDR", name)
-        assert watchdog._listening_address(4) == address
-    assert watchdog._listening_address(2) == "127.0.0.1"
+        assert heartbeat._listening_address(4) == address
+    assert heartbeat._listening_address(2) == "127.0.0.1"
 
 
 def test_ranks_are_named_by_spans():

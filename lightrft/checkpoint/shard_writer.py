@@ -13,9 +13,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from lightrft.checkpoint.atomic import naming, write_file
 from lightrft.models.weight_files import INDEX, NAME
 from lightrft.parallel.collectives import Axis
-from lightrft.strategy.atomic import naming, write_file
 
 HEADER_BYTES = 128 * 1024
 """Room for about a thousand tensors; the next one begins another file."""

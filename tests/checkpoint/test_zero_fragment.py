@@ -7,7 +7,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightrft.strategy.fragment import Fragment, LoadPlanner, SavePlanner, boxes
+from lightrft.checkpoint.zero_fragment import Fragment, LoadPlanner, SavePlanner, boxes
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

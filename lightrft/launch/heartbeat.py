@@ -21,10 +21,10 @@ import torch.distributed as dist
 from loguru import logger
 from torch.distributed.distributed_c10d import _get_default_store
 
+from lightrft.launch.connection import Connection, ConnectionLost
+from lightrft.launch.monitor import ARRIVAL, OUTSIDE, PATIENCE, Monitor, death, when
+from lightrft.launch.rendezvous import tell_launcher
 from lightrft.parallel.mesh import collectives_begun
-from lightrft.strategy.connection import Connection, Gone
-from lightrft.strategy.launch import tell_launcher
-from lightrft.strategy.monitor import ARRIVAL, OUTSIDE, PATIENCE, Monitor, death, when
 
 BEAT = 5.0
 """Seconds between two messages of a rank; less where the limit is short."""
@@ -54,7 +54,7 @@ class Watchdog:
         _count += 1
         self.rank, self.limit, self.beat = rank, limit, min(BEAT, limit / 4, phase_limit / 4)
         self._process = os.getpid()
-        self._verdict: dict[str, Any] | None = None
+        self._failure: dict[str, Any] | None = None
         self._complete, self._decided = threading.Event(), threading.Event()
         self._closed = self._unwatched = False
         self._failed = False
@@ -74,7 +74,7 @@ class Watchdog:
         self._thread.start()
         atexit.register(self.close)
         self._hook, sys.excepthook = sys.excepthook, self._uncaught
-        self._complete.wait(2 * ARRIVAL)  # a rank that does not come is a verdict before
+        self._complete.wait(2 * ARRIVAL)  # a rank that does not come ends the run before
 
     @classmethod
     def start(cls, limit: timedelta, phase_limit: timedelta) -> "Self | Alone":
@@ -97,10 +97,10 @@ class Watchdog:
         summary = f"{type(error).__name__}: {error}"[:2000]
         self._connection.send({"failed": {"error": summary, "code": code, "brief": brief, "echo": echo}})
         self._decided.wait(2 * PATIENCE)
-        if self._verdict is not None and self._verdict["root"] != self.rank:
+        if self._failure is not None and self._failure["root"] != self.rank:
             time.sleep(GRACE + PATIENCE)  # meanwhile the thread ends this process
-        if self._verdict is not None and echo:
-            said = f"{said}\n{self._verdict['cause']}"
+        if self._failure is not None and echo:
+            said = f"{said}\n{self._failure['cause']}"
         logger.error(said)
         leave(said, code)
 
@@ -137,7 +137,7 @@ class Watchdog:
                 for message in self._connection.receive():
                     self._stood = 0.0
                     self._hear(message)
-            except Gone as reason:
+            except ConnectionLost as reason:
                 if not (self._closed or self._unwatched):
                     self._end(self._death_of_rank_0(reason))
                 break
@@ -150,32 +150,32 @@ class Watchdog:
             self._complete.set()
         elif "ask" in message:
             self._next_beat = 0
-        elif "verdict" in message:
-            self._end(message["verdict"])
+        elif "failure" in message:
+            self._end(message["failure"])
         elif "bye" in message:
             self._unwatched = True
 
-    def _end(self, verdict: dict[str, Any]) -> None:
-        self._verdict = verdict
+    def _end(self, failure: dict[str, Any]) -> None:
+        self._failure = failure
         self._decided.set()
-        mine = verdict["root"] == self.rank
+        mine = failure["root"] == self.rank
         if mine and self._failed:
             time.sleep(GRACE + PATIENCE)  # meanwhile the failing thread ends this process
-        if verdict["brief"]:
+        if failure["brief"]:
             time.sleep(0.5)  # most errors of users meet all ranks: this one may be about to say the same
-        if not (verdict["brief"] and self._failed):
-            logger.error(f"this run ends: {verdict['cause']}")
-        if verdict["node"] == _self()["node"] and not mine:
+        if not (failure["brief"] and self._failed):
+            logger.error(f"this run ends: {failure['cause']}")
+        if failure["node"] == _self()["node"] and not mine:
             time.sleep(GRACE)
-        leave(verdict["cause"], verdict["code"])
+        leave(failure["cause"], failure["code"])
 
-    def _death_of_rank_0(self, reason: Gone) -> dict[str, Any]:
-        """The verdict for which there is no monitor any more."""
-        return self._verdict_on_rank_0(death(self._name_of_rank_0, self._rank_0["host"], self._phase_of_rank_0, reason))
+    def _death_of_rank_0(self, reason: ConnectionLost) -> dict[str, Any]:
+        """Return the failure that no monitor can announce any more."""
+        return self._failure_of_rank_0(death(self._name_of_rank_0, self._rank_0["host"], self._phase_of_rank_0, reason))
 
     def _silence_of_rank_0(self) -> dict[str, Any]:
-        """The verdict of a rank that has neither heard of the monitor nor begun a collective for as long as one may wait."""
-        return self._verdict_on_rank_0(
+        """Return the failure for `limit` seconds in which this rank neither heard of the monitor nor began a collective."""
+        return self._failure_of_rank_0(
             f"{self._name_of_rank_0} has been silent for more than {self.limit:.0f} s (--timeout_minutes), last heard of "
             f"{when(self._phase_of_rank_0)}: its process is stopped, or holds Python's lock. This rank is at {place()}"
         )
@@ -184,7 +184,7 @@ class Watchdog:
     def _name_of_rank_0(self) -> str:
         return f"rank 0 (pid {self._rank_0['pid']} on {self._rank_0['host']})"
 
-    def _verdict_on_rank_0(self, cause: str) -> dict[str, Any]:
+    def _failure_of_rank_0(self, cause: str) -> dict[str, Any]:
         return {"cause": cause, "root": 0, "node": self._rank_0["node"], "code": 1, "brief": False}
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:

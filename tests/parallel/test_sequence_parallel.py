@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from flat_models import LENGTHS, SIZES, TEMPERATURE, gradients_of, make_batch, make_model, weighted
+from lightrft.backends.base import SEQUENCES
 from lightrft.config import ConfigError
 from lightrft.data.pasts import shared_pasts
 from lightrft.models.attention import ATTENTION, flat_attention
@@ -18,9 +19,8 @@ from lightrft.models.heads import Actor, divide, rope_window
 from lightrft.models.layout import Layout
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
-from lightrft.parallel.sequence import UNDIVIDED, Undivided
+from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL, SequenceParallel
 from lightrft.strategy import FSDPStrategy
-from lightrft.strategy.backend import SEQUENCES
 from lightrft.types import Batch
 from ranks import run_ranks
 from roles import rows
@@ -38,7 +38,7 @@ def sequence_of(kind: str):
     return SEQUENCES[kind](Mesh("cpu", sp=torch.distributed.get_world_size()).sp)
 
 
-def shared_layout(multiple: int, sequence: Undivided = UNDIVIDED) -> Layout:
+def shared_layout(multiple: int, sequence: SequenceParallel = NO_SEQUENCE_PARALLEL) -> Layout:
     """Where ranks have SHARED, filled up with a sequence of its own."""
     lengths = torch.tensor([len(row) for row in SHARED])
     shared = shared_pasts(torch.tensor(sum(SHARED, [])), lengths)
@@ -80,7 +80,7 @@ def attention_of_ranks(kind: str) -> tuple[list[list[Tensor]], list[list[Tensor]
     return results, shared_attention_of_ranks(sequence)
 
 
-def shared_attention_of_ranks(sequence: Undivided) -> list[list[Tensor]]:
+def shared_attention_of_ranks(sequence: SequenceParallel) -> list[list[Tensor]]:
     results, layout = [], shared_layout(8, sequence)
     here = sequence.positions(layout.num_computed, layout.device)
     for num_kv_heads, window in HEADS_AND_WINDOWS:
@@ -104,7 +104,7 @@ def each_row_alone(num_kv_heads: int, window: int | None) -> list[Tensor]:
 
 def test_shared_prefixes_are_read_as_if_each_row_had_them():
     assert len(shared_layout(8).parts(None)) == 5, "four levels of prefixes"
-    for (num_kv_heads, window), found in zip(HEADS_AND_WINDOWS, shared_attention_of_ranks(UNDIVIDED), strict=True):
+    for (num_kv_heads, window), found in zip(HEADS_AND_WINDOWS, shared_attention_of_ranks(NO_SEQUENCE_PARALLEL), strict=True):
         for mine, known in zip(found, each_row_alone(num_kv_heads, window), strict=True):
             torch.testing.assert_close(mine, known, rtol=1e-5, atol=1e-5)
 

@@ -1,6 +1,6 @@
 """Models and optimizers that nobody needs now: their tensors wait in host memory.
 
-What is away is on the meta device or has an empty storage, on every kind of hardware, so a CPU proves what holds on an
+What is offloaded is on the meta device or has an empty storage, on every kind of hardware, so a CPU proves what holds on an
 accelerator. Parameters stay the same objects, and what comes back is the same bit by bit.
 """
 
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from lightrft.parallel.device import release_cached_memory, synchronize
 
 
-class AwayTensors:
+class OffloadedTensors:
     """Tensors whose storages are emptied: whatever else views them comes back with them, also what a library keeps to itself."""
 
     def __init__(
@@ -53,7 +53,7 @@ class AwayTensors:
         synchronize(device)
 
 
-class AwayModel:
+class OffloadedModel:
     """An FSDP2 model whose parameters and buffers are in host memory."""
 
     def __init__(self, model: nn.Module, device: torch.device):
@@ -80,7 +80,7 @@ class AwayModel:
         synchronize(device)
 
 
-class AwayOptimizer:
+class OffloadedOptimizer:
     """An optimizer whose state is in host memory; numbers of no dim (step counts) stay where they are."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device):

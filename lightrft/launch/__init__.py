@@ -1,0 +1,1 @@
+"""Start ranks together, watch them while they run, and end them together."""

@@ -1,0 +1,82 @@
+"""Find the slices of a DTensor that this rank holds, from its mesh and placements."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSlice:
+    """Describe one sharding of a tensor: along `dim`, over the ranks of `group`. `shape` is that before it was sharded."""
+
+    dim: int
+    shape: torch.Size
+    group: dist.ProcessGroup
+
+    @property
+    def pieces(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of a full piece; the last ones are shorter, or empty."""
+        return -(-self.shape[self.dim] // self.pieces)
+
+    @property
+    def own(self) -> slice:
+        """Return this rank's rows."""
+        last = self.shape[self.dim]
+        first = min(dist.get_rank(self.group) * self.rows, last)
+        return slice(first, min(first + self.rows, last))
+
+    @property
+    def rest(self) -> torch.Size:
+        return self.shape[: self.dim] + self.shape[self.dim + 1 :]
+
+    @property
+    def numel(self) -> int:
+        """Return the elements of a full piece."""
+        return self.rows * self.rest.numel()
+
+
+def shard_slices(tensor: Tensor) -> list[ShardSlice]:
+    """Return all shardings of a tensor, the last one made first.
+
+    Of FSDP and tensor parallelism that is FSDP's, although its mesh dim stands to the left.
+    """
+    if not isinstance(tensor, DTensor):
+        return []
+    mesh, shape, slices = tensor.device_mesh, list(tensor.shape), []
+    for mesh_dim in _sharding_dims(tensor):
+        shard = ShardSlice(tensor.placements[mesh_dim].dim, torch.Size(shape), mesh.get_group(mesh_dim))
+        shape[shard.dim] = shard.own.stop - shard.own.start
+        slices.append(shard)
+    return slices[::-1]
+
+
+def local_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """Return the slices of the full tensor that this rank holds; all of it for a plain or replicated one."""
+    part = [slice(0, size) for size in tensor.shape]
+    for shard in reversed(shard_slices(tensor)):
+        begin = part[shard.dim].start
+        part[shard.dim] = slice(begin + shard.own.start, begin + shard.own.stop)
+    return tuple(part)
+
+
+def _sharding_dims(tensor: DTensor) -> list[int]:
+    """Return the mesh dims that shard it, in the order in which they did.
+
+    FSDP shards what tensor parallelism has left, and says so with a strided placement where both shard one dim; elsewhere the
+    order is free. Plain shards of one dim were made from left to right.
+    """
+    mesh = tensor.device_mesh
+    dims = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate() and mesh.size(dim) > 1]
+    placements = [tensor.placements[dim] for dim in dims]
+    if len(dims) > 2 or any(placement.is_partial() for placement in placements):
+        raise ValueError(f"only replicated parameters and those sharded up to twice are known, not {tensor.placements}")
+    on_one_dim = len({placement.dim for placement in placements}) < len(placements)
+    plain_on_one_dim = on_one_dim and all(type(placement) is Shard for placement in placements)
+    return dims if plain_on_one_dim else dims[::-1]
