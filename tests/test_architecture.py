@@ -19,8 +19,8 @@ LAYERS = {
     "roles": 4,
     "strategy": 3,
     "models": 2, "engine": 2, "data": 2,
-    "parallel": 1, "algorithms": 1, "observe": 1,
-    "config": 0, "types": 0, "registry": 0, "versions": 0,
+    "weight_sync": 1, "algorithms": 1, "observe": 1,
+    "parallel": 0, "config": 0, "types": 0, "registry": 0, "versions": 0,
     "samples": -1,
 }  # fmt: skip
 OPTIONAL = {"deepspeed", "vllm", "sglang", "peft", "wandb", "flash_attn", "ray", "math_verify", "liger_kernel", "triton"}

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from lightrft.config import EngineSection
-from lightrft.engine.expected import Vocabulary
 from lightrft.engine.first_token import Done, first_token_apart
 from lightrft.engine.media import MEDIA, digest, read
-from lightrft.engine.proof import TURNS, Fingerprints
+from lightrft.engine.model_info import Vocabulary
 from lightrft.engine.requests import Expanded, Request, Sampling, derived_seed, strange
 from lightrft.engine.stops import StopStrings
 from lightrft.parallel.collectives import Axis
 from lightrft.types import Completion
+from lightrft.weight_sync.verify import TURNS, Fingerprints
 
 Part = Literal["weights", "kv_cache"]
 OnDone = Callable[[int, list[Completion]], None]
@@ -123,7 +123,7 @@ class Engine(ABC):
         A wrong, missing or repeated name raises ValueError and leaves the engine unusable until a complete stream came.
         Caches computed with the old weights are dropped. EngineError, on all ranks of the engine, when what it computes with
         afterwards is not what was streamed, or a cache is left. The first proof, and one after a failure, looks at everything,
-        others at parts in turns (proof.py).
+        others at parts in turns (weight_sync/verify.py).
         """
         self._check_usable()
         if "weights" not in self.awake:

@@ -10,7 +10,7 @@ from packaging.version import Version
 from transformers import AutoConfig, PretrainedConfig
 
 from lightrft.engine.base import Engine, EngineError, EngineSetup
-from lightrft.engine.expected import Vocabulary, most_of_each, published_names
+from lightrft.engine.model_info import Vocabulary, most_of_each, published_names
 from lightrft.versions import ENGINES
 
 MEMORY = (

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.engine import weights
 from lightrft.models.empty import empty_parameters, is_empty
 from lightrft.parallel.device import current_device, local_rank
 from lightrft.strategy.backend import Away
@@ -31,6 +30,7 @@ from lightrft.strategy.offload import AwayTensors, guard_model, guard_optimizer
 from lightrft.strategy.optim import follow, parameter_names
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.strategy.zero import Partitions, ZeroTraining, engine_config, own_part, whole_shape
+from lightrft.weight_sync.stream import stream
 
 os.environ.setdefault("DS_ACCELERATOR", current_device().type)
 
@@ -131,7 +131,7 @@ class DeepSpeedStrategy(StrategyBase):
             yield from self._masters(model, named)
             return
         parts = ((name, self._as_shard(parameter)) for name, parameter in named)
-        whole = weights.stream(parts, dtype, self.bucket_limit(), self.device)
+        whole = stream(parts, dtype, self.bucket_limit(), self.device)
         for (_, parameter), (name, tensor) in zip(named, whole, strict=True):
             yield name, tensor.view(whole_shape(parameter))
 
@@ -227,7 +227,7 @@ class DeepSpeedStrategy(StrategyBase):
             if parameter in has_master:
                 yield name, safe_get_full_fp32_param(parameter)
             else:
-                (_, whole), = weights.stream([(name, self._as_shard(parameter))], torch.float32, 1)
+                (_, whole), = stream([(name, self._as_shard(parameter))], torch.float32, 1)
                 yield name, whole.view(whole_shape(parameter))
 
     def _as_shard(self, parameter: nn.Parameter) -> Tensor:

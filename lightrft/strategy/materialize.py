@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightrft.engine.names import made_as
 from lightrft.models.converted_files import ConvertedFiles
 from lightrft.models.empty import is_empty
 from lightrft.models.weight_files import (
@@ -27,6 +26,7 @@ from lightrft.parallel.cuts import own_part
 from lightrft.strategy.atomic import agree
 from lightrft.strategy.named import unwrap
 from lightrft.strategy.offload import same_parameters
+from lightrft.weight_sync.names import made_as
 
 
 def materialize(module: nn.Module, device: torch.device, world: Axis) -> None:

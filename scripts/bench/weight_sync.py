@@ -126,7 +126,7 @@ def memcpy(room: dict) -> Callable[[], None]:
 
 def into_vllm(strategy: Any, model: Any, room: dict, args: argparse.Namespace) -> dict[str, Callable[[], None]]:
     """The reload is vLLM's own, of published tensors, and the packing of experts, which it forgets on a CPU."""
-    from lightrft.engine.experts import pack_experts, unpacked_experts
+    from lightrft.weight_sync.expert_layout import pack_experts, unpacked_experts
 
     engine = engine_of(strategy, "vllm", args)
     engine.load_weights(iter(room.items()), 1)  # proven: later ones copy to where weights lie
@@ -151,7 +151,7 @@ def engine_of(strategy: Any, name: str, args: argparse.Namespace) -> Any:
 
 def syncs(engine: Any, strategy: Any, model: Any, room: dict) -> dict[str, Callable[[], None]]:
     """A whole load_weights() without its proof; the proofs alone, of everything and of all parts, of what is there by then."""
-    from lightrft.engine.proof import TURNS
+    from lightrft.weight_sync.verify import TURNS
 
     engine.proof_dtype = None
 
@@ -186,7 +186,7 @@ def best(ways: dict[str, Callable[[], None]], repeat: int) -> dict[str, float]:
 
 
 def verify_cost(found: dict[str, float], cpu: str = "") -> dict[str, float]:
-    from lightrft.engine.proof import TURNS
+    from lightrft.weight_sync.verify import TURNS
 
     sync = found[f"sync{cpu}_s"]
     proofs = {f"first_verify_cost{cpu}": found[f"first_proof{cpu}_s"], f"verify_cost{cpu}": found[f"turns{cpu}_s"] / TURNS}

@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TopKLogitsWarper
 from lightrft.config import EngineSection
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
 from lightrft.engine.build import build_engine
-from lightrft.engine.proof import PRODUCT_TURNS, TURNS
 from lightrft.engine.requests import derived_seed
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import current_device, select_device
 from lightrft.parallel.mesh import Mesh
 from lightrft.types import Completion
+from lightrft.weight_sync.verify import PRODUCT_TURNS, TURNS
 
 PROMPTS = [[50, 55, 43, 53, 56, 61], [1, 2, 3, 4, 5, 6, 7, 8, 9], [200], [50, 55, 43, 53, 56, 61], [61, 60]]
 GREEDY = Sampling(temperature=0, max_tokens=12)

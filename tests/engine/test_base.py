@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightrft.engine.base import Engine, EngineError, Part, Request, Sampling
 from lightrft.engine.first_token import Done
-from lightrft.engine.proof import TURNS, Fingerprints
+from lightrft.weight_sync.verify import TURNS, Fingerprints
 
 EXPECTED = {"a": torch.Size([2]), "b": torch.Size([3])}
 STREAM = [("a", torch.zeros(2)), ("b", torch.zeros(3))]

@@ -28,14 +28,14 @@ from engine.contract import (
 )
 from lightrft.config import ModelSection
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
-from lightrft.engine.expected import published_names
-from lightrft.engine.fused import Piece, Room
-from lightrft.engine.names import PublishedNames
+from lightrft.engine.model_info import published_names
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.parallel.mesh import Mesh
 from lightrft.strategy import FSDPStrategy
 from lightrft.types import Batch
+from lightrft.weight_sync.fused_layout import Piece, Room
+from lightrft.weight_sync.names import PublishedNames
 from ranks import run_ranks
 from tiny import BOS, EOS, PAD, VOCABULARY, byte_tokenizer
 

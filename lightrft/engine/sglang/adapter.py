@@ -11,16 +11,16 @@ from transformers import PretrainedConfig
 
 from lightrft.engine.base import EngineError, EngineSetup, Part
 from lightrft.engine.first_token import Done
-from lightrft.engine.fused import engine_names
 from lightrft.engine.media import MediaReader
-from lightrft.engine.proof import Fingerprints
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.sglang.arguments import arguments
 from lightrft.engine.sglang.samples import Samples
 from lightrft.engine.sglang.shim import Shim
 from lightrft.engine.start import LibraryEngine
-from lightrft.engine.weights import Named, bucket_limit
 from lightrft.parallel.device import current_device
+from lightrft.weight_sync.fused_layout import engine_names
+from lightrft.weight_sync.stream import Named, bucket_limit
+from lightrft.weight_sync.verify import Fingerprints
 
 LATER_SUMMED = ("o_proj", "mlp")
 """Parts of a model of which each tensor-parallel rank has a summand."""

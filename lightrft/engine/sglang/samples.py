@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrft.engine.base import EngineError
-from lightrft.engine.expected import Vocabulary
+from lightrft.engine.model_info import Vocabulary
 from lightrft.engine.requests import Request
 from lightrft.engine.sglang.sampling import Truncate
 from lightrft.engine.sglang.shim import Shim

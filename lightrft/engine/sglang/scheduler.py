@@ -13,10 +13,10 @@ from sglang.srt.model_loader import loader
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor, nn
 
-from lightrft.engine.fused import FusedWeights
 from lightrft.engine.probe import Probe, logits_processor
-from lightrft.engine.proof import Fingerprints
 from lightrft.engine.sglang.sampling import draw, with_seeds
+from lightrft.weight_sync.fused_layout import FusedWeights
+from lightrft.weight_sync.verify import Fingerprints
 
 CALLED_OTHERWISE = {"model.language_model.": "model.", "model.visual.": "visual.", ".attn.qkv.": ".attn.qkv_proj.",
                     ".self_attn.out_proj.": ".self_attn.proj."}

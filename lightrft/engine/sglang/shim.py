@@ -19,7 +19,7 @@ from lightrft.engine.base import EngineError
 from lightrft.engine.requests import Request
 from lightrft.engine.sglang.lifetime import Loop, NoHandlers, contained, died, kill, unlink_load_files
 from lightrft.engine.sglang.scheduler import answer_question, run_scheduler
-from lightrft.engine.weights import Named
+from lightrft.weight_sync.stream import Named
 
 IDLE_SECONDS = 60
 """So long may SGLang take to become idle after its last answer."""

@@ -21,14 +21,14 @@ from lightrft.engine.base import EngineSetup, Part
 from lightrft.engine.first_token import Done
 from lightrft.engine.media import MediaReader
 from lightrft.engine.probe import Probe, logits_processor
-from lightrft.engine.proof import Fingerprints
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.start import LibraryEngine
 from lightrft.engine.vllm import layers  # noqa: F401  registered by its import
 from lightrft.engine.vllm.arguments import arguments
 from lightrft.engine.vllm.shim import Shim
-from lightrft.engine.weights import Named
 from lightrft.types import Completion
+from lightrft.weight_sync.stream import Named
+from lightrft.weight_sync.verify import Fingerprints
 
 OTHER_TIMES = ("qwen2_vl", "qwen2_5_vl")
 """Families whose text goes on, behind a video that is longer than it is wide, elsewhere than in transformers."""

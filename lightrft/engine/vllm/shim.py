@@ -20,14 +20,14 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.outputs import RequestOutput
 
 from lightrft.engine.base import EngineError
-from lightrft.engine.experts import pack_experts, unpacked_experts
-from lightrft.engine.fused import PARTS, FusedWeights, Room, engine_names
 from lightrft.engine.media import Clip, Video, metadata
-from lightrft.engine.names import PublishedNames
 from lightrft.engine.requests import MEDIA
-from lightrft.engine.weights import Named
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import local_rank
+from lightrft.weight_sync.expert_layout import pack_experts, unpacked_experts
+from lightrft.weight_sync.fused_layout import PARTS, FusedWeights, Room, engine_names
+from lightrft.weight_sync.names import PublishedNames
+from lightrft.weight_sync.stream import Named
 
 PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 """vLLM's ways to keep weights that, but for kernels known here, leave them as they were loaded."""

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from lightrft.engine import proof
-from lightrft.engine.proof import Fingerprints, product, signs
+from lightrft.weight_sync import verify
+from lightrft.weight_sync.verify import Fingerprints, product, signs
 
 CPU = torch.device("cpu")
 SHAPES = {"wide": (12, 256), "odd": (6, 10), "odd_rows": (8, 31), "vector": (9,), "experts": (4, 6, 8), "scalar": (1,)}
@@ -35,7 +35,7 @@ def sent(whole: dict[str, torch.Tensor], **options) -> Fingerprints:
 def test_pieces_add_up_to_copies_of_the_whole(dtype, chunk, monkeypatch) -> None:
     """In rows and columns, twice, one of them not contiguous, one where no word begins."""
     whole = tensors(dtype)
-    monkeypatch.setattr(proof, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(verify, "CHUNK_BYTES", chunk)
     expected, held = sent(whole, slices=2), prints(whole, slices=2)
     for name, tensor in whole.items():
         half, last = len(tensor) // 2, tensor.shape[-1] // 2
@@ -53,7 +53,7 @@ def test_pieces_add_up_to_copies_of_the_whole(dtype, chunk, monkeypatch) -> None
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_whatever_changes_a_weight_is_found(dtype) -> None:
     for name, tensor in tensors(dtype).items():
-        expected, integer = sent({name: tensor}), proof.INTEGERS[dtype.itemsize]
+        expected, integer = sent({name: tensor}), verify.INTEGERS[dtype.itemsize]
         for element in (0, tensor.numel() // 2, tensor.numel() - 1):
             for bit in range(8 * dtype.itemsize):  # the lowest one too, and the sign
                 changed = tensor.clone()
@@ -119,8 +119,8 @@ def test_products_differ_by_rounding_or_are_found(dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_turns(dtype, monkeypatch) -> None:
     """Each looks at a part of every tensor, whole or in pieces: at a row once, at a vector every time."""
-    monkeypatch.setattr(proof, "TURNS", 4)
-    whole, integer = tensors(dtype), proof.INTEGERS[dtype.itemsize]
+    monkeypatch.setattr(verify, "TURNS", 4)
+    whole, integer = tensors(dtype), verify.INTEGERS[dtype.itemsize]
     looked_at = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in SHAPES.items()}
     for turn in range(4):
         expected, held = sent(whole, slices=2, turn=turn), prints(whole, slices=2, turn=turn)
@@ -156,12 +156,12 @@ def test_in_a_narrower_dtype() -> None:
 
 def test_turns_are_soon_everywhere() -> None:
     """Of n equal parts of the rows one is looked at by any 2 n + 1 turns that follow each other."""
-    runs = [proof._run(proof.TURNS, turn) for turn in range(proof.TURNS)]
-    assert sorted(runs) == [(run, run + 1) for run in range(proof.TURNS)]
+    runs = [verify._run(verify.TURNS, turn) for turn in range(verify.TURNS)]
+    assert sorted(runs) == [(run, run + 1) for run in range(verify.TURNS)]
     for parts in (2, 4, 8, 16):
-        size = proof.TURNS // parts
-        for first in range(proof.TURNS):
-            some = {run // size for run, _ in (runs[(first + turn) % proof.TURNS] for turn in range(2 * parts + 1))}
+        size = verify.TURNS // parts
+        for first in range(verify.TURNS):
+            some = {run // size for run, _ in (runs[(first + turn) % verify.TURNS] for turn in range(2 * parts + 1))}
             assert some == set(range(parts))
 
 

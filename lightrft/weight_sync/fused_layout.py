@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from lightrft.engine.experts import (
+from lightrft.weight_sync.expert_layout import (
     ATTRIBUTES,
     ROUTED,
     Index,
@@ -23,8 +23,8 @@ from lightrft.engine.experts import (
     is_experts,
     is_filled_up,
 )
-from lightrft.engine.names import PublishedNames
-from lightrft.engine.proof import PRODUCT_TURNS, Fingerprints, signs
+from lightrft.weight_sync.names import PublishedNames
+from lightrft.weight_sync.verify import PRODUCT_TURNS, Fingerprints, signs
 
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """Fused layer -> the layers of the Hugging Face model that it is made of."""
