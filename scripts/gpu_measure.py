@@ -427,7 +427,7 @@ def sleep_cycles(setting: Setting) -> Figures:
 
 
 def sync_7b(setting: Setting) -> Figures:
-    """Seconds of load_weights() with the proof of a part, the best of five, from tensors that are on the device."""
+    """Seconds of load_weights() with the verification of a part, the best of five, from tensors that are on the device."""
     from lightrft.parallel.device import synchronize
 
     with temporary_folder() as folder:

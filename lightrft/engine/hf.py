@@ -141,7 +141,7 @@ class HFEngine(Engine):
 
     @torch.inference_mode()
     def _wrong(self, sent: Fingerprints) -> list[str]:
-        held = self._fingerprints(sent.dtype, sent.turn)
+        held = self._fingerprints(sent.dtype, sent.round)
         for name in self.expected:
             held.add(name, self.weights[name])
         return [] if sent.same(held) else sent.wrong(held.numbers(self.device))

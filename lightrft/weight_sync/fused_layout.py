@@ -24,7 +24,7 @@ from lightrft.weight_sync.expert_layout import (
     is_filled_up,
 )
 from lightrft.weight_sync.names import PublishedNames
-from lightrft.weight_sync.verify import PRODUCT_TURNS, Fingerprints, signs
+from lightrft.weight_sync.verify import PRODUCT_ROUNDS, Fingerprints, signs
 
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """Fused layer -> the layers of the Hugging Face model that it is made of."""
@@ -138,10 +138,10 @@ class FusedWeights:
     def direct_layers(self) -> set[nn.Module]:
         return {piece.layer for pieces in self.direct.values() for piece in pieces}
 
-    def fingerprints(self, dtype: torch.dtype, slices: int, turn: int | None) -> Fingerprints:
-        """Empty ones for what can be compared here, in this turn."""
-        bits, products = ({piece.name: None for piece in pieces} for pieces in (self.raw, self._multiplied(turn)))
-        return Fingerprints(self.shapes, dtype, slices=slices, bits=bits, products=products, turn=turn)
+    def fingerprints(self, dtype: torch.dtype, slices: int, round: int | None) -> Fingerprints:
+        """Return empty ones for what can be compared here, in this round."""
+        bits, products = ({piece.name: None for piece in pieces} for pieces in (self.raw, self._multiplied(round)))
+        return Fingerprints(self.shapes, dtype, slices=slices, bits=bits, products=products, round=round)
 
     @torch.inference_mode()
     def add_to(self, prints: Fingerprints) -> None:
@@ -149,7 +149,7 @@ class FusedWeights:
             if (here := piece.within(self.shapes[piece.name])).numel():
                 prints.add(piece.name, here, row=piece.row, column=piece.column)
         results: dict[nn.Module, Tensor] = {}
-        for piece in self._multiplied(prints.turn):
+        for piece in self._multiplied(prints.round):
             cut = is_a(piece.layer, "RowParallelLinear")
             columns = piece.layer.input_size_per_partition if cut else prints.shapes[piece.name][1]
             if piece.layer not in results:
@@ -158,10 +158,10 @@ class FusedWeights:
             values = results[piece.layer][piece.part]
             prints.add_product(piece.name, values, len(values) * columns, row=piece.row)
 
-    def _multiplied(self, turn: int | None) -> list[Piece]:
-        """Of the layers that have a turn with each PRODUCT_TURNS-th other, all if that is None."""
+    def _multiplied(self, round: int | None) -> list[Piece]:
+        """Return those of the layers that this round multiplies with, every PRODUCT_ROUNDS-th; all if it is None."""
         order = {layer: index for index, layer in enumerate(dict.fromkeys(piece.layer for piece in self.packed))}
-        return [piece for piece in self.packed if turn is None or (order[piece.layer] - turn) % PRODUCT_TURNS == 0]
+        return [piece for piece in self.packed if round is None or (order[piece.layer] - round) % PRODUCT_ROUNDS == 0]
 
     def _add(self, piece: Piece, users: list[nn.Module], packs: Callable[[nn.Module], bool]) -> None:
         if piece.tensor.numel():

@@ -77,7 +77,7 @@ def course(folder: str, target: str) -> tuple[dict[str, torch.Tensor], list, tup
         answers = answers_of(engine)
         plain = AutoModelForCausalLM.from_pretrained(folder)
         bench = Bench(engine, plain, engine.axis, made.get_rank())
-        engine.proof_dtype = torch.float32
+        engine.verify_dtype = torch.float32
         flipped_elements_are_named(bench, [GATE_UP, DOWN])
         assert engine._shim.weights.unknown == []
     scored = scores(actor, answers)
@@ -174,7 +174,7 @@ def direct_course(folder: str) -> tuple[list[str], list[str], list[bool]]:
         sleeping_keeps_or_drops_the_weights(bench)
         random_order = list(perturbed(model, 5).named_parameters())[::-1]
         engine.load_weights(random_order, 1)
-        right.append(engine.places_proven and bench.greedy() == reference_greedy(perturbed(model, 5)))
+        right.append(engine.places_verified and bench.greedy() == reference_greedy(perturbed(model, 5)))
         engine.close()
     return direct, [name for name in engine.expected if name not in direct], right
 

@@ -97,7 +97,7 @@ def _buffers_are_no_weights() -> None:
 
 
 def _proof_of_every_weight(folder: str, dtype: torch.dtype) -> tuple[list[str], str]:
-    """Names that no proof covers, and what is said of a tied head that still multiplies with the old weights."""
+    """Names that no verification covers, and what is said of a tied head that still multiplies with the old weights."""
     mesh = Mesh("cpu")
     engine = start("vllm", folder, mesh.world, dtype=dtype)
     _norms_are_of_one_kernel(dtype)

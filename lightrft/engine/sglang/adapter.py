@@ -109,13 +109,13 @@ class SGLangEngine(LibraryEngine):
         self._led(lambda: self._shim.update_weights(payloads))
         del kept  # now, as every rank's is read
 
-    def _fingerprints(self, dtype: torch.dtype, turn: int | None) -> Fingerprints:
-        return Fingerprints(self.expected, dtype, slices=self.axis.size, bits=self._places, turn=turn)
+    def _fingerprints(self, dtype: torch.dtype, round: int | None) -> Fingerprints:
+        return Fingerprints(self.expected, dtype, slices=self.axis.size, bits=self._places, round=round)
 
     def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         """The first rank has all of it, the others nothing: they add up."""
         asked = self._led(lambda: self._shim.ask("held", places=self._places, shapes=self.expected, dtype=prints.dtype,
-                                                  slices=self.axis.size, turn=prints.turn))
+                                                  slices=self.axis.size, round=prints.round))
         held = [sum(of_ranks) for of_ranks in zip(*asked, strict=True)]
         return tuple(held) if self.axis.rank == 0 else tuple(map(torch.zeros_like, held))
 

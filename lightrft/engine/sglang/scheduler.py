@@ -86,9 +86,10 @@ def _unknown_weights(scheduler: Scheduler, places: dict[str, str], shapes: dict[
 
 
 def _held(
-    scheduler: Scheduler, places: dict[str, str], shapes: dict[str, torch.Size], dtype: torch.dtype, slices: int, turn: int | None
+    scheduler: Scheduler, places: dict[str, str], shapes: dict[str, torch.Size], dtype: torch.dtype, slices: int,
+    round: int | None,
 ) -> list[Tensor]:
-    prints = Fingerprints(shapes, dtype, slices=slices, bits=places, turn=turn)
+    prints = Fingerprints(shapes, dtype, slices=slices, bits=places, round=round)
     _weights(scheduler, places, shapes).add_to(prints)
     return [numbers.cpu() for numbers in prints.numbers(next(scheduler.tp_worker.model_runner.model.parameters()).device)]
 

@@ -119,7 +119,7 @@ class VLLMEngine(LibraryEngine):
         failures: list[Exception] = []
         with self._fatal("load_weights"), torch.no_grad():
             try:
-                self._shim.reload_weights(_until_failure(named_tensors, failures), direct=self.places_proven)
+                self._shim.reload_weights(_until_failure(named_tensors, failures), direct=self.places_verified)
             except (ValueError, KeyError) as error:
                 if not (unknown := self._shim.weights.unknown):
                     raise
@@ -127,8 +127,8 @@ class VLLMEngine(LibraryEngine):
         if failures:
             raise failures[0]
 
-    def _fingerprints(self, dtype: torch.dtype, turn: int | None) -> Fingerprints:
-        return self._shim.weights.fingerprints(dtype, self.axis.size, turn)
+    def _fingerprints(self, dtype: torch.dtype, round: int | None) -> Fingerprints:
+        return self._shim.weights.fingerprints(dtype, self.axis.size, round)
 
     def _held(self, prints: Fingerprints) -> tuple[torch.Tensor, torch.Tensor]:
         with self._stance():
