@@ -100,9 +100,9 @@ def _gathered(parts: list[Tensor], cuts: list[Cut], dtype: torch.dtype, device: 
     """Undo one cut of each tensor; all are cut over one group. The cast happens here, before the gather."""
     sizes = [cut.numel for cut in cuts]
     gather = AllGather(sum(sizes), dtype, device, cuts[0].group)
-    for room, part, cut in zip(gather.mine.split(sizes), parts, cuts, strict=True):
+    for destination, part, cut in zip(gather.mine.split(sizes), parts, cuts, strict=True):
         rows = part.movedim(cut.dim, 0)
-        room[: rows.numel()].view(rows.shape).copy_(rows.to(dtype), non_blocking=True)
+        destination[: rows.numel()].view(rows.shape).copy_(rows.to(dtype), non_blocking=True)
     gather.run()
     joined = [_joined(pieces, cut) for pieces, cut in zip(gather.everyone.split(sizes, dim=1), cuts, strict=True)]
     passing = gather.everyone.untyped_storage().data_ptr() if gather.passing else None

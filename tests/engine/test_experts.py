@@ -34,7 +34,7 @@ from lightrft.models.load import load_model
 from lightrft.parallel.mesh import Mesh
 from lightrft.strategy import FSDPStrategy
 from lightrft.types import Batch
-from lightrft.weight_sync.fused_layout import Piece, Room
+from lightrft.weight_sync.fused_layout import CopyTarget, WeightSlice
 from lightrft.weight_sync.names import PublishedNames
 from ranks import run_ranks
 from tiny import BOS, EOS, PAD, VOCABULARY, byte_tokenizer
@@ -213,8 +213,8 @@ def test_experts_of_accelerators_are_copied_into_their_memory(rank: int, ranks: 
     layer, own = RoutedExperts(rank, ranks), slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
     full = {"w13_weight": torch.randn(3, 16, 5), "w2_weight": torch.randn(3, 5, 8)}
     for attribute, tensor in full.items():
-        (room,) = Room.of([Piece("experts", layer, attribute, slice(None))])
-        room.copy(tensor)
+        (target,) = CopyTarget.of([WeightSlice("experts", layer, attribute, slice(None))])
+        target.copy(tensor)
     gate, up = full["w13_weight"].split(8, 1)
     assert torch.equal(layer.w13_weight, torch.cat([gate[:, own], up[:, own]], 1))
     assert torch.equal(layer.w2_weight, full["w2_weight"][..., own])

@@ -131,8 +131,8 @@ def stale_once(flags: list[str], folder: Path, step: int) -> list[int | None]:
     trainer = ppo_trainer(config, strategy)
     collect, load_weights, rounds = trainer.collect.judged, strategy.engine.load_weights, []
 
-    def judged(groups):
-        samples = collect(groups)
+    def judged(groups, metrics):
+        samples = collect(groups, metrics)
         if len(rounds) == step:
             for sample in samples:
                 sample.logprobs = [value - 0.5 for value in sample.logprobs]

@@ -15,7 +15,7 @@ from lightrft.engine.media import MediaReader
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.sglang.arguments import arguments
 from lightrft.engine.sglang.samples import Samples
-from lightrft.engine.sglang.shim import Shim
+from lightrft.engine.sglang.shim import SGLangShim
 from lightrft.engine.start import LibraryEngine
 from lightrft.parallel.device import current_device
 from lightrft.weight_sync.fused_layout import engine_names
@@ -40,7 +40,7 @@ class SGLangEngine(LibraryEngine):
 
     def __init__(self, setup: EngineSetup):
         self._asleep: set[str] = set()
-        self._shim: Shim | None = None
+        self._shim: SGLangShim | None = None
         super().__init__("sglang", sglang.__version__, setup)
         self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, media_alone=True,
                                   trust_remote_code=setup.trust_remote_code)
@@ -55,7 +55,7 @@ class SGLangEngine(LibraryEngine):
         return unknown
 
     def _launch(self, options: dict[str, Any], places: dict[str, str]) -> list[str]:
-        self._shim = Shim(options)
+        self._shim = SGLangShim(options)
         return self._shim.ask("unknown_weights", places=places, shapes=self.names.shapes)[0]
 
     def reset_cache(self) -> None:
@@ -104,7 +104,7 @@ class SGLangEngine(LibraryEngine):
         return bucket_limit(self.bucket_mb, self.axis, current_device())
 
     def _send(self, bucket: list[Named]) -> None:
-        kept, payload = Shim.payload(bucket)
+        kept, payload = SGLangShim.payload(bucket)
         payloads = self.axis.gather(payload)
         self._led(lambda: self._shim.update_weights(payloads))
         del kept  # now, as every rank's is read

@@ -25,7 +25,7 @@ IDLE_SECONDS = 60
 """So long may SGLang take to become idle after its last answer."""
 
 
-class Shim:
+class SGLangShim:
     """SGLang's engine with its processes, and everything of it that another version may change."""
 
     def __init__(self, arguments: dict[str, Any]):

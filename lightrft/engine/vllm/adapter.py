@@ -25,7 +25,7 @@ from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.start import LibraryEngine
 from lightrft.engine.vllm import layers  # noqa: F401  registered by its import
 from lightrft.engine.vllm.arguments import arguments
-from lightrft.engine.vllm.shim import Shim
+from lightrft.engine.vllm.shim import VLLMShim
 from lightrft.types import Completion
 from lightrft.weight_sync.stream import Named
 from lightrft.weight_sync.verify import Fingerprints
@@ -47,12 +47,12 @@ class VLLMEngine(LibraryEngine):
         if config.model_type in OTHER_TIMES:
             self.limits.pop("videos", None)
         self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, trust_remote_code=setup.trust_remote_code)
-        memory = Shim.own_shared_memory(setup.axis) if self.on_cpu else nullcontext()
-        with random_state_kept(self.device), memory, Shim.rank_in_environment(), warnings.catch_warnings():
+        memory = VLLMShim.own_shared_memory(setup.axis) if self.on_cpu else nullcontext()
+        with random_state_kept(self.device), memory, VLLMShim.rank_in_environment(), warnings.catch_warnings():
             for category in (DeprecationWarning, FutureWarning):  # of vLLM's own calls
                 warnings.simplefilter("ignore", category)
             self._llm = LLM(**arguments(setup, config, self.limits))
-        self._shim = Shim(self._llm, self.names)
+        self._shim = VLLMShim(self._llm, self.names)
         return self._shim.weights.unknown
 
     def reset_cache(self) -> None:

@@ -25,7 +25,7 @@ from lightrft.engine.requests import MEDIA
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import local_rank
 from lightrft.weight_sync.expert_layout import pack_experts, unpacked_experts
-from lightrft.weight_sync.fused_layout import PARTS, FusedWeights, Room, engine_names
+from lightrft.weight_sync.fused_layout import PARTS, CopyTarget, FusedWeights, engine_names
 from lightrft.weight_sync.names import PublishedNames
 from lightrft.weight_sync.stream import Named
 
@@ -33,7 +33,7 @@ PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFu
 """vLLM's ways to keep weights that, but for kernels known here, leave them as they were loaded."""
 
 
-class Shim:
+class VLLMShim:
     """Everything that is not vLLM's documented offline interface, so that a new version is checked here."""
 
     def __init__(self, llm: LLM, names: PublishedNames):
@@ -60,10 +60,10 @@ class Shim:
 
         It must see the stream end: an exception in between leaves half of its layers without storage.
         """
-        rooms = self.weights.rooms() if direct else {}
+        targets = self.weights.copy_targets() if direct else {}
         experts = unpacked_experts(self.model, self.weights.direct_layers() if direct else ())
-        with _missing_by_intent() if rooms else nullcontext():
-            rest = self.names.published(_without_copied(named_tensors, rooms))
+        with _missing_by_intent() if targets else nullcontext():
+            rest = self.names.published(_without_copied(named_tensors, targets))
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": rest})
         pack_experts(experts)
         _renew_tied_layers(self.model)
@@ -148,13 +148,13 @@ def _item(item: Image | Video | Clip) -> Image | tuple:
     return (item.waveform, item.sampling_rate) if isinstance(item, Clip) else item
 
 
-def _without_copied(named_tensors: Iterator[Named], rooms: Mapping[str, list[Room]]) -> Iterator[Named]:
-    """Copy what has room, and pass the others on."""
+def _without_copied(named_tensors: Iterator[Named], targets: Mapping[str, list[CopyTarget]]) -> Iterator[Named]:
+    """Copy the tensors that have targets, and pass the others on."""
     for name, tensor in named_tensors:
-        if name not in rooms:
+        if name not in targets:
             yield name, tensor
-        for room in rooms.get(name, ()):
-            room.copy(tensor)
+        for target in targets.get(name, ()):
+            target.copy(tensor)
 
 
 @contextmanager
