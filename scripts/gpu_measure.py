@@ -113,7 +113,7 @@ def training(setting: Setting, recompute: str, kernels: str) -> Figures:
     """Micro-batches of 16,384 tokens through the 1.5B shape under FSDP2 of one rank: tokens per second, share of peak, memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lightrft.models.attention import ATTENTION
+    from lightrft.attention.flat import ATTENTION
     from lightrft.models.heads import Actor
     from lightrft.parallel.device import peak_memory, synchronize
     from lightrft.roles.microbatch import micro_batches

@@ -20,7 +20,7 @@ LAYERS = {
     "roles": 4,
     "strategy": 3,
     "models": 2, "engine": 2, "data": 2,
-    "weight_sync": 1, "algorithms": 1, "observe": 1,
+    "attention": 1, "weight_sync": 1, "algorithms": 1, "observe": 1,
     "parallel": 0, "config": 0, "types": 0, "registry": 0, "versions": 0,
     "samples": -1,
 }  # fmt: skip

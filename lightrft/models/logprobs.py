@@ -8,9 +8,9 @@ token.
 
 From the first exponential on everything is float32, whatever the dtype of the model. The products themselves are float32 on an
 accelerator; a CPU rounds those of bfloat16 to bfloat16. The temperature divides a chunk's own float32 logits, never a tensor that
-somebody else sees. On CUDA triton.py has the kernels for what follows the product, elsewhere vocabulary.py.
+somebody else sees. On CUDA triton.py has the kernels for what follows the product, elsewhere vocab_parallel.py.
 
-The vocabulary may be split over tensor-parallel ranks: vocabulary.py has what they do together. The gradient of the hidden
+The vocabulary may be split over tensor-parallel ranks: vocab_parallel.py has what they do together. The gradient of the hidden
 states, to which every part of the vocabulary contributes, is then summed once.
 
 Shapes: T tokens, H hidden size, V vocabulary, v of it on this rank, K tokens asked for at each position.
@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lightrft.algorithms.truncation import ALL, Truncation
-from lightrft.models import vocabulary
-from lightrft.models.vocabulary import Asked, Joined, VocabularyPart
+from lightrft.models import vocab_parallel
+from lightrft.models.vocab_parallel import Asked, Joined, VocabularyPart
 from lightrft.parallel.sequence import gathered
 from lightrft.parallel.tensor import branch, vocabulary_shard
 
@@ -182,7 +182,7 @@ class _Logprobs(torch.autograd.Function):
         num, asked, bits = options.part.num, Asked(targets, options.part), None
         memory = torch.empty(min(options.chunk, len(given)), num, dtype=torch.float32, device=given.device)
         if learns and options.truncation.active:
-            bits = torch.empty(len(given), vocabulary.packed_width(num), dtype=torch.uint8, device=given.device)
+            bits = torch.empty(len(given), vocab_parallel.packed_width(num), dtype=torch.uint8, device=given.device)
         found = _distribution(given, weight, asked, options, memory, bits)
         ctx.kept = memory if learns and weight is not None and len(given) <= options.chunk else None
         ctx.save_for_backward(given, weight, targets, bits, found.entropy, found.largest, found.total, found.scale)
@@ -203,7 +203,7 @@ class _Logprobs(torch.autograd.Function):
             for rows, logits in row_chunks(given, options.part.num, options.chunk):
                 scaled_logits(given[rows], weight, options.temperature, out=logits)
                 if bits is not None:
-                    vocabulary.fill_packed(logits, bits[rows], -torch.inf)
+                    vocab_parallel.fill_packed(logits, bits[rows], -torch.inf)
                 some = upstream.rows(rows)
                 yield rows, _gradient(logits, found.rows(rows), asked.rows(rows), some, options, given.dtype, again=True)
 
@@ -308,8 +308,8 @@ def _distribution(
             sums.append(triton.local_sums(logits, some))
         else:
             holes = options.truncation.active or weight is None
-            sums.append(vocabulary.local_sums(logits, some, holes=holes, entropy=options.entropy))
-    return vocabulary.join(sums, asked, entropy=options.entropy)
+            sums.append(vocab_parallel.local_sums(logits, some, holes=holes, entropy=options.entropy))
+    return vocab_parallel.join(sums, asked, entropy=options.entropy)
 
 
 def _truncate(logits: Tensor, asked: Asked, options: _Options, bits: Tensor | None) -> None:
@@ -317,10 +317,10 @@ def _truncate(logits: Tensor, asked: Asked, options: _Options, bits: Tensor | No
     step = max(1, options.chunk // 4)
     for start in range(0, len(logits), step):
         rows = slice(start, start + step)
-        outside = vocabulary.outside(logits[rows], options.truncation, asked.rows(rows))
+        outside = vocab_parallel.outside(logits[rows], options.truncation, asked.rows(rows))
         logits[rows].masked_fill_(outside, -torch.inf)
         if bits is not None:
-            bits[rows] = vocabulary.packed(outside)
+            bits[rows] = vocab_parallel.packed(outside)
 
 
 def _gradient(
@@ -337,8 +337,8 @@ def _gradient(
 
         return triton.gradient(memory, found, asked, *given, dtype)
     if again:
-        return asked.add(vocabulary.gradient(memory, found, *given), upstream.logprobs)
-    return asked.add(vocabulary.gradient_of_exponentials(memory, found, *given), upstream.logprobs)
+        return asked.add(vocab_parallel.gradient(memory, found, *given), upstream.logprobs)
+    return asked.add(vocab_parallel.gradient_of_exponentials(memory, found, *given), upstream.logprobs)
 
 
 def _fused(like: Tensor, part: VocabularyPart) -> bool:

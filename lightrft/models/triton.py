@@ -1,8 +1,8 @@
 """Triton kernels of log-probs: what follows the product with the head's weight, in one pass over the logits each.
 
-The same numbers as local_sums() and gradient() of vocabulary.py, where torch needs about ten passes. The first pass leaves the
-logits as they are, so the gradient is computed from them. One program reads one row in the first pass, and a block of one row in
-the second.
+They return the same numbers as local_sums() and gradient() of vocab_parallel.py, for which torch needs about ten passes. The first
+pass leaves the logits as they are, so the gradient is computed from them. One program reads one row in the first pass, and a block
+of one row in the second.
 
 Shapes: t tokens, v of the vocabulary on this rank, K tokens asked for at each position.
 """
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightrft.models.vocabulary import Asked, Joined
+from lightrft.models.vocab_parallel import Asked, Joined
 
 BLOCK = 2048
 

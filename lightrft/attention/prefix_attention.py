@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lightrft.models.layout import Blocks, Layout, Part
+from lightrft.attention.layout import Blocks, Layout, Part
 
 
 class PartKernel(NamedTuple):
