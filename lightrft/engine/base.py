@@ -274,8 +274,8 @@ class Engine(ABC):
             problem = str(error)
         if self.axis.size > 1:
             media = [""] * len(requests) if problem else map(digest, readable)
-            asked = [(each.token_ids, seen, each.sampling, each.seeds) for each, seen in zip(requests, media, strict=True)]
-            question = hashlib.sha256(repr((problem, asked, sampling)).encode()).hexdigest()
+            contents = [(each.token_ids, seen, each.sampling, each.seeds) for each, seen in zip(requests, media, strict=True)]
+            question = hashlib.sha256(repr((problem, contents, sampling)).encode()).hexdigest()
             if len(set(self.axis.gather(question))) > 1:
                 raise ValueError("the ranks that share an engine must generate for the same requests with the same sampling")
         if problem:
@@ -310,8 +310,8 @@ class Engine(ABC):
     def _reads(self) -> str:
         """What this engine takes, and which one takes more of what its model knows."""
         more = [name for name in self.model_reads if name not in self.limits]
-        said = f"this engine generates from {' and '.join(['text', *self.limits])} only"
-        return f"{said}; --engine_type hf reads {' and '.join(more)} too" if more else said
+        message = f"this engine generates from {' and '.join(['text', *self.limits])} only"
+        return f"{message}; --engine_type hf reads {' and '.join(more)} too" if more else message
 
     def _problem_of(self, request: Request) -> str | None:
         length, new, limit = len(request.prompt), request.sampling.max_tokens, self.max_model_len or math.inf

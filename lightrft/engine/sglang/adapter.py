@@ -114,9 +114,9 @@ class SGLangEngine(LibraryEngine):
 
     def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         """The first rank has all of it, the others nothing: they add up."""
-        asked = self._led(lambda: self._shim.ask("held", places=self._places, shapes=self.expected, dtype=prints.dtype,
-                                                  slices=self.axis.size, round=prints.round))
-        held = [sum(of_ranks) for of_ranks in zip(*asked, strict=True)]
+        numbers = self._led(lambda: self._shim.ask("held", places=self._places, shapes=self.expected, dtype=prints.dtype,
+                                                   slices=self.axis.size, round=prints.round))
+        held = [sum(of_ranks) for of_ranks in zip(*numbers, strict=True)]
         return tuple(held) if self.axis.rank == 0 else tuple(map(torch.zeros_like, held))
 
     def _num_cached(self) -> int:

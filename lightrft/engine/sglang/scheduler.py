@@ -38,9 +38,9 @@ def _with_buffers_kept(fill: Callable) -> Callable:
     """Before the first stream: SGLang's random weights, but buffers as the model makes them, which no stream brings."""
 
     def fill_parameters(model: nn.Module) -> None:
-        made = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
         fill(model)
-        for buffer, values in made:
+        for buffer, values in saved:
             buffer.copy_(values)
 
     return fill_parameters

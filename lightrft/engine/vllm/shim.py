@@ -110,8 +110,8 @@ class VLLMShim:
     @contextmanager
     def rank_in_environment() -> Iterator[None]:
         """While an engine starts: it reads its rank where torchrun writes it, also in a process without a launcher."""
-        said = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(local_rank())}
-        missing = {name: value for name, value in said.items() if name not in os.environ}
+        variables = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(local_rank())}
+        missing = {name: value for name, value in variables.items() if name not in os.environ}
         os.environ.update(missing)
         try:
             yield
