@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter, WeightTransform, revert_weight_conversion
 
-Named = tuple[str, Tensor]
+from lightrft.weight_sync.stream import NamedTensor
 
 
 class PublishedNames:
@@ -44,7 +44,7 @@ class PublishedNames:
         with torch.device("meta"):
             return cls(made_as(model)(copy.deepcopy(model.config)))
 
-    def published(self, stream: Iterable[Named]) -> Iterator[Named]:
+    def published(self, stream: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         """A weight stream under published names. Nothing is held but weights that become one together, until all have come."""
         held: dict[str, Tensor] = {}
         for name, tensor in stream:

@@ -19,7 +19,7 @@ from lightrft.parallel.cuts import Cut, cuts_of
 from lightrft.parallel.device import ahead, bucket_bytes, free_memory
 from lightrft.parallel.gather import AllGather
 
-Named = tuple[str, Tensor]
+NamedTensor = tuple[str, Tensor]
 FREE_SHARE = 8
 """A bucket whose size is not given is so small a part of the free memory."""
 HOST_LIMIT = 512 * 2**20
@@ -38,8 +38,8 @@ def bucket_limit(megabytes: int, axis: Axis, device: torch.device) -> int:
 
 
 def stream(
-    parameters: Iterable[Named], dtype: torch.dtype, limit: int, device: torch.device | None = None
-) -> Iterator[Named]:
+    parameters: Iterable[NamedTensor], dtype: torch.dtype, limit: int, device: torch.device | None = None
+) -> Iterator[NamedTensor]:
     """Yield (name, full tensor of `dtype`) for plain and sharded parameters, in their order.
 
     They are gathered on `device`, to which shards in host memory go first: ranks of several nodes gather there much faster. None:
@@ -65,9 +65,9 @@ def stream(
         yield from ((names.popleft(), tensor) for tensor in tensors)
 
 
-def _buckets(parameters: Iterable[Named], dtype: torch.dtype, limit: int) -> Iterator[list[Named]]:
+def _buckets(parameters: Iterable[NamedTensor], dtype: torch.dtype, limit: int) -> Iterator[list[NamedTensor]]:
     """Consecutive parameters that fit into one bucket when whole."""
-    bucket: list[Named] = []
+    bucket: list[NamedTensor] = []
     size = 0
     for name, tensor in parameters:
         nbytes = tensor.numel() * dtype.itemsize

@@ -169,7 +169,7 @@ def direct_course(folder: str) -> tuple[list[str], list[str], list[bool]]:
         patch.setattr(engine._shim.llm, "collective_rpc", reload)
         old = perturbed(model, 4)
         for name in direct:
-            _is_noticed(bench, lambda came, name=name: came.update({name: old.get_parameter(name).detach()}), name, turn=5)
+            _is_noticed(bench, lambda came, name=name: came.update({name: old.get_parameter(name).detach()}), name, round=5)
         a_stream_that_raises_is_repaired(bench)
         sleeping_keeps_or_drops_the_weights(bench)
         random_order = list(perturbed(model, 5).named_parameters())[::-1]

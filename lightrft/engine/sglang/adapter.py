@@ -19,7 +19,7 @@ from lightrft.engine.sglang.shim import SGLangShim
 from lightrft.engine.start import LibraryEngine
 from lightrft.parallel.device import current_device
 from lightrft.weight_sync.fused_layout import engine_names
-from lightrft.weight_sync.stream import Named, bucket_limit
+from lightrft.weight_sync.stream import NamedTensor, bucket_limit
 from lightrft.weight_sync.verify import Fingerprints
 
 LATER_SUMMED = ("o_proj", "mlp")
@@ -88,7 +88,7 @@ class SGLangEngine(LibraryEngine):
 
     # -- weights
 
-    def _load_weights(self, named_tensors: Iterator[Named]) -> None:
+    def _load_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
         with self._fatal("load_weights"):
             self._led(lambda: self._shim.begin_weight_update())
         try:
@@ -103,7 +103,7 @@ class SGLangEngine(LibraryEngine):
     def _bucket_bytes(self) -> int:
         return bucket_limit(self.bucket_mb, self.axis, current_device())
 
-    def _send(self, bucket: list[Named]) -> None:
+    def _send(self, bucket: list[NamedTensor]) -> None:
         kept, payload = SGLangShim.payload(bucket)
         payloads = self.axis.gather(payload)
         self._led(lambda: self._shim.update_weights(payloads))
@@ -182,8 +182,8 @@ def _whole(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return found
 
 
-def _buckets(named_tensors: Iterator[Named], bucket_bytes: int) -> Iterator[list[Named]]:
-    bucket: list[Named] = []
+def _buckets(named_tensors: Iterator[NamedTensor], bucket_bytes: int) -> Iterator[list[NamedTensor]]:
+    bucket: list[NamedTensor] = []
     size = 0
     for name, tensor in named_tensors:
         if bucket and size + tensor.nbytes > bucket_bytes:

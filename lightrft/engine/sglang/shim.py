@@ -19,7 +19,7 @@ from lightrft.engine.base import EngineError
 from lightrft.engine.requests import Request
 from lightrft.engine.sglang.lifetime import Loop, NoHandlers, contained, died, kill, unlink_load_files
 from lightrft.engine.sglang.scheduler import answer_question, run_scheduler
-from lightrft.weight_sync.stream import Named
+from lightrft.weight_sync.stream import NamedTensor
 
 IDLE_SECONDS = 60
 """So long may SGLang take to become idle after its last answer."""
@@ -105,7 +105,7 @@ class SGLangShim:
         return {psutil.Process(pid) for pid in self.engine.get_all_child_pids() if psutil.pid_exists(pid)}
 
     @staticmethod
-    def payload(bucket: list[Named]) -> tuple[Any, str]:
+    def payload(bucket: list[NamedTensor]) -> tuple[Any, str]:
         """What must be kept until the update is done, as the payload refers to it, and the payload."""
         flat = FlattenedTensorBucket(named_tensors=[(name, tensor.detach()) for name, tensor in bucket])
         content = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}

@@ -27,7 +27,7 @@ from lightrft.engine.vllm import layers  # noqa: F401  registered by its import
 from lightrft.engine.vllm.arguments import arguments
 from lightrft.engine.vllm.shim import VLLMShim
 from lightrft.types import Completion
-from lightrft.weight_sync.stream import Named
+from lightrft.weight_sync.stream import NamedTensor
 from lightrft.weight_sync.verify import Fingerprints
 
 OTHER_TIMES = ("qwen2_vl", "qwen2_5_vl")
@@ -115,7 +115,7 @@ class VLLMEngine(LibraryEngine):
         """Nothing is compiled on a CPU: the sampler's one compiled function costs seconds there, and a C++ compiler."""
         return torch.compiler.set_stance("force_eager") if self.on_cpu else nullcontext()
 
-    def _load_weights(self, named_tensors: Iterator[Named]) -> None:
+    def _load_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
         failures: list[Exception] = []
         with self._fatal("load_weights"), torch.no_grad():
             try:
@@ -164,7 +164,7 @@ class VLLMEngine(LibraryEngine):
         gc.collect()
 
 
-def _until_failure(named_tensors: Iterator[Named], failures: list[Exception]) -> Iterator[Named]:
+def _until_failure(named_tensors: Iterator[NamedTensor], failures: list[Exception]) -> Iterator[NamedTensor]:
     """The stream, which seems to end where it breaks: vLLM then ends its reload in order and can take the next one."""
     try:
         yield from named_tensors

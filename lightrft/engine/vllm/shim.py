@@ -27,7 +27,7 @@ from lightrft.parallel.device import local_rank
 from lightrft.weight_sync.expert_layout import pack_experts, unpacked_experts
 from lightrft.weight_sync.fused_layout import PARTS, CopyTarget, FusedWeights, engine_names
 from lightrft.weight_sync.names import PublishedNames
-from lightrft.weight_sync.stream import Named
+from lightrft.weight_sync.stream import NamedTensor
 
 PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 """vLLM's ways to keep weights that, but for kernels known here, leave them as they were loaded."""
@@ -52,7 +52,7 @@ class VLLMShim:
             keeps=lambda piece: names.is_alone(piece.name) and _keeps(piece.layer, piece.attribute),
         )  # fmt: skip
 
-    def reload_weights(self, named_tensors: Iterator[Named], *, direct: bool) -> None:
+    def reload_weights(self, named_tensors: Iterator[NamedTensor], *, direct: bool) -> None:
         """Take full tensors under transformers' names; vLLM slices, fuses and repacks them layer by layer.
 
         With `direct` those that it would only slice and copy are copied to where they lie: vLLM buffers, counts and wraps each
@@ -148,7 +148,7 @@ def _item(item: Image | Video | Clip) -> Image | tuple:
     return (item.waveform, item.sampling_rate) if isinstance(item, Clip) else item
 
 
-def _without_copied(named_tensors: Iterator[Named], targets: Mapping[str, list[CopyTarget]]) -> Iterator[Named]:
+def _without_copied(named_tensors: Iterator[NamedTensor], targets: Mapping[str, list[CopyTarget]]) -> Iterator[NamedTensor]:
     """Copy the tensors that have targets, and pass the others on."""
     for name, tensor in named_tensors:
         if name not in targets:
