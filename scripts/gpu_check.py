@@ -101,7 +101,8 @@ CLOSE, CLOSE_BF16 = (Aim("relative distance", most=1e-5, anywhere=True),), (Aim(
 VLLM, DEEPSPEED = {"modules": ("vllm",)}, {"modules": ("deepspeed", "hjson")}
 
 CHECKS = [
-    Check("attention", "kernels", tests("tests/models/test_flash_attn.py", "-k", "every_shape or real_kernels"), NONE_FAILS, 150),
+    Check("attention", "kernels", tests("tests/attention/test_flash_attn.py", "-k", "every_shape or real_kernels"), NONE_FAILS,
+          150),
     Check("host syncs", "kernels", tests("tests/invariants/test_host_sync.py"), NONE_FAILS, 120),
     Check("log-probs against float64", "kernels", measured("head_error"),
           (Aim("float32 products", most=1e-3), Aim("rounded products"), Aim("gradients", most=1e-2, anywhere=True)), 90),

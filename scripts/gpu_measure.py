@@ -113,7 +113,7 @@ def training(setting: Setting, recompute: str, kernels: str) -> Figures:
     """Micro-batches of 16,384 tokens through the 1.5B shape under FSDP2 of one rank: tokens per second, share of peak, memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lightrft.models.attention import ATTENTION
+    from lightrft.attention.flat import ATTENTION
     from lightrft.models.heads import Actor
     from lightrft.parallel.device import peak_memory, synchronize
     from lightrft.roles.microbatch import micro_batches
@@ -427,7 +427,7 @@ def sleep_cycles(setting: Setting) -> Figures:
 
 
 def sync_7b(setting: Setting) -> Figures:
-    """Seconds of load_weights() with the proof of a part, the best of five, from tensors that are on the device."""
+    """Seconds of load_weights() with the verification of a part, the best of five, from tensors that are on the device."""
     from lightrft.parallel.device import synchronize
 
     with temporary_folder() as folder:

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from lightrft.engine.media import Clip
-from lightrft.engine.names import PublishedNames
+from lightrft.weight_sync.names import PublishedNames
 from tiny import BOS, EOS, PAD, VOCABULARY, byte_tokenizer
 
 IMAGE = 259

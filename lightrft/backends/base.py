@@ -14,7 +14,6 @@ from lightrft.backends.offload import OffloadedOptimizer, OffloadedTensors, guar
 from lightrft.backends.optim import step
 from lightrft.checkpoint.hf_parameters import hf_parameters
 from lightrft.checkpoint.manager import ModelState
-from lightrft.engine import weights
 from lightrft.models.heads import divide
 from lightrft.models.recompute import recompute
 from lightrft.parallel.grad_norm import clip_gradients, global_grad_norm
@@ -22,6 +21,7 @@ from lightrft.parallel.mesh import Mesh
 from lightrft.parallel.sequence_parallel import NoSequenceParallel, SequenceParallel
 from lightrft.parallel.ulysses import Ulysses
 from lightrft.parallel.zigzag import Zigzag
+from lightrft.weight_sync.stream import bucket_limit, stream
 
 SEQUENCES: dict[str, type[SequenceParallel]] = {"ulysses": Ulysses, "zigzag": Zigzag}
 """How ranks share the tokens of a batch, by --sp_impl."""
@@ -105,11 +105,11 @@ class Backend(ABC):
 
     def stream(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter, bucket by bucket; see StrategyBase.full_params()."""
-        return weights.stream(hf_parameters(model), dtype, self.bucket_limit(), self.device)
+        return stream(hf_parameters(model), dtype, self.bucket_limit(), self.device)
 
     def bucket_limit(self) -> int:
         """Return the bytes of one bucket of stream(), equal on all ranks."""
-        return weights.bucket_limit(self.config.weight_sync_bucket_mb, self.mesh.world, self.device)
+        return bucket_limit(self.config.weight_sync_bucket_mb, self.mesh.world, self.device)
 
     def full_shape(self, parameter: nn.Parameter) -> torch.Size:
         """What stream() brings of a parameter that may be cut."""

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lightrft.checkpoint.atomic import PART, sync_file, write_folder
 from lightrft.checkpoint.hf_parameters import persistent_buffers
 from lightrft.checkpoint.shard_writer import ShardWriter
-from lightrft.engine.names import PublishedNames, made_as
 from lightrft.models.lora import CONFIG as ADAPTER_CONFIG
 from lightrft.models.lora import adapted_layers, is_adapter, merged, save_adapter
 from lightrft.parallel.collectives import Axis
+from lightrft.weight_sync.names import PublishedNames, made_as
 
 MAX_SHARD_BYTES = 5 * 10**9
 PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")

@@ -184,7 +184,7 @@ class EngineSection(Section):
     is free on the rank with the least when the stream begins; 512 on a CPU."""
     verify_weight_sync: bool = True
     """Compare fingerprints of weights, sent and in the engine, after every stream, and stop the run where they differ: of all the
-    first time, then of a part of each, so that 128 streams prove every element again."""
+    first time, then of a part of each, so that 128 streams verify every element again."""
 
 
 @dataclass

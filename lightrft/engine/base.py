@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from lightrft.config import EngineSection
-from lightrft.engine.expected import Vocabulary
 from lightrft.engine.first_token import Done, first_token_apart
 from lightrft.engine.media import MEDIA, digest, read
-from lightrft.engine.proof import TURNS, Fingerprints
+from lightrft.engine.model_info import Vocabulary
 from lightrft.engine.requests import Expanded, Request, Sampling, derived_seed, strange
 from lightrft.engine.stops import StopStrings
 from lightrft.parallel.collectives import Axis
 from lightrft.types import Completion
+from lightrft.weight_sync.verify import ROUNDS, Fingerprints
 
 Part = Literal["weights", "kv_cache"]
 OnDone = Callable[[int, list[Completion]], None]
@@ -77,12 +77,12 @@ class Engine(ABC):
         self.awake: set[Part] = {"weights", "kv_cache"}
         self.weights_valid = True
         """False from a sleep of level 2, or a broken stream, until the next complete one."""
-        self.proof_dtype: torch.dtype | None = None
-        """What is streamed must be found in the engine, compared in this dtype, its own; None: nobody looks."""
-        self.proof_turn: int | None = None
-        """Which part of the weights the next proof looks at; None: at all of them."""
-        self.places_proven = False
-        """The sync before this one was proven, so weights are where they are looked for, and may be copied there."""
+        self.verify_dtype: torch.dtype | None = None
+        """Streamed weights must be found in the engine, compared in this dtype, its own; None: they are not verified."""
+        self.verify_round: int | None = None
+        """The part of the weights that the next sync verifies; None: all of them."""
+        self.places_verified = False
+        """The sync before this one was verified, so weights are where they are looked for, and may be copied there."""
         self.closed = False
         self._failure: BaseException | None = None
 
@@ -122,24 +122,24 @@ class Engine(ABC):
 
         A wrong, missing or repeated name raises ValueError and leaves the engine unusable until a complete stream came.
         Caches computed with the old weights are dropped. EngineError, on all ranks of the engine, when what it computes with
-        afterwards is not what was streamed, or a cache is left. The first proof, and one after a failure, looks at everything,
-        others at parts in turns (proof.py).
+        afterwards is not what was streamed, or a cache is left. The first sync, and one after a failure, is verified
+        as a whole, others in rounds, each of a part (weight_sync/verify.py).
         """
         self._check_usable()
         if "weights" not in self.awake:
             raise EngineError('load_weights() on a sleeping engine: call wake("weights") first')
         self.weights_valid = False
-        turn, self.proof_turn = self.proof_turn, None
-        self.places_proven = turn is not None
+        round, self.verify_round = self.verify_round, None
+        self.places_verified = round is not None
         stream = self._checked(named_tensors)
-        sent = self._fingerprints(self.proof_dtype, turn) if self.proof_dtype else None
+        sent = self._fingerprints(self.verify_dtype, round) if self.verify_dtype else None
         self._load_weights(stream if sent is None else sent.watch(stream))
         for name, _ in stream:  # the end of the stream is where missing names are found
             raise EngineError(f"{type(self).__name__} stopped reading the weight stream at {name}")
         self.reset_cache()
         if sent is not None:
-            self._prove(sent)
-            self.proof_turn = 0 if turn is None else (turn + 1) % TURNS
+            self._verify(sent)
+            self.verify_round = 0 if round is None else (round + 1) % ROUNDS
         self.version = version
         self.weights_valid = True
 
@@ -215,11 +215,11 @@ class Engine(ABC):
         """Probe.parts(); here for an engine whose model is out of reach: nothing."""
         return {}
 
-    # -- what an adapter implements to prove its weights
+    # -- what an adapter implements to verify its weights
 
-    def _fingerprints(self, dtype: torch.dtype, turn: int | None) -> Fingerprints:
+    def _fingerprints(self, dtype: torch.dtype, round: int | None) -> Fingerprints:
         """Empty ones; here for an engine that keeps every weight as it came."""
-        return Fingerprints(self.expected, dtype, slices=self.axis.size, turn=turn)
+        return Fingerprints(self.expected, dtype, slices=self.axis.size, round=round)
 
     def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         """prints.numbers() of all that this rank's part of the engine computes with, read now and where it lies."""
@@ -227,7 +227,7 @@ class Engine(ABC):
 
     def _wrong(self, sent: Fingerprints) -> list[str]:
         """Names of what is not, in all ranks of the engine together, what was sent; here by numbers that add up."""
-        held = self._held(self._fingerprints(sent.dtype, sent.turn))
+        held = self._held(self._fingerprints(sent.dtype, sent.round))
         return sent.wrong([self.axis.sum(numbers) for numbers in held])
 
     @abstractmethod
@@ -236,7 +236,7 @@ class Engine(ABC):
 
     # -- shared checks
 
-    def _prove(self, sent: Fingerprints) -> None:
+    def _verify(self, sent: Fingerprints) -> None:
         """EngineError unless the engine has what was sent, and nothing computed before."""
         problems = []
         if wrong := self._wrong(sent):
@@ -274,8 +274,8 @@ class Engine(ABC):
             problem = str(error)
         if self.axis.size > 1:
             media = [""] * len(requests) if problem else map(digest, readable)
-            asked = [(each.token_ids, seen, each.sampling, each.seeds) for each, seen in zip(requests, media, strict=True)]
-            question = hashlib.sha256(repr((problem, asked, sampling)).encode()).hexdigest()
+            contents = [(each.token_ids, seen, each.sampling, each.seeds) for each, seen in zip(requests, media, strict=True)]
+            question = hashlib.sha256(repr((problem, contents, sampling)).encode()).hexdigest()
             if len(set(self.axis.gather(question))) > 1:
                 raise ValueError("the ranks that share an engine must generate for the same requests with the same sampling")
         if problem:
@@ -310,8 +310,8 @@ class Engine(ABC):
     def _reads(self) -> str:
         """What this engine takes, and which one takes more of what its model knows."""
         more = [name for name in self.model_reads if name not in self.limits]
-        said = f"this engine generates from {' and '.join(['text', *self.limits])} only"
-        return f"{said}; --engine_type hf reads {' and '.join(more)} too" if more else said
+        message = f"this engine generates from {' and '.join(['text', *self.limits])} only"
+        return f"{message}; --engine_type hf reads {' and '.join(more)} too" if more else message
 
     def _problem_of(self, request: Request) -> str | None:
         length, new, limit = len(request.prompt), request.sampling.max_tokens, self.max_model_len or math.inf

@@ -36,7 +36,7 @@ def build_engine(section: EngineSection, **setup) -> Engine:
         _check_nodes(name, setup["axis"])
     module, _, adapter = ENGINES[name].partition(":")
     engine: Engine = getattr(importlib.import_module(module), adapter)(EngineSetup(section=section, **setup))
-    engine.proof_dtype = setup["dtype"] if section.verify_weight_sync else None
+    engine.verify_dtype = setup["dtype"] if section.verify_weight_sync else None
     return engine
 
 

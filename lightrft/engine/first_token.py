@@ -33,7 +33,7 @@ def first_token_apart(generate: Generate, requests: list[Request], done: Done) -
             done(whole[place - len(open_samples)], found)
             return
         index, sample = open_samples[place]
-        samples[index][sample] = _joined(samples[index][sample], found[0])
+        samples[index][sample] = _concatenated(samples[index][sample], found[0])
         missing[index] -= 1
         if not missing[index]:
             done(index, samples[index])
@@ -66,6 +66,6 @@ def _rest(request: Request, seed: int, begun: Completion) -> Request:
     return replace(request.followed_by(begun.token_ids), sampling=rest, seeds=(derived_seed(seed, len(begun.token_ids)),))
 
 
-def _joined(first: Completion, rest: Completion) -> Completion:
+def _concatenated(first: Completion, rest: Completion) -> Completion:
     return replace(rest, token_ids=first.token_ids + rest.token_ids, logprobs=first.logprobs + rest.logprobs,
                    num_cached_tokens=first.num_cached_tokens)

@@ -11,15 +11,15 @@ from transformers.initialization import no_init_weights
 
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.engine.base import Engine, EngineSetup, Part
-from lightrft.engine.expected import Vocabulary, model_class, most_of_each, published_names
 from lightrft.engine.first_token import Done
 from lightrft.engine.media import MediaReader
+from lightrft.engine.model_info import Vocabulary, model_class, most_of_each, published_names
 from lightrft.engine.probe import Probe
-from lightrft.engine.proof import Fingerprints
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.stops import StopStrings
 from lightrft.parallel.device import release_cached_memory
 from lightrft.types import Completion, joined
+from lightrft.weight_sync.verify import Fingerprints
 
 DROP_SHARE = 0.25
 """Finished rows leave the running batch when they are this share of it: each time costs one copy of the cache."""
@@ -141,7 +141,7 @@ class HFEngine(Engine):
 
     @torch.inference_mode()
     def _wrong(self, sent: Fingerprints) -> list[str]:
-        held = self._fingerprints(sent.dtype, sent.turn)
+        held = self._fingerprints(sent.dtype, sent.round)
         for name in self.expected:
             held.add(name, self.weights[name])
         return [] if sent.same(held) else sent.wrong(held.numbers(self.device))

@@ -78,11 +78,11 @@ class Probe:
         return see
 
     def _join_projections(self) -> None:
-        joined: dict[str, Tensor] = {}
+        outputs: dict[str, Tensor] = {}
         for name, value in self.outputs.items():
             path, _, part = name.rpartition(".")
             if part in ("q_proj", "k_proj", "v_proj"):
                 name = f"{path}.qkv_proj"
-                value = torch.cat([joined[name], value], 1) if name in joined else value
-            joined[name] = value
-        self.outputs = joined
+                value = torch.cat([outputs[name], value], 1) if name in outputs else value
+            outputs[name] = value
+        self.outputs = outputs

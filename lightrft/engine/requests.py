@@ -44,13 +44,13 @@ class Sampling:
 
     @classmethod
     def of(cls, section: RolloutSection, **own: Any) -> Self:
-        """What the flags say, and `own` on top of it."""
-        said = {
+        """Take the values of the flags, and `own` in place of some of them."""
+        from_flags = {
             "n": section.n_samples_per_prompt, "max_tokens": section.generate_max_len, "temperature": section.temperature,
             "top_p": section.top_p, "top_k": section.top_k, "stop": tuple(section.stop),
             "stop_token_ids": tuple(section.stop_token_ids), "first_token_temperature": section.first_token_temperature,
         }  # fmt: skip
-        return cls(**said | own)
+        return cls(**from_flags | own)
 
     @classmethod
     def greedy(cls, section: RolloutSection, **own: Any) -> Self:

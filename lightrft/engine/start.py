@@ -10,7 +10,7 @@ from packaging.version import Version
 from transformers import AutoConfig, PretrainedConfig
 
 from lightrft.engine.base import Engine, EngineError, EngineSetup
-from lightrft.engine.expected import Vocabulary, most_of_each, published_names
+from lightrft.engine.model_info import Vocabulary, most_of_each, published_names
 from lightrft.versions import ENGINES
 
 MEMORY = (
@@ -52,8 +52,8 @@ def starting(name: str, setup: EngineSetup) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = f"--engine_type {name} does not start with {setup.model_path}: {type(error).__name__}: {error}\n{MEMORY}"
-        raise (ValueError(said) if isinstance(error, ValueError) else EngineError(said)) from error
+        message = f"--engine_type {name} does not start with {setup.model_path}: {type(error).__name__}: {error}\n{MEMORY}"
+        raise (ValueError(message) if isinstance(error, ValueError) else EngineError(message)) from error
 
 
 def warn_if_untested(name: str, version: str) -> None:

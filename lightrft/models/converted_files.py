@@ -48,10 +48,10 @@ class Conversion:
         converter = copy.deepcopy(self.converter)
         converter.collected_tensors = tensors
         try:
-            made = converter.convert(self.target, model=model, config=model.config)
+            converted = converter.convert(self.target, model=model, config=model.config)
         except (RuntimeError, ValueError, LookupError) as error:
             raise ValueError(f"transformers cannot make {self.target} of what is stored ({error})") from error
-        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in converted.items()}
 
 
 class ConvertedFiles:

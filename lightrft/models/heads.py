@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from lightrft.algorithms.objectives import TokenGradients
 from lightrft.algorithms.truncation import ALL, Truncation
+from lightrft.attention.layout import Layout
 from lightrft.config import ConfigError
-from lightrft.models.attention import Layout
 from lightrft.models.logprobs import Upstream, token_logprobs, top_logprobs
 from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL, SequenceParallel
 from lightrft.types import Batch, Expanded, Features, followed, joined, padded, send, unpadded

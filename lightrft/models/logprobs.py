@@ -8,9 +8,9 @@ token.
 
 From the first exponential on everything is float32, whatever the dtype of the model. The products themselves are float32 on an
 accelerator; a CPU rounds those of bfloat16 to bfloat16. The temperature divides a chunk's own float32 logits, never a tensor that
-somebody else sees. On CUDA triton.py has the kernels for what follows the product, elsewhere vocabulary.py.
+somebody else sees. On CUDA triton.py has the kernels for what follows the product, elsewhere vocab_parallel.py.
 
-The vocabulary may be split over tensor-parallel ranks: vocabulary.py has what they do together. The gradient of the hidden
+The vocabulary may be split over tensor-parallel ranks: vocab_parallel.py has what they do together. The gradient of the hidden
 states, to which every part of the vocabulary contributes, is then summed once.
 
 Shapes: T tokens, H hidden size, V vocabulary, v of it on this rank, K tokens asked for at each position.
@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lightrft.algorithms.truncation import ALL, Truncation
-from lightrft.models import vocabulary
-from lightrft.models.vocabulary import Asked, Joined, VocabularyPart
+from lightrft.models import vocab_parallel
+from lightrft.models.vocab_parallel import Distribution, LocalTargets, VocabularyPart
 from lightrft.parallel.sequence_parallel import gathered
 from lightrft.parallel.tensor_parallel import branch, vocabulary_shard
 
@@ -179,11 +179,11 @@ class _Logprobs(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, given: Tensor, weight: Tensor | None, targets: Tensor, options: _Options, learns: bool
     ) -> tuple[Tensor, Tensor | None]:
-        num, asked, bits = options.part.num, Asked(targets, options.part), None
+        num, local_targets, bits = options.part.num, LocalTargets(targets, options.part), None
         memory = torch.empty(min(options.chunk, len(given)), num, dtype=torch.float32, device=given.device)
         if learns and options.truncation.active:
-            bits = torch.empty(len(given), vocabulary.packed_width(num), dtype=torch.uint8, device=given.device)
-        found = _distribution(given, weight, asked, options, memory, bits)
+            bits = torch.empty(len(given), vocab_parallel.packed_width(num), dtype=torch.uint8, device=given.device)
+        found = _distribution(given, weight, local_targets, options, memory, bits)
         ctx.kept = memory if learns and weight is not None and len(given) <= options.chunk else None
         ctx.save_for_backward(given, weight, targets, bits, found.entropy, found.largest, found.total, found.scale)
         ctx.options = options
@@ -194,8 +194,8 @@ class _Logprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         given, weight, targets, bits, *distribution = ctx.saved_tensors
-        options, found = ctx.options, Joined(None, *distribution)
-        asked = Asked(targets, options.part)
+        options, found = ctx.options, Distribution(None, *distribution)
+        local_targets = LocalTargets(targets, options.part)
         grad_logprobs = torch.zeros(targets.shape, device=given.device) if grad_logprobs is None else grad_logprobs
         upstream = _of_logits_scaled(targets, grad_logprobs, grad_entropy, options)
 
@@ -203,15 +203,15 @@ class _Logprobs(torch.autograd.Function):
             for rows, logits in row_chunks(given, options.part.num, options.chunk):
                 scaled_logits(given[rows], weight, options.temperature, out=logits)
                 if bits is not None:
-                    vocabulary.fill_packed(logits, bits[rows], -torch.inf)
+                    vocab_parallel.fill_packed(logits, bits[rows], -torch.inf)
                 some = upstream.rows(rows)
-                yield rows, _gradient(logits, found.rows(rows), asked.rows(rows), some, options, given.dtype, again=True)
+                yield rows, _gradient(logits, found.rows(rows), local_targets.rows(rows), some, options, given.dtype, again=True)
 
         kept, ctx.kept = ctx.kept, None  # the gradient takes its place, so another backward pass computes again
         if kept is None:
             gradients = computed_again()
         else:
-            gradients = [(slice(None), _gradient(kept, found, asked, upstream, options, given.dtype))]
+            gradients = [(slice(None), _gradient(kept, found, local_targets, upstream, options, given.dtype))]
         grads = _of_logits(given, gradients) if weight is None else _of_product(given, weight, gradients)
         return *(grads if weight is None else (grads[0], grads[1].to(weight.dtype))), None, None, None
 
@@ -227,14 +227,14 @@ class _KnownUpstream(torch.autograd.Function):
 
         def gradients() -> Iterator[tuple[slice, Tensor]]:
             for rows, memory in row_chunks(hidden, options.part.num, options.chunk):
-                asked = Asked(targets[rows], options.part)
-                found = _distribution(hidden[rows], weight, asked, options, memory)
+                local_targets = LocalTargets(targets[rows], options.part)
+                found = _distribution(hidden[rows], weight, local_targets, options, memory)
                 grad_logprobs, grad_entropy = upstream(rows, found.logprobs, found.entropy)
                 known.append((torch.zeros_like(found.logprobs) if grad_logprobs is None else grad_logprobs, grad_entropy))
                 logprobs.append(found.logprobs)
                 entropies.append(found.entropy)
-                some = _of_logits_scaled(asked.ids, *known[-1], options)
-                yield rows, _gradient(memory, found, asked, some, options, hidden.dtype)
+                some = _of_logits_scaled(local_targets.ids, *known[-1], options)
+                yield rows, _gradient(memory, found, local_targets, some, options, hidden.dtype)
 
         ctx.gradients = _of_product(hidden, weight, gradients())
         of_logprobs, of_entropy = zip(*known, strict=True)
@@ -289,8 +289,9 @@ def _of_logits_scaled(targets: Tensor, logprobs: Tensor, entropy: Tensor | None,
 
 
 def _distribution(
-    given: Tensor, weight: Tensor | None, asked: Asked, options: _Options, memory: Tensor, bits: Tensor | None = None
-) -> Joined:
+    given: Tensor, weight: Tensor | None, local_targets: LocalTargets, options: _Options, memory: Tensor,
+    bits: Tensor | None = None,
+) -> Distribution:
     """The distribution of each row [t], computed in `memory`, as many rows at a time as it has.
 
     Of the last of them it then has what _gradient() needs. `bits` gets the truncation.
@@ -298,7 +299,7 @@ def _distribution(
     fused, sums = _fused(given, options.part), []
     for start in range(0, len(given), options.chunk):
         rows = slice(start, min(start + options.chunk, len(given)))
-        logits, some = memory[: rows.stop - start], asked.rows(rows)
+        logits, some = memory[: rows.stop - start], local_targets.rows(rows)
         scaled_logits(given[rows], weight, options.temperature, out=logits)
         if options.truncation.active:
             _truncate(logits, some, options, None if bits is None else bits[rows])
@@ -308,23 +309,24 @@ def _distribution(
             sums.append(triton.local_sums(logits, some))
         else:
             holes = options.truncation.active or weight is None
-            sums.append(vocabulary.local_sums(logits, some, holes=holes, entropy=options.entropy))
-    return vocabulary.join(sums, asked, entropy=options.entropy)
+            sums.append(vocab_parallel.local_sums(logits, some, holes=holes, entropy=options.entropy))
+    return vocab_parallel.join_sums(sums, local_targets, entropy=options.entropy)
 
 
-def _truncate(logits: Tensor, asked: Asked, options: _Options, bits: Tensor | None) -> None:
+def _truncate(logits: Tensor, local_targets: LocalTargets, options: _Options, bits: Tensor | None) -> None:
     """-inf for what the truncation leaves out, a part of the rows at a time, because finding it takes several times as much."""
     step = max(1, options.chunk // 4)
     for start in range(0, len(logits), step):
         rows = slice(start, start + step)
-        outside = vocabulary.outside(logits[rows], options.truncation, asked.rows(rows))
+        outside = vocab_parallel.outside(logits[rows], options.truncation, local_targets.rows(rows))
         logits[rows].masked_fill_(outside, -torch.inf)
         if bits is not None:
-            bits[rows] = vocabulary.packed(outside)
+            bits[rows] = vocab_parallel.packed(outside)
 
 
 def _gradient(
-    memory: Tensor, found: Joined, asked: Asked, upstream: _Gradients, options: _Options, dtype: torch.dtype, *,
+    memory: Tensor, found: Distribution, local_targets: LocalTargets, upstream: _Gradients, options: _Options,
+    dtype: torch.dtype, *,
     again: bool = False,
 ) -> Tensor:  # fmt: skip
     """Gradient of some rows' logits from what _distribution() left of them, or, `again`, from the logits; it takes their place.
@@ -335,10 +337,10 @@ def _gradient(
     if _fused(memory, options.part):
         from lightrft.models import triton
 
-        return triton.gradient(memory, found, asked, *given, dtype)
+        return triton.gradient(memory, found, local_targets, *given, dtype)
     if again:
-        return asked.add(vocabulary.gradient(memory, found, *given), upstream.logprobs)
-    return asked.add(vocabulary.gradient_of_exponentials(memory, found, *given), upstream.logprobs)
+        return local_targets.add(vocab_parallel.gradient(memory, found, *given), upstream.logprobs)
+    return local_targets.add(vocab_parallel.gradient_of_exponentials(memory, found, *given), upstream.logprobs)
 
 
 def _fused(like: Tensor, part: VocabularyPart) -> bool:

@@ -115,13 +115,13 @@ def merged(model: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> Iterator[t
         with torch.no_grad():
             return torch.addmm(base.float(), b.float(), a.float(), alpha=scalings[name]).to(base.dtype)
 
-    return joined(stream, product)
+    return fold_adapters(stream, product)
 
 
-def joined(
+def fold_adapters(
     named: Iterable[tuple[str, Value]], join: Callable[[str, Value, Value, Value], Value]
 ) -> Iterator[tuple[str, Value]]:
-    """Names as they were before adapters came. For each adapter one value: join(name of its layer, W, A, B)."""
+    """Yield values by the names that a model had before it was adapted, for each adapter join(name of its layer, W, A, B)."""
     held: list[Value] = []
     for name, value in named:
         if name.endswith((BASE, A)):

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.models.logprobs import logprobs_of_logits, top_logprobs_of_logits
-from lightrft.models.vocabulary import VocabularyPart
+from lightrft.models.vocab_parallel import VocabularyPart
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.sequence_parallel import Gather
 from lightrft.parallel.zigzag import Zigzag

@@ -45,5 +45,5 @@ class Routers:
         if whole.shared:  # a computed token counts once for each of those for which it is
             places = send(whole.shared.places, counts.device)
             counts = counts.new_zeros(whole.num_computed).index_add(0, places, counts)
-        mine = routing(logits, counts[sequence.positions(whole.num_computed, counts.device)], self.top_k)
-        return Routing(sequence.sum(mine.chosen), sequence.sum(mine.probabilities), sequence.sum(mine.count))
+        local = routing(logits, counts[sequence.positions(whole.num_computed, counts.device)], self.top_k)
+        return Routing(sequence.sum(local.chosen), sequence.sum(local.probabilities), sequence.sum(local.count))

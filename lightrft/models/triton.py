@@ -1,8 +1,8 @@
 """Triton kernels of log-probs: what follows the product with the head's weight, in one pass over the logits each.
 
-The same numbers as local_sums() and gradient() of vocabulary.py, where torch needs about ten passes. The first pass leaves the
-logits as they are, so the gradient is computed from them. One program reads one row in the first pass, and a block of one row in
-the second.
+They return the same numbers as local_sums() and gradient() of vocab_parallel.py, for which torch needs about ten passes. The
+first pass leaves the logits as they are, so the gradient is computed from them. One program reads one row in the first pass, and
+a block of one row in the second.
 
 Shapes: t tokens, v of the vocabulary on this rank, K tokens asked for at each position.
 """
@@ -12,23 +12,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightrft.models.vocabulary import Asked, Joined
+from lightrft.models.vocab_parallel import Distribution, LocalTargets
 
 BLOCK = 2048
 
 
-def local_sums(logits: Tensor, asked: Asked) -> tuple[Tensor, ...]:
+def local_sums(logits: Tensor, local_targets: LocalTargets) -> tuple[Tensor, ...]:
     """The largest logit [t], sum of exponentials relative to it [t], their first moment [t], the logits asked for [t, K].
 
     `logits` [t, v] float32, some of which may be -inf, stay as they are.
     """
     top, total, moment = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
     _sums[(len(logits),)](logits, top, total, moment, logits.shape[1], logits.stride(0), BLOCK=BLOCK, num_warps=8)
-    return top, total, moment, asked.pick(logits)
+    return top, total, moment, local_targets.pick(logits)
 
 
 def gradient(
-    logits: Tensor, found: Joined, asked: Asked, grad_logprobs: Tensor, grad_entropy: Tensor | None, dtype: torch.dtype
+    logits: Tensor, found: Distribution, local_targets: LocalTargets, grad_logprobs: Tensor, grad_entropy: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Gradient of the logits [t, v] in `dtype`, in their memory where that is float32. It is summed in float32.
 
@@ -37,10 +38,10 @@ def gradient(
     out = logits if dtype == torch.float32 else torch.empty_like(logits, dtype=dtype)
     rows = [grad_logprobs.sum(-1), found.largest, found.total]
     rows += [found.total] * 2 if grad_entropy is None else [found.entropy, grad_entropy]
-    asked_for = torch.where(asked.here, asked.places, -1), grad_logprobs
+    asked_for = torch.where(local_targets.here, local_targets.places, -1), grad_logprobs
     _gradient[(len(logits), triton.cdiv(logits.shape[1], BLOCK))](
         logits, out, *(each.contiguous() for each in (*asked_for, *rows)),
-        logits.shape[1], logits.stride(0), out.stride(0), asked.ids.shape[1],
+        logits.shape[1], logits.stride(0), out.stride(0), local_targets.ids.shape[1],
         BY_ENTROPY=grad_entropy is not None, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
     return out
@@ -79,7 +80,7 @@ def _sums(logits, top, total, moment, num, stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gradient(
-    logits, out, places, grad_logprobs, asked_for, largest, total, entropy, grad_entropy, num, stride, out_stride, num_asked,
+    logits, out, places, grad_logprobs, asked_for, largest, total, entropy, grad_entropy, num, stride, out_stride, num_targets,
     BY_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -92,7 +93,7 @@ def _gradient(
     if BY_ENTROPY:
         upstream += (below - tl.log(row_total) + tl.load(entropy + row)) * tl.load(grad_entropy + row)
     gradient = -p * upstream
-    for k in range(num_asked):
-        asked = tl.load(places + row * num_asked + k)
-        gradient += tl.where(columns == asked, tl.load(grad_logprobs + row * num_asked + k), 0.0)
+    for k in range(num_targets):
+        target = tl.load(places + row * num_targets + k)
+        gradient += tl.where(columns == target, tl.load(grad_logprobs + row * num_targets + k), 0.0)
     tl.store(out + row.to(tl.int64) * out_stride + columns, gradient.to(out.dtype.element_ty), mask=columns < num)

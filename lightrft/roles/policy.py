@@ -19,7 +19,7 @@ from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.checkpoint.hf_parameters import hf_parameters, persistent_buffers, unwrap
 from lightrft.engine.base import Sampling
 from lightrft.models.heads import Actor
-from lightrft.models.lora import adapted_layers, adapters_off, joined, plain_name
+from lightrft.models.lora import adapted_layers, adapters_off, fold_adapters, plain_name
 from lightrft.models.routers import Routers
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.profiler import Profiler
@@ -227,7 +227,7 @@ class Policy(Role, PolicyNames):
     def refit_info(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Hugging Face name -> full shape and dtype of what stream_weights() brings, in its order."""
         shapes = ((name, self.strategy.full_shape(parameter)) for name, parameter in hf_parameters(self.actor))
-        learned = {name: (shape, self.strategy.dtype) for name, shape in joined(shapes, lambda _, base, *adapter: base)}
+        learned = {name: (shape, self.strategy.dtype) for name, shape in fold_adapters(shapes, lambda _, base, *adapter: base)}
         buffers = persistent_buffers(unwrap(self.actor))
         return learned | {plain_name(name): (buffer.shape, buffer.dtype) for name, buffer in buffers}
 

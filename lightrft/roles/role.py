@@ -32,8 +32,8 @@ MAX_TOKENS: int = TrainSection.max_tokens_per_microbatch
 
 
 @dataclass(slots=True)
-class Answer(Batch):
-    """What a model said about every token, on its way back to who asked."""
+class TokenValues(Batch):
+    """Carry the numbers that a model computed for every token back to the rank that has the sequence."""
 
     values: Tensor = per_token()  # [T, ...] float32
 
@@ -274,8 +274,10 @@ class Role(ABC):
         given = flatten(batch, data)
         mine, steps = self.deal_flat(given.batch, None, mbs, max_tokens=self.max_logprob_tokens)
         values = self._infer_rows(module, forward, mine, steps[0] if steps else [])
-        answer = Answer(lengths=mine.lengths, input_ids=mine.input_ids, loss_mask=mine.loss_mask, rows=mine.rows, values=values)
-        return padded(move(data, answer, given.owners).values, given.batch.lengths, given.width)
+        local = TokenValues(
+            lengths=mine.lengths, input_ids=mine.input_ids, loss_mask=mine.loss_mask, rows=mine.rows, values=values
+        )
+        return padded(move(data, local, given.owners).values, given.batch.lengths, given.width)
 
     def _open_step(self) -> TrainStep:
         if self._step is None:

@@ -8,8 +8,8 @@ from transformers import AutoConfig
 
 from lightrft.config import ConfigError, ModelSection
 from lightrft.data.images import IMAGES, opened
-from lightrft.engine.expected import placeholders
 from lightrft.engine.media import MediaReader
+from lightrft.engine.model_info import placeholders
 from lightrft.engine.requests import Request
 from lightrft.types import Expanded, Prompt
 

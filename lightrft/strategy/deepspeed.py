@@ -27,10 +27,10 @@ from lightrft.backends.optim import follow, parameter_names
 from lightrft.backends.zero_state import Partitions, ZeroModelState, engine_config, local_shard, whole_shape
 from lightrft.checkpoint.hf_parameters import hf_parameters
 from lightrft.checkpoint.manager import ModelState
-from lightrft.engine import weights
 from lightrft.models.empty import empty_parameters, is_empty
 from lightrft.parallel.device import current_device, local_rank
 from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.weight_sync.stream import stream
 
 os.environ.setdefault("DS_ACCELERATOR", current_device().type)
 
@@ -131,7 +131,7 @@ class DeepSpeedStrategy(StrategyBase):
             yield from self._masters(model, named)
             return
         parts = ((name, self._as_shard(parameter)) for name, parameter in named)
-        whole = weights.stream(parts, dtype, self.bucket_limit(), self.device)
+        whole = stream(parts, dtype, self.bucket_limit(), self.device)
         for (_, parameter), (name, tensor) in zip(named, whole, strict=True):
             yield name, tensor.view(whole_shape(parameter))
 
@@ -227,7 +227,7 @@ class DeepSpeedStrategy(StrategyBase):
             if parameter in has_master:
                 yield name, safe_get_full_fp32_param(parameter)
             else:
-                (_, whole), = weights.stream([(name, self._as_shard(parameter))], torch.float32, 1)
+                (_, whole), = stream([(name, self._as_shard(parameter))], torch.float32, 1)
                 yield name, whole.view(whole_shape(parameter))
 
     def _as_shard(self, parameter: nn.Parameter) -> Tensor:

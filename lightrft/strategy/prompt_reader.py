@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from lightrft.engine.expected import Vocabulary
 from lightrft.engine.media import is_clip
+from lightrft.engine.model_info import Vocabulary
 from lightrft.engine.requests import MEDIA, Request
 
 Given = tuple[list | None, list[int] | None]

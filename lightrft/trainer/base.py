@@ -200,7 +200,7 @@ class Trainer(ABC):
             row["perf/tokens_per_second"] = row["rollout/tokens"] / row["time/step"]
         self.observer.log(number, row)
         if self.health.check_step(number, row):
-            self.strategy.engine.proof_turn = None
+            self.strategy.engine.verify_round = None
 
     # -- checkpoints
 

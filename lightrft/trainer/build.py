@@ -18,7 +18,7 @@ from lightrft.config import Config, ConfigError, needs_critic, needs_reference
 from lightrft.data.conversations import load_examples
 from lightrft.data.loader import Order
 from lightrft.data.prompts import load_prompts
-from lightrft.engine.expected import placeholder_token_ids
+from lightrft.engine.model_info import placeholder_token_ids
 from lightrft.engine.requests import Sampling
 from lightrft.models.heads import Actor, Scorer, check_window
 from lightrft.models.load import check_vocabulary, load_model, load_scorer, load_tokenizer

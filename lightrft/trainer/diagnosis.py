@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from lightrft.config import Config
-from lightrft.engine.expected import placeholder_token_ids
+from lightrft.engine.model_info import placeholder_token_ids
 from lightrft.engine.probe import LOGITS, Probe
 from lightrft.engine.requests import Request, Sampling
 from lightrft.models.heads import Actor, logit_scale

@@ -30,7 +30,7 @@ class Health:
         self._mismatches: deque[float] = deque(maxlen=HISTORY)
 
     def check_step(self, number: int, row: dict[str, float]) -> bool:
-        """Warn of a step without signal, and of a mismatch far above its history: then all weights should be proved.
+        """Warn of a step without signal, and of a mismatch far above its history: then all weights should be verified.
 
         Returns whether they should. RuntimeError for a mismatch above --mismatch_limit.
         """
@@ -78,11 +78,11 @@ class Health:
         if mismatch <= bound:
             return False
         if self.logs:
-            proof = ("the next weight sync compares every weight" if self.config.engine.verify_weight_sync
-                     else "nothing compares weights with --no_verify_weight_sync")  # fmt: skip
+            verification = ("the next weight sync compares every weight" if self.config.engine.verify_weight_sync
+                            else "nothing compares weights with --no_verify_weight_sync")  # fmt: skip
             logger.warning(
                 "step {}: the log-probs of engine and trainer differ by {:.2g} on average, {:.2g} at most, far more than the "
-                "{:.2g} of the steps before; {}", number, mismatch, largest, median(self._mismatches), proof,
+                "{:.2g} of the steps before; {}", number, mismatch, largest, median(self._mismatches), verification,
             )  # fmt: skip
         return True
 

@@ -14,10 +14,10 @@ A random Qwen3 with tied embeddings, prepared as a trainer prepares it (float32 
 repetitions, in wall seconds, taken in turn; those of several ranks are rank 0's between barriers. `peak_extra_bytes` is how
 far the process rose above what it was, in the first stream, memory shared by ranks included. One thread per process.
 
-`first_proof_s` is a proof of everything, `turns_s` all of those in parts that follow, both by themselves, of tensors in memory;
-the latter are timed eighth by eighth, which take about as long as a sync and so are disturbed as often.
+`first_proof_s` is a verification of everything, `turns_s` all of those in parts that follow, both by themselves, of tensors in
+memory; the latter are timed eighth by eighth, which take about as long as a sync and so are disturbed as often.
 `verify_cost` is the share that one of the parts has, on the average, in a sync with it, `first_verify_cost` that of the first
-proof. Names with `cpu` are of seconds of the processor, which other processes disturb less.
+one. Names with `cpu` are of seconds of the processor, which other processes disturb less.
 """
 
 import argparse
@@ -126,10 +126,10 @@ def memcpy(room: dict) -> Callable[[], None]:
 
 def into_vllm(strategy: Any, model: Any, room: dict, args: argparse.Namespace) -> dict[str, Callable[[], None]]:
     """The reload is vLLM's own, of published tensors, and the packing of experts, which it forgets on a CPU."""
-    from lightrft.engine.experts import pack_experts, unpacked_experts
+    from lightrft.weight_sync.expert_layout import pack_experts, unpacked_experts
 
     engine = engine_of(strategy, "vllm", args)
-    engine.load_weights(iter(room.items()), 1)  # proven: later ones copy to where weights lie
+    engine.load_weights(iter(room.items()), 1)  # verified: later ones copy to where weights lie
     published = dict(engine.names.published(iter(room.items())))
 
     def reload() -> None:
@@ -150,23 +150,23 @@ def engine_of(strategy: Any, name: str, args: argparse.Namespace) -> Any:
 
 
 def syncs(engine: Any, strategy: Any, model: Any, room: dict) -> dict[str, Callable[[], None]]:
-    """A whole load_weights() without its proof; the proofs alone, of everything and of all parts, of what is there by then."""
-    from lightrft.engine.proof import TURNS
+    """Return a whole load_weights() without verification, and the verification alone, of everything and of all parts."""
+    from lightrft.weight_sync.verify import ROUNDS
 
-    engine.proof_dtype = None
+    engine.verify_dtype = None
 
     def sync() -> None:
-        engine.proof_turn = 0  # as after a proof
+        engine.verify_round = 0  # as after a verification
         engine.load_weights(strategy.full_params(model), engine.version + 1)
 
-    def proof(*turns: int | None) -> None:
-        for turn in turns:
-            sent = engine._fingerprints(strategy.dtype, turn)
+    def verify(*rounds: int | None) -> None:
+        for round in rounds:
+            sent = engine._fingerprints(strategy.dtype, round)
             for _ in sent.watch(iter(room.items())): ...
-            engine._prove(sent)
+            engine._verify(sent)
 
-    eighths = {f"turns_{first}": lambda first=first: proof(*range(TURNS)[first::8]) for first in range(8)}
-    return {"sync": sync, "first_proof": lambda: proof(None)} | eighths
+    eighths = {f"turns_{first}": lambda first=first: verify(*range(ROUNDS)[first::8]) for first in range(8)}
+    return {"sync": sync, "first_proof": lambda: verify(None)} | eighths
 
 
 def best(ways: dict[str, Callable[[], None]], repeat: int) -> dict[str, float]:
@@ -186,11 +186,11 @@ def best(ways: dict[str, Callable[[], None]], repeat: int) -> dict[str, float]:
 
 
 def verify_cost(found: dict[str, float], cpu: str = "") -> dict[str, float]:
-    from lightrft.engine.proof import TURNS
+    from lightrft.weight_sync.verify import ROUNDS
 
     sync = found[f"sync{cpu}_s"]
-    proofs = {f"first_verify_cost{cpu}": found[f"first_proof{cpu}_s"], f"verify_cost{cpu}": found[f"turns{cpu}_s"] / TURNS}
-    return {name: seconds / (sync + seconds) for name, seconds in proofs.items()}
+    seconds_of = {f"first_verify_cost{cpu}": found[f"first_proof{cpu}_s"], f"verify_cost{cpu}": found[f"turns{cpu}_s"] / ROUNDS}
+    return {name: seconds / (sync + seconds) for name, seconds in seconds_of.items()}
 
 
 def peak_of(action: Callable[[], Any]) -> int:

@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TopKLogitsWarper
 from lightrft.config import EngineSection
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
 from lightrft.engine.build import build_engine
-from lightrft.engine.proof import PRODUCT_TURNS, TURNS
 from lightrft.engine.requests import derived_seed
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import current_device, select_device
 from lightrft.parallel.mesh import Mesh
 from lightrft.types import Completion
+from lightrft.weight_sync.verify import PRODUCT_ROUNDS, ROUNDS
 
 PROMPTS = [[50, 55, 43, 53, 56, 61], [1, 2, 3, 4, 5, 6, 7, 8, 9], [200], [50, 55, 43, 53, 56, 61], [61, 60]]
 GREEDY = Sampling(temperature=0, max_tokens=12)
@@ -248,15 +248,15 @@ def _tampered(engine: Engine, tamper: Callable[[dict[str, torch.Tensor]], None])
 
 
 def _is_noticed(
-    bench: Bench, tamper: Callable[[dict[str, torch.Tensor]], None], name: str, turn: int | None = None
+    bench: Bench, tamper: Callable[[dict[str, torch.Tensor]], None], name: str, round: int | None = None
 ) -> None:
-    """The error names the weight, nothing is generated with it, a complete stream repairs, and what repairs is proven whole."""
-    bench.engine.proof_turn = turn
+    """The error names the weight, nothing is generated with it, and a complete stream, verified as a whole, repairs."""
+    bench.engine.verify_round = round
     with _tampered(bench.engine, tamper), pytest.raises(EngineError, match=f"{name} in the engine is not what was sent"):
         bench.load(bench.model, 9)
     with pytest.raises(EngineError, match="load_weights"):
         bench.greedy()
-    assert bench.engine.proof_turn is None
+    assert bench.engine.verify_round is None
     bench.load(bench.model)
 
 
@@ -295,8 +295,8 @@ def swapped_weights_are_named(bench: Bench) -> None:
     assert bench.greedy() == bench.expected
 
 
-def later_proofs_look_at_parts(bench: Bench) -> None:
-    """One wrong element is named in its turn, and so is a weight that stays the old one, or, where it lies as it came, in any."""
+def later_syncs_verify_parts(bench: Bench) -> None:
+    """One wrong element is named in its round; so is a weight that stays the old one, or, where it lies as it came, in any."""
     name, old = "model.layers.1.mlp.up_proj.weight", perturbed(bench.model, 43)
 
     def flip(tensors: dict[str, torch.Tensor]) -> None:
@@ -305,17 +305,17 @@ def later_proofs_look_at_parts(bench: Bench) -> None:
     def stay(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name] = old.get_parameter(name).detach()
 
-    by_product = [turn for turn in range(TURNS) if name in bench.engine._fingerprints(torch.float32, turn).products]
-    turn = by_product[0] if by_product else 0
-    assert len(by_product) in (0, TURNS // PRODUCT_TURNS)
+    by_product = [round for round in range(ROUNDS) if name in bench.engine._fingerprints(torch.float32, round).products]
+    round = by_product[0] if by_product else 0
+    assert len(by_product) in (0, ROUNDS // PRODUCT_ROUNDS)
     for tamper in (flip, stay):
-        _is_noticed(bench, tamper, name, turn)
+        _is_noticed(bench, tamper, name, round)
     if not by_product:
-        _is_noticed(bench, stay, name, (turn + 1) % TURNS)
-    bench.engine.proof_turn = (turn + 1) % TURNS
+        _is_noticed(bench, stay, name, (round + 1) % ROUNDS)
+    bench.engine.verify_round = (round + 1) % ROUNDS
     with _tampered(bench.engine, flip):
         bench.load(bench.model)
-    assert bench.engine.proof_turn == (turn + 2) % TURNS
+    assert bench.engine.verify_round == (round + 2) % ROUNDS
     bench.load(bench.model)
     assert bench.greedy() == bench.expected
 

@@ -1,4 +1,4 @@
-"""Families of models in SGLang: folders, streams with their proof, answers, parts; all against plain transformers."""
+"""Families of models in SGLang: folders, streams with their verification, answers, parts; all against plain transformers."""
 
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def problems(family: str, folder: str, axis: Axis) -> list[str]:
     engine = start("sglang", path, axis)
     bench = Bench(engine, model, axis, torch.distributed.get_rank())
     found = [f"unknown {name}" for name in engine.expected.keys() - engine._places.keys()] + _gaps(bench, model)
-    engine.proof_dtype = torch.float32
+    engine.verify_dtype = torch.float32
     other = perturbed(model, 3)
     bench.load(other)
     found += [f"streamed: {gap}" for gap in _gaps(bench, other)] + _differing_parts(engine, other)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightrft.engine.base import Engine, EngineError, Part, Request, Sampling
 from lightrft.engine.first_token import Done
-from lightrft.engine.proof import TURNS, Fingerprints
+from lightrft.weight_sync.verify import ROUNDS, Fingerprints
 
 EXPECTED = {"a": torch.Size([2]), "b": torch.Size([3])}
 STREAM = [("a", torch.zeros(2)), ("b", torch.zeros(3))]
@@ -89,7 +89,7 @@ class Keeps(Idle):
 
     def __init__(self):
         super().__init__()
-        self.expected, self.proof_dtype = {"a": torch.Size([128, 2])}, torch.float32
+        self.expected, self.verify_dtype = {"a": torch.Size([128, 2])}, torch.float32
         self.wrong: list[int] = []
 
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -102,8 +102,8 @@ class Keeps(Idle):
         return super()._held(prints)
 
 
-def test_the_first_proof_is_whole_and_the_later_ones_look_at_parts_in_turns() -> None:
-    """An element that is wrong from the second sync on is named in its turn, and then by the next proof, which is whole."""
+def test_the_first_verification_is_whole_and_later_ones_are_rounds_of_parts() -> None:
+    """An element that is wrong from the second sync on is named in its round, and then by the next one, which is whole."""
     engine, stream = Keeps(), [("a", torch.arange(256.0).view(128, 2))]
     engine.wrong = [89]
     with pytest.raises(EngineError, match="a in the engine is not what was sent"):
@@ -111,18 +111,18 @@ def test_the_first_proof_is_whole_and_the_later_ones_look_at_parts_in_turns() ->
     engine.wrong = []
     engine.load_weights(stream, 1)
     engine.wrong = [89]
-    for turn in range(20):  # each looks at one of the 128 rows, 79 after the one before: the element's is 20 * 79 - 12 * 128
-        assert engine.proof_turn == turn
+    for round in range(20):  # each looks at one of the 128 rows, 79 after the one before: the element's is 20 * 79 - 12 * 128
+        assert engine.verify_round == round
         engine.load_weights(stream, 2)
     for _ in range(2):
         with pytest.raises(EngineError, match="a in the engine is not what was sent"):
             engine.load_weights(stream, 3)
-        assert engine.proof_turn is None and not engine.weights_valid
+        assert engine.verify_round is None and not engine.weights_valid
     engine.wrong = []
-    for turn in [*range(TURNS), 0]:
+    for round in [*range(ROUNDS), 0]:
         engine.load_weights(stream, 4)
-        assert engine.proof_turn == turn
+        assert engine.verify_round == round
     engine.sleep(2)  # every row is written anew: what does not come is seen in any part
     engine.wake("weights")
     engine.load_weights(stream, 5)
-    assert engine.proof_turn == 1
+    assert engine.verify_round == 1

@@ -12,8 +12,8 @@ from engine.contract import start
 from lightrft.config import ConfigError, EngineSection
 from lightrft.engine import build
 from lightrft.engine.base import EngineError, EngineSetup
-from lightrft.engine.expected import end_token_ids, placeholder_token_ids, published_names
 from lightrft.engine.hf import HFEngine
+from lightrft.engine.model_info import end_token_ids, placeholder_token_ids, published_names
 from lightrft.engine.requests import Sampling
 from lightrft.engine.start import starting, warn_if_untested
 from lightrft.parallel.collectives import Axis

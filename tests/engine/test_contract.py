@@ -11,7 +11,7 @@ import torch
 from engine.contract import (
     CASES,
     STREAM_ONLY_CASES,
-    later_proofs_look_at_parts,
+    later_syncs_verify_parts,
     one_wrong_element_is_named,
     run_contract,
     swapped_weights_are_named,
@@ -29,7 +29,7 @@ class Layout(NamedTuple):
     """Those on an engine that reads no checkpoint need another start."""
 
 
-LONG = one_wrong_element_is_named, swapped_weights_are_named, later_proofs_look_at_parts
+LONG = one_wrong_element_is_named, swapped_weights_are_named, later_syncs_verify_parts
 NOT_LONG = [case for case in CASES if case not in LONG]
 """Without three that SGLang passes alone, and takes long for."""
 LAYOUTS = {
@@ -40,7 +40,7 @@ LAYOUTS = {
     "vllm-tp2": Layout("vllm", 2, 2),
     "sglang": Layout("sglang", 1, 1),
     "sglang-2-replicas": Layout("sglang", 2, 1, NOT_LONG),
-    "sglang-tp2": Layout("sglang", 2, 2, NOT_LONG),  # test_sglang.py has the other start, with a proof of its own
+    "sglang-tp2": Layout("sglang", 2, 2, NOT_LONG),  # test_sglang.py has the other start, with a verification of its own
 }
 
 

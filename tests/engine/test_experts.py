@@ -28,14 +28,14 @@ from engine.contract import (
 )
 from lightrft.config import ModelSection
 from lightrft.engine.base import Engine, EngineError, Request, Sampling
-from lightrft.engine.expected import published_names
-from lightrft.engine.fused import Piece, Room
-from lightrft.engine.names import PublishedNames
+from lightrft.engine.model_info import published_names
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.parallel.mesh import Mesh
 from lightrft.strategy import FSDPStrategy
 from lightrft.types import Batch
+from lightrft.weight_sync.fused_layout import CopyTarget, WeightSlice
+from lightrft.weight_sync.names import PublishedNames
 from ranks import run_ranks
 from tiny import BOS, EOS, PAD, VOCABULARY, byte_tokenizer
 
@@ -77,7 +77,7 @@ def course(folder: str, target: str) -> tuple[dict[str, torch.Tensor], list, tup
         answers = answers_of(engine)
         plain = AutoModelForCausalLM.from_pretrained(folder)
         bench = Bench(engine, plain, engine.axis, made.get_rank())
-        engine.proof_dtype = torch.float32
+        engine.verify_dtype = torch.float32
         flipped_elements_are_named(bench, [GATE_UP, DOWN])
         assert engine._shim.weights.unknown == []
     scored = scores(actor, answers)
@@ -169,12 +169,12 @@ def direct_course(folder: str) -> tuple[list[str], list[str], list[bool]]:
         patch.setattr(engine._shim.llm, "collective_rpc", reload)
         old = perturbed(model, 4)
         for name in direct:
-            _is_noticed(bench, lambda came, name=name: came.update({name: old.get_parameter(name).detach()}), name, turn=5)
+            _is_noticed(bench, lambda came, name=name: came.update({name: old.get_parameter(name).detach()}), name, round=5)
         a_stream_that_raises_is_repaired(bench)
         sleeping_keeps_or_drops_the_weights(bench)
         random_order = list(perturbed(model, 5).named_parameters())[::-1]
         engine.load_weights(random_order, 1)
-        right.append(engine.places_proven and bench.greedy() == reference_greedy(perturbed(model, 5)))
+        right.append(engine.places_verified and bench.greedy() == reference_greedy(perturbed(model, 5)))
         engine.close()
     return direct, [name for name in engine.expected if name not in direct], right
 
@@ -213,8 +213,8 @@ def test_experts_of_accelerators_are_copied_into_their_memory(rank: int, ranks: 
     layer, own = RoutedExperts(rank, ranks), slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
     full = {"w13_weight": torch.randn(3, 16, 5), "w2_weight": torch.randn(3, 5, 8)}
     for attribute, tensor in full.items():
-        (room,) = Room.of([Piece("experts", layer, attribute, slice(None))])
-        room.copy(tensor)
+        (target,) = CopyTarget.of([WeightSlice("experts", layer, attribute, slice(None))])
+        target.copy(tensor)
     gate, up = full["w13_weight"].split(8, 1)
     assert torch.equal(layer.w13_weight, torch.cat([gate[:, own], up[:, own]], 1))
     assert torch.equal(layer.w2_weight, full["w2_weight"][..., own])

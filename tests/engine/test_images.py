@@ -28,9 +28,9 @@ from transformers.video_utils import VideoMetadata
 from engine.contract import Bench, flipped_elements_are_named, perturbed, start
 from lightrft.config import EngineSection
 from lightrft.engine.base import Request, Sampling
-from lightrft.engine.expected import Vocabulary, most_of_each, placeholder_token_ids
 from lightrft.engine.hf import has_positions_in_space
 from lightrft.engine.media import Clip, Video, digest, read
+from lightrft.engine.model_info import Vocabulary, most_of_each, placeholder_token_ids
 from lightrft.engine.probe import Probe
 from lightrft.engine.requests import MEDIA
 from lightrft.parallel.collectives import Axis

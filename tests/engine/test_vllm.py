@@ -96,8 +96,8 @@ def _buffers_are_no_weights() -> None:
     assert (model.weight != 1).all()
 
 
-def _proof_of_every_weight(folder: str, dtype: torch.dtype) -> tuple[list[str], str]:
-    """Names that no proof covers, and what is said of a tied head that still multiplies with the old weights."""
+def _verification_of_every_weight(folder: str, dtype: torch.dtype) -> tuple[list[str], str]:
+    """Names that no verification covers, and what is said of a tied head that still multiplies with the old weights."""
     mesh = Mesh("cpu")
     engine = start("vllm", folder, mesh.world, dtype=dtype)
     _norms_are_of_one_kernel(dtype)
@@ -195,6 +195,6 @@ def test_every_weight_is_proven(tmp_path: Path, config: PretrainedConfig, ranks:
         for parameter in model.parameters():
             parameter += 0.08 * torch.randn(parameter.shape)  # biases and norms too
     model.save_pretrained(tmp_path)
-    for unproven, stale in run_ranks(ranks, _proof_of_every_weight, str(tmp_path), dtype, timeout=400):
-        assert unproven == []
+    for unverified, stale in run_ranks(ranks, _verification_of_every_weight, str(tmp_path), dtype, timeout=400):
+        assert unverified == []
         assert ("model.embed_tokens.weight in the engine is not" in stale) == config.tie_word_embeddings

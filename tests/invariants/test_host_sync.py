@@ -12,8 +12,8 @@ from flat_models import make_batch, make_model
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.algorithms.policy_loss import policy_losses
 from lightrft.algorithms.reduce import Denominator
+from lightrft.attention.flat import ATTENTION
 from lightrft.config import AlgorithmSection
-from lightrft.models.attention import ATTENTION
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.logprobs import Truncation, logprobs_of_logits, token_logprobs
 from lightrft.observe.metrics import Metrics

@@ -74,10 +74,10 @@ def impossible() -> None:
     """Rows in which all logits of this part, or all but one, are -inf."""
     logits = torch.full((2, 3000), -torch.inf)
     logits[1, 2999] = 4.0
-    asked = logprobs.Asked(torch.tensor([[1], [2999]]), logprobs.VocabularyPart.whole(3000))
+    local_targets = logprobs.LocalTargets(torch.tensor([[1], [2999]]), logprobs.VocabularyPart.whole(3000))
     from lightrft.models import triton
 
-    top, total, moment, picked = triton.local_sums(logits, asked)
+    top, total, moment, picked = triton.local_sums(logits, local_targets)
     assert top.tolist() == [-torch.inf, 4.0] and total.tolist() == [0.0, 1.0] and moment.tolist() == [0.0, 0.0]
     assert picked.tolist() == [[-torch.inf], [4.0]]
 

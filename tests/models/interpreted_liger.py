@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from triton.runtime import interpreter
 
 from flat_models import gradients_of, make_batch, make_model, weighted
-from lightrft.models.attention import ATTENTION
+from lightrft.attention.flat import ATTENTION
 from lightrft.models.heads import Actor
 from lightrft.models.liger_kernel import fuse
 from lightrft.models.recompute import recompute

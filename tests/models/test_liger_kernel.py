@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flat_models import make_model
+from lightrft.attention.flat import ATTENTION
 from lightrft.config import ModelSection, fused_problems
-from lightrft.models.attention import ATTENTION
 from lightrft.models.liger_kernel import fuse
 
 TESTS = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from lightrft.config import ConfigError, ModelSection
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer
-from lightrft.models.lora import adapted_layers, adapters_off, is_adapter, joined, merged
+from lightrft.models.lora import adapted_layers, adapters_off, fold_adapters, is_adapter, merged
 from lightrft.models.recompute import recompute
 from lightrft.models.trainable import choose_trained
 from lightrft.types import Batch
@@ -103,7 +103,8 @@ def test_a_stream_without_adapters_stays_itself(folder):
 def test_a_bias_keeps_its_name():
     named = [("x.base_layer.weight", "W"), ("x.base_layer.bias", "c"), ("x.lora_A.default.weight", "A"),
              ("x.lora_B.default.weight", "B"), ("y.weight", "V")]  # fmt: skip
-    assert list(joined(named, lambda *parts: parts)) == [("x.bias", "c"), ("x.weight", ("x", "W", "A", "B")), ("y.weight", "V")]
+    folded = list(fold_adapters(named, lambda *parts: parts))
+    assert folded == [("x.bias", "c"), ("x.weight", ("x", "W", "A", "B")), ("y.weight", "V")]
 
 
 def test_switched_off_the_model_is_its_base(folder):

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from flat_models import LENGTHS, SIZES, TEMPERATURE, gradients_of, make_batch, make_model, weighted
+from lightrft.attention.flat import ATTENTION, flat_attention
+from lightrft.attention.layout import Layout
 from lightrft.backends.base import SEQUENCES
 from lightrft.config import ConfigError
 from lightrft.data.pasts import shared_pasts
-from lightrft.models.attention import ATTENTION, flat_attention
 from lightrft.models.heads import Actor, divide, rope_window
-from lightrft.models.layout import Layout
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL, SequenceParallel

@@ -124,34 +124,34 @@ def test_mismatch_limit_ends_the_run():
 
 
 def stale_once(flags: list[str], folder: Path, step: int) -> list[int | None]:
-    """Train with an engine that in one step says other log-probs; the turns of the proofs of its weights."""
+    """Train with an engine that in one step says other log-probs; the rounds in which its weights are verified."""
     config = prepare_config("train_ppo", parse([*flags, f"--save_path={folder}"]))
     strategy = get_strategy(config)
     strategy.setup_distributed()
     trainer = ppo_trainer(config, strategy)
-    collect, load_weights, turns = trainer.collect.judged, strategy.engine.load_weights, []
+    collect, load_weights, rounds = trainer.collect.judged, strategy.engine.load_weights, []
 
-    def judged(groups):
-        samples = collect(groups)
-        if len(turns) == step:
+    def judged(groups, metrics):
+        samples = collect(groups, metrics)
+        if len(rounds) == step:
             for sample in samples:
                 sample.logprobs = [value - 0.5 for value in sample.logprobs]
         return samples
 
     def load(stream, version):
-        turns.append(strategy.engine.proof_turn)
+        rounds.append(strategy.engine.verify_round)
         load_weights(stream, version)
 
     trainer.collect.judged, strategy.engine.load_weights = judged, load
     trainer.fit()
     strategy.close()
-    return turns
+    return rounds
 
 
-def test_an_alarm_has_every_weight_proved_at_the_next_sync(inputs, tmp_path, log):
+def test_an_alarm_has_every_weight_verified_at_the_next_sync(inputs, tmp_path, log):
     flags, _ = inputs
-    (turns,) = run_ranks(1, stale_once, [*flags, "--max_steps=8"], tmp_path / "run", 6)
-    assert turns == [0, 1, 2, 3, 4, 5, None, 0]  # the first proof, of everything, was before the first step
+    (rounds,) = run_ranks(1, stale_once, [*flags, "--max_steps=8"], tmp_path / "run", 6)
+    assert rounds == [0, 1, 2, 3, 4, 5, None, 0]  # the first verification, of everything, was before the first step
     said = log.read_text()
     assert said.count("far more than") == 1 and "step 6: the log-probs of engine and trainer differ by 0.5 on average" in said
     assert "the next weight sync compares every weight" in said

@@ -11,16 +11,16 @@ from transformers import PretrainedConfig
 
 from lightrft.engine.base import EngineError, EngineSetup, Part
 from lightrft.engine.first_token import Done
-from lightrft.engine.fused import engine_names
 from lightrft.engine.media import MediaReader
-from lightrft.engine.proof import Fingerprints
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.sglang.arguments import arguments
 from lightrft.engine.sglang.samples import Samples
-from lightrft.engine.sglang.shim import Shim
+from lightrft.engine.sglang.shim import SGLangShim
 from lightrft.engine.start import LibraryEngine
-from lightrft.engine.weights import NamedTensor, bucket_limit
 from lightrft.parallel.device import current_device
+from lightrft.weight_sync.fused_layout import engine_names
+from lightrft.weight_sync.stream import NamedTensor, bucket_limit
+from lightrft.weight_sync.verify import Fingerprints
 
 LATER_SUMMED = ("o_proj", "mlp")
 """Parts of a model of which each tensor-parallel rank has a summand."""
@@ -40,7 +40,7 @@ class SGLangEngine(LibraryEngine):
 
     def __init__(self, setup: EngineSetup):
         self._asleep: set[str] = set()
-        self._shim: Shim | None = None
+        self._shim: SGLangShim | None = None
         super().__init__("sglang", sglang.__version__, setup)
         self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, media_alone=True,
                                   trust_remote_code=setup.trust_remote_code)
@@ -55,7 +55,7 @@ class SGLangEngine(LibraryEngine):
         return unknown
 
     def _launch(self, options: dict[str, Any], places: dict[str, str]) -> list[str]:
-        self._shim = Shim(options)
+        self._shim = SGLangShim(options)
         return self._shim.ask("unknown_weights", places=places, shapes=self.names.shapes)[0]
 
     def reset_cache(self) -> None:
@@ -104,19 +104,19 @@ class SGLangEngine(LibraryEngine):
         return bucket_limit(self.bucket_mb, self.axis, current_device())
 
     def _send(self, bucket: list[NamedTensor]) -> None:
-        kept, payload = Shim.payload(bucket)
+        kept, payload = SGLangShim.payload(bucket)
         payloads = self.axis.gather(payload)
         self._led(lambda: self._shim.update_weights(payloads))
         del kept  # now, as every rank's is read
 
-    def _fingerprints(self, dtype: torch.dtype, turn: int | None) -> Fingerprints:
-        return Fingerprints(self.expected, dtype, slices=self.axis.size, bits=self._places, turn=turn)
+    def _fingerprints(self, dtype: torch.dtype, round: int | None) -> Fingerprints:
+        return Fingerprints(self.expected, dtype, slices=self.axis.size, bits=self._places, round=round)
 
     def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         """The first rank has all of it, the others nothing: they add up."""
-        asked = self._led(lambda: self._shim.ask("held", places=self._places, shapes=self.expected, dtype=prints.dtype,
-                                                  slices=self.axis.size, turn=prints.turn))
-        held = [sum(of_ranks) for of_ranks in zip(*asked, strict=True)]
+        numbers = self._led(lambda: self._shim.ask("held", places=self._places, shapes=self.expected, dtype=prints.dtype,
+                                                   slices=self.axis.size, round=prints.round))
+        held = [sum(of_ranks) for of_ranks in zip(*numbers, strict=True)]
         return tuple(held) if self.axis.rank == 0 else tuple(map(torch.zeros_like, held))
 
     def _num_cached(self) -> int:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrft.engine.base import EngineError
-from lightrft.engine.expected import Vocabulary
+from lightrft.engine.model_info import Vocabulary
 from lightrft.engine.requests import Request
 from lightrft.engine.sglang.sampling import Truncate
-from lightrft.engine.sglang.shim import Shim
+from lightrft.engine.sglang.shim import SGLangShim
 from lightrft.engine.stops import StopStrings
 from lightrft.types import Completion
 
@@ -22,7 +22,7 @@ RARELY = 2**30
 class Samples:
     """Of one call of the engine."""
 
-    shim: Shim
+    shim: SGLangShim
     vocabulary: Vocabulary
     version: int
     """Of the weights."""

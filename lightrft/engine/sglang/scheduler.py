@@ -13,10 +13,10 @@ from sglang.srt.model_loader import loader
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor, nn
 
-from lightrft.engine.fused import FusedWeights
 from lightrft.engine.probe import Probe, logits_processor
-from lightrft.engine.proof import Fingerprints
 from lightrft.engine.sglang.sampling import draw, with_seeds
+from lightrft.weight_sync.fused_layout import FusedWeights
+from lightrft.weight_sync.verify import Fingerprints
 
 CALLED_OTHERWISE = {"model.language_model.": "model.", "model.visual.": "visual.", ".attn.qkv.": ".attn.qkv_proj.",
                     ".self_attn.out_proj.": ".self_attn.proj."}
@@ -38,9 +38,9 @@ def _with_buffers_kept(fill: Callable) -> Callable:
     """Before the first stream: SGLang's random weights, but buffers as the model makes them, which no stream brings."""
 
     def fill_parameters(model: nn.Module) -> None:
-        made = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
         fill(model)
-        for buffer, values in made:
+        for buffer, values in saved:
             buffer.copy_(values)
 
     return fill_parameters
@@ -86,9 +86,10 @@ def _unknown_weights(scheduler: Scheduler, places: dict[str, str], shapes: dict[
 
 
 def _held(
-    scheduler: Scheduler, places: dict[str, str], shapes: dict[str, torch.Size], dtype: torch.dtype, slices: int, turn: int | None
+    scheduler: Scheduler, places: dict[str, str], shapes: dict[str, torch.Size], dtype: torch.dtype, slices: int,
+    round: int | None,
 ) -> list[Tensor]:
-    prints = Fingerprints(shapes, dtype, slices=slices, bits=places, turn=turn)
+    prints = Fingerprints(shapes, dtype, slices=slices, bits=places, round=round)
     _weights(scheduler, places, shapes).add_to(prints)
     return [numbers.cpu() for numbers in prints.numbers(next(scheduler.tp_worker.model_runner.model.parameters()).device)]
 

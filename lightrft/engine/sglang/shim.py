@@ -19,13 +19,13 @@ from lightrft.engine.base import EngineError
 from lightrft.engine.requests import Request
 from lightrft.engine.sglang.lifetime import Loop, NoHandlers, contained, died, kill, unlink_load_files
 from lightrft.engine.sglang.scheduler import answer_question, run_scheduler
-from lightrft.engine.weights import NamedTensor
+from lightrft.weight_sync.stream import NamedTensor
 
 IDLE_SECONDS = 60
 """So long may SGLang take to become idle after its last answer."""
 
 
-class Shim:
+class SGLangShim:
     """SGLang's engine with its processes, and everything of it that another version may change."""
 
     def __init__(self, arguments: dict[str, Any]):

@@ -21,14 +21,14 @@ from lightrft.engine.base import EngineSetup, Part
 from lightrft.engine.first_token import Done
 from lightrft.engine.media import MediaReader
 from lightrft.engine.probe import Probe, logits_processor
-from lightrft.engine.proof import Fingerprints
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.start import LibraryEngine
 from lightrft.engine.vllm import layers  # noqa: F401  registered by its import
 from lightrft.engine.vllm.arguments import arguments
-from lightrft.engine.vllm.shim import Shim
-from lightrft.engine.weights import NamedTensor
+from lightrft.engine.vllm.shim import VLLMShim
 from lightrft.types import Completion
+from lightrft.weight_sync.stream import NamedTensor
+from lightrft.weight_sync.verify import Fingerprints
 
 OTHER_TIMES = ("qwen2_vl", "qwen2_5_vl")
 """Families whose text goes on, behind a video that is longer than it is wide, elsewhere than in transformers."""
@@ -47,12 +47,12 @@ class VLLMEngine(LibraryEngine):
         if config.model_type in OTHER_TIMES:
             self.limits.pop("videos", None)
         self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, trust_remote_code=setup.trust_remote_code)
-        memory = Shim.own_shared_memory(setup.axis) if self.on_cpu else nullcontext()
-        with random_state_kept(self.device), memory, Shim.rank_in_environment(), warnings.catch_warnings():
+        memory = VLLMShim.own_shared_memory(setup.axis) if self.on_cpu else nullcontext()
+        with random_state_kept(self.device), memory, VLLMShim.rank_in_environment(), warnings.catch_warnings():
             for category in (DeprecationWarning, FutureWarning):  # of vLLM's own calls
                 warnings.simplefilter("ignore", category)
             self._llm = LLM(**arguments(setup, config, self.limits))
-        self._shim = Shim(self._llm, self.names)
+        self._shim = VLLMShim(self._llm, self.names)
         return self._shim.weights.unknown
 
     def reset_cache(self) -> None:
@@ -119,7 +119,7 @@ class VLLMEngine(LibraryEngine):
         failures: list[Exception] = []
         with self._fatal("load_weights"), torch.no_grad():
             try:
-                self._shim.reload_weights(_until_failure(named_tensors, failures), direct=self.places_proven)
+                self._shim.reload_weights(_until_failure(named_tensors, failures), direct=self.places_verified)
             except (ValueError, KeyError) as error:
                 if not (unknown := self._shim.weights.unknown):
                     raise
@@ -127,8 +127,8 @@ class VLLMEngine(LibraryEngine):
         if failures:
             raise failures[0]
 
-    def _fingerprints(self, dtype: torch.dtype, turn: int | None) -> Fingerprints:
-        return self._shim.weights.fingerprints(dtype, self.axis.size, turn)
+    def _fingerprints(self, dtype: torch.dtype, round: int | None) -> Fingerprints:
+        return self._shim.weights.fingerprints(dtype, self.axis.size, round)
 
     def _held(self, prints: Fingerprints) -> tuple[torch.Tensor, torch.Tensor]:
         with self._stance():

@@ -12,9 +12,9 @@ class _NoWeights(DummyModelLoader):
     """Before the first stream: random weights, as vLLM has them, but buffers as the model makes them, which no stream brings."""
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
-        made = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
         super().load_weights(model, model_config)
-        for buffer, values in made:
+        for buffer, values in saved:
             buffer.copy_(values)
 
 

@@ -20,20 +20,20 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.outputs import RequestOutput
 
 from lightrft.engine.base import EngineError
-from lightrft.engine.experts import pack_experts, unpacked_experts
-from lightrft.engine.fused import PARTS, FusedWeights, Room, engine_names
 from lightrft.engine.media import Clip, Video, metadata
-from lightrft.engine.names import PublishedNames
 from lightrft.engine.requests import MEDIA
-from lightrft.engine.weights import NamedTensor
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import local_rank
+from lightrft.weight_sync.expert_layout import pack_experts, unpacked_experts
+from lightrft.weight_sync.fused_layout import PARTS, CopyTarget, FusedWeights, engine_names
+from lightrft.weight_sync.names import PublishedNames
+from lightrft.weight_sync.stream import NamedTensor
 
 PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 """vLLM's ways to keep weights that, but for kernels known here, leave them as they were loaded."""
 
 
-class Shim:
+class VLLMShim:
     """Everything that is not vLLM's documented offline interface, so that a new version is checked here."""
 
     def __init__(self, llm: LLM, names: PublishedNames):
@@ -60,10 +60,10 @@ class Shim:
 
         It must see the stream end: an exception in between leaves half of its layers without storage.
         """
-        rooms = self.weights.rooms() if direct else {}
+        targets = self.weights.copy_targets() if direct else {}
         experts = unpacked_experts(self.model, self.weights.direct_layers() if direct else ())
-        with _missing_by_intent() if rooms else nullcontext():
-            rest = self.names.published(_without_copied(named_tensors, rooms))
+        with _missing_by_intent() if targets else nullcontext():
+            rest = self.names.published(_without_copied(named_tensors, targets))
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": rest})
         pack_experts(experts)
         _renew_tied_layers(self.model)
@@ -110,8 +110,8 @@ class Shim:
     @contextmanager
     def rank_in_environment() -> Iterator[None]:
         """While an engine starts: it reads its rank where torchrun writes it, also in a process without a launcher."""
-        said = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(local_rank())}
-        missing = {name: value for name, value in said.items() if name not in os.environ}
+        variables = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(local_rank())}
+        missing = {name: value for name, value in variables.items() if name not in os.environ}
         os.environ.update(missing)
         try:
             yield
@@ -148,13 +148,13 @@ def _item(item: Image | Video | Clip) -> Image | tuple:
     return (item.waveform, item.sampling_rate) if isinstance(item, Clip) else item
 
 
-def _without_copied(named_tensors: Iterator[NamedTensor], rooms: Mapping[str, list[Room]]) -> Iterator[NamedTensor]:
-    """Copy what has room, and pass the others on."""
+def _without_copied(named_tensors: Iterator[NamedTensor], targets: Mapping[str, list[CopyTarget]]) -> Iterator[NamedTensor]:
+    """Copy the tensors that have targets, and pass the others on."""
     for name, tensor in named_tensors:
-        if name not in rooms:
+        if name not in targets:
             yield name, tensor
-        for room in rooms.get(name, ()):
-            room.copy(tensor)
+        for target in targets.get(name, ()):
+            target.copy(tensor)
 
 
 @contextmanager

@@ -1,21 +1,21 @@
-"""Proof of delivery: fingerprints of what was streamed and of what the engine computes with, compared after every stream.
+"""Verification of a weight sync: fingerprints of what was streamed and of what the engine computes with are compared.
 
 There are two kinds. One sums the raw bits of a weight, modulo 2^64, each block of them mixed and weighted by its place: any one
 changed element, and anything that lies elsewhere, changes it. It needs the weight itself. Where an engine keeps nothing but a
 form that its kernels like, W x is compared instead, with x of random signs, up to what rounding explains.
-Fingerprints of pieces add up, so it does not matter how an engine fuses, cuts and repeats weights.
+Fingerprints of slices add up, so it does not matter how an engine fuses, cuts and repeats weights.
 
-The first proof of an engine is whole, and so is the one after a sync that failed. That reads all weights at both ends, which
-takes longer than to copy them. Later proofs are therefore of a part, in turns: TURNS of them look at everything once.
+The first verification of an engine is whole, and so is the one after a sync that failed. That reads all weights at both ends,
+which takes longer than to copy them. Each later one is therefore a round, which covers a part; ROUNDS of them cover everything.
 
-- Of every weight that the engine keeps as it came they look at a run of rows; at all of a vector, or of fewer rows than TURNS.
+- A round probes a run of rows of every weight that the engine keeps as it came; all of a vector, or of fewer rows than ROUNDS.
   So a weight that did not arrive, or arrived under another's name, is found at once, unless it differs in other rows only. One
-  wrong element is found if its row is looked at, and so within TURNS syncs if it stays wrong. Runs of consecutive turns lie far
+  wrong element is found if its row is probed, and so within ROUNDS syncs if it stays wrong. Runs of consecutive rounds lie far
   apart: if an n-th of the rows, next to each other, stays wrong (the part of one rank, one expert), about 2 n syncs find it.
-- Of layers with another form of their weights they multiply with those whose turn it is. Whatever is wrong with another one is
-  found within PRODUCT_TURNS syncs if it stays wrong.
+- A round multiplies with every PRODUCT_ROUNDS-th of the layers that have another form of their weights. A wrong weight of another
+  layer is found within PRODUCT_ROUNDS syncs if it stays wrong.
 
-What was wrong where no proof looked, and is right after the next sync, is never found.
+A weight that is wrong where no verification looked, and is right after the next sync, is never found.
 """
 
 import math
@@ -32,12 +32,12 @@ WORDS = 64
 """Of 8 bytes: the most of one row whose order does not count."""
 CHUNK_BYTES = 32 * 2**20
 """Of a weight at a time, so that what is computed on the way stays small."""
-TURNS = 128
-"""Proofs that together look at everything."""
-PRODUCT_TURNS = 64
-"""Proofs that together multiply with every layer."""
+ROUNDS = 128
+"""Verifications that together cover everything."""
+PRODUCT_ROUNDS = 64
+"""Verifications that together multiply with every layer."""
 STEP = 79
-"""From the run of one turn to that of the next: odd, and TURNS over the golden ratio, so that turns soon have been everywhere."""
+"""The distance of one round's run from the next: odd, about ROUNDS over the golden ratio, so that rounds soon were everywhere."""
 AT_ONCE = 2**16
 """Blocks, of however many tensors, that are summed up at once: that takes as many calls for one tensor as for a hundred."""
 STEPS = 64
@@ -54,21 +54,21 @@ class Fingerprints:
 
     `slices` is the number of ranks that cut a row. Names in `products` are compared by W x, those in `bits` (None: all) by
     their bits, some by both: an embedding in which an engine looks up, and with which, tied, it multiplies in another form.
-    Bits are those of one `turn` of TURNS; None: of everything.
+    Bits are those of one `round` of ROUNDS; None: of everything.
     """
 
     def __init__(
         self, shapes: Mapping[str, torch.Size], dtype: torch.dtype, *, slices: int = 1,
-        bits: Collection[str] | None = None, products: Collection[str] = (), turn: int | None = None,
+        bits: Collection[str] | None = None, products: Collection[str] = (), round: int | None = None,
     ):  # fmt: skip
-        self.shapes, self.dtype, self.slices, self.turn = shapes, dtype, slices, turn
+        self.shapes, self.dtype, self.slices, self.round = shapes, dtype, slices, round
         self.bits = {name: index for index, name in enumerate(shapes if bits is None else bits)}
         self.summed: list[Tensor] = []
         """At most one: [names in `bits`], without what is in `found` still."""
-        self.found: list[tuple[str, Look, Tensor]] = []
-        """At what was looked, and the sums of its blocks."""
+        self.found: list[tuple[str, WeightProbe, Tensor]] = []
+        """Name and probe of what was read, and the sums of its blocks."""
         self.num_blocks = 0
-        self.vectors: list[tuple[str, Look, Tensor]] = []
+        self.vectors: list[tuple[str, WeightProbe, Tensor]] = []
         """Whose sums are not needed where both ends can be compared: a call for each takes longer than to compare them."""
         self.window: Tensor | None = None
         """Of int64, laid over the memory of one piece after the other: one call less for each than to make views of it."""
@@ -90,34 +90,34 @@ class Fingerprints:
 
         A number is a vector of one. A vector is read later, and has to stay as it is until then.
         """
-        look = _look(self.shapes[name], piece.shape, (row, column), self.dtype, self.slices, self.turn)
-        if look is None:
+        probe = _weight_probe(self.shapes[name], piece.shape, (row, column), self.dtype, self.slices, self.round)
+        if probe is None:
             return
         if piece.ndim < 2:
-            self.vectors.append((name, look, piece.to(self.dtype).view(-1)))
+            self.vectors.append((name, probe, piece.to(self.dtype).view(-1)))
             return
-        self.found.append((name, look, self._sums(piece, look)))
-        self.num_blocks += look.size[0]
+        self.found.append((name, probe, self._sums(piece, probe)))
+        self.num_blocks += probe.size[0]
         if self.num_blocks > AT_ONCE:
             self._sum_up()
 
-    def _sums(self, piece: Tensor, look: "Look") -> Tensor:
+    def _sums(self, piece: Tensor, probe: "WeightProbe") -> Tensor:
         """Of the words of each block: [blocks] int64."""
         size = self.dtype.itemsize
         start, apart = divmod(piece.storage_offset() * size, 8)
-        if look.word == 8 and piece.dtype is self.dtype and not apart and piece.is_contiguous():
+        if probe.word == 8 and piece.dtype is self.dtype and not apart and piece.is_contiguous():
             if self.window is None:
                 with torch.inference_mode(False):  # for use both within it and outside
                     self.window = torch.empty(0, dtype=torch.int64, device=piece.device)
-            return self.window.set_(piece.untyped_storage(), start + look.start, look.size, (look.size[1], 1)).sum(-1)
-        chunks = piece.detach().reshape(-1, look.width)[look.rows].split(max(1, CHUNK_BYTES // (look.width * size)))
-        words = (chunk.to(self.dtype, copy=True).contiguous().view(INTEGERS[look.word]) for chunk in chunks)
-        return torch.cat([each.view(-1, look.size[1]).sum(-1) for each in words])
+            return self.window.set_(piece.untyped_storage(), start + probe.start, probe.size, (probe.size[1], 1)).sum(-1)
+        chunks = piece.detach().reshape(-1, probe.width)[probe.rows].split(max(1, CHUNK_BYTES // (probe.width * size)))
+        words = (chunk.to(self.dtype, copy=True).contiguous().view(INTEGERS[probe.word]) for chunk in chunks)
+        return torch.cat([each.view(-1, probe.size[1]).sum(-1) for each in words])
 
     def same(self, other: Self) -> bool:
         """Whether both are of the same pieces in one order: seen sooner than what is wrong()."""
-        mine, theirs = ((len(each.summed), [look for _, look, _ in each.found + each.vectors]) for each in (self, other))
-        return mine == theirs and all(map(torch.equal, self._all(), other._all()))
+        own, others = ((len(each.summed), [probe for _, probe, _ in each.found + each.vectors]) for each in (self, other))
+        return own == others and all(map(torch.equal, self._all(), other._all()))
 
     def _all(self) -> list[Tensor]:
         """What was summed, and the vectors, as integers."""
@@ -126,16 +126,16 @@ class Fingerprints:
 
     def _sum_up(self) -> None:
         """What is in `found` and `vectors`."""
-        self.found += [(name, look, self._sums(vector, look)) for name, look, vector in self.vectors]
+        self.found += [(name, probe, self._sums(vector, probe)) for name, probe, vector in self.vectors]
         self.vectors.clear()
         if self.found:
-            names, looks, sums = zip(*self.found, strict=True)
-            for name, look in zip(names, looks, strict=True):
-                self.num_elements[name] += look.place[1] * look.width
+            names, probes, sums = zip(*self.found, strict=True)
+            for name, probe in zip(names, probes, strict=True):
+                self.num_elements[name] += probe.place[1] * probe.width
             mixed = torch.cat(sums).mul_(FIRST)
             mixed ^= (mixed >> 32) & 0xFFFFFFFF
-            mixed *= torch.cat([_weights_of_blocks(look.place, mixed.device) for look in looks])
-            ends = _numbers(tuple(accumulate(look.size[0] for look in looks)), mixed.device) - 1
+            mixed *= torch.cat([_weights_of_blocks(probe.place, mixed.device) for probe in probes])
+            ends = _numbers(tuple(accumulate(probe.size[0] for probe in probes)), mixed.device) - 1
             sums = mixed.cumsum(0)[ends].diff(prepend=mixed.new_zeros(1))
             places = _numbers(tuple(self.bits[name] for name in names), mixed.device)
             self.summed = [sum(self.summed, mixed.new_zeros(len(self.bits))).index_add_(0, places, sums)]
@@ -171,8 +171,8 @@ class Fingerprints:
         found = [name for name, right in zip([*self.bits, *self.products], fits.tolist(), strict=True) if not right]
         lengths = [self.shapes[name][0] for name in self.products]
         each = zip(self.products, copies[len(self.bits) :], values.split(lengths), expected.split(lengths), strict=True)
-        found += [name for name, times, mine, theirs in each
-                  if not ((mine - times * theirs).abs() <= times * self._tolerance(name, theirs)).all()]
+        found += [name for name, times, in_engine, streamed in each
+                  if not ((in_engine - times * streamed).abs() <= times * self._tolerance(name, streamed)).all()]
         return list(dict.fromkeys(found))
 
     def _tolerance(self, name: str, values: Tensor) -> Tensor:
@@ -182,8 +182,8 @@ class Fingerprints:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """At some rows of a piece, of `width` elements, as blocks of words of so many bytes."""
+class WeightProbe:
+    """Some rows of a slice of a weight, of `width` elements, read as blocks of words of so many bytes."""
 
     rows: slice
     width: int
@@ -197,10 +197,10 @@ class Look:
 
 
 @lru_cache(maxsize=4096)
-def _look(
-    shape: torch.Size, piece: torch.Size, place: tuple[int, int], dtype: torch.dtype, slices: int, turn: int | None
-) -> Look | None:
-    """At the rows of that turn of a piece that begins at that row and column of a tensor that is cut into `slices` or not."""
+def _weight_probe(
+    shape: torch.Size, piece: torch.Size, place: tuple[int, int], dtype: torch.dtype, slices: int, round: int | None
+) -> WeightProbe | None:
+    """Return the probe, in that round, of a piece that begins at that row and column of a tensor that `slices` ranks may cut."""
     shape, piece = (each or torch.Size([1]) for each in (shape, piece))
     (row, column), columns, width = place, shape[-1], piece[-1]
     if len(shape) == 1:
@@ -208,7 +208,7 @@ def _look(
         row, apart = divmod(row, width)
         if apart or piece[0] % width:
             raise ValueError(f"a vector of {shape[0]} is cut at no multiple of {width}: only --no_verify_weight_sync helps")
-    start, stop = _run(shape.numel() // columns, None if len(shape) == 1 else turn)
+    start, stop = _run(shape.numel() // columns, None if len(shape) == 1 else round)
     first, last = max(start - row, 0), min(stop - row, piece.numel() // width)
     if first >= last:
         return None
@@ -218,15 +218,15 @@ def _look(
     block = math.gcd(in_row // slices, WORDS) if in_row % slices == 0 else 1
     count = width * size // word // block
     place = row + first, last - first, column * size // word // block, count
-    return Look(slice(first, last), width, word, ((last - first) * count, block), first * count * block, place)
+    return WeightProbe(slice(first, last), width, word, ((last - first) * count, block), first * count * block, place)
 
 
-def _run(num_rows: int, turn: int | None) -> tuple[int, int]:
-    """Where the rows of a turn begin and end."""
-    if turn is None or num_rows < TURNS:
+def _run(num_rows: int, round: int | None) -> tuple[int, int]:
+    """Return where the rows of a round begin and end."""
+    if round is None or num_rows < ROUNDS:
         return 0, num_rows
-    run = turn * STEP % TURNS
-    return run * num_rows // TURNS, (run + 1) * num_rows // TURNS
+    run = round * STEP % ROUNDS
+    return run * num_rows // ROUNDS, (run + 1) * num_rows // ROUNDS
 
 
 @lru_cache(maxsize=64)

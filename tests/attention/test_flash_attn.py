@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from flat_models import MODELS, TEMPERATURE, assert_same_gradients, gradients_of, make_batch, make_model, one_by_one, weighted
+from lightrft.attention import flash_attn, flat
+from lightrft.attention.flat import ATTENTION, block_attention, flat_attention
+from lightrft.attention.layout import Layout
 from lightrft.data.pasts import shared_pasts
-from lightrft.models import attention, flash_attn
-from lightrft.models.attention import ATTENTION, block_attention, flat_attention
 from lightrft.models.heads import Actor
-from lightrft.models.layout import Layout
 from lightrft.types import Batch
 
 CPU = torch.device("cpu")
@@ -139,7 +139,7 @@ def operations():
 def test_packed_equals_each_sequence_alone(name, kernel, monkeypatch):
     """Offsets, longest sequence, scaling, windows, grouped heads, for every family; forward and gradients."""
     used = []
-    monkeypatch.setattr(attention, "attention_kernel", lambda *where: used.append(where) or KERNELS[kernel])
+    monkeypatch.setattr(flat, "attention_kernel", lambda *where: used.append(where) or KERNELS[kernel])
     assert_each_sequence_alone(name, make_batch())
     assert used == [(CPU, torch.float32)] * 2, "one choice per layer"
 
@@ -147,7 +147,7 @@ def test_packed_equals_each_sequence_alone(name, kernel, monkeypatch):
 @pytest.mark.parametrize("name", MODELS)
 def test_shared_prefixes_equal_each_sequence_alone(name, monkeypatch, operations):
     used = []
-    monkeypatch.setattr(attention, "part_kernel", lambda *where: used.append(where) or flash_attn.FLASH_PARTS)
+    monkeypatch.setattr(flat, "part_kernel", lambda *where: used.append(where) or flash_attn.FLASH_PARTS)
     batch = make_batch(alike=2)
     assert_each_sequence_alone(name, replace(batch, shared=shared_pasts(batch.input_ids, batch.lengths)))
     assert used == [(CPU, torch.float32)] * 2, "one choice per layer"
@@ -194,12 +194,12 @@ def test_torch_comes_first_then_the_package_then_none(monkeypatch):
 def test_the_choice_by_device_and_type(monkeypatch):
     flash = object()
     monkeypatch.setattr(flash_attn, "flash_kernel", lambda: flash)
-    monkeypatch.setattr(attention, "has_flash_attention", lambda device: device.type == "cuda")
+    monkeypatch.setattr(flat, "has_flash_attention", lambda device: device.type == "cuda")
     cuda = torch.device("cuda", 0)
-    assert attention.attention_kernel(cuda, torch.bfloat16) is attention.attention_kernel(cuda, torch.float16) is flash
-    assert attention.attention_kernel(cuda, torch.float32) is attention.attention_kernel(CPU, torch.bfloat16) is block_attention
+    assert flat.attention_kernel(cuda, torch.bfloat16) is flat.attention_kernel(cuda, torch.float16) is flash
+    assert flat.attention_kernel(cuda, torch.float32) is flat.attention_kernel(CPU, torch.bfloat16) is block_attention
     monkeypatch.setattr(flash_attn, "flash_kernel", lambda: None)
-    assert attention.attention_kernel(cuda, torch.bfloat16) is block_attention
+    assert flat.attention_kernel(cuda, torch.bfloat16) is block_attention
 
 
 def test_dropout_that_the_kernel_does_not_have():
@@ -256,10 +256,10 @@ def attended(case: str, device: torch.device, dtype: torch.dtype, *, by_hand: bo
 def test_every_shape_of_attention(case, kernel, monkeypatch, operations):
     """On the CPU, in float32: its own kernels, and all that is handed to those of flash attention."""
     if kernel == "flash":
-        monkeypatch.setattr(attention, "has_flash_attention", lambda device: True)
-        monkeypatch.setattr(attention, "_flash", lambda device, dtype: True)
+        monkeypatch.setattr(flat, "has_flash_attention", lambda device: True)
+        monkeypatch.setattr(flat, "_flash", lambda device, dtype: True)
         if flash_attn.flash_kernel() is None:
-            monkeypatch.setattr(attention, "attention_kernel", lambda *where: KERNELS["torch"])
+            monkeypatch.setattr(flat, "attention_kernel", lambda *where: KERNELS["torch"])
     for found, known in zip(attended(case, CPU, torch.float32), attended(case, CPU, torch.float32, by_hand=True), strict=True):
         torch.testing.assert_close(found, known, rtol=1e-4, atol=2e-5)
 
@@ -269,7 +269,7 @@ def test_every_shape_of_attention(case, kernel, monkeypatch, operations):
 def test_the_real_kernels_are_close_to_float32(case):
     """In bfloat16; the log of a failure has the signature, which differs between versions of torch."""
     device = torch.device(torch.accelerator.current_accelerator())
-    if attention.attention_kernel(device, torch.bfloat16) is block_attention:
+    if flat.attention_kernel(device, torch.bfloat16) is block_attention:
         pytest.skip("no variable-length flash attention in this installation")
     print(signature(flash_attn.flash_kernel().args[0]))
     expected = attended(case, CPU, torch.float32, by_hand=True)

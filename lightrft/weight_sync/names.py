@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter, WeightTransform, revert_weight_conversion
 
-from lightrft.engine.weights import NamedTensor
+from lightrft.weight_sync.stream import NamedTensor
 
 
 class PublishedNames:

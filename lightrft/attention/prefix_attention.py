@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lightrft.models.layout import Blocks, Layout, Part
+from lightrft.attention.layout import Blocks, Layout, Part
 
 
 class PartKernel(NamedTuple):
@@ -67,10 +67,9 @@ class _InParts(torch.autograd.Function):
         query, key, value, output, lse = ctx.saved_tensors
         totals: list[Tensor] = []
         for part in ctx.parts:
-            mine = [part.queries.of(x) for x in (gradient, query, output, lse)]
-            gradients = ctx.kernel.backward(
-                mine[0], mine[1], part.keys.of(key), part.keys.of(value), mine[2], mine[3], part, ctx.scaling
-            )
+            part_gradient, part_query, part_output, part_lse = (part.queries.of(x) for x in (gradient, query, output, lse))
+            gradients = ctx.kernel.backward(part_gradient, part_query, part.keys.of(key), part.keys.of(value), part_output,
+                                            part_lse, part, ctx.scaling)  # fmt: skip
             selections = (part.queries, part.keys, part.keys)
             if not totals:
                 columns = zip(selections, gradients, (query, key, value), strict=True)

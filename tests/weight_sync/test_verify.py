@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from lightrft.engine import proof
-from lightrft.engine.proof import Fingerprints, product, signs
+from lightrft.weight_sync import verify
+from lightrft.weight_sync.verify import Fingerprints, product, signs
 
 CPU = torch.device("cpu")
 SHAPES = {"wide": (12, 256), "odd": (6, 10), "odd_rows": (8, 31), "vector": (9,), "experts": (4, 6, 8), "scalar": (1,)}
@@ -35,7 +35,7 @@ def sent(whole: dict[str, torch.Tensor], **options) -> Fingerprints:
 def test_pieces_add_up_to_copies_of_the_whole(dtype, chunk, monkeypatch) -> None:
     """In rows and columns, twice, one of them not contiguous, one where no word begins."""
     whole = tensors(dtype)
-    monkeypatch.setattr(proof, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(verify, "CHUNK_BYTES", chunk)
     expected, held = sent(whole, slices=2), prints(whole, slices=2)
     for name, tensor in whole.items():
         half, last = len(tensor) // 2, tensor.shape[-1] // 2
@@ -53,7 +53,7 @@ def test_pieces_add_up_to_copies_of_the_whole(dtype, chunk, monkeypatch) -> None
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_whatever_changes_a_weight_is_found(dtype) -> None:
     for name, tensor in tensors(dtype).items():
-        expected, integer = sent({name: tensor}), proof.INTEGERS[dtype.itemsize]
+        expected, integer = sent({name: tensor}), verify.INTEGERS[dtype.itemsize]
         for element in (0, tensor.numel() // 2, tensor.numel() - 1):
             for bit in range(8 * dtype.itemsize):  # the lowest one too, and the sign
                 changed = tensor.clone()
@@ -117,13 +117,13 @@ def test_products_differ_by_rounding_or_are_found(dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_turns(dtype, monkeypatch) -> None:
+def test_rounds(dtype, monkeypatch) -> None:
     """Each looks at a part of every tensor, whole or in pieces: at a row once, at a vector every time."""
-    monkeypatch.setattr(proof, "TURNS", 4)
-    whole, integer = tensors(dtype), proof.INTEGERS[dtype.itemsize]
+    monkeypatch.setattr(verify, "ROUNDS", 4)
+    whole, integer = tensors(dtype), verify.INTEGERS[dtype.itemsize]
     looked_at = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in SHAPES.items()}
-    for turn in range(4):
-        expected, held = sent(whole, slices=2, turn=turn), prints(whole, slices=2, turn=turn)
+    for round in range(4):
+        expected, held = sent(whole, slices=2, round=round), prints(whole, slices=2, round=round)
         for name, tensor in whole.items():
             cut, last = max(1, len(tensor) // 3), tensor.shape[-1] // 2
             held.add(name, tensor[:cut])
@@ -133,11 +133,11 @@ def test_turns(dtype, monkeypatch) -> None:
                 held.add(name, tensor[:, last:], column=last)
         assert expected.wrong(held.numbers(CPU)) == []
         for name, tensor in whole.items():
-            assert expected.wrong(sent(whole | {name: tensor * 2}, slices=2, turn=turn).numbers(CPU)) == [name]
+            assert expected.wrong(sent(whole | {name: tensor * 2}, slices=2, round=round).numbers(CPU)) == [name]
             for element in range(0, tensor.numel(), tensor.shape[-1] if tensor.ndim > 1 else 1):
                 changed = tensor.clone()
                 changed.view(integer).view(-1)[element] ^= 1
-                wrong = expected.wrong(sent(whole | {name: changed}, slices=2, turn=turn).numbers(CPU))
+                wrong = expected.wrong(sent(whole | {name: changed}, slices=2, round=round).numbers(CPU))
                 looked_at[name].view(-1)[element] += wrong == [name]
     for times in looked_at.values():
         assert (times.view(-1, times.shape[-1])[:, 0] == 1).all() if times.ndim > 1 else (times == 4).all()
@@ -154,14 +154,14 @@ def test_in_a_narrower_dtype() -> None:
     assert expected.wrong(held.numbers(CPU)) == []
 
 
-def test_turns_are_soon_everywhere() -> None:
-    """Of n equal parts of the rows one is looked at by any 2 n + 1 turns that follow each other."""
-    runs = [proof._run(proof.TURNS, turn) for turn in range(proof.TURNS)]
-    assert sorted(runs) == [(run, run + 1) for run in range(proof.TURNS)]
+def test_a_few_rounds_are_everywhere() -> None:
+    """Of n equal parts of the rows one is looked at by any 2 n + 1 rounds that follow each other."""
+    runs = [verify._run(verify.ROUNDS, round) for round in range(verify.ROUNDS)]
+    assert sorted(runs) == [(run, run + 1) for run in range(verify.ROUNDS)]
     for parts in (2, 4, 8, 16):
-        size = proof.TURNS // parts
-        for first in range(proof.TURNS):
-            some = {run // size for run, _ in (runs[(first + turn) % proof.TURNS] for turn in range(2 * parts + 1))}
+        size = verify.ROUNDS // parts
+        for first in range(verify.ROUNDS):
+            some = {run // size for run, _ in (runs[(first + round) % verify.ROUNDS] for round in range(2 * parts + 1))}
             assert some == set(range(parts))
 
 
@@ -174,10 +174,10 @@ def test_vectors_are_cut_where_words_begin() -> None:
 
 
 def test_a_number_is_a_vector_of_one() -> None:
-    """Of a persistent buffer without dimensions, in any turn, whether an engine keeps it with one or without."""
+    """Of a persistent buffer without dimensions, in any round, whether an engine keeps it with one or without."""
     shapes = {"beta": torch.Size([])}
-    for turn, value, shape in itertools.product((None, 5), (0.5, 0.25), ((), (1,))):
-        expected, held = (Fingerprints(shapes, torch.float32, turn=turn) for _ in range(2))
+    for round, value, shape in itertools.product((None, 5), (0.5, 0.25), ((), (1,))):
+        expected, held = (Fingerprints(shapes, torch.float32, round=round) for _ in range(2))
         assert [*expected.watch(iter([("beta", torch.tensor(0.5))]))] == [("beta", torch.tensor(0.5))]
         held.add("beta", torch.full(shape, value))
         assert expected.same(held) == (value == 0.5)

@@ -17,7 +17,7 @@ from lightrft.models.parallel_logits import (
     parallel_logprobs_and_entropy,
     parallel_top_logprobs,
 )
-from parallel.test_vocabulary import Collectives
+from models.test_vocab_parallel import Collectives
 from ranks import run_ranks
 
 B, S, V = 3, 14, 97

@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from lightrft.config import EngineSection
-from lightrft.engine.names import PublishedNames
 from lightrft.engine.requests import MEDIA
+from lightrft.weight_sync.names import PublishedNames
 
 PLACEHOLDERS = {medium: (f"{medium}_token_id", f"{medium}_token_index") for medium in MEDIA.values()}
 """Where configurations name the token that stands for a part of an image, a video or a sound."""

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from lightrft.models.layout import Blocks, Layout
-from lightrft.models.prefix_attention import CPU_KERNEL, PartKernel, prefix_attention, window_mask
+from lightrft.attention.layout import Blocks, Layout
+from lightrft.attention.prefix_attention import CPU_KERNEL, PartKernel, prefix_attention, window_mask
 from lightrft.parallel.device import has_flash_attention
 
 ATTENTION = "lightrft"
@@ -28,7 +28,7 @@ def attention_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
     """Choose the kernel for whole sequences."""
     if not _flash(device, dtype):
         return block_attention
-    from lightrft.models.flash_attn import flash_kernel
+    from lightrft.attention.flash_attn import flash_kernel
 
     return flash_kernel() or block_attention
 
@@ -36,7 +36,7 @@ def attention_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
 def part_kernel(device: torch.device, dtype: torch.dtype) -> PartKernel | None:
     """Choose the kernel for sequences in parts; None where none gives log-sum-exps, as in float32 on an accelerator."""
     if _flash(device, dtype):
-        from lightrft.models.flash_attn import FLASH_PARTS
+        from lightrft.attention.flash_attn import FLASH_PARTS
 
         return FLASH_PARTS
     return CPU_KERNEL if device.type in ("cpu", "meta") else None

@@ -24,10 +24,10 @@ from transformers import (
 )
 
 from engine.contract import perturbed
-from lightrft.engine.expected import model_class, published_names
-from lightrft.engine.names import PublishedNames
+from lightrft.engine.model_info import model_class, published_names
 from lightrft.models.converted_files import ConvertedFiles
 from lightrft.models.weight_files import WeightFiles
+from lightrft.weight_sync.names import PublishedNames
 
 TEXT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
         "head_dim": 8, "vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

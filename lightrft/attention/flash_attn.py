@@ -7,8 +7,8 @@ from inspect import signature
 import torch
 from torch import Tensor
 
-from lightrft.models.layout import Layout, Part
-from lightrft.models.prefix_attention import PartKernel, widened
+from lightrft.attention.layout import Layout, Part
+from lightrft.attention.prefix_attention import PartKernel, widened
 
 
 @cache

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from lightrft.engine.experts import (
+from lightrft.weight_sync.expert_layout import (
     ATTRIBUTES,
     ROUTED,
     Index,
@@ -23,8 +23,8 @@ from lightrft.engine.experts import (
     is_experts,
     is_filled_up,
 )
-from lightrft.engine.names import PublishedNames
-from lightrft.engine.proof import PRODUCT_TURNS, Fingerprints, signs
+from lightrft.weight_sync.names import PublishedNames
+from lightrft.weight_sync.verify import PRODUCT_ROUNDS, Fingerprints, signs
 
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """Fused layer -> the layers of the Hugging Face model that it is made of."""
@@ -41,7 +41,7 @@ def _of_pieces(name: str, pieces: list[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WeightSlice:
     """This part of a layer's parameter is the part of the tensor `name` that begins at `row` and `column`."""
 
     name: str
@@ -66,7 +66,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class CopyTarget:
     """The memory of a layer's parameter that takes the part of a full tensor that begins at `row` and `column`."""
 
     here: Tensor
@@ -75,7 +75,7 @@ class Room:
     column: int
 
     @classmethod
-    def of(cls, pieces: list[Piece]) -> list[Self]:
+    def of(cls, pieces: list[WeightSlice]) -> list[Self]:
         """Where the whole tensor goes, as the parameters lie now."""
         if is_experts(pieces[0].layer):
             blocks, first = expert_blocks(pieces[0].layer, pieces[0].attribute)
@@ -105,11 +105,11 @@ class FusedWeights:
     def __init__(
         self, model: nn.Module, names: Mapping[str, str | None], shapes: Mapping[str, torch.Size], *,
         parts: Mapping[str, list[str]] = PARTS, packs: Callable[[nn.Module], bool] = lambda _: False,
-        keeps: Callable[[Piece], bool] = lambda _: False,
+        keeps: Callable[[WeightSlice], bool] = lambda _: False,
     ):  # fmt: skip
         self.shapes = shapes
-        self.raw: list[Piece] = []
-        self.packed: list[Piece] = []
+        self.raw: list[WeightSlice] = []
+        self.packed: list[WeightSlice] = []
         self.unknown: list[str] = []
         """Weights whose place is not known."""
         places = dict(model.named_modules(remove_duplicate=False))
@@ -118,30 +118,30 @@ class FusedWeights:
             for parameter in layer._parameters.values():
                 if parameter is not None:
                     users.setdefault(parameter, []).append(layer)
-        places_of: dict[str, list[Piece]] = {}
+        places_of: dict[str, list[WeightSlice]] = {}
         for name, renamed in names.items():
             places_of[name] = found = list(_pieces(name, renamed, parts, places, shapes[name]))
             self.unknown += [] if found else [name]
             for piece in found:
                 self._add(piece, users.get(getattr(piece.layer, piece.attribute), []), packs)
-        self.direct: dict[str, list[Piece]] = {}
+        self.direct: dict[str, list[WeightSlice]] = {}
         """Weights that can be copied to where they are: they fill whole layers, which nothing else fills and nothing repacks."""
         if not self.unknown:
             packing = {layer for its_users in users.values() if any(map(packs, its_users)) for layer in its_users}
             self.direct = _direct(places_of, shapes, lambda piece: piece.layer not in packing and keeps(piece))
 
-    def rooms(self) -> dict[str, list[Room]]:
+    def copy_targets(self) -> dict[str, list[CopyTarget]]:
         """Where each of the `direct` weights is copied to, in the memory that its layers have now."""
         with torch.no_grad():
-            return {name: Room.of(pieces) for name, pieces in self.direct.items()}
+            return {name: CopyTarget.of(pieces) for name, pieces in self.direct.items()}
 
     def direct_layers(self) -> set[nn.Module]:
         return {piece.layer for pieces in self.direct.values() for piece in pieces}
 
-    def fingerprints(self, dtype: torch.dtype, slices: int, turn: int | None) -> Fingerprints:
-        """Empty ones for what can be compared here, in this turn."""
-        bits, products = ({piece.name: None for piece in pieces} for pieces in (self.raw, self._multiplied(turn)))
-        return Fingerprints(self.shapes, dtype, slices=slices, bits=bits, products=products, turn=turn)
+    def fingerprints(self, dtype: torch.dtype, slices: int, round: int | None) -> Fingerprints:
+        """Return empty ones for what can be compared here, in this round."""
+        bits, products = ({piece.name: None for piece in pieces} for pieces in (self.raw, self._multiplied(round)))
+        return Fingerprints(self.shapes, dtype, slices=slices, bits=bits, products=products, round=round)
 
     @torch.inference_mode()
     def add_to(self, prints: Fingerprints) -> None:
@@ -149,7 +149,7 @@ class FusedWeights:
             if (here := piece.within(self.shapes[piece.name])).numel():
                 prints.add(piece.name, here, row=piece.row, column=piece.column)
         results: dict[nn.Module, Tensor] = {}
-        for piece in self._multiplied(prints.turn):
+        for piece in self._multiplied(prints.round):
             cut = is_a(piece.layer, "RowParallelLinear")
             columns = piece.layer.input_size_per_partition if cut else prints.shapes[piece.name][1]
             if piece.layer not in results:
@@ -158,12 +158,12 @@ class FusedWeights:
             values = results[piece.layer][piece.part]
             prints.add_product(piece.name, values, len(values) * columns, row=piece.row)
 
-    def _multiplied(self, turn: int | None) -> list[Piece]:
-        """Of the layers that have a turn with each PRODUCT_TURNS-th other, all if that is None."""
+    def _multiplied(self, round: int | None) -> list[WeightSlice]:
+        """Return those of the layers that this round multiplies with, every PRODUCT_ROUNDS-th; all if it is None."""
         order = {layer: index for index, layer in enumerate(dict.fromkeys(piece.layer for piece in self.packed))}
-        return [piece for piece in self.packed if turn is None or (order[piece.layer] - turn) % PRODUCT_TURNS == 0]
+        return [piece for piece in self.packed if round is None or (order[piece.layer] - round) % PRODUCT_ROUNDS == 0]
 
-    def _add(self, piece: Piece, users: list[nn.Module], packs: Callable[[nn.Module], bool]) -> None:
+    def _add(self, piece: WeightSlice, users: list[nn.Module], packs: Callable[[nn.Module], bool]) -> None:
         if piece.tensor.numel():
             self.raw.append(piece)
         if piece.attribute == "weight":
@@ -173,7 +173,7 @@ class FusedWeights:
 
 def _pieces(
     name: str, renamed: str | None, parts: Mapping[str, list[str]], places: Mapping[str, nn.Module], shape: torch.Size
-) -> Iterator[Piece]:
+) -> Iterator[WeightSlice]:
     """None where the engine has no such layer."""
     path, _, attribute = (renamed or "").rpartition(".")
     own, inside = name.split(".")[-2], path.rpartition(".")[0]
@@ -184,7 +184,7 @@ def _pieces(
     layer = places.get(f"{path}.{ROUTED}", places.get(path))
     if layer is not None and getattr(layer, attribute, None) is not None:
         for there, row, column in _places(layer, attribute, part, shape):
-            yield Piece(name, layer, attribute, there, row, column)
+            yield WeightSlice(name, layer, attribute, there, row, column)
 
 
 def _places(layer: nn.Module, attribute: str, part: int | None, shape: torch.Size) -> Iterator[tuple[Index, int, int]]:
@@ -208,10 +208,10 @@ def _places(layer: nn.Module, attribute: str, part: int | None, shape: torch.Siz
 
 
 def _direct(
-    places: dict[str, list[Piece]], shapes: Mapping[str, torch.Size], keeps: Callable[[Piece], bool]
-) -> dict[str, list[Piece]]:
+    places: dict[str, list[WeightSlice]], shapes: Mapping[str, torch.Size], keeps: Callable[[WeightSlice], bool]
+) -> dict[str, list[WeightSlice]]:
     """Those of layers with a matrix all of whose parameters they fill, where no weight of such a layer is left out."""
-    of: dict[nn.Module, list[Piece]] = defaultdict(list)
+    of: dict[nn.Module, list[WeightSlice]] = defaultdict(list)
     for pieces in places.values():
         for piece in pieces:
             of[piece.layer].append(piece)
@@ -224,7 +224,7 @@ def _direct(
         layers = whole
 
 
-def _is_filled(layer: nn.Module, pieces: list[Piece], shapes: Mapping[str, torch.Size]) -> bool:
+def _is_filled(layer: nn.Module, pieces: list[WeightSlice], shapes: Mapping[str, torch.Size]) -> bool:
     """Whether the pieces are all that the layer's parameters have, and one of these is a matrix."""
     parameters = {name: parameter for name, parameter in layer._parameters.items() if parameter is not None}
     if {piece.attribute for piece in pieces} != parameters.keys() or max(each.ndim for each in parameters.values()) < 2:

@@ -23,10 +23,10 @@ from flat_models import (
     one_by_one,
     weighted,
 )
+from lightrft.attention.flat import ATTENTION, attention_kernel, block_attention
+from lightrft.attention.layout import ALONE, Layout
 from lightrft.data.pasts import shared_pasts
-from lightrft.models.attention import ATTENTION, attention_kernel, block_attention
 from lightrft.models.heads import Actor
-from lightrft.models.layout import ALONE, Layout
 from lightrft.types import Batch
 
 

@@ -31,7 +31,7 @@ class VocabularyPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class Distribution:
     """The distribution of each row over the vocabulary of all ranks, of the part that a truncation leaves."""
 
     logprobs: Tensor
@@ -45,20 +45,21 @@ class Joined:
     scale: Tensor
     """[T]: a probability is an exponential relative to this rank's largest times this."""
 
-    def rows(self, rows: slice) -> "Joined":
-        return Joined(*(None if value is None else value[rows] for value in (getattr(self, each.name) for each in fields(self))))
+    def rows(self, rows: slice) -> "Distribution":
+        values = (getattr(self, each.name) for each in fields(self))
+        return Distribution(*(None if value is None else value[rows] for value in values))
 
 
-class Asked:
-    """The tokens asked for [T, K], negative ones ignored: which belong to this rank's part, and where in it."""
+class LocalTargets:
+    """Locate the targets [T, K] in this rank's part of the vocabulary; negative ones are ignored."""
 
     def __init__(self, ids: Tensor, part: VocabularyPart):
         self.ids, self.part = ids, part
         self.here = (ids >= part.first) & (ids < part.first + part.num)
         self.places = torch.where(self.here, ids - part.first, 0)
 
-    def rows(self, rows: slice) -> "Asked":
-        return Asked(self.ids[rows], self.part)
+    def rows(self, rows: slice) -> "LocalTargets":
+        return LocalTargets(self.ids[rows], self.part)
 
     def pick(self, logits: Tensor) -> Tensor:
         """[T, v] -> [T, K], 0 for what is elsewhere."""
@@ -77,11 +78,11 @@ class Asked:
         return torch.where(self.here, self.places, self.part.num)
 
 
-def outside(logits: Tensor, truncation: Truncation, asked: Asked) -> Tensor:
+def outside(logits: Tensor, truncation: Truncation, local_targets: LocalTargets) -> Tensor:
     """[t, v] bool: the tokens that the truncation leaves out, decided on whole rows, which the ranks divide among them."""
-    part = asked.part
+    part = local_targets.part
     threshold = truncation.threshold(logits) if part.axis.size == 1 else _threshold(logits, truncation, part.axis)
-    return truncation.outside(logits, threshold, first=part.first, kept=asked.kept())
+    return truncation.outside(logits, threshold, first=part.first, kept=local_targets.kept())
 
 
 def _threshold(logits: Tensor, truncation: Truncation, axis: Axis) -> Tensor:
@@ -112,14 +113,14 @@ def fill_packed(logits: Tensor, bits: Tensor, value: float) -> Tensor:
     return logits
 
 
-def local_sums(logits: Tensor, asked: Asked, *, holes: bool, entropy: bool) -> tuple[Tensor, ...]:
+def local_sums(logits: Tensor, local_targets: LocalTargets, *, holes: bool, entropy: bool) -> tuple[Tensor, ...]:
     """The largest logit [t], sum of exponentials relative to it [t], their first moment [t], the logits asked for [t, K].
 
     The exponentials take the place of the `logits` [t, v]. `holes`: some of the logits may be -inf. Only the `entropy` needs the
     moment, which is 0 without it.
     """
-    picked = asked.pick(logits)
-    if not asked.part.num:
+    picked = local_targets.pick(logits)
+    if not local_targets.part.num:
         nothing = torch.zeros(len(logits), device=logits.device)
         return nothing - torch.inf, nothing, nothing, picked
     sums = [_block_sums(block, holes, entropy) for block in blocks(logits)]
@@ -149,26 +150,27 @@ def without_holes(values: Tensor) -> Tensor:
     return values.nan_to_num_(nan=torch.nan, neginf=0.0)
 
 
-def join(parts: list[tuple[Tensor, ...]], asked: Asked, *, entropy: bool) -> Joined:
+def join_sums(parts: list[tuple[Tensor, ...]], local_targets: LocalTargets, *, entropy: bool) -> Distribution:
     """Put the local_sums() of all chunks and ranks together. A token that no rank has is NaN, so that it is not overlooked."""
-    ids, axis = asked.ids, asked.part.axis
+    ids, axis = local_targets.ids, local_targets.part.axis
     if not parts:
         nothing = torch.zeros(0, device=ids.device)
-        return Joined(nothing.view(ids.shape), nothing if entropy else None, *[nothing] * 3)
+        return Distribution(nothing.view(ids.shape), nothing if entropy else None, *[nothing] * 3)
     top, total, moment, picked = (torch.cat(values) for values in zip(*parts, strict=True))
     largest = axis.max(top)
     lower = torch.where(top.isneginf(), 0.0, top - largest)  # at most 0
     scale = lower.exp()
-    at_largest = torch.where(asked.here, picked - largest[:, None], 0.0)
-    sums = torch.cat([(total * scale)[:, None], ((moment + total * lower) * scale)[:, None], at_largest, asked.here], dim=1)
+    at_largest = torch.where(local_targets.here, picked - largest[:, None], 0.0)
+    totals, moments = (total * scale)[:, None], ((moment + total * lower) * scale)[:, None]
+    sums = torch.cat([totals, moments, at_largest, local_targets.here], dim=1)
     total, moment, picked, found = axis.sum(sums).tensor_split([1, 2, 2 + ids.shape[1]], dim=1)
     log_total = total.log()
     logprobs = torch.where(ids < 0, 0.0, torch.where(found > 0, picked - log_total, torch.nan))
     entropies = (log_total - moment / total)[:, 0] if entropy else None
-    return Joined(logprobs, entropies, largest, total[:, 0], scale / total[:, 0])
+    return Distribution(logprobs, entropies, largest, total[:, 0], scale / total[:, 0])
 
 
-def gradient(logits: Tensor, found: Joined, grad_logprobs: Tensor, grad_entropy: Tensor | None) -> Tensor:
+def gradient(logits: Tensor, found: Distribution, grad_logprobs: Tensor, grad_entropy: Tensor | None) -> Tensor:
     """Gradient of the logits [t, v] but for what the tokens asked for add, in the memory of the logits.
 
     With p the softmax: d log p_k / dz = onehot_k - p, and d entropy / dz = -p (log p + entropy).
@@ -182,7 +184,7 @@ def gradient(logits: Tensor, found: Joined, grad_logprobs: Tensor, grad_entropy:
     return logits
 
 
-def _block_gradient(logits: Tensor, found: Joined, grad_logprobs: Tensor, grad_entropy: Tensor | None) -> None:
+def _block_gradient(logits: Tensor, found: Distribution, grad_logprobs: Tensor, grad_entropy: Tensor | None) -> None:
     asked_for = grad_logprobs.sum(-1, keepdim=True)
     below, total = logits.sub_(found.largest[:, None]), found.total[:, None]
     if grad_entropy is None:
@@ -193,7 +195,7 @@ def _block_gradient(logits: Tensor, found: Joined, grad_logprobs: Tensor, grad_e
 
 
 def gradient_of_exponentials(
-    exponentials: Tensor, found: Joined, grad_logprobs: Tensor, grad_entropy: Tensor | None
+    exponentials: Tensor, found: Distribution, grad_logprobs: Tensor, grad_entropy: Tensor | None
 ) -> Tensor:
     """The same from the exponentials [t, v] of local_sums(), in their memory.
 

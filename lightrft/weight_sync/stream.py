@@ -33,8 +33,8 @@ def bucket_limit(megabytes: int, axis: Axis, device: torch.device) -> int:
     """
     if megabytes:
         return megabytes * 2**20
-    mine = HOST_LIMIT if device.type == "cpu" else free_memory(device)[0] // FREE_SHARE
-    return min(axis.gather(mine))
+    local_limit = HOST_LIMIT if device.type == "cpu" else free_memory(device)[0] // FREE_SHARE
+    return min(axis.gather(local_limit))
 
 
 def stream(
@@ -81,17 +81,17 @@ def _buckets(parameters: Iterable[NamedTensor], dtype: torch.dtype, limit: int) 
 
 
 def _whole(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """The tensors of one bucket, cut by cut, from the last cut to the first; one all-gather for each group and turn."""
+    """The tensors of one bucket, cut by cut, from the last cut to the first; one all-gather for each group and level."""
     cuts = [shard_slices(tensor) for tensor in tensors]
     parts = [tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach().to(dtype) for tensor in tensors]
-    for turn in range(max(map(len, cuts))):
+    for level in range(max(map(len, cuts))):
         by_group: dict[str, list[int]] = defaultdict(list)
         for index, its_cuts in enumerate(cuts):
-            if turn < len(its_cuts):
-                by_group[its_cuts[turn].group.group_name].append(index)
+            if level < len(its_cuts):
+                by_group[its_cuts[level].group.group_name].append(index)
         for members in by_group.values():
-            joined = _gathered([parts[index] for index in members], [cuts[index][turn] for index in members], dtype, device)
-            for index, tensor in zip(members, joined, strict=True):
+            gathered = _gathered([parts[index] for index in members], [cuts[index][level] for index in members], dtype, device)
+            for index, tensor in zip(members, gathered, strict=True):
                 parts[index] = tensor
     return [part.to(dtype).to(device, non_blocking=True) for part in parts]
 
@@ -100,16 +100,16 @@ def _gathered(parts: list[Tensor], cuts: list[ShardSlice], dtype: torch.dtype, d
     """Undo one cut of each tensor; all are cut over one group. The cast happens here, before the gather."""
     sizes = [cut.numel for cut in cuts]
     gather = AllGather(sum(sizes), dtype, device, cuts[0].group)
-    for room, part, cut in zip(gather.mine.split(sizes), parts, cuts, strict=True):
+    for destination, part, cut in zip(gather.mine.split(sizes), parts, cuts, strict=True):
         rows = part.movedim(cut.dim, 0)
-        room[: rows.numel()].view(rows.shape).copy_(rows.to(dtype), non_blocking=True)
+        destination[: rows.numel()].view(rows.shape).copy_(rows.to(dtype), non_blocking=True)
     gather.run()
-    joined = [_joined(pieces, cut) for pieces, cut in zip(gather.everyone.split(sizes, dim=1), cuts, strict=True)]
+    tensors = [_assembled(pieces, cut) for pieces, cut in zip(gather.everyone.split(sizes, dim=1), cuts, strict=True)]
     passing = gather.everyone.untyped_storage().data_ptr() if gather.passing else None
-    return [whole.clone() if whole.untyped_storage().data_ptr() == passing else whole for whole in joined]
+    return [whole.clone() if whole.untyped_storage().data_ptr() == passing else whole for whole in tensors]
 
 
-def _joined(pieces: Tensor, cut: ShardSlice) -> Tensor:
-    """`pieces` [ranks, elements of a full piece] as one tensor, in order, without what fills the last ones."""
+def _assembled(pieces: Tensor, cut: ShardSlice) -> Tensor:
+    """Return `pieces` [ranks, elements of a full piece] as one tensor, in order, without the padding of the last ones."""
     rows = pieces.reshape(cut.pieces * cut.rows, *cut.rest)[: cut.shape[cut.dim]]
     return rows.movedim(0, cut.dim).contiguous()

@@ -12,11 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from lightrft.engine import weights
-from lightrft.engine.weights import bucket_limit, stream
 from lightrft.parallel import shm_all_gather
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.shm_all_gather import AllGather
+from lightrft.weight_sync.stream import _whole, bucket_limit, stream
 from ranks import run_ranks
 
 BUCKETS = [1, 100, 1000, 10**9]
@@ -91,7 +90,7 @@ def _limits_agree() -> None:
     """A bucket of no given size is what fits the rank with the least free memory: here the last."""
     axis = Axis("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
     free = 8000 - 800 * dist.get_rank()
-    with mock.patch.object(weights, "free_memory", lambda device: (free, 9999)):
+    with mock.patch("lightrft.weight_sync.stream.free_memory", lambda device: (free, 9999)):
         assert bucket_limit(0, axis, torch.device("cuda")) == 1000 - 100 * (axis.size - 1)
     assert [bucket_limit(size, axis, torch.device("cpu")) for size in (0, 3)] == [512 * 2**20, 3 * 2**20]
 
@@ -274,5 +273,5 @@ def _right(rank: int, gathers: tuple[list[bool], str], there: list[bool]) -> Non
 def test_parameters_in_host_memory_are_brought_to_the_device_of_the_engine():
     """The meta device stands for an accelerator."""
     parameters = [("a", nn.Parameter(torch.ones(3, 2))), ("b", nn.Parameter(torch.ones(5, dtype=torch.bfloat16)))]
-    for tensor in weights._whole([tensor for _, tensor in parameters], torch.bfloat16, torch.device("meta")):
+    for tensor in _whole([tensor for _, tensor in parameters], torch.bfloat16, torch.device("meta")):
         assert tensor.is_meta and tensor.dtype == torch.bfloat16
