@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightrft.data.pasts import LITTLE, shared_pasts
+from lightrft.batching.prefix_sharing import LITTLE, shared_pasts
 from lightrft.types import Batch, token_index
 
 B = TypeVar("B", bound=Batch)

@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.algorithms.objectives import TokenGradients, token_gradients
 from lightrft.algorithms.reduce import Denominator
+from lightrft.batching.planner import Batching
+from lightrft.batching.redistribute import deal, move, regroup
 from lightrft.config import TrainSection
-from lightrft.data.packing import Batching
-from lightrft.data.plane import deal, move, regroup
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.microbatch import B, Rows, filler, infer, micro_batches
 from lightrft.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten
@@ -95,7 +95,7 @@ class Role(ABC):
         self.max_logprob_tokens = max_logprob_tokens
         """The same where no gradients are computed; None: max_tokens."""
         self.batching = batching
-        """Which rows meet in a micro-batch; see packing.plan."""
+        """Which rows meet in a micro-batch; see planner.plan."""
         self._step: TrainStep | None = None
 
     @abstractmethod

@@ -4,10 +4,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.objectives import MixedIn
 from lightrft.config import TrainSection
-from lightrft.data.conversations import supervised_part
 from lightrft.data.loader import Order
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import Lesson
+from lightrft.trainer.sft import supervised_part
 from lightrft.types import Expand, Prompt
 
 

@@ -31,8 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from lightrft.data.packing import Plan, plan
-from lightrft.data.pasts import LITTLE, prompts, shared_pasts
+from lightrft.batching.planner import Plan, plan
+from lightrft.batching.prefix_sharing import LITTLE, prompts, shared_pasts
 from lightrft.models.attention import ATTENTION
 from lightrft.models.heads import Actor
 from lightrft.types import Batch

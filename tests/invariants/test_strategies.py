@@ -24,9 +24,9 @@ from invariants.test_layouts import (
     sequence_loss,
 )
 from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.batching.planner import plan
+from lightrft.batching.redistribute import move
 from lightrft.config import Config, ModelSection
-from lightrft.data.packing import plan
-from lightrft.data.plane import move
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer
 from lightrft.roles.critic import Critic

@@ -23,7 +23,7 @@ from flat_models import (
     one_by_one,
     weighted,
 )
-from lightrft.data.pasts import shared_pasts
+from lightrft.batching.prefix_sharing import shared_pasts
 from lightrft.models.attention import ATTENTION, attention_kernel, block_attention
 from lightrft.models.heads import Actor
 from lightrft.models.layout import ALONE, Layout

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flat_models import MODELS, TEMPERATURE, assert_same_gradients, gradients_of, make_batch, make_model, one_by_one, weighted
-from lightrft.data.pasts import shared_pasts
+from lightrft.batching.prefix_sharing import shared_pasts
 from lightrft.models import attention, flash_attn
 from lightrft.models.attention import ATTENTION, block_attention, flat_attention
 from lightrft.models.heads import Actor

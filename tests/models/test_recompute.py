@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from flat_models import TEMPERATURE, gradients_of, make_batch, make_model, weighted
-from lightrft.data.pasts import shared_pasts
+from lightrft.batching.prefix_sharing import shared_pasts
 from lightrft.models.attention import ATTENTION
 from lightrft.models.heads import Actor
 from lightrft.models.recompute import keep_expensive, recompute

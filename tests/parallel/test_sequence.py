@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from flat_models import LENGTHS, SIZES, TEMPERATURE, gradients_of, make_batch, make_model, weighted
+from lightrft.batching.prefix_sharing import shared_pasts
 from lightrft.config import ConfigError
-from lightrft.data.pasts import shared_pasts
 from lightrft.models.attention import ATTENTION, flat_attention
 from lightrft.models.heads import Actor, divide, rope_window
 from lightrft.models.layout import Layout

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from lightrft.algorithms.objectives import sft
+from lightrft.batching.redistribute import deal
 from lightrft.config import ModelSection
 from lightrft.data.images import IMAGES, ImageFile
-from lightrft.data.plane import deal
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.models.trainable import choose_trained

@@ -11,9 +11,9 @@ from typing import Literal
 
 import numpy as np
 
-from lightrft.data.bins import Limits, pack, work
-from lightrft.data.many import pack_many
-from lightrft.data.pasts import LITTLE
+from lightrft.batching.bin_packing import Limits, pack, work
+from lightrft.batching.large_plans import pack_many
+from lightrft.batching.prefix_sharing import LITTLE
 
 Batching = Literal["packed", "dynamic", "plain"]
 Prompts = Sequence[tuple[int, int]] | np.ndarray

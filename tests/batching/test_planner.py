@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightrft.data.packing import MANY, Plan, plan
+from lightrft.batching.planner import MANY, Plan, plan
 
 CAPACITY = 8192
 
@@ -54,7 +54,7 @@ def check(made: Plan, lengths: list[int], *, ranks: int, minibatch: int, tokens:
 @pytest.mark.parametrize("batching, many", [("packed", MANY), ("packed", 0), ("dynamic", MANY), ("plain", MANY)])
 def test_a_thousand_random_sets(batching, many, monkeypatch):
     """Where `many` is 0 they are planned as those of a large run are."""
-    monkeypatch.setattr("lightrft.data.packing.MANY", many)
+    monkeypatch.setattr("lightrft.batching.planner.MANY", many)
     random_ = random.Random(0)
     for number in range(1000):
         tokens = random_.choice([16, 100, 1024])
@@ -82,7 +82,7 @@ def test_rows_of_a_prompt_meet(ranks, groups, samples, many, monkeypatch):
     random_ = random.Random(0)
     prompts = [(group, 300) for group in range(groups) for _ in range(samples)]
     lengths = [300 + random_.randint(200, 400) for _ in prompts]
-    monkeypatch.setattr("lightrft.data.packing.MANY", many)
+    monkeypatch.setattr("lightrft.batching.planner.MANY", many)
     limits = {"num_ranks": ranks, "minibatch_size": len(lengths), "max_tokens": CAPACITY}
     alone, together = plan(lengths, **limits), plan(lengths, **limits, prompts=prompts)
     least = time(Plan([[[list(range(len(lengths)))]]]), lengths, prompts) / ranks
@@ -174,7 +174,7 @@ def test_a_row_without_tokens():
 def test_every_process_makes_the_same_plan():
     """Another interpreter, with another seed of its string hashes, plans the same."""
     program = (
-        "import random; from lightrft.data.packing import plan; r = random.Random(5);"
+        "import random; from lightrft.batching.planner import plan; r = random.Random(5);"
         "print(plan([r.randint(1, 4000) for _ in range(200)], num_ranks=8, minibatch_size=64, max_tokens=8192).minibatches)"
     )
     outputs = {

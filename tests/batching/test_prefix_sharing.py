@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightrft.data.pasts import prompts, shared_pasts
+from lightrft.batching.prefix_sharing import prompts, shared_pasts
 from lightrft.models.heads import shown
 from lightrft.types import Batch
 

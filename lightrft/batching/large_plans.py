@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from lightrft.data.bins import Limits, work
-from lightrft.data.pasts import LITTLE
+from lightrft.batching.bin_packing import Limits, work
+from lightrft.batching.prefix_sharing import LITTLE
 
 Column = np.ndarray
 TOGETHER = 256
@@ -20,7 +20,7 @@ FEW_PLACED = 1 / 8
 
 def pack_many(lengths: Column, prompts: Column, num_ranks: int, limits: Limits) -> list[list[list[int]]]:
     """[rank][m]: positions in `lengths` [N] of the sequences of micro-batch m, dearest first; sequences of a prompt meet where
-    that is shorter. `prompts` [N, 2]: see packing.Prompts."""
+    that is shorter. `prompts` [N, 2]: see planner.Prompts."""
     spent = _cost(lengths, prompts)
     ways = [_fill(unit, lengths, num_ranks, limits) for unit in _ways(lengths, prompts, limits)]
     bins = min(ways, key=lambda bins: np.sort(spent(bins))[::-1][::num_ranks].sum())

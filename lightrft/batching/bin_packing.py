@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightrft.data.level import Level
+from lightrft.batching.local_search import Level
 
 ATTENTION_SCALE = 6 * 4096
 """Tokens at which a sequence's attention costs as much as its matrix products: six times the hidden size."""

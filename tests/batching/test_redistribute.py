@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightrft.data.plane import move, share
+from lightrft.batching.redistribute import move, share
 from lightrft.parallel.collectives import Axis
 from lightrft.types import Experience, token_index
 from ranks import run_ranks

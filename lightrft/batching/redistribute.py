@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrft.data.packing import Batching, plan
-from lightrft.data.pasts import prompts
+from lightrft.batching.planner import Batching, plan
+from lightrft.batching.prefix_sharing import prompts
 from lightrft.parallel.collectives import Axis
 from lightrft.types import Batch
 
@@ -35,7 +35,7 @@ def deal(
     """Plan the sequences of all ranks and move each to the rank that computes it.
 
     `batch.rows` counts over all ranks, in rank order. Returns this rank's new part, and [k][m]: its rows in micro-batch m
-    of optimizer step k; None is one step for all. Every rank has the same k and m. See packing.plan for the limits.
+    of optimizer step k; None is one step for all. Every rank has the same k and m. See planner.plan for the limits.
     """
     known = share(axis, torch.column_stack([batch.lengths, prompts(batch)]))
     lengths, alike = known[:, 0].tolist(), known[:, 1:].numpy()
