@@ -36,10 +36,10 @@ Features = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """Tokens of a batch with the same past, that is the same tokens up to them: a causal model computes them once, U for T."""
+class SharedPrefix:
+    """The prefixes that sequences of a batch share: a causal model computes each of their tokens once, U tokens for T."""
 
-    computed: Tensor  # [U] int64 on the host, ascending: the tokens that stand for all with their past
+    computed: Tensor  # [U] int64 on the host, ascending: the tokens that stand for all with the same tokens up to them
     places: Tensor  # [T] int64 on the host: for each token, where among them its own is
 
     def spread(self, values: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class Batch:
     rows: Tensor = per_sequence()  # [N] int64, where each sequence stood in the whole batch of all ranks
     entropy: Tensor | None = per_token()  # [T] float32, of the model that learns: Policy.forward sets it, with its gradient
     learned: Tensor | None = field(default=None, metadata={"per": "batch"})  # [M] int64, see learned_tokens; made by `to`
-    shared: Shared | None = field(default=None, metadata={"per": "batch"})  # of one micro-batch; None: nothing is shared
+    shared: SharedPrefix | None = field(default=None, metadata={"per": "batch"})  # of one micro-batch; None: nothing is shared
     routing: Routing | None = field(default=None, metadata={"per": "batch"})  # of the model that learns, set as entropy is
     media: list[Features] | None = field(default=None, metadata={"per": "media"})  # [N] of each sequence, on the host; None: text
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightrft.parallel.sequence import UNDIVIDED, Undivided
-from lightrft.types import Shared, send
+from lightrft.types import SharedPrefix, send
 
 ALONE = 64
 """A sequence longer than this shares a block with those of its very length only: one more call costs less than padding."""
@@ -121,7 +121,7 @@ class Layout:
     """
 
     def __init__(
-        self, lengths: Tensor, device: torch.device, sequence: Undivided = UNDIVIDED, shared: Shared | None = None
+        self, lengths: Tensor, device: torch.device, sequence: Undivided = UNDIVIDED, shared: SharedPrefix | None = None
     ):
         self.lengths = lengths.cpu()
         """[N] int64 on the host."""

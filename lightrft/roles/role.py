@@ -13,10 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightrft.algorithms.objectives import TokenGradients, token_gradients
 from lightrft.algorithms.reduce import Denominator
 from lightrft.batching.planner import Batching
-from lightrft.batching.redistribute import deal, move, regroup
+from lightrft.batching.redistribute import all_to_all, redistribute, regroup
 from lightrft.config import TrainSection
 from lightrft.observe.metrics import Metrics
-from lightrft.roles.microbatch import B, Rows, filler, infer, micro_batches
+from lightrft.roles.microbatch import B, MicroBatchIndices, filler, infer, micro_batches
 from lightrft.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten
 from lightrft.roles.reports import MicroBatchReports
 from lightrft.strategy import StrategyBase
@@ -43,7 +43,7 @@ class Lesson:
     """Something to learn in an optimizer step: sequences in micro-batches, and each one's share of a loss."""
 
     batch: Batch
-    rows: Rows
+    rows: MicroBatchIndices
     objective: Objective
     denominator: Denominator
     forward: Callable[[Batch, TokenGradients | None], tuple[Tensor, Report]]
@@ -127,7 +127,7 @@ class Role(ABC):
         all ranks, its mean over learned tokens, where `tokens` has their number; `all_mb_metrics` is another name of the
         same. In eval_mode nothing is learned, no gradient computed, and grad_norm is 0.
         """
-        flat, steps = self.deal(batch, gbs=gbs, mbs=mbs)
+        flat, steps = self.redistribute(batch, gbs=gbs, mbs=mbs)
         if not steps:
             raise ValueError("there is nothing to train on: the batch has no rows on any rank")
         numbers, reports = [], MicroBatchReports()
@@ -140,16 +140,18 @@ class Role(ABC):
         metrics = reports.gather(self.strategy.mesh.data)
         return {"loss": losses, "grad_norm": norms, "metrics": metrics, ALL_MB_METRICS: metrics}
 
-    def deal(self, batch: Mapping[str, Any], *, gbs: int | None = None, mbs: int | None = None) -> tuple[Batch, list[Rows]]:
-        """The rows of all ranks planned anew: this rank's as a flat batch, and its micro-batches for each optimizer step."""
+    def redistribute(
+        self, batch: Mapping[str, Any], *, gbs: int | None = None, mbs: int | None = None
+    ) -> tuple[Batch, list[MicroBatchIndices]]:
+        """Plan the rows of all ranks; return this rank's as a flat batch, and its micro-batches for each optimizer step."""
         given = flatten(batch, self.strategy.mesh.data, required=self.TRAIN_KEYS, columns=True)
-        return self.deal_flat(given.batch, gbs, mbs)
+        return self.redistribute_flat(given.batch, gbs, mbs)
 
-    def deal_flat(
+    def redistribute_flat(
         self, batch: B, gbs: int | None = None, mbs: int | None = None, *, max_tokens: int | None = None
-    ) -> tuple[B, list[Rows]]:
-        """The same for a flat batch with this rank's rows. Rows with one prompt meet where their micro-batch computes it once."""
-        return deal(
+    ) -> tuple[B, list[MicroBatchIndices]]:
+        """Do the same for a flat batch with this rank's rows. Rows with one prompt meet where a micro-batch computes it once."""
+        return redistribute(
             self.strategy.mesh.data,
             batch,
             minibatch_size=gbs,
@@ -163,7 +165,7 @@ class Role(ABC):
     def update(
         self,
         batch: Batch,
-        rows: Rows,
+        rows: MicroBatchIndices,
         objective: Objective,
         denominator: Denominator,
         metrics: Metrics,
@@ -238,7 +240,7 @@ class Role(ABC):
             self.strategy.backward(values.sum() * 0, self.module, self.optimizer)
         self.strategy.clear_gradients(self.module)
 
-    def denominator(self, batch: Batch, rows: Rows, *, length: int | None = None) -> Denominator:
+    def denominator(self, batch: Batch, rows: MicroBatchIndices, *, length: int | None = None) -> Denominator:
         """Learned tokens and sequences of one optimizer step over all ranks; one collective.
 
         `length` is the constant of seq-mean-token-sum-norm: --generate_max_len when None.
@@ -251,7 +253,7 @@ class Role(ABC):
 
     # -- inference
 
-    def _infer(self, module: nn.Module, forward: Callable[[Batch], Tensor], batch: Batch, rows: Rows) -> Tensor:
+    def _infer(self, module: nn.Module, forward: Callable[[Batch], Tensor], batch: Batch, rows: MicroBatchIndices) -> Tensor:
         """Compute one value per token, in the batch's order: [T] float32 on the host.
 
         `rows` are the micro-batches of training; with a budget of its own inference has others.
@@ -261,7 +263,7 @@ class Role(ABC):
             rows = regroup(self.strategy.mesh.data, batch, **limits)
         return self._infer_rows(module, forward, batch, rows)
 
-    def _infer_rows(self, module: nn.Module, forward: Callable[[Batch], Tensor], batch: Batch, rows: Rows) -> Tensor:
+    def _infer_rows(self, module: nn.Module, forward: Callable[[Batch], Tensor], batch: Batch, rows: MicroBatchIndices) -> Tensor:
         self.strategy.enter(Phase.LOGPROB, module)
         module.eval()
         return infer(forward, batch, rows, self.strategy.device)
@@ -272,10 +274,10 @@ class Role(ABC):
         """Compute what `forward` says of each token of the caller's rows: [B, S, ...] float32 on the host, 0 in the padding."""
         data = self.strategy.mesh.data
         given = flatten(batch, data)
-        mine, steps = self.deal_flat(given.batch, None, mbs, max_tokens=self.max_logprob_tokens)
+        mine, steps = self.redistribute_flat(given.batch, None, mbs, max_tokens=self.max_logprob_tokens)
         values = self._infer_rows(module, forward, mine, steps[0] if steps else [])
         answer = Answer(lengths=mine.lengths, input_ids=mine.input_ids, loss_mask=mine.loss_mask, rows=mine.rows, values=values)
-        return padded(move(data, answer, given.owners).values, given.batch.lengths, given.width)
+        return padded(all_to_all(data, answer, given.owners).values, given.batch.lengths, given.width)
 
     def _open_step(self) -> TrainStep:
         if self._step is None:

@@ -17,7 +17,7 @@ from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config import AlgorithmSection, TrainSection
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.critic import Critic
-from lightrft.roles.microbatch import Rows
+from lightrft.roles.microbatch import MicroBatchIndices
 from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher
 from lightrft.rollout import filters
@@ -31,7 +31,7 @@ class Planned:
     """This rank's part of the experience, and its micro-batches for each optimizer step: minibatches[k][m] are rows."""
 
     experience: Experience
-    minibatches: list[Rows]
+    minibatches: list[MicroBatchIndices]
 
 
 class ExperienceMaker:
@@ -77,7 +77,7 @@ class ExperienceMaker:
         experience.credits = placed(self._compare(judged)[judged.mine], samples, experience)
         if self.data.rank == 0:
             measure_groups(rewards, groups, metrics)
-        experience, minibatches = self.policy.deal_flat(
+        experience, minibatches = self.policy.redistribute_flat(
             experience, self.train.train_batch_size, self.train.micro_train_batch_size
         )
         self._ask(experience, minibatches)
@@ -106,7 +106,7 @@ class ExperienceMaker:
             advantages = by_difficulty(advantages, judged.solved(), least=least, most=most)
         return advantages
 
-    def _ask(self, experience: Experience, minibatches: list[Rows]) -> None:
+    def _ask(self, experience: Experience, minibatches: list[MicroBatchIndices]) -> None:
         """What the models say before the step. With a single update the old log-probs are its own, so nothing is computed."""
         section, rows = self.section, [members for minibatch in minibatches for members in minibatch]
         several = len(minibatches) * self.train.max_epochs > 1
@@ -161,7 +161,7 @@ class ExperienceMaker:
         mine = compared[first : first + len(experience)]
         return torch.zeros_like(penalty).index_put((last[learned],), mine[learned].to(penalty.dtype))
 
-    def _teach(self, experience: Experience, minibatches: list[Rows], metrics: Metrics) -> Tensor:
+    def _teach(self, experience: Experience, minibatches: list[MicroBatchIndices], metrics: Metrics) -> Tensor:
         """What the teacher adds to the advantage of each token: [T]."""
         rows, learned = [members for minibatch in minibatches for members in minibatch], experience.loss_mask
         gap = torch.where(learned, distill(experience.old_logprobs, self.teacher.logprobs(experience, rows)), 0.0)
@@ -183,7 +183,7 @@ class ExperienceMaker:
             advantages = advantages.clamp(-section.advantage_clip, section.advantage_clip)
         experience.advantages, experience.credits = advantages.float(), None
 
-    def _choose_tokens(self, experience: Experience, minibatches: list[Rows]) -> None:
+    def _choose_tokens(self, experience: Experience, minibatches: list[MicroBatchIndices]) -> None:
         """Which tokens of each optimizer step count, and which the loss treats differently, among those of all ranks."""
         total, share = self.data.sum, self.section.high_entropy_token_ratio
         if share:
@@ -195,7 +195,7 @@ class ExperienceMaker:
         experience.entropy = None
 
 
-def _of_steps(experience: Experience, minibatches: list[Rows], choose: Callable[[Experience], Tensor]) -> Tensor:
+def _of_steps(experience: Experience, minibatches: list[MicroBatchIndices], choose: Callable[[Experience], Tensor]) -> Tensor:
     """[T] bool: what `choose` says of the sequences of each optimizer step."""
     chosen = torch.zeros_like(experience.loss_mask)
     for minibatch in minibatches:

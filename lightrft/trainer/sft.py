@@ -9,7 +9,7 @@ from lightrft.batching.planner import plan
 from lightrft.config import TrainSection
 from lightrft.data.conversations import answer_of, supervised_batch
 from lightrft.parallel.collectives import Axis
-from lightrft.roles.microbatch import Rows
+from lightrft.roles.microbatch import MicroBatchIndices
 from lightrft.trainer.base import Trainer
 from lightrft.types import Batch, Expand, Prompt
 
@@ -43,7 +43,7 @@ class SFTTrainer(Trainer):
         stop = self.config.train.stop_loss
         return stop is not None and self.loss < stop
 
-    def _my_part(self, prompts: list[Prompt]) -> tuple[Batch, Rows]:
+    def _my_part(self, prompts: list[Prompt]) -> tuple[Batch, MicroBatchIndices]:
         return supervised_part(prompts, self.tokenizer, self.strategy.mesh.data, self.config.train, expand=self.expand)
 
 

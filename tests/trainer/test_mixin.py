@@ -34,7 +34,7 @@ def updated(folder: str):
     made = rows.strategy()
     policy, metrics = rows.policy(made, folder, max_tokens=24), Metrics()
     mixin = Mixin(policy, given(), byte_tokenizer(), train=TRAIN, coefficient=COEFFICIENT)
-    batch, (members,) = policy.deal(rows.share(rows.whole(), made.get_rank(), made.mesh.data.size))
+    batch, (members,) = policy.redistribute(rows.share(rows.whole(), made.get_rank(), made.mesh.data.size))
     numbers = []
     for _ in range(3):
         denominator = policy.denominator(batch, members)
