@@ -19,7 +19,7 @@ from lightrft.engine.proof import Fingerprints
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.stops import StopStrings
 from lightrft.parallel.device import release_cached_memory
-from lightrft.types import Completion, joined
+from lightrft.types import Completion, concatenated_features
 
 DROP_SHARE = 0.25
 """Finished rows leave the running batch when they are this share of it: each time costs one copy of the cache."""
@@ -95,7 +95,7 @@ class HFEngine(Engine):
         mask = torch.arange(longest, device=self.device) >= torch.tensor(padding, device=self.device)[:, None]
         mask = mask.long()
         cache = DynamicCache(config=self.model.config)
-        media = joined([request.expanded.features for request in requests if request.expanded])
+        media = concatenated_features([request.expanded.features for request in requests if request.expanded])
         media = {name: self._input(tensor) for name, tensor in media.items()}
         positions = self._positions(ids, mask, media)
         logits = self._forward(ids, mask, positions, cache, **media)

@@ -74,7 +74,7 @@ class ExperienceMaker:
         rewards, groups = judged.totals()
         kept = filters.by_difficulty(rewards, groups, self.section)
         filters.leave_out(experience, kept[first_row : first_row + len(samples)])
-        experience.credits = placed(self._compare(judged)[judged.mine], samples, experience)
+        experience.step_rewards = placed(self._compare(judged)[judged.mine], samples, experience)
         if self.data.rank == 0:
             measure_groups(rewards, groups, metrics)
         experience, minibatches = self.policy.redistribute_flat(
@@ -83,7 +83,7 @@ class ExperienceMaker:
         self._ask(experience, minibatches)
         penalty = self._diverge(experience, metrics) if self._measures_divergence else 0.0
         taught = self._teach(experience, minibatches, metrics) if self.teacher is not None else 0.0
-        self._set_advantages(experience, experience.credits - penalty, taught)
+        self._set_advantages(experience, experience.step_rewards - penalty, taught)
         if self.critic is not None:
             measure_values(experience, self.data.sum, metrics)
         self._choose_tokens(experience, minibatches)
@@ -181,7 +181,7 @@ class ExperienceMaker:
             advantages = whiten(advantages, learned, self.data.sum)
         if section.advantage_clip is not None:
             advantages = advantages.clamp(-section.advantage_clip, section.advantage_clip)
-        experience.advantages, experience.credits = advantages.float(), None
+        experience.advantages, experience.step_rewards = advantages.float(), None
 
     def _choose_tokens(self, experience: Experience, minibatches: list[MicroBatchIndices]) -> None:
         """Which tokens of each optimizer step count, and which the loss treats differently, among those of all ranks."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightrft.batching.prefix_sharing import find_shared_prefixes, prompts
-from lightrft.models.heads import shown
+from lightrft.models.heads import computed_images
 from lightrft.types import Batch
 
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8)
@@ -78,7 +78,7 @@ def test_images_are_a_part_of_the_past():
                   loss_mask=torch.tensor([0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 1]).bool(), rows=torch.arange(4))  # fmt: skip
     shared = find_shared_prefixes(batch.input_ids, batch.lengths, media)
     assert shared.computed.tolist() == [0, 1, 2, 3, 4, 7, 8, 9, 10]
-    assert shown(replace(batch, shared=shared)) == [one, other, {}]
+    assert computed_images(replace(batch, shared=shared)) == [one, other, {}]
     _, second, third, fourth = prompts(batch).tolist()
     assert second != third and third[1] == fourth[1] == 2 and third != fourth
 

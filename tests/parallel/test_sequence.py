@@ -44,7 +44,7 @@ def shared_layout(multiple: int, sequence: Undivided = UNDIVIDED) -> Layout:
     shared = find_shared_prefixes(torch.tensor(sum(SHARED, [])), lengths)
     missing = -len(shared.computed) % multiple
     lengths = torch.cat([lengths, torch.tensor([missing] * (missing > 0), dtype=torch.int64)])
-    return Layout(lengths, torch.device("cpu"), sequence, shared.followed(missing))
+    return Layout(lengths, torch.device("cpu"), sequence, shared.append_sequence(missing))
 
 
 def attention_inputs(num_tokens: int, num_kv_heads: int) -> tuple[list[Tensor], Tensor]:
