@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.advantage import Estimator, by_difficulty, estimators, penalties
+from lightrft.algorithms.advantage import Estimator, estimators, penalties, weighted_by_difficulty
 from lightrft.algorithms.covariance import marks
 from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.options import options, resolve
@@ -21,7 +21,7 @@ from lightrft.roles.microbatch import MicroBatchIndices
 from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher
 from lightrft.rollout import filters
-from lightrft.rollout.judged import Judged, placed
+from lightrft.rollout.gathered_rewards import GatheredRewards, placed
 from lightrft.rollout.measure import measure_experience, measure_groups, measure_values
 from lightrft.types import Expand, Expanded, Experience, Sample, token_index
 
@@ -67,14 +67,14 @@ class ExperienceMaker:
     def __call__(self, samples: list[Sample], metrics: Metrics) -> Planned:
         first_row = sum(self.data.gather(len(samples))[: self.data.rank])
         experience = flatten(samples, first_row=first_row, expand=self.expand)
-        filters.leave_out(experience, filters.by_length(samples, self.section))
+        filters.mask_sequences(experience, filters.by_length(samples, self.section))
         if self.first_token_apart:
-            filters.leave_out_first_tokens(experience)
-        judged = Judged.share(self.data, samples, first_row=first_row)
-        rewards, groups = judged.totals()
+            filters.mask_first_tokens(experience)
+        gathered = GatheredRewards.share(self.data, samples, first_row=first_row)
+        rewards, groups = gathered.totals()
         kept = filters.by_difficulty(rewards, groups, self.section)
-        filters.leave_out(experience, kept[first_row : first_row + len(samples)])
-        experience.step_rewards = placed(self._compare(judged)[judged.mine], samples, experience)
+        filters.mask_sequences(experience, kept[first_row : first_row + len(samples)])
+        experience.step_rewards = placed(self._compare(gathered)[gathered.local], samples, experience)
         if self.data.rank == 0:
             measure_groups(rewards, groups, metrics)
         experience, minibatches = self.policy.redistribute_flat(
@@ -90,11 +90,11 @@ class ExperienceMaker:
         measure_experience(experience, metrics)
         return Planned(experience, minibatches)
 
-    def _compare(self, judged: Judged) -> Tensor:
+    def _compare(self, gathered: GatheredRewards) -> Tensor:
         """Advantages of all ranks' rewards, shaped before, so that no statistic is a rank's own: [M]."""
-        groups = judged.groups.long()
-        rewards = self.shape(judged.rewards, groups, judged.finished)
-        given = {"lengths": judged.lengths, "responses": judged.rows, "greedy_rewards": judged.greedy.float()}
+        groups = gathered.groups.long()
+        rewards = self.shape(gathered.rewards, groups, gathered.finished)
+        given = {"lengths": gathered.lengths, "responses": gathered.rows, "greedy_rewards": gathered.greedy.float()}
         advantages = self.estimator(rewards, groups, **options(self.estimator, self.section, **given))
         if advantages.shape != rewards.shape or not advantages.isfinite().all():
             raise ValueError(
@@ -103,7 +103,7 @@ class ExperienceMaker:
             )
         if self.section.difficulty_weights:
             least, most = self.section.difficulty_weights
-            advantages = by_difficulty(advantages, judged.solved(), least=least, most=most)
+            advantages = weighted_by_difficulty(advantages, gathered.solved(), least=least, most=most)
         return advantages
 
     def _ask(self, experience: Experience, minibatches: list[MicroBatchIndices]) -> None:
@@ -119,7 +119,7 @@ class ExperienceMaker:
         if section.use_engine_logprobs:
             experience.old_logprobs = experience.engine_logprobs
         if section.entropy_filter:
-            filters.leave_out(experience, filters.by_entropy(experience, section))
+            filters.mask_sequences(experience, filters.by_entropy(experience, section))
         if self.policy.reference is not None:
             experience.reference_logprobs = self.policy.reference_logprobs(experience, rows)
         if self.critic is not None:

@@ -43,7 +43,7 @@ class PPOTrainer(Trainer):
         with self.trace.phase("generate"), self.strategy.engine_awake(self.policy.actor):
             groups = self.collect(number, self.metrics)
         with self.trace.phase("reward"):
-            samples = self.collect.judged(groups, self.metrics)
+            samples = self.collect.rewarded(groups, self.metrics)
         self._safe_point(*begun)
         self.show(number, samples)
         measure_samples(samples, self.strategy.weight_version, self.metrics)

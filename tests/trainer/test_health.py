@@ -129,10 +129,10 @@ def stale_once(flags: list[str], folder: Path, step: int) -> list[int | None]:
     strategy = get_strategy(config)
     strategy.setup_distributed()
     trainer = ppo_trainer(config, strategy)
-    collect, load_weights, turns = trainer.collect.judged, strategy.engine.load_weights, []
+    collect, load_weights, turns = trainer.collect.rewarded, strategy.engine.load_weights, []
 
-    def judged(groups):
-        samples = collect(groups)
+    def rewarded(groups, metrics):
+        samples = collect(groups, metrics)
         if len(turns) == step:
             for sample in samples:
                 sample.logprobs = [value - 0.5 for value in sample.logprobs]
@@ -142,7 +142,7 @@ def stale_once(flags: list[str], folder: Path, step: int) -> list[int | None]:
         turns.append(strategy.engine.proof_turn)
         load_weights(stream, version)
 
-    trainer.collect.judged, strategy.engine.load_weights = judged, load
+    trainer.collect.rewarded, strategy.engine.load_weights = rewarded, load
     trainer.fit()
     strategy.close()
     return turns
