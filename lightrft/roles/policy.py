@@ -133,12 +133,12 @@ class Policy(Role, PolicyNames):
 
     def update(
         self, batch: Batch, rows: MicroBatchIndices, objective: Objective, denominator: Denominator, metrics: Metrics,
-        **beside: Any
+        **options: Any
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """One optimizer step; see Role. With `routers` the load of all its tokens is measured before, in one forward pass."""
         if self.routers:
             objective = Balanced(objective, self._balance(batch, rows), self.routers.coefficient)
-        return super().update(batch, rows, objective, denominator, metrics, **beside)
+        return super().update(batch, rows, objective, denominator, metrics, **options)
 
     def supervised(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
         """The same for given answers, which were not sampled: at temperature 1, of all tokens, without their entropy."""

@@ -39,8 +39,8 @@ class Answer(Batch):
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
-    """Something to learn in an optimizer step: sequences in micro-batches, and each one's share of a loss."""
+class LossTerm:
+    """A term of the loss of an optimizer step: sequences in micro-batches, and each one's share of the term."""
 
     batch: Batch
     rows: MicroBatchIndices
@@ -170,18 +170,18 @@ class Role(ABC):
         denominator: Denominator,
         metrics: Metrics,
         *,
-        beside: Lesson | None = None,
+        extra_term: LossTerm | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One optimizer step over the given micro-batches, and those of what is learned beside them.
+        """Take one optimizer step over the given micro-batches, and those of `extra_term`.
 
         Returns the global loss and the gradient norm before clipping. Reports are averaged over learned tokens; those whose
         name ends in `_max` or `_min` are reduced by that.
         """
-        lessons = [Lesson(batch, rows, objective, denominator, self.forward), *([beside] if beside else [])]
-        self.begin_train_step(objective, denominator, sum(len(lesson.rows) for lesson in lessons))
-        for lesson in lessons:
-            for micro_batch in micro_batches(lesson.batch, lesson.rows, self.strategy.device):
-                report, weight = self.train_microbatch(micro_batch, lesson), self.weight(micro_batch)
+        terms = [LossTerm(batch, rows, objective, denominator, self.forward), *([extra_term] if extra_term else [])]
+        self.begin_train_step(objective, denominator, sum(len(term.rows) for term in terms))
+        for term in terms:
+            for micro_batch in micro_batches(term.batch, term.rows, self.strategy.device):
+                report, weight = self.train_microbatch(micro_batch, term), self.weight(micro_batch)
                 for name, values in report.items():
                     add = {"_max": metrics.max, "_min": metrics.min}.get(name[-4:], metrics.mean)
                     add(name, values, weight)
@@ -200,20 +200,20 @@ class Role(ABC):
         loss = torch.zeros((), device=self.strategy.device)
         self._step = TrainStep(objective, denominator, num_microbatches, not eval_mode, loss)
 
-    def train_microbatch(self, batch: Batch, lesson: Lesson | None = None) -> Report:
+    def train_microbatch(self, batch: Batch, term: LossTerm | None = None) -> Report:
         """Add the gradients of one micro-batch, which is on the device; returns what there is to report, on the device.
 
-        It is part of `lesson`; of what the step was begun with when None.
+        It belongs to `term`, or to the objective with which the step was begun when None.
         """
         step = self._open_step()
-        lesson = lesson or Lesson(batch, [], step.objective, step.denominator, self.forward)
+        term = term or LossTerm(batch, [], step.objective, step.denominator, self.forward)
         if step.begun == step.num_microbatches:
             raise RuntimeError(f"the train step was begun with {step.num_microbatches} micro-batches; this is one more")
         step.begun, step.batch = step.begun + 1, batch
-        known = token_gradients(lesson.objective, batch, lesson.denominator) if step.learn else None
+        known = token_gradients(term.objective, batch, term.denominator) if step.learn else None
         with torch.set_grad_enabled(step.learn):
-            values, report = lesson.forward(batch, known)
-            loss, more = lesson.objective(values, batch, lesson.denominator)
+            values, report = term.forward(batch, known)
+            loss, more = term.objective(values, batch, term.denominator)
         if step.learn:
             self.strategy.backward(loss, self.module, self.optimizer, last=step.begun == step.num_microbatches)
         step.loss += loss.detach()

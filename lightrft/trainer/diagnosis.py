@@ -20,7 +20,7 @@ from lightrft.models.heads import Actor, logit_scale
 from lightrft.models.load import load_model
 from lightrft.roles.policy import Policy
 from lightrft.strategy import StrategyBase
-from lightrft.trainer.identity import NOT_THE_MODEL
+from lightrft.trainer.resume_check import NOT_THE_MODEL
 from lightrft.types import Completion
 
 TEXTS = (

@@ -21,7 +21,7 @@ from lightrft.strategy import checkpoint
 from lightrft.strategy.atomic import CheckpointError, agree
 from lightrft.strategy.checkpoint_folder import MANIFEST
 from lightrft.strategy.export import export_adapter, export_whole
-from lightrft.trainer.identity import weights_of
+from lightrft.trainer.resume_check import weights_of
 
 ALONE = Axis("export", 1, 0, None)
 MERGED, SOURCE = "merged_pretrain", "merged_from.json"
