@@ -97,8 +97,8 @@ def supervised_batch(
     `expand` is for prompts with images; without it all are text.
     """
     expanded = [expand(prompt) for prompt in prompts] if expand else None
-    asked = [each.token_ids for each in expanded or prompts]
-    pairs = [(prompt, answer_of(each, tokenizer)) for prompt, each in zip(asked, prompts, strict=True)]
+    prompt_ids = [each.token_ids for each in expanded or prompts]
+    pairs = [(ids, answer_of(prompt, tokenizer)) for ids, prompt in zip(prompt_ids, prompts, strict=True)]
     learned = [value for prompt, answer in pairs for value in [False] * len(prompt) + answer.learned]
     return Batch(
         lengths=torch.tensor([len(prompt) + len(answer.token_ids) for prompt, answer in pairs], dtype=torch.int64),

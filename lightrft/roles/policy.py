@@ -295,8 +295,8 @@ class Policy(Role, PolicyNames):
             for part in micro_batches(batch, rows, self.strategy.device):
                 self.forward(part)
                 sums.append(part.routing)
-        mine = Routing(*(sum(getattr(each, field.name) for each in sums) for field in fields(Routing)))
-        return Balance.of(mine, self.strategy.mesh.data.sum)
+        local_routing = Routing(*(sum(getattr(each, field.name) for each in sums) for field in fields(Routing)))
+        return Balance.of(local_routing, self.strategy.mesh.data.sum)
 
     def _ask(self, model: Actor, batch: Batch) -> Tensor:
         """Log-probs of learned tokens, 0 elsewhere: [T]."""

@@ -245,9 +245,9 @@ class Role(ABC):
 
         `length` is the constant of seq-mean-token-sum-norm: --generate_max_len when None.
         """
-        mine = batch.select([row for members in rows for row in members])
-        learned = torch.zeros(len(mine)).index_add(0, mine.sequence_ids, mine.loss_mask.float())
-        counts = self.strategy.all_reduce(torch.stack([mine.num_loss_tokens, (learned > 0).sum(dtype=torch.float32)]), "sum")
+        part = batch.select([row for members in rows for row in members])
+        learned = torch.zeros(len(part)).index_add(0, part.sequence_ids, part.loss_mask.float())
+        counts = self.strategy.all_reduce(torch.stack([part.num_loss_tokens, (learned > 0).sum(dtype=torch.float32)]), "sum")
         tokens, sequences = counts.to(self.strategy.device)
         return Denominator(tokens, sequences, self.strategy.config.generate_max_len if length is None else length)
 
@@ -274,9 +274,9 @@ class Role(ABC):
         """Compute what `forward` says of each token of the caller's rows: [B, S, ...] float32 on the host, 0 in the padding."""
         data = self.strategy.mesh.data
         given = flatten(batch, data)
-        mine, steps = self.redistribute_flat(given.batch, None, mbs, max_tokens=self.max_logprob_tokens)
-        values = self._infer_rows(module, forward, mine, steps[0] if steps else [])
-        answer = Answer(lengths=mine.lengths, input_ids=mine.input_ids, loss_mask=mine.loss_mask, rows=mine.rows, values=values)
+        part, steps = self.redistribute_flat(given.batch, None, mbs, max_tokens=self.max_logprob_tokens)
+        values = self._infer_rows(module, forward, part, steps[0] if steps else [])
+        answer = Answer(lengths=part.lengths, input_ids=part.input_ids, loss_mask=part.loss_mask, rows=part.rows, values=values)
         return padded(all_to_all(data, answer, given.owners).values, given.batch.lengths, given.width)
 
     def _open_step(self) -> TrainStep:

@@ -136,8 +136,8 @@ class ExperienceMaker:
         """
         learned = experience.loss_mask
         divergence = torch.where(learned, self.kl(experience.old_logprobs, experience.reference_logprobs), 0.0)
-        mine = [divergence.double().sum(), learned.sum(), len(experience)]
-        total, tokens, samples = self.data.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
+        local_sums = [divergence.double().sum(), learned.sum(), len(experience)]
+        total, tokens, samples = self.data.sum(torch.tensor(local_sums, dtype=torch.float64)).tolist()
         self.kl_coefficient.update(total / max(tokens, 1), int(samples))
         metrics.mean("rollout/kl", divergence, learned)
         metrics.mean("rollout/kl_coef", self.kl_coefficient.value)
@@ -158,8 +158,8 @@ class ExperienceMaker:
         if compared is None:
             return penalty
         first = sum(map(len, parts[: self.data.rank]))
-        mine = compared[first : first + len(experience)]
-        return torch.zeros_like(penalty).index_put((last[learned],), mine[learned].to(penalty.dtype))
+        local = compared[first : first + len(experience)]
+        return torch.zeros_like(penalty).index_put((last[learned],), local[learned].to(penalty.dtype))
 
     def _teach(self, experience: Experience, minibatches: list[MicroBatchIndices], metrics: Metrics) -> Tensor:
         """What the teacher adds to the advantage of each token: [T]."""
@@ -210,11 +210,11 @@ def flatten(samples: list[Sample], *, first_row: int, expand: Expand | None = No
     `expand` is for prompts with images; without it all are text.
     """
     expanded = _expanded(samples, expand) if expand else None
-    asked = [each.token_ids for each in expanded or (sample.prompt for sample in samples)]
-    prompts, responses = [len(ids) for ids in asked], [len(sample.token_ids) for sample in samples]
+    prompt_ids = [each.token_ids for each in expanded or (sample.prompt for sample in samples)]
+    prompts, responses = [len(ids) for ids in prompt_ids], [len(sample.token_ids) for sample in samples]
     parts = torch.tensor([length for pair in zip(prompts, responses, strict=True) for length in pair], dtype=torch.int64)
     learned = torch.tensor([False, True]).repeat(len(samples))
-    tokens = [token for ids, sample in zip(asked, samples, strict=True) for token in (*ids, *sample.token_ids)]
+    tokens = [token for ids, sample in zip(prompt_ids, samples, strict=True) for token in (*ids, *sample.token_ids)]
     logprobs = [value for length, sample in zip(prompts, samples, strict=True) for value in (*[0.0] * length, *sample.logprobs)]
     return Experience(
         lengths=torch.tensor([sum(pair) for pair in zip(prompts, responses, strict=True)], dtype=torch.int64),
