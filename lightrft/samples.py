@@ -113,8 +113,8 @@ class Sample:
     """Of the whole response; the sum where it was rewarded step by step."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """What the reward is the sum of, where its function says so; for metrics."""
-    left_out: bool = False
-    """Nothing is learned from it; its reward counts for its group."""
+    masked: bool = False
+    """True if nothing is learned from it; its reward counts for its group."""
     greedy_reward: float = 0.0
     """Of the greedy response to the same prompt, where an estimator compares with it."""
     token_rewards: list[float | None] | None = None

@@ -36,18 +36,18 @@ Features = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """Tokens of a batch with the same past, that is the same tokens up to them: a causal model computes them once, U for T."""
+class SharedPrefix:
+    """The prefixes that sequences of a batch share: a causal model computes each of their tokens once, U tokens for T."""
 
-    computed: Tensor  # [U] int64 on the host, ascending: the tokens that stand for all with their past
+    computed: Tensor  # [U] int64 on the host, ascending: the tokens that stand for all with the same tokens up to them
     places: Tensor  # [T] int64 on the host: for each token, where among them its own is
 
     def spread(self, values: Tensor) -> Tensor:
-        """What belongs to computed tokens, [U, ...], for all tokens: [T, ...]."""
-        return values.index_select(0, send(self.places, values.device))
+        """Return values of computed tokens, [U, ...], for all tokens: [T, ...]."""
+        return values.index_select(0, to_device(self.places, values.device))
 
-    def followed(self, count: int) -> Self:
-        """The same with so many tokens more, which share nothing."""
+    def append_sequence(self, count: int) -> Self:
+        """Return the same with a sequence of `count` tokens more, which shares nothing."""
         more = torch.arange(count)
         return replace(self, computed=torch.cat([self.computed, len(self.places) + more]),
                        places=torch.cat([self.places, len(self.computed) + more]))
@@ -70,7 +70,7 @@ class Batch:
     rows: Tensor = per_sequence()  # [N] int64, where each sequence stood in the whole batch of all ranks
     entropy: Tensor | None = per_token()  # [T] float32, of the model that learns: Policy.forward sets it, with its gradient
     learned: Tensor | None = field(default=None, metadata={"per": "batch"})  # [M] int64, see learned_tokens; made by `to`
-    shared: Shared | None = field(default=None, metadata={"per": "batch"})  # of one micro-batch; None: nothing is shared
+    shared: SharedPrefix | None = field(default=None, metadata={"per": "batch"})  # of one micro-batch; None: nothing is shared
     routing: Routing | None = field(default=None, metadata={"per": "batch"})  # of the model that learns, set as entropy is
     media: list[Features] | None = field(default=None, metadata={"per": "media"})  # [N] of each sequence, on the host; None: text
 
@@ -105,14 +105,14 @@ class Batch:
     def position_ids(self) -> Tensor:
         """[T] int64, restarting at every sequence."""
         starts = torch.repeat_interleave(self.offsets[:-1], self.lengths, output_size=self.num_tokens)
-        return send(torch.arange(self.num_tokens, device=starts.device) - starts, self.input_ids.device)
+        return to_device(torch.arange(self.num_tokens, device=starts.device) - starts, self.input_ids.device)
 
     @property
     def sequence_ids(self) -> Tensor:
         """[T] int64, the sequence of each token."""
         rows = torch.arange(len(self), device=self.lengths.device)
         rows = torch.repeat_interleave(rows, self.lengths, output_size=self.num_tokens)  # else the host waits for the sum
-        return send(rows, self.input_ids.device)
+        return to_device(rows, self.input_ids.device)
 
     def columns(self, per: str) -> dict[str, Tensor]:
         """The tensors that are present, `per` "token" or "sequence"."""
@@ -136,7 +136,7 @@ class Batch:
         """All but the lengths, the positions of learned tokens and media, which stay on the host."""
         moved = {name: value for name, value in (self.columns("sequence") | self.columns("token")).items() if name != "lengths"}
         device = torch.device(device)
-        return replace(self, learned=self.learned_tokens, **{name: send(value, device) for name, value in moved.items()})
+        return replace(self, learned=self.learned_tokens, **{name: to_device(value, device) for name, value in moved.items()})
 
 
 @dataclass(slots=True)
@@ -145,7 +145,7 @@ class Experience(Batch):
 
     groups: Tensor = per_sequence()  # [N] int64
     rewards: Tensor = per_sequence()  # [N] float32
-    credits: Tensor | None = per_token()  # [T] float32, what came with each token, compared with its group; see advantage.py
+    step_rewards: Tensor | None = per_token()  # [T] float32, the advantage of the reward that came with each token, 0 elsewhere
     advantages: Tensor | None = per_token()  # [T] float32
     engine_logprobs: Tensor = per_token()  # [T] float32, as sampled
     old_logprobs: Tensor | None = per_token()  # [T] float32, of the actor before this step's first update
@@ -156,25 +156,25 @@ class Experience(Batch):
     marked: Tensor | None = per_token()  # [T] bool, tokens that the policy loss treats differently; see covariance.py
 
 
-def send(value: Tensor, device: torch.device) -> Tensor:
-    """To the device without waiting for what it computes: an accelerator copies in its own time from pinned memory only."""
+def to_device(value: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device without waiting for it; an accelerator copies asynchronously from pinned memory only."""
     if torch.accelerator.is_available() and value.device.type == "cpu" and device.type != "cpu":
         value = value.pin_memory()
     return value.to(device, non_blocking=True)
 
 
-def followed(batch: Batch, token_ids: Tensor, features: Features | None = None) -> Batch:
-    """The batch with one more sequence that nobody learns, and what its images are; nothing but what a model reads."""
+def append_sequence(batch: Batch, token_ids: Tensor, features: Features | None = None) -> Batch:
+    """Return the batch with one more sequence that is not learned, and its images; it has only the columns that a model reads."""
     lengths = F.pad(batch.lengths, (0, 1), value=len(token_ids))
     mask, rows = F.pad(batch.loss_mask, (0, len(token_ids))), F.pad(batch.rows, (0, 1))
     ids = torch.cat([batch.input_ids, token_ids.to(batch.input_ids)])
     media = None if batch.media is None and not features else [*(batch.media or [{}] * len(batch)), features or {}]
-    shared = batch.shared and batch.shared.followed(len(token_ids))
+    shared = batch.shared and batch.shared.append_sequence(len(token_ids))
     return Batch(lengths, ids, mask, rows, learned=batch.learned, shared=shared, media=media)
 
 
-def joined(features: Sequence[Features]) -> Features:
-    """The images of several sequences, in order; smaller parts, and fewer, are filled up with zeros, as in a processor."""
+def concatenated_features(features: Sequence[Features]) -> Features:
+    """Concatenate the images of several sequences, in order; smaller and fewer parts are padded with zeros, as in a processor."""
     names = dict.fromkeys(name for each in features for name in each)
     return {name: _stacked([each[name] for each in features if name in each]) for name in names}
 

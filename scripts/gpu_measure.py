@@ -538,16 +538,16 @@ def alone(setting: Setting) -> Any:
 
 
 def train(
-    ranks: int, door: str, flags: list[str], *, environment: dict[str, str] | None = None, check: bool = True
+    ranks: int, entrypoint: str, flags: list[str], *, environment: dict[str, str] | None = None, check: bool = True
 ) -> tuple[int, str]:
     """Run a program of the package on so many ranks; returns the exit code and all it said."""
-    module = f"lightrft.cli.{door}"
+    module = f"lightrft.cli.{entrypoint}"
     launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *launcher, "-m", module, *flags]
     run = subprocess.run(command, cwd=ROOT, env=os.environ | own_paths() | (environment or {}), text=True,
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     if check and run.returncode:
-        raise RuntimeError(f"{door} on {ranks} ranks ended with {run.returncode}:\n{run.stdout[-3000:]}")
+        raise RuntimeError(f"{entrypoint} on {ranks} ranks ended with {run.returncode}:\n{run.stdout[-3000:]}")
     return run.returncode, run.stdout
 
 

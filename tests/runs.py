@@ -46,9 +46,9 @@ PPO = [
 ]  # fmt: skip
 
 
-def train(door: str, world_size: int, flags: list[str], save_path: Path, timeout: float = 180) -> list[dict[str, Any]]:
-    """Run a door on forked ranks; returns the rows of metrics.jsonl."""
-    run_ranks(world_size, run_here, door, [*flags, f"--save_path={save_path}"], timeout=timeout)
+def train(entrypoint: str, world_size: int, flags: list[str], save_path: Path, timeout: float = 180) -> list[dict[str, Any]]:
+    """Run an entrypoint on forked ranks; returns the rows of metrics.jsonl."""
+    run_ranks(world_size, run_here, entrypoint, [*flags, f"--save_path={save_path}"], timeout=timeout)
     return rows_of(save_path)
 
 
@@ -60,15 +60,15 @@ def repeatable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.startswith(NOT_REPEATABLE)} for row in rows]
 
 
-def run_here(door: str, flags: list[str], seed: int = 0) -> None:
+def run_here(entrypoint: str, flags: list[str], seed: int = 0) -> None:
     """On the rank that this process is; `seed` is that of what the configuration's does not reach."""
-    config = prepare_config(door, parse(flags, door))
+    config = prepare_config(entrypoint, parse(flags, entrypoint))
     torch.manual_seed(seed)
     strategy = get_strategy(config)
     strategy.setup_distributed()
-    build(door, config, strategy).fit()
+    build(entrypoint, config, strategy).fit()
     strategy.close()
 
 
-def build(door: str, config: Config, strategy: Any) -> Any:
-    return {"train_ppo": ppo_trainer, "train_sft": sft_trainer}[door](config, strategy)
+def build(entrypoint: str, config: Config, strategy: Any) -> Any:
+    return {"train_ppo": ppo_trainer, "train_sft": sft_trainer}[entrypoint](config, strategy)

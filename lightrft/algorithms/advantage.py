@@ -124,8 +124,8 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, pass_k: int) -> Tensor:
     return torch.where(sigma > 0, deviation / sigma.clamp(min=1e-12), 0.0)
 
 
-def by_difficulty(advantages: Tensor, solved: Tensor, *, least: float, most: float) -> Tensor:
-    """A w(p) where A is positive, else A w(1 - p), p the share of right samples in the group: [M], [M] -> [M].
+def weighted_by_difficulty(advantages: Tensor, solved: Tensor, *, least: float, most: float) -> Tensor:
+    """Return A w(p) where A is positive, else A w(1 - p), p the share of right samples in the group: [M], [M] -> [M].
 
     w(p) = least + (most - least) / (1 + exp(10 (p - 0.75))): what is rare counts more. The form is that of GRPO-LEAD,
     arXiv 2504.09696, section 3.3.

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL, SequenceParallel
-from lightrft.types import Shared, send
+from lightrft.types import SharedPrefix, to_device
 
 ALONE = 64
 """A sequence longer than this shares a block with those of its very length only: one more call costs less than padding."""
@@ -44,11 +44,11 @@ class Selection:
         if self.consecutive:
             self.rows = slice(int(index[0]), int(index[-1]) + 1)
             return
-        self.rows = send(torch.from_numpy(index), device)
+        self.rows = to_device(torch.from_numpy(index), device)
         copy = _copy_numbers(index)
         for number in range(int(copy.max(initial=0)) + 1 if copy.any() else 0):
             places = (copy == number).nonzero()[0]
-            self._copies.append((send(torch.from_numpy(places), device), send(torch.from_numpy(index[places]), device)))
+            self._copies.append((to_device(torch.from_numpy(places), device), to_device(torch.from_numpy(index[places]), device)))
 
     def of(self, values: Tensor) -> Tensor:
         """Return the selected rows: [n, ...]."""
@@ -122,7 +122,7 @@ class Layout:
 
     def __init__(
         self, lengths: Tensor, device: torch.device, sequence: SequenceParallel = NO_SEQUENCE_PARALLEL,
-        shared: Shared | None = None,
+        shared: SharedPrefix | None = None,
     ):  # fmt: skip
         self.lengths = lengths.cpu()
         """[N] int64 on the host."""
@@ -258,7 +258,7 @@ class Pieces:
 
 def offsets(lengths: Tensor, device: torch.device) -> Tensor:
     """[N] on the host -> [N + 1] int32 on the device: where each begins; the last entry is the sum."""
-    return send(F.pad(lengths.cumsum(0), (1, 0)).int(), device)
+    return to_device(F.pad(lengths.cumsum(0), (1, 0)).int(), device)
 
 
 def blocks(lengths: Tensor, device: torch.device) -> Blocks:
@@ -281,7 +281,7 @@ def blocks(lengths: Tensor, device: torch.device) -> Blocks:
     places = place.repeat_interleave(lengths) + torch.from_numpy(_steps(lengths.numpy()))
     if torch.equal(source, torch.arange(len(places))):
         return Blocks(shapes, None, None)
-    return Blocks(shapes, send(source, device), send(places, device))
+    return Blocks(shapes, to_device(source, device), to_device(places, device))
 
 
 def _first_alike(lengths: Tensor) -> Tensor:

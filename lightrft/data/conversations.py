@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config import DataSection, TrainSection
+from lightrft.config import DataSection
 from lightrft.data.chats import Answer, as_messages, conversation_tokens, is_answer
 from lightrft.data.images import IMAGES
-from lightrft.data.packing import plan
 from lightrft.data.prompts import HERE, Measure, complete_chat, load_prompts, make_prompt, measured, row_images
-from lightrft.parallel.collectives import Axis
 from lightrft.types import Batch, Expand, Prompt
 
 CHATS = ("messages", "conversations")
@@ -99,8 +97,8 @@ def supervised_batch(
     `expand` is for prompts with images; without it all are text.
     """
     expanded = [expand(prompt) for prompt in prompts] if expand else None
-    asked = [each.token_ids for each in expanded or prompts]
-    pairs = [(prompt, answer_of(each, tokenizer)) for prompt, each in zip(asked, prompts, strict=True)]
+    prompt_ids = [each.token_ids for each in expanded or prompts]
+    pairs = [(ids, answer_of(prompt, tokenizer)) for ids, prompt in zip(prompt_ids, prompts, strict=True)]
     learned = [value for prompt, answer in pairs for value in [False] * len(prompt) + answer.learned]
     return Batch(
         lengths=torch.tensor([len(prompt) + len(answer.token_ids) for prompt, answer in pairs], dtype=torch.int64),
@@ -109,20 +107,3 @@ def supervised_batch(
         rows=torch.tensor(rows, dtype=torch.int64),
         media=[each.features for each in expanded] if expand else None,
     )
-
-
-def supervised_part(
-    prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, axis: Axis, train: TrainSection, *, expand: Expand | None = None
-) -> tuple[Batch, list[list[int]]]:
-    """This rank's share of the prompts and answers of all, balanced, and its micro-batches."""
-    schedule = plan(
-        [prompt.num_tokens + len(answer_of(prompt, tokenizer).token_ids) for prompt in prompts],
-        num_ranks=axis.size,
-        minibatch_size=len(prompts),
-        max_tokens=train.max_tokens_per_microbatch,
-        max_sequences=train.micro_train_batch_size,
-        batching=train.batching,
-    )
-    mine = schedule.rows(axis.rank)
-    batch = supervised_batch([prompts[row] for row in mine], tokenizer, mine, expand)
-    return batch, schedule.local(axis.rank)[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image, ImageOps
 
-from lightrft.data.rows import DataError
+from lightrft.data.readers import DataError
 
 IMAGES = "images"
 """Where prompts and requests have them."""

@@ -7,7 +7,7 @@ from math import ceil
 
 import torch
 
-from lightrft.data.rows import DataError
+from lightrft.data.readers import DataError
 
 
 @dataclass(frozen=True, slots=True)

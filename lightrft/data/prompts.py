@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config import DataSection
 from lightrft.data.images import IMAGES, ImageFile, image_files, with_parts
-from lightrft.data.rows import BadRows, DataError, read_rows
+from lightrft.data.readers import BadRows, DataError, read_rows
 from lightrft.types import Prompt
 
 RowProblem = Callable[[Prompt], str | None]

@@ -18,7 +18,7 @@ from lightrft.engine.probe import Probe
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.stops import StopStrings
 from lightrft.parallel.device import release_cached_memory
-from lightrft.types import Completion, joined
+from lightrft.types import Completion, concatenated_features
 from lightrft.weight_sync.verify import Fingerprints
 
 DROP_SHARE = 0.25
@@ -95,7 +95,7 @@ class HFEngine(Engine):
         mask = torch.arange(longest, device=self.device) >= torch.tensor(padding, device=self.device)[:, None]
         mask = mask.long()
         cache = DynamicCache(config=self.model.config)
-        media = joined([request.expanded.features for request in requests if request.expanded])
+        media = concatenated_features([request.expanded.features for request in requests if request.expanded])
         media = {name: self._input(tensor) for name, tensor in media.items()}
         positions = self._positions(ids, mask, media)
         logits = self._forward(ids, mask, positions, cache, **media)

@@ -13,7 +13,7 @@ from lightrft.attention.layout import Layout
 from lightrft.config import ConfigError
 from lightrft.models.logprobs import Upstream, token_logprobs, top_logprobs
 from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL, SequenceParallel
-from lightrft.types import Batch, Expanded, Features, followed, joined, padded, send, unpadded
+from lightrft.types import Batch, Expanded, Features, append_sequence, concatenated_features, padded, to_device, unpadded
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 MULTIPLIED = {"cohere", "cohere2"}
@@ -49,13 +49,13 @@ class Actor(nn.Module):
         With `top`, instead: so many of the likeliest tokens to follow each token, of the whole vocabulary, likeliest first: their
         log-probs [T, top] float32 and ids [T, top] int64. No gradient.
         """
-        whole = filled(batch if self.blank is None else seeing(batch, self.blank), self.sequence.multiple)
+        whole = pad_to_multiple(batch if self.blank is None else with_dummy_image(batch, self.blank), self.sequence.multiple)
         hidden = hidden_states(self.language_model, whole, self.sequence)
         if top:
             return self._top(hidden, whole, top, temperature / self.logit_scale, batch.num_tokens)
         before = whole.learned_tokens - 1  # each token says what it expects of the next; the first is never learned
         which, local = self.sequence.own(whole.shared.places[before] if whole.shared else before, whole.num_computed)
-        next_, local = (send(rows, hidden.device) for rows in (before[which] + 1, local))
+        next_, local = (to_device(rows, hidden.device) for rows in (before[which] + 1, local))
         weight, targets = self.language_model.get_output_embeddings().weight, whole.input_ids[next_]
         values = token_logprobs(
             hidden[local], weight, targets, temperature=temperature / self.logit_scale, truncation=truncation, entropy=entropy,
@@ -92,7 +92,7 @@ class Scorer(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """The head's output after each token: [T] float32, computed in float32."""
-        whole = filled(batch, self.sequence.multiple)
+        whole = pad_to_multiple(batch, self.sequence.multiple)
         hidden = hidden_states(self.scored_model, whole, self.sequence).float()
         head: nn.Linear = getattr(self.scored_model, self.head)
         scores = F.linear(hidden, head.weight.float(), None if head.bias is None else head.bias.float())[:, 0]
@@ -128,14 +128,14 @@ def hidden_states(model: PreTrainedModel, batch: Batch, sequence: SequenceParall
     if rope_window(model) is not None:
         check_window(model, int(batch.lengths.max()))
     here = sequence.positions(batch.num_computed, device)
-    here = send(shared.computed, device)[here] if shared else here
+    here = to_device(shared.computed, device)[here] if shared else here
     return model.base_model(
         input_ids=batch.input_ids[here].unsqueeze(0),
         position_ids=positions(model, batch)[..., here].unsqueeze(-2),
         attention_mask=None,
         use_cache=False,
         layout=Layout(batch.lengths, device, sequence, shared),
-        **{name: send(value, device) for name, value in joined(shown(batch)).items()},
+        **{name: to_device(value, device) for name, value in concatenated_features(computed_images(batch)).items()},
     ).last_hidden_state[0]
 
 
@@ -147,28 +147,28 @@ def positions(model: PreTrainedModel, batch: Batch) -> Tensor:
     ids = padded(batch.input_ids.cpu(), batch.lengths, int(batch.lengths.max()))
     real = padded(torch.ones_like(batch.input_ids, device="cpu"), batch.lengths, ids.shape[1])
     kinds = (ids == model.config.image_token_id).int()
-    grids = joined([{name: value for name, value in each.items() if "grid" in name} for each in batch.media])
+    grids = concatenated_features([{name: value for name, value in each.items() if "grid" in name} for each in batch.media])
     rows = model.base_model.get_rope_index(ids, mm_token_type_ids=kinds, attention_mask=real, **grids)[0]
-    return send(torch.stack([unpadded(axis, batch.lengths) for axis in rows]), batch.input_ids.device)
+    return to_device(torch.stack([unpadded(axis, batch.lengths) for axis in rows]), batch.input_ids.device)
 
 
-def shown(batch: Batch) -> list[Features]:
-    """The images of the sequences that are computed: those of a prompt once."""
+def computed_images(batch: Batch) -> list[Features]:
+    """Return the images of the sequences that are computed: those of a prompt once."""
     if batch.media is None or batch.shared is None:
         return batch.media or []
     begun = torch.isin(batch.offsets[:-1], batch.shared.computed).tolist()
     return [images for images, own in zip(batch.media, begun, strict=True) if own]
 
 
-def seeing(batch: Batch, blank: Expanded) -> Batch:
-    """The batch, with a sequence more where none of its own has an image."""
-    return batch if any(batch.media or ()) else followed(batch, torch.tensor(blank.token_ids), blank.features)
+def with_dummy_image(batch: Batch, blank: Expanded) -> Batch:
+    """Return the batch, with one more sequence, which has an image, where none of its own has one."""
+    return batch if any(batch.media or ()) else append_sequence(batch, torch.tensor(blank.token_ids), blank.features)
 
 
-def filled(batch: Batch, multiple: int) -> Batch:
-    """The batch with one more sequence that nobody learns, where its computed tokens are not a multiple."""
+def pad_to_multiple(batch: Batch, multiple: int) -> Batch:
+    """Return the batch with one more sequence that is not learned, where its computed tokens are not a multiple."""
     missing = -batch.num_computed % multiple
-    return followed(batch, batch.input_ids.new_zeros(missing)) if missing else batch
+    return append_sequence(batch, batch.input_ids.new_zeros(missing)) if missing else batch
 
 
 def divide(module: nn.Module, sequence: SequenceParallel, *, tp: int = 1) -> bool:

@@ -8,9 +8,9 @@ from transformers import PreTrainedModel
 
 from lightrft.algorithms.balance import routing
 from lightrft.algorithms.reduce import sequence_sums
-from lightrft.models.heads import filled
+from lightrft.models.heads import pad_to_multiple
 from lightrft.parallel.sequence_parallel import SequenceParallel
-from lightrft.types import Batch, Routing, send
+from lightrft.types import Batch, Routing, to_device
 
 
 class Routers:
@@ -40,10 +40,10 @@ class Routers:
 
     def routing(self, logits: list[Tensor], batch: Batch, sequence: SequenceParallel) -> Routing:
         """Of all tokens of sequences that are learned from; prompts count, what only fills a batch does not."""
-        whole = filled(batch, sequence.multiple)
+        whole = pad_to_multiple(batch, sequence.multiple)
         counts = (sequence_sums(whole.loss_mask.float(), whole) > 0)[whole.sequence_ids].float()
         if whole.shared:  # a computed token counts once for each of those for which it is
-            places = send(whole.shared.places, counts.device)
+            places = to_device(whole.shared.places, counts.device)
             counts = counts.new_zeros(whole.num_computed).index_add(0, places, counts)
         local = routing(logits, counts[sequence.positions(whole.num_computed, counts.device)], self.top_k)
         return Routing(sequence.sum(local.chosen), sequence.sum(local.probabilities), sequence.sum(local.count))

@@ -15,10 +15,10 @@ def choose_trained(model: PreTrainedModel, section: ModelSection) -> PreTrainedM
     What a model has for images alone is frozen where --freeze_vision_tower. In place, and returned. Every rank calls it with the
     same random state: adapters begin equally.
     """
-    seeing = _towers(model) if section.freeze_vision_tower else []
-    if seeing:
-        logger.info("{} are not trained (--freeze_vision_tower)", ", ".join(seeing))
-        section = replace(section, freeze_prefix=[*section.freeze_prefix, *seeing])
+    towers = _towers(model) if section.freeze_vision_tower else []
+    if towers:
+        logger.info("{} are not trained (--freeze_vision_tower)", ", ".join(towers))
+        section = replace(section, freeze_prefix=[*section.freeze_prefix, *towers])
     for prefix in section.freeze_prefix:
         frozen = [parameter for name, parameter in model.named_parameters(remove_duplicate=False) if name.startswith(prefix)]
         if not frozen:

@@ -107,11 +107,11 @@ class RewardRunner:
         """
         failure = self._failure()
         if self.model_parallel.size > 1:
-            given = [(one.reward, one.reward_parts, one.token_rewards, one.left_out) for one in samples]
+            given = [(one.reward, one.reward_parts, one.token_rewards, one.masked) for one in samples]
             values, message = self.model_parallel.broadcast((given, failure and str(failure)))
             failure = failure or (message and ConfigError(message))
             for one, value in zip(samples, values, strict=True):
-                one.reward, one.reward_parts, one.token_rewards, one.left_out = value
+                one.reward, one.reward_parts, one.token_rewards, one.masked = value
         if failure:
             raise failure
         if self.models is not None:
@@ -156,7 +156,7 @@ class RewardRunner:
         self._failures += len(failed)
         for sample in failed:
             sample.reward, sample.reward_parts, sample.token_rewards = 0.0, {}, None
-            sample.left_out |= self.section.reward_failure == "drop"
+            sample.masked |= self.section.reward_failure == "drop"
         return len(failed) < len(samples)
 
     def _described(self, error: CallFailed, samples: list[Sample]) -> str:

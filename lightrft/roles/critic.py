@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.objectives import TokenGradients
-from lightrft.roles.microbatch import Rows
+from lightrft.roles.microbatch import MicroBatchIndices
 from lightrft.roles.role import Report, Role
 from lightrft.types import Batch
 
@@ -21,7 +21,7 @@ class Critic(Role):
         """
         return {"values": self._answer(batch, self.module, lambda part: self.forward(part)[0], mbs)}
 
-    def values(self, batch: Batch, rows: Rows) -> Tensor:
+    def values(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
         """The same for a flat batch: [T] float32 on the host."""
         return self._infer(self.module, lambda part: self.forward(part)[0], batch, rows)
 

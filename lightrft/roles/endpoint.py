@@ -49,22 +49,22 @@ class Endpoint:
             before_sleep=self._warn,
             reraise=True,
         )
-        asked, began = f"{method} {path}".strip(), time.monotonic()
+        route, began = f"{method} {path}".strip(), time.monotonic()
         try:
             return attempts(self._ask_once, method, path, request)
         except httpx.HTTPStatusError as error:
-            code, said = error.response.status_code, error.response.text[:300]
-            raise ValueError(f"{self.named}: {asked} ended with {code}: {said}{_duration(began)}") from error
+            code, body = error.response.status_code, error.response.text[:300]
+            raise ValueError(f"{self.named}: {route} ended with {code}: {body}{_duration(began)}") from error
         except TimeoutError as error:
             raise ValueError(
-                f"{self.named}: {asked} had no whole answer within {self.seconds:.0f} s{_duration(began)}"
+                f"{self.named}: {route} had no whole answer within {self.seconds:.0f} s{_duration(began)}"
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ValueError(f"{self.named}: {asked}: {type(error).__name__}: {error}{_duration(began)}") from error
+            raise ValueError(f"{self.named}: {route}: {type(error).__name__}: {error}{_duration(began)}") from error
 
     def _ask_once(self, method: str, path: str, request: Any) -> Any:
-        asked = self._answer(method, f"{self.url}/{path}" if path else self.url, request)
-        response = asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+        answer = self._answer(method, f"{self.url}/{path}" if path else self.url, request)
+        response = asyncio.run_coroutine_threadsafe(answer, self._loop).result()
         response.raise_for_status()
         try:
             return response.json()

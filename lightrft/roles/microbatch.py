@@ -7,22 +7,23 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightrft.data.pasts import LITTLE, shared_pasts
+from lightrft.batching.prefix_sharing import MIN_SAVING, find_shared_prefixes
 from lightrft.types import Batch, token_index
 
 B = TypeVar("B", bound=Batch)
-Rows = list[list[int]]
+MicroBatchIndices = list[list[int]]
 """[m]: the sequences of micro-batch m, as positions in the batch."""
 
 
-def micro_batches(batch: B, rows: Rows, device: torch.device) -> Iterator[B]:
+def micro_batches(batch: B, rows: MicroBatchIndices, device: torch.device) -> Iterator[B]:
     """The micro-batches on the device. An empty one becomes a single unlearned token, so that ranks stay in step."""
     for members in rows:
         part = batch.select(members) if members else filler(batch)
-        yield replace(part, shared=shared_pasts(part.input_ids, part.lengths, part.media, little=LITTLE)).to(device)
+        shared = find_shared_prefixes(part.input_ids, part.lengths, part.media, min_saving=MIN_SAVING)
+        yield replace(part, shared=shared).to(device)
 
 
-def infer(forward: Callable[[B], Tensor], batch: B, rows: Rows, device: torch.device) -> Tensor:
+def infer(forward: Callable[[B], Tensor], batch: B, rows: MicroBatchIndices, device: torch.device) -> Tensor:
     """`forward` over all micro-batches without gradients, [t, ...] of each, in the batch's order: [T, ...] on the host."""
     with torch.no_grad():
         values = [forward(micro_batch) for micro_batch in micro_batches(batch, rows, device)]

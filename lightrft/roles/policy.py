@@ -24,7 +24,7 @@ from lightrft.models.routers import Routers
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.profiler import Profiler
 from lightrft.roles.compatible_names import PolicyNames
-from lightrft.roles.microbatch import Rows, micro_batches
+from lightrft.roles.microbatch import MicroBatchIndices, micro_batches
 from lightrft.roles.padded import IDS, flatten
 from lightrft.roles.role import Objective, Report, Role
 from lightrft.strategy import StrategyBase
@@ -105,11 +105,11 @@ class Policy(Role, PolicyNames):
         found = self._answer(batch, self.actor, ask, mbs).view(*batch[IDS].shape, 2 * k)  # also where no rank has rows
         return {"top_logprobs": found[..., :k], "top_ids": found[..., k:].long()}
 
-    def logprobs(self, batch: Batch, rows: Rows) -> Tensor:
+    def logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
         """log p of every learned token of a flat batch under the actor, 0 elsewhere: [T] float32 on the host."""
         return self._infer(self.actor, lambda part: self._ask(self.actor, part), batch, rows)
 
-    def logprobs_and_entropy(self, batch: Batch, rows: Rows) -> tuple[Tensor, Tensor]:
+    def logprobs_and_entropy(self, batch: Batch, rows: MicroBatchIndices) -> tuple[Tensor, Tensor]:
         """The same, and the entropy of the distribution that each learned token was drawn from: [T], [T]."""
 
         def ask(part: Batch) -> Tensor:
@@ -118,7 +118,7 @@ class Policy(Role, PolicyNames):
         both = self._infer(self.actor, ask, batch, rows)
         return both[:, 0], both[:, 1]
 
-    def reference_logprobs(self, batch: Batch, rows: Rows) -> Tensor:
+    def reference_logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
         """log p of every learned token under the reference model: [T]."""
         with self._reference() as reference:
             return self._infer(reference, lambda part: self._ask(reference, part), batch, rows)
@@ -132,12 +132,13 @@ class Policy(Role, PolicyNames):
         return logprobs, {"train/entropy": batch.entropy.detach()}
 
     def update(
-        self, batch: Batch, rows: Rows, objective: Objective, denominator: Denominator, metrics: Metrics, **beside: Any
-    ) -> tuple[Tensor, Tensor]:
+        self, batch: Batch, rows: MicroBatchIndices, objective: Objective, denominator: Denominator, metrics: Metrics,
+        **options: Any
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """One optimizer step; see Role. With `routers` the load of all its tokens is measured before, in one forward pass."""
         if self.routers:
             objective = Balanced(objective, self._balance(batch, rows), self.routers.coefficient)
-        return super().update(batch, rows, objective, denominator, metrics, **beside)
+        return super().update(batch, rows, objective, denominator, metrics, **options)
 
     def supervised(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
         """The same for given answers, which were not sampled: at temperature 1, of all tokens, without their entropy."""
@@ -285,7 +286,7 @@ class Policy(Role, PolicyNames):
             self.stop_profiling()
         self.strategy.close()
 
-    def _balance(self, batch: Batch, rows: Rows) -> Balance:
+    def _balance(self, batch: Batch, rows: MicroBatchIndices) -> Balance:
         """The load of the experts over the tokens of all ranks, without dropout."""
         self.strategy.enter(Phase.LOGPROB, self.actor)
         self.actor.eval()
@@ -294,8 +295,8 @@ class Policy(Role, PolicyNames):
             for part in micro_batches(batch, rows, self.strategy.device):
                 self.forward(part)
                 sums.append(part.routing)
-        mine = Routing(*(sum(getattr(each, field.name) for each in sums) for field in fields(Routing)))
-        return Balance.of(mine, self.strategy.mesh.data.sum)
+        local_routing = Routing(*(sum(getattr(each, field.name) for each in sums) for field in fields(Routing)))
+        return Balance.of(local_routing, self.strategy.mesh.data.sum)
 
     def _ask(self, model: Actor, batch: Batch) -> Tensor:
         """Log-probs of learned tokens, 0 elsewhere: [T]."""

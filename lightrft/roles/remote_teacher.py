@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.parallel.collectives import Axis
 from lightrft.roles.endpoint import PATIENCE, Endpoint
-from lightrft.roles.microbatch import Rows
+from lightrft.roles.microbatch import MicroBatchIndices
 from lightrft.types import Batch
 
 KEY = "TEACHER_API_KEY"
@@ -35,7 +35,7 @@ class RemoteTeacher:
         self._model = self._server.ask("GET", "models")["data"][0]["id"]
         self._check_vocabulary(tokenizer)
 
-    def logprobs(self, batch: Batch, rows: Rows) -> Tensor:
+    def logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
         """log p of every learned token, 0 elsewhere: [T] float32. One request for each sequence that is learned from."""
         ids, masks = (column.split(batch.lengths.tolist()) for column in (batch.input_ids, batch.loss_mask))
         asked = [place for place, mask in enumerate(masks) if mask.any()]

@@ -12,11 +12,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.algorithms.objectives import TokenGradients, token_gradients
 from lightrft.algorithms.reduce import Denominator
+from lightrft.batching.planner import Batching
+from lightrft.batching.redistribute import all_to_all, redistribute, regroup
 from lightrft.config import TrainSection
-from lightrft.data.packing import Batching
-from lightrft.data.plane import deal, move, regroup
 from lightrft.observe.metrics import Metrics
-from lightrft.roles.microbatch import B, Rows, filler, infer, micro_batches
+from lightrft.roles.microbatch import B, MicroBatchIndices, filler, infer, micro_batches
 from lightrft.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten
 from lightrft.roles.reports import MicroBatchReports
 from lightrft.strategy import StrategyBase
@@ -39,11 +39,11 @@ class TokenValues(Batch):
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
-    """Something to learn in an optimizer step: sequences in micro-batches, and each one's share of a loss."""
+class LossTerm:
+    """A term of the loss of an optimizer step: sequences in micro-batches, and each one's share of the term."""
 
     batch: Batch
-    rows: Rows
+    rows: MicroBatchIndices
     objective: Objective
     denominator: Denominator
     forward: Callable[[Batch, TokenGradients | None], tuple[Tensor, Report]]
@@ -95,7 +95,7 @@ class Role(ABC):
         self.max_logprob_tokens = max_logprob_tokens
         """The same where no gradients are computed; None: max_tokens."""
         self.batching = batching
-        """Which rows meet in a micro-batch; see packing.plan."""
+        """Which rows meet in a micro-batch; see planner.plan."""
         self._step: TrainStep | None = None
 
     @abstractmethod
@@ -127,7 +127,7 @@ class Role(ABC):
         all ranks, its mean over learned tokens, where `tokens` has their number; `all_mb_metrics` is another name of the
         same. In eval_mode nothing is learned, no gradient computed, and grad_norm is 0.
         """
-        flat, steps = self.deal(batch, gbs=gbs, mbs=mbs)
+        flat, steps = self.redistribute(batch, gbs=gbs, mbs=mbs)
         if not steps:
             raise ValueError("there is nothing to train on: the batch has no rows on any rank")
         numbers, reports = [], MicroBatchReports()
@@ -140,16 +140,18 @@ class Role(ABC):
         metrics = reports.gather(self.strategy.mesh.data)
         return {"loss": losses, "grad_norm": norms, "metrics": metrics, ALL_MB_METRICS: metrics}
 
-    def deal(self, batch: Mapping[str, Any], *, gbs: int | None = None, mbs: int | None = None) -> tuple[Batch, list[Rows]]:
-        """The rows of all ranks planned anew: this rank's as a flat batch, and its micro-batches for each optimizer step."""
+    def redistribute(
+        self, batch: Mapping[str, Any], *, gbs: int | None = None, mbs: int | None = None
+    ) -> tuple[Batch, list[MicroBatchIndices]]:
+        """Plan the rows of all ranks; return this rank's as a flat batch, and its micro-batches for each optimizer step."""
         given = flatten(batch, self.strategy.mesh.data, required=self.TRAIN_KEYS, columns=True)
-        return self.deal_flat(given.batch, gbs, mbs)
+        return self.redistribute_flat(given.batch, gbs, mbs)
 
-    def deal_flat(
+    def redistribute_flat(
         self, batch: B, gbs: int | None = None, mbs: int | None = None, *, max_tokens: int | None = None
-    ) -> tuple[B, list[Rows]]:
-        """The same for a flat batch with this rank's rows. Rows with one prompt meet where their micro-batch computes it once."""
-        return deal(
+    ) -> tuple[B, list[MicroBatchIndices]]:
+        """Do the same for a flat batch with this rank's rows. Rows with one prompt meet where a micro-batch computes it once."""
+        return redistribute(
             self.strategy.mesh.data,
             batch,
             minibatch_size=gbs,
@@ -163,23 +165,23 @@ class Role(ABC):
     def update(
         self,
         batch: Batch,
-        rows: Rows,
+        rows: MicroBatchIndices,
         objective: Objective,
         denominator: Denominator,
         metrics: Metrics,
         *,
-        beside: Lesson | None = None,
+        extra_term: LossTerm | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One optimizer step over the given micro-batches, and those of what is learned beside them.
+        """Take one optimizer step over the given micro-batches, and those of `extra_term`.
 
         Returns the global loss and the gradient norm before clipping. Reports are averaged over learned tokens; those whose
         name ends in `_max` or `_min` are reduced by that.
         """
-        lessons = [Lesson(batch, rows, objective, denominator, self.forward), *([beside] if beside else [])]
-        self.begin_train_step(objective, denominator, sum(len(lesson.rows) for lesson in lessons))
-        for lesson in lessons:
-            for micro_batch in micro_batches(lesson.batch, lesson.rows, self.strategy.device):
-                report, weight = self.train_microbatch(micro_batch, lesson), self.weight(micro_batch)
+        terms = [LossTerm(batch, rows, objective, denominator, self.forward), *([extra_term] if extra_term else [])]
+        self.begin_train_step(objective, denominator, sum(len(term.rows) for term in terms))
+        for term in terms:
+            for micro_batch in micro_batches(term.batch, term.rows, self.strategy.device):
+                report, weight = self.train_microbatch(micro_batch, term), self.weight(micro_batch)
                 for name, values in report.items():
                     add = {"_max": metrics.max, "_min": metrics.min}.get(name[-4:], metrics.mean)
                     add(name, values, weight)
@@ -198,20 +200,20 @@ class Role(ABC):
         loss = torch.zeros((), device=self.strategy.device)
         self._step = TrainStep(objective, denominator, num_microbatches, not eval_mode, loss)
 
-    def train_microbatch(self, batch: Batch, lesson: Lesson | None = None) -> Report:
+    def train_microbatch(self, batch: Batch, term: LossTerm | None = None) -> Report:
         """Add the gradients of one micro-batch, which is on the device; returns what there is to report, on the device.
 
-        It is part of `lesson`; of what the step was begun with when None.
+        It belongs to `term`, or to the objective with which the step was begun when None.
         """
         step = self._open_step()
-        lesson = lesson or Lesson(batch, [], step.objective, step.denominator, self.forward)
+        term = term or LossTerm(batch, [], step.objective, step.denominator, self.forward)
         if step.begun == step.num_microbatches:
             raise RuntimeError(f"the train step was begun with {step.num_microbatches} micro-batches; this is one more")
         step.begun, step.batch = step.begun + 1, batch
-        known = token_gradients(lesson.objective, batch, lesson.denominator) if step.learn else None
+        known = token_gradients(term.objective, batch, term.denominator) if step.learn else None
         with torch.set_grad_enabled(step.learn):
-            values, report = lesson.forward(batch, known)
-            loss, more = lesson.objective(values, batch, lesson.denominator)
+            values, report = term.forward(batch, known)
+            loss, more = term.objective(values, batch, term.denominator)
         if step.learn:
             self.strategy.backward(loss, self.module, self.optimizer, last=step.begun == step.num_microbatches)
         step.loss += loss.detach()
@@ -238,20 +240,20 @@ class Role(ABC):
             self.strategy.backward(values.sum() * 0, self.module, self.optimizer)
         self.strategy.clear_gradients(self.module)
 
-    def denominator(self, batch: Batch, rows: Rows, *, length: int | None = None) -> Denominator:
+    def denominator(self, batch: Batch, rows: MicroBatchIndices, *, length: int | None = None) -> Denominator:
         """Learned tokens and sequences of one optimizer step over all ranks; one collective.
 
         `length` is the constant of seq-mean-token-sum-norm: --generate_max_len when None.
         """
-        mine = batch.select([row for members in rows for row in members])
-        learned = torch.zeros(len(mine)).index_add(0, mine.sequence_ids, mine.loss_mask.float())
-        counts = self.strategy.all_reduce(torch.stack([mine.num_loss_tokens, (learned > 0).sum(dtype=torch.float32)]), "sum")
+        part = batch.select([row for members in rows for row in members])
+        learned = torch.zeros(len(part)).index_add(0, part.sequence_ids, part.loss_mask.float())
+        counts = self.strategy.all_reduce(torch.stack([part.num_loss_tokens, (learned > 0).sum(dtype=torch.float32)]), "sum")
         tokens, sequences = counts.to(self.strategy.device)
         return Denominator(tokens, sequences, self.strategy.config.generate_max_len if length is None else length)
 
     # -- inference
 
-    def _infer(self, module: nn.Module, forward: Callable[[Batch], Tensor], batch: Batch, rows: Rows) -> Tensor:
+    def _infer(self, module: nn.Module, forward: Callable[[Batch], Tensor], batch: Batch, rows: MicroBatchIndices) -> Tensor:
         """Compute one value per token, in the batch's order: [T] float32 on the host.
 
         `rows` are the micro-batches of training; with a budget of its own inference has others.
@@ -261,7 +263,7 @@ class Role(ABC):
             rows = regroup(self.strategy.mesh.data, batch, **limits)
         return self._infer_rows(module, forward, batch, rows)
 
-    def _infer_rows(self, module: nn.Module, forward: Callable[[Batch], Tensor], batch: Batch, rows: Rows) -> Tensor:
+    def _infer_rows(self, module: nn.Module, forward: Callable[[Batch], Tensor], batch: Batch, rows: MicroBatchIndices) -> Tensor:
         self.strategy.enter(Phase.LOGPROB, module)
         module.eval()
         return infer(forward, batch, rows, self.strategy.device)
@@ -272,12 +274,12 @@ class Role(ABC):
         """Compute what `forward` says of each token of the caller's rows: [B, S, ...] float32 on the host, 0 in the padding."""
         data = self.strategy.mesh.data
         given = flatten(batch, data)
-        mine, steps = self.deal_flat(given.batch, None, mbs, max_tokens=self.max_logprob_tokens)
-        values = self._infer_rows(module, forward, mine, steps[0] if steps else [])
+        part, steps = self.redistribute_flat(given.batch, None, mbs, max_tokens=self.max_logprob_tokens)
+        values = self._infer_rows(module, forward, part, steps[0] if steps else [])
         local = TokenValues(
-            lengths=mine.lengths, input_ids=mine.input_ids, loss_mask=mine.loss_mask, rows=mine.rows, values=values
+            lengths=part.lengths, input_ids=part.input_ids, loss_mask=part.loss_mask, rows=part.rows, values=values
         )
-        return padded(move(data, local, given.owners).values, given.batch.lengths, given.width)
+        return padded(all_to_all(data, local, given.owners).values, given.batch.lengths, given.width)
 
     def _open_step(self) -> TrainStep:
         if self._step is None:

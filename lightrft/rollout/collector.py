@@ -5,7 +5,7 @@ Plain: `rollout_batch_size` prompts, and every response to its end. Beyond that,
 - dynamic sampling (DAPO, arXiv 2503.14476): groups of equal rewards give way to other prompts, round after round
 - over-sampling: more prompts than needed, and an end as soon as enough groups are complete
 - partial rollouts (Kimi k1.5, arXiv 2501.12599): what then still grows goes on in the next step, with its log-probs
-- curriculum: prompts that were too easy or too hard rest for some passes over the data
+- curriculum: prompts that were too easy or too hard are on cooldown for some passes over the data
 
 All ranks decide alike, from numbers that all of them have. What ends first on a clock does not matter.
 """
@@ -26,7 +26,7 @@ from lightrft.engine.requests import derived_seed
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.groups import Carried, Group, History, Visit
+from lightrft.rollout.groups import Carried, Group, GroupOutcome, History
 from lightrft.rollout.sampler import Sampler
 from lightrft.types import Prompt, Sample
 
@@ -57,7 +57,7 @@ class Collector:
     def __call__(self, step: int, metrics: Metrics) -> list[Group]:
         """This rank's complete groups of a step; on all ranks they are `rollout_batch_size`. The engine must be awake.
 
-        ConfigError where no group of any round teaches anything.
+        ConfigError where no group of any round has a signal.
         """
         section, missing, rounds = self.section, self.section.rollout_batch_size, 0
         held: list[Group] = []
@@ -65,14 +65,14 @@ class Collector:
         idle: list[int] = []
         while missing and rounds < section.dynamic_sampling_rounds:
             tried = len(chosen) + len(idle)
-            mine = self._drawn(missing, acceptance=len(chosen) / tried if tried else 1.0)
-            self._generate(mine, missing, seed=(self.seed, step, rounds))
-            teaching, useless = self._sorted_out([group for group in mine if group.complete])
-            chosen |= set(teaching[:missing])
-            idle += useless
+            local_groups = self._drawn(missing, acceptance=len(chosen) / tried if tried else 1.0)
+            self._generate(local_groups, missing, seed=(self.seed, step, rounds))
+            with_signal, without_signal = self._sorted_out([group for group in local_groups if group.complete])
+            chosen |= set(with_signal[:missing])
+            idle += without_signal
             settled = chosen.union(idle)
-            held += [group for group in mine if group.number in settled]
-            self._carry([group for group in mine if group.number not in settled])
+            held += [group for group in local_groups if group.number in settled]
+            self._carry([group for group in local_groups if group.number not in settled])
             missing, rounds = section.rollout_batch_size - len(chosen), rounds + 1
         if section.dynamic_sampling:
             metrics.max("rollout/sampling_rounds", rounds)
@@ -81,11 +81,11 @@ class Collector:
         instead = set(self._instead(idle, missing))
         for group in held:
             if group.number in instead:
-                group.leave_out()
+                group.mask()
         return sorted((group for group in held if group.number in chosen | instead), key=lambda group: group.number)
 
-    def judged(self, groups: list[Group], metrics: Metrics) -> list[Sample]:
-        """The samples of groups, with their rewards. What all ranks have of them is remembered for the next visit."""
+    def rewarded(self, groups: list[Group], metrics: Metrics) -> list[Sample]:
+        """Return the samples of groups, with their rewards, and record the outcomes of all ranks' groups in the history."""
         self._settle(groups)
         self.rewards.count_failures("rollout/reward_failures", metrics)
         return [sample for group in groups for sample in group.samples]
@@ -104,11 +104,11 @@ class Collector:
         responses = self.section.n_samples_per_prompt + self.greedy
         costs = [length * responses for length in lengths[len(drawn) :]]
         numbers = {group.number for group in drawn}
-        mine = [group for group in self.carried if group.number in numbers]
+        local_groups = [group for group in self.carried if group.number in numbers]
         self.carried = [group for group in self.carried if group.number not in numbers]
-        mine += [self._begun(self.number + 1 + place, rows[place]) for place in self._share(loads, costs)]
+        local_groups += [self._begun(self.number + 1 + place, rows[place]) for place in self._share(loads, costs)]
         self.number += len(rows)
-        return mine
+        return local_groups
 
     def _share(self, loads: list[float], costs: list[float]) -> Sequence[int]:
         """The places of new groups with these costs that are this rank's, where carried groups give each rank a load."""
@@ -124,16 +124,16 @@ class Collector:
         return [place for place, owner in enumerate(owners) if owner == self.data.rank]
 
     def _rows(self, wanted: int) -> list[int]:
-        """The next prompts of the data, without those that rest."""
+        """Return the next prompts of the data, without those on cooldown."""
         rows: list[int] = []
         while len(rows) < wanted:
             for row in self.order.rows(self.place, wanted - len(rows)):
-                if not self._rests(row):
+                if not self._on_cooldown(row):
                     rows.append(row)
                 self.place += 1
         return rows
 
-    def _rests(self, row: int) -> bool:
+    def _on_cooldown(self, row: int) -> bool:
         least, most = self.section.curriculum or (0.0, 1.0)
         last = int(self.history.turns[row])
         return not (last < 0 or least <= self.history.solved[row] <= most or self._turn - last >= self.section.curriculum_rest)
@@ -147,17 +147,19 @@ class Collector:
 
     # -- until when
 
-    def _generate(self, mine: list[Group], needed: int, *, seed: tuple[int, ...]) -> None:
+    def _generate(self, local_groups: list[Group], needed: int, *, seed: tuple[int, ...]) -> None:
         """Let this rank's groups grow until `needed` of all ranks' are complete; to the end without over-sampling."""
         limit = self.section.early_stop_every if self.section.over_sampling > 1 else None
-        for group in mine:
+        for group in local_groups:
             if group.complete:
                 self.rewards.begin(group.responses)
         for turn in count():
             drawn = derived_seed(*seed, turn)
-            self.sampler.grow(mine, seed=drawn, limit=limit, on_complete=lambda group: self.rewards.begin(group.responses))
-            complete = sum(group.complete for group in mine)
-            complete, growing = self.data.sum(torch.tensor([complete, len(mine) - complete])).tolist()
+            self.sampler.grow(
+                local_groups, seed=drawn, limit=limit, on_complete=lambda group: self.rewards.begin(group.responses)
+            )
+            complete = sum(group.complete for group in local_groups)
+            complete, growing = self.data.sum(torch.tensor([complete, len(local_groups) - complete])).tolist()
             if complete >= needed or not growing:
                 return
 
@@ -166,27 +168,29 @@ class Collector:
     def _sorted_out(self, complete: list[Group]) -> tuple[list[int], list[int]]:
         """The numbers of all ranks' complete groups that are worth learning from, and of those that are not, ascending."""
         if not self.section.dynamic_sampling:
-            return sorted(_joined(self.data.gather([group.number for group in complete]))), []
-        visits = self._settle(complete)
-        return [visit.number for visit in visits if visit.teaches], [visit.number for visit in visits if not visit.teaches]
+            return sorted(_flattened(self.data.gather([group.number for group in complete]))), []
+        outcomes = self._settle(complete)
+        with_signal = [outcome.number for outcome in outcomes if outcome.has_signal]
+        return with_signal, [outcome.number for outcome in outcomes if not outcome.has_signal]
 
-    def _settle(self, groups: list[Group]) -> list[Visit]:
+    def _settle(self, groups: list[Group]) -> list[GroupOutcome]:
         """Wait for the rewards of this rank's groups, and remember those of all ranks."""
         self.rewards.finish([sample for group in groups for sample in group.responses])
         for group in groups:
             group.compare_with_greedy()
-        visits = sorted(_joined(self.data.gather([Visit.of(group) for group in groups])), key=lambda visit: visit.number)
-        self.history.record(visits, self._turn)
-        return visits
+        outcomes = _flattened(self.data.gather([GroupOutcome.of(group) for group in groups]))
+        outcomes.sort(key=lambda outcome: outcome.number)
+        self.history.record(outcomes, self._turn)
+        return outcomes
 
     def _carry(self, left: list[Group]) -> None:
         if self.section.partial_rollout:
             self.carried = sorted([*self.carried, *left], key=lambda group: group.number)
-            others = _joined(self.data.gather([Carried.of(group, self.data.rank) for group in left]))
+            others = _flattened(self.data.gather([Carried.of(group, self.data.rank) for group in left]))
             self.all_carried = sorted([*self.all_carried, *others], key=lambda group: group.number)
 
     def _instead(self, idle: list[int], missing: int) -> list[int]:
-        """What fills a step for which no round found enough: groups that teach nothing, and are left out of the loss."""
+        """Return groups without signal, masked in the loss, that fill a step for which no round found enough."""
         if missing == self.section.rollout_batch_size:
             raise ConfigError(
                 f"--dynamic_sampling: {len(idle)} prompts in {self.section.dynamic_sampling_rounds} rounds, and to each of them "
@@ -204,9 +208,9 @@ class Collector:
         """The same on all ranks but for the groups that were carried: rank 0 has those of all, the others none."""
         ranks = range(self.data.size)
         own = [(group.number, self.data.rank, group.state_dict()) for group in self.carried]
-        found = _joined(self.data.exchange_objects([own if rank == 0 else [] for rank in ranks]))
-        found.sort(key=lambda each: each[0])
-        carried, owners = [state for _, _, state in found], [rank for _, rank, _ in found]
+        everyone = _flattened(self.data.exchange_objects([own if rank == 0 else [] for rank in ranks]))
+        everyone.sort(key=lambda each: each[0])
+        carried, owners = [state for _, _, state in everyone], [rank for _, rank, _ in everyone]
         return {**self._numbers(), "carried": carried, "ranks": owners, "num_ranks": self.data.size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -239,5 +243,5 @@ class Collector:
         self.history.load_state_dict(numbers["history"])
 
 
-def _joined(parts: Iterable[list]) -> list:
+def _flattened(parts: Iterable[list]) -> list:
     return [each for part in parts for each in part]

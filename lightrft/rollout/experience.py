@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.advantage import Estimator, by_difficulty, estimators, penalties
+from lightrft.algorithms.advantage import Estimator, estimators, penalties, weighted_by_difficulty
 from lightrft.algorithms.covariance import marks
 from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.options import options, resolve
@@ -17,11 +17,11 @@ from lightrft.algorithms.shaping import RewardShaper
 from lightrft.config import AlgorithmSection, TrainSection
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.critic import Critic
-from lightrft.roles.microbatch import Rows
+from lightrft.roles.microbatch import MicroBatchIndices
 from lightrft.roles.policy import Policy
 from lightrft.roles.teacher import Teacher
 from lightrft.rollout import filters
-from lightrft.rollout.judged import Judged, placed
+from lightrft.rollout.gathered_rewards import GatheredRewards, placed
 from lightrft.rollout.measure import measure_experience, measure_groups, measure_values
 from lightrft.types import Expand, Expanded, Experience, Sample, token_index
 
@@ -31,7 +31,7 @@ class Planned:
     """This rank's part of the experience, and its micro-batches for each optimizer step: minibatches[k][m] are rows."""
 
     experience: Experience
-    minibatches: list[Rows]
+    minibatches: list[MicroBatchIndices]
 
 
 class ExperienceMaker:
@@ -67,34 +67,34 @@ class ExperienceMaker:
     def __call__(self, samples: list[Sample], metrics: Metrics) -> Planned:
         first_row = sum(self.data.gather(len(samples))[: self.data.rank])
         experience = flatten(samples, first_row=first_row, expand=self.expand)
-        filters.leave_out(experience, filters.by_length(samples, self.section))
+        filters.mask_sequences(experience, filters.by_length(samples, self.section))
         if self.first_token_apart:
-            filters.leave_out_first_tokens(experience)
-        judged = Judged.share(self.data, samples, first_row=first_row)
-        rewards, groups = judged.totals()
+            filters.mask_first_tokens(experience)
+        gathered = GatheredRewards.share(self.data, samples, first_row=first_row)
+        rewards, groups = gathered.totals()
         kept = filters.by_difficulty(rewards, groups, self.section)
-        filters.leave_out(experience, kept[first_row : first_row + len(samples)])
-        experience.credits = placed(self._compare(judged)[judged.mine], samples, experience)
+        filters.mask_sequences(experience, kept[first_row : first_row + len(samples)])
+        experience.step_rewards = placed(self._compare(gathered)[gathered.local], samples, experience)
         if self.data.rank == 0:
             measure_groups(rewards, groups, metrics)
-        experience, minibatches = self.policy.deal_flat(
+        experience, minibatches = self.policy.redistribute_flat(
             experience, self.train.train_batch_size, self.train.micro_train_batch_size
         )
         self._ask(experience, minibatches)
         penalty = self._diverge(experience, metrics) if self._measures_divergence else 0.0
         taught = self._teach(experience, minibatches, metrics) if self.teacher is not None else 0.0
-        self._set_advantages(experience, experience.credits - penalty, taught)
+        self._set_advantages(experience, experience.step_rewards - penalty, taught)
         if self.critic is not None:
             measure_values(experience, self.data.sum, metrics)
         self._choose_tokens(experience, minibatches)
         measure_experience(experience, metrics)
         return Planned(experience, minibatches)
 
-    def _compare(self, judged: Judged) -> Tensor:
+    def _compare(self, gathered: GatheredRewards) -> Tensor:
         """Advantages of all ranks' rewards, shaped before, so that no statistic is a rank's own: [M]."""
-        groups = judged.groups.long()
-        rewards = self.shape(judged.rewards, groups, judged.finished)
-        given = {"lengths": judged.lengths, "responses": judged.rows, "greedy_rewards": judged.greedy.float()}
+        groups = gathered.groups.long()
+        rewards = self.shape(gathered.rewards, groups, gathered.finished)
+        given = {"lengths": gathered.lengths, "responses": gathered.rows, "greedy_rewards": gathered.greedy.float()}
         advantages = self.estimator(rewards, groups, **options(self.estimator, self.section, **given))
         if advantages.shape != rewards.shape or not advantages.isfinite().all():
             raise ValueError(
@@ -103,10 +103,10 @@ class ExperienceMaker:
             )
         if self.section.difficulty_weights:
             least, most = self.section.difficulty_weights
-            advantages = by_difficulty(advantages, judged.solved(), least=least, most=most)
+            advantages = weighted_by_difficulty(advantages, gathered.solved(), least=least, most=most)
         return advantages
 
-    def _ask(self, experience: Experience, minibatches: list[Rows]) -> None:
+    def _ask(self, experience: Experience, minibatches: list[MicroBatchIndices]) -> None:
         """What the models say before the step. With a single update the old log-probs are its own, so nothing is computed."""
         section, rows = self.section, [members for minibatch in minibatches for members in minibatch]
         several = len(minibatches) * self.train.max_epochs > 1
@@ -119,7 +119,7 @@ class ExperienceMaker:
         if section.use_engine_logprobs:
             experience.old_logprobs = experience.engine_logprobs
         if section.entropy_filter:
-            filters.leave_out(experience, filters.by_entropy(experience, section))
+            filters.mask_sequences(experience, filters.by_entropy(experience, section))
         if self.policy.reference is not None:
             experience.reference_logprobs = self.policy.reference_logprobs(experience, rows)
         if self.critic is not None:
@@ -136,8 +136,8 @@ class ExperienceMaker:
         """
         learned = experience.loss_mask
         divergence = torch.where(learned, self.kl(experience.old_logprobs, experience.reference_logprobs), 0.0)
-        mine = [divergence.double().sum(), learned.sum(), len(experience)]
-        total, tokens, samples = self.data.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
+        local_sums = [divergence.double().sum(), learned.sum(), len(experience)]
+        total, tokens, samples = self.data.sum(torch.tensor(local_sums, dtype=torch.float64)).tolist()
         self.kl_coefficient.update(total / max(tokens, 1), int(samples))
         metrics.mean("rollout/kl", divergence, learned)
         metrics.mean("rollout/kl_coef", self.kl_coefficient.value)
@@ -158,10 +158,10 @@ class ExperienceMaker:
         if compared is None:
             return penalty
         first = sum(map(len, parts[: self.data.rank]))
-        mine = compared[first : first + len(experience)]
-        return torch.zeros_like(penalty).index_put((last[learned],), mine[learned].to(penalty.dtype))
+        local = compared[first : first + len(experience)]
+        return torch.zeros_like(penalty).index_put((last[learned],), local[learned].to(penalty.dtype))
 
-    def _teach(self, experience: Experience, minibatches: list[Rows], metrics: Metrics) -> Tensor:
+    def _teach(self, experience: Experience, minibatches: list[MicroBatchIndices], metrics: Metrics) -> Tensor:
         """What the teacher adds to the advantage of each token: [T]."""
         rows, learned = [members for minibatch in minibatches for members in minibatch], experience.loss_mask
         gap = torch.where(learned, distill(experience.old_logprobs, self.teacher.logprobs(experience, rows)), 0.0)
@@ -181,9 +181,9 @@ class ExperienceMaker:
             advantages = whiten(advantages, learned, self.data.sum)
         if section.advantage_clip is not None:
             advantages = advantages.clamp(-section.advantage_clip, section.advantage_clip)
-        experience.advantages, experience.credits = advantages.float(), None
+        experience.advantages, experience.step_rewards = advantages.float(), None
 
-    def _choose_tokens(self, experience: Experience, minibatches: list[Rows]) -> None:
+    def _choose_tokens(self, experience: Experience, minibatches: list[MicroBatchIndices]) -> None:
         """Which tokens of each optimizer step count, and which the loss treats differently, among those of all ranks."""
         total, share = self.data.sum, self.section.high_entropy_token_ratio
         if share:
@@ -195,7 +195,7 @@ class ExperienceMaker:
         experience.entropy = None
 
 
-def _of_steps(experience: Experience, minibatches: list[Rows], choose: Callable[[Experience], Tensor]) -> Tensor:
+def _of_steps(experience: Experience, minibatches: list[MicroBatchIndices], choose: Callable[[Experience], Tensor]) -> Tensor:
     """[T] bool: what `choose` says of the sequences of each optimizer step."""
     chosen = torch.zeros_like(experience.loss_mask)
     for minibatch in minibatches:
@@ -210,11 +210,11 @@ def flatten(samples: list[Sample], *, first_row: int, expand: Expand | None = No
     `expand` is for prompts with images; without it all are text.
     """
     expanded = _expanded(samples, expand) if expand else None
-    asked = [each.token_ids for each in expanded or (sample.prompt for sample in samples)]
-    prompts, responses = [len(ids) for ids in asked], [len(sample.token_ids) for sample in samples]
+    prompt_ids = [each.token_ids for each in expanded or (sample.prompt for sample in samples)]
+    prompts, responses = [len(ids) for ids in prompt_ids], [len(sample.token_ids) for sample in samples]
     parts = torch.tensor([length for pair in zip(prompts, responses, strict=True) for length in pair], dtype=torch.int64)
     learned = torch.tensor([False, True]).repeat(len(samples))
-    tokens = [token for ids, sample in zip(asked, samples, strict=True) for token in (*ids, *sample.token_ids)]
+    tokens = [token for ids, sample in zip(prompt_ids, samples, strict=True) for token in (*ids, *sample.token_ids)]
     logprobs = [value for length, sample in zip(prompts, samples, strict=True) for value in (*[0.0] * length, *sample.logprobs)]
     return Experience(
         lengths=torch.tensor([sum(pair) for pair in zip(prompts, responses, strict=True)], dtype=torch.int64),

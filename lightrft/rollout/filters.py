@@ -1,4 +1,4 @@
-"""Which responses are learned from. One that is left out still counts for its group, and for no denominator."""
+"""Choose the responses that are learned from. A masked one still counts for its group, and for no denominator."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from lightrft.types import Experience, Sample
 def by_length(samples: list[Sample], section: AlgorithmSection) -> Tensor:
     """[N] bool: long and short enough, and not cut at the limit where --mask_truncated says so (DAPO, arXiv 2503.14476)."""
     least, most = section.length_filter or (0, float("inf"))
-    whole = [not (sample.left_out or (section.mask_truncated and sample.truncated)) for sample in samples]
+    whole = [not (sample.masked or (section.mask_truncated and sample.truncated)) for sample in samples]
     fits = [least <= len(sample.token_ids) <= most for sample in samples]
     return torch.tensor(whole, dtype=torch.bool) & torch.tensor(fits, dtype=torch.bool)
 
@@ -31,12 +31,12 @@ def by_entropy(experience: Experience, section: AlgorithmSection) -> Tensor:
     return (least <= mean) & (mean <= most)
 
 
-def leave_out(experience: Experience, kept: Tensor) -> None:
-    """Only the sequences that are `kept` [N] stay learned."""
+def mask_sequences(experience: Experience, kept: Tensor) -> None:
+    """Mask the sequences that are not `kept` [N]."""
     experience.loss_mask = experience.loss_mask & kept[experience.sequence_ids]
 
 
-def leave_out_first_tokens(experience: Experience) -> None:
-    """The first token of each response is as one of its prompt: the others stay learned."""
+def mask_first_tokens(experience: Experience) -> None:
+    """Mask the first token of each response as the tokens of its prompt are; the others stay learned."""
     learned = experience.loss_mask
     experience.loss_mask = learned & learned.roll(1)  # before the first one stands a token of the prompt

@@ -1,4 +1,4 @@
-"""A prompt and its responses while they grow, and what is remembered of prompts from one visit to the next."""
+"""A prompt and its responses while they grow, and what is remembered of a prompt until it is drawn again."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -44,14 +44,14 @@ class Group:
         return all(len(sample.token_ids) + (sample.finish_reason == GROWING) <= longest for sample in self.responses)
 
     @property
-    def teaches(self) -> bool:
-        """Whether its rewards differ, and it is learned from."""
-        return len({sample.reward for sample in self.samples}) > 1 and not all(sample.left_out for sample in self.samples)
+    def has_signal(self) -> bool:
+        """Return True if its rewards differ and not all of its samples are masked."""
+        return len({sample.reward for sample in self.samples}) > 1 and not all(sample.masked for sample in self.samples)
 
-    def leave_out(self) -> None:
+    def mask(self) -> None:
         """Learn nothing from it."""
         for sample in self.samples:
-            sample.left_out = True
+            sample.masked = True
 
     def compare_with_greedy(self) -> None:
         """Tell the samples the reward of the greedy response."""
@@ -96,12 +96,12 @@ class Carried:
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
-    """What every rank learns of a complete and judged group."""
+class GroupOutcome:
+    """The part of a complete group, with its rewards, that every rank knows."""
 
     number: int
     row: int
-    teaches: bool
+    has_signal: bool
     solved: float
     """Share of right responses."""
     length: float
@@ -111,24 +111,24 @@ class Visit:
     def of(cls, group: Group) -> Self:
         count = len(group.samples)
         solved = sum(sample.reward > RIGHT for sample in group.samples) / count
-        return cls(group.number, group.row, group.teaches, solved, sum(len(s.token_ids) for s in group.samples) / count)
+        return cls(group.number, group.row, group.has_signal, solved, sum(len(s.token_ids) for s in group.samples) / count)
 
 
 class History:
-    """The last visit to each prompt; the same on all ranks."""
+    """The last outcome of each prompt; the same on all ranks."""
 
     def __init__(self, num_prompts: int):
         self.turns = torch.full((num_prompts,), -1)
-        """[prompts] int64, the pass over the data in which it was visited last; -1 before the first."""
+        """[prompts] int64, the pass over the data in which it was last drawn; -1 before the first."""
         self.solved = torch.zeros(num_prompts)
         self.lengths = torch.zeros(num_prompts)
 
-    def record(self, visits: Iterable[Visit], turn: int) -> None:
-        for visit in visits:
-            self.turns[visit.row], self.solved[visit.row], self.lengths[visit.row] = turn, visit.solved, visit.length
+    def record(self, outcomes: Iterable[GroupOutcome], turn: int) -> None:
+        for outcome in outcomes:
+            self.turns[outcome.row], self.solved[outcome.row], self.lengths[outcome.row] = turn, outcome.solved, outcome.length
 
     def expected_lengths(self, rows: list[int]) -> list[float]:
-        """Tokens of a response to each prompt: as at the last visit, for new prompts as of the others; 1 where there are none."""
+        """Return the tokens of a response to each prompt: as in its last outcome, for new prompts the mean of all, or 1."""
         known = self.turns >= 0
         usual = float(self.lengths[known].mean()) if known.any() else 1.0
         return [max(float(self.lengths[row]) if known[row] else usual, 1.0) for row in rows]

@@ -33,7 +33,7 @@ def measure_samples(samples: list[Sample], version: int, metrics: Metrics) -> No
 
 
 def measure_groups(rewards: Tensor, groups: Tensor, metrics: Metrics) -> None:
-    """Of all ranks' responses [N], [N]: how many groups are solved how far, and how many teach nothing: all rewards equal."""
+    """Of all ranks' responses [N], [N]: how many groups are solved how far, and how many have no signal: all rewards equal."""
     names, member, sizes = groups.unique(return_inverse=True, return_counts=True)
     nothing = rewards.new_zeros(len(names))
     best = nothing.scatter_reduce(0, member, rewards, "amax", include_self=False)

@@ -65,7 +65,7 @@ class Expander:
     def _length(self, size: tuple[int, int]) -> int:
         """Tokens of an image of so many pixels: they do not depend on what it shows."""
         if size not in self._lengths:
-            self._lengths[size] = self._counted(size) if self._counts else self._made(size)
+            self._lengths[size] = self._counted(size) if self._counts else self._expanded_length(size)
         return self._lengths[size]
 
     @cached_property
@@ -73,16 +73,17 @@ class Expander:
         """Whether the processor knows how many tokens it makes of an image. To make them takes up to half a second."""
         if self.config.model_type not in FAMILIES:
             return False
-        wrong = {size: (self._counted(size), made) for size in PROBES if (made := self._made(size)) != self._counted(size)}
-        for (width, height), (counted, made) in wrong.items():
+        lengths = {size: (self._counted(size), self._expanded_length(size)) for size in PROBES}
+        wrong = {size: pair for size, pair in lengths.items() if pair[0] != pair[1]}
+        for (width, height), (counted, expanded) in wrong.items():
             logger.warning(f"{self.reader.model_path}: the processor counts {counted} tokens for an image of {width} x {height} "
-                           f"and makes {made}; so one image of every size is made, which takes longer")  # fmt: skip
+                           f"and makes {expanded}; so one image of every size is made, which takes longer")  # fmt: skip
         return not wrong
 
     def _counted(self, size: tuple[int, int]) -> int:
         return self.reader.processor._get_num_multimodal_tokens(image_sizes=[size[::-1]])["num_image_tokens"][0]
 
-    def _made(self, size: tuple[int, int]) -> int:
+    def _expanded_length(self, size: tuple[int, int]) -> int:
         return len(self._read(BLANK.resize(size)).token_ids)
 
     def _read(self, image: Image.Image) -> Expanded:

@@ -54,8 +54,8 @@ class Sampler:
     def answer(self, prompts: list[Prompt], *, seed: int) -> list[Group]:
         """The greedy response to each of this rank's prompts and --eval_n_samples others; `prompts` are those of all ranks."""
         data, count = self.strategy.mesh.data, self.section.eval_n_samples
-        mine = share_of(data.rank, data.size, len(prompts))
-        groups = [Group.begin(number, number, prompts[number], count=count, greedy=True) for number in mine]
+        local_rows = share_of(data.rank, data.size, len(prompts))
+        groups = [Group.begin(number, number, prompts[number], count=count, greedy=True) for number in local_rows]
         training, self.section = self.section, self._evaluating()
         try:
             self.grow(groups, seed=seed)

@@ -27,18 +27,18 @@ from lightrft.roles.policy import Policy
 from lightrft.strategy import StrategyBase
 from lightrft.strategy.checkpoint_verbs import NOTHING
 from lightrft.trainer.health import Health
-from lightrft.trainer.identity import changed_settings, identity, weights_of
 from lightrft.trainer.interruption import Interrupted, Interruption
+from lightrft.trainer.pending_metrics import PendingMetrics
+from lightrft.trainer.resume_check import changed_settings, identity, weights_of
 from lightrft.trainer.run_folder import RunFolder
 from lightrft.trainer.sample_rows import sample_rows
-from lightrft.trainer.unreported import Unreported
 from lightrft.types import Expand, Prompt, Sample
 from lightrft.versions import installed_versions
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """What a run goes through."""
+class TrainingData:
+    """The data that a run learns from and is evaluated on, as its tokenizer reads them, and the number of its steps."""
 
     tokenizer: PreTrainedTokenizerBase
     prompts: list[Prompt]
@@ -57,7 +57,7 @@ class Trainer(ABC):
         config: Config,
         strategy: StrategyBase,
         policy: Policy,
-        course: Course,
+        training_data: TrainingData,
         *,
         observer: Observer,
         trace: Trace,
@@ -66,8 +66,8 @@ class Trainer(ABC):
     ):
         """`parts` are what else has a state that a checkpoint must hold; see StrategyBase.save_ckpt()."""
         self.config, self.strategy, self.policy = config, strategy, policy
-        self.tokenizer, self.total_steps = course.tokenizer, course.total_steps
-        self.prompts, self.eval_prompts, self.expand = course.prompts, course.eval_prompts, course.expand
+        self.tokenizer, self.total_steps = training_data.tokenizer, training_data.total_steps
+        self.prompts, self.eval_prompts, self.expand = training_data.prompts, training_data.eval_prompts, training_data.expand
         self.observer, self.trace = observer, trace
         self.metrics = Metrics()
         self.interruption = Interruption(strategy.mesh.world)
@@ -79,7 +79,7 @@ class Trainer(ABC):
         """What a checkpoint holds, by name. A trainer with more models adds them."""
         if policy.average is not None:
             self.models["ema"] = (policy.average, None, None)
-        self.parts = {"unreported_metrics": Unreported(self.metrics, strategy.mesh.world), **parts}
+        self.parts = {"unreported_metrics": PendingMetrics(self.metrics, strategy.mesh.world), **parts}
         self.done = 0
         """Steps whose updates are in the parameters."""
         self.saved = 0

@@ -40,11 +40,11 @@ from lightrft.rollout.experience import ExperienceMaker
 from lightrft.rollout.media import Expander
 from lightrft.rollout.sampler import Sampler
 from lightrft.strategy import StrategyBase
-from lightrft.trainer.base import Course
+from lightrft.trainer.base import TrainingData
 from lightrft.trainer.export import with_merged_pretrain
-from lightrft.trainer.mixin import Mixin
 from lightrft.trainer.ppo import PPOTrainer
 from lightrft.trainer.prepare import prepare_config
+from lightrft.trainer.ptx_loss import PtxLoss
 from lightrft.trainer.run_folder import RunFolder
 from lightrft.trainer.sft import SFTTrainer
 from lightrft.types import Prompt
@@ -58,9 +58,9 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     run_folder = RunFolder.claim(config, strategy.mesh.world)
     given, config = config, with_merged_pretrain(config, strategy.mesh.world)
     rewards = build_rewards(config, strategy)
-    course = load_course(config, config.rollout.rollout_batch_size, rewards=rewards)
-    rewards.check(course.prompts + course.eval_prompts)
-    tokenizer, steps = course.tokenizer, course.total_steps
+    training_data = load_training_data(config, config.rollout.rollout_batch_size, rewards=rewards)
+    rewards.check(training_data.prompts + training_data.eval_prompts)
+    tokenizer, steps = training_data.tokenizer, training_data.total_steps
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     updates = samples // config.train.train_batch_size * config.train.max_epochs
     algorithm = config.algorithm
@@ -70,17 +70,17 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     sampling, reference = Sampling.of(config.rollout), needs_reference(algorithm)
     with told(strategy, f"loading {config.model.pretrain}"):
         policy = build_policy(config, strategy, updates=(steps - frozen) * updates, reference=reference, sampling=sampling)
-    show_blanks(policy, course.expand)
+    show_blanks(policy, training_data.expand)
     critic = build_critic(config, strategy, tokenizer, updates=steps * updates) if needs_critic(algorithm) else None
     teacher = build_teacher(config, strategy, tokenizer) if algorithm.distill_coef > 0 else None
     if algorithm.aux_loss_coef > 0:
         policy.routers = Routers(policy.actor.language_model, algorithm.aux_loss_coef)
-    mixin = build_mixin(config, policy, course) if config.data.pretrain_data else None
+    ptx_loss = build_ptx_loss(config, policy, training_data) if config.data.pretrain_data else None
     rewards.models = build_model_rewards(config, strategy, tokenizer)
     strategy.announce("start_engine")
     with told(strategy, f"starting the engine (--engine_type {config.engine.engine_type})"):
         strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
-    collect = collector(config, strategy, course.prompts, Sampler(strategy, tokenizer, config.rollout), rewards)
+    collect = collector(config, strategy, training_data.prompts, Sampler(strategy, tokenizer, config.rollout), rewards)
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
     kl_coefficient = KLCoefficient(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
     parts = {"collector": collect, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
@@ -90,7 +90,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         given,
         strategy,
         policy,
-        course,
+        training_data,
         observer=observer,
         trace=trace,
         run_folder=run_folder,
@@ -104,12 +104,12 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
             critic=critic,
             teacher=teacher,
             first_token_apart=sampling.first_token_temperature is not None,
-            expand=course.expand,
+            expand=training_data.expand,
         ),
         objective=PolicyObjective(algorithm, kl_coefficient),
         critic=critic,
-        mixin=mixin,
-        parts=parts | ({"mixin": mixin} if mixin else {}),
+        ptx_loss=ptx_loss,
+        parts=parts | ({"mixin": ptx_loss} if ptx_loss else {}),
     )
 
 
@@ -117,12 +117,12 @@ def sft_trainer(config: Config, strategy: StrategyBase) -> SFTTrainer:
     prepare_config("train_sft", config)
     run_folder = RunFolder.claim(config, strategy.mesh.world)
     given, config = config, with_merged_pretrain(config, strategy.mesh.world)
-    course = load_course(config, config.train.train_batch_size)
+    training_data = load_training_data(config, config.train.train_batch_size)
     with told(strategy, f"loading {config.model.pretrain}"):
-        policy = build_policy(config, strategy, updates=course.total_steps, reference=False)
-    show_blanks(policy, course.expand)
+        policy = build_policy(config, strategy, updates=training_data.total_steps, reference=False)
+    show_blanks(policy, training_data.expand)
     observer, trace = observation(config, strategy)
-    return SFTTrainer(given, strategy, policy, course, observer=observer, trace=trace, run_folder=run_folder)
+    return SFTTrainer(given, strategy, policy, training_data, observer=observer, trace=trace, run_folder=run_folder)
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def told(strategy: StrategyBase, what: str) -> Iterator[None]:
     strategy.print(f"{what}: done after {duration(time.perf_counter() - began)}")
 
 
-def load_course(config: Config, batch_size: int, *, rewards: RewardRunner | None = None) -> Course:
+def load_training_data(config: Config, batch_size: int, *, rewards: RewardRunner | None = None) -> TrainingData:
     """Load training and held-out data, which have what `rewards` needs; without rewards their answers are learned."""
     tokenizer = load_tokenizer(config.model)
     expand = load_expander(config, tokenizer, engine=rewards is not None)
@@ -146,7 +146,7 @@ def load_course(config: Config, batch_size: int, *, rewards: RewardRunner | None
         else partial(_load_examples, config, tokenizer, expand)
     )
     prompts, eval_prompts = load(), load(source="eval_data") if config.data.eval_data else []
-    return Course(tokenizer, prompts, eval_prompts, total_steps(config, len(prompts), batch_size), expand)
+    return TrainingData(tokenizer, prompts, eval_prompts, total_steps(config, len(prompts), batch_size), expand)
 
 
 def load_expander(config: Config, tokenizer: PreTrainedTokenizerBase, *, engine: bool) -> Expander | None:
@@ -293,9 +293,9 @@ def build_model_rewards(
     return ModelRewards(models, config.reward.reward_model_coef) if models else None
 
 
-def build_mixin(config: Config, policy: Policy, course: Course) -> Mixin:
-    """Prompts with answers from --pretrain_data, learned beside the samples."""
-    tokenizer, expand = course.tokenizer, course.expand
+def build_ptx_loss(config: Config, policy: Policy, training_data: TrainingData) -> PtxLoss:
+    """Build the supervised loss on --pretrain_data, which is added to that of the samples."""
+    tokenizer, expand = training_data.tokenizer, training_data.expand
     prompts = _load_examples(config, tokenizer, expand, source="pretrain_data")
     if len(prompts) < config.train.train_batch_size:
         raise ConfigError(
@@ -303,7 +303,7 @@ def build_mixin(config: Config, policy: Policy, course: Course) -> Mixin:
             f"--train_batch_size {config.train.train_batch_size}"
         )
     given = {"expand": expand, "order": policy.strategy.data_order(len(prompts))}
-    return Mixin(policy, prompts, tokenizer, train=config.train, coefficient=config.algorithm.ptx_coef, **given)
+    return PtxLoss(policy, prompts, tokenizer, train=config.train, coefficient=config.algorithm.ptx_coef, **given)
 
 
 def build_rewards(config: Config, strategy: StrategyBase) -> RewardRunner:

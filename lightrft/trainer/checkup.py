@@ -99,9 +99,9 @@ def _name() -> Check:
 
 
 def _port() -> Check:
-    with socket.socket() as asked:
+    with socket.socket() as probe:
         try:
-            asked.bind(("", PORT))
+            probe.bind(("", PORT))
         except OSError:
             return Check("port", str(PORT), "in use: pass torchrun --standalone, or --master-port PORT")
     return Check("port", f"{PORT} is free")

@@ -20,7 +20,7 @@ from lightrft.models.heads import Actor, logit_scale
 from lightrft.models.load import load_model
 from lightrft.roles.policy import Policy
 from lightrft.strategy import StrategyBase
-from lightrft.trainer.identity import NOT_THE_MODEL
+from lightrft.trainer.resume_check import NOT_THE_MODEL
 from lightrft.types import Completion
 
 TEXTS = (
@@ -102,8 +102,8 @@ class Diagnosis:
     def advice(self) -> str:
         if self.first is None:
             return "" if self.healthy else "no part of the model differs: look at how the engine makes log-probs from logits"
-        said = ADVICE[self.first.name.rpartition(".")[2]]
-        return f"{said}. The settings differ in {'; '.join(self.settings)}" if self.settings else said
+        advice = ADVICE[self.first.name.rpartition(".")[2]]
+        return f"{advice}. The settings differ in {'; '.join(self.settings)}" if self.settings else advice
 
 
 def diagnose(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, engine_model: str = "") -> Diagnosis:
@@ -132,9 +132,9 @@ def compare(ours: dict[str, Tensor], theirs: dict[str, Tensor], dtype: torch.dty
     depths = {name: next((int(part) for part in name.split(".") if part.isdigit()), None) for name in ours}
     deepest = max((depth for depth in depths.values() if depth is not None), default=0)
     found = []
-    for name, mine in ours.items():
-        if name in theirs and theirs[name].shape == mine.shape:
-            relative = ((theirs[name] - mine).norm() / mine.norm()).item()
+    for name, part in ours.items():
+        if name in theirs and theirs[name].shape == part.shape:
+            relative = ((theirs[name] - part).norm() / part.norm()).item()
             depth = 0 if name.endswith("embed_tokens") else deepest if depths[name] is None else depths[name]
             found.append(PartGap(name, relative, ROUNDING[dtype] * math.sqrt(1 + depth)))
     return found
@@ -164,13 +164,13 @@ def _gap(policy: Policy, prompts: list[list[int]], responses: list[list[Completi
     rows = [(prompt, sample) for prompt, samples in zip(prompts, responses, strict=True) for sample in samples]
     logprobs = policy.get_logprobs(_padded([prompt + sample.token_ids for prompt, sample in rows]))["logprobs"]
     pairs = [
-        (mine, its, token)
+        (trained, sampled, token)
         for row, (prompt, sample) in zip(logprobs.tolist(), rows, strict=True)
-        for mine, its, token in zip(row[len(prompt) :], sample.logprobs, sample.token_ids, strict=False)
+        for trained, sampled, token in zip(row[len(prompt) :], sample.logprobs, sample.token_ids, strict=False)
     ]
-    gaps = torch.tensor([abs(mine - its) for mine, its, _ in pairs], dtype=torch.float64)
-    mine, its, token = pairs[int(gaps.nan_to_num(torch.inf).argmax())]
-    worst = f"token {token} {decode(token)!r}: trainer {mine:.6f}, engine {its:.6f}"
+    gaps = torch.tensor([abs(trained - sampled) for trained, sampled, _ in pairs], dtype=torch.float64)
+    trained, sampled, token = pairs[int(gaps.nan_to_num(torch.inf).argmax())]
+    worst = f"token {token} {decode(token)!r}: trainer {trained:.6f}, engine {sampled:.6f}"
     return Gap(len(pairs), gaps.mean().item(), gaps.max().item(), gaps.exp().mean().item(), worst)
 
 
@@ -183,6 +183,6 @@ def _padded(sequences: list[list[int]]) -> dict[str, Tensor]:
 
 
 def _settings(*folders: str, trust_remote_code: bool) -> list[str]:
-    mine, its = (AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).to_dict() for folder in folders)
-    return [f"{name}: trainer {mine.get(name)!r}, engine {its.get(name)!r}" for name in sorted({*mine, *its})
-            if mine.get(name) != its.get(name) and name not in NOT_THE_MODEL]
+    ours, theirs = (AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).to_dict() for folder in folders)
+    return [f"{name}: trainer {ours.get(name)!r}, engine {theirs.get(name)!r}" for name in sorted({*ours, *theirs})
+            if ours.get(name) != theirs.get(name) and name not in NOT_THE_MODEL]

@@ -50,9 +50,9 @@ class Interruption:
 
     def safe_point(self) -> None:
         """Raise Interrupted on every rank when any rank received a signal. All ranks must call it."""
-        asked = int(self.world.max(torch.tensor(self._signal)))
-        if asked:
-            raise Interrupted(asked)
+        signum = int(self.world.max(torch.tensor(self._signal)))
+        if signum:
+            raise Interrupted(signum)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._signal:

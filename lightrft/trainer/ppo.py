@@ -13,7 +13,7 @@ from lightrft.rollout.measure import measure_samples
 from lightrft.trainer.base import Trainer
 from lightrft.trainer.evaluate import evaluate
 from lightrft.trainer.interruption import Interrupted
-from lightrft.trainer.mixin import Mixin
+from lightrft.trainer.ptx_loss import PtxLoss
 from lightrft.types import Prompt
 
 
@@ -27,12 +27,12 @@ class PPOTrainer(Trainer):
         make_experience: ExperienceMaker,
         objective: PolicyObjective,
         critic: Critic | None = None,
-        mixin: Mixin | None = None,
+        ptx_loss: PtxLoss | None = None,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
         self.strategy.engine_clock = self.trace.phase
-        self.mixin = mixin
+        self.ptx_loss = ptx_loss
         self.critic, self.value_objective = critic, ValueObjective(self.config.algorithm)
         if critic is not None:
             self.models["critic"] = (critic.module, critic.optimizer, critic.scheduler)
@@ -43,7 +43,7 @@ class PPOTrainer(Trainer):
         with self.trace.phase("generate"), self.strategy.engine_awake(self.policy.actor):
             groups = self.collect(number, self.metrics)
         with self.trace.phase("reward"):
-            samples = self.collect.judged(groups, self.metrics)
+            samples = self.collect.rewarded(groups, self.metrics)
         self._safe_point(*begun)
         self.show(number, samples)
         measure_samples(samples, self.strategy.weight_version, self.metrics)
@@ -54,7 +54,7 @@ class PPOTrainer(Trainer):
                 self._learn(self.critic, self.value_objective, planned, "critic")
         if number > self.config.train.freezing_actor_steps:
             with self.trace.phase("train"):
-                self._learn(self.policy, self.objective, planned, "train", self.mixin)
+                self._learn(self.policy, self.objective, planned, "train", self.ptx_loss)
 
     def _safe_point(self, take_back: Callable[[], None], metrics: dict[str, Any], weight_version: int) -> None:
         """Interrupted here the step has not begun: a checkpoint is of the steps that are done, the same prompts come again."""
@@ -83,14 +83,14 @@ class PPOTrainer(Trainer):
 
     @property
     def learned_rows(self) -> list[Prompt]:
-        return self.prompts + (self.mixin.prompts if self.mixin is not None else [])
+        return self.prompts + (self.ptx_loss.prompts if self.ptx_loss is not None else [])
 
-    def _learn(self, role: Role, objective: Objective, planned: Planned, phase: str, mixin: Mixin | None = None) -> None:
+    def _learn(self, role: Role, objective: Objective, planned: Planned, phase: str, ptx_loss: PtxLoss | None = None) -> None:
         """One optimizer step per minibatch and epoch. What one role learns from does not depend on the other's updates."""
         for rows in planned.minibatches * self.config.train.max_epochs:
             denominator = role.denominator(planned.experience, rows, length=self.config.rollout.generate_max_len)
             self.metrics.mean(f"{phase}/learning_rate", role.scheduler.get_last_lr()[0])
-            beside = mixin.next() if mixin is not None else None
-            loss, norm = role.update(planned.experience, rows, objective, denominator, self.metrics, beside=beside)
+            term = ptx_loss.next() if ptx_loss is not None else None
+            loss, norm = role.update(planned.experience, rows, objective, denominator, self.metrics, extra_term=term)
             self.metrics.mean(f"{phase}/loss", loss)
             self.metrics.mean(f"{phase}/grad_norm", norm)

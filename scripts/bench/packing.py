@@ -32,8 +32,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.attention.flat import ATTENTION
-from lightrft.data.packing import Plan, plan
-from lightrft.data.pasts import LITTLE, prompts, shared_pasts
+from lightrft.batching.planner import Plan, plan
+from lightrft.batching.prefix_sharing import MIN_SAVING, find_shared_prefixes, prompts
 from lightrft.models.heads import Actor
 from lightrft.types import Batch
 
@@ -88,7 +88,9 @@ def packed_step(batch: Batch, tokens: int, *, once: bool = False, **model: int) 
         made = plan(lengths, num_ranks=1, minibatch_size=len(lengths), max_tokens=tokens, prompts=alike)
         parts = [batch.select(rows) for rows in made.minibatches[0][0]]
         if once:
-            parts = [replace(part, shared=shared_pasts(part.input_ids, part.lengths, little=LITTLE)) for part in parts]
+            parts = [
+                replace(part, shared=find_shared_prefixes(part.input_ids, part.lengths, min_saving=MIN_SAVING)) for part in parts
+            ]
         return sum(_backward(-actor(part, 1.0)[0].sum()) for part in parts)
 
     return step

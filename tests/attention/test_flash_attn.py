@@ -17,7 +17,7 @@ from flat_models import MODELS, TEMPERATURE, assert_same_gradients, gradients_of
 from lightrft.attention import flash_attn, flat
 from lightrft.attention.flat import ATTENTION, block_attention, flat_attention
 from lightrft.attention.layout import Layout
-from lightrft.data.pasts import shared_pasts
+from lightrft.batching.prefix_sharing import find_shared_prefixes
 from lightrft.models.heads import Actor
 from lightrft.types import Batch
 
@@ -149,7 +149,7 @@ def test_shared_prefixes_equal_each_sequence_alone(name, monkeypatch, operations
     used = []
     monkeypatch.setattr(flat, "part_kernel", lambda *where: used.append(where) or flash_attn.FLASH_PARTS)
     batch = make_batch(alike=2)
-    assert_each_sequence_alone(name, replace(batch, shared=shared_pasts(batch.input_ids, batch.lengths)))
+    assert_each_sequence_alone(name, replace(batch, shared=find_shared_prefixes(batch.input_ids, batch.lengths)))
     assert used == [(CPU, torch.float32)] * 2, "one choice per layer"
 
 
@@ -232,7 +232,7 @@ def attended(case: str, device: torch.device, dtype: torch.dtype, *, by_hand: bo
     """The output [U, H, D], and the gradients of queries, keys and values; `by_hand` from the definition, each sequence alone."""
     rows, (heads, kv_heads), (columns, value_columns), window = CASES[case]
     lengths, ids = torch.tensor([len(row) for row in rows]), torch.tensor(sum(rows, []))
-    shared = shared_pasts(ids, lengths)
+    shared = find_shared_prefixes(ids, lengths)
     layout = Layout(lengths, device, shared=shared)
     generator = torch.Generator().manual_seed(0)
     shapes = [(heads, columns), (kv_heads, columns), (kv_heads, value_columns), (heads, value_columns)]
@@ -282,7 +282,7 @@ def test_the_gradient_of_a_shared_prefix_is_not_rounded_once_per_sample(window):
     """In bfloat16, of keys and values that 256 samples read: off by the rounding of one number, not of 256 sums."""
     rows = [[*range(30), 100 + row] for row in range(256)]
     lengths = torch.tensor([len(row) for row in rows])
-    layout = Layout(lengths, CPU, shared=shared_pasts(torch.tensor(sum(rows, [])), lengths))
+    layout = Layout(lengths, CPU, shared=find_shared_prefixes(torch.tensor(sum(rows, [])), lengths))
     generator = torch.Generator().manual_seed(0)
     *inputs, upstream = (torch.randn(30 + 256, 2, 16, generator=generator).bfloat16() for _ in range(4))
     results = []
@@ -300,7 +300,7 @@ def test_nothing_is_kept_for_every_row(window):
     prompt, samples, columns = 64, 16, 16
     rows = [[*range(prompt), 100 + row, 200 + row] for row in range(samples)]
     lengths = torch.tensor([len(row) for row in rows])
-    layout = Layout(lengths, CPU, shared=shared_pasts(torch.tensor(sum(rows, [])), lengths))
+    layout = Layout(lengths, CPU, shared=find_shared_prefixes(torch.tensor(sum(rows, [])), lengths))
     tokens = prompt + 2 * samples
     query, key, value = (torch.randn(1, heads, tokens, columns, requires_grad=True) for heads in (4, 2, 2))
     kept: dict[int, int] = {}

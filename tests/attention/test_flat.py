@@ -25,7 +25,7 @@ from flat_models import (
 )
 from lightrft.attention.flat import ATTENTION, attention_kernel, block_attention
 from lightrft.attention.layout import ALONE, Layout
-from lightrft.data.pasts import shared_pasts
+from lightrft.batching.prefix_sharing import find_shared_prefixes
 from lightrft.models.heads import Actor
 from lightrft.types import Batch
 
@@ -35,7 +35,7 @@ from lightrft.types import Batch
 def test_packed_equals_each_sequence_alone(name, lengths, alike):
     """Also where pasts are shared, which are computed once."""
     batch = make_batch(lengths, alike)
-    batch = replace(batch, shared=shared_pasts(batch.input_ids, batch.lengths))
+    batch = replace(batch, shared=find_shared_prefixes(batch.input_ids, batch.lengths))
     assert alike == 0 or len(batch.shared.computed) < batch.num_tokens
     reference, model = make_model(name, "eager"), make_model(name, ATTENTION)
     expected, values = one_by_one(reference, batch), Actor(model)(batch, TEMPERATURE)

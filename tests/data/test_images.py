@@ -14,7 +14,7 @@ from lightrft.config import ConfigError, DataSection
 from lightrft.data.conversations import load_examples
 from lightrft.data.images import ImageFile, image_files, opened, with_parts
 from lightrft.data.prompts import load_prompts
-from lightrft.data.rows import DataError
+from lightrft.data.readers import DataError
 from tiny import byte_tokenizer
 
 TEMPLATE = (

@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 from lightrft.config import DataSection
 from lightrft.data.prompts import load_prompts
-from lightrft.data.rows import DataError
+from lightrft.data.readers import DataError
 from lightrft.types import Prompt, TokenIds
 from tiny import BOS, byte_tokenizer
 

@@ -36,7 +36,7 @@ from lightrft.engine.requests import MEDIA
 from lightrft.parallel.collectives import Axis
 from lightrft.strategy import EngineStatus, FSDPStrategy
 from lightrft.strategy.prompt_reader import PromptReader, as_list, per_prompt
-from lightrft.types import Completion, joined
+from lightrft.types import Completion, concatenated_features
 from ranks import run_ranks
 from seeing import FILMED, FRAMED, IMAGE, clip, film, hearing_model, picture, seeing_model, seeing_qwen
 from sglang_environment import in_sglang_environment
@@ -492,10 +492,10 @@ def test_the_forms_of_a_clip(tmp_path):
 
 def test_smaller_images_are_filled_up():
     one, two = {"pixels": torch.ones(1, 2, 3)}, {"pixels": torch.full((2, 1, 4), 2.0)}
-    whole = joined([one, two])["pixels"]
+    whole = concatenated_features([one, two])["pixels"]
     assert whole.shape == (3, 2, 4) and whole.sum() == one["pixels"].sum() + two["pixels"].sum()
     assert torch.equal(whole[0, :, :3], one["pixels"][0]) and torch.equal(whole[1:, :1], two["pixels"])
-    assert joined([]) == {}
+    assert concatenated_features([]) == {}
 
 
 def test_a_model_of_text_reads_no_images(tmp_path):

@@ -130,7 +130,7 @@ def updated(config: Config, policy: Policy, layout: Layout, steps: int) -> list[
     """Loss and gradient norm of each update. Between two of them nobody needs the actor."""
     data, whole = policy.strategy.mesh.data, experience()
     ends = [len(whole) * rank // data.size for rank in range(data.size + 1)]
-    mine, (rows,) = policy.deal_flat(whole.select(range(*ends[data.rank : data.rank + 2])), mbs=layout.sequences)
+    mine, (rows,) = policy.redistribute_flat(whole.select(range(*ends[data.rank : data.rank + 2])), mbs=layout.sequences)
     numbers = []
     for _ in range(steps):
         denominator = policy.denominator(mine, rows, length=LONGEST)

@@ -24,9 +24,9 @@ from invariants.test_layouts import (
     sequence_loss,
 )
 from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.batching.planner import plan
+from lightrft.batching.redistribute import all_to_all
 from lightrft.config import Config, ModelSection
-from lightrft.data.packing import plan
-from lightrft.data.plane import move
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer
 from lightrft.roles.critic import Critic
@@ -135,7 +135,7 @@ def one_update(strategy: Any, roles: dict[str, Any], objectives: dict[str, Any])
     data, whole = strategy.mesh.data, experience()
     schedule = plan(whole.lengths.tolist(), num_ranks=data.size, minibatch_size=len(whole), max_tokens=30, max_sequences=2)
     here = whole.select([row for row in range(len(whole)) if row % data.size == data.rank])
-    mine, rows = move(data, here, [schedule.rows(rank) for rank in range(data.size)]), schedule.local(data.rank)[0]
+    mine, rows = all_to_all(data, here, [schedule.rows(rank) for rank in range(data.size)]), schedule.local(data.rank)[0]
     assert len(rows) > 1
     for name, role in roles.items():
         role.begin_train_step(objectives[name], role.denominator(mine, rows), len(rows))

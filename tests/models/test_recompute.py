@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from flat_models import TEMPERATURE, gradients_of, make_batch, make_model, weighted
 from lightrft.attention.flat import ATTENTION
-from lightrft.data.pasts import shared_pasts
+from lightrft.batching.prefix_sharing import find_shared_prefixes
 from lightrft.models.heads import Actor
 from lightrft.models.recompute import keep_expensive, recompute
 
@@ -35,7 +35,7 @@ def backward_pass(name: str, policy: str | None, alike: int) -> tuple[Counter[st
     if policy:
         recompute(actor, selective=policy == "selective")
     batch = make_batch([16] * 4, alike)
-    loss = weighted(actor(replace(batch, shared=shared_pasts(batch.input_ids, batch.lengths)), TEMPERATURE))
+    loss = weighted(actor(replace(batch, shared=find_shared_prefixes(batch.input_ids, batch.lengths)), TEMPERATURE))
     with Operations() as operations:
         loss.backward()
     return operations.seen, gradients_of(actor)

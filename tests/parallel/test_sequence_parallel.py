@@ -14,8 +14,8 @@ from flat_models import LENGTHS, SIZES, TEMPERATURE, gradients_of, make_batch, m
 from lightrft.attention.flat import ATTENTION, flat_attention
 from lightrft.attention.layout import Layout
 from lightrft.backends.base import SEQUENCES
+from lightrft.batching.prefix_sharing import find_shared_prefixes
 from lightrft.config import ConfigError
-from lightrft.data.pasts import shared_pasts
 from lightrft.models.heads import Actor, divide, rope_window
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
@@ -41,10 +41,10 @@ def sequence_of(kind: str):
 def shared_layout(multiple: int, sequence: SequenceParallel = NO_SEQUENCE_PARALLEL) -> Layout:
     """Where ranks have SHARED, filled up with a sequence of its own."""
     lengths = torch.tensor([len(row) for row in SHARED])
-    shared = shared_pasts(torch.tensor(sum(SHARED, [])), lengths)
+    shared = find_shared_prefixes(torch.tensor(sum(SHARED, [])), lengths)
     missing = -len(shared.computed) % multiple
     lengths = torch.cat([lengths, torch.tensor([missing] * (missing > 0), dtype=torch.int64)])
-    return Layout(lengths, torch.device("cpu"), sequence, shared.followed(missing))
+    return Layout(lengths, torch.device("cpu"), sequence, shared.append_sequence(missing))
 
 
 def attention_inputs(num_tokens: int, num_kv_heads: int) -> tuple[list[Tensor], Tensor]:
@@ -163,7 +163,7 @@ BATCHES = [(LENGTHS, 0), ([24, 48, 16, 40, 7], 0), ([1], 0), ([57], 0), ([24, 28
 
 def batch_of(lengths: list[int], alike: int) -> Batch:
     batch = make_batch(lengths, alike)
-    return replace(batch, shared=shared_pasts(batch.input_ids, batch.lengths))
+    return replace(batch, shared=find_shared_prefixes(batch.input_ids, batch.lengths))
 
 
 def model_of_ranks(kind: str, checkpointing: bool) -> list[tuple[list[Tensor], dict[str, Tensor]]]:

@@ -103,7 +103,7 @@ def test_responses_of_a_failed_call_are_dropped_with_their_prompt():
     made = runner(reward_failure="drop")
     groups = [group("right", "wrong"), group("right", "raise it")]
     assert judged(made, *groups) == [1, 0, 0, 0]
-    assert [sample.left_out for each in groups for sample in each] == [False, False, True, True]
+    assert [sample.masked for each in groups for sample in each] == [False, False, True, True]
 
 
 def test_a_function_that_always_fails_ends_the_run(forgiving):

@@ -92,7 +92,7 @@ def budgets(folder: str, reference_folder: str, scorer_folder: str):
     """[budget]: micro-batches of one rank, and what the roles say of the flat batch, dealt for training with 20 tokens."""
     made = rows.strategy()
     policy, critic = rows.policy(made, folder, reference_folder, max_tokens=20), rows.critic(made, scorer_folder)
-    flat, (members,) = policy.deal(rows.share(rows.whole(), made.get_rank(), made.mesh.data.size))
+    flat, (members,) = policy.redistribute(rows.share(rows.whole(), made.get_rank(), made.mesh.data.size))
     found = []
     for budget in (None, 40, 1000):
         policy.max_logprob_tokens = critic.max_logprob_tokens = budget

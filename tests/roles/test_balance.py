@@ -48,7 +48,7 @@ def updated(folder: str, args: dict, limit: int):
     policy, metrics = rows.policy(made, folder, max_tokens=limit), Metrics()
     policy.routers = Routers(policy.actor.language_model, COEFFICIENT)
     data = made.mesh.data
-    batch, (members,) = policy.deal(rows.share(rows.whole(), data.rank, data.size))
+    batch, (members,) = policy.redistribute(rows.share(rows.whole(), data.rank, data.size))
     numbers = [policy.update(batch, members, sft, policy.denominator(batch, members), metrics) for _ in range(2)]
     return torch.stack([torch.stack(each) for each in numbers]), dict(made.full_params(policy.module)), metrics.reduce(data)
 

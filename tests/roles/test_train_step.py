@@ -24,7 +24,7 @@ def state(policy: Policy):
 
 def by_hand(policy: Policy, batch: rows.Padded, *, stop_after: int | None = None):
     """One step over all rows in micro-batches of one row, or only the first of them."""
-    flat, (members,) = policy.deal(batch, mbs=1)
+    flat, (members,) = policy.redistribute(batch, mbs=1)
     policy.begin_train_step(sft, policy.denominator(flat, members), len(members))
     for number, micro_batch in enumerate(micro_batches(flat, members, policy.strategy.device)):
         if number == stop_after:
@@ -44,7 +44,7 @@ def three_ways(folder: str):
             elif way == "by hand":
                 numbers = by_hand(policy, batch)
             else:
-                flat, (members,) = policy.deal(batch, mbs=1)
+                flat, (members,) = policy.redistribute(batch, mbs=1)
                 numbers = policy.update(flat, members, sft, policy.denominator(flat, members), Metrics())
         results.append((torch.stack(numbers), state(policy)))
     return results
@@ -91,7 +91,7 @@ def test_an_aborted_step_leaves_nothing_behind(folder, world_size, args):
 
 def out_of_order(folder: str):
     policy, batch = start(folder)
-    flat, (members,) = policy.deal(batch, mbs=5)
+    flat, (members,) = policy.redistribute(batch, mbs=5)
     denominator = policy.denominator(flat, members)
     ready = list(micro_batches(flat, members, policy.strategy.device))
 

@@ -63,7 +63,7 @@ def collector(data: list[Prompt], axis: Axis = ALONE, greedy: bool = False, **fl
 
 def step(collect: Collector, number: int = 1, metrics: Metrics | None = None):
     groups = collect(number, metrics or Metrics())
-    return groups, collect.judged(groups, Metrics())
+    return groups, collect.rewarded(groups, Metrics())
 
 
 def test_a_plain_step_takes_the_next_prompts_of_the_order():
@@ -88,9 +88,9 @@ def test_dynamic_sampling_replaces_groups_without_signal():
     metrics = Metrics()
     for number in range(1, 6):
         groups, samples = step(collect, number, metrics)
-        assert len(groups) == 4 and all(group.teaches for group in groups)
+        assert len(groups) == 4 and all(group.has_signal for group in groups)
         assert [group.number for group in groups] == sorted(group.number for group in groups)
-        assert not any(sample.left_out for sample in samples)
+        assert not any(sample.masked for sample in samples)
     row = metrics.reduce(ALONE)
     assert row["rollout/sampling_rounds"] >= 2 and row["rollout/groups_given_up"] >= 1
     assert len({seed for seed, _ in collect.sampler.calls}) == len(collect.sampler.calls)
@@ -101,7 +101,7 @@ def test_few_signals_fill_a_step_up_with_groups_that_are_left_out():
     collect.place = collect.order.rows(0, 40).index(0)
     groups, _ = step(collect)
     assert len(groups) == 4 and groups[0].row == 0
-    assert [all(sample.left_out for sample in group.samples) for group in groups] == [group.row != 0 for group in groups]
+    assert [all(sample.masked for sample in group.samples) for group in groups] == [group.row != 0 for group in groups]
 
 
 def test_data_without_signal_are_an_error():

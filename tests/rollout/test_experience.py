@@ -56,7 +56,7 @@ def test_no_samples_keep_every_column_and_its_type():
     assert len(nothing) == nothing.num_tokens == 0
 
 
-# group, reward, response length; group 1 lies on both ranks, group 2 teaches nothing
+# group, reward, response length; group 1 lies on both ranks, group 2 has no signal
 SAMPLES = [(0, 1.0, 3), (0, 0.0, 9), (1, 2.0, 4), (1, 6.0, 1), (1, 1.0, 7), (2, 0.1, 2), (2, 0.1, 5), (2, 0.1, 6)]
 # group 0: mean 0.5, std 0.707107; group 1: 2, 6, 1 has mean 3, std 2.645751
 ADVANTAGES = [0.707007, -0.707007, -0.377950, 1.133850, -0.755900, 0.0, 0.0, 0.0]
@@ -213,7 +213,7 @@ def beside_greedy(samples: list[Sample]) -> list[Sample]:
 
 def without(samples: list[Sample], *places: int) -> list[Sample]:
     for place in places:
-        samples[place].left_out = True
+        samples[place].masked = True
     return samples
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from lightrft.algorithms.objectives import sft
+from lightrft.batching.redistribute import redistribute
 from lightrft.config import ModelSection
 from lightrft.data.images import IMAGES, ImageFile
-from lightrft.data.plane import deal
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.models.trainable import choose_trained
@@ -75,7 +75,7 @@ def learned(folder: str, settings: dict, micro_batches: list[dict]) -> list[tupl
         actor.blank = expand.blank
         first = sum(HELD[data.size][: data.rank])
         mine = samples(expand.reader.processor)[first : first + HELD[data.size][data.rank]]
-        batch, (rows,) = deal(data, flatten(mine, first_row=first, expand=expand), **{"max_tokens": TOKENS} | limits)
+        batch, (rows,) = redistribute(data, flatten(mine, first_row=first, expand=expand), **{"max_tokens": TOKENS} | limits)
         said = policy.logprobs(batch, rows).split(batch.lengths.tolist())
         by_row = dict(pair for part in data.gather(list(zip(batch.rows.tolist(), said, strict=True))) for pair in part)
         policy.update(batch, rows, sft, policy.denominator(batch, rows, length=1), Metrics())
@@ -170,7 +170,7 @@ def compare_counts(folder: str) -> None:
     expand, rng = Expander(ModelSection(pretrain=folder)), random.Random(0)
     sizes = [(round(2 ** rng.uniform(0, 10)), round(2 ** rng.uniform(0, 10))) for _ in range(60)]
     counted = [outcome(expand._counted, size) for size in sizes]
-    assert counted == [outcome(expand._made, size) for size in sizes]
+    assert counted == [outcome(expand._expanded_length, size) for size in sizes]
     assert expand._counts and len(set(counted)) > 6
 
 

@@ -54,13 +54,13 @@ def option(command: list[str], name: str) -> str:
 
 def check(command: list[str], monkeypatch) -> None:
     """The flags after `-m lightrft.cli.DOOR` make a run that is possible, and each of them has an effect."""
-    door = option(command, "-m").removeprefix("lightrft.cli.")
+    entrypoint = option(command, "-m").removeprefix("lightrft.cli.")
     flags = command[command.index("-m") + 2 :]
     nodes = int(option(command, "--nnodes")) if "--nnodes" in command else 1
     monkeypatch.setenv("WORLD_SIZE", str(nodes * int(option(command, "--nproc-per-node"))))
     monkeypatch.chdir(ROOT)
-    config = prepare_config(door, parse(flags, door))
-    assert flags_without_effect(config, door) == []
+    config = prepare_config(entrypoint, parse(flags, entrypoint))
+    assert flags_without_effect(config, entrypoint) == []
 
 
 @pytest.mark.parametrize("script", RUNS)

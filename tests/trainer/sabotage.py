@@ -1,4 +1,4 @@
-"""A door with a fault: SABOTAGE=phase:rank:how makes one rank kill itself, raise, sleep or hang when it announces that phase.
+"""An entrypoint with a fault: SABOTAGE=phase:rank:how makes one rank kill itself, raise, sleep or hang when it announces a phase.
 
     SABOTAGE=train:1:kill torchrun --nproc-per-node 2 tests/trainer/sabotage.py [flags of train_ppo]
 """

@@ -36,7 +36,7 @@ def no_launcher_to_wait_for(monkeypatch):
     monkeypatch.setattr("lightrft.launch.heartbeat.GRACE", 0.4)
 
 
-def door(flags: list[str], folder: Path) -> None:
+def entrypoint(flags: list[str], folder: Path) -> None:
     log = open(folder / f"log{os.environ['RANK']}", "w", buffering=1)
     os.dup2(log.fileno(), 2)
     sys.stderr = log
@@ -46,7 +46,7 @@ def door(flags: list[str], folder: Path) -> None:
 def run(inputs: list[str], folder: Path, what: str, monkeypatch) -> tuple[list[int | None], list[str]]:
     """(exit codes, what each rank wrote to stderr)."""
     monkeypatch.setenv("SABOTAGE", what)
-    codes = exit_codes(2, door, [*inputs, *FLAGS, f"--save_path={folder}"], folder)
+    codes = exit_codes(2, entrypoint, [*inputs, *FLAGS, f"--save_path={folder}"], folder)
     return codes, [(folder / f"log{rank}").read_text() for rank in range(2)]
 
 

@@ -25,7 +25,7 @@ def no_launcher_to_wait_for(monkeypatch):
     monkeypatch.setattr("lightrft.launch.heartbeat.GRACE", 0.4)
 
 
-def door(flags: list[str], folder: Path, spoil: Callable[[], None] | None) -> None:
+def entrypoint(flags: list[str], folder: Path, spoil: Callable[[], None] | None) -> None:
     log = open(folder / f"log{os.environ['RANK']}", "w", buffering=1)
     os.dup2(log.fileno(), 2)
     sys.stderr = log
@@ -38,7 +38,7 @@ def door(flags: list[str], folder: Path, spoil: Callable[[], None] | None) -> No
 
 def run(flags: list[str], folder: Path, spoil: Callable[[], None] | None = None) -> tuple[list[int | None], list[str]]:
     """Exit codes, within a minute and a half, and what each rank wrote."""
-    codes = exit_codes(2, door, [*flags, "--max_steps=2", f"--save_path={folder}"], folder, spoil, timeout=90)
+    codes = exit_codes(2, entrypoint, [*flags, "--max_steps=2", f"--save_path={folder}"], folder, spoil, timeout=90)
     return codes, [(folder / f"log{rank}").read_text() for rank in range(2)]
 
 

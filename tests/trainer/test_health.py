@@ -129,9 +129,9 @@ def stale_once(flags: list[str], folder: Path, step: int) -> list[int | None]:
     strategy = get_strategy(config)
     strategy.setup_distributed()
     trainer = ppo_trainer(config, strategy)
-    collect, load_weights, rounds = trainer.collect.judged, strategy.engine.load_weights, []
+    collect, load_weights, rounds = trainer.collect.rewarded, strategy.engine.load_weights, []
 
-    def judged(groups, metrics):
+    def rewarded(groups, metrics):
         samples = collect(groups, metrics)
         if len(rounds) == step:
             for sample in samples:
@@ -142,7 +142,7 @@ def stale_once(flags: list[str], folder: Path, step: int) -> list[int | None]:
         rounds.append(strategy.engine.verify_round)
         load_weights(stream, version)
 
-    trainer.collect.judged, strategy.engine.load_weights = judged, load
+    trainer.collect.rewarded, strategy.engine.load_weights = rewarded, load
     trainer.fit()
     strategy.close()
     return rounds

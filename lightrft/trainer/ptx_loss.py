@@ -1,17 +1,17 @@
-"""Given answers that the actor learns beside its samples, so that it does not forget them."""
+"""A supervised loss on given answers, added to that of the samples so that the actor does not forget them (PTX, InstructGPT)."""
 
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.objectives import MixedIn
 from lightrft.config import TrainSection
-from lightrft.data.conversations import supervised_part
 from lightrft.data.loader import Order
 from lightrft.roles.policy import Policy
-from lightrft.roles.role import Lesson
+from lightrft.roles.role import LossTerm
+from lightrft.trainer.sft import supervised_part
 from lightrft.types import Expand, Prompt
 
 
-class Mixin:
+class PtxLoss:
     """A batch of rows for each optimizer step, as many as that has samples, in an order of its own; a part of checkpoints."""
 
     def __init__(
@@ -32,14 +32,14 @@ class Mixin:
         self.objective = MixedIn(coefficient)
         self.taken = 0
 
-    def next(self) -> Lesson:
-        """With the denominator of this batch alone: the mean over the answer tokens of all ranks; one collective."""
+    def next(self) -> LossTerm:
+        """Return the next batch with a denominator of its own: the mean over the answer tokens of all ranks; one collective."""
         size = self.train.train_batch_size
         prompts = [self.prompts[row] for row in self.order.rows(self.taken * size, size)]
         self.taken += 1
         data = self.policy.strategy.mesh.data
         batch, rows = supervised_part(prompts, self.tokenizer, data, self.train, expand=self.expand)
-        return Lesson(batch, rows, self.objective, self.policy.denominator(batch, rows, length=1), self.policy.supervised)
+        return LossTerm(batch, rows, self.objective, self.policy.denominator(batch, rows, length=1), self.policy.supervised)
 
     def state_dict(self) -> dict[str, int]:
         return {"taken": self.taken}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightrft.data.level import Level
+from lightrft.batching.local_search import LocalSearch
 
 ATTENTION_SCALE = 6 * 4096
 """Tokens at which a sequence's attention costs as much as its matrix products: six times the hidden size."""
@@ -51,7 +51,7 @@ class Packer:
         self.sizes, self.works, self.num_ranks, self.limits = sizes, works, num_ranks, limits
 
     def best(self) -> list[Bin]:
-        """The cheapest of four fillings; where sequences are few it is levelled as well."""
+        """Return the cheapest of four fillings; where sequences are few a local search improves it."""
         few = len(self.sizes) <= FEW
         enough = sum(self.works) / self.num_ranks * (1 if few else GOOD_ENOUGH)
         best: list[Bin] = []
@@ -61,7 +61,7 @@ class Packer:
                 best = bins
             if self._time(best) <= enough:
                 return best
-        return self._levelled(best) if few else best
+        return self._improved(best) if few else best
 
     def even(self, rows: Bin) -> list[Bin]:
         """All bins of nearly equal cost: best where no sequence is dearer than an average bin."""
@@ -75,9 +75,9 @@ class Packer:
         """While a sequence is dearer than an average bin, one bin per rank filled up to its cost; then even ones."""
         bins, left = [], sum(self.works)
         while rows and self.works[rows[0]] * self.num_ranks * self._fewest(rows) > left:
-            filled, rows = self._fill(rows, self.num_ranks, max_work=self.works[rows[0]])
-            left -= sum(self._work(bin_) for bin_ in filled)
-            bins += filled
+            full, rows = self._fill(rows, self.num_ranks, max_work=self.works[rows[0]])
+            left -= sum(self._work(bin_) for bin_ in full)
+            bins += full
         return bins + self.even(rows)
 
     def tight(self, rows: Bin) -> list[Bin]:
@@ -142,13 +142,13 @@ class Packer:
                 insort(rooms, (room - self.sizes[row], index))
         return bins
 
-    def _levelled(self, bins: list[Bin]) -> list[Bin]:
-        """The same bins after moving and swapping sequences, each time out of a bin that the others wait for."""
+    def _improved(self, bins: list[Bin]) -> list[Bin]:
+        """Return the bins after moving and swapping sequences, each time out of a bin that the others wait for."""
         tokens, sequences = self.limits.tokens, self.limits.sequences
-        level = Level(self.works, self.sizes, bins, num_ranks=self.num_ranks, max_tokens=tokens, max_sequences=sequences)
-        while level.round():
+        search = LocalSearch(self.works, self.sizes, bins, num_ranks=self.num_ranks, max_tokens=tokens, max_sequences=sequences)
+        while search.round():
             pass
-        return self._dearest_first(level.bins())
+        return self._dearest_first(search.bins())
 
     def _dearest_first(self, bins: list[Bin]) -> list[Bin]:
         return sorted(bins, key=lambda bin_: (-self._work(bin_), bin_))

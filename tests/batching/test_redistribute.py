@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightrft.data.plane import move, share
+from lightrft.batching.redistribute import all_to_all, share
 from lightrft.parallel.collectives import Axis
 from lightrft.types import Experience, token_index
 from ranks import run_ranks
@@ -62,7 +62,7 @@ def moved(lengths: list[int], held: list[list[int]], owners: list[list[int]]):
         return plain(output, source, output_sizes, input_sizes, **kwargs)
 
     with mock.patch.object(dist, "all_to_all_single", count):
-        batch = move(axis, whole(lengths).select(held[rank]), owners)
+        batch = all_to_all(axis, whole(lengths).select(held[rank]), owners)
     assert batch.old_logprobs is None and batch.reference_logprobs is None
     return batch.columns("sequence") | batch.columns("token"), sent
 
@@ -70,7 +70,7 @@ def moved(lengths: list[int], held: list[list[int]], owners: list[list[int]]):
 def refused(owners: list[list[int]]) -> str:
     axis = Axis("data", 2, dist.get_rank(), dist.group.WORLD)
     with pytest.raises(ValueError) as error:
-        move(axis, whole([3, 1, 2, 5]).select([[0, 1], [2, 3]][axis.rank]), owners)
+        all_to_all(axis, whole([3, 1, 2, 5]).select([[0, 1], [2, 3]][axis.rank]), owners)
     return str(error.value)
 
 

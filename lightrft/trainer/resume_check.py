@@ -82,10 +82,10 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         problems.append(f"the training data has changed, first in the rows {piece.start + 1} to {piece.stop} of {now['rows']}")
     if problems:
         raise ConfigError("\n".join(f"  - {problem}" for problem in problems))
-    said = [f"--{name} {change}" for name, change in settings.items() if name not in NO_NUMBER_DEPENDS_ON]
+    notices = [f"--{name} {change}" for name, change in settings.items() if name not in NO_NUMBER_DEPENDS_ON]
     of_reference = now["settings"].get("use_kl_loss") or now["settings"].get("init_kl_coef")
-    return said + (["the weights of --pretrain, which the divergence is measured from, have changed"]
-                   if others and of_reference else [])  # fmt: skip
+    return notices + (["the weights of --pretrain, which the divergence is measured from, have changed"]
+                      if others and of_reference else [])  # fmt: skip
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""Which tokens of a micro-batch have the same past: samples of one prompt have, up to where they part.
+"""Compute each prompt prefix once per micro-batch and share its keys and values between samples.
 
-What a causal model says after a token depends on nothing but the tokens up to it. So it is computed once for all sequences that
+The output of a causal model after a token depends only on the tokens up to it. So it is computed once for all sequences that
 begin alike, and their gradients add up there: less work, and less memory, by nearly the prompt's share of the tokens.
 """
 
@@ -10,21 +10,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrft.types import Batch, Features, Shared
+from lightrft.types import Batch, Features, SharedPrefix
 
-LITTLE = 1 / 32
+MIN_SAVING = 1 / 32
 """A prefix that saves no more than this share of the tokens behind it is not worth a call of attention in which they read it."""
 
 
-def shared_pasts(
-    input_ids: Tensor, lengths: Tensor, media: list[Features] | None = None, *, little: float = 0.0
-) -> Shared | None:
-    """Of the sequences end to end in input_ids [T], on the host; None where nothing is shared.
+def find_shared_prefixes(
+    input_ids: Tensor, lengths: Tensor, media: list[Features] | None = None, *, min_saving: float = 0.0
+) -> SharedPrefix | None:
+    """Find what the sequences in input_ids [T], end to end on the host, begin with in common; None where nothing is shared.
 
-    Each prefix is computed in the first sequence that has it. One that saves no more than the share `little` of the tokens behind
-    it is computed in all of them.
+    Each prefix is computed in the first sequence that has it. One that saves no more than the share `min_saving` of the tokens
+    behind it is computed in all of them.
 
-    Sequences with images share their pasts where they have one prompt, and so the same object in `media`. In the order of their
+    Sequences with images share prefixes where they have one prompt, and so the same object in `media`. In the order of their
     tokens (any order of single tokens will do) each sequence shares most with the one before it.
     """
     tokens, stops = input_ids.numpy(), lengths.cumsum(0).tolist()
@@ -34,7 +34,7 @@ def shared_pasts(
     order = sorted(range(len(rows)), key=lambda row: (seen[row], rows[row].tobytes()))
     pairs = list(zip(order, order[1:], strict=False))
     counts = np.array([common(rows[one], rows[two]) if seen[one] == seen[two] else 0 for one, two in pairs], dtype=np.int64)
-    _drop(counts, lengths.numpy()[order], little)
+    _drop(counts, lengths.numpy()[order], min_saving)
     same = np.arange(len(tokens))
     for (before, row), count in zip(pairs, counts.tolist(), strict=True):
         same[starts[row] : starts[row] + count] = same[starts[before] : starts[before] + count]
@@ -44,10 +44,10 @@ def shared_pasts(
     computed = same == np.arange(len(tokens))
     if computed.all():
         return None
-    return Shared(torch.from_numpy(computed.nonzero()[0]), torch.from_numpy((computed.cumsum() - 1)[same]))
+    return SharedPrefix(torch.from_numpy(computed.nonzero()[0]), torch.from_numpy((computed.cumsum() - 1)[same]))
 
 
-def _drop(counts: np.ndarray, lengths: np.ndarray, little: float) -> None:
+def _drop(counts: np.ndarray, lengths: np.ndarray, min_saving: float) -> None:
     """Shorten `counts`, the tokens that each sequence shares with the next, where a prefix saves too little.
 
     Sequences between which at least d tokens are shared all begin with the same d tokens.
@@ -58,7 +58,7 @@ def _drop(counts: np.ndarray, lengths: np.ndarray, little: float) -> None:
         shared = int(counts[first:stop].min())
         parted = first + (counts[first:stop] == shared).nonzero()[0]
         behind = (lengths[first : stop + 1] - shared).sum() - (counts[first:stop] - shared).sum()
-        if known < shared and (shared - known) * len(parted) <= little * behind:
+        if known < shared and (shared - known) * len(parted) <= min_saving * behind:
             counts[parted] = shared = known
         edges = [first - 1, *parted.tolist(), stop]
         groups += [(one + 1, two, shared) for one, two in zip(edges, edges[1:], strict=False) if one + 1 < two]

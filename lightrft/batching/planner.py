@@ -11,15 +11,15 @@ from typing import Literal
 
 import numpy as np
 
-from lightrft.data.bins import Limits, pack, work
-from lightrft.data.many import pack_many
-from lightrft.data.pasts import LITTLE
+from lightrft.batching.bin_packing import Limits, pack, work
+from lightrft.batching.large_plans import pack_large_step
+from lightrft.batching.prefix_sharing import MIN_SAVING
 
 Batching = Literal["packed", "dynamic", "plain"]
 Prompts = Sequence[tuple[int, int]] | np.ndarray
 """Of each row the prompt, as any number, and its tokens: rows with the same entry begin with the same tokens."""
 
-MANY = 16384
+LARGE_STEP = 16384
 """An optimizer step with more rows is planned in whole columns."""
 
 PARTS = (1, 2, 4)
@@ -58,7 +58,7 @@ def plan(
     batching: Batching = "packed",
     prompts: Prompts | None = None,
 ) -> Plan:
-    """Split rows 0..N-1 into consecutive optimizer steps of `minibatch_size`, each dealt to ranks and micro-batches.
+    """Split rows 0..N-1 into consecutive optimizer steps of `minibatch_size`, each divided over ranks and micro-batches.
 
     packed: any sequences up to max_tokens, so that all ranks finish together; rows with the same of `prompts` meet where that
     makes it shorter, as a micro-batch computes their prompt once. dynamic: sequences of similar length, whose
@@ -68,9 +68,9 @@ def plan(
     _check(lengths, max_tokens)
     limits = Limits(max_tokens, max_sequences or max(len(lengths), 1))
     prompts = np.column_stack([np.arange(len(lengths)), np.zeros_like(lengths)]) if prompts is None else np.asarray(prompts)
-    deal = {"packed": partial(_packed, prompts), "dynamic": _dynamic, "plain": _plain}[batching]
+    split = {"packed": partial(_packed, prompts), "dynamic": _dynamic, "plain": _plain}[batching]
     steps = [range(start, min(start + minibatch_size, len(lengths))) for start in range(0, len(lengths), minibatch_size)]
-    return Plan([deal(lengths, rows, num_ranks, limits) for rows in steps])
+    return Plan([split(lengths, rows, num_ranks, limits) for rows in steps])
 
 
 def _check(lengths: list[int], max_tokens: int) -> None:
@@ -84,10 +84,12 @@ def _check(lengths: list[int], max_tokens: int) -> None:
 
 def _packed(known: np.ndarray, lengths: list[int], rows: range, num_ranks: int, limits: Limits) -> list[list[list[int]]]:
     """[rank][m]: bins of similar cost run at the same time on different ranks; the dearest first. The shortest of several."""
-    if len(rows) > MANY:
+    if len(rows) > LARGE_STEP:
         part = slice(rows.start, rows.stop)
-        dealt = pack_many(np.array(lengths[part]), known[part], num_ranks, limits)
-        return dealt if not rows.start else [[[rows.start + row for row in bin_] for bin_ in rank] for rank in dealt]
+        micro_batches = pack_large_step(np.array(lengths[part]), known[part], num_ranks, limits)
+        if not rows.start:
+            return micro_batches
+        return [[[rows.start + row for row in bin_] for bin_ in rank] for rank in micro_batches]
     prompts = [tuple(prompt) for prompt in known.tolist()]
 
     def spent(members: list[int]) -> int:
@@ -95,17 +97,17 @@ def _packed(known: np.ndarray, lengths: list[int], rows: range, num_ranks: int, 
         repeated = sum(work(prompts[row][1]) for row in members) - sum(work(tokens) for _, tokens in once)
         return sum(work(lengths[row]) for row in members) - repeated
 
-    def made(units: list[list[int]]) -> list[list[list[int]]]:
+    def packed(units: list[list[int]]) -> list[list[list[int]]]:
         most = Limits(limits.tokens, limits.sequences // max(map(len, units), default=1))
         sizes, works = [sum(lengths[row] for row in unit) for unit in units], [spent(unit) for unit in units]
         bins = [sorted(row for place in bin_ for row in units[place]) for bin_ in pack(sizes, works, num_ranks, most)]
         bins.sort(key=spent, reverse=True)
         return [bins[rank::num_ranks] for rank in range(num_ranks)]
 
-    def time(dealt: list[list[list[int]]]) -> int:
-        return sum(max(map(spent, beside)) for beside in zip(*dealt, strict=True))
+    def time(by_rank: list[list[list[int]]]) -> int:
+        return sum(max(map(spent, bins)) for bins in zip(*by_rank, strict=True))
 
-    return min(map(made, [[[row] for row in rows], *_together(prompts, lengths, rows, limits)]), key=time)
+    return min(map(packed, [[[row] for row in rows], *_together(prompts, lengths, rows, limits)]), key=time)
 
 
 def _together(prompts: list[tuple[int, int]], lengths: list[int], rows: range, limits: Limits) -> Iterator[list[list[int]]]:
@@ -114,7 +116,7 @@ def _together(prompts: list[tuple[int, int]], lengths: list[int], rows: range, l
     for row in rows:
         of_prompt.setdefault(prompts[row], []).append(row)
     saved = sum(tokens * (len(members) - 1) for (_, tokens), members in of_prompt.items())
-    if saved > LITTLE * sum(lengths[row] for row in rows):
+    if saved > MIN_SAVING * sum(lengths[row] for row in rows):
         for parts in PARTS if len(of_prompt) <= MANY_PROMPTS else PARTS[:1]:
             yield [unit for members in of_prompt.values() for unit in _units(lengths, members, parts, limits)]
 
@@ -127,7 +129,7 @@ def _units(lengths: list[int], members: list[int], parts: int, limits: Limits) -
 
 
 def _dynamic(lengths: list[int], rows: range, num_ranks: int, limits: Limits) -> list[list[list[int]]]:
-    """[rank][m]: rows by length, longest first, dealt in turn; all ranks cut at the same places."""
+    """[rank][m]: rows by length, longest first, to each rank in turn; all ranks cut at the same places."""
     ordered = sorted(rows, key=lambda row: (-lengths[row], row))
     shares = [ordered[rank::num_ranks] for rank in range(num_ranks)]
     cuts = [0]
@@ -140,18 +142,18 @@ def _dynamic(lengths: list[int], rows: range, num_ranks: int, limits: Limits) ->
 def _plain(lengths: list[int], rows: range, num_ranks: int, limits: Limits) -> list[list[list[int]]]:
     """[rank][m]: consecutive rows for every rank, consecutive rows in every micro-batch."""
     ends = [len(rows) * (rank + 1) // num_ranks for rank in range(num_ranks)]
-    dealt = [_in_order(lengths, rows[start:end], limits) for start, end in zip([0, *ends], ends, strict=False)]
-    count = max(map(len, dealt))
-    return [[*micro_batches, *([] for _ in range(count - len(micro_batches)))] for micro_batches in dealt]
+    by_rank = [_in_order(lengths, rows[start:end], limits) for start, end in zip([0, *ends], ends, strict=False)]
+    count = max(map(len, by_rank))
+    return [[*micro_batches, *([] for _ in range(count - len(micro_batches)))] for micro_batches in by_rank]
 
 
 def _in_order(lengths: list[int], rows: Sequence[int], limits: Limits) -> list[list[int]]:
-    made: list[list[int]] = []
+    micro_batches: list[list[int]] = []
     room = 0
     for row in rows:
-        if lengths[row] > room or len(made[-1]) == limits.sequences:
-            made.append([])
+        if lengths[row] > room or len(micro_batches[-1]) == limits.sequences:
+            micro_batches.append([])
             room = limits.tokens
-        made[-1].append(row)
+        micro_batches[-1].append(row)
         room -= lengths[row]
-    return made
+    return micro_batches

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightrft.data.pasts import prompts, shared_pasts
-from lightrft.models.heads import shown
+from lightrft.batching.prefix_sharing import find_shared_prefixes, prompts
+from lightrft.models.heads import computed_images
 from lightrft.types import Batch
 
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8)
@@ -17,7 +17,7 @@ ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1,
 @given(ROWS)
 def test_a_token_stands_for_exactly_those_with_the_same_past(rows):
     pasts = [tuple(row[: place + 1]) for row in rows for place in range(len(row))]
-    shared = shared_pasts(torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows]))
+    shared = find_shared_prefixes(torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows]))
     if shared is None:
         assert len(set(pasts)) == len(pasts)
         return
@@ -29,17 +29,17 @@ def test_a_token_stands_for_exactly_those_with_the_same_past(rows):
 @given(ROWS)
 def test_the_first_row_that_has_a_prefix_computes_it(rows):
     """So rows of one prompt that stand side by side have their own tokens side by side."""
-    shared = shared_pasts(torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows]))
+    shared = find_shared_prefixes(torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows]))
     if shared is not None:
         assert (shared.computed[shared.places] <= torch.arange(len(shared.places))).all()
 
 
 @given(ROWS, st.sampled_from([0.1, 0.5, 2.0]))
-def test_where_little_is_not_shared_all_that_is_shared_is_the_same(rows, little):
+def test_where_a_small_saving_is_not_shared_all_that_is_shared_is_the_same(rows, min_saving):
     """And each row still computes its last tokens, however many they are."""
     lengths = torch.tensor([len(row) for row in rows])
     pasts = [tuple(row[: place + 1]) for row in rows for place in range(len(row))]
-    all_, some = (shared_pasts(torch.tensor(sum(rows, [])), lengths, little=each) for each in (0.0, little))
+    all_, some = (find_shared_prefixes(torch.tensor(sum(rows, [])), lengths, min_saving=each) for each in (0.0, min_saving))
     if some is None:
         return
     assert len(some.computed) >= len(all_.computed)
@@ -59,14 +59,14 @@ def test_a_prompt_of_a_few_tokens_is_not_shared_by_long_responses(prompt, shared
     assert len(found(longer, 1 / 32).computed) == sum(map(len, longer)) - 2 * 30 - prompt * shared
 
 
-def found(rows, little):
-    return shared_pasts(torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows]), little=little)
+def found(rows, min_saving):
+    return find_shared_prefixes(torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows]), min_saving=min_saving)
 
 
 def test_large_and_negative_token_ids():
     """Bytes, in which sequences are put in order, are not in the order of numbers."""
     rows = [[256, 1, 5], [1, 256, 5], [256, 1, 6], [2**40, 1], [-1, 1], [2**40, 2]]
-    shared = shared_pasts(torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows]))
+    shared = find_shared_prefixes(torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows]))
     assert len(shared.computed) == 15 - 3
 
 
@@ -76,15 +76,15 @@ def test_images_are_a_part_of_the_past():
     rows, media = [[7, 1], [7, 1, 3], [7, 1, 2], [7, 1, 3]], [one, other, one, {}]
     batch = Batch(lengths=torch.tensor([len(row) for row in rows]), input_ids=torch.tensor(sum(rows, [])), media=media,
                   loss_mask=torch.tensor([0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 1]).bool(), rows=torch.arange(4))  # fmt: skip
-    shared = shared_pasts(batch.input_ids, batch.lengths, media)
+    shared = find_shared_prefixes(batch.input_ids, batch.lengths, media)
     assert shared.computed.tolist() == [0, 1, 2, 3, 4, 7, 8, 9, 10]
-    assert shown(replace(batch, shared=shared)) == [one, other, {}]
+    assert computed_images(replace(batch, shared=shared)) == [one, other, {}]
     _, second, third, fourth = prompts(batch).tolist()
     assert second != third and third[1] == fourth[1] == 2 and third != fourth
 
 
 def test_what_is_computed_spreads_with_its_gradient():
-    shared = shared_pasts(torch.tensor([7, 8, 7, 9]), torch.tensor([2, 2]))
+    shared = find_shared_prefixes(torch.tensor([7, 8, 7, 9]), torch.tensor([2, 2]))
     values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     spread = shared.spread(values)
     assert spread.tolist() == [1, 2, 1, 3]

@@ -8,7 +8,7 @@ from lightrft.algorithms.objectives import sft
 from lightrft.config import TrainSection
 from lightrft.data.loader import Order
 from lightrft.observe.metrics import Metrics
-from lightrft.trainer.mixin import Mixin
+from lightrft.trainer.ptx_loss import PtxLoss
 from lightrft.types import Prompt
 from ranks import run_ranks
 from roles import rows
@@ -33,13 +33,13 @@ def updated(folder: str):
     """[loss, norm] of three steps, the parameters after them, what was reported."""
     made = rows.strategy()
     policy, metrics = rows.policy(made, folder, max_tokens=24), Metrics()
-    mixin = Mixin(policy, given(), byte_tokenizer(), train=TRAIN, coefficient=COEFFICIENT)
-    batch, (members,) = policy.deal(rows.share(rows.whole(), made.get_rank(), made.mesh.data.size))
+    ptx_loss = PtxLoss(policy, given(), byte_tokenizer(), train=TRAIN, coefficient=COEFFICIENT)
+    batch, (members,) = policy.redistribute(rows.share(rows.whole(), made.get_rank(), made.mesh.data.size))
     numbers = []
     for _ in range(3):
         denominator = policy.denominator(batch, members)
-        numbers.append(torch.stack(policy.update(batch, members, sft, denominator, metrics, beside=mixin.next())))
-    return torch.stack(numbers), dict(made.full_params(policy.module)), metrics.reduce(made.mesh.data), mixin.state_dict()
+        numbers.append(torch.stack(policy.update(batch, members, sft, denominator, metrics, extra_term=ptx_loss.next())))
+    return torch.stack(numbers), dict(made.full_params(policy.module)), metrics.reduce(made.mesh.data), ptx_loss.state_dict()
 
 
 def plain(folder: str):

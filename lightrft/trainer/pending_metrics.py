@@ -6,8 +6,8 @@ from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 
 
-class Unreported:
-    """Every rank has its own numbers: all are kept, and on another number of ranks dealt out anew."""
+class PendingMetrics:
+    """Every rank has its own numbers: all are kept, and distributed anew on another number of ranks."""
 
     def __init__(self, metrics: Metrics, world: Axis):
         self.metrics, self.world = metrics, world

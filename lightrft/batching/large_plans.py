@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from lightrft.data.bins import Limits, work
-from lightrft.data.pasts import LITTLE
+from lightrft.batching.bin_packing import Limits, work
+from lightrft.batching.prefix_sharing import MIN_SAVING
 
 Column = np.ndarray
 TOGETHER = 256
@@ -18,13 +18,13 @@ FEW_PLACED = 1 / 8
 """Where a pass over the sequences left places fewer, new micro-batches are opened."""
 
 
-def pack_many(lengths: Column, prompts: Column, num_ranks: int, limits: Limits) -> list[list[list[int]]]:
+def pack_large_step(lengths: Column, prompts: Column, num_ranks: int, limits: Limits) -> list[list[list[int]]]:
     """[rank][m]: positions in `lengths` [N] of the sequences of micro-batch m, dearest first; sequences of a prompt meet where
-    that is shorter. `prompts` [N, 2]: see packing.Prompts."""
+    that is shorter. `prompts` [N, 2]: see planner.Prompts."""
     spent = _cost(lengths, prompts)
     ways = [_fill(unit, lengths, num_ranks, limits) for unit in _ways(lengths, prompts, limits)]
     bins = min(ways, key=lambda bins: np.sort(spent(bins))[::-1][::num_ranks].sum())
-    return _dealt(bins, spent(bins), num_ranks)
+    return _by_rank(bins, spent(bins), num_ranks)
 
 
 def _ways(lengths: Column, prompts: Column, limits: Limits) -> Iterator[Column]:
@@ -32,7 +32,7 @@ def _ways(lengths: Column, prompts: Column, limits: Limits) -> Iterator[Column]:
     yield np.arange(len(lengths))
     order = np.lexsort((prompts[:, 1], prompts[:, 0]))
     new = np.append(True, (np.diff(prompts[order], axis=0) != 0).any(1))
-    if prompts[:, 1].sum() - prompts[order[new], 1].sum() <= LITTLE * lengths.sum():
+    if prompts[:, 1].sum() - prompts[order[new], 1].sum() <= MIN_SAVING * lengths.sum():
         return
     starts = new.nonzero()[0][new.cumsum() - 1]
     place = (np.arange(len(order)) - starts) % min(TOGETHER, limits.sequences)
@@ -93,11 +93,11 @@ def _cost(lengths: Column, prompts: Column) -> Callable[[Column], Column]:
     return cost
 
 
-def _dealt(bins: Column, spent: Column, num_ranks: int) -> list[list[list[int]]]:
+def _by_rank(bins: Column, spent: Column, num_ranks: int) -> list[list[list[int]]]:
     place = np.empty(len(spent), np.int64)
     place[np.argsort(-spent, kind="stable")] = np.arange(len(spent))
     rows = np.argsort(place[bins], kind="stable").tolist()
     count = num_ranks * -(-int(place[bins].max() + 1) // num_ranks)
     ends = np.bincount(place[bins], minlength=count).cumsum().tolist()
-    made = [rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-    return [made[rank::num_ranks] for rank in range(num_ranks)]
+    micro_batches = [rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return [micro_batches[rank::num_ranks] for rank in range(num_ranks)]

@@ -13,7 +13,7 @@ from lightrft.types import Experience, Sample
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class GatheredRewards:
     """Rewards in rank order: a response has one, or one for each step of it that was rewarded. [M] float64 each."""
 
     rows: Tensor
@@ -26,7 +26,7 @@ class Judged:
     """Tokens of the response that ends with this reward, 0 where others follow."""
     greedy: Tensor
     """Reward of the whole greedy response to the same prompt, beside the last reward of a response; 0 beside others."""
-    mine: slice
+    local: slice
     """Those of this rank."""
 
     @classmethod

@@ -6,7 +6,7 @@ WORTHWHILE = 0.0001
 """Moving and swapping ends when a round over all micro-batches gains less than this part of the time."""
 
 
-class Level:
+class LocalSearch:
     """Bins whose sequences are moved and swapped one by one. Bins b, b + 1, ... b + ranks - 1 run at the same time."""
 
     def __init__(
@@ -30,10 +30,10 @@ class Level:
         self.home[self.real :] = range(len(bins))
 
     def bins(self) -> list[list[int]]:
-        made: list[list[int]] = [[] for _ in range(self.count)]
+        bins: list[list[int]] = [[] for _ in range(self.count)]
         for row, index in enumerate(self.home[: self.real].tolist()):
-            made[index].append(row)
-        return made
+            bins[index].append(row)
+        return bins
 
     def round(self) -> bool:
         """Relieve the dearest bin of every micro-batch once; whether that was worth the while."""
@@ -60,17 +60,17 @@ class Level:
         home, works, spent = self.home, self.works, self._spent()
         used = np.bincount(home, weights=self.sizes, minlength=self.count)
         held = np.bincount(home[: self.real], minlength=self.count)
-        beside = (home >= first) & (home < first + self.num_ranks)
-        ceiling = np.where(beside, spent[first] - 1, spent[home - home % self.num_ranks])
-        mine = np.flatnonzero(home[: self.real] == first)[:, None]
-        gain, taken = works[mine] - works, self.sizes[mine] - self.sizes
+        same_micro_batch = (home >= first) & (home < first + self.num_ranks)
+        ceiling = np.where(same_micro_batch, spent[first] - 1, spent[home - home % self.num_ranks])
+        members = np.flatnonzero(home[: self.real] == first)[:, None]
+        gain, taken = works[members] - works, self.sizes[members] - self.sizes
         allowed = (gain > 0) & (gain <= ceiling - spent[home])
         allowed &= (taken <= self.max_tokens - used[home]) & (taken >= used[first] - self.max_tokens)
         allowed[:, self.real :] &= held[home[self.real :]] < self.max_sequences
         if allowed.any():
-            after = np.maximum(spent[first] - gain, np.where(beside, spent[home] + gain, 0))
+            after = np.maximum(spent[first] - gain, np.where(same_micro_batch, spent[home] + gain, 0))
             row, partner = np.unravel_index(np.where(allowed, after, np.iinfo(np.int64).max).argmin(), allowed.shape)
-            row = mine[row, 0]
+            row = members[row, 0]
             home[row] = home[partner]
             if partner < self.real:
                 home[partner] = first

@@ -1,4 +1,4 @@
-"""Moving samples between ranks: numbers are known to everyone, tensors go to their new owner, once."""
+"""Move samples between ranks: numbers are known to everyone, tensors go to their new owner, once."""
 
 import itertools
 import math
@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrft.data.packing import Batching, plan
-from lightrft.data.pasts import prompts
+from lightrft.batching.planner import Batching, plan
+from lightrft.batching.prefix_sharing import prompts
 from lightrft.parallel.collectives import Axis
 from lightrft.types import Batch
 
@@ -23,7 +23,7 @@ def share(axis: Axis, values: Tensor) -> Tensor:
     return torch.cat(axis.gather(values))
 
 
-def deal(
+def redistribute(
     axis: Axis,
     batch: B,
     *,
@@ -35,7 +35,7 @@ def deal(
     """Plan the sequences of all ranks and move each to the rank that computes it.
 
     `batch.rows` counts over all ranks, in rank order. Returns this rank's new part, and [k][m]: its rows in micro-batch m
-    of optimizer step k; None is one step for all. Every rank has the same k and m. See packing.plan for the limits.
+    of optimizer step k; None is one step for all. Every rank has the same k and m. See planner.plan for the limits.
     """
     known = share(axis, torch.column_stack([batch.lengths, prompts(batch)]))
     lengths, alike = known[:, 0].tolist(), known[:, 1:].numpy()
@@ -48,8 +48,8 @@ def deal(
         batching=batching,
         prompts=alike,
     )
-    mine = move(axis, batch, [schedule.rows(rank) for rank in range(axis.size)])
-    return mine, schedule.local(axis.rank)
+    part = all_to_all(axis, batch, [schedule.rows(rank) for rank in range(axis.size)])
+    return part, schedule.local(axis.rank)
 
 
 def regroup(axis: Axis, batch: Batch, *, max_tokens: int, batching: Batching) -> list[list[int]]:
@@ -65,7 +65,7 @@ def regroup(axis: Axis, batch: Batch, *, max_tokens: int, batching: Batching) ->
     return rows + [[] for _ in range(max(axis.gather(len(rows))) - len(rows))]
 
 
-def move(axis: Axis, batch: B, owners: list[list[int]]) -> B:
+def all_to_all(axis: Axis, batch: B, owners: list[list[int]]) -> B:
     """Send every sequence to the rank whose list names its row; returns this rank's, in the order of its list.
 
     `owners[r]` holds rows of the whole batch, each row in one list. ValueError on all ranks unless the lists name every row
@@ -79,7 +79,7 @@ def move(axis: Axis, batch: B, owners: list[list[int]]) -> B:
     counts = torch.bincount(to, minlength=axis.size).tolist()
     ends = list(itertools.accumulate(counts))
     parts = [leaving.select(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
-    received = _joined(batch, [_unpacked(part, batch) for part in axis.exchange([_packed(part) for part in parts])])
+    received = _concatenated(batch, [_unpacked(part, batch) for part in axis.exchange([_packed(part) for part in parts])])
     if batch.media is not None:
         received.media = [each for part in axis.exchange_objects([part.media for part in parts]) for each in part]
     arrived = {row: index for index, row in enumerate(received.rows.tolist())}
@@ -125,6 +125,6 @@ def _unpacked(packed: Tensor, like: B) -> B:
     return replace(like, lengths=lengths, **columns)
 
 
-def _joined(like: B, parts: list[B]) -> B:
+def _concatenated(like: B, parts: list[B]) -> B:
     names = ["lengths", *(name for name, _ in _columns(like))]
     return replace(like, **{name: torch.cat([getattr(part, name) for part in parts]) for name in names})

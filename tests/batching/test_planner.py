@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightrft.data.packing import MANY, Plan, plan
+from lightrft.batching.planner import LARGE_STEP, Plan, plan
 
 CAPACITY = 8192
 
@@ -51,10 +51,12 @@ def check(made: Plan, lengths: list[int], *, ranks: int, minibatch: int, tokens:
         assert sequences is None or all(len(micro_batch) <= sequences for micro_batch in packed)
 
 
-@pytest.mark.parametrize("batching, many", [("packed", MANY), ("packed", 0), ("dynamic", MANY), ("plain", MANY)])
+@pytest.mark.parametrize(
+    "batching, many", [("packed", LARGE_STEP), ("packed", 0), ("dynamic", LARGE_STEP), ("plain", LARGE_STEP)]
+)
 def test_a_thousand_random_sets(batching, many, monkeypatch):
     """Where `many` is 0 they are planned as those of a large run are."""
-    monkeypatch.setattr("lightrft.data.packing.MANY", many)
+    monkeypatch.setattr("lightrft.batching.planner.LARGE_STEP", many)
     random_ = random.Random(0)
     for number in range(1000):
         tokens = random_.choice([16, 100, 1024])
@@ -75,14 +77,17 @@ def test_a_thousand_random_sets(batching, many, monkeypatch):
 
 @pytest.mark.parametrize(
     "ranks, groups, samples, many",
-    [(1, 4, 8, MANY), (2, 8, 8, MANY), (4, 32, 4, MANY), (4, 4, 12, MANY), (4, 512, 8, 0), (16, 2048, 4, 0)],
+    [
+        (1, 4, 8, LARGE_STEP), (2, 8, 8, LARGE_STEP), (4, 32, 4, LARGE_STEP), (4, 4, 12, LARGE_STEP),
+        (4, 512, 8, 0), (16, 2048, 4, 0),
+    ],  # fmt: skip
 )
 def test_rows_of_a_prompt_meet(ranks, groups, samples, many, monkeypatch):
     """Prompts as long as the responses: nearly half of the time can be saved, and nine tenths of that are."""
     random_ = random.Random(0)
     prompts = [(group, 300) for group in range(groups) for _ in range(samples)]
     lengths = [300 + random_.randint(200, 400) for _ in prompts]
-    monkeypatch.setattr("lightrft.data.packing.MANY", many)
+    monkeypatch.setattr("lightrft.batching.planner.LARGE_STEP", many)
     limits = {"num_ranks": ranks, "minibatch_size": len(lengths), "max_tokens": CAPACITY}
     alone, together = plan(lengths, **limits), plan(lengths, **limits, prompts=prompts)
     least = time(Plan([[[list(range(len(lengths)))]]]), lengths, prompts) / ranks
@@ -174,7 +179,7 @@ def test_a_row_without_tokens():
 def test_every_process_makes_the_same_plan():
     """Another interpreter, with another seed of its string hashes, plans the same."""
     program = (
-        "import random; from lightrft.data.packing import plan; r = random.Random(5);"
+        "import random; from lightrft.batching.planner import plan; r = random.Random(5);"
         "print(plan([r.randint(1, 4000) for _ in range(200)], num_ranks=8, minibatch_size=64, max_tokens=8192).minibatches)"
     )
     outputs = {

@@ -8,7 +8,7 @@ from transformers import Qwen2_5_VLConfig, Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.config import Config, ConfigError, section_of_field
 from lightrft.data.chats import Answer
-from lightrft.trainer.identity import (
+from lightrft.trainer.resume_check import (
     FIXED,
     FIXED_BESIDE_FROZEN,
     NO_NUMBER_DEPENDS_ON,
