@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from parallel.test_tensor import batch_of, loss_of, sequences
+from parallel.test_tensor_parallel import batch_of, loss_of, sequences
 from torch import Tensor
 
 from lightrft.config import ModelSection
