@@ -17,8 +17,8 @@ from lightrft.cli.entrypoint import set_up_logging
 from lightrft.config import Config, DataSection, EngineSection, ModelSection, RolloutSection, StrategySection, TrainSection
 from lightrft.models.load import load_tokenizer
 from lightrft.strategy import get_strategy
-from lightrft.trainer.checkup import Check, checkup
-from lightrft.trainer.diagnosis import MISMATCH, Diagnosis, diagnose
+from lightrft.tools.checkup import Check, checkup
+from lightrft.tools.diagnosis import MISMATCH, Diagnosis, diagnose
 from lightrft.trainer.run import quiet_libraries
 
 SHOWN = 8

@@ -10,9 +10,9 @@ from pathlib import Path
 from loguru import logger
 
 from lightrft.checkpoint.atomic import CheckpointError
+from lightrft.checkpoint.final_model import export_checkpoint, export_merged
 from lightrft.cli.entrypoint import USER_ERROR, set_up_logging
 from lightrft.models.lora import is_adapter_folder
-from lightrft.trainer.export import export_checkpoint, export_merged
 
 
 def main(argv: list[str] | None = None) -> None:

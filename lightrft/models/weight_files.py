@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,6 +20,8 @@ SAMPLES, SAMPLE_BYTES = 4, 1024
 """Of each tensor so many stretches, of so many bytes, are in a fingerprint."""
 
 
+NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
+"""Entries of a model's configuration that differ between folders of one model."""
 INTEGERS = {"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"}
 WEIGHTS = ("weight", "bias", "_proj")
 """Ends of the names of what is no buffer."""
@@ -136,6 +139,17 @@ def fingerprint(folder: Path | str) -> str:
                     file.seek(start + begin + max(0, end - begin - SAMPLE_BYTES) * part // (SAMPLES - 1))
                     found.update(file.read(min(SAMPLE_BYTES, end - begin)))
     return found.hexdigest()[:16] if files else ""
+
+
+def weights_of(name: str) -> str:
+    """Return the fingerprint of a model's folder, or of the hub's files on this machine; empty where they cannot be read."""
+    folder = Path(name).expanduser()
+    try:
+        if name and not folder.is_dir():
+            folder = Path(try_to_load_from_cache(name, "config.json") or "").parent
+        return fingerprint(folder) if name else ""
+    except (OSError, ValueError, TypeError):
+        return ""
 
 
 def tied_names(model: PreTrainedModel) -> list[list[str]]:

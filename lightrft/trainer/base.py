@@ -19,7 +19,9 @@ from transformers import PreTrainedTokenizerBase
 import lightrft
 from lightrft.backends.optim import own_settings
 from lightrft.config import Config, ConfigError
+from lightrft.models.weight_files import weights_of
 from lightrft.observe.metrics import Metrics
+from lightrft.observe.pending_metrics import PendingMetrics
 from lightrft.observe.report import write_report
 from lightrft.observe.sinks import Observer
 from lightrft.observe.trace import Trace
@@ -28,8 +30,7 @@ from lightrft.strategy import StrategyBase
 from lightrft.strategy.checkpoint_verbs import NOTHING
 from lightrft.trainer.health import Health
 from lightrft.trainer.interruption import Interrupted, Interruption
-from lightrft.trainer.pending_metrics import PendingMetrics
-from lightrft.trainer.resume_check import changed_settings, identity, weights_of
+from lightrft.trainer.resume_check import changed_settings, identity
 from lightrft.trainer.run_folder import RunFolder
 from lightrft.trainer.sample_rows import sample_rows
 from lightrft.types import Expand, Prompt, Sample

@@ -14,6 +14,7 @@ from lightrft.algorithms.kl import KLCoefficient
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.algorithms.options import keywords
 from lightrft.algorithms.shaping import RewardShaper
+from lightrft.checkpoint.final_model import with_merged_pretrain
 from lightrft.config import Config, ConfigError, needs_critic, needs_reference
 from lightrft.data.conversations import load_examples
 from lightrft.data.loader import Order
@@ -41,7 +42,6 @@ from lightrft.rollout.media import Expander
 from lightrft.rollout.sampler import Sampler
 from lightrft.strategy import StrategyBase
 from lightrft.trainer.base import TrainingData
-from lightrft.trainer.export import with_merged_pretrain
 from lightrft.trainer.ppo import PPOTrainer
 from lightrft.trainer.prepare import prepare_config
 from lightrft.trainer.ptx_loss import PtxLoss

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from loguru import logger
 
+from lightrft.checkpoint.final_model import with_merged_pretrain
 from lightrft.config import Config
 from lightrft.data.prompts import load_prompts
 from lightrft.engine.requests import derived_seed
@@ -15,7 +16,6 @@ from lightrft.rollout.sampler import Sampler
 from lightrft.strategy import StrategyBase
 from lightrft.trainer.build import build_rewards, evaluation, load_expander
 from lightrft.trainer.evaluate import evaluate
-from lightrft.trainer.export import with_merged_pretrain
 from lightrft.types import Prompt
 
 

@@ -8,7 +8,7 @@ import torch
 from loguru import logger
 
 from lightrft.config import Config
-from lightrft.trainer.diagnosis import MISMATCH
+from lightrft.tools.diagnosis import MISMATCH
 
 MISMATCH_NAME = "engine/logprob_mismatch"
 HISTORY, ENOUGH = 16, 4

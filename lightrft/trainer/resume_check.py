@@ -4,16 +4,14 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
 from transformers import PretrainedConfig
 
 from lightrft.config import SECTIONS, Config, ConfigError
 from lightrft.data.images import ImageFile
 from lightrft.data.loader import share_of
-from lightrft.models.weight_files import fingerprint
+from lightrft.models.weight_files import NOT_THE_MODEL
 from lightrft.strategy.checkpoint_verbs import NOTHING
 from lightrft.types import TokenIds
 
@@ -31,7 +29,6 @@ NO_NUMBER_DEPENDS_ON = {
        "reward_workers", "reward_memory_gb",
        *(field.name for field in fields(SECTIONS["observe"]))),
 }
-NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
 NUM_PIECES = 64
 """Pieces of the data that are known apart, so that a change can be found."""
 
@@ -51,17 +48,6 @@ def identity(
         "weights": dict(weights),
         "settings": {name: value for section in asdict(config).values() for name, value in section.items()},
     })  # fmt: skip
-
-
-def weights_of(name: str) -> str:
-    """Return the fingerprint of a model's folder, or of the hub's files on this machine; empty where they cannot be read."""
-    folder = Path(name).expanduser()
-    try:
-        if name and not folder.is_dir():
-            folder = Path(try_to_load_from_cache(name, "config.json") or "").parent
-        return fingerprint(folder) if name else ""
-    except (OSError, ValueError, TypeError):
-        return ""
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

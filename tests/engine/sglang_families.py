@@ -10,7 +10,7 @@ from lightrft.engine.base import Engine, Sampling
 from lightrft.engine.probe import Probe
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
-from lightrft.trainer.diagnosis import compare
+from lightrft.tools.diagnosis import compare
 from tiny import BOS, EOS, PAD, VOCABULARY
 
 SMALL = {

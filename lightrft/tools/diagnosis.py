@@ -18,9 +18,9 @@ from lightrft.engine.probe import LOGITS, Probe
 from lightrft.engine.requests import Request, Sampling
 from lightrft.models.heads import Actor, logit_scale
 from lightrft.models.load import load_model
+from lightrft.models.weight_files import NOT_THE_MODEL
 from lightrft.roles.policy import Policy
 from lightrft.strategy import StrategyBase
-from lightrft.trainer.resume_check import NOT_THE_MODEL
 from lightrft.types import Completion
 
 TEXTS = (

@@ -20,8 +20,8 @@ from lightrft.models.lora import CONFIG as ADAPTER_CONFIG
 from lightrft.models.lora import WEIGHTS as ADAPTER_WEIGHTS
 from lightrft.models.lora import base_of, is_adapter_folder, merge_adapter
 from lightrft.models.trainable import choose_trained
+from lightrft.models.weight_files import weights_of
 from lightrft.parallel.collectives import Axis
-from lightrft.trainer.resume_check import weights_of
 
 ALONE = Axis("export", 1, 0, None)
 MERGED, SOURCE = "merged_pretrain", "merged_from.json"

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lightrft.checkpoint.final_model import _section
 from lightrft.cli import evaluate
 from lightrft.cli.export import main as export
 from lightrft.config import ConfigError
-from lightrft.trainer.export import _section
 from ranks import run_ranks
 from runs import PPO, prepare, rows_of, train
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.trainer import checkup as module
-from lightrft.trainer.checkup import Check, checkup
+from lightrft.tools import checkup as module
+from lightrft.tools.checkup import Check, checkup
 
 
 def named(checks: list[Check]) -> dict[str, Check]:

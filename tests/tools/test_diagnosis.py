@@ -17,7 +17,7 @@ from lightrft.engine import hf
 from lightrft.engine.probe import Probe
 from lightrft.models.load import load_tokenizer
 from lightrft.strategy import get_strategy
-from lightrft.trainer.diagnosis import Diagnosis, compare, diagnose
+from lightrft.tools.diagnosis import Diagnosis, compare, diagnose
 from ranks import run_ranks
 from sglang_environment import in_sglang_environment
 from tiny import tiny_model
