@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightrft.config import RewardSection
 from lightrft.observe.metrics import Metrics
+from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.groups import Group
 from lightrft.trainer.evaluate import evaluate, pass_at_k
 from lightrft.types import Prompt
@@ -23,18 +25,18 @@ def test_pass_at_k_is_the_share_of_draws(rewards):
         assert share == pytest.approx(sum(draws) / len(draws))
 
 
+def of_row(samples, value, **columns):
+    return value
+
+
 @pytest.mark.parametrize("mine, others, accuracy", [
     ([1.0, 0.0], True, 0.5), ([1.0, 0.5], True, None), ([1.0, 0.0], False, None), ([0.0, 7.0], True, None), ([], True, None),
 ])
 def test_a_mean_reward_is_an_accuracy_where_all_rewards_of_all_ranks_say_right_or_wrong(mine, others, accuracy):
-    groups = [Group.begin(i, 0, Prompt(0, "", [1]), count=0, greedy=True) for i in range(len(mine))]
-
-    def judge(samples):
-        for sample, reward in zip(samples, mine, strict=True):
-            sample.reward = reward
-
+    groups = [Group.begin(0, 0, Prompt(0, "", [1], {"value": reward}), count=0, greedy=True) for reward in mine]
+    rewards = RewardRunner(f"{__name__}:of_row", section=RewardSection(reward_workers=0))
     metrics, ranks = Metrics(), SimpleNamespace(gather=lambda value: [value, others])
-    evaluate(groups, judge, metrics, ranks)
+    evaluate(groups, rewards, metrics, ranks)
     row = metrics.reduce(SimpleNamespace(gather=lambda value: [value]))
     assert row.get("eval/reward") == (sum(mine) / len(mine) if mine else None)
     assert row.get("eval/accuracy") == accuracy

@@ -54,7 +54,7 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     flags = [flag for flag in prepare(folder) if not flag.startswith(("--reward", "--fsdp"))]
     (folder / "deadly.py").write_text(DEADLY_REWARD)
-    return [*flags, f"--reward={folder / 'deadly.py'}:deadly"]
+    return [*flags, f"--reward={folder / 'deadly.py'}:deadly", "--reward_workers=0"]
 
 
 def parameters(run: Path) -> dict[str, torch.Tensor]:
@@ -264,7 +264,7 @@ def test_another_run_s_checkpoint_is_an_error_that_names_everything(inputs, fini
 def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(inputs, tmp_path, monkeypatch, options):
     """In the background too: the failure is raised at the next safe point, on all ranks."""
     (tmp_path / "full.py").write_text(DEADLY_REWARD.replace("SIG_DFL", "SIG_IGN"))
-    flags = [*inputs, *RUN, *STRATEGIES["fsdp"], *options, f"--reward={tmp_path / 'full.py'}:deadly"]
+    flags = [*inputs, *RUN, *STRATEGIES["fsdp"], *options, f"--reward={tmp_path / 'full.py'}:deadly", "--reward_workers=0"]
     says = r"step4 could not be written: rank 0: OSError: \[Errno 27\].*step4.part'; rank 1: OSError(.|\n)*rank 1:(.|\n)*step4 c"
     assert interrupted(flags, tmp_path / "run", monkeypatch, says, DIE_WRITING_AT="4") == ["latest", "step2"]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
