@@ -3,7 +3,7 @@
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightrft.config import EngineSection
-from lightrft.engine.first_token import Done, first_token_apart
+from lightrft.engine.first_token import Finished, first_token_apart
 from lightrft.engine.media import MEDIA, digest, read
 from lightrft.engine.model_info import Vocabulary
 from lightrft.engine.requests import Expanded, Request, Sampling, derived_seed, strange
@@ -21,8 +21,6 @@ from lightrft.types import Completion
 from lightrft.weight_sync.verify import ROUNDS, Fingerprints
 
 Part = Literal["weights", "kv_cache"]
-OnDone = Callable[[int, list[Completion]], None]
-"""Given the place of a request among those of the call, and its completions."""
 
 
 class EngineError(RuntimeError):
@@ -88,13 +86,18 @@ class Engine(ABC):
 
     # -- the five verbs
 
-    def generate(self, requests: list[Request], sampling: Sampling, on_done: OnDone | None = None) -> list[list[Completion]]:
-        """`n` completions for each request, in the order of the requests; `on_done` is told of each once it has them all.
+    def generate(self, requests: list[Request], sampling: Sampling) -> list[list[Completion]]:
+        """Return `n` completions for each request, in the order of the requests; see stream()."""
+        completions = dict(self.stream(requests, sampling))
+        return [completions[index] for index in range(len(requests))]
+
+    def stream(self, requests: list[Request], sampling: Sampling) -> Finished:
+        """Yield (index, its `n` completions) of each request once it has them all, in any order, while others still run.
 
         Log-probs are those of the distribution that was sampled: without banned tokens, at the temperature asked for, of the
         top p of the top k; raw (T = 1) when greedy. The seed of a sample alone decides its noise: not how requests are batched,
-        nor what else draws random numbers. ValueError when a request cannot be answered; nothing was generated then and the
-        engine stays usable. `on_done` is called while other requests still run, in any order. What it raises ends the engine.
+        nor what else draws random numbers. ValueError, before anything is generated, when a request cannot be answered; the
+        engine stays usable then. It is of no use any more when the caller stops reading before the end.
         """
         self._check_usable()
         if self.awake != {"weights", "kv_cache"}:
@@ -104,18 +107,16 @@ class Engine(ABC):
         placeholders = self.vocabulary.placeholder_token_ids if self.vocabulary else ()
         own = [replace(each, sampling=(each.sampling or sampling).resolved(placeholders)) for each in requests]
         own = [each if each.seeds else replace(each, seeds=_seeds(sampling.seed, place, each)) for place, each in enumerate(own)]
-        own = self._readable(own, sampling)
-        completions: dict[int, list[Completion]] = {}
+        return self._stream(self._readable(own, sampling))
 
-        def done(index: int, samples: list[Completion]) -> None:
-            completions[index] = self._cut(samples, own[index].sampling.stop)
-            if on_done is not None:
-                on_done(index, completions[index])
-
-        if own:
-            with self._fatal("generate"):
-                first_token_apart(self._generate, own, done)
-        return [completions[index] for index in range(len(own))]
+    def _stream(self, requests: list[Request]) -> Finished:
+        if not requests:
+            return
+        with self._fatal("generate"):
+            self._failure = EngineError("its completions were not read to the end")
+            for index, samples in first_token_apart(self._generate, requests):
+                yield index, self._cut(samples, requests[index].sampling.stop)
+            self._failure = None
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over a complete set of weights: exactly the expected names and shapes, full tensors.
@@ -187,8 +188,8 @@ class Engine(ABC):
     # -- what an adapter implements
 
     @abstractmethod
-    def _generate(self, requests: list[Request], done: Done) -> None:
-        """done(index, completions) for each request, once. Every request has its sampling and a seed for each sample.
+    def _generate(self, requests: list[Request]) -> Finished:
+        """Yield (index, completions) of each request, once. Every request has its sampling and a seed for each sample.
 
         Stop strings should end a sample; what an engine generates beyond them is cut off.
         """
@@ -361,7 +362,7 @@ class _Fatal:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
+        if error is not None and not isinstance(error, GeneratorExit):
             self.engine._failure = error
             if isinstance(error, Exception):
                 raise EngineError(f"{type(self.engine).__name__}.{self.verb} failed: {error}") from error

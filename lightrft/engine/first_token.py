@@ -3,44 +3,41 @@
 Two calls: the first tokens, then what follows each of them, for which an engine finds the prompt in its cache.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from lightrft.engine.requests import Request, derived_seed
 from lightrft.types import Completion
 
-Done = Callable[[int, list[Completion]], None]
-Generate = Callable[[list[Request], Done], None]
-"""(requests that all have their sampling and their seeds, the callback for each finished request)."""
+Finished = Iterator[tuple[int, list[Completion]]]
+"""(index, completions) of each request as it ends."""
+Generate = Callable[[list[Request]], Finished]
+"""Takes requests that all have their sampling and their seeds."""
 
 
-def first_token_apart(generate: Generate, requests: list[Request], done: Done) -> None:
-    """generate(requests, done), where first tokens may have their own temperature."""
+def first_token_apart(generate: Generate, requests: list[Request]) -> Finished:
+    """Yield what generate(requests) yields, where first tokens may have their own temperature."""
     hot = [index for index, request in enumerate(requests) if request.sampling.first_token_temperature is not None]
     if not hot:
-        generate(requests, done)
+        yield from generate(requests)
         return
-    samples: dict[int, list[Completion]] = {}
-    generate([_first_token(requests[index]) for index in hot], lambda place, found: samples.update({hot[place]: found}))
+    samples = {hot[place]: found for place, found in generate([_first_token(requests[index]) for index in hot])}
     open_samples = _open_samples(requests, samples)
     missing = {index: sum(sample[0] == index for sample in open_samples) for index in hot}
     for index in hot:
         if not missing[index]:
-            done(index, samples[index])
-
-    def follow(place: int, found: list[Completion]) -> None:
+            yield index, samples[index]
+    whole = [index for index in range(len(requests)) if index not in samples]
+    rest = [_rest(requests[index], requests[index].seeds[sample], samples[index][sample]) for index, sample in open_samples]
+    for place, found in generate(rest + [requests[index] for index in whole]):
         if place >= len(open_samples):
-            done(whole[place - len(open_samples)], found)
-            return
+            yield whole[place - len(open_samples)], found
+            continue
         index, sample = open_samples[place]
         samples[index][sample] = _concatenated(samples[index][sample], found[0])
         missing[index] -= 1
         if not missing[index]:
-            done(index, samples[index])
-
-    whole = [index for index in range(len(requests)) if index not in samples]
-    rest = [_rest(requests[index], requests[index].seeds[sample], samples[index][sample]) for index, sample in open_samples]
-    generate(rest + [requests[index] for index in whole], follow)
+            yield index, samples[index]
 
 
 def _open_samples(requests: list[Request], samples: dict[int, list[Completion]]) -> list[tuple[int, int]]:

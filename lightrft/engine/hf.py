@@ -11,7 +11,7 @@ from transformers.initialization import no_init_weights
 
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.engine.base import Engine, EngineSetup, Part
-from lightrft.engine.first_token import Done
+from lightrft.engine.first_token import Finished
 from lightrft.engine.media import MediaReader
 from lightrft.engine.model_info import Vocabulary, model_class, most_of_each, published_names
 from lightrft.engine.probe import Probe
@@ -55,7 +55,7 @@ class HFEngine(Engine):
         return self.reader.expanded(request)
 
     @torch.inference_mode()
-    def _generate(self, requests: list[Request], done: Done) -> None:
+    def _generate(self, requests: list[Request]) -> Finished:
         alike: dict[Sampling, list[int]] = {}
         for index in sorted(range(len(requests)), key=lambda index: len(requests[index].prompt)):
             alike.setdefault(requests[index].sampling, []).append(index)
@@ -64,24 +64,25 @@ class HFEngine(Engine):
                 chosen = members[start : start + self.batch_size]
                 prompts = [requests[index] for index in chosen]
                 noise = _noise([seed for request in prompts for seed in request.seeds], sampling).to(self.device)
-                samples = self._samples(sampling, chosen, [len(request.prompt) for request in prompts], done)
-                self._complete(prompts, noise, sampling, samples)
+                samples = self._samples(sampling, chosen, [len(request.prompt) for request in prompts])
+                yield from self._complete(prompts, noise, sampling, samples)
 
-    def _samples(self, sampling: Sampling, chosen: list[int], lengths: list[int], done: Done) -> "_Samples":
+    def _samples(self, sampling: Sampling, chosen: list[int], lengths: list[int]) -> "_Samples":
         """Of the requests `chosen`, with the lengths of their prompts, which the first of n samples computes for the others."""
         ends = self.vocabulary.end_token_ids | set(sampling.stop_token_ids)
         stops = StopStrings(self.vocabulary.tokenizer, sampling.stop) if sampling.stop else None
         completions = [Completion([], [], "length", self.version, length if sample else 0)
                        for length in lengths for sample in range(sampling.n)]
-        return _Samples(sampling, completions, ends, stops, chosen, done)
+        return _Samples(sampling, completions, ends, stops, chosen)
 
-    def _complete(self, prompts: list[Request], noise: Tensor, sampling: Sampling, samples: "_Samples") -> None:
-        """n completions of each prompt, prompt by prompt. noise [prompts x n, max_tokens] in [0, 1)."""
+    def _complete(self, prompts: list[Request], noise: Tensor, sampling: Sampling, samples: "_Samples") -> Finished:
+        """Yield the n completions of each prompt. noise [prompts x n, max_tokens] in [0, 1)."""
         rows, logits = self._prefill(prompts, sampling.n)
         for step in range(sampling.max_tokens):
             tokens, logprobs = sample_tokens(logits, sampling.temperature, noise[rows.index, step], sampling.truncation)
             drawn = zip(rows.index.tolist(), rows.running, tokens.tolist(), logprobs.tolist(), strict=True)
             rows.running = [running and samples.add(index, token, logprob) for index, running, token, logprob in drawn]
+            yield from samples.finished()
             if not any(rows.running):
                 break
             logits = self._decode(rows, rows.drop_finished(tokens))
@@ -200,7 +201,7 @@ def _sample(logits: Tensor, temperature: float, uniform: Tensor, part: Truncatio
 
 @dataclass(slots=True)
 class _Samples:
-    """The completions of one running batch, prompt by prompt, and who is told when a prompt has all of its own."""
+    """The completions of one running batch, prompt by prompt."""
 
     sampling: Sampling
     completions: list[Completion]
@@ -208,9 +209,10 @@ class _Samples:
     stops: StopStrings | None
     requests: list[int]
     """The request of each prompt."""
-    done: Done
     missing: list[int] = field(init=False)
     """How many samples of each prompt still run."""
+    complete: list[int] = field(default_factory=list)
+    """Prompts that have all of their samples, and were not yielded yet."""
 
     def __post_init__(self) -> None:
         self.missing = [self.sampling.n] * len(self.requests)
@@ -224,11 +226,17 @@ class _Samples:
             sample.finish_reason = "stop"
         elif len(sample.token_ids) < self.sampling.max_tokens:
             return True
-        prompt, n = index // self.sampling.n, self.sampling.n
+        prompt = index // self.sampling.n
         self.missing[prompt] -= 1
         if not self.missing[prompt]:
-            self.done(self.requests[prompt], self.completions[prompt * n : (prompt + 1) * n])
+            self.complete.append(prompt)
         return False
+
+    def finished(self) -> Finished:
+        """Yield the request and the completions of each prompt that has become complete."""
+        n, complete, self.complete = self.sampling.n, self.complete, []
+        for prompt in complete:
+            yield self.requests[prompt], self.completions[prompt * n : (prompt + 1) * n]
 
 
 @dataclass(slots=True)

@@ -155,9 +155,8 @@ class Collector:
                 self.rewards.begin(group.responses)
         for turn in count():
             drawn = derived_seed(*seed, turn)
-            self.sampler.grow(
-                local_groups, seed=drawn, limit=limit, on_complete=lambda group: self.rewards.begin(group.responses)
-            )
+            for group in self.sampler.grow(local_groups, seed=drawn, limit=limit):
+                self.rewards.begin(group.responses)
             complete = sum(group.complete for group in local_groups)
             complete, growing = self.data.sum(torch.tensor([complete, len(local_groups) - complete])).tolist()
             if complete >= needed or not growing:

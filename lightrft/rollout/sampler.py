@@ -1,6 +1,6 @@
 """From prompts to samples, with the engine that the strategy hosts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
@@ -25,31 +25,21 @@ class Sampler:
         self.tokenizer = tokenizer
         self.section = section
 
-    def grow(
-        self, groups: list[Group], *, seed: int, limit: int | None = None, on_complete: Callable[[Group], None] | None = None
-    ) -> None:
+    def grow(self, groups: list[Group], *, seed: int, limit: int | None = None) -> Iterator[Group]:
         """Lengthen the growing responses of this rank's groups: to their end, or by at most `limit` tokens.
 
-        What a response draws depends on `seed`, the number of its group and its place there, not on the rank that asks for it.
-        `on_complete` hears of a group as soon as its last response has ended, while others still grow.
+        Yields each group as soon as its last response has ended, while those of others still grow; the iterator has to be read to
+        its end. What a response draws depends on `seed`, the number of its group and its place there, not on the rank that asks.
         """
         pending = [each for group in groups for each in self._pending(group, seed, limit)]
-        arrived: set[int] = set()
-
-        def take(index: int, completions: list[Completion]) -> None:
+        requests = [request for request, _, _ in pending]
+        finished = self.strategy.gather_and_generate(Sampling.of(self.section), requests=requests, as_completed=True)
+        for index, completions in finished:
             _, samples, group = pending[index]
-            arrived.add(index)
             for sample, completion in zip(samples, completions, strict=True):
                 self._extend(sample, completion)
-            if group.complete and on_complete is not None:
-                on_complete(group)
-
-        requests = [request for request, _, _ in pending]
-        sampling = Sampling.of(self.section)
-        answers = self.strategy.gather_and_generate(sampling, requests=requests, on_done=take, sleep_engine=False)
-        for index, completions in enumerate(answers):
-            if index not in arrived:
-                take(index, completions)
+            if group.complete:
+                yield group
 
     def answer(self, prompts: list[Prompt], *, seed: int) -> list[Group]:
         """The greedy response to each of this rank's prompts and --eval_n_samples others; `prompts` are those of all ranks."""
@@ -58,7 +48,7 @@ class Sampler:
         groups = [Group.begin(number, number, prompts[number], count=count, greedy=True) for number in local_rows]
         training, self.section = self.section, self._evaluating()
         try:
-            self.grow(groups, seed=seed)
+            list(self.grow(groups, seed=seed))
         finally:
             self.section = training
         return groups

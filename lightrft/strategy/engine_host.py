@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightrft.backends.config import StrategyConfig
 from lightrft.data.loader import share_of
-from lightrft.engine.base import Engine, OnDone, Request, Sampling
+from lightrft.engine.base import Engine, Request, Sampling
 from lightrft.engine.build import build_engine
 from lightrft.engine.requests import derived_seed
 from lightrft.parallel.collectives import Axis
@@ -86,27 +86,23 @@ class EngineHost:
         """On the engine as it is: ranks that share one pass the same requests."""
         return self.engine.generate(requests, self._own(sampling))
 
-    def complete(
-        self, sampling: Sampling, requests: list[Request], on_done: OnDone | None = None
-    ) -> list[list[Completion]]:
-        """The engine gets the requests of all its ranks; each rank takes back its own, in order. Any numbers of requests.
+    def stream(self, sampling: Sampling, requests: list[Request]) -> Iterator[tuple[int, list[Completion]]]:
+        """Yield (index, completions) of each of this rank's requests: any number, all ranks together.
 
-        Ranks that share a replica of data pass the same requests: each has its part of them answered, and all get all answers.
-        Which ranks share an engine is another matter. `on_done` hears of what this rank's engine has done, as it is done.
+        The engine gets the requests of all its ranks. Ranks that share a replica of data pass the same requests: each has its
+        part of them answered, and yields the parts of the others at the end. Which ranks share an engine is another matter.
         """
         part = share_of(self.model_parallel.rank, self.model_parallel.size, len(requests))
-        mine = requests[part.start : part.stop]
-        everyone = self.axis.gather(mine)
-        first = sum(len(others) for others in everyone[: self.axis.rank])
-
-        def heard(index: int, completions: list[Completion]) -> None:
-            if on_done is not None and first <= index < first + len(mine):
-                on_done(part.start + index - first, completions)
-
-        requests = [request for others in everyone for request in others]
-        completions = self.engine.generate(requests, self._own(sampling), on_done=heard)
-        answered = self.model_parallel.gather(completions[first : first + len(mine)])
-        return [samples for answers in answered for samples in answers]
+        local = requests[part.start : part.stop]
+        by_rank = self.axis.gather(local)
+        first = sum(len(others) for others in by_rank[: self.axis.rank])
+        answers: dict[int, list[Completion]] = {}
+        for index, completions in self.engine.stream([each for others in by_rank for each in others], self._own(sampling)):
+            if first <= index < first + len(local):
+                answers[part.start + index - first] = completions
+                yield part.start + index - first, completions
+        for others in self.model_parallel.gather(answers):
+            yield from ((index, completions) for index, completions in others.items() if index not in answers)
 
     def _own(self, sampling: Sampling) -> Sampling:
         """Return it with a seed that is equal on the ranks of one engine, and different on every replica."""

@@ -9,7 +9,7 @@ from easydict import EasyDict
 from torch import nn
 
 from lightrft.backends.config import Arguments, StrategyConfig
-from lightrft.engine.base import Engine, OnDone, Request, Sampling
+from lightrft.engine.base import Engine, Request, Sampling
 from lightrft.strategy.compatible_names import sampling_of
 from lightrft.strategy.engine_host import EngineHost, EngineStatus, as_dicts
 from lightrft.strategy.model_verbs import ModelVerbs
@@ -133,8 +133,8 @@ class EngineVerbs(ModelVerbs):
         all_prompts: list[str] | None = None, all_images: list | None = None, sleep_engine: bool = True,
         images_num: list[int] | None = None, all_videos: list | None = None, videos_num: list[int] | None = None, *,
         all_audios: list | None = None, audios_num: list[int] | None = None,
-        requests: list[Request] | None = None, on_done: OnDone | None = None,
-    ) -> list[list[Completion]] | list[EasyDict]:  # fmt: skip
+        requests: list[Request] | None = None, as_completed: bool = False,
+    ) -> list[list[Completion]] | list[EasyDict] | Iterator[tuple[int, list[Completion]]]:  # fmt: skip
         """Return `n` completions of each of this rank's own prompts, in order; numbers of prompts may differ, also be 0.
 
         Prompts are token ids, or text, or `requests`, each with its media and its own sampling. Of ids and text together, text is
@@ -146,8 +146,8 @@ class EngineVerbs(ModelVerbs):
         dictionary as `sampling_params`, which draws anew in every call unless it has a seed, results are those of
         engine_generate_local().
         An engine that sleeps is woken. With `sleep_engine` it sleeps afterwards, if it may, but not inside engine_awake().
-        `on_done` is called with the number and the completions of each request when that is done, on the ranks whose engine
-        answered it; others still run then.
+        With `as_completed` this returns an iterator over (index, completions) of the prompts, each as soon as it is complete,
+        which has to be read to its end on all ranks; the engine stays awake.
         """
         media = {"images": (all_images, images_num), "videos": (all_videos, videos_num), "audios": (all_audios, audios_num)}
         sampling = self._sampling(sampling_params)
@@ -155,7 +155,11 @@ class EngineVerbs(ModelVerbs):
             requests = self._reader().requests(all_prompt_token_ids, all_prompts, media)
         if self.engine_status is EngineStatus.SLEEPED:
             self.wakeup_inference_engine()
-        completions = self._engine_host().complete(sampling, requests, on_done)
+        finished = self._engine_host().stream(sampling, requests)
+        if as_completed:
+            return finished
+        found = dict(finished)
+        completions = [found[index] for index in range(len(requests))]
         if sleep_engine and not self._kept_awake:
             self.maybe_sleep_inference_engine()
         return completions if isinstance(sampling_params, Sampling) else as_dicts(requests, completions)

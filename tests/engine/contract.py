@@ -497,23 +497,18 @@ def requests_have_samplings_of_their_own(bench: Bench) -> None:
 
 def each_request_is_told_of_as_it_ends(bench: Bench) -> None:
     """Three prompts of one length that run together: those that end first are told of first."""
-    told: list[int] = []
-    given: dict[int, list[Completion]] = {}
-
-    def on_done(index: int, completions: list[Completion]) -> None:
-        told.append(index)
-        given[index] = completions
-        torch.rand(3)  # draws of the callback change no sample
-
     requests = [Request([7, index]) for index in (3, 1, 2)]
     stops = tuple(range(0, 384, 12))  # about one token in twelve
     for seed in range(4):
         sampling = Sampling(n=2, max_tokens=60, seed=seed, stop_token_ids=stops)
-        told.clear()
         bench.engine.reset_cache()
-        outputs = bench.engine.generate(requests, sampling, on_done)
-        assert sorted(told) == [0, 1, 2] and [given[index] for index in range(3)] == outputs
-        longest = [max(len(sample.token_ids) for sample in outputs[index]) for index in told]
+        given: dict[int, list[Completion]] = {}
+        for index, completions in bench.engine.stream(requests, sampling):
+            given[index] = completions
+            torch.rand(3)  # draws of the caller change no sample
+        assert sorted(given) == [0, 1, 2]
+        outputs = [given[index] for index in range(3)]
+        longest = [max(len(sample.token_ids) for sample in samples) for samples in given.values()]
         assert longest == sorted(longest)
         bench.engine.reset_cache()
         assert bench.engine.generate(requests, sampling) == outputs
@@ -612,14 +607,14 @@ def the_seed_of_a_sample_decides(bench: Bench) -> None:
     """Whatever is beside it, in whatever order, and whatever else draws random numbers, be it on one rank of an engine alone."""
 
     def sample(rows: list[int], seed: int) -> dict[int, list[list[int]]]:
-        def on_done(index: int, completions: list[Completion]) -> None:
-            for _ in range(bench.rank + seed):
-                np.random.rand(), torch.rand(1), random.random()
-
         np.random.seed(seed + bench.rank)
         requests = [Request(PROMPTS[row], seeds=(derived_seed(row, 0), derived_seed(row, 1))) for row in rows]
-        outputs = bench.engine.generate(requests, Sampling(n=2, max_tokens=12, seed=seed), on_done)
-        return {row: [each.token_ids for each in samples] for row, samples in zip(rows, outputs, strict=True)}
+        drawn = {}
+        for index, completions in bench.engine.stream(requests, Sampling(n=2, max_tokens=12, seed=seed)):
+            drawn[rows[index]] = [each.token_ids for each in completions]
+            for _ in range(bench.rank + seed):
+                np.random.rand(), torch.rand(1), random.random()
+        return drawn
 
     drawn = sample([0, 1, 2, 3, 4], seed=1)
     assert len({tuple(tokens) for samples in drawn.values() for tokens in samples}) == 10

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightrft.engine.base import Engine, EngineError, Part, Request, Sampling
-from lightrft.engine.first_token import Done
+from lightrft.engine.first_token import Finished
 from lightrft.weight_sync.verify import ROUNDS, Fingerprints
 
 EXPECTED = {"a": torch.Size([2]), "b": torch.Size([3])}
@@ -28,10 +28,10 @@ class Idle(Engine):
 
     def reset_cache(self) -> None: ...
 
-    def _generate(self, requests: list[Request], done: Done) -> None:
+    def _generate(self, requests: list[Request]) -> Finished:
         self._act("generate")
         for index in range(len(requests)):
-            done(index, [])
+            yield index, []
 
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
         for _, _ in zip(range(self.reads), named_tensors, strict=False):
@@ -69,6 +69,13 @@ def test_an_engine_that_broke_is_not_used_again(verb: str) -> None:
     engine.close()
     engine.close()
     assert engine.closings == 1
+
+
+def test_completions_that_are_not_read_to_the_end_leave_the_engine_unusable() -> None:
+    engine = Idle()
+    assert next(engine.stream([Request([1]), Request([2])], Sampling())) == (0, [])
+    with pytest.raises(EngineError, match="its completions were not read to the end"):
+        engine.generate([Request([1])], Sampling())
 
 
 def test_a_stream_that_the_adapter_does_not_read_to_its_end_does_not_count() -> None:

@@ -31,7 +31,7 @@ class Script:
     def __init__(self, longest: int = 100):
         self.longest, self.calls, self.tokens = longest, [], 0
 
-    def grow(self, groups, *, seed, limit=None, on_complete=None):
+    def grow(self, groups, *, seed, limit=None):
         self.calls.append((seed, [group.number for group in groups]))
         for group in sorted(groups, key=lambda group: group.samples[0].prompt.columns["length"]):
             before = group.complete
@@ -44,7 +44,7 @@ class Script:
                 if new == left:
                     sample.finish_reason = "stop"
             if group.complete and not before:
-                on_complete(group)
+                yield group
 
 
 def prompts(modes: str, lengths: list[int] | None = None) -> list[Prompt]:

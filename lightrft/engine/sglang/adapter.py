@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from lightrft.engine.base import EngineError, EngineSetup, Part
-from lightrft.engine.first_token import Done
+from lightrft.engine.first_token import Finished
 from lightrft.engine.media import MediaReader
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.sglang.arguments import arguments
@@ -72,16 +72,15 @@ class SGLangEngine(LibraryEngine):
             raise ValueError("SGLang reads images of this model otherwise than transformers does; it generates from text")
         return self.reader.expanded(request)
 
-    def _generate(self, requests: list[Request], done: Done) -> None:
+    def _generate(self, requests: list[Request]) -> Finished:
         samples = Samples(self._shim, self.vocabulary, self.version)
-        for index, completions in self._followed(lambda: samples.of(requests)):
-            done(index, completions)
+        return self._followed(lambda: samples.of(requests))
 
     def _parts(self, token_ids: list[int]) -> dict[str, Tensor]:
         """Of a model that is cut, without what each rank has a share of."""
         self._led(lambda: self._shim.ask("watch", num_tokens=len(token_ids)))
         try:
-            self._generate([Request(token_ids, sampling=Sampling(max_tokens=1, temperature=0), seeds=(0,))], lambda *_: None)
+            list(self._generate([Request(token_ids, sampling=Sampling(max_tokens=1, temperature=0), seeds=(0,))]))
         finally:
             seen = self._led(lambda: self._shim.ask("seen"))
         return _whole(seen)

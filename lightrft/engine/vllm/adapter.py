@@ -18,7 +18,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from lightrft.engine.base import EngineSetup, Part
-from lightrft.engine.first_token import Done
+from lightrft.engine.first_token import Finished
 from lightrft.engine.media import MediaReader
 from lightrft.engine.probe import Probe, logits_processor
 from lightrft.engine.requests import Expanded, Request, Sampling
@@ -63,7 +63,7 @@ class VLLMEngine(LibraryEngine):
         prompt = self._shim.with_media(request.token_ids, request.multi_modal)
         return Expanded(prompt["prompt_token_ids"], prompt)
 
-    def _generate(self, requests: list[Request], done: Done) -> None:
+    def _generate(self, requests: list[Request]) -> Finished:
         samples: dict[int, dict[int, RequestOutput]] = {index: {} for index in range(len(requests))}
         with torch_state_kept(self.device), self._stance():
             for index, request in enumerate(requests):
@@ -72,7 +72,7 @@ class VLLMEngine(LibraryEngine):
                 index, sample = map(int, name.split("/"))
                 samples[index][sample] = output
                 if len(samples[index]) == requests[index].sampling.num_draws:
-                    done(index, self._completions(samples.pop(index), requests[index].sampling))
+                    yield index, self._completions(samples.pop(index), requests[index].sampling)
 
     def _submit(self, index: int, request: Request) -> None:
         """A request for each sample; the prompt is computed once, for the first, and in the prefix cache for the others."""
