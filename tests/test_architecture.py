@@ -1,6 +1,7 @@
 """The walls of the house, read from the source: who may import whom, and what has no place anywhere."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -239,3 +240,11 @@ def test_finds_prints_cuda_and_reads():
     assert fields_read(source) == {"seed", "l2", "fsdp"}
     assert fields_read("@losses.register('x')\ndef f(a, *, dual_clip, other): ...") == {"dual_clip"}
     assert fields_read("def f(a, *, dual_clip): ...") == set()
+
+
+def test_the_pages_about_the_code_name_files_that_exist():
+    pages = [ROOT.parent / "ARCHITECTURE.md", ROOT.parent / "docs" / "reading.md"]
+    named = {name for page in pages for name in re.findall(r"`((?:\w+/)+\w+\.py)`", page.read_text())}
+    assert len(named) > 20
+    absent = {name for name in named if not (ROOT / name).is_file() and not (ROOT.parent / name).is_file()}
+    assert absent == set()

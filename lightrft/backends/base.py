@@ -34,6 +34,9 @@ class Offloaded(Protocol):
         """Bring it back, the same bit by bit."""
 
 
+RENAMED_HOOKS = {"send_model_away": "offload_model_state", "send_optimizer_away": "offload_optimizer_state"}
+
+
 class Backend(ABC):
     """StrategyBase calls these, never users. Two are a backend's own; the others fit parameters that are plain or DTensors.
 
@@ -45,6 +48,12 @@ class Backend(ABC):
     max_norm: float
     undivided: set[nn.Module]
     """Models of the user's own that every rank of a divided sequence computes whole."""
+
+    def __init_subclass__(cls, **options: object) -> None:
+        """TypeError for a subclass that overrides a hook under its former name: nothing would call it."""
+        super().__init_subclass__(**options)
+        for former in RENAMED_HOOKS.keys() & vars(cls).keys():
+            raise TypeError(f"{cls.__name__}.{former}() has another name now: {RENAMED_HOOKS[former]}()")
 
     @property
     @abstractmethod
