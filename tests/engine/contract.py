@@ -495,8 +495,8 @@ def requests_have_samplings_of_their_own(bench: Bench) -> None:
     assert [sample.token_ids for sample in outputs[4]] == [bench.expected[4][:2]] * 2
 
 
-def each_request_is_told_of_as_it_ends(bench: Bench) -> None:
-    """Three prompts of one length that run together: those that end first are told of first."""
+def each_request_comes_as_it_ends(bench: Bench) -> None:
+    """Three prompts of one length that run together: those that end first come first."""
     requests = [Request([7, index]) for index in (3, 1, 2)]
     stops = tuple(range(0, 384, 12))  # about one token in twelve
     for seed in range(4):
@@ -561,12 +561,13 @@ def banned_tokens_never_come(bench: Bench) -> None:
 
 def the_first_token_has_a_temperature_of_its_own(bench: Bench) -> None:
     """With its own log-prob; what follows is at the temperature of the call, also beside requests without a first one."""
-    prompt, told = PROMPTS[0], []
+    prompt = PROMPTS[0]
     fire = Sampling(n=24, max_tokens=6, temperature=0.7, seed=5, first_token_temperature=30.0)
     own = [fire, Sampling(temperature=0, max_tokens=12), replace(fire, n=1, max_tokens=1), replace(fire, temperature=0)]
     requests = [Request(PROMPTS[1] if index == 1 else prompt, sampling=sampling) for index, sampling in enumerate(own)]
-    outputs = bench.engine.generate(requests, fire, lambda index, completions: told.append(index))
-    assert sorted(told) == [0, 1, 2, 3]
+    finished = list(bench.engine.stream(requests, fire))
+    assert sorted(index for index, _ in finished) == [0, 1, 2, 3]
+    outputs = [completions for _, completions in sorted(finished, key=lambda each: each[0])]
     assert [len(samples) for samples in outputs] == [24, 1, 1, 24]
     assert outputs[1][0].token_ids == bench.expected[1]
     for index in (0, 2, 3):

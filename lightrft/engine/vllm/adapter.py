@@ -143,7 +143,7 @@ class VLLMEngine(LibraryEngine):
         seen = logits_processor(self._shim.model).register_forward_hook(lambda module, given, output: logits.append(output))
         try:
             with probe.attached(self._shim.model):
-                self._generate([Request(token_ids, sampling=Sampling(max_tokens=1, temperature=0), seeds=(0,))], lambda *_: None)
+                list(self._generate([Request(token_ids, sampling=Sampling(max_tokens=1, temperature=0), seeds=(0,))]))
         finally:
             seen.remove()
         return probe.parts(logits[0][-1])
