@@ -93,7 +93,7 @@ def compiled() -> str:
     sums = {"logits": "*fp32", "top": "*fp32", "total": "*fp32", "moment": "*fp32", "num": "i32", "stride": "i32"}
     gradient = {"logits": "*fp32", "out": "*bf16", "places": "*i64"}
     gradient |= dict.fromkeys(("grad_logprobs", "asked_for", "largest", "total", "entropy", "grad_entropy"), "*fp32")
-    gradient |= dict.fromkeys(("num", "stride", "out_stride", "num_asked"), "i32")
+    gradient |= dict.fromkeys(("num", "stride", "out_stride", "num_targets"), "i32")
     texts = []
     for kernel, signature, constants in [
         (kernels._sums, sums, {"BLOCK": kernels.BLOCK}),
