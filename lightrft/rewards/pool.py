@@ -29,7 +29,7 @@ from lightrft.samples import Sample
 LARGEST_STACK = 65536
 """Bytes of a worker's stack that are read."""
 PATIENCE = 3.0
-"""Seconds in which a worker that is out of time may say where it is."""
+"""Seconds in which a worker that is out of time may say where it is, and in which the thread may end."""
 STACK_LINE = re.compile(r'File "(.*)", line (\d+) in (\S+)')
 
 
@@ -160,7 +160,7 @@ class Processes:
         if self._thread is not None and not self._closed:
             self._closed = True
             self._bell.send_bytes(b"c")
-            self._thread.join()
+            self._thread.join(PATIENCE)
 
     # -- all below runs in the thread
 
@@ -243,8 +243,9 @@ class Processes:
 
     def _start(self) -> None:
         self._control, theirs = Pipe()
-        command = [sys.executable, "-m", "lightrft.rewards.worker", str(theirs.fileno())]
-        self._parent = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        path = [str(folder) for folder in sys.path]
+        program = f"import sys; sys.path[:] = {path!r}; from lightrft.rewards.worker import main; main({theirs.fileno()})"
+        self._parent = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()], start_new_session=True)
         theirs.close()
         self._control.send_bytes(pickle.dumps(self.setup))
         if problem := self._control.recv():
@@ -282,6 +283,6 @@ class Processes:
 
 def _innermost(stack: str) -> str:
     """Return the innermost lines of a stack written by faulthandler, up to three, without those of this package."""
-    frames = [frame for frame in STACK_LINE.findall(stack) if not frame[0].endswith("rewards/worker.py")]
+    frames = [frame for frame in STACK_LINE.findall(stack) if not frame[0].endswith(("rewards/worker.py", "<string>"))]
     lines = [f"{file}:{line} ({name})" for file, line, name in frames]
     return " < ".join(lines[:3])

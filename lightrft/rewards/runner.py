@@ -61,8 +61,8 @@ class RewardRunner:
 
     def _setup(self, chat: bool) -> Setup:
         section = self.section
-        given = {"chat": chat, "memory": int(section.reward_memory_gb * 1e9), "path": sys.path}
-        return Setup(self.name, seconds=60 * section.reward_minutes, patience=60 * section.server_minutes, **given)
+        limits = {"seconds": 60 * section.reward_minutes, "patience": 60 * section.server_minutes}
+        return Setup(self.name, chat=chat, memory=int(section.reward_memory_gb * 1e9), **limits)
 
     def _way_to_call(self, setup: Setup) -> Calls:
         on_server, limit = self.name.startswith(SERVER), 60 * self.section.reward_minutes

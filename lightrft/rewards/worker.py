@@ -1,9 +1,8 @@
 """Processes that call a reward function: one imports it once, and forks the workers, which take calls one after the other.
 
-    python -m lightrft.rewards.worker FD
-
-FD is a socket to the rank, see pool.py. A worker that is killed costs the next one a fork, and no second import. They start
-without the rank's memory, threads, sockets and devices, and end when the rank ends, whatever ends it. Linux only.
+pool.py starts that process, and talks to it and to the workers over sockets. A killed worker is replaced by a fork, without a
+second import. They start without the rank's memory, threads, sockets and devices, and end with the rank, whatever ends it. Linux
+only.
 """
 
 import asyncio
@@ -41,8 +40,6 @@ class Setup:
 
     name: str
     """Of the function, as --reward takes it."""
-    path: list[str]
-    """`sys.path` of the rank."""
     chat: bool = False
     """Whether prompts are chats."""
     memory: int = 0
@@ -60,10 +57,10 @@ class Setup:
 
 
 def main(fd: int) -> None:
+    """Import the function that is named over the socket `fd`, then fork workers on request until the rank closes the socket."""
     _end_with_parent()
     control = Connection(fd)
     setup: Setup = pickle.loads(control.recv_bytes())
-    sys.path[:] = setup.path
     try:
         function = setup.function()
     except Exception as error:
@@ -147,7 +144,3 @@ def _limit_memory(memory: int) -> None:
         used = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
         limit = int(used.split()[1]) * 1024 + memory
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
