@@ -53,7 +53,7 @@ class RewardRunner:
         setup = self._setup(chat)
         self.function = setup.function()
         self.models: ModelRewards | None = None
-        """Reward models that score in addition to the function, while the engine sleeps: they do not fit on the device at once."""
+        """Reward models that score in addition to the function, while the engine sleeps: not all fit on the device at once."""
         self._failures = self._in_a_row = 0
         self._begun: list[tuple[list[Sample], Result]] = []
         self._calls = self._way_to_call(setup)
