@@ -53,8 +53,8 @@ def kept_sequences(
 ) -> Tensor:
     """Return [T] bool: tokens of sequences whose product ("sequence") or geometric mean ("geometric") of w is within [low, high].
 
-    Whole sequences are rejected; the tokens of the others keep the weights of a correction: Liu et al., 2025. A bound of None is
-    that of MASK_BOUNDS.
+    Whole sequences are rejected; the tokens of the others keep the weights of a correction: Liu et al., 2025. None stands
+    for the bound in MASK_BOUNDS.
     """
     measure = importance_ratios(old_logprobs, engine_logprobs, batch, level)
     least, most = (bound if given is None else given for given, bound in zip((low, high), MASK_BOUNDS[level], strict=True))

@@ -40,7 +40,7 @@ def drawn(batch: Experience, total: Sum, *, cov_ratio: float, clip_cov_range: li
 
 
 def lots(batch: Experience) -> Tensor:
-    """Return [T] uniform random numbers, drawn for each sequence with its own tokens as seed: the same on whatever rank it is."""
+    """Return [T] uniform random numbers, drawn for each sequence with its tokens as seed, so they do not depend on its rank."""
     generator = torch.Generator()
     sequences = batch.input_ids.split(batch.lengths.tolist())
     seeds = [int((ids * torch.arange(1, len(ids) + 1)).sum()) for ids in sequences]

@@ -300,7 +300,7 @@ Given = dict[str, list[str]]
 
 
 def _use_wandb(values: list[str], given: Given) -> list[str]:
-    """Accept a key in place of true or false; it is put where wandb looks for it, and into no file."""
+    """Accept a key in place of true or false; it is put into WANDB_API_KEY, and into no file."""
     if values and values[0].lower() not in BOOLEAN:
         os.environ.setdefault("WANDB_API_KEY", values[0])
         return ["--use_wandb"]

@@ -1,8 +1,7 @@
 """Curves as inline SVG: axes with round ticks, faint raw lines under smoothed ones, values on hover.
 
 A chart is drawn in a box of WIDTH x HEIGHT units and scales with its card. Colours are classes of the page's style sheet: c0..c7
-stroke, f0..f7 fill. The hover texts are in `data-hover` as [[x, [y of each dot], [line, ...]], ...]; the page's script shows
-them.
+stroke, f0..f7 fill. The hover texts are in `data-hover` as [[x, [y of each dot], [line, ...]], ...]; a script shows them.
 """
 
 import json

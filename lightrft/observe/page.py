@@ -124,7 +124,7 @@ def page(title: str, body: str) -> str:
     """Return the whole document. `body` is markup whose texts are already escaped.
 
     The content security policy in the head lets the browser run this one script, identified by its hash, and load nothing, as
-    images are inside the page: if a text were ever not escaped, it still could not run.
+    images are inside the page: a text that was not escaped by mistake could still not run.
     """
     colors = (f".c{i} {{ stroke: var(--s{i}); }} .f{i} {{ fill: var(--s{i}); color: var(--s{i}); }}\n" for i in range(8))
     style = STYLE + "".join(colors)

@@ -1,8 +1,8 @@
 """Processes that call a reward function: one imports it once, and forks the workers, which take one call after the other.
 
 pool.py starts that process, and communicates with it and with the workers over sockets. A killed worker is replaced by a fork,
-without a second import. They start without the rank's memory, threads, sockets and devices, and end with the rank, however it
-ends. Linux only.
+without a second import. They start without the rank's memory, threads, sockets and devices, and end with the rank in any case.
+Linux only.
 """
 
 import asyncio

@@ -154,8 +154,7 @@ class Policy(Role, PolicyNames):
     # -- generation
 
     def generate(self, batch: Mapping[str, Any], greedy: bool = False) -> dict[str, Tensor]:
-        """Generate one response to each prompt of `input_ids`, of at most --generate_max_len tokens; every call draws new
-        samples.
+        """Generate one response to each prompt of `input_ids`, of at most --generate_max_len tokens; every call draws anew.
 
         Returns `output_ids` [B, S_out], prompt and response, then the padding token; S_out is the same on all ranks.
         `generation_lengths` [B] and `unpadded_sequence_lengths` [B] are the lengths of the response and of both together.
@@ -203,7 +202,7 @@ class Policy(Role, PolicyNames):
         self.strategy.enter(Phase.LOGPROB, self.actor)
 
     def finish_generation(self) -> None:
-        """Put the engine to sleep, if it supports that, so that models can return to the device."""
+        """Put the engine to sleep, if it is allowed to, so that models can return to the device."""
         self.strategy.maybe_sleep_inference_engine()
 
     def finish_training(self) -> None:
@@ -247,7 +246,7 @@ class Policy(Role, PolicyNames):
         """Save the actor as a Hugging Face folder, and optionally two more folders.
 
         `optimizer_path` gets all that a run needs to continue (weights, optimizer, schedule, random states), for
-        strategy.load_ckpt(actor, its parent, its name, parts={"policy": policy}). `tokenizer_path` gets the tokenizer alone.
+        strategy.load_ckpt(actor, its parent, its name, parts={"policy": policy}). `tokenizer_path` gets the tokenizer.
         """
         self.strategy.save_model(self.actor, None, weights_path)
         if optimizer_path is not None:

@@ -95,7 +95,7 @@ class Role(ABC):
         self.max_logprob_tokens = max_logprob_tokens
         """The same maximum where no gradients are computed; None: max_tokens."""
         self.batching = batching
-        """How rows are grouped into micro-batches; see planner.plan."""
+        """Method of grouping rows into micro-batches; see planner.plan."""
         self._step: TrainStep | None = None
 
     @abstractmethod

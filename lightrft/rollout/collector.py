@@ -41,8 +41,9 @@ class Collector:
         self, sampler: Sampler, rewards: RewardRunner, prompts: list[Prompt], *, section: RolloutSection, data: Axis, seed: int,
         greedy: bool = False, order: Order | None = None,
     ):  # fmt: skip
-        """Set up the collector. With `greedy` each group also has the greedy response to its prompt. `order` is the order of the
-        prompts, which the seed determines when None.
+        """Set up the collector. With `greedy` each group also has the greedy response to its prompt.
+
+        `order` is the order of the prompts; the seed determines it when None.
         """
         self.sampler, self.rewards, self.prompts, self.section = sampler, rewards, prompts, section
         self.data, self.seed, self.greedy = data, seed, greedy

@@ -33,10 +33,7 @@ def measure_samples(samples: list[Sample], version: int, metrics: Metrics) -> No
 
 
 def measure_groups(rewards: Tensor, groups: Tensor, metrics: Metrics) -> None:
-    """Measure the groups of all ranks' responses: shares solved to each degree, and without signal (all rewards equal).
-
-    [N], [N].
-    """
+    """Measure the groups [N] of all ranks' rewards [N]: shares solved to each degree, and without signal (rewards equal)."""
     names, member, sizes = groups.unique(return_inverse=True, return_counts=True)
     nothing = rewards.new_zeros(len(names))
     best = nothing.scatter_reduce(0, member, rewards, "amax", include_self=False)

@@ -42,9 +42,7 @@ class Sampler:
                 yield group
 
     def answer(self, prompts: list[Prompt], *, seed: int) -> list[Group]:
-        """Return the greedy response to each of this rank's prompts and --eval_n_samples others; `prompts` are those of all
-        ranks.
-        """
+        """Return the greedy response to each of this rank's prompts and --eval_n_samples others, from all ranks' prompts."""
         data, count = self.strategy.mesh.data, self.section.eval_n_samples
         local_rows = share_of(data.rank, data.size, len(prompts))
         groups = [Group.begin(number, number, prompts[number], count=count, greedy=True) for number in local_rows]

@@ -181,7 +181,7 @@ def collector(
 
 
 def total_steps(config: Config, num_rows: int, batch_size: int) -> int:
-    """Return the number of whole batches in all passes over the data."""
+    """Return the number of whole batches in all passes over the data, at most --max_steps."""
     Order.check(num_rows, batch_size)
     steps = num_rows * config.train.num_episodes // batch_size
     return steps if config.train.max_steps is None else min(steps, config.train.max_steps)

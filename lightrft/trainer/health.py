@@ -32,8 +32,8 @@ class Health:
     def check_step(self, number: int, row: dict[str, float]) -> bool:
         """Warn of a step without signal, and of a mismatch far above its history.
 
-        Returns True if all weights should be verified, which is after such a mismatch. Raises RuntimeError for a mismatch above
-        --mismatch_limit.
+        Returns True if all weights should be verified, which is after such a mismatch.
+        Raises RuntimeError for a mismatch above --mismatch_limit.
         """
         if "rollout/reward" in row:
             self._check_signal(number, row)

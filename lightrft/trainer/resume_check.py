@@ -19,7 +19,7 @@ FIXED = ("seed", "rollout_batch_size", "n_samples_per_prompt", "train_batch_size
 """Settings that determine the order of the data, the updates of a step, or the meaning of what is stored."""
 FIXED_BESIDE_FROZEN = ("pretrain", "critic_pretrain", "lora_rank", "lora_alpha", "target_modules", "freeze_prefix",
                         "freeze_vision_tower")
-"""Settings that are also fixed if frozen parameters come from --pretrain instead of the checkpoint."""
+"""Settings that are also fixed if frozen parameters come from --pretrain, and settings of what the checkpoint contains."""
 TOWERS = ("vision_config", "audio_config")
 """Parts of a model's configuration that describe modules which are not trained."""
 NO_NUMBER_DEPENDS_ON = {

@@ -32,8 +32,8 @@ def train_ppo(config: Config | str | Path | None = None, **values: Any) -> PPOTr
     """Train a policy by PPO, GRPO and their family; return the trainer at the end.
 
     `config` is a YAML file or a Config; `values` are flags by name, which take precedence. A function can be passed where a flag
-    names one. Under torchrun all processes make the same call; without a launcher the run has one process. Raises ConfigError for
-    what cannot run.
+    names one. Under torchrun all processes make the same call; without a launcher the run has one process.
+    Raises ConfigError for a configuration that cannot run.
     """
     return run("train_ppo", configuration(config, values))
 

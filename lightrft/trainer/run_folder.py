@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, the run that its files belong to, and the removal of an earlier run's files."""
+"""The folder of a run: its lock, the run that its files belong to, and the folder to which earlier results are moved."""
 
 import fcntl
 import json
