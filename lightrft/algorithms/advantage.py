@@ -1,11 +1,10 @@
 """Advantage estimators: how much better a reward is than those it is compared with.
 
-Each takes the rewards and groups of **all** samples of a step, of all ranks, and gives one advantage per reward: [M], [M] -> [M].
-A sample has one reward for the whole response, or several, each for a step of it (process supervision). What an estimator
-names beside them is a field of the algorithm section, or one of: `lengths` [M], tokens that the reward is for;
-`responses` [M], which response it is of, whose rewards stand side by side;
-`greedy_rewards` [M], the reward of the greedy response to the same prompt, 0 for all steps of a response but its last.
-returns.py spreads advantages over tokens.
+Each takes the rewards and groups of **all** samples of a step, of all ranks, and returns one advantage per reward:
+[M], [M] -> [M]. A sample has one reward for the whole response, or several, each for a step of it (process supervision). The
+keyword-only parameters of an estimator are fields of the algorithm section, or one of: `lengths` [M], tokens that the reward is
+for; `responses` [M], the index of its response, whose rewards are adjacent; `greedy_rewards` [M], the reward of the greedy
+response to the same prompt, 0 for all steps of a response but its last. returns.py spreads advantages over tokens.
 """
 
 from collections.abc import Callable
@@ -19,19 +18,19 @@ Estimator = Callable[..., Tensor]
 estimators = Registry("advantage estimator", flag="--advantage_estimator")
 
 penalties = Registry("comparison of divergences", flag="--advantage_estimator")
-"""By the name of an estimator: (what the divergence takes off the reward of each response [N], groups [N], which of them are
-learned from [N] bool) -> what it takes off their advantages [N]; None where it is taken off each token instead, as it is with all
-other estimators."""
+"""Functions by the name of an estimator: (penalties of responses by the divergence [N], groups [N], learned responses [N] bool)
+-> penalties of their advantages [N]. None means a penalty of each token instead, as with all other estimators.
+"""
 
 RIGHT = 0.5
-"""A sample solves its prompt when its reward is above this."""
+"""A sample solves its prompt when its reward is above this threshold."""
 
 
 @estimators.register("reinforce", "reinforce++", "gae", "ppo")
 def reinforce(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = R_i: no baseline. Williams, Machine Learning 8, 1992.
 
-    With a critic (gae, and ppo, its recipe) the baseline is what that expected at each token: returns.gae().
+    With a critic (gae, and ppo, its recipe) the baseline is the value that the critic predicts at each token: returns.gae().
     REINFORCE++ (arXiv 2501.03262) adds the k1 divergence to the reward of each token and normalises over all tokens
     of the step, which its recipe sets.
     """
@@ -62,8 +61,8 @@ def dr_grpo(rewards: Tensor, groups: Tensor) -> Tensor:
 def rloo(rewards: Tensor, groups: Tensor, *, responses: Tensor) -> Tensor:
     """A_i = R_i - mean of the other R_j of the group; 0 where there are none. Ahmadian et al., arXiv 2402.14740.
 
-    Of a response with several rewards all are left out of its own baseline, which each of them is compared with; for others its
-    R_j is their mean. PRIME, arXiv 2502.01456, equation 5. The divergence in the reward is compared too: rloo_penalty().
+    The baseline of a response with several rewards excludes all of them; in the baselines of the others its R_j is their mean.
+    PRIME, arXiv 2502.01456, equation 5. The divergence in the reward is compared in the same way: rloo_penalty().
     """
     mean, _ = group_mean_std(rewards, responses)
     first = torch.ones_like(mean)
@@ -76,8 +75,8 @@ def rloo(rewards: Tensor, groups: Tensor, *, responses: Tensor) -> Tensor:
 def rloo_penalty(penalty: Tensor, groups: Tensor, learned: Tensor, *, kl_after_baseline: bool) -> Tensor | None:
     """P_i - mean of the other P_j of the group that are learned from, 0 where there are none; P_i is beta KL_i, of all tokens.
 
-    With R_i - P_i in place of R_i the advantage of a response is that of the paper: the reward is penalised first and compared
-    then. Ahmadian et al., arXiv 2402.14740, section 3.
+    With R_i - P_i in place of R_i the advantage of a response is that of the paper: the reward is penalised before it is
+    compared. Ahmadian et al., arXiv 2402.14740, section 3.
     """
     if kl_after_baseline:
         return None
@@ -90,7 +89,7 @@ def rloo_penalty(penalty: Tensor, groups: Tensor, learned: Tensor, *, kl_after_b
 def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Tensor:
     """A_i = R_i - sum_g(l R) / sum_g(l), l the lengths of responses. Hao et al., arXiv 2505.23585.
 
-    The baseline of least variance, when the gradients of tokens are alike and independent.
+    This baseline has the least variance if the gradients of tokens are alike and independent.
     """
     lengths = lengths.double()
     return rewards - group_sum(lengths * rewards, groups) / group_sum(lengths, groups).clamp(min=1)
@@ -98,7 +97,7 @@ def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Tensor:
 
 @estimators.register("distill")
 def distill(rewards: Tensor, groups: Tensor) -> Tensor:
-    """A_i = 0: rewards are only reported, and the advantage of a token is what the teacher adds, returns.distill()."""
+    """A_i = 0: rewards are only reported, and the advantage of a token is the teacher's term, returns.distill()."""
     return torch.zeros_like(rewards)
 
 
@@ -110,7 +109,7 @@ def remax(rewards: Tensor, groups: Tensor, *, greedy_rewards: Tensor) -> Tensor:
 
 @estimators.register("pass_at_k")
 def pass_at_k(rewards: Tensor, groups: Tensor, *, pass_k: int) -> Tensor:
-    """The advantage of a response in the average draw of k from its group, where a draw is right when any of it is.
+    """Return the advantage of a response in the average draw of k from its group; a draw is right when any of its samples is.
 
     Of n samples m are wrong. F = C(m, k) / C(n, k) of all draws fail, and C(m-1, k-1) / C(n-1, k-1) of those with a given wrong
     sample. With sigma = sqrt(F (1 - F)) a right sample has A = F / sigma, a wrong one A = (F - the second share) / sigma; 0
@@ -127,7 +126,7 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, pass_k: int) -> Tensor:
 def weighted_by_difficulty(advantages: Tensor, solved: Tensor, *, least: float, most: float) -> Tensor:
     """Return A w(p) where A is positive, else A w(1 - p), p the share of right samples in the group: [M], [M] -> [M].
 
-    w(p) = least + (most - least) / (1 + exp(10 (p - 0.75))): what is rare counts more. The form is that of GRPO-LEAD,
+    w(p) = least + (most - least) / (1 + exp(10 (p - 0.75))): rare outcomes count more. The form is that of GRPO-LEAD,
     arXiv 2504.09696, section 3.3.
     """
     rarity = torch.where(advantages > 0, solved, 1 - solved)
@@ -135,20 +134,20 @@ def weighted_by_difficulty(advantages: Tensor, solved: Tensor, *, least: float, 
 
 
 def solved_share(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Share of right samples in each sample's group: [N], [N] -> [N] float64."""
+    """Return the share of right samples in each sample's group: [N], [N] -> [N] float64."""
     return group_sum((rewards > RIGHT).double(), groups) / group_sum(torch.ones(len(rewards), dtype=torch.float64), groups)
 
 
 def share_of_draws(part: Tensor, whole: Tensor, k: int) -> Tensor:
-    """C(part, k) / C(whole, k): how many draws of k lie wholly in the part. [N], [N] -> [N] float64."""
+    """Return C(part, k) / C(whole, k): the share of draws of k that are entirely in the part. [N], [N] -> [N] float64."""
     drawn = torch.arange(k, dtype=torch.float64)
     return ((part[:, None] - drawn).clamp(min=0) / (whole[:, None] - drawn).clamp(min=1)).prod(1)
 
 
 def group_mean_std(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased standard deviation of each value's group, as seen by that value. [N], [N] -> [N], [N] float64.
+    """Return mean and unbiased standard deviation of each value's group, for each value. [N], [N] -> [N], [N] float64.
 
-    In float32 the mean of equal values need not be that value, and the difference would pass for a signal.
+    In float32 the mean of equal values need not be that value, and the difference would look like a signal.
     """
     values = values.double()
     size = group_sum(torch.ones_like(values), groups)
@@ -158,6 +157,6 @@ def group_mean_std(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def group_sum(values: Tensor, groups: Tensor) -> Tensor:
-    """Sum over each value's group, as seen by that value. [N], [N] -> [N]."""
+    """Return the sum over each value's group, for each value. [N], [N] -> [N]."""
     names, member = torch.unique(groups, return_inverse=True)
     return values.new_zeros(len(names)).index_add(0, member, values)[member]

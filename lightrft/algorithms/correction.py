@@ -1,8 +1,8 @@
-"""Rollout correction: samples come from an engine whose probabilities are not quite the trainer's, or from an older policy.
+"""Rollout correction: the engine's probabilities differ slightly from the trainer's, or an older policy sampled.
 
-With w = p_old / p_engine, of the trainer's policy before the step and of what sampled, each function gives the weight of a
-token's loss, without gradient. That keeps the proximal policy, from which the clip measures, apart from the one that behaved: the
-decoupled objective of Hilton et al. (arXiv 2110.00641), which is also how samples of older weights are learned from.
+With w = p_old / p_engine, the ratio of the trainer's policy before the step to the sampling policy, each function returns the
+weight of a token's loss, without gradient. This keeps the proximal policy, the reference of the clip, apart from the behaviour
+policy: the decoupled objective of Hilton et al. (arXiv 2110.00641), which is also used to learn from samples of older weights.
 """
 
 import torch
@@ -14,8 +14,10 @@ from lightrft.types import Batch
 
 corrections = Registry("rollout correction", flag="--rollout_correction")
 MASK_BOUNDS = {"sequence": (0.5, 2.0), "geometric": (0.999, 1.002)}
-"""--rollout_mask -> least and most of what a sequence is measured by, unless the configuration says others. A product of many
-ratios is far from 1 where their geometric mean is within thousandths of it."""
+"""--rollout_mask -> default lower and upper bound of the measure of a sequence.
+
+A product of many ratios is far from 1 where their geometric mean is within thousandths of it.
+"""
 
 
 @corrections.register("tis")
@@ -28,15 +30,15 @@ def tis(ratio: Tensor, *, rollout_correction_high: float) -> Tensor:
 def mis(ratio: Tensor, *, rollout_correction_low: float, rollout_correction_high: float) -> Tensor:
     """w within [low, high], else 0: masked importance sampling (Liu et al., "When Speed Kills Stability", 2025).
 
-    At the level of tokens with [0.5, 5] it is IcePop (Ring-1T, arXiv 2510.18855), whose name brings these bounds.
+    At the level of tokens with [0.5, 5] it is IcePop (Ring-1T, arXiv 2510.18855), whose name sets these bounds.
     """
     return torch.where((ratio >= rollout_correction_low) & (ratio <= rollout_correction_high), ratio, 0.0)
 
 
 def importance_ratios(old_logprobs: Tensor, engine_logprobs: Tensor, batch: Batch, level: str) -> Tensor:
-    """w of each token, or the product over its whole sequence, or their geometric mean. [T], [T] -> [T].
+    """Return w of each token, or the product over its whole sequence, or their geometric mean. [T], [T] -> [T].
 
-    The geometric mean is no importance weight: sequences are masked by it, kept_sequences().
+    The geometric mean is not an importance weight: it is used to mask sequences, kept_sequences().
     """
     difference = torch.where(batch.loss_mask, (old_logprobs - engine_logprobs).detach(), 0.0)
     if level == "sequence":
@@ -49,10 +51,10 @@ def importance_ratios(old_logprobs: Tensor, engine_logprobs: Tensor, batch: Batc
 def kept_sequences(
     old_logprobs: Tensor, engine_logprobs: Tensor, batch: Batch, level: str, low: float | None, high: float | None
 ) -> Tensor:
-    """[T] bool: the tokens of sequences whose product ("sequence") or geometric mean ("geometric") of w is within [low, high].
+    """Return [T] bool: tokens of sequences whose product ("sequence") or geometric mean ("geometric") of w is within [low, high].
 
-    Rejection of whole sequences, beside which tokens keep the weights of a correction: Liu et al., 2025. A bound of None is that
-    of MASK_BOUNDS.
+    Whole sequences are rejected; the tokens of the others keep the weights of a correction: Liu et al., 2025. None stands
+    for the bound in MASK_BOUNDS.
     """
     measure = importance_ratios(old_logprobs, engine_logprobs, batch, level)
     least, most = (bound if given is None else given for given, bound in zip((low, high), MASK_BOUNDS[level], strict=True))

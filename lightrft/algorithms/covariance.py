@@ -1,7 +1,7 @@
-"""Which tokens cost the policy its entropy: those where log-prob and advantage covary most. Chosen once for an optimizer step.
+"""Choose the tokens that reduce the policy's entropy most, by the covariance of log-prob and advantage; once per optimizer step.
 
-The paper takes the log-probs of the moment; here they are those before the step, so that neither micro-batches nor ranks decide
-what is chosen. In the first update of a step they are the same.
+The paper uses the current log-probs; here they are those before the step, so that the choice depends neither on micro-batches nor
+on ranks. In the first update of a step they are the same.
 """
 
 import torch
@@ -13,7 +13,7 @@ from lightrft.registry import Registry
 from lightrft.types import Experience
 
 marks = Registry("choice of tokens", flag="--policy_loss")
-"""By the name of a policy loss: (batch of one optimizer step, sum over ranks) -> [T] bool, the tokens it treats differently."""
+"""Functions (batch of one optimizer step, sum over ranks) -> [T] bool, tokens to treat differently, by policy loss."""
 
 
 def covariances(batch: Experience, total: Sum) -> Tensor:
@@ -26,13 +26,13 @@ def covariances(batch: Experience, total: Sum) -> Tensor:
 
 @marks.register("kl_cov")
 def highest(batch: Experience, total: Sum, *, cov_ratio: float) -> Tensor:
-    """[T] bool: the share `cov_ratio` of all tokens, those of the highest covariance."""
+    """Return [T] bool: the share `cov_ratio` of all tokens, those of the highest covariance."""
     return top_share(covariances(batch, total), cov_ratio, batch, total)
 
 
 @marks.register("clip_cov")
 def drawn(batch: Experience, total: Sum, *, cov_ratio: float, clip_cov_range: list[float]) -> Tensor:
-    """[T] bool: as many, drawn at random from those whose covariance is between the two numbers of the range."""
+    """Return [T] bool: as many tokens, drawn at random from those whose covariance is within the range."""
     least, most = clip_cov_range
     covariance = covariances(batch, total)
     eligible = batch.loss_mask & (covariance >= least) & (covariance <= most)
@@ -40,7 +40,7 @@ def drawn(batch: Experience, total: Sum, *, cov_ratio: float, clip_cov_range: li
 
 
 def lots(batch: Experience) -> Tensor:
-    """[T] uniform random numbers, drawn for each sequence with its own tokens as seed: the same on whatever rank it lies."""
+    """Return [T] uniform random numbers, drawn for each sequence with its tokens as seed, so they do not depend on its rank."""
     generator = torch.Generator()
     sequences = batch.input_ids.split(batch.lengths.tolist())
     seeds = [int((ids * torch.arange(1, len(ids) + 1)).sum()) for ids in sequences]

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightrft.registry import Registry
 
 MOST_CHANGE = 0.2
-"""The divergence counts as at most so far from its target, as a share of it."""
+"""Maximum relative distance of the divergence from its target in one update; larger ones are clipped."""
 
 kl_estimators = Registry("KL estimator", flag="--kl_estimator")
 
@@ -36,9 +36,9 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 @kl_estimators.register("k3+")
 def k3_with_gradient_of_k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """The value of k3, unbiased and never negative, with the gradient of k2, which is that of the divergence.
+    """Return the value of k3, unbiased and never negative, with the gradient of k2, which is that of the divergence.
 
-    The gradient of k3 is that of the divergence the other way round: Tang and Munos, arXiv 2506.09477.
+    The gradient of k3 is that of the divergence with its arguments swapped: Tang and Munos, arXiv 2506.09477.
     """
     with_gradient = k2(logprobs, reference_logprobs)
     return with_gradient + (k3(logprobs, reference_logprobs) - with_gradient).detach()
@@ -46,11 +46,11 @@ def k3_with_gradient_of_k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tens
 
 @dataclass
 class KLCoefficient:
-    """What the divergence is multiplied with: fixed, or moved after every step so that the divergence comes near a target."""
+    """Coefficient of the divergence: fixed, or adapted after every step to bring the divergence near a target."""
 
     value: float
     target: float | None = None
-    """Divergence per token."""
+    """Target divergence per token."""
     horizon: int = 10_000
 
     def update(self, divergence: float, num_samples: int) -> None:
@@ -63,6 +63,6 @@ class KLCoefficient:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """A fixed coefficient is what the configuration says."""
+        """Restore an adapted coefficient; a fixed one is that of the configuration."""
         if self.target is not None:
             self.value = state["value"]

@@ -1,4 +1,4 @@
-"""What a model is trained on: log-probs of one micro-batch in, its share of the global loss out."""
+"""Training objectives: from the log-probs of one micro-batch to its share of the global loss."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from lightrft.config import AlgorithmSection, ConfigError
 from lightrft.types import Batch, Experience
 
 Report = dict[str, Tensor]
-"""Metric name -> [T] values, averaged over learned tokens; the extreme counts where the name ends in `_max` or `_min`."""
+"""Metric name -> [T] values, averaged over learned tokens, or the extreme for names ending in `_max` or `_min`."""
 
 
 TokenGradients = Callable[[Tensor, Tensor | None], tuple[Tensor | None, Tensor | None]]
@@ -23,12 +23,12 @@ TokenGradients = Callable[[Tensor, Tensor | None], tuple[Tensor | None, Tensor |
 
 
 def sft(logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tensor, Report]:
-    """Negative log-likelihood, mean over all learned tokens of the optimizer step. logprobs [T]; returns [] and no more."""
+    """Compute the negative log-likelihood, mean over all learned tokens of the optimizer step. logprobs [T]; returns []."""
     return share_of_mean(-logprobs, batch, "token-mean", denominator), {}
 
 
 class MixedIn:
-    """A supervised loss beside another: so many times sft(). PPO-ptx: Ouyang et al., arXiv 2203.02155, equation 2."""
+    """A supervised loss next to another: sft() times a coefficient. PPO-ptx: Ouyang et al., arXiv 2203.02155, equation 2."""
 
     def __init__(self, coefficient: float):
         self.coefficient = coefficient
@@ -39,7 +39,7 @@ class MixedIn:
 
 
 class Balanced:
-    """Another loss, and so many times the load of experts."""
+    """Another objective plus the load balance of experts times a coefficient."""
 
     def __init__(self, objective: Callable[..., tuple[Tensor, Report]], balance: Balance, coefficient: float):
         self.objective, self.balance, self.coefficient = objective, balance, coefficient
@@ -53,9 +53,9 @@ class Balanced:
 def token_gradients(
     objective: Callable[..., tuple[Tensor, Report]], batch: Batch, denominator: Denominator
 ) -> TokenGradients | None:
-    """The gradients of an objective in which that of a token depends on nothing but this token's log-prob and entropy.
+    """Return the gradients of an objective in which that of a token depends on this token's log-prob and entropy only.
 
-    They are then known as soon as these are, whatever the other tokens' are. None for any other objective.
+    They are then known as soon as these are, whatever the values of other tokens are. Returns None for any other objective.
     """
     match objective:
         case Balanced():
@@ -81,7 +81,7 @@ def token_gradients(
 
 
 class ValueObjective:
-    """What the critic learns: returns, clipped."""
+    """Objective of the critic: clipped squared distance to the returns."""
 
     def __init__(self, section: AlgorithmSection):
         self.section = section
@@ -89,8 +89,8 @@ class ValueObjective:
     def __call__(self, values: Tensor, batch: Experience, denominator: Denominator) -> tuple[Tensor, Report]:
         """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2, mean over all learned tokens of the optimizer step.
 
-        values [T]; returns [] and reports [T]. The clip is of the implementation of PPO (Schulman et al., arXiv 1707.06347);
-        Engstrom et al., arXiv 2005.12729, write it down.
+        values [T]; returns [] and reports [T]. The clip is part of the implementation of PPO (Schulman et al., arXiv 1707.06347);
+        Engstrom et al., arXiv 2005.12729, describe it.
         """
         lacking = [name for name in ("values", "returns") if getattr(batch, name) is None]
         if lacking:
@@ -107,19 +107,22 @@ class ValueObjective:
 
 
 class PolicyObjective:
-    """The policy gradient: a loss of the ratio, weighted, with the divergence from the reference and the entropy bonus."""
+    """The policy gradient: a weighted loss of the ratio, with the divergence from the reference and the entropy bonus."""
 
     def __init__(self, section: AlgorithmSection, kl_coefficient: KLCoefficient | None = None):
-        """The coefficient is that of the section unless given. ValueError for a function that is not there or needs too much."""
+        """Resolve the functions of the section, whose coefficient is used unless one is given.
+
+        Raises ValueError for a function that does not exist or needs data that the run does not have.
+        """
         self.section, self.kl_coefficient = section, kl_coefficient or KLCoefficient(section.init_kl_coef)
         self.policy_loss: PolicyLoss = resolve(policy_losses, section.policy_loss, given=("batch", "marked"))
         self.correction = section.rollout_correction and resolve(corrections, section.rollout_correction)
         self.kl = kl_estimators[section.kl_estimator]
 
     def __call__(self, logprobs: Tensor, batch: Experience, denominator: Denominator) -> tuple[Tensor, Report]:
-        """Loss [] and reports [T] from the actor's log-probs [T].
+        """Compute the loss [] and reports [T] from the actor's log-probs [T].
 
-        Without `old_logprobs` the actor has not moved since the step began, so the ratio is 1 and only its gradient counts.
+        Without `old_logprobs` the actor has not changed since the step began, so the ratio is 1 and only its gradient counts.
         """
         self._check(batch)
         section, learned = self.section, batch.loss_mask
@@ -150,7 +153,7 @@ class PolicyObjective:
         return share_of_mean(values, batch, section.loss_agg_mode, denominator), report
 
     def is_per_token(self, batch: Experience) -> bool:
-        """Whether the gradient of each token depends on nothing but this token's log-prob and entropy.
+        """Return True if the gradient of each token depends on this token's log-prob and entropy only.
 
         Corrections may be of whole sequences, and are constants where `old_logprobs` are given.
         """
@@ -177,7 +180,7 @@ class PolicyObjective:
         return _of_tokens(f"{flag}: its loss", losses, logprobs), report
 
     def _correct(self, old_logprobs: Tensor, batch: Experience) -> tuple[Tensor, Report]:
-        """Weights [T] for what the engine, or an older policy, sampled with other probabilities."""
+        """Return the weights [T] that correct for sampling by the engine, or an older policy, with other probabilities."""
         ratios = importance_ratios(old_logprobs, batch.engine_logprobs, batch, self.section.rollout_correction_level)
         weights = self.correction(ratios, **options(self.correction, self.section))
         weights = _of_tokens(f"--rollout_correction {self.section.rollout_correction}: its weight", weights, ratios)
@@ -189,7 +192,7 @@ class PolicyObjective:
 
 
 def _of_tokens(what: str, values: Tensor, like: Tensor) -> Tensor:
-    """A scalar would be spread over all tokens, and the loss be another than was meant."""
+    """Check the shape: a scalar would be broadcast over all tokens and change the meaning of the loss."""
     shape = list(values.shape) if isinstance(values, Tensor) else []
     if shape != list(like.shape):
         raise ConfigError(f"{what} is of shape {shape}, not one value for each of the {len(like)} tokens")
@@ -197,13 +200,13 @@ def _of_tokens(what: str, values: Tensor, like: Tensor) -> Tensor:
 
 
 def drift(logprobs: Tensor, old_logprobs: Tensor) -> Report:
-    """The divergence of the policy before the step, which sampled, from that of the moment. [T], [T] -> [T] each."""
+    """Report the divergence of the policy before the step, which sampled, from the current one. [T], [T] -> [T] each."""
     now = logprobs.detach()
     return {f"train/drift_{name}": kl_estimators[name](old_logprobs, now) for name in ("k1", "k3")}
 
 
 def mismatch(trainer_logprobs: Tensor, engine_logprobs: Tensor) -> Report:
-    """How far the engine that sampled is from the trainer that learns, for the same weights. [T], [T] -> [T] each."""
+    """Report the difference of the engine's from the trainer's log-probs, for the same weights. [T], [T] -> [T] each."""
     difference = (trainer_logprobs - engine_logprobs).detach().abs()
     return {
         "engine/logprob_mismatch": difference,

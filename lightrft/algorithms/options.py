@@ -1,7 +1,7 @@
-"""What a function is given beside its data: it names it.
+"""Pass a function the options that it names.
 
-The keyword-only parameters of an estimator or a loss are fields of the algorithm section, or data that the caller has; so
-`ppo(logprobs, old_logprobs, advantages, *, eps_clip_low, eps_clip_high)` says which flags it reads, and a user's own too.
+The keyword-only parameters of an estimator or a loss are fields of the algorithm section, or data that the caller has. So
+`ppo(logprobs, old_logprobs, advantages, *, eps_clip_low, eps_clip_high)` declares which flags it reads, as does a user's own.
 """
 
 import inspect
@@ -18,19 +18,22 @@ FIELDS = {field.name for field in fields(AlgorithmSection)}
 
 @cache
 def keywords(function: Callable[..., Any]) -> dict[str, bool]:
-    """Keyword-only parameter -> whether it must be given."""
+    """Return keyword-only parameter -> True if it is required."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def options(function: Callable[..., Any], section: AlgorithmSection, **given: Any) -> dict[str, Any]:
-    """The keyword arguments of `function`: from `given`, else from the section, else its own defaults."""
+    """Return the keyword arguments of `function`: from `given`, else from the section, else its own defaults."""
     values = {name: getattr(section, name) for name in FIELDS} | given
     return {name: values[name] for name in keywords(function) if name in values}
 
 
 def resolve(registry: Registry, name: str, given: Iterable[str] = ()) -> Callable[..., Any]:
-    """The function of this name. ValueError where it must have what is neither a field of the section nor `given`."""
+    """Return the function of this name.
+
+    Raises ValueError if it requires a parameter that is neither a field of the section nor `given`.
+    """
     function = registry[name]
     lacking = [keyword for keyword, needed in keywords(function).items() if needed and keyword not in FIELDS | set(given)]
     if lacking:

@@ -1,8 +1,8 @@
 """Policy losses: one value per token, from the log-probs of the actor now and before the step.
 
-Each takes logprobs, old_logprobs and advantages, [T] each, and returns the values [T] and what to report of each token [T]. With
-r = exp(logp - old), sg the value without its gradient. What a loss names beside them is a field of the algorithm section, or:
-`batch`, the sequences; `marked` [T], the tokens that covariance.py chose for it.
+Each takes logprobs, old_logprobs and advantages, [T] each, and returns the values [T] and reports of each token [T].
+r = exp(logp - old), sg is the value without its gradient. The keyword-only parameters of a loss are fields of the algorithm
+section, or: `batch`, the sequences; `marked` [T], the tokens that covariance.py chose for it.
 """
 
 import math
@@ -19,7 +19,7 @@ Loss = tuple[Tensor, dict[str, Tensor]]
 PolicyLoss = Callable[..., Loss]
 policy_losses = Registry("policy loss", flag="--policy_loss")
 PER_TOKEN = {"ppo", "cispo", "sapo", "cpgd", "reinforce", "kl_cov", "clip_cov"}
-"""Those in which the value of a token depends on no other token's log-prob. A user's own is not known to be such."""
+"""Losses in which the value of a token depends on no other token's log-prob. This is not assumed of a user's own loss."""
 
 
 @policy_losses.register("ppo")
@@ -49,7 +49,7 @@ def ppo(
 def gspo(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, batch: Batch, eps_clip_low: float, eps_clip_high: float
 ) -> Loss:
-    """The same with one ratio for a sequence, s = exp(mean over its tokens of log r). GSPO, arXiv 2507.18071."""
+    """ppo with one ratio for a sequence, s = exp(mean over its tokens of log r). GSPO, arXiv 2507.18071."""
     ratio = sequence_means(logprobs - old_logprobs, batch).exp()[batch.sequence_ids]
     return clipped(ratio, advantages, eps_clip_low, eps_clip_high)
 
@@ -123,8 +123,8 @@ def cpgd(
 ) -> Loss:
     """-min(log r A, clip(log r, log(1 - low), log(1 + high)) A) + c (r - 1 - log r): no ratio multiplies the advantage.
 
-    The last term estimates the divergence of the old policy from the new (k3), of each token at most `policy_drift_clip`, so that
-    none outweighs the rest. CPGD, arXiv 2505.12504.
+    The last term estimates the divergence of the old policy from the new (k3), at most `policy_drift_clip` for each token, so
+    that none outweighs the rest. CPGD, arXiv 2505.12504.
     """
     log_ratio = logprobs - old_logprobs
     bounded = log_ratio.clamp(math.log(1 - eps_clip_low), math.log(1 + eps_clip_high))
@@ -142,13 +142,13 @@ def cpgd(
 
 @policy_losses.register("reinforce")
 def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Loss:
-    """-A logp. Williams, Machine Learning 8, 1992. Whatever happened since the samples were drawn is not corrected."""
+    """-A logp. Williams, Machine Learning 8, 1992. Changes of the policy since the samples were drawn are not corrected."""
     return -advantages * logprobs, {"train/ratio": (logprobs - old_logprobs).exp()}
 
 
 @policy_losses.register("kl_cov")
 def kl_cov(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, marked: Tensor, kl_cov_coef: float) -> Loss:
-    """-r A, and c |log r| more for tokens of the highest covariance of logp and A, which cost the most entropy.
+    """-r A, plus c |log r| for tokens of the highest covariance of logp and A, which reduce the entropy most.
 
     KL-Cov: Cui et al., arXiv 2505.22617.
     """
@@ -163,8 +163,8 @@ def clip_cov(
 ) -> Loss:
     """ppo, without some tokens drawn from those of high covariance of logp and A. Clip-Cov, arXiv 2505.22617.
 
-    A token that ppo clips already, and which therefore learns nothing, is none of them. It may have been drawn all the same: the
-    draw is made before the step, for all ranks at once, when nothing is clipped yet.
+    A token that ppo already clips, which has no gradient, is not left out. It may have been drawn all the same: the draw is made
+    before the step, for all ranks at once, when nothing is clipped yet.
     """
     loss, report = clipped((logprobs - old_logprobs).exp(), advantages, eps_clip_low, eps_clip_high)
     left_out = marked & ~(report["train/clip_low"] | report["train/clip_high"])

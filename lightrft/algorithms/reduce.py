@@ -1,4 +1,4 @@
-"""From one value per token to the loss: the only place that makes a scalar.
+"""Reduce one value per token to the loss: the only module that computes a scalar.
 
 The denominator counts the whole optimizer step, over all ranks and micro-batches, so the sum of all shares is the same
 for every way of splitting the step.
@@ -13,23 +13,23 @@ from torch import Tensor
 from lightrft.types import Batch
 
 Sum = Callable[[Tensor], Tensor]
-"""The sum of a tensor over all ranks."""
+"""Function that returns the sum of a tensor over all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Denominator:
-    """What the optimizer step holds, over all ranks."""
+    """Counts of the optimizer step, over all ranks."""
 
     tokens: Tensor
-    """[] float32, learned tokens."""
+    """Number of learned tokens, [] float32."""
     sequences: Tensor
-    """[] float32, sequences with at least one learned token."""
+    """Number of sequences with at least one learned token, [] float32."""
     length: int
-    """The constant of seq-mean-token-sum-norm: the longest response in tokens."""
+    """Constant of seq-mean-token-sum-norm: the longest response in tokens."""
 
 
 def share_of_mean(values: Tensor, batch: Batch, mode: str, denominator: Denominator) -> Tensor:
-    """This micro-batch's share of the global mean of `values` [T] over learned tokens; [] float32.
+    """Return this micro-batch's share of the global mean of `values` [T] over learned tokens; [] float32.
 
     token-mean: sum over tokens / all tokens (DAPO, arXiv 2503.14476). seq-mean-token-mean: mean per sequence, then over
     sequences (GRPO, arXiv 2402.03300). seq-mean-token-sum: sum per sequence, mean over sequences. seq-mean-token-sum-norm:
@@ -49,11 +49,11 @@ def share_of_mean(values: Tensor, batch: Batch, mode: str, denominator: Denomina
 
 
 def sequence_sums(values: Tensor, batch: Batch) -> Tensor:
-    """Sum of `values` [T] over each sequence: [N]."""
+    """Return the sum of `values` [T] over each sequence: [N]."""
     return values.new_zeros(len(batch)).index_add(0, batch.sequence_ids, values)
 
 
 def sequence_means(values: Tensor, batch: Batch) -> Tensor:
-    """Mean of `values` [T] over the learned tokens of each sequence, 0 where there are none: [N]."""
+    """Return the mean of `values` [T] over the learned tokens of each sequence, 0 where there are none: [N]."""
     lengths = sequence_sums(batch.loss_mask.to(values.dtype), batch).clamp(min=1)
     return sequence_sums(torch.where(batch.loss_mask, values, 0.0), batch) / lengths

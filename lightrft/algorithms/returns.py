@@ -1,5 +1,7 @@
-"""Returns over tokens: from rewards of tokens to one advantage for each. Time passes with learned tokens only: what a tool or
-an environment wrote between them is skipped. Values are [T], in float64 inside, and 0 for tokens that are not learned.
+"""Returns over tokens: from the rewards of tokens to one advantage for each.
+
+Time steps are learned tokens only: text of a tool or an environment between them is skipped. Values are [T], computed in float64,
+and 0 for tokens that are not learned.
 """
 
 import torch
@@ -30,7 +32,7 @@ def gae(rewards: Tensor, values: Tensor, batch: Batch, *, gamma: float, lambd: f
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, total: Sum) -> Tensor:
     """1 - Var(returns - values) / Var(returns) over the masked elements of all ranks; not finite where returns are all equal.
 
-    1: the critic knew; 0: the mean would have done as well. [T], [T], [T] -> [].
+    It is 1 if the values predict the returns, and 0 if they are no better than the mean. [T], [T], [T] -> [].
     """
     pairs = torch.stack([returns[mask], returns[mask] - values[mask]]).double()
     count, *sums = total(torch.cat([mask.sum(dtype=torch.float64)[None], pairs.sum(1)]))
@@ -48,7 +50,7 @@ def distill(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
 
 
 def whiten(values: Tensor, mask: Tensor, total: Sum, *, eps: float = 1e-8) -> Tensor:
-    """(x - mean) / (std + eps) over the masked elements of all ranks, std as of a population; 0 elsewhere. [T], [T] -> [T]."""
+    """(x - mean) / (std + eps) over the masked elements of all ranks, std of a population; 0 elsewhere. [T], [T] -> [T]."""
     count, value = total(torch.stack([mask.sum(dtype=torch.float64), values[mask].sum(dtype=torch.float64)]))
     mean = value / count.clamp(min=1)
     variance = total((values[mask].double() - mean).square().sum()) / count.clamp(min=1)
@@ -56,7 +58,7 @@ def whiten(values: Tensor, mask: Tensor, total: Sum, *, eps: float = 1e-8) -> Te
 
 
 def discounted_sums(rows: Tensor, factor: float) -> Tensor:
-    """y_t = x_t + factor y_{t+1} along each row: [N, L] -> [N, L]. After k rounds an entry has summed 2^k, from its own on."""
+    """y_t = x_t + factor y_{t+1} along each row: [N, L] -> [N, L]. After k rounds an entry is the sum of 2^k, from its own on."""
     sums, reach = rows.clone(), 1
     while reach < rows.shape[1]:
         sums[:, :-reach] = sums[:, :-reach] + factor**reach * sums[:, reach:]
@@ -65,18 +67,18 @@ def discounted_sums(rows: Tensor, factor: float) -> Tensor:
 
 
 def to_rows(values: Tensor, batch: Batch) -> Tensor:
-    """The learned tokens of each sequence as a row, 0 after them: [T] -> [N, L] float64."""
+    """Return the learned tokens of each sequence as a row, padded with 0: [T] -> [N, L] float64."""
     lengths = learned_lengths(batch)
     return padded(values.double()[batch.learned_tokens], lengths, max(lengths.tolist(), default=0))
 
 
 def from_rows(rows: Tensor, batch: Batch) -> Tensor:
-    """The other way round: [N, L] -> [T]."""
+    """Invert to_rows(): [N, L] -> [T]."""
     values = rows.new_zeros(batch.num_tokens)
     values[batch.learned_tokens] = unpadded(rows, learned_lengths(batch))
     return values
 
 
 def learned_lengths(batch: Batch) -> Tensor:
-    """[N] int64, learned tokens of each sequence."""
+    """Return the number of learned tokens of each sequence, [N] int64."""
     return sequence_sums(batch.loss_mask.long(), batch)

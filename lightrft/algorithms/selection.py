@@ -1,4 +1,4 @@
-"""The largest of many values that lie on several ranks, the same ones for every way of dealing them.
+"""Select the largest of many values that are distributed over ranks, the same for every distribution.
 
 Only counts are exchanged: the k-th largest key is found eight bits at a time, from the highest down.
 """
@@ -13,19 +13,19 @@ from lightrft.types import Batch
 BYTE = 256
 ROUNDED_BITS = 10
 PLACE_BITS = 24
-"""A row and a place in its sequence stay below 2^24 each."""
+"""Bits of a row and of a position in its sequence, which are below 2^24 each."""
 
 
 def top_share(values: Tensor, share: float, batch: Batch, total: Sum) -> Tensor:
-    """[T] bool: the share of all learned tokens with the largest values [T].
+    """Return [T] bool: the share of all learned tokens with the largest values [T].
 
-    Of entropy: the tokens where reasoning forks; Wang et al., arXiv 2506.01939, learn from a fifth of all.
+    With the entropy as values these are the forking tokens of reasoning; Wang et al., arXiv 2506.01939, use a fifth of all.
     """
     return largest(rounded(values, batch.loss_mask, total), batch.loss_mask, share_of_tokens(share, batch, total), batch, total)
 
 
 def rounded(values: Tensor, mask: Tensor, total: Sum) -> Tensor:
-    """The values [T] as multiples of a unit, about a thousandth of their mean size over the masked ones of all ranks.
+    """Round the values [T] to multiples of a unit, about a thousandth of their mean size over the masked ones of all ranks.
 
     Tokens in the same state, such as the first ones of a group, then have equal values whatever their micro-batches: the last
     bits of a log-prob depend on what is computed together. The unit is a power of two, so it does not depend on them.
@@ -37,13 +37,13 @@ def rounded(values: Tensor, mask: Tensor, total: Sum) -> Tensor:
 
 
 def share_of_tokens(share: float, batch: Batch, total: Sum) -> int:
-    """So many of all ranks' learned tokens, at least one where there are any."""
+    """Return the number of tokens in this share of all ranks' learned tokens, at least one if there are any."""
     count = int(total(batch.loss_mask.sum()))
     return min(max(int(share * count + 1e-6), 1), count)
 
 
 def largest(values: Tensor, mask: Tensor, count: int, batch: Batch, total: Sum) -> Tensor:
-    """[T] bool: the `count` largest masked values [T] of all ranks; of equal ones those of the earliest rows and tokens."""
+    """Return [T] bool: the `count` largest masked values [T] of all ranks; of equal ones those of the first rows and tokens."""
     if count < 1:
         return torch.zeros_like(mask)
     keys = value_keys(values)
@@ -56,9 +56,9 @@ def largest(values: Tensor, mask: Tensor, count: int, batch: Batch, total: Sum) 
 
 
 def kth_largest(keys: Tensor, k: int, bits: int, total: Sum) -> tuple[int, int]:
-    """The k-th largest of all ranks' keys of so many bits, and how many of those equal to it are among the k largest.
+    """Return the k-th largest of all ranks' keys of `bits` bits, and how many of those equal to it are among the k largest.
 
-    The smallest of all, and all of it, where there are fewer.
+    If there are fewer than k keys, return the smallest of them, with all that are equal to it.
     """
     found = 0
     for shift in range(bits - 8, -1, -8):
@@ -72,10 +72,10 @@ def kth_largest(keys: Tensor, k: int, bits: int, total: Sum) -> tuple[int, int]:
 
 
 def value_keys(values: Tensor) -> Tensor:
-    """Whole numbers of 32 bits, not negative, in the order of the values, [T] int64."""
+    """Return non-negative integers of 32 bits in the order of the values, [T] int64."""
     return float_keys(values.float()) + (1 << 31)
 
 
 def place_keys(batch: Batch) -> Tensor:
-    """Row and place of each token as one number, over all ranks: [T] int64."""
+    """Combine row and position of each token in one number, unique over all ranks: [T] int64."""
     return (batch.rows[batch.sequence_ids] << PLACE_BITS) + batch.position_ids

@@ -1,4 +1,4 @@
-"""Reward shaping: what happens to rewards before they are compared. Rewards, groups and lengths are those of all ranks."""
+"""Reward shaping: change rewards before they are compared. Rewards, groups and lengths are those of all ranks."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,7 @@ def overlong_penalty(lengths: Tensor, *, longest: int, buffer: int, factor: floa
 
 @dataclass
 class RunningMoments:
-    """Mean and standard deviation of all rewards so far, from the first step on; Chan et al., 1979, for the merging."""
+    """Mean and standard deviation of all rewards since the first step, merged as in Chan et al., 1979."""
 
     count: float = 0.0
     mean: float = 0.0
@@ -28,7 +28,7 @@ class RunningMoments:
     """Sum of squared distances from the mean."""
 
     def update(self, values: Tensor) -> None:
-        """Take in the values of one step."""
+        """Add the values of one step."""
         values = values.double()
         new = float(len(values))
         if not new:
@@ -40,24 +40,24 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """As of a population."""
+        """Return the standard deviation of a population."""
         return (self.squares / max(self.count, 1.0)) ** 0.5
 
 
 @dataclass
 class RewardShaper:
-    """Overlong penalty, running normalisation, clip, standardisation in groups: in this order, those that are switched on.
+    """Overlong penalty, running normalisation, clip, and standardisation in groups, in this order, if they are enabled.
 
     Every rank has the same rewards, so the running moments are the same everywhere.
     """
 
     section: RewardSection
     longest: int
-    """--generate_max_len."""
+    """Longest response in tokens: --generate_max_len."""
     moments: RunningMoments = field(default_factory=RunningMoments)
 
     def __call__(self, rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
-        """What the rewards count, from what they are. `lengths` of the responses that end with them. [M] each -> [M] float32."""
+        """Return the shaped rewards. `lengths` are those of the responses that end with the rewards. [M] each -> [M] float32."""
         section, shaped = self.section, rewards.double()
         if section.overlong_buffer:
             buffer = section.overlong_buffer_len or max(self.longest // 5, 1)
@@ -72,7 +72,7 @@ class RewardShaper:
             shaped = shaped.clamp(-section.reward_clip, section.reward_clip)
         if section.reward_group_norm:
             shaped = grpo(shaped.float(), groups)
-        return shaped.float()  # as estimators get them, for the same reason
+        return shaped.float()  # estimators get float32 values for the same reason
 
     def state_dict(self) -> dict[str, Any]:
         return vars(self.moments).copy()

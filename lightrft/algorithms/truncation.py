@@ -1,6 +1,6 @@
-"""Sampling from a part of the vocabulary: the one definition that trainer and engine follow.
+"""Sampling from a part of the vocabulary: the one definition for trainer and engine.
 
-Shapes: t tokens, V vocabulary, v of it on this rank, K tokens asked for at each position.
+Shapes: t tokens, V vocabulary, v of it on this rank, K kept tokens at each position.
 """
 
 from dataclasses import dataclass
@@ -9,50 +9,50 @@ import torch
 from torch import Tensor
 
 HOST_BLOCK = 2**18
-"""Logits that are looked at together in a host's memory, so that they stay in its cache between two passes."""
+"""Number of logits that are processed together in host memory, so that they stay in the cache between two passes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """The probabilities of the rest are 0, those of the part sum to 1.
+    """Restriction to a part of the vocabulary, whose probabilities sum to 1; those of all other tokens are 0.
 
-    A token that is asked for always belongs to the part: it was sampled, so only rounding can have put it outside. All tokens
-    that are as likely as the last one inside are inside too; an engine may leave some of those out, and then its log-probs are
-    larger by at most their share of the part.
+    A kept token always belongs to the part: it was sampled, so only rounding can have put it outside. All tokens that are as
+    likely as the last one inside are inside too; an engine may leave some of those out, and then its log-probs are larger by at
+    most their share of the part.
     """
 
     top_k: int = 0
-    """Only the k most likely tokens; 0 or less: all."""
+    """Number of most likely tokens to keep; 0 or less: all."""
     top_p: float = 1.0
-    """Only the most likely tokens that reach this probability together."""
+    """Probability that the most likely tokens must reach together."""
     banned: tuple[int, ...] = ()
-    """Tokens that are left out before anything else."""
+    """Tokens that are excluded before anything else."""
 
     @property
     def active(self) -> bool:
         return self.top_k > 0 or self.top_p < 1.0 or bool(self.banned)
 
     def __call__(self, logits: Tensor, kept: Tensor | None = None) -> Tensor:
-        """`logits` [t, V] with -inf outside of the part; `kept` [t, K] stay, as far as they are not negative."""
+        """Return `logits` [t, V] with -inf outside of the part; `kept` [t, K] tokens stay, if they are not negative."""
         if kept is not None:
             kept = torch.where(kept < 0, logits.shape[-1], kept)
         return logits.masked_fill_(self.outside(logits, self.threshold(logits), kept=kept), -torch.inf)
 
     def outside(self, logits: Tensor, threshold: Tensor, *, first: int = 0, kept: Tensor | None = None) -> Tensor:
-        """[t, v] bool: below the threshold [t, 1], or banned, but for `kept` [t, K], places among the v; v itself: none.
+        """Return [t, v] bool: below the threshold [t, 1], or banned, except `kept` [t, K], positions among the v; v itself: none.
 
-        `logits` [t, v] are of the tokens from `first` on.
+        `logits` [t, v] are those of the tokens from `first` on.
         """
         outside = logits < threshold
         for token in self.banned:
             if 0 <= token - first < logits.shape[-1]:
                 outside[:, token - first] = True
-        if kept is not None:  # places that are no token fall into one more column
+        if kept is not None:  # positions that are no token go to an extra column
             outside = torch.nn.functional.pad(outside, (0, 1)).scatter_(-1, kept, False)[:, :-1]
         return outside
 
     def threshold(self, logits: Tensor) -> Tensor:
-        """The smallest of the logits [t, V] that belongs to the part, in float32: [t, 1]."""
+        """Return the smallest of the logits [t, V] that belongs to the part, in float32: [t, 1]."""
         threshold = torch.full((len(logits), 1), -torch.inf, device=logits.device)
         if self.banned and (self.top_k > 0 or self.top_p < 1.0):
             logits = logits.masked_fill(self.outside(logits, threshold), -torch.inf)
@@ -68,10 +68,10 @@ ALL = Truncation()
 
 
 def nucleus_threshold(logits: Tensor, top_p: float) -> Tensor:
-    """The smallest of the logits [t, V] float32 such that those above it have less than `top_p` of the probability: [t, 1].
+    """Return the smallest logit of [t, V] float32 such that those above it have less than `top_p` of the probability: [t, 1].
 
-    Found by bisection of the float32 numbers from -inf to the largest logit, whose order is that of their keys: 32 sums over
-    the vocabulary instead of sorting it.
+    It is found by bisection of the float32 numbers from -inf to the largest logit, whose order is that of their keys: 32 sums
+    over the vocabulary instead of sorting it.
     """
     rows = max(1, HOST_BLOCK // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(logits))
     return torch.cat([_bisected(part, top_p) for part in logits.split(rows)])
@@ -83,7 +83,7 @@ def _bisected(logits: Tensor, top_p: float) -> Tensor:
     wanted = top_p * weights.sum(-1, keepdim=True)
     above = torch.empty_like(logits)
     high = float_keys(top)  # belongs to the part
-    low = float_keys(torch.full_like(top, -torch.inf))  # does not
+    low = float_keys(torch.full_like(top, -torch.inf))  # does not belong to it
     for _ in range(32):
         middle = (low + high) // 2
         torch.gt(logits, floats_of(middle), out=above)
@@ -93,12 +93,12 @@ def _bisected(logits: Tensor, top_p: float) -> Tensor:
 
 
 def float_keys(values: Tensor) -> Tensor:
-    """Whole numbers of 32 bits in the order of float32 `values`, int64: a float's own bits, turned over where it is negative."""
+    """Return integers of 32 bits in the order of float32 `values`, int64: a float's own bits, flipped where it is negative."""
     bits = (values + 0.0).view(torch.int32)  # + 0.0: a zero has no sign
     return torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()
 
 
 def floats_of(keys: Tensor) -> Tensor:
-    """The float32 numbers that have these keys."""
+    """Return the float32 numbers that have these keys."""
     bits = keys.int()
     return torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).view(torch.float32)

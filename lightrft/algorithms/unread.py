@@ -1,4 +1,4 @@
-"""Flags of the algorithm section that the chosen functions do not read."""
+"""Find the flags of the algorithm section that the chosen functions do not read."""
 
 from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.correction import corrections
@@ -12,7 +12,7 @@ from lightrft.registry import Registry
 def unread_flags(section: AlgorithmSection) -> list[str]:
     """Return a sentence for each flag that the user changed and only other estimators, losses or corrections read.
 
-    ValueError for a name that no registry knows.
+    Raises ValueError for a name that no registry knows.
     """
     default = AlgorithmSection()
     changed = {name for name in section.written if getattr(section, name) != getattr(default, name)}
@@ -24,7 +24,7 @@ def unread_flags(section: AlgorithmSection) -> list[str]:
 
 
 def unread(registry: Registry, chosen: str, changed: set[str], companions: Registry | None = None) -> list[str]:
-    """Name the flags that only other functions of the registry read, or what accompanies those under the same names."""
+    """Return a sentence for each changed flag that only other functions of the registry, or their companions, read."""
     tables = [registry, companions] if companions else [registry]
     reads = {
         name: set().union(*(keywords(table[name]) for table in tables if table is registry or name in table)) & FIELDS

@@ -1,4 +1,4 @@
-"""The commands. Their imports take seconds, in which a launcher may die: who started this process is read before them."""
+"""Commands of the program. The process id of the launcher is read before their imports, during which it may die."""
 
 import os
 

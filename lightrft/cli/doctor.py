@@ -22,7 +22,7 @@ from lightrft.tools.diagnosis import MISMATCH, Diagnosis, diagnose
 from lightrft.trainer.run import quiet_libraries
 
 SHOWN = 8
-"""Parts of the model, around the first that differs."""
+"""Number of parts of the model to show, around the first that differs."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -47,7 +47,7 @@ def _examine(arguments: argparse.Namespace, console: Console) -> bool:
     try:
         strategy.setup_distributed()
         diagnosis = diagnose(config, strategy, load_tokenizer(config.model), arguments.engine_model)
-    except Exception as error:  # whatever it is, it is the diagnosis
+    except Exception as error:  # any error is a result of the diagnosis
         console.print(f"[red]{escape(arguments.model)} cannot be examined[/]: {type(error).__name__}: {escape(str(error))}")
         return False
     finally:
@@ -61,7 +61,7 @@ def _examine(arguments: argparse.Namespace, console: Console) -> bool:
 
 
 def _config(arguments: argparse.Namespace) -> Config:
-    """One rank of FSDP2, as a run has it, and an engine that nothing hides from."""
+    """Return a configuration of one rank of FSDP2, as in a run, and an engine in eager mode."""
     return Config(
         model=ModelSection(pretrain=arguments.model, bf16=arguments.bf16, trust_remote_code=arguments.trust_remote_code),
         data=DataSection(prompt_max_len=128),
@@ -107,7 +107,7 @@ def _gaps(diagnosis: Diagnosis) -> Table:
 
 
 def _parts(diagnosis: Diagnosis) -> Table:
-    """The first part that differs and those around it; the last ones where none does."""
+    """Return the table of the first part that differs and those around it; of the last ones if none differs."""
     first = diagnosis.parts.index(diagnosis.first) if diagnosis.first else len(diagnosis.parts) - 1
     start = max(0, first - SHOWN // 2)
     title = f"Parts of the model, {start + 1} to {min(start + SHOWN, len(diagnosis.parts))} of {len(diagnosis.parts)}"

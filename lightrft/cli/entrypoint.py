@@ -1,6 +1,6 @@
-"""The frame around every command: read the configuration, run it, and leave with an exit code.
+"""Entry point of every command: read the configuration, run it, and exit with a code.
 
-The configuration is read before anything heavy is imported, so that a misspelt flag is answered at once.
+The configuration is read before anything heavy is imported, so that a misspelt flag is reported at once.
 """
 
 import faulthandler
@@ -15,11 +15,11 @@ from lightrft.cli import STARTED_BY
 from lightrft.config import Config, ConfigError, parse
 
 USER_ERROR = 2
-"""Exit code for what the user can mend: configuration and data."""
+"""Exit code for errors that the user can correct: configuration and data."""
 
 
 def enter(command: str, description: str | None, argv: Sequence[str] | None = None) -> None:
-    """Run a command and leave the process: 0, 2 for what the user can mend, 128 + signal when interrupted, 1 otherwise."""
+    """Run a command and exit: 0, 2 for errors that the user can correct, 128 + signal when interrupted, 1 otherwise."""
     if not faulthandler.is_enabled():
         faulthandler.enable()
     set_up_logging()
@@ -36,7 +36,7 @@ def enter(command: str, description: str | None, argv: Sequence[str] | None = No
 
 
 def _run(command: str, config: Config) -> int:
-    """Run it with errors as exit codes. All heavy imports begin here."""
+    """Run the command and return its exit code. All heavy imports begin here."""
     from lightrft.launch.rendezvous import end_with_launcher, tell_launcher
     from lightrft.trainer.interruption import Interrupted
     from lightrft.trainer.run import run
@@ -61,7 +61,7 @@ def _run(command: str, config: Config) -> int:
 
 
 def _log_once(message: str) -> None:
-    """Log an error that every rank meets on one rank of each machine."""
+    """Log an error that occurs on every rank on one rank of each machine."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         logger.error(message)
 

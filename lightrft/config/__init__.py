@@ -1,4 +1,4 @@
-"""The configuration: every field, where its value comes from, and which values make no sense together."""
+"""The configuration: every field, the source of its value, and the checks of combinations."""
 
 from lightrft.config.addresses import address_problem
 from lightrft.config.command_line import field_docs, load, parse

@@ -1,11 +1,14 @@
-"""Addresses of servers, and keys for them, that cannot work or would be written down where others read them."""
+"""Check addresses of servers and their keys, before they fail or are written where others can read them."""
 
 import os
 from urllib.parse import urlsplit
 
 
 def address_problem(flag: str, url: str, key: str) -> str:
-    """The reason why `url`, with the environment variable `key`, cannot be asked; empty where it can. It shows no secret."""
+    """Return the reason why `url`, with the key in the environment variable `key`, cannot be used; empty if it can.
+
+    The reason contains no secret.
+    """
     try:
         parts = urlsplit(url)
         host, secret = parts.hostname, parts.username or parts.password

@@ -1,8 +1,8 @@
-"""The command line and the YAML file, as a configuration.
+"""Read the configuration from the command line and the YAML file.
 
     torchrun -m lightrft.cli.train_ppo --config configs/quickstart.yaml --actor_learning_rate 1e-3
 
-The file gives defaults, flags override it. Nothing heavy is imported here, so that a mistake is answered at once.
+The file gives defaults, flags override it. Nothing heavy is imported here, so that a mistake is reported at once.
 """
 
 import argparse
@@ -45,7 +45,7 @@ HELP, VERSION = ("-h", "--help"), "--version"
 def parse(argv: Sequence[str] | None = None, command: str = "train_ppo", description: str = "") -> Config:
     """Return the configuration of `--config file.yaml` and flags, not yet resolved; see resolve().
 
-    ConfigError for names that do not exist and values of another type, all of one source in one message. `--help` and
+    Raises ConfigError for names that do not exist and values of the wrong type, all of one source in one message. `--help` and
     `--version` print and exit.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -57,7 +57,7 @@ def parse(argv: Sequence[str] | None = None, command: str = "train_ppo", descrip
     translation = translated(flags)
     values = _values_of_flags(translation.flags, translation.refused)
     config.notices += translation.notices
-    if values.keys() & {"strategy", "fsdp"}:  # two forms of one choice: a flag of either replaces what a file says
+    if values.keys() & {"strategy", "fsdp"}:  # two forms of one choice: a flag of either replaces the value in a file
         config.strategy.forget("strategy", "fsdp")
     config.update(values, source="--")
     return config
@@ -69,7 +69,7 @@ def load(file: str | Path) -> Config:
 
 
 def _values_of_flags(arguments: list[str], problems: list[str]) -> dict[str, Any]:
-    """Return field name -> value; ConfigError with what is unknown, and with the `problems` that were found before."""
+    """Return field name -> value; raise ConfigError with the unknown flags, and with the `problems` that were found before."""
     known = section_of_field()
     names = [token.partition("=")[0] for token in arguments if token.startswith("--")]
     switches = {f"--no_{name}" for name, kind in field_types().items() if kind is bool}
@@ -121,7 +121,7 @@ def _split_config_flag(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that stands twice in one mapping, of which YAML would keep the last."""
+    """Loader that refuses duplicate keys of a mapping, of which YAML would keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -164,7 +164,7 @@ def _values_of_file(file: str) -> dict[str, Any]:
 
 
 def _answer(argv: list[str], command: str, description: str) -> None:
-    """Print what --help or --version asks for, and exit."""
+    """Print the reply to --help or --version, and exit."""
     if VERSION in argv:
         from lightrft import __version__
 
@@ -178,7 +178,7 @@ def _answer(argv: list[str], command: str, description: str) -> None:
 
 
 def help_text(command: str, topic: str = "", description: str = "") -> str:
-    """Return the help of a command: all of its groups by name, or one group, one flag, or `all` with their meanings."""
+    """Return the help of a command: all of its groups by name, or one group, one flag, or `all` with their descriptions."""
     topic = topic.strip("-").replace("-", "_")
     read = fields_read(command)
     groups = {name: [each for each in _names(name) if each in read] for name in SECTIONS if name in COMMANDS[command]}
@@ -222,7 +222,7 @@ def _explained(name: str) -> str:
 
 
 def _form(kind: Any) -> str:
-    """Return what follows the flag, as --help shows it."""
+    """Return the form of the value after the flag, as --help shows it."""
     arms = [arm for arm in get_args(kind) if arm is not type(None)] if type(None) in get_args(kind) else [kind]
     if get_origin(arms[0]) is list:
         return f" {get_args(arms[0])[0].__name__} ..."

@@ -1,4 +1,4 @@
-"""The commands that read a configuration, and the fields that each of them reads."""
+"""Commands that read a configuration, and the fields that each of them reads."""
 
 from dataclasses import fields
 
@@ -12,7 +12,7 @@ COMMANDS: dict[str, set[str]] = {
 """Command -> the sections that it reads."""
 
 LORA = ("lora_alpha", "lora_dropout", "target_modules")
-"""Fields of adapters, without effect where there are none."""
+"""Fields of adapters, without effect if there are none."""
 
 COLLECTING = (
     *("dynamic_sampling", "dynamic_sampling_rounds", "over_sampling", "early_stop_every", "partial_rollout"),
@@ -29,9 +29,9 @@ OF_EVALUATION = ("seed", "save_path")
 JUDGING = (
     "reward", "reward_workers", "reward_memory_gb", "reward_minutes", "reward_failure", "server_minutes", "reward_model_coef",
 )  # fmt: skip
-"""Fields of the reward section that say what a reward is, not what training makes of it."""
+"""Fields of the reward section that define a reward, not its use in training."""
 ROLES = ("critic_pretrain", "teacher_pretrain", "teacher_url", "reward_pretrain")
-"""Models beside the actor."""
+"""Models in addition to the actor."""
 
 
 def fields_read(command: str) -> set[str]:

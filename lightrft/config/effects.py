@@ -1,4 +1,4 @@
-"""Flags that the user wrote and that change nothing in this run."""
+"""Find the flags that the user wrote and that change nothing in this run."""
 
 from importlib.util import find_spec
 
@@ -10,13 +10,13 @@ CRITIC = ("critic_pretrain", "critic_learning_rate", "lambd", "value_clip")
 """Fields of the critic."""
 
 RANDOM = ("temperature", "top_p", "top_k", "first_token_temperature")
-"""Fields of sampling that greedy responses do not know."""
+"""Fields of sampling that greedy responses do not use."""
 
 ZERO = ("zero_stage", "zpg", "adam_offload", "param_offload", "overlap_comm", "grad_accum_dtype")
-"""Fields of DeepSpeed alone."""
+"""Fields of DeepSpeed only."""
 
 FSDP = ("fsdp_cpu_offload", "reduce_gradients_once")
-"""Fields of FSDP2 alone."""
+"""Fields of FSDP2 only."""
 
 OF_IMAGES = ("limit_mm_image_per_prompt", "freeze_vision_tower", "media_root")
 """Fields of prompts with images."""
@@ -43,20 +43,20 @@ def flags_without_effect(config: Config, command: str) -> list[str]:
 
 
 def _changed(config: Config) -> set[str]:
-    """Return what was written without what is so by default: a file of a resolved configuration says every field."""
+    """Return the written fields without those at their default: a file of a resolved configuration contains every field."""
     owners, default = section_of_field(), Config()
     return {name for name in config.written
             if getattr(getattr(config, owners[name]), name) != getattr(getattr(default, owners[name]), name)}  # fmt: skip
 
 
 def engine_name(config: Config) -> str:
-    """Return the engine that --engine_type stands for on this machine, without importing it."""
+    """Return the engine that --engine_type selects on this machine, without importing it."""
     name = config.engine.engine_type
     return next((engine for engine in ("vllm", "sglang") if find_spec(engine)), "hf") if name == "auto" else name
 
 
 def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
-    """Return field -> (whether it has an effect, and what it needs for one)."""
+    """Return field -> (True if it has an effect, the flag that it needs for one)."""
     model, data, rollout, reward, algorithm = config.model, config.data, config.rollout, config.reward, config.algorithm
     strategy, train, observe = config.strategy, config.train, config.observe
     correction, engine = bool(algorithm.rollout_correction), engine_name(config) if command != "train_sft" else ""

@@ -1,5 +1,5 @@
-"""The error of a configuration or of data that the user can mend."""
+"""The error of a configuration or of data that the user can correct."""
 
 
 class ConfigError(ValueError):
-    """The user's configuration cannot work; the message says why and the way out."""
+    """Raised when the user's configuration cannot work; the message says why, and how to correct it."""

@@ -1,4 +1,4 @@
-"""Flags of the launch scripts of opendilab/LightRFT and OpenRLHF, as the flags that say the same here.
+"""Translate flags of the launch scripts of opendilab/LightRFT and OpenRLHF to the flags with the same meaning here.
 
 docs/migrating.md has the tables for people.
 """
@@ -122,7 +122,7 @@ DOTTED = {
     **{f"{role}.{count}": f"{role}_{count}"
        for role in ("actor", "critic", "ref", "reward") for count in ("num_nodes", "num_gpus_per_node")},
 }  # fmt: skip
-"""OpenRLHF's names of 2026 -> its names of before, or those of here."""
+"""OpenRLHF's flags of 2026 -> its earlier names, or those of this program."""
 
 RENAMED = {
     "max_new_tokens": "generate_max_len",
@@ -138,7 +138,7 @@ RENAMED = {
     "eval_dataset": "eval_data",
     "eval_n_samples_per_prompt": "eval_n_samples",
 }
-"""Names of other tools with the same values -> those of here."""
+"""Flags of other tools with the same values -> those of this program."""
 
 SWITCHES: dict[str, list[str]] = {
     "disable_engine_sleep": ["--no_enable_engine_sleep"],
@@ -154,7 +154,7 @@ SWITCHES: dict[str, list[str]] = {
     "deepspeed_enable_sleep": ["--offload_idle"],
     "enable_vllm_is_correction": ["--rollout_correction=tis"],
 }
-"""Switches of other tools -> what they are here."""
+"""Switches of other tools -> the equivalent flags."""
 
 SUGGESTED = {
     "model": "pretrain",
@@ -176,7 +176,7 @@ SUGGESTED = {
     "reward_funcs": "reward",
     "reward_func": "reward",
 }
-"""What people type that is no flag -> the flag they are told."""
+"""Common names that are not flags -> the flag to suggest."""
 
 ALWAYS = "always so"
 PLACEMENT = "torchrun or srun says how many processes there are, and models and engine share their devices"
@@ -199,7 +199,7 @@ IGNORED = {
                      "trajectory_analysis", "normalize_advantages", "use_sequence_rewards", "pretrain_data_probs"),
                     "no counterpart, and no number depends on it"),
 }  # fmt: skip
-"""Flags of other tools that are left out -> why."""
+"""Flags of other tools that are ignored -> the reason."""
 
 REFUSED = {
     "load_in_4bit": "weights are not quantised here; --lora_rank trains adapters beside the whole model",
@@ -210,14 +210,14 @@ REFUSED = {
     "normalize_reward_for_critic": "--reward_running_norm divides rewards for actor and critic alike",
     "dynamic_filtering_reward_range": "--dynamic_sampling keeps the groups whose rewards differ, whatever their range",
 }
-"""Flags of other tools without a word here that means the same -> what there is instead."""
+"""Flags of other tools without an equivalent -> the alternative."""
 
 OFF = {
     "reward_clip": ("0", "0.0"), "advantage_clip": ("0", "0.0"), "freezing_actor_steps": ("-1",), "eval_steps": ("0",),
     "limit_mm_image_per_prompt": ("-1",), "prompt_data_probs": ("1", "1.0"), "reward_pretrain": ("", "{}"), "use_wandb": ("",),
     "use_tensorboard": ("",), "remote_rm_url": ("",), "critic_pretrain": ("",), "freeze_prefix": (), "grad_accum_dtype": ("",),
 }  # fmt: skip
-"""Flag -> values (none: standing alone) that mean the same as leaving it out."""
+"""Flag -> values (none: without a value) that mean the same as omitting it."""
 
 VALUES = {"lr_scheduler": {"cosine_with_min_lr": "cosine"}}
 """Flag -> values that have another name here."""
@@ -226,7 +226,7 @@ BOOLEAN = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 @dataclass
 class Translation:
-    """The flags of a command line in the words of here."""
+    """Translation of a command line to the flags of this program."""
 
     flags: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
@@ -234,9 +234,9 @@ class Translation:
 
 
 def translated(tokens: list[str]) -> Translation:
-    """Translate what other tools' scripts say; what is not theirs stays as it is.
+    """Translate flags of other tools' scripts; all other tokens stay as they are.
 
-    Flags that a switch stands for come first, so that a flag of here beside them wins.
+    The translations of switches come first, so that a flag of this program takes precedence over them.
     """
     result, first, groups = Translation(), [], _groups(tokens)
     given = {name: values for name, values in groups}
@@ -282,7 +282,7 @@ def _translate(name: str, values: list[str], given: dict[str, list[str]], result
 
 
 def _groups(tokens: list[str]) -> list[tuple[str, list[str]]]:
-    """Return (name, values) of each flag; what stands before the first is a flag without a name."""
+    """Return (name, values) of each flag. Raises ConfigError for a value before the first flag."""
     groups: list[tuple[str, list[str]]] = []
     for token in tokens:
         if token.startswith("--"):
@@ -300,7 +300,7 @@ Given = dict[str, list[str]]
 
 
 def _use_wandb(values: list[str], given: Given) -> list[str]:
-    """Take a key where this program takes true or false; it goes where wandb looks for it, and into no file."""
+    """Accept a key in place of true or false; it is put into WANDB_API_KEY, and into no file."""
     if values and values[0].lower() not in BOOLEAN:
         os.environ.setdefault("WANDB_API_KEY", values[0])
         return ["--use_wandb"]
@@ -312,7 +312,7 @@ def _use_tensorboard(values: list[str], given: Given) -> list[str]:
 
 
 def _reward_pretrain(values: list[str], given: Given) -> list[str]:
-    """Take a JSON object of names and folders, or folders joined by commas."""
+    """Accept a JSON object of names and folders, or folders joined by commas."""
     if len(values) == 1 and values[0].startswith("{"):
         try:
             values = [str(folder) for folder in json.loads(values[0]).values()]
@@ -322,7 +322,7 @@ def _reward_pretrain(values: list[str], given: Given) -> list[str]:
 
 
 def _max_len(values: list[str], given: Given) -> list[str]:
-    """Bound prompt and response together: the prompt has what the response leaves."""
+    """Bound prompt and response together: the prompt gets the rest of the length after the response."""
     response = (given.get("generate_max_len") or given.get("max_new_tokens") or [""])[0]
     if "prompt_max_len" in given or not response.isdecimal() or not values or not values[0].isdecimal():
         return []
@@ -358,7 +358,7 @@ def _param_dtype(values: list[str], given: Given) -> list[str]:
 
 
 def _advantage_estimator(values: list[str], given: Given) -> list[str]:
-    """On-policy distillation has its teacher behind --remote_rm_url there, a server of SGLang."""
+    """Translate on-policy distillation, whose teacher is an SGLang server at --remote_rm_url in those scripts."""
     if values != ["on_policy_distillation"]:
         return ["--advantage_estimator", *values]
     return ["--advantage_estimator", "distill", "--reward", "none"]
@@ -383,4 +383,4 @@ SPECIAL: dict[str, Callable[[list[str], Given], list[str]]] = {
     "advantage_estimator": _advantage_estimator,
     "remote_rm_url": _remote_rm_url,
 }
-"""Flags whose values are of another form there -> a function of the values, and of all that is given."""
+"""Flags with another form of values in other tools -> a function of the values, and of all given flags."""

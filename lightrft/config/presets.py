@@ -1,4 +1,4 @@
-"""Recipes: the choices that go with the name of an algorithm. What the user writes next to the name wins."""
+"""Recipes: the settings that belong to the name of an algorithm. Settings that the user writes take precedence."""
 
 from typing import Any
 
@@ -19,12 +19,12 @@ def aggregated(mode: str) -> Recipe:
 
 
 PRESETS: dict[str, Recipe] = {
-    # arXiv 1707.06347 as for language models: InstructGPT, arXiv 2203.02155, and its forerunner, arXiv 2009.01325
+    # arXiv 1707.06347 as for language models: InstructGPT, arXiv 2203.02155, and its predecessor, arXiv 2009.01325
     "ppo": PPO | aggregated("token-mean") | kl(0.02, "k1", in_loss=False) | CRITIC,
     # DeepSeekMath, arXiv 2402.03300
     "grpo": PPO | aggregated("seq-mean-token-mean") | kl(0.04, "k3", in_loss=True),
     # arXiv 2503.14476; its penalty begins a fifth before the longest response and is at most 1 where rewards are 1 and -1: with
-    # rewards of 1 and 0 --overlong_buffer_penalty_factor 0.5 weighs as much
+    # rewards of 1 and 0, --overlong_buffer_penalty_factor 0.5 has the same weight
     "dapo": PPO | {"eps_clip_high": 0.28, "dynamic_sampling": True, "overlong_buffer": True} | aggregated("token-mean") | NO_KL,
     # arXiv 2503.20783
     "dr_grpo": PPO | aggregated("seq-mean-token-sum-norm") | NO_KL,
@@ -47,7 +47,7 @@ PRESETS: dict[str, Recipe] = {
     "sapo": SAPO | aggregated("seq-mean-token-mean") | NO_KL,
     # arXiv 2505.12504; the clip of the drift is that of the authors' code
     "cpgd": PPO | {"policy_loss": "cpgd", "policy_drift_coef": 0.01, "policy_drift_clip": 0.2} | aggregated("token-mean") | NO_KL,
-    # arXiv 2306.13649 with samples of the actor alone and the reverse divergence
+    # arXiv 2306.13649 with samples of the actor only and the reverse divergence
     "distill": PPO | aggregated("token-mean") | NO_KL | {"distill_coef": 1.0},
 }
 """--advantage_estimator name -> configuration fields."""
@@ -57,14 +57,14 @@ PRESETS["reinforce_baseline"] = PRESETS["reinforce++_baseline"]
 CORRECTIONS: dict[str, Recipe] = {
     "icepop": {"rollout_correction_level": "token", "rollout_correction_low": 0.5, "rollout_correction_high": 5.0},
 }
-"""--rollout_correction name -> configuration fields, where they are not the defaults."""
+"""--rollout_correction name -> configuration fields, if they are not the defaults."""
 
 
 def recipe(advantage_estimator: str) -> Recipe:
-    """The fields that an estimator's name stands for; none for a user's own."""
+    """Return the fields that an estimator's name sets; none for a user's own."""
     return PRESETS.get(advantage_estimator, {})
 
 
 def correction_bounds(rollout_correction: str | None) -> Recipe:
-    """The fields that the name of a rollout correction stands for."""
+    """Return the fields that the name of a rollout correction sets."""
     return CORRECTIONS.get(rollout_correction or "", {})

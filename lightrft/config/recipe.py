@@ -1,21 +1,21 @@
-"""Which algorithms, with their numbers, teachers and ways of sampling, make no sense together."""
+"""Check combinations of algorithms, their numbers, teachers and ways of sampling."""
 
 from collections.abc import Iterator, Mapping
 
 from lightrft.config.sections import Config, needs_critic
 
 TEACHERS = ("teacher_pretrain", "teacher_url")
-"""Where a teacher can be."""
+"""Fields that name a teacher."""
 
 COMPARING = (
     *("grpo", "group_norm", "dapo", "gspo", "gmpo", "cispo", "sapo", "cpgd"),
     *("dr_grpo", "reinforce++_baseline", "reinforce_baseline", "rloo", "opo", "pass_at_k"),
 )
-"""Estimators whose advantage is 0 for a sample that is alone in its group."""
+"""Estimators whose advantage is 0 for the only sample of a group."""
 
 
 def algorithm_problems(config: Config) -> list[str]:
-    """What train_ppo could not make sense of, a sentence for each."""
+    """Return the problems of the algorithm in train_ppo, a sentence for each."""
     parts = (_teaching, _ranges, _bounds, _losses, _comparisons, _sampling)
     return [problem for part in parts for problem in _holding(part(config))]
 
@@ -41,7 +41,7 @@ def _teaching(config: Config) -> dict[str, bool]:
 
 
 def _ranges(config: Config) -> dict[str, bool]:
-    """The least and the most of something."""
+    """Check pairs of a lower and an upper bound."""
     algorithm = config.algorithm
     names = ("length_filter", "difficulty_filter", "difficulty_weights", "entropy_filter")
     pairs = {name: getattr(algorithm, name) for name in names} | {"curriculum": config.rollout.curriculum}
@@ -111,7 +111,7 @@ def _losses(config: Config) -> dict[str, bool]:
 
 
 def _comparisons(config: Config) -> dict[str, bool]:
-    """What an estimator compares a sample with."""
+    """Check that an estimator has something to compare a sample with."""
     algorithm, samples = config.algorithm, config.rollout.n_samples_per_prompt
     estimator = algorithm.advantage_estimator
     shaping = ("overlong_buffer", "reward_running_norm", "reward_group_norm", "reward_clip")

@@ -1,4 +1,4 @@
-"""Flags that have another name now: the old one still works in files, on the command line and from Python; the help omits it."""
+"""Renamed flags: the old name still works in files, on the command line and from Python; the help omits it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Renamed:
-    """A flag of before."""
+    """A flag under its old name."""
 
     section: str
     kind: type
     now: Callable[[Any], dict[str, Any]]
-    """From its value, the fields that say the same."""
+    """Function from its value to the fields with the same meaning."""
     flag: str
-    """The flag to write instead."""
+    """Flag to write instead."""
 
 
 RENAMED = {
@@ -25,7 +25,7 @@ RENAMED = {
 
 
 def current_names(values: Mapping[str, Any], typed: Callable[[Any, Any], Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values under the names of today, and a notice for each name of before; `typed` reads a value of a kind."""
+    """Return the values under the current names, and a notice for each old name; `typed` converts a value to a type."""
     found: dict[str, Any] = {name: value for name, value in values.items() if name not in RENAMED}
     notices = []
     for name in values.keys() & RENAMED.keys():

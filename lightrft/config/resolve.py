@@ -1,4 +1,4 @@
-"""From what the user wrote to a configuration that can run: the same for the command line and for Python."""
+"""Turn what the user wrote into a configuration that can run, in the same way for the command line and for Python."""
 
 import os
 from importlib.util import find_spec
@@ -11,15 +11,15 @@ from lightrft.config.validation import validate
 from lightrft.config.values import typed_value
 
 BOTH_BOUNDS = {"eps_clip": ("eps_clip_low", "eps_clip_high")}
-"""A flag that sets several fields at once."""
+"""Flags that set several fields at once, with these fields."""
 
 
 def resolve(config: Config, command: str = "train_ppo", world_size: int | None = None) -> list[str]:
-    """Fill what the user left open, check everything, and return a sentence for each flag that has no effect.
+    """Fill in what the user left open, check everything, and return a sentence for each flag that has no effect.
 
     The recipe of --advantage_estimator, the bounds of --rollout_correction and the strategy for this machine are filled in. A
     configuration that is resolved for `command` stays as it is. `world_size` is the number of processes, by default the
-    launcher's. ConfigError names all that is impossible in one message.
+    launcher's. Raises ConfigError with everything that is impossible in one message.
     """
     if config.command == command:
         return []
@@ -37,7 +37,7 @@ def resolve(config: Config, command: str = "train_ppo", world_size: int | None =
 
 
 def strategy_name(name: str, fsdp: bool | None) -> str:
-    """Return fsdp, deepspeed, or the import path of the user's own for what --strategy and --fsdp (None: not written) say."""
+    """Return fsdp, deepspeed, or the import path of the user's own strategy, from --strategy and --fsdp (None: not written)."""
     if name == "auto" and fsdp is None:
         return "deepspeed" if find_spec("deepspeed") else "fsdp"
     if name == "auto":
@@ -48,7 +48,7 @@ def strategy_name(name: str, fsdp: bool | None) -> str:
 
 
 def _convert(config: Config) -> None:
-    """Give each field its declared type. ConfigError for values that have none such, NaN and infinity among them."""
+    """Convert each field to its declared type. Raises ConfigError for invalid values, including NaN and infinity."""
     problems = []
     for name, owner in section_of_field().items():
         section = getattr(config, owner)

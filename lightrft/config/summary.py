@@ -1,4 +1,4 @@
-"""A run in a few lines: what it learns by, how it is divided, and how many samples make a step."""
+"""Summarise a run in a few lines: its algorithm, its layout, and the number of samples in a step."""
 
 from lightrft.config.effects import engine_name
 from lightrft.config.sections import Config, needs_reference

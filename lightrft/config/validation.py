@@ -1,4 +1,4 @@
-"""Configurations that cannot run: all problems in one message, before any heavy work."""
+"""Find configurations that cannot run: all problems in one message, before any heavy work."""
 
 import json
 import os
@@ -27,7 +27,7 @@ COUNTS = (
     *("limit_mm_image_per_prompt", "micro_rollout_batch_size", "engine_tp_size", "dp_replicate", "sp_size", "cp_size", "tp_size"),
     "micro_train_batch_size",
 )
-"""Fields that count things and cannot be 0."""
+"""Fields that are counts and cannot be 0."""
 
 RANGES: dict[str, tuple[Callable[[float], bool], Sequence[str]]] = {
     "at least 1": (lambda value: value >= 1, COUNTS),
@@ -51,11 +51,11 @@ RANGES: dict[str, tuple[Callable[[float], bool], Sequence[str]]] = {
     ),
     "between 0 and 1": (lambda value: 0 <= value <= 1, ["lr_warmup_ratio", "ema_beta", "gamma", "lambd", "engine_mem_util"]),
 }
-"""What a number must be -> whether it is, and the fields that must be so."""
+"""Description of a bound -> the function that checks it, and the fields that it holds for."""
 
 
 def validate(config: Config, *, command: str, world_size: int) -> None:
-    """Raise one ConfigError that names every impossible combination."""
+    """Raise one ConfigError with every impossible combination."""
     problems = _missing_inputs(config, command)
     problems += _range_problems(config, command)
     problems += _sampling_problems(config.rollout)
@@ -125,7 +125,7 @@ def _sampling_problems(rollout: RolloutSection) -> list[str]:
 
 
 def _image_problems(config: Config) -> list[str]:
-    """What does not learn from images, each with the reason."""
+    """Return the settings that cannot learn from images, each with the reason."""
     strategy, model, algorithm = config.strategy, config.model, config.algorithm
     divided = [f"--{name} {getattr(strategy, name)}" for name in ("tp_size", "sp_size", "cp_size") if getattr(strategy, name) > 1]
     if not config.data.images_key:
@@ -167,7 +167,7 @@ def _layout_problems(config: Config, world_size: int) -> list[str]:
 
 
 def cp_problems(section: StrategySection) -> list[str]:
-    """Where --cp_size contradicts what it is short for."""
+    """Return the flags that contradict --cp_size and its meaning."""
     short, others = section.cp_size, {"sp_size": (1, section.cp_size), "sp_impl": ("auto", "zigzag")}
     wrong = [f"--{name} {getattr(section, name)}" for name, agreeing in others.items() if getattr(section, name) not in agreeing]
     if short == 1 or not wrong:
@@ -176,14 +176,14 @@ def cp_problems(section: StrategySection) -> list[str]:
 
 
 def fused_problems(model: ModelSection, *, tp_size: int) -> list[str]:
-    """What cannot be beside --fused_kernels, each with the way out."""
+    """Return the settings that are incompatible with --fused_kernels, each with the solution."""
     if model.fused_kernels == "none":
         return []
     impossible = {
         f"--fused_kernels {model.fused_kernels} needs --tp_size 1: its kernels know no parameters that are split over ranks": (
             tp_size > 1
         ),
-        # The rotary kernel writes into the results of products, of which selective recomputation would use them once more.
+        # The rotary kernel overwrites results of products, which selective recomputation would use once more.
         f"--fused_kernels {model.fused_kernels} needs --gradient_checkpointing_policy full: it writes into results that "
         "selective would keep": model.gradient_checkpointing and model.gradient_checkpointing_policy == "selective",
     }
@@ -191,7 +191,7 @@ def fused_problems(model: ModelSection, *, tp_size: int) -> list[str]:
 
 
 def lora_problems(model: ModelSection, *, tp_size: int) -> list[str]:
-    """What of a ModelSection's adapters is impossible, each with the way out."""
+    """Return the problems of a ModelSection's adapters, each with the solution."""
     impossible = {
         "--lora_rank must not be negative; 0 trains the model itself": model.lora_rank < 0,
         "--lora_alpha must be above 0": model.lora_alpha <= 0,
@@ -206,7 +206,7 @@ def lora_problems(model: ModelSection, *, tp_size: int) -> list[str]:
 
 
 def deepspeed_problems(strategy: Any, *, bf16: bool) -> list[str]:
-    """What of a StrategySection ZeRO cannot do, each with the way out."""
+    """Return the settings of a StrategySection that ZeRO does not support, each with the solution."""
     stage = strategy.zero_stage
     impossible = {
         "--tp_size needs --fsdp: DeepSpeed does not split the layers of a model here": strategy.tp_size > 1,
@@ -221,7 +221,7 @@ def deepspeed_problems(strategy: Any, *, bf16: bool) -> list[str]:
 
 
 def _heads(pretrain: str) -> dict[str, int]:
-    """What --tp_size and Ulysses divide, as far as a local folder says it; a model from the hub is checked when it is there."""
+    """Return the counts that --tp_size and Ulysses must divide, from a local folder; a hub model is checked once it is there."""
     file = Path(pretrain).expanduser() / "config.json"
     if not file.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""Values of configuration fields: their types, and which of them the user wrote."""
+"""Values of configuration fields: their types, and a record of those that the user wrote."""
 
 import math
 import os
@@ -11,11 +11,11 @@ from typing import Any, Literal, Self, Union, get_args, get_origin
 
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 LARGEST = 2**63 - 1
-"""Whole numbers beyond this fit into no tensor and no file format."""
+"""Largest whole number: larger ones fit into no tensor and no file format."""
 
 
 class Section:
-    """Base of the configuration's dataclasses; an instance knows in `written` which fields were given or set.
+    """Base of the configuration's dataclasses; `written` contains the names of the fields that were given or set.
 
         AlgorithmSection("gspo", eps_clip_low=0.2).written        # {"advantage_estimator", "eps_clip_low"}
     """
@@ -34,19 +34,19 @@ class Section:
         super().__setattr__(name, value)
 
     def forget(self, *names: str) -> None:
-        """Give fields their defaults again, as if nobody had written them."""
+        """Reset fields to their defaults, as if they had not been written."""
         default = type(self)()
         for name in names:
             self.put(name, getattr(default, name))
         self.written.difference_update(names)
 
     def put(self, name: str, value: Any) -> None:
-        """Set a field, which does not count as written by that."""
+        """Set a field without recording it as written."""
         object.__setattr__(self, name, value)
 
 
 def typed_value(kind: Any, value: Any) -> Any:
-    """Return `value`, text or a Python object, as the declared type `kind`. ValueError that says what was expected."""
+    """Convert `value`, text or a Python object, to the declared type `kind`. Raises ValueError with the expected form."""
     if get_origin(kind) in (Union, UnionType):
         return None if value is None else typed_value(next(arm for arm in get_args(kind) if arm is not type(None)), value)
     if get_origin(kind) is list:
@@ -127,6 +127,6 @@ _READERS: dict[Any, Callable[[Any], Any]] = {bool: _bool, int: _int, float: _flo
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean X?` for the most similar known name, or nothing."""
+    """Return `; did you mean X?` for the most similar known name, or an empty string."""
     near = get_close_matches(name, list(known), n=1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""

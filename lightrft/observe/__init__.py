@@ -1,1 +1,1 @@
-"""What a run tells: metrics over all ranks, where time and memory go, sinks for both, the report of a finished run."""
+"""Observation of a run: metrics over all ranks, time and memory of a step, sinks for both, and the report of a finished run."""

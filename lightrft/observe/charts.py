@@ -1,8 +1,7 @@
 """Curves as inline SVG: axes with round ticks, faint raw lines under smoothed ones, values on hover.
 
 A chart is drawn in a box of WIDTH x HEIGHT units and scales with its card. Colours are classes of the page's style sheet: c0..c7
-stroke, f0..f7 fill.
-The hover texts travel in `data-hover` as [[x, [y of each dot], [line, ...]], ...]; the page's small script shows them.
+stroke, f0..f7 fill. The hover texts are in `data-hover` as [[x, [y of each dot], [line, ...]], ...]; a script shows them.
 """
 
 import json
@@ -21,10 +20,10 @@ MOST_BARS = 60
 MOST_MARKS = 60
 
 Points = list[tuple[int, float | None]]
-"""A metric over the run: step and value, None where it was not finite."""
+"""Values of a metric over the run: step and value, None if it was not finite."""
 
 Look = Literal["noisy", "exact", "marked"]
-"""noisy: the average over a faint line; exact: the line alone; marked: few values, such as evaluations, each with its mark."""
+"""Style of a line. noisy: average over a faint line; exact: line alone; marked: few values, such as evaluations, with marks."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to positions; `log` for values over many orders of magnitude."""
+    """Map from values to positions; `log` for values over many orders of magnitude."""
 
     low: float
     high: float
@@ -52,11 +51,11 @@ class Scale:
 
 
 Form = Callable[..., str]
-"""How a value is written, for the axis and on hover: form(value) or form(value, digits), as `short`."""
+"""Format of a value, on the axis and on hover: form(value) or form(value, digits), as `short`."""
 
 
 def line_chart(lines: Sequence[Line], *, log: bool = False, form: Form = short) -> str:
-    """An SVG of one or more metrics over the steps."""
+    """Draw an SVG of one or more metrics over the steps."""
     finite = [value for line in lines for _, value in line.points if value is not None]
     steps = [step for line in lines for step, _ in line.points]
     x = Scale(*_padded(min(steps), max(steps)), LEFT, RIGHT)
@@ -67,7 +66,7 @@ def line_chart(lines: Sequence[Line], *, log: bool = False, form: Form = short) 
 
 
 def stacked_chart(parts: dict[str, list[float]], steps: Sequence[int], form: Form) -> str:
-    """An SVG of bars, one per step or per few steps: the parts of each step on top of each other, at most 8."""
+    """Draw an SVG of stacked bars, one per step or per few steps: the parts of each step, at most 8."""
     size = -(-len(steps) // MOST_BARS)
     bins = [slice(start, start + size) for start in range(0, len(steps), size)]
     means = {name: [sum(values[b]) / len(values[b]) for b in bins] for name, values in parts.items()}
@@ -91,7 +90,7 @@ def stacked_chart(parts: dict[str, list[float]], steps: Sequence[int], form: For
 
 
 def smoothed(values: Sequence[float | None], *, log: bool = False) -> list[float | None]:
-    """Centred moving average over a fifteenth of the run, one-sided at the ends; geometric with `log`. It does not lag."""
+    """Return the centred moving average over a fifteenth of the run, one-sided at the ends; geometric with `log`."""
     reach = max(1, len(values) // 30)
     usable = [None if v is None or (log and v <= 0) else _log10(v) if log else v for v in values]
     sums, counts = [0.0], [0]
@@ -107,7 +106,10 @@ def smoothed(values: Sequence[float | None], *, log: bool = False) -> list[float
 
 
 def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """At most `most` round numbers (1, 2, 2.5 or 5 times a power of ten apart) from at or below `low` to at or above `high`."""
+    """Return at most `most` round numbers from at or below `low` to at or above `high`.
+
+    They are 1, 2, 2.5 or 5 times a power of ten apart.
+    """
     rough = (high - low) / (most - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     for step in (power, 2 * power, 2.5 * power, 5 * power, 10 * power, 20 * power):
@@ -129,7 +131,7 @@ def _value_axis(values: Sequence[float], log: bool) -> tuple[Scale, list[float]]
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:
-    """A range that is never empty; a constant metric is drawn in the middle."""
+    """Return a range that is never empty; a constant metric is drawn in the middle."""
     if high > low:
         return low, high
     room = abs(low) * 0.1 or 1.0
@@ -137,7 +139,7 @@ def _padded(low: float, high: float) -> tuple[float, float]:
 
 
 def _draw(line: Line, color: int, x: Scale, y: Scale) -> str:
-    """The raw line, faint, under the smoothed one; or the raw line alone, perhaps with marks."""
+    """Draw the faint raw line under the smoothed one; or the raw line alone, with marks for the look `marked`."""
     values = [value for _, value in line.points]
     kept = _representatives(values)
     raw = _path([(line.points[i][0], values[i]) for i in kept], x, y)
@@ -151,7 +153,7 @@ def _draw(line: Line, color: int, x: Scale, y: Scale) -> str:
 
 
 def _representatives(values: Sequence[float | None]) -> list[int]:
-    """Indices to draw: all of a short run, else the lowest and the highest of every stretch, so that no spike is lost."""
+    """Return the indices to draw: all of a short run, else the lowest and highest of every stretch, so that no spike is lost."""
     if len(values) <= MOST_POINTS:
         return list(range(len(values)))
     size = -(-2 * len(values) // MOST_POINTS)
@@ -165,7 +167,7 @@ def _representatives(values: Sequence[float | None]) -> list[int]:
 
 
 def _path(points: Points, x: Scale, y: Scale) -> str:
-    """SVG path data; a missing value interrupts the line."""
+    """Return SVG path data; a missing value interrupts the line."""
     commands, pen = [], "M"
     for step, value in points:
         if value is None:
@@ -173,13 +175,13 @@ def _path(points: Points, x: Scale, y: Scale) -> str:
             continue
         commands.append(f"{pen}{x(step)} {y(value)}")
         pen = "L"
-    if len(commands) == 1:  # a round cap makes a point of a line without length
+    if len(commands) == 1:  # a round cap makes a line without length visible as a point
         commands.append("h0")
     return "".join(commands)
 
 
 def _line_hover(lines: Sequence[Line], x: Scale, y: Scale, form: Form) -> list:
-    """For every drawn step: where, the dots, the text."""
+    """Return for every drawn step the x position, the dots and the text."""
     known = [dict(line.points) for line in lines]
     longest = max(lines, key=lambda line: len(line.points)).points
     chosen = [longest[index][0] for index in _representatives([value for _, value in longest])]
@@ -200,7 +202,7 @@ def _summary(line: Line, form: Form) -> str:
 
 
 def _y_ticks(y: Scale, ticks: Sequence[float], form: Form) -> str:
-    # as many digits as tell neighbours apart: 1.025, 1.05, 1.075
+    # enough digits to distinguish adjacent ticks: 1.025, 1.05, 1.075
     apart = math.floor(_log10(max(abs(tick) for tick in ticks))) - math.floor(_log10(ticks[1] - ticks[0])) + 2
     digits = 3 if y.log else max(3, apart)
     return "".join(

@@ -1,4 +1,4 @@
-"""The terminal: a live view where there is one, one line per step elsewhere."""
+"""Terminal output: a live view on a terminal, one line per step elsewhere."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -38,16 +38,16 @@ HEADLINES = {
     "perf/tokens_per_second": "tokens/s",
     "time/step": "seconds",
 }
-"""The metrics for the terminal, in this order, those that a run has."""
+"""Metrics shown in the terminal, in this order, if a run has them."""
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class Console(Sink):
-    """On a terminal: phase, progress, time left, every headline metric with its course, and the latest sample.
+    """Terminal sink: phase, progress, time left, every headline metric with its course, and the latest sample.
 
-    Elsewhere (a file, a job's log): one aligned line per call of `log`. Log messages written to `sys.stderr`, looked up at
-    the time of writing, appear above the live view.
+    Without a terminal (a file, a job's log) it prints one aligned line per call of `log`. Log messages written to `sys.stderr`,
+    looked up at the time of writing, appear above the live view.
     """
 
     def __init__(self, console: RichConsole | None = None):
@@ -92,7 +92,7 @@ class Console(Sink):
             self._console.print(f"{status} after {duration(elapsed)}", highlight=False, markup=False)
 
     def _line(self, step: int, metrics: dict[str, float]) -> str:
-        """`step  12/300  reward 0.412     length 18.3 ...  left 3 min 05 s`: equal metrics stand below each other."""
+        """Return a line like `step  12/300  reward 0.412     length 18.3 ...  left 3 min 05 s`, with aligned metrics."""
         width = len(str(self._total))
         cells = [f"step {step:>{width}}/{self._total}"]
         cells += [f"{label} {short(metrics[name]):<8}" for name, label in HEADLINES.items() if name in metrics]
@@ -102,7 +102,7 @@ class Console(Sink):
         return "  ".join(cells).rstrip()
 
     def _view(self) -> RenderableType:
-        """What the terminal shows; built here and handed over whole, because another thread draws it."""
+        """Build the content of the terminal; it is complete before it is handed over, because another thread draws it."""
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim")
         table.add_column(justify="right", style="bold")
@@ -126,7 +126,7 @@ class Console(Sink):
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:
-    """The course of a metric in `width` characters; non-finite values are gaps."""
+    """Return the course of a metric in `width` characters; non-finite values are gaps."""
     chunk = max(1, -(-len(values) // width))
     means = [sum(values[i : i + chunk]) / len(values[i : i + chunk]) for i in range(0, len(values), chunk)]
     finite = [value for value in means if abs(value) < float("inf")]
@@ -141,7 +141,7 @@ def _one_line(text: str, length: int = 60) -> str:
 
 
 def _progress(console: RichConsole) -> Progress:
-    """Only drawn as a part of the live view; elsewhere it keeps the time."""
+    """Build the progress display, drawn as part of the live view only; elsewhere it measures the time."""
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.fields[phase]:<12}", markup=False),
@@ -151,5 +151,5 @@ def _progress(console: RichConsole) -> Progress:
         TextColumn("left", style="dim"),
         TimeRemainingColumn(),
         console=console,
-        speed_estimate_period=3600,  # a step takes minutes; the default of 30 seconds would never see two of them
+        speed_estimate_period=3600,  # a step takes minutes; the default of 30 seconds would never cover two of them
     )

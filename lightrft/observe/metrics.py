@@ -13,19 +13,19 @@ from torch import Tensor
 
 Number = float | int
 Row = tuple[float, float, float]
-"""What one rank knows of one metric: weight, value, spread. See `_fold` for their meaning per kind."""
+"""Values of one metric on one rank: weight, value, spread. See `_fold` for their meaning per kind."""
 
 
 class Gathers(Protocol):
-    """An axis of the mesh, as far as metrics need it."""
+    """The part of a mesh axis that metrics need."""
 
     def gather(self, value: Any) -> list[Any]: ...
 
 
 class Metrics:
-    """Global metrics: what is added on any rank, in any micro-batch split, reduces to the same numbers.
+    """Global metrics: the result is the same for any distribution of the values over ranks and micro-batches.
 
-    Elements of weight 0 contribute nothing, whatever they hold; a metric of zero total weight is left out of the result.
+    Elements of weight 0 contribute nothing, whatever their value; a metric of zero total weight is left out of the result.
     Each call keeps three numbers, on the values' device: summed in their precision (float32 at least) within a call, and in
     float64 over calls and ranks.
     """
@@ -35,32 +35,35 @@ class Metrics:
         self._rows: dict[str, list[Tensor]] = {}
 
     def mean(self, name: str, values: Tensor | Number, weight: Tensor | Number | None = None) -> None:
-        """Mean of all elements, weighted. `values` of any shape; `weight` of the same shape (bool for a mask) or a number."""
+        """Add to the weighted mean of all elements.
+
+        `values` may have any shape; `weight` has the same shape (bool for a mask) or is a number.
+        """
         self._add("mean", name, *_weigh(name, values, weight))
 
     def std(self, name: str, values: Tensor | Number, weight: Tensor | Number | None = None) -> None:
-        """Standard deviation of all elements as a population (divided by the weight, not by one less)."""
+        """Add to the standard deviation of all elements as a population (divided by the weight, not by one less)."""
         values, weight = _weigh(name, values, weight)
         center = (values * weight).sum() / weight.sum().clamp_min(torch.finfo(weight.dtype).tiny)
         self._add("std", name, values, weight, spread=((values - center).square() * weight).sum())
 
     def sum(self, name: str, values: Tensor | Number) -> None:
-        """Sum of all elements; a sum of nothing is 0."""
+        """Add to the sum of all elements; an empty sum is 0."""
         values = _tensor(values)
         self._append("sum", name, values.new_ones(()), values.sum())
 
     def max(self, name: str, values: Tensor | Number, mask: Tensor | None = None) -> None:
-        """Largest element where the bool `mask` of the same shape is set."""
+        """Take the largest element where the bool `mask` of the same shape is set."""
         self._extreme("max", name, values, mask, empty=-math.inf)
 
     def min(self, name: str, values: Tensor | Number, mask: Tensor | None = None) -> None:
-        """Smallest element where the bool `mask` of the same shape is set."""
+        """Take the smallest element where the bool `mask` of the same shape is set."""
         self._extreme("min", name, values, mask, empty=math.inf)
 
     def reduce(self, axis: Gathers) -> dict[str, float]:
-        """The metrics over all ranks of the axis, and an empty start for the next step. Every rank of the axis must call it.
+        """Return the metrics over all ranks of the axis, and clear them for the next step. Every rank of the axis must call it.
 
-        Ranks may know different metrics. One transfer from the device and one gather, whatever the number of metrics.
+        Ranks may have different metrics. One transfer from the device and one gather, whatever the number of metrics.
         """
         gathered = axis.gather(self._local())
         self.clear()
@@ -78,23 +81,23 @@ class Metrics:
         self._kinds, self._rows = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's numbers, on the host, each as it was added: sums come out the same to the last bit."""
+        """Return this rank's numbers, on the host, each as it was added: sums are the same to the last bit."""
         rows = {name: [row.to("cpu") for row in known] for name, known in self._rows.items()}
         return {"kinds": dict(self._kinds), "rows": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Add numbers of another time or rank to those that are here."""
+        """Add numbers of another time or rank to the present ones."""
         for name, rows in state["rows"].items():
             self._kinds[name] = state["kinds"][name]
             self._rows.setdefault(name, []).extend(rows)
 
     def _local(self) -> dict[str, tuple[str, Row]]:
-        """This rank's share, folded to one row per metric."""
+        """Return this rank's share, folded to one row per metric."""
         if not self._rows:
             return {}
         devices = {row.device for rows in self._rows.values() for row in rows}
         host = {}
-        for device in devices:  # one transfer each; the accelerator's and the host's own numbers
+        for device in devices:  # one transfer each, for numbers of the accelerator and of the host
             rows = [row for known in self._rows.values() for row in known if row.device == device]
             host[device] = iter(torch.stack(rows).to("cpu", torch.float64).unbind())
         local = {name: torch.stack([next(host[row.device]) for row in rows]) for name, rows in self._rows.items()}
@@ -119,14 +122,14 @@ class Metrics:
 
 
 def _tensor(values: Tensor | Number) -> Tensor:
-    """Numbers keep their precision on the host; what a device computes in less than float32 is summed in float32."""
+    """Convert to a tensor: numbers keep their precision on the host; types below float32 on a device become float32."""
     if isinstance(values, Tensor):
         return values.detach().to(torch.promote_types(values.dtype, torch.float32))
     return torch.tensor(float(values), dtype=torch.float64)
 
 
 def _weigh(name: str, values: Tensor | Number, weight: Tensor | Number | None) -> tuple[Tensor, Tensor]:
-    """Values and weights of one shape; elements without weight are 0, so that a masked infinity cannot become NaN."""
+    """Return values and weights of one shape; elements without weight are 0, so that a masked infinity cannot become NaN."""
     if isinstance(weight, Tensor) and not isinstance(values, Tensor):  # a number whose weight, such as a count, is on the device
         values = torch.full((), values, dtype=torch.float32, device=weight.device)
     values = _tensor(values)
@@ -138,10 +141,10 @@ def _weigh(name: str, values: Tensor | Number, weight: Tensor | Number | None) -
 
 
 def _fold(kind: str, rows: Tensor) -> Row:
-    """Many rows [R, 3] into one.
+    """Fold many rows [R, 3] into one.
 
     mean, std: sum of weights, sum of weighted values, weighted squared distance from the row's own mean.
-    sum, max, min: whether there is anything, value, unused.
+    sum, max, min: 1 if there is any value, the value, unused.
     """
     rows = rows[rows[:, 0] > 0]
     if not len(rows):

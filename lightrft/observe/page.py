@@ -1,4 +1,4 @@
-"""The frame of the HTML report: one file that needs nothing else, in light and dark, for a wide screen and a narrow one."""
+"""Frame of the HTML report: one self-contained file, in light and dark, for wide and narrow screens."""
 
 import base64
 import hashlib
@@ -121,10 +121,10 @@ for (const plot of document.querySelectorAll('.plot')) {
 
 
 def page(title: str, body: str) -> str:
-    """The whole document. `body` is markup whose texts are already escaped.
+    """Return the whole document. `body` is markup whose texts are already escaped.
 
-    The policy in the head lets the browser run this one script, known by its hash, and load nothing at all, as images are inside
-    the page: should a text ever escape its escaping, it still could not act.
+    The content security policy in the head lets the browser run this one script, identified by its hash, and load nothing, as
+    images are inside the page: a text that was not escaped by mistake could still not run.
     """
     colors = (f".c{i} {{ stroke: var(--s{i}); }} .f{i} {{ fill: var(--s{i}); color: var(--s{i}); }}\n" for i in range(8))
     style = STYLE + "".join(colors)
@@ -147,7 +147,7 @@ def picture(uri: Any, name: str) -> str:
 
 
 def safe(value: Any, longest: int | None = LONGEST_TEXT) -> str:
-    """Any text as markup that shows it: escaped, control characters visible, very long ones cut."""
+    """Return any text as markup: escaped, with visible control characters, and cut if it is very long."""
     text = visible(str(value))
     hidden = len(text) - (longest or len(text))
     shown = f"{text[:longest]} … ({hidden:,} more characters)" if hidden > 0 else text

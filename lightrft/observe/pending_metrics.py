@@ -1,4 +1,4 @@
-"""Metrics of steps that no row has been written for yet (--logging_steps), as a part of a checkpoint."""
+"""Metrics of steps for which no row has been written yet (--logging_steps), as a part of a checkpoint."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from lightrft.parallel.collectives import Axis
 
 
 class PendingMetrics:
-    """Every rank has its own numbers: all are kept, and distributed anew on another number of ranks."""
+    """Metrics of all ranks as a state; with another number of ranks they are redistributed."""
 
     def __init__(self, metrics: Metrics, world: Axis):
         self.metrics, self.world = metrics, world

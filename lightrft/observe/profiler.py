@@ -1,4 +1,4 @@
-"""What a process computes, operator by operator, as a Chrome trace."""
+"""Profile of a process, operator by operator, as a Chrome trace."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from torch.profiler import profile, supported_activities
 
 
 class Profiler:
-    """Records from its making until stop(); one file per rank."""
+    """Profiler that records from its construction until stop(); one file per rank."""
 
     def __init__(self, folder: Path, rank: int):
         self.path = folder / f"trace_rank{rank}.json"

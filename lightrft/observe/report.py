@@ -1,9 +1,9 @@
-"""A run's folder as one HTML page: what it reached, how it went, what the model says now.
+"""Report of a run's folder as one HTML page: its results, its course, and samples of the model.
 
-Reads metrics.jsonl, samples.jsonl, config.yaml, run.json and summary.json, those that are there. run.json says what ran:
+It reads metrics.jsonl, samples.jsonl, config.yaml, run.json and summary.json, if they exist. run.json describes the run:
 `status`, `engine`, `strategy`, `world_size`, `seconds`, `versions`. summary.json adds headline numbers: `eval_before_sft`,
-`eval_after_sft`, `eval_after_rl`, `reward_first`, `reward_last`, `logprob_mismatch_max`, `wall_s`, and whatever else there is to
-tell. `eval_*` are shares, `*_s` seconds, `*_gb` GB.
+`eval_after_sft`, `eval_after_rl`, `reward_first`, `reward_last`, `logprob_mismatch_max`, `wall_s`, and any others. `eval_*` are
+shares, `*_s` seconds, `*_gb` GB.
 """
 
 import json
@@ -23,14 +23,14 @@ from lightrft.observe.text import duration, is_number, percent, short
 FILES = ("metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "summary.json")
 
 FACTS = {"world_size": "processes", "seed": "seed"}
-"""Numbers of the summary that say how it ran and not what came out; and their names."""
+"""Names of those numbers of the summary that describe the setup of the run instead of its results."""
 
 History = dict[str, Points]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A curve of the report: title, unit and the metrics on it, with their names there."""
+    """A curve of the report: title, unit and its metrics, each with its name in the legend."""
 
     title: str
     unit: str
@@ -66,7 +66,7 @@ CHARTS = (
 
 
 def write_report(folder: Path) -> Path:
-    """Write `report.html` into the run's folder; returns its path."""
+    """Write `report.html` into the run's folder; return its path."""
     folder = Path(folder)
     if not any((folder / name).exists() for name in FILES):
         raise FileNotFoundError(f"{folder} is not the folder of a run: it has none of {', '.join(FILES)}")
@@ -93,7 +93,7 @@ def write_report(folder: Path) -> Path:
 
 
 def _summary(folder: Path) -> dict[str, Any]:
-    """What run.json and summary.json say; the latter has the last word."""
+    """Return the content of run.json and summary.json; the latter takes precedence."""
     paths = (folder / "run.json", folder / "summary.json")
     run, summary = (json.loads(path.read_text()) if path.exists() else {} for path in paths)
     run.pop("run", None)  # its id
@@ -103,7 +103,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def read_history(path: Path) -> History:
-    """Metric -> its values by step. Rows of one step may hold different metrics."""
+    """Return metric -> its values by step. Rows of one step may hold different metrics."""
     history: dict[str, dict[int, float | None]] = {}
     for row in read_rows(path):
         for name, value in row.items():
@@ -127,7 +127,7 @@ def _header(name: str, history: History, config: dict[str, Any], summary: dict[s
 
 
 def _facts(config: dict[str, Any], *, rollout: bool) -> dict[str, str]:
-    """What the resolved configuration says in a few words."""
+    """Return the key facts of the resolved configuration."""
     model = str(config.get("model", {}).get("pretrain", ""))
     facts = {"model": Path(model).name if model.startswith((".", "/", "~")) else model}
     if "strategy" in config:
@@ -139,7 +139,7 @@ def _facts(config: dict[str, Any], *, rollout: bool) -> dict[str, str]:
 
 
 def _tiles(history: History, summary: dict[str, Any]) -> str:
-    """Headline numbers: the run's own summary, and from the metrics what the summary does not speak of."""
+    """Return the headline numbers: those of the run's summary, and others from the metrics that the summary does not have."""
     numbers = {key: value for key, value in summary.items() if is_number(value) and key not in (*FACTS, "steps")}
     tiles = [(_label(key), _summary_value(key, value), "") for key, value in numbers.items()]
     told = " ".join(summary)
@@ -153,7 +153,7 @@ def _tiles(history: History, summary: dict[str, Any]) -> str:
 
 
 def _measured(history: History) -> list[tuple[str, str, str, str]]:
-    """Topic, label, value and note of each headline number that the metrics give."""
+    """Return topic, label, value and note of each headline number that can be computed from the metrics."""
     known = {name: finite for name, points in history.items() if (finite := [value for _, value in points if value is not None])}
     tiles = []
     for topic, name, label, form in (
@@ -164,7 +164,7 @@ def _measured(history: History) -> list[tuple[str, str, str, str]]:
         ("loss", "train/loss", "Loss", short),
     ):
         if values := known.get(name):
-            # an evaluation stands for itself; noisy per-step numbers are averaged over a tenth of the run, at most ten steps
+            # an evaluation counts by itself; noisy per-step numbers are averaged over a tenth of the run, at most ten steps
             part = 1 if topic == "eval" else min(10, max(1, len(values) // 10))
             tiles.append((topic, label, form(fmean(values[-part:])), f"at first {form(fmean(values[:part]))}"))
     if values := known.get("engine/logprob_mismatch_max", known.get("engine/logprob_mismatch")):
@@ -186,7 +186,7 @@ def _curves(history: History) -> str:
 
 
 def _card(chart: Chart, history: History) -> str:
-    """A chart with what the run has of it; nothing when it has none of it."""
+    """Return a chart of those of its metrics that the run has; nothing if it has none."""
     lines = [Line(label, history[name], chart.look) for name, label in chart.metrics.items() if name in history]
     if not lines:
         return ""
@@ -204,7 +204,7 @@ def _card(chart: Chart, history: History) -> str:
 
 
 def _time(history: History) -> str:
-    """Seconds of each step by phase. Nested phases (`time/generate/weights`) are inside of their outer one."""
+    """Chart the seconds of each step by phase. Nested phases (`time/generate/weights`) are part of their outer one."""
     totals = {step: value for step, value in history.get("time/step", []) if value is not None}
     if not totals:
         return ""
@@ -214,7 +214,7 @@ def _time(history: History) -> str:
         for name, points in history.items()
         if name.startswith("time/") and name.count("/") == 1 and name != "time/step"
     }
-    parts = _largest(parts, 7)  # with the rest, as many as there are colours
+    parts = _largest(parts, 7)  # together with the rest, as many as there are colours
     parts["other"] = [max(0.0, totals[step] - sum(values[i] for values in parts.values())) for i, step in enumerate(steps)]
     mean = fmean(totals[step] for step in steps)
     return (
@@ -227,7 +227,7 @@ def _time(history: History) -> str:
 
 
 def _phases(parts: dict[str, list[float]]) -> str:
-    """The legend of the chart beside it: every phase's mean seconds and share of the step."""
+    """Return the legend next to the chart: every phase's mean seconds and share of the step."""
     whole = sum(sum(values) for values in parts.values()) or 1.0
     rows = []
     for index, (name, values) in enumerate(parts.items()):
@@ -241,13 +241,13 @@ def _phases(parts: dict[str, list[float]]) -> str:
 
 
 def _largest(parts: dict[str, list[float]], most: int) -> dict[str, list[float]]:
-    """The phases that take the most time, in their own order."""
+    """Return the phases that take the most time, in their own order."""
     names = sorted(parts, key=lambda name: -sum(parts[name]))[:most]
     return {name: values for name, values in parts.items() if name in names}
 
 
 def _others(history: History) -> str:
-    """Metrics that no chart above knows, such as a user's own, and the nested phases."""
+    """Chart the metrics that no chart above has, such as a user's own, and the nested phases."""
     shown = {name for chart in CHARTS for name in chart.metrics}
     shown |= {name for name in history if name.startswith("time/") and name.count("/") == 1}
     cards = "".join(_card(Chart(name, "", {name: name}), history) for name in sorted(set(history) - shown))
@@ -261,7 +261,7 @@ def _configuration(written: str) -> str:
 
 
 def _label(key: str) -> str:
-    """`eval_after_rl` -> `Accuracy after RL`, `wall_s` -> `Wall time`."""
+    """Return a label: `eval_after_rl` -> `Accuracy after RL`, `wall_s` -> `Wall time`."""
     key = f"{key.removesuffix('_s')}_time" if key.endswith("_s") else key.removesuffix("_gb")
     spelled = {"eval": "accuracy", "sft": "SFT", "rl": "RL", "logprob": "log-prob", "max": "(largest)"}
     words = " ".join(spelled.get(word, word) for word in key.split("_"))

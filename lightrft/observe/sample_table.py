@@ -1,4 +1,4 @@
-"""The samples of a run as an HTML table: its first prompts beside its last, each with several of its responses."""
+"""Samples of a run as an HTML table: its first prompts and its last, each with several of its responses."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from lightrft.observe.text import is_number, short
 PROMPTS_PER_END = 6
 RESPONSES_PER_PROMPT = 4
 ENDS = 256
-"""Rows of the beginning, and of the end, that the samples are chosen from."""
+"""Number of rows at the beginning, and at the end, from which the samples are chosen."""
 
 Group = list[dict[str, Any]]
 """Rows of one prompt in one step."""
 
 
 def sample_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Show how the model answered first and last, and how its answers to one prompt differ."""
+    """Show the first and the last responses of the model, and how its responses to one prompt differ."""
     if not rows:
         return ""
     rewards = [row["reward"] for row in rows if is_number(row.get("reward"))]
@@ -41,7 +41,7 @@ def _groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
 
 
 def _chosen(groups: Sequence[Group]) -> list[Group]:
-    """Choose from the first groups different prompts before further groups of the same; in the order of their steps."""
+    """Choose from the first groups, different prompts before further groups of the same one; in the order of their steps."""
     seen: Counter[str] = Counter()
     ranked = []
     for group in groups[: 4 * PROMPTS_PER_END]:
@@ -58,13 +58,13 @@ def _end(title: str, groups: Sequence[Group], low: float, high: float) -> str:
 
 
 def _group(group: Group, low: float, high: float) -> str:
-    """Show the prompt once, beside the best, the worst and some other responses."""
+    """Show the prompt once, with the best, the worst and some other responses."""
     responses = _spread(group)
     return "".join(_sample(row, low, high, _prompt(group, len(responses)) if row is responses[0] else None) for row in responses)
 
 
 def _spread(group: Group) -> Group:
-    """Choose responses evenly from the highest reward to the lowest, of a group with more than are shown."""
+    """Choose responses evenly from the highest reward to the lowest if a group has more than are shown."""
     ordered = sorted(group, key=lambda row: -row["reward"] if is_number(row.get("reward")) else 0.0)
     if len(ordered) <= RESPONSES_PER_PROMPT:
         return ordered
@@ -85,7 +85,7 @@ def _prompt(group: Group, shown: int) -> str:
 
 
 def _sample(row: dict[str, Any], low: float, high: float, prompt: str | None) -> str:
-    """Show a response; without a `prompt` it answers the one above."""
+    """Show a response; without a `prompt` it belongs to the one above."""
     reward = row.get("reward")
     share = (reward - low) / (high - low) if is_number(reward) and high > low else 0.5
     length = f"{row['length']} tokens" if "length" in row else ""

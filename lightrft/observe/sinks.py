@@ -1,4 +1,4 @@
-"""Where metrics and samples go: the contract, the files, the trackers. The terminal is in console.py."""
+"""Sinks for metrics and samples: the interface, the files, the trackers. The terminal is in console.py."""
 
 import json
 import math
@@ -14,34 +14,34 @@ from loguru import logger
 from lightrft.observe.text import is_number
 
 PROMPT_IDS, RESPONSE_IDS, THUMBNAILS = "prompt_token_ids", "response_token_ids", "thumbnails"
-"""Columns of samples that nobody reads as text: token ids, and images as data URIs."""
+"""Columns of samples that are not text for people: token ids, and images as data URIs."""
 TAIL_BYTES = 2**24
-"""Of a long file so much is read to find its last rows."""
+"""Number of bytes at the end of a long file that are read to find its last rows."""
 
 
 class Sink:
-    """What every sink can be told. Steps count from 1; step 0 is before the first update. All verbs do nothing here."""
+    """Base of all sinks, whose methods do nothing. Steps count from 1; step 0 is before the first update."""
 
     def start(self, config: dict[str, Any], total_steps: int, resume_step: int | None = None) -> None:
-        """Once, before anything else. `resume_step`: the last step that a continued run keeps; None for a fresh run."""
+        """Start, once, before anything else. `resume_step` is the last step that a resumed run keeps; None for a fresh run."""
 
     def phase(self, name: str) -> None:
-        """The run is now in this phase."""
+        """Report that the run enters this phase."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Global metrics of a finished step; may be called more than once per step, with other metrics."""
+        """Take the global metrics of a finished step; may be called more than once per step, with other metrics."""
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Samples, group by group: prompt, response, label, reward, finish_reason, length (response tokens), group; and columns
-        for programs (see readable()).
+        """Take samples, group by group: prompt, response, label, reward, finish_reason, length (response tokens), group; and
+        columns for programs (see readable()).
         """
 
     def close(self, status: str) -> None:
-        """The run ended: finished, failed or interrupted."""
+        """End the run as finished, failed or interrupted."""
 
 
 class Observer(Sink):
-    """Tells all sinks. Rank 0 has some, all other ranks have none, and the loop need not know."""
+    """Forwards every call to all sinks. Rank 0 has some, all other ranks have none, so the training loop is the same on all."""
 
     def __init__(self, sinks: Iterable[Sink] = ()):
         self._sinks = list(sinks)
@@ -65,7 +65,7 @@ class Observer(Sink):
             sink.samples(step, rows)
 
     def close(self, status: str) -> None:
-        with ExitStack() as stack:  # every sink that was started is closed, also when another one fails to
+        with ExitStack() as stack:  # every sink that was started is closed, even when another one fails to close
             for sink in self._started:
                 stack.callback(sink.close, status)
 
@@ -73,8 +73,8 @@ class Observer(Sink):
 class JsonLines(Sink):
     """`metrics.jsonl` and `samples.jsonl` in the run's folder, one JSON object per line; NaN and infinity are null.
 
-    A continued run first drops what the killed one wrote after its checkpoint, so no step is there twice. A fresh run in a used
-    folder moves the earlier files to `*.previous.jsonl`.
+    A resumed run first drops the rows after its checkpoint, so no step is there twice. A fresh run in a used folder moves the
+    earlier files to `*.previous.jsonl`.
     """
 
     def __init__(self, folder: Path | str):
@@ -109,7 +109,7 @@ class JsonLines(Sink):
 
 
 class TensorBoard(Sink):
-    """Event files in `tensorboard/` of the run's folder; a continued run hides what it does again."""
+    """Event files in `tensorboard/` of the run's folder; a resumed run hides the steps that it repeats."""
 
     def __init__(self, folder: Path | str):
         self._folder = Path(folder) / "tensorboard"
@@ -135,7 +135,7 @@ class TensorBoard(Sink):
 
 
 class WandB(Sink):
-    """Weights & Biases. A continued run appends to the run whose id is in the folder; steps it repeats stay as they were."""
+    """Weights & Biases. A resumed run appends to the run whose id is in the folder; steps it repeats stay as they were."""
 
     def __init__(self, folder: Path | str, project: str, name: str | None = None, *, org: str | None = None,
                  group: str | None = None):  # fmt: skip
@@ -167,22 +167,22 @@ class WandB(Sink):
 
 
 def readable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the samples without the columns that nobody reads as text."""
+    """Return the samples without the columns that are not text for people."""
     unread = (PROMPT_IDS, RESPONSE_IDS, THUMBNAILS)
     return [{name: value for name, value in row.items() if name not in unread} for row in rows]
 
 
 def encode_row(row: dict[str, Any]) -> bytes:
-    """One line of JSON, with non-finite numbers as null."""
+    """Encode a row as one line of JSON, with non-finite numbers as null."""
     finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
-    # a lone surrogate, which UTF-8 cannot hold, becomes its escape, which JSON can
+    # a lone surrogate, which UTF-8 cannot encode, becomes its escape, which JSON can
     return json.dumps(finite, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSON Lines file; none when it does not exist. Each row is an object with a number `step`.
+    """Return the rows of a JSON Lines file; none if it does not exist. Each row is an object with a number `step`.
 
-    A kill or a power cut can leave a broken line anywhere: it is dropped with a warning.
+    A kill or a power failure can leave a broken line anywhere: it is dropped with a warning.
     """
     if not path.exists():
         return []
@@ -212,7 +212,7 @@ def read_ends(path: Path, count: int) -> list[dict[str, Any]]:
 
 
 def _row_of(line: bytes) -> dict[str, Any] | None:
-    """Return None for a line that is broken."""
+    """Return the row of a line, or None if the line is broken."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -221,7 +221,7 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
 
 
 def truncate_rows(path: Path, last_step: int) -> None:
-    """Keep the rows up to this step. The file is replaced in one move: a kill leaves the old one or the new one."""
+    """Keep the rows up to this step. The file is replaced atomically: after a kill it is either the old one or the new one."""
     kept = [row for row in read_rows(path) if row["step"] <= last_step]
     part = path.with_suffix(".part")
     with part.open("wb") as file:
@@ -231,5 +231,5 @@ def truncate_rows(path: Path, last_step: int) -> None:
 
 
 def _code_block(text: str) -> str:
-    """Markdown that shows the text as it is: four spaces before every line."""
+    """Return Markdown that shows the text verbatim: four spaces before every line."""
     return "\n".join("    " + line for line in text.split("\n"))

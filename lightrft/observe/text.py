@@ -1,4 +1,4 @@
-"""How numbers, times and model text are written for people."""
+"""Format numbers, times and model text for people."""
 
 import math
 import unicodedata
@@ -6,7 +6,10 @@ from typing import Any
 
 
 def short(value: float, digits: int = 3) -> str:
-    """At least so many significant digits, without needless zeros; at most eight characters for what metrics usually hold."""
+    """Format a number with at least `digits` significant digits, without needless zeros.
+
+    The values of most metrics take at most eight characters.
+    """
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
@@ -26,7 +29,7 @@ def percent(share: float, digits: int = 3) -> str:
 
 
 def duration(seconds: float, digits: int = 3) -> str:
-    """`8.2 s`, `3 min 05 s`, `2 h 04 min`."""
+    """Format seconds: `8.2 s`, `3 min 05 s`, `2 h 04 min`."""
     if seconds < 60:
         return f"{short(seconds, digits)} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -36,9 +39,9 @@ def duration(seconds: float, digits: int = 3) -> str:
 
 
 def visible(text: str) -> str:
-    """Text whose invisible characters are seen, as escapes: control characters, direction marks, lone surrogates.
+    """Return the text with invisible characters as escapes: control characters, direction marks, lone surrogates.
 
-    Line breaks and tabs stay. Neither a terminal nor a reader can be misled by what comes out.
+    Line breaks and tabs stay. The result can mislead neither a terminal nor a reader.
     """
     return "".join(character if character in "\n\t" else _visible(character) for character in text)
 

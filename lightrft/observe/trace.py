@@ -1,4 +1,4 @@
-"""Where the time and the memory of a step go."""
+"""Measure the time and the memory of a step."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ class Trace:
         with trace.phase("generate"):
             with trace.phase("weight_sync"): ...       # time/generate/weight_sync, part of time/generate too
         for name, value in trace.step().items():
-            metrics.max(name, value)                    # the slowest rank is what a step waits for
+            metrics.max(name, value)                    # a step waits for the slowest rank
 
     A nested phase is named by its path, and the time of the outer phase contains it: the phases without a further slash add up
     to at most `time/step`.
@@ -32,10 +32,11 @@ class Trace:
         synchronize: Callable[[], None] = _nothing,
         on_phase: Callable[[str], None] | None = None,
     ):
-        """Memory in bytes. `synchronize` waits for the device, so that a phase is charged with the kernels it launched;
-        `on_phase` is called with the path of the phase that is current from now on, empty between phases."""
+        """Start the clock. Memory is in bytes. `synchronize` waits for the device, so that a phase includes the kernels it
+        launched; `on_phase` is called with the path of the phase that begins, or an empty string between phases.
+        """
         self.failed = ""
-        """Path of the innermost phase that an exception left; empty while all is well."""
+        """Path of the innermost phase that an exception left; empty if there was none."""
         self._peak_memory, self._memory_in_use = peak_memory, memory_in_use
         self._synchronize, self._on_phase = synchronize, on_phase
         self._path: list[str] = []
@@ -44,12 +45,12 @@ class Trace:
 
     @property
     def current(self) -> str:
-        """Path of the phase that runs now, such as `generate/weight_sync`; empty between phases."""
+        """Return the path of the current phase, such as `generate/weight_sync`; empty between phases."""
         return "/".join(self._path)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Charge what happens inside to this phase; entering it again in the same step adds up."""
+        """Measure the enclosed code as this phase; the seconds of the same phase within a step add up."""
         self._path.append(name)
         path = self.current
         self._announce()
@@ -66,7 +67,10 @@ class Trace:
         self._announce()
 
     def step(self) -> dict[str, float]:
-        """`time/<phase>` and `time/step` in seconds since the last call, `memory/peak_gb` and `memory/now_gb` in 1e9 bytes."""
+        """Return `time/<phase>` and `time/step` in seconds since the last call.
+
+        The row also has `memory/peak_gb` and `memory/now_gb` in 1e9 bytes.
+        """
         assert not self._path, f"a step ends inside of the phase {self.current!r}"
         now = time.perf_counter()
         row = {f"time/{path}": seconds for path, seconds in self._seconds.items()}

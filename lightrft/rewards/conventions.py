@@ -1,4 +1,4 @@
-"""How a reward function wants to be called, read from its signature: ours, or that of TRL, OpenRLHF or verl.
+"""Calling conventions of reward functions, recognised by their signatures: ours, or that of TRL, OpenRLHF or verl.
 
 | | recognised by | called with |
 |---|---|---|
@@ -21,7 +21,7 @@ from lightrft.samples import Prompt, Sample
 Columns = dict[str, list]
 """A list for each column of the data, with an entry for each sample."""
 RIGHT_ANSWERS = ("label", "labels", "ground_truth")
-"""Arguments for which null is no value, where a function requires them."""
+"""Arguments for which null counts as missing if a function requires them."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,14 @@ class Convention:
 
     recognised_by: frozenset[str]
     arguments: Callable[[list[Sample], Columns, bool], dict[str, Any]]
-    """The arguments by name, of samples, columns, and whether prompts are chats. KeyError for a column that is not there."""
+    """Function that returns the arguments by name, from samples, columns, and True if prompts are chats.
+
+    Raises KeyError for a missing column.
+    """
     each: bool = False
-    """Whether a call is for one response; arguments are then lists of what the calls get."""
+    """True if a call is for one response; arguments are then lists with the values of each call."""
     result: str = ""
-    """The entry of a returned dictionary that is the reward."""
+    """Key of the reward in a returned dictionary."""
 
 
 def _trl(samples: list[Sample], columns: Columns, chat: bool) -> dict[str, Any]:
@@ -77,7 +80,7 @@ class RewardFunction:
     """A reward function of any convention."""
 
     def __init__(self, function: Callable[..., Any], *, chat: bool = False):
-        """`chat`: prompts go through a chat template, and so TRL's functions expect messages."""
+        """Inspect the function. `chat`: prompts go through a chat template, so TRL's functions expect messages."""
         self.function, self.chat = function, chat
         self.signature = _signature(function)
         names = set(self.signature.parameters) if self.signature else set()
@@ -101,15 +104,15 @@ class RewardFunction:
         return self(samples, **columns)
 
     def check(self, prompts: Iterable[Prompt]) -> None:
-        """ConfigError where the function cannot be called with the columns of these."""
+        """Raise ConfigError if the function cannot be called with the columns of these prompts."""
         for names in {frozenset(prompt.columns) for prompt in prompts}:
             if problem := self._problem(set(names)):
                 raise ConfigError(f"{problem}. The data has the columns {', '.join(sorted(names)) or 'none'}")
 
     def row_problem(self, columns: Mapping[str, Any]) -> str:
-        """Return why the function cannot judge responses to a row with these columns; empty when it can, as far as can be seen.
+        """Return the reason why the function cannot score responses to a row with these columns; empty if none can be seen.
 
-        What fails for every row alike is found by check().
+        Problems that all rows share are found by check().
         """
         if not self.signature:
             return ""
@@ -156,7 +159,7 @@ class RewardFunction:
         return f"the function needs {', '.join(sorted(missing))}: {_shown(self.signature)}" if missing else ""
 
     def _accepted(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments that the function knows: not every one has **kwargs."""
+        """Return the arguments that the function accepts: not every one has **kwargs."""
         accepted = _accepts(self.signature)
         return given if accepted is None else {name: value for name, value in given.items() if name in accepted}
 
@@ -182,7 +185,7 @@ async def _gathered(coroutines: list[Awaitable[Any]]) -> list[Any]:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """None for what does not show it, as some built-in functions, or cannot be called."""
+    """Return the signature; None if it is not available, as for some built-in functions, or if the object is not callable."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -195,7 +198,7 @@ def _required(signature: inspect.Signature) -> set[str]:
 
 
 def _accepts(signature: inspect.Signature) -> set[str] | None:
-    """The names of arguments, None for any."""
+    """Return the names of the accepted arguments, None for any."""
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values()):
         return None
     return set(signature.parameters)

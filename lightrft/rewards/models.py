@@ -1,4 +1,4 @@
-"""What reward models say of whole responses, added to what the reward function says."""
+"""Scores of reward models for whole responses, which are added to the rewards of the reward function."""
 
 from collections.abc import Mapping
 
@@ -11,20 +11,20 @@ from lightrft.roles.reward_model import RewardModel
 from lightrft.types import Sample
 
 FUNCTION = "function"
-"""Name of the part of a reward that the reward function gave as one number."""
+"""Name of the part of a reward that the reward function returned as one number."""
 
 
 class ModelRewards:
-    """Each model reads prompt and response, as tokens, and its score at the last one counts."""
+    """Reward models that score prompt and response, as tokens; the score at the last token counts."""
 
     def __init__(self, models: Mapping[str, RewardModel], coefficient: float = 1.0):
-        """`models` by the name of their metric; scores are multiplied with `coefficient`."""
+        """Set up the models, by the name of their metric; scores are multiplied by `coefficient`."""
         self.models, self.coefficient = models, coefficient
 
     def __call__(self, samples: list[Sample]) -> None:
         """Add every model's score to the reward of each sample. All ranks call it together, with any number of samples.
 
-        ValueError, on all ranks, for a score that is not finite.
+        Raises ValueError, on all ranks, for a score that is not finite.
         """
         batch = _batch(samples)
         for name, model in self.models.items():
@@ -35,7 +35,7 @@ class ModelRewards:
 
 
 def _batch(samples: list[Sample]) -> dict[str, Tensor]:
-    """[B, S] ids, right-padded, and [B] lengths; also for no samples."""
+    """Return [B, S] ids, right-padded, and [B] lengths; also for no samples."""
     ids = [torch.tensor([*sample.prompt.token_ids, *sample.token_ids]) for sample in samples]
     padded = pad_sequence(ids, batch_first=True) if ids else torch.zeros(0, 1, dtype=torch.int64)
     return {IDS: padded, LENGTHS: torch.tensor([len(row) for row in ids], dtype=torch.int64)}

@@ -1,7 +1,7 @@
-"""Calls of a reward function: in worker processes beside generation, or in this process.
+"""Calls of a reward function: in worker processes during generation, or in this process.
 
-Both kinds have `begin(samples)`, whose result() is what the function returned, and `close()`. It raises CallFailed for a call
-that raises, dies, or takes too long; whatever a worker does, every call gets a result.
+Both kinds have `begin(samples)`, which returns an object whose result() is what the function returned, and `close()`. result()
+raises CallFailed for a call that raises, dies, or takes too long; whatever a worker does, every call gets a result.
 """
 
 import os
@@ -27,17 +27,17 @@ from lightrft.rewards.worker import FORK, WHERE, Setup, place
 from lightrft.samples import Sample
 
 LARGEST_STACK = 65536
-"""Bytes of a worker's stack that are read."""
+"""Number of bytes of a worker's stack that are read."""
 PATIENCE = 3.0
-"""Seconds in which a worker that is out of time may say where it is, and in which the thread may end."""
+"""Seconds for a worker that is out of time to write its stack, and for the thread to end."""
 STACK_LINE = re.compile(r'File "(.*)", line (\d+) in (\S+)')
 
 
 class CallFailed(Exception):
-    """A call of a reward function gave no rewards; the message says why."""
+    """Raised when a call of a reward function returned no rewards; the message gives the reason."""
 
     def __init__(self, problem: str, sample: Sample | None = None, hint: str = ""):
-        """`sample`: the one for which it failed, where that is known. `hint` follows the message."""
+        """Set the message. `sample` is the one for which the call failed, if it is known. `hint` follows the message."""
         super().__init__(problem)
         self.sample, self.hint = sample, hint
 
@@ -47,34 +47,37 @@ def out_of_time(limit: float, place: str) -> CallFailed:
 
 
 class Result(Protocol):
-    """What a call will return."""
+    """Handle of the value that a call will return."""
 
     def result(self) -> Any:
-        """Wait for the values that the function returns. CallFailed where it returns none."""
+        """Wait for the values that the function returns. Raises CallFailed if it returns none."""
 
 
 class Calls(Protocol):
-    """A way to call a reward function."""
+    """Interface of a way to call a reward function."""
 
     def begin(self, samples: list[Sample]) -> Result:
-        """Call the function with these, now or later."""
+        """Call the function with these samples, now or later."""
 
     def close(self) -> None:
-        """Take no more calls, and end what is under way."""
+        """Accept no more calls, and end those under way."""
 
 
 class InProcess:
-    """Calls in this process, when their results are asked for: the function has this process's memory, devices and globals."""
+    """Calls in this process, made when their results are needed: the function shares its memory, devices and globals."""
 
     def __init__(self, function: RewardFunction, *, limit: float | None, too_late: Callable[[list[Sample], int], None]):
-        """`too_late` ends the process: it is called, in a thread, with samples and thread of a call that takes over `limit` s."""
+        """Set up the calls. `too_late` ends the process.
+
+        It is called in a thread, with the samples and the thread of a call that takes more than `limit` s.
+        """
         self.function, self.limit, self.too_late = function, limit, too_late
 
     def begin(self, samples: list[Sample]) -> Result:
         return _Deferred(lambda: self._call(samples))
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no call is under way."""
 
     def _call(self, samples: list[Sample]) -> Any:
         timer = threading.Timer(self.limit or 0, self.too_late, [samples, threading.get_ident()])
@@ -89,7 +92,7 @@ class InProcess:
 
 @dataclass(frozen=True, slots=True)
 class _Deferred:
-    """A result that is computed when it is asked for."""
+    """A result that is computed when it is needed."""
 
     result: Callable[[], Any]
 
@@ -102,7 +105,7 @@ def _called(function: RewardFunction, samples: list[Sample]) -> Any:
 
 
 def _raised(problem: str, samples: list[Sample]) -> CallFailed:
-    """Return the failure of a function that has raised: it may have missed a column."""
+    """Return the failure of a function that raised: it may lack a column, so the message lists them."""
     columns = ", ".join(sorted(common_columns(samples))) or "none"
     return CallFailed(problem, hint=f". The data has the columns {columns}")
 
@@ -112,7 +115,7 @@ class _Call:
     samples: list[Sample]
     future: Future = field(default_factory=Future)
     died: bool = False
-    """Whether a worker has ended during this call: something else may have killed it, so the call is repeated once."""
+    """True if a worker has died during this call: something else may have killed it, so the call is repeated once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +126,7 @@ class _Worker:
     began: float = 0.0
 
     def kill(self) -> None:
-        """Kill it and what it has started; its parent still has its exit status."""
+        """Kill it and the processes that it started; its parent still gets its exit status."""
         self.socket.close()
         with suppress(ProcessLookupError):
             os.killpg(self.process, signal.SIGKILL)
@@ -132,12 +135,12 @@ class _Worker:
 class Processes:
     """Calls in worker processes: one that takes too long is killed with its worker.
 
-    The workers are forked by a process of their own (worker.py), which is started with the first call; a thread hands out calls
-    and takes in results, so the rank's interpreter spends no time on a call but for pickling the samples.
+    The workers are forked by a process of their own (worker.py), which is started with the first call. A thread sends calls and
+    receives results, so the rank's interpreter spends no time on a call except for pickling the samples.
     """
 
     def __init__(self, setup: Setup, *, workers: int, limit: float):
-        """At most `workers` calls run at once, each for at most `limit` seconds."""
+        """Set up the calls. At most `workers` of them run at once, each for at most `limit` seconds."""
         self.setup, self.workers, self.limit = setup, workers, limit
         self._waiting: deque[_Call] = deque()
         self._pool: list[_Worker] = []
@@ -162,7 +165,7 @@ class Processes:
             self._bell.send_bytes(b"c")
             self._thread.join(PATIENCE)
 
-    # -- all below runs in the thread
+    # -- the methods below run in the thread
 
     def _run(self) -> None:
         while not self._closed:
@@ -173,7 +176,7 @@ class Processes:
             if self._ear in ready:
                 self._ear.recv_bytes()
             for worker in list(self._pool):
-                if worker.socket.closed:  # it ended with others
+                if worker.socket.closed:  # it was killed together with others
                     continue
                 if worker.socket in ready:
                     self._take_in(worker)
@@ -195,7 +198,7 @@ class Processes:
                 if idle is None:
                     self._end_parent()
                     self._repeat(call, "the process that starts workers has ended")
-            except Exception as error:  # of pickle, or of the import of the function
+            except Exception as error:  # raised by pickle, or by the import of the function
                 if worker := next((each for each in self._pool if each.call is call), None):
                     worker.call = None
                 call.future.set_exception(CallFailed(f"{type(error).__name__}: {error}"))
@@ -208,7 +211,7 @@ class Processes:
             if call is not None:
                 self._repeat(call, how)
             return
-        except Exception as error:  # of pickle: values of a class that only the worker has
+        except Exception as error:  # raised by pickle: values of a class that only the worker has
             values, problem = None, f"{type(error).__name__}: {error}"
         call, worker.call = worker.call, None
         assert call is not None, "a worker answers only calls"
@@ -232,7 +235,10 @@ class Processes:
         call.future.set_exception(out_of_time(self.limit, _innermost(stack)))
 
     def _fork(self) -> _Worker:
-        """OSError or EOFError where the process that forks has ended, CallFailed where it cannot import the function."""
+        """Fork a worker.
+
+        Raises OSError or EOFError if the process that forks has ended, and CallFailed if it cannot import the function.
+        """
         if self._parent is None:
             self._start()
         self._control.send(FORK)
@@ -253,7 +259,7 @@ class Processes:
             raise CallFailed(problem)
 
     def _end(self, worker: _Worker) -> str:
-        """Kill a worker and what it has started, and return how it ended."""
+        """Kill a worker and the processes that it started, and return a text on how it ended."""
         self._pool.remove(worker)
         worker.kill()
         try:

@@ -1,8 +1,8 @@
-"""A reward function on a server: what it computes with need not be on this machine.
+"""A reward function on a server, which may compute it on another machine.
 
     POST URL  {"query": [prompt and response], "prompts": [...], "responses": [...], "labels": [...]}  ->  {"rewards": [...]}
 
-One request for each prompt, with all its responses; a reward is what a function here may return for a sample.
+There is one request for each prompt, with all its responses; a reward is anything that a local function may return for a sample.
 """
 
 from typing import Any
@@ -14,10 +14,10 @@ KEY = "REWARD_API_KEY"
 
 
 class RemoteReward:
-    """A Reward. ValueError for a server that stays away, or answers something else."""
+    """Reward function on a server. Raises ValueError for a server that stays away, or returns something else."""
 
     def __init__(self, url: str, *, seconds: float, patience: float):
-        """A request takes at most so many `seconds`, and the server may be away for `patience`."""
+        """Connect to the server. A request takes at most `seconds`, and the server may be away for `patience` seconds."""
         self._server = Endpoint("--reward", url, KEY, seconds=seconds, patience=patience)
 
     def __call__(self, samples: list[Sample], label: list[Any] | None = None, **_: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Rewards of samples: the reward function is called for each prompt, and what it returns is checked and set."""
+"""Rewards of samples: call the reward function for each prompt, check what it returns, and set the rewards."""
 
 import math
 import sys
@@ -20,40 +20,40 @@ from lightrft.rewards.worker import SERVER, Setup
 from lightrft.types import Prompt, Sample
 
 LARGEST = 1e18
-"""The largest reward: the squares of rewards, as of a group's deviation, have to fit into float32."""
+"""Largest absolute reward: the squares of rewards, such as in a group's deviation, have to fit into float32."""
 FAILURES_IN_A_ROW = 32
-"""So many failed calls in a row end a run: the function itself is broken."""
+"""Number of failed calls in a row that end a run, because the function itself must be broken."""
 LOGGED = 5
-"""Failed calls that are logged in each step; the others are only counted."""
+"""Number of failed calls that are logged in each step; the others are only counted."""
 USER_ERROR = 2
-"""Exit code, as of the other mistakes of a user's code."""
+"""Exit code, the same as for other mistakes in a user's code."""
 WORKERS = 2
-"""Worker processes of a rank, where --reward_workers is unset."""
+"""Number of worker processes of a rank if --reward_workers is unset."""
 
 
 class RewardRunner:
     """Calls a reward function for the samples of each prompt, and checks what it returns.
 
-    A call fails when the function raises, dies, takes too long or returns something that is no reward. --reward_failure says what
-    follows: `stop` ends the run; `zero` repeats the call for each sample alone, and gives 0 to those that fail again; `drop`
-    learns nothing from any sample of the call.
+    A call fails when the function raises, dies, takes too long or returns something that is not a reward. --reward_failure
+    determines what follows: `stop` ends the run; `zero` repeats the call for each sample alone, and gives 0 to those that fail
+    again; `drop` learns nothing from any sample of the call.
     """
 
     def __init__(
         self, name: str, model_parallel: Axis | None = None, section: RewardSection | None = None, *, chat: bool = False,
         fail: Callable[..., Any] | None = None,
     ):  # fmt: skip
-        """`model_parallel`: ranks that hold the same samples. The first of them calls the function, and all get the rewards.
+        """Import the function. `model_parallel`: ranks with the same samples, of which the first calls the function for all.
 
         `section` has the limits. `chat`: prompts are chats. `fail` ends all ranks (StrategyBase.fail), for a call that hangs in
-        this process. ValueError where there is no such function.
+        this process. Raises ValueError if there is no such function.
         """
         self.name, self.model_parallel = name, model_parallel or Axis("model_parallel", 1, 0, None)
         self.section, self.fail = section or RewardSection(), fail
         setup = self._setup(chat)
         self.function = setup.function()
         self.models: ModelRewards | None = None
-        """Reward models that score beside the function, when the engine sleeps: the device has room for one at a time."""
+        """Reward models that score in addition to the function, while the engine sleeps: not all fit on the device at once."""
         self._failures = self._in_a_row = 0
         self._begun: list[tuple[list[Sample], Result]] = []
         self._calls = self._way_to_call(setup)
@@ -79,19 +79,19 @@ class RewardRunner:
         return Processes(replace(setup, name=importable), workers=workers, limit=math.inf if on_server else limit)
 
     def check(self, prompts: Iterable[Prompt]) -> None:
-        """ConfigError where the function cannot be called with the columns of these prompts."""
+        """Raise ConfigError if the function cannot be called with the columns of these prompts."""
         try:
             self.function.check(prompts)
         except ConfigError as error:
             raise ConfigError(f"--reward {self.name}: {error}") from error
 
     def row_problem(self, prompt: Prompt) -> str | None:
-        """Return why responses to this prompt could not be judged: a column that the function requires is absent, or null."""
+        """Return the reason why responses to this prompt cannot be scored: a required column is absent, or null."""
         problem = self.function.row_problem(prompt.columns)
         return f"--reward {self.name}: {problem}" if problem else None
 
     def __call__(self, samples: list[Sample]) -> None:
-        """Set the rewards of samples, in one call. ConfigError, on all ranks of `model_parallel`, where it fails."""
+        """Set the rewards of samples, in one call. Raises ConfigError, on all ranks of `model_parallel`, if it fails."""
         self.begin(samples)
         self.finish(samples)
 
@@ -101,9 +101,9 @@ class RewardRunner:
             self._begun.append((samples, self._calls.begin(samples)))
 
     def finish(self, samples: list[Sample]) -> None:
-        """Wait for all calls that were begun, then ask the reward models. All ranks call it together.
+        """Wait for all calls that were begun, then run the reward models. All ranks call it together.
 
-        `samples` are those of the calls; the ranks of `model_parallel` give them in the same order.
+        `samples` are those of the calls; the ranks of `model_parallel` pass them in the same order.
         """
         failure = self._failure()
         if self.model_parallel.size > 1:
@@ -118,13 +118,13 @@ class RewardRunner:
             self.models(samples)
 
     def count_failures(self, name: str, metrics: Metrics) -> None:
-        """Add the number of samples without a reward of their own since the last time, unless a failure ends the run."""
+        """Add the number of samples without a reward of their own since the last call, unless a failure ends the run."""
         if self.section.reward_failure != "stop":
             metrics.sum(name, self._failures)
         self._failures = 0
 
     def _failure(self) -> ConfigError | None:
-        """Take in the results of all calls, and return the error that ends the run, if there is one."""
+        """Process the results of all calls, and return the error that ends the run, if there is one."""
         begun, self._begun = self._begun, []
         logged = 0
         for samples, result in begun:
@@ -140,7 +140,7 @@ class RewardRunner:
         return None
 
     def _take_in(self, samples: list[Sample], result: Result) -> str:
-        """Set the rewards that a call returned, and return what is wrong with it, if anything."""
+        """Set the rewards that a call returned, and return a text on what is wrong with it; empty if nothing is."""
         try:
             self._set_all(samples, result.result())
         except CallFailed as error:
@@ -148,7 +148,7 @@ class RewardRunner:
         return ""
 
     def _replace(self, samples: list[Sample]) -> bool:
-        """Give the samples of a failed call the rewards that --reward_failure says; return whether any has one of its own."""
+        """Set the rewards of a failed call as --reward_failure requires; return True if any sample has a reward of its own."""
         failed = samples
         if self.section.reward_failure == "zero" and len(samples) > 1:
             alone = [(sample, self._calls.begin([sample])) for sample in samples]
@@ -176,7 +176,7 @@ class RewardRunner:
         sample.reward_parts, sample.token_rewards = {}, None
         if isinstance(value, list):
             sample.token_rewards = self._per_token(value, sample)
-            sample.reward = math.fsum(reward for _, reward in sample.steps)  # the same in any order
+            sample.reward = math.fsum(reward for _, reward in sample.steps)  # exact, in any order
         elif isinstance(value, dict):
             sample.reward_parts = {name: self._number(part, sample) for name, part in value.items()}
             sample.reward = math.fsum(sample.reward_parts.values())
@@ -193,7 +193,7 @@ class RewardRunner:
     def _number(self, value: Any, sample: Sample) -> float:
         try:
             number = math.nan if isinstance(value, str | bytes) else float(value)
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is of a tensor with several elements
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError comes from a tensor with several elements
             number = math.nan
         if math.isfinite(number) and abs(number) <= LARGEST:
             return number
@@ -216,7 +216,10 @@ def importable_name(function: Any) -> str | None:
 
 
 def _length(values: Any) -> int | None:
-    """None for what is no list: the keys of a dictionary, the characters of a text and a set are no rewards."""
+    """Return the number of values, or None if they are no list.
+
+    The keys of a dictionary, the characters of a text and a set are not rewards.
+    """
     if isinstance(values, str | bytes | Mapping | Set):
         return None
     try:

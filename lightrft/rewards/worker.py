@@ -1,8 +1,8 @@
-"""Processes that call a reward function: one imports it once, and forks the workers, which take calls one after the other.
+"""Processes that call a reward function: one imports it once, and forks the workers, which take one call after the other.
 
-pool.py starts that process, and talks to it and to the workers over sockets. A killed worker is replaced by a fork, without a
-second import. They start without the rank's memory, threads, sockets and devices, and end with the rank, whatever ends it. Linux
-only.
+pool.py starts that process, and communicates with it and with the workers over sockets. A killed worker is replaced by a fork,
+without a second import. They start without the rank's memory, threads, sockets and devices, and end with the rank in any case.
+Linux only.
 """
 
 import asyncio
@@ -25,32 +25,32 @@ from lightrft.rewards.conventions import RewardFunction
 from lightrft.rewards.functions import Reward, rewards
 
 FORK = 0
-"""A request for a worker; any other number is the id of a worker that has ended."""
+"""Request for a worker; any other number is the process id of a worker that has ended."""
 SERVER = ("http://", "https://")
-"""How the name of a reward begins that a server computes."""
+"""Prefixes of the name of a reward that a server computes."""
 PR_SET_PDEATHSIG = 1
 PACKAGE, ASYNCIO = Path(__file__).parent, Path(asyncio.__file__).parent
 WHERE = signal.SIGUSR1
-"""A worker that is sent this signal writes its stack to the socket of its calls, and is no longer of use."""
+"""Signal at which a worker writes its stack to the socket of its calls; it is of no further use after that."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What the process has to know before it forks workers."""
+    """Settings for the process that forks workers."""
 
     name: str
-    """Of the function, as --reward takes it."""
+    """Name of the function, as in --reward."""
     chat: bool = False
-    """Whether prompts are chats."""
+    """True if prompts are chats."""
     memory: int = 0
-    """Bytes that a call may allocate; 0 for any number."""
+    """Number of bytes that a call may allocate; 0 for no limit."""
     seconds: float = 0.0
-    """The longest time of a request to a server."""
+    """Longest time of a request to a server, in seconds."""
     patience: float = 0.0
-    """The longest time that a server may be away, in seconds."""
+    """Longest time that a server may be away, in seconds."""
 
     def function(self) -> RewardFunction:
-        """Import the function. ValueError where it cannot be imported."""
+        """Import the function. Raises ValueError if it cannot be imported."""
         if self.name.startswith(SERVER):
             return RewardFunction(_on_server(self.name, self.seconds, self.patience), chat=self.chat)
         return RewardFunction(rewards[self.name], chat=self.chat)
@@ -85,7 +85,7 @@ def _fork(control: Connection, function: RewardFunction, memory: int) -> None:
     if process == 0:
         control.close()
         theirs.close()
-        os.setsid()  # what it starts is killed with it
+        os.setsid()  # processes that it starts are killed with it
         _end_with_parent()
         _limit_memory(memory)
         faulthandler.register(WHERE, file=ours.fileno(), all_threads=False)
@@ -98,7 +98,7 @@ def _fork(control: Connection, function: RewardFunction, memory: int) -> None:
 
 
 def _work(calls: Connection, function: RewardFunction) -> None:
-    """Answer each list of samples with (values, "") or (None, problem) until the rank closes the socket."""
+    """Reply to each list of samples with (values, "") or (None, problem) until the rank closes the socket."""
     while True:
         try:
             samples = calls.recv_bytes()
@@ -108,7 +108,7 @@ def _work(calls: Connection, function: RewardFunction) -> None:
             answer = pickle.dumps((function.judge(pickle.loads(samples)), ""))
         except BaseException as error:
             answer = pickle.dumps((None, f"{type(error).__name__}: {error}{place(error)}"))
-            if isinstance(error, MemoryError):  # what it has allocated may not come back
+            if isinstance(error, MemoryError):  # its memory may not be freed
                 calls.send_bytes(answer)
                 return
         sys.stdout.flush()
@@ -116,7 +116,7 @@ def _work(calls: Connection, function: RewardFunction) -> None:
 
 
 def place(error: BaseException) -> str:
-    """Return the last line of the user's file that the error went through; empty where the function was not entered."""
+    """Return the last line of the user's file in the error's traceback; empty if the function was not entered."""
     frames = traceback.extract_tb(error.__traceback__)
     frames = list(dropwhile(lambda one: Path(one.filename).parent in (PACKAGE, ASYNCIO), frames))
     own = [one for one in frames if one.filename == frames[0].filename]

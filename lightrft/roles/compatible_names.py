@@ -1,4 +1,4 @@
-"""Names of NVIDIA-NeMo/RL's Policy, for code that was written for it. Each does what the verb that it calls says."""
+"""Names of NVIDIA-NeMo/RL's Policy, for code that was written for it. Each method does what the verb that it calls does."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ PROFILES = "profile"
 
 
 class PolicyNames:
-    """A part of Policy. train() has NeMo-RL's `all_mb_metrics` in its result."""
+    """NeMo-RL's names of Policy's verbs. The result of train() has NeMo-RL's `all_mb_metrics`."""
 
     get_reference_logprobs: Callable[..., dict[str, Tensor]]
     get_top_logprobs: Callable[..., dict[str, Tensor]]
@@ -24,8 +24,10 @@ class PolicyNames:
         return self.get_reference_logprobs(data, micro_batch_size)
 
     def get_topk_logits(self, data: Mapping[str, Any], k: int, micro_batch_size: int | None = None) -> dict[str, Tensor]:
-        """Return `topk_logits` and `topk_indices` [B, S, k]. The logits are normalised, and so log-probs: their softmax is the
-        same as that of others, which differ by one number at each position.
+        """Return `topk_logits` and `topk_indices` [B, S, k].
+
+        The logits are normalised, so they are log-probs: their softmax is the same as that of unnormalised logits, which differ
+        by a constant at each position.
         """
         found = self.get_top_logprobs(data, k, micro_batch_size)
         return {"topk_logits": found["top_logprobs"], "topk_indices": found["top_ids"]}
@@ -44,7 +46,7 @@ class PolicyNames:
 
 
 class ScorerNames:
-    """A part of RewardModel."""
+    """NeMo-RL's names of RewardModel's verbs."""
 
     get_rewards: Callable[..., Tensor]
 

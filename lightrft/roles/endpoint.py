@@ -1,4 +1,4 @@
-"""A server that is asked over HTTP, and asked again while it is away or busy."""
+"""A client of an HTTP server, which repeats a request while the server is away or busy."""
 
 import asyncio
 import os
@@ -13,27 +13,30 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_expone
 from lightrft.config import address_problem
 
 SECONDS = 600.0
-"""The longest that one request may take, from the connection to the last byte."""
+"""Longest duration of one request, from the connection to the last byte."""
 CONNECT = 30.0
-"""The longest that a connection may take; it is tried again as for a server that is away."""
+"""Longest duration of connecting; after it the attempt is repeated as for a server that is away."""
 PATIENCE = 300.0
-"""The longest that a server may be away or busy."""
+"""Longest time that a server may be away or busy."""
 WARN_AFTER = 10.0
-"""Seconds of an outage after which the log says so, once."""
+"""Seconds of an outage after which it is logged, once."""
 
 
 class Endpoint:
-    """Speaks JSON. Everything that goes wrong is a ValueError which begins with the user's flag."""
+    """Client for JSON requests. Every failure is a ValueError that begins with the user's flag."""
 
     def __init__(self, flag: str, url: str, key: str, *, seconds: float = SECONDS, patience: float = PATIENCE):
-        """`key`: the environment variable whose value goes with every request, so that no secret is in a configuration."""
+        """Set up the client.
+
+        `key` is the environment variable whose value goes with every request, so that no secret is in a configuration.
+        """
         if problem := address_problem(flag, url, key):
             raise ValueError(problem)
         self.url, self.named, self.seconds, self.patience = url.rstrip("/"), f"{flag} {url.rstrip('/')}", seconds, patience
         secret = os.environ.get(key, "")
         user, separator, password = secret.partition(":")
         self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=CONNECT),  # for the rest, a byte now and then would keep any such limit away
+            timeout=httpx.Timeout(None, connect=CONNECT),  # a slow trickle of bytes would never exceed other limits
             headers={"Authorization": f"Bearer {secret}"} if secret and not separator else {},
             auth=httpx.BasicAuth(user, password) if separator else None,
         )
@@ -41,7 +44,7 @@ class Endpoint:
         threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True).start()
 
     def ask(self, method: str, path: str = "", request: Any = None) -> Any:
-        """The answer to `request` at `path` below the address. Several threads may ask at once."""
+        """Return the answer to `request` at `path` below the address. Several threads may call this at once."""
         attempts = Retrying(
             retry=retry_if_exception(_may_pass),
             wait=wait_exponential(multiplier=0.2, max=15),
@@ -76,7 +79,7 @@ class Endpoint:
             return await self._client.request(method, url, json=request)
 
     def _warn(self, state: Any) -> None:
-        """Say once for each outage that the run waits."""
+        """Log once for each outage that the run is waiting."""
         waited, pause = state.seconds_since_start, state.next_action.sleep
         if waited <= WARN_AFTER < waited + pause:
             logger.warning(f"{self.named} is away or busy ({state.outcome.exception()}): it is asked again for at most "
@@ -88,7 +91,7 @@ def _duration(began: float) -> str:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether asking again can help: the server is away, or says that it is busy or broken."""
+    """Return True if repeating the request can help: the server is away, or reports that it is busy or broken."""
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code == 429 or error.response.status_code >= 500
     return isinstance(error, httpx.TransportError)

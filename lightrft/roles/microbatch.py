@@ -1,4 +1,4 @@
-"""The one runner of micro-batches: training and inference of every role go through it."""
+"""Run micro-batches, for the training and the inference of every role."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,7 +16,7 @@ MicroBatchIndices = list[list[int]]
 
 
 def micro_batches(batch: B, rows: MicroBatchIndices, device: torch.device) -> Iterator[B]:
-    """The micro-batches on the device. An empty one becomes a single unlearned token, so that ranks stay in step."""
+    """Yield the micro-batches on the device. An empty one becomes a single unlearned token, so that ranks stay in step."""
     for members in rows:
         part = batch.select(members) if members else filler(batch)
         shared = find_shared_prefixes(part.input_ids, part.lengths, part.media, min_saving=MIN_SAVING)
@@ -24,7 +24,10 @@ def micro_batches(batch: B, rows: MicroBatchIndices, device: torch.device) -> It
 
 
 def infer(forward: Callable[[B], Tensor], batch: B, rows: MicroBatchIndices, device: torch.device) -> Tensor:
-    """`forward` over all micro-batches without gradients, [t, ...] of each, in the batch's order: [T, ...] on the host."""
+    """Run `forward` on all micro-batches without gradients.
+
+    Returns its results, [t, ...] for each, in the batch's order: [T, ...] on the host.
+    """
     with torch.no_grad():
         values = [forward(micro_batch) for micro_batch in micro_batches(batch, rows, device)]
     result = torch.zeros(batch.num_tokens, *(values[0].shape[1:] if values else ()))
@@ -35,6 +38,6 @@ def infer(forward: Callable[[B], Tensor], batch: B, rows: MicroBatchIndices, dev
 
 
 def filler(batch: B) -> B:
-    """One sequence of one token that nobody learns, with the columns of `batch`."""
+    """Return a batch of one sequence of one token that is not learned, with the columns of `batch`."""
     zeros = {name: value.new_zeros(1) for name, value in (batch.columns("token") | batch.columns("sequence")).items()}
     return type(batch)(**zeros | {"lengths": batch.lengths.new_ones(1)})

@@ -19,20 +19,21 @@ SHAPES = {"token": "[B, S]", "sequence": "[B]"}
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the caller of this rank gave."""
+    """The batch that this rank's caller passed, flattened."""
 
     batch: Batch
     width: int
-    """S, to which results are padded."""
+    """S, the width to which results are padded."""
     owners: list[list[int]]
     """[rank]: the rows that this rank's caller holds, counted over all ranks."""
 
 
 def flatten(given: Mapping[str, Any], axis: Axis, *, required: Sequence[str] = (), columns: bool = False) -> Given:
-    """The rows of `given` end to end. Without `columns` every token but the first of a row is learned.
+    """Concatenate the rows of `given`. Without `columns` every token but the first of a row is learned.
 
-    With `columns` the masks say which are, and every other tensor travels along under its name: [B, S] per token, [B] per
-    row. ValueError on all ranks when any rank's batch is unfit; they hold any number of rows, also none, and equal columns.
+    With `columns` the masks select the learned tokens, and every other tensor is carried along under its name: [B, S] per token,
+    [B] per row. Raises ValueError on all ranks when any rank's batch is invalid; ranks may have any number of rows, including
+    none, but need the same columns.
     """
     masks = [name for name in (TOKEN_MASK, SAMPLE_MASK) if columns and name in given]
     others = sorted(set(given) - {IDS, LENGTHS, TOKEN_MASK, SAMPLE_MASK}) if columns else []
@@ -54,7 +55,10 @@ def flatten(given: Mapping[str, Any], axis: Axis, *, required: Sequence[str] = (
 
 
 def _agree(axis: Axis, problem: str, columns: list[str], count: int) -> list[int]:
-    """Rows of every rank; the same ValueError everywhere when one cannot take part: the others would wait for it."""
+    """Return the number of rows of every rank.
+
+    Raises the same ValueError on all ranks when one batch is invalid, so that no rank waits for another.
+    """
     everyone = axis.gather((problem, columns, count))
     for rank, (found, names, _) in enumerate(everyone):
         if not found and names != everyone[0][1]:
@@ -65,7 +69,7 @@ def _agree(axis: Axis, problem: str, columns: list[str], count: int) -> list[int
 
 
 def _problem(given: Mapping[str, Any], required: list[str], optional: list[str]) -> str:
-    """Why this batch cannot be used; empty when it can."""
+    """Return the reason why this batch cannot be used; an empty string when it can."""
     missing = [name for name in required if name not in given]
     if missing:
         return f"the batch lacks {', '.join(missing)}; it has {', '.join(sorted(given)) or 'nothing'}"
@@ -98,13 +102,13 @@ def _wrong_lengths(lengths: Tensor, width: int) -> str:
 
 
 def _per(name: str, value: Tensor) -> str:
-    """What a column says something about: known by its name, or by its dims."""
+    """Return "token" or "sequence", the unit that a column has values for: known by its name, or by its dims."""
     known = {IDS: "token", TOKEN_MASK: "token", LENGTHS: "sequence", SAMPLE_MASK: "sequence"} | PER
     return known.get(name, "sequence" if value.ndim == 1 else "token")
 
 
 def _learned(given: Mapping[str, Any], masks: list[str], shape: torch.Size) -> Tensor:
-    """[B, S] bool."""
+    """Return the mask of learned tokens, [B, S] bool."""
     learned = torch.ones(shape, dtype=torch.bool)
     learned[:, :1] = False
     if TOKEN_MASK in masks:
@@ -121,6 +125,6 @@ def _column(value: Tensor, lengths: Tensor, name: str) -> Tensor:
 
 @lru_cache
 def _batch_type(columns: tuple[tuple[str, str], ...]) -> type[Experience]:
-    """Experience with the caller's own columns beside those it has."""
+    """Return a subclass of Experience with the caller's own columns."""
     own = [(name, Tensor, per_token() if per == "token" else per_sequence()) for name, per in columns if name not in PER]
     return make_dataclass("Columns", own, bases=(Experience,), slots=True) if own else Experience

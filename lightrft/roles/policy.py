@@ -1,4 +1,4 @@
-"""The policy: the actor that learns and generates, with the reference model it must not stray far from."""
+"""The policy: the actor that learns and generates, with the reference model that it should stay close to."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -58,9 +58,11 @@ class Policy(Role, PolicyNames):
         tokenizer: PreTrainedTokenizerBase | None = None,
         **limits: Any,
     ):
-        """An actor with adapters may be its own `reference`: it is asked without them. `average` is not frozen, and follows the
-        actor. All log-probs are of what is sampled from: at `temperature`, of the part of the vocabulary that `truncation`
-        leaves. `limits` are those of Role: max_tokens, max_logprob_tokens, batching.
+        """Set up the policy.
+
+        An actor with adapters may be its own `reference`, computed without the adapters. `average` is not frozen; it follows the
+        actor. All log-probs are those of the sampling distribution: at `temperature`, over the part of the vocabulary that
+        `truncation` leaves. `limits` are those of Role: max_tokens, max_logprob_tokens, batching.
         """
         super().__init__(strategy, actor, optimizer, scheduler, **limits)
         if reference is actor and not adapted_layers(actor.language_model):
@@ -70,7 +72,7 @@ class Policy(Role, PolicyNames):
         self.temperature, self.truncation = temperature, truncation
         self.tokenizer = tokenizer
         self.routers: Routers | None = None
-        """Those of the actor, a mixture of experts whose load update() balances."""
+        """Routers of the actor if it is a mixture of experts; update() balances their load."""
         self._generations = 0
         self._version_before_refit: int | None = None
         self._profiler: Profiler | None = None
@@ -82,35 +84,35 @@ class Policy(Role, PolicyNames):
     # -- log-probs
 
     def get_logprobs(self, batch: Mapping[str, Any], mbs: int | None = None) -> dict[str, Tensor]:
-        """`logprobs` [B, S] float32: log p of every token after those before it. Column 0 and the padding are 0."""
+        """Return `logprobs` [B, S] float32: log p of every token given those before it. Column 0 and the padding are 0."""
         return {"logprobs": self._answer(batch, self.actor, lambda part: self._ask(self.actor, part), mbs)}
 
     def get_reference_logprobs(self, batch: Mapping[str, Any], mbs: int | None = None) -> dict[str, Tensor]:
-        """`reference_logprobs` [B, S]: the same under the reference model."""
+        """Return `reference_logprobs` [B, S]: the same under the reference model."""
         with self._reference() as reference:
             values = self._answer(batch, reference, lambda part: self._ask(reference, part), mbs)
         return {"reference_logprobs": values}
 
     def get_top_logprobs(self, batch: Mapping[str, Any], k: int, mbs: int | None = None) -> dict[str, Tensor]:
-        """Return the k likeliest tokens to follow each token: `top_logprobs` [B, S, k] float32 and `top_ids` [B, S, k] int64.
+        """Return the k most likely next tokens after each token: `top_logprobs` [B, S, k] float32 and `top_ids` [B, S, k] int64.
 
-        Likeliest first, at the policy's temperature, of the whole vocabulary. Column t is about the token after column t, unlike
-        in get_logprobs(); the padding is 0.
+        The most likely comes first; log-probs are at the policy's temperature, over the whole vocabulary. Unlike in
+        get_logprobs(), column t is about the token after column t; the padding is 0.
         """
 
         def ask(part: Batch) -> Tensor:
             logprobs, ids = self.actor(part, self.temperature, top=k)
             return torch.cat([logprobs, ids.float()], dim=1)  # float32 is exact for ids below 2^24
 
-        found = self._answer(batch, self.actor, ask, mbs).view(*batch[IDS].shape, 2 * k)  # also where no rank has rows
+        found = self._answer(batch, self.actor, ask, mbs).view(*batch[IDS].shape, 2 * k)  # also if no rank has rows
         return {"top_logprobs": found[..., :k], "top_ids": found[..., k:].long()}
 
     def logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
-        """log p of every learned token of a flat batch under the actor, 0 elsewhere: [T] float32 on the host."""
+        """Return log p of every learned token of a flat batch under the actor, 0 elsewhere: [T] float32 on the host."""
         return self._infer(self.actor, lambda part: self._ask(self.actor, part), batch, rows)
 
     def logprobs_and_entropy(self, batch: Batch, rows: MicroBatchIndices) -> tuple[Tensor, Tensor]:
-        """The same, and the entropy of the distribution that each learned token was drawn from: [T], [T]."""
+        """Return the same, and the entropy of the distribution that each learned token was drawn from: [T], [T]."""
 
         def ask(part: Batch) -> Tensor:
             return torch.stack(self.actor(part, self.temperature, self.truncation), dim=1)
@@ -119,12 +121,12 @@ class Policy(Role, PolicyNames):
         return both[:, 0], both[:, 1]
 
     def reference_logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
-        """log p of every learned token under the reference model: [T]."""
+        """Return log p of every learned token under the reference model: [T]."""
         with self._reference() as reference:
             return self._infer(reference, lambda part: self._ask(reference, part), batch, rows)
 
     def forward(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
-        """Log-probs of learned tokens [T], 0 elsewhere; their entropy goes into the batch."""
+        """Return log-probs of learned tokens [T], 0 elsewhere; store their entropy in the batch."""
         with self.routers.watch() if self.routers else nullcontext([]) as logits:
             logprobs, batch.entropy = self.actor(batch, self.temperature, self.truncation, gradients=gradients)
         if self.routers:
@@ -135,29 +137,29 @@ class Policy(Role, PolicyNames):
         self, batch: Batch, rows: MicroBatchIndices, objective: Objective, denominator: Denominator, metrics: Metrics,
         **options: Any
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """One optimizer step; see Role. With `routers` the load of all its tokens is measured before, in one forward pass."""
+        """Take one optimizer step; see Role. With `routers`, a forward pass first measures the load of all its tokens."""
         if self.routers:
             objective = Balanced(objective, self._balance(batch, rows), self.routers.coefficient)
         return super().update(batch, rows, objective, denominator, metrics, **options)
 
     def supervised(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
-        """The same for given answers, which were not sampled: at temperature 1, of all tokens, without their entropy."""
+        """Return log-probs of given answers, which were not sampled: at temperature 1, of all tokens, without their entropy."""
         return self.actor(batch, 1.0, entropy=False, gradients=gradients)[0], {}
 
     def update_average(self, beta: float) -> None:
-        """average <- beta * average + (1 - beta) * actor, if there is one."""
+        """Update the average, if there is one: average <- beta * average + (1 - beta) * actor."""
         if self.average is not None:
             self.strategy.moving_average(self.actor, self.average, beta)
 
     # -- generation
 
     def generate(self, batch: Mapping[str, Any], greedy: bool = False) -> dict[str, Tensor]:
-        """One response to each prompt of `input_ids`, of at most --generate_max_len tokens; every call draws anew.
+        """Generate one response to each prompt of `input_ids`, of at most --generate_max_len tokens; every call draws anew.
 
-        Returns `output_ids` [B, S_out], prompt and response, then the padding token; S_out is one number for all ranks.
-        `generation_lengths` [B] and `unpadded_sequence_lengths` [B] are those of the response and of both, `logprobs` [B, S_out]
-        float32 those of the response's tokens as sampled, 0 elsewhere. Greedy log-probs are at temperature 1. Needs
-        prepare_for_generation().
+        Returns `output_ids` [B, S_out], prompt and response, then the padding token; S_out is the same on all ranks.
+        `generation_lengths` [B] and `unpadded_sequence_lengths` [B] are the lengths of the response and of both together.
+        `logprobs` [B, S_out] float32 are those of the response's tokens as sampled, 0 elsewhere. Greedy log-probs are at
+        temperature 1. Requires prepare_for_generation() first.
         """
         if self.strategy.phase is not Phase.GENERATE:
             raise RuntimeError(f"generate() in phase {self.strategy.phase.value}: call prepare_for_generation() first")
@@ -183,57 +185,57 @@ class Policy(Role, PolicyNames):
             logprobs[row, len(prompt) : whole[row]] = torch.tensor(completion.logprobs)
         return {"output_ids": ids, "generation_lengths": new, "unpadded_sequence_lengths": whole, "logprobs": logprobs}
 
-    # -- who has the device
+    # -- phases
 
     def prepare_for_generation(self) -> None:
-        """The engine wakes with the actor's newest weights, streamed in unless that was done since offload_before_refit()."""
+        """Wake the engine with the actor's newest weights, and stream them unless that was done since offload_before_refit()."""
         refitted = self._version_before_refit is not None and self.strategy.engine.version > self._version_before_refit
         stale = self.strategy.phase in (Phase.TRAIN, Phase.LOGPROB) or (self.strategy.phase is Phase.REFIT and not refitted)
         self.strategy.wakeup_inference_engine(self.actor if stale else None)
 
     def prepare_for_training(self) -> None:
-        """The actor and its optimizer are on the device. PhaseError while the engine has it: finish_generation() first."""
+        """Bring the actor and its optimizer to the device. Raises PhaseError during generation: finish_generation() first."""
         self.strategy.enter(Phase.TRAIN, self.actor, self.optimizer)
 
     def prepare_for_logprobs(self) -> None:
-        """The actor is on the device. PhaseError while the engine has it: finish_generation() first."""
+        """Bring the actor to the device. Raises PhaseError during generation: finish_generation() first."""
         self.strategy.enter(Phase.LOGPROB, self.actor)
 
     def finish_generation(self) -> None:
-        """The engine sleeps, if it may, and models can come back."""
+        """Put the engine to sleep, if it is allowed to, so that models can return to the device."""
         self.strategy.maybe_sleep_inference_engine()
 
     def finish_training(self) -> None:
-        """With --offload_idle actor and optimizer leave the device."""
+        """Move actor and optimizer off the device with --offload_idle."""
         if self._step is not None:
             raise RuntimeError("a train step is open: finish_train_step() or abort_train_step() first")
         self.strategy.enter(Phase.LOGPROB)
 
     def finish_inference(self) -> None:
-        """With --offload_idle the model that was asked leaves the device."""
+        """Move the model that was used off the device with --offload_idle."""
         self.strategy.enter(Phase.LOGPROB)
 
     def offload_before_refit(self) -> None:
-        """The optimizer leaves the device; the actor is there for the weight stream."""
+        """Move the optimizer off the device, and bring the actor there for the weight stream."""
         self._version_before_refit = self.strategy.engine.version
         self.strategy.enter(Phase.REFIT, self.actor)
         if self.optimizer is not None:
             self.strategy.maybe_offload_optimizer(self.optimizer)
 
     def offload_after_refit(self) -> None:
-        """The actor leaves the device too, and makes room for the engine's cache."""
+        """Move the actor off the device too, which frees memory for the engine's cache."""
         self.strategy.enter(Phase.REFIT)
         self.strategy.offload_model(self.actor)
 
     def refit_info(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Hugging Face name -> full shape and dtype of what stream_weights() brings, in its order."""
+        """Return Hugging Face name -> full shape and dtype of the tensors that stream_weights() yields, in its order."""
         shapes = ((name, self.strategy.full_shape(parameter)) for name, parameter in hf_parameters(self.actor))
         learned = {name: (shape, self.strategy.dtype) for name, shape in fold_adapters(shapes, lambda _, base, *adapter: base)}
         buffers = persistent_buffers(unwrap(self.actor))
         return learned | {plain_name(name): (buffer.shape, buffer.dtype) for name, buffer in buffers}
 
     def stream_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of the actor; all ranks consume the whole stream."""
+        """Return an iterator over (Hugging Face name, full tensor) of the actor; all ranks consume it to the end."""
         return self.strategy.full_params(self.actor)
 
     # -- files
@@ -241,10 +243,10 @@ class Policy(Role, PolicyNames):
     def save_checkpoint(
         self, weights_path: str | Path, optimizer_path: str | Path | None = None, tokenizer_path: str | Path | None = None
     ) -> None:
-        """The actor as a Hugging Face folder, and where asked for, two more folders.
+        """Save the actor as a Hugging Face folder, and optionally two more folders.
 
-        `optimizer_path` has all that a run needs to continue (weights, optimizer, schedule, random states), for
-        strategy.load_ckpt(actor, its parent, its name, parts={"policy": policy}). `tokenizer_path` has the tokenizer, also alone.
+        `optimizer_path` gets all that a run needs to continue (weights, optimizer, schedule, random states), for
+        strategy.load_ckpt(actor, its parent, its name, parts={"policy": policy}). `tokenizer_path` gets the tokenizer.
         """
         self.strategy.save_model(self.actor, None, weights_path)
         if optimizer_path is not None:
@@ -261,7 +263,7 @@ class Policy(Role, PolicyNames):
             self.strategy.mesh.world.barrier()
 
     def state_dict(self) -> dict[str, Any]:
-        """How often generate() has drawn: it goes on from there."""
+        """Return the number of calls of generate(), from which it continues."""
         return {"generations": self._generations}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -287,7 +289,7 @@ class Policy(Role, PolicyNames):
         self.strategy.close()
 
     def _balance(self, batch: Batch, rows: MicroBatchIndices) -> Balance:
-        """The load of the experts over the tokens of all ranks, without dropout."""
+        """Compute the load of the experts over the tokens of all ranks, without dropout."""
         self.strategy.enter(Phase.LOGPROB, self.actor)
         self.actor.eval()
         sums = []
@@ -299,12 +301,12 @@ class Policy(Role, PolicyNames):
         return Balance.of(local_routing, self.strategy.mesh.data.sum)
 
     def _ask(self, model: Actor, batch: Batch) -> Tensor:
-        """Log-probs of learned tokens, 0 elsewhere: [T]."""
+        """Compute log-probs of learned tokens, 0 elsewhere: [T]."""
         return model(batch, self.temperature, self.truncation, entropy=False)[0]
 
     @contextmanager
     def _reference(self) -> Iterator[Actor]:
-        """The reference model, ready to be asked."""
+        """Yield the reference model, ready for inference."""
         if self.reference is None:
             raise ValueError("this policy has no reference model; build it with one (--init_kl_coef)")
         with adapters_off(self.actor.language_model) if self.reference is self.actor else nullcontext():

@@ -1,8 +1,8 @@
-"""A teacher behind an HTTP endpoint: OpenAI's completions, which echo the token ids of a prompt with their log-probs.
+"""A teacher behind an HTTP endpoint: OpenAI's completions API, which echoes the tokens of a prompt with their log-probs.
 
     POST URL/completions  {"prompt": [ids], "echo": true, "logprobs": 1, "max_tokens": 0, ...}
 
-Servers of vLLM and SGLang answer it. Nothing is generated.
+Servers of vLLM and SGLang support it. Nothing is generated.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -18,25 +18,29 @@ from lightrft.types import Batch
 
 KEY = "TEACHER_API_KEY"
 AT_ONCE = 32
-"""Requests of one rank that are under way at the same time."""
+"""Number of requests of one rank that are under way at the same time."""
 NUM_PROBED = 64
-"""Tokens, spread over the vocabulary, that the server must know by the same ids."""
+"""Number of tokens, spread over the vocabulary, whose ids are compared with the server's."""
 
 
 class RemoteTeacher:
-    """Its log-probs are at temperature 1. ValueError at once for a server that does not answer, or knows other tokens."""
+    """Teacher on a server, with log-probs at temperature 1.
+
+    Raises ValueError at once for a server that does not answer, or has another vocabulary.
+    """
 
     def __init__(self, url: str, tokenizer: PreTrainedTokenizerBase, model_parallel: Axis, *, patience: float = PATIENCE):
-        """`patience`: seconds that the server may be away or busy.
+        """Connect to the server. `patience`: seconds that the server may be away or busy.
 
-        `url` as of `http://host:8000/v1`. `model_parallel`: ranks with the same batches, which divide the requests."""
+        `url` is like `http://host:8000/v1`. `model_parallel`: ranks with the same batches, which divide the requests.
+        """
         self.model_parallel = model_parallel
         self._server = Endpoint("--teacher_url", url, KEY, patience=patience)
         self._model = self._server.ask("GET", "models")["data"][0]["id"]
         self._check_vocabulary(tokenizer)
 
     def logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
-        """log p of every learned token, 0 elsewhere: [T] float32. One request for each sequence that is learned from."""
+        """Return log p of every learned token, 0 elsewhere: [T] float32. One request for each sequence with learned tokens."""
         ids, masks = (column.split(batch.lengths.tolist()) for column in (batch.input_ids, batch.loss_mask))
         asked = [place for place, mask in enumerate(masks) if mask.any()]
         mine = asked[self.model_parallel.rank :: self.model_parallel.size]
@@ -49,7 +53,7 @@ class RemoteTeacher:
         return torch.where(batch.loss_mask, values, 0.0)
 
     def _score(self, ids: list[int]) -> tuple[list[float], list[str]]:
-        """The log-prob of every token, of the first 0, and the tokens as the server writes them."""
+        """Return the log-prob of every token, 0 for the first, and the tokens as the server writes them."""
         request = {"model": self._model, "prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 0, "temperature": 1.0}
         found = self._server.ask("POST", "completions", request)["choices"][0].get("logprobs") or {}
         values, tokens = ((found.get(name) or [])[: len(ids)] for name in ("token_logprobs", "tokens"))
@@ -58,7 +62,7 @@ class RemoteTeacher:
         return [0.0, *values[1:]], tokens
 
     def _check_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Tokens that stand for themselves are compared; pieces of a character and special tokens are shown in many ways."""
+        """Compare tokens that are plain text; parts of a character and special tokens are printed in different ways."""
         step = max(len(tokenizer) // NUM_PROBED, 1)
         ids = [token for token in range(0, len(tokenizer), step) if token not in tokenizer.all_special_ids]
         _, theirs = self._score(ids)

@@ -1,4 +1,4 @@
-"""What was reported of each micro-batch."""
+"""Metrics of each micro-batch."""
 
 import torch
 from torch import Tensor
@@ -7,13 +7,13 @@ from lightrft.parallel.collectives import Axis
 
 
 class MicroBatchReports:
-    """One number per micro-batch and metric, on the device until all are asked for."""
+    """One number per micro-batch and metric, on the device until they are gathered."""
 
     def __init__(self) -> None:
         self._rows: list[dict[str, Tensor]] = []
 
     def add(self, report: dict[str, Tensor], weight: Tensor) -> None:
-        """Means of the reports over `weight`, the extreme where a name ends in `_max` or `_min`, and the weight as `tokens`."""
+        """Add means of the reports over `weight`, extremes for names in `_max` and `_min`, and the weight as `tokens`."""
         total = weight.sum(dtype=torch.float32)
         row = {"tokens": total}
         for name, values in report.items():
@@ -27,7 +27,7 @@ class MicroBatchReports:
         self._rows.append(row)
 
     def gather(self, axis: Axis) -> dict[str, list[float]]:
-        """Name -> the numbers of all ranks' micro-batches, in rank order, without those that hold nothing learned."""
+        """Return name -> the numbers of all ranks' micro-batches, in rank order, without those that have no learned token."""
         names = list(self._rows[0])
         rows = torch.stack([torch.stack([row[name] for name in names]) for row in self._rows]).tolist()
         everyone = [row for rank in axis.gather([row for row in rows if row[0] > 0]) for row in rank]

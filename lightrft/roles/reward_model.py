@@ -1,4 +1,4 @@
-"""The reward model: one number for a whole sequence."""
+"""The reward model: one score for a whole sequence."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,22 +14,22 @@ from lightrft.types import Batch
 
 
 class RewardModel(Role, ScorerNames):
-    """Its module is a models.heads.Scorer, read at the last token of each sequence.
+    """Reward model; its module is a models.heads.Scorer, read at the last token of each sequence.
 
-    Objectives of train() get scores [N], and their reports are [N]; they look at rows that are not masked.
+    Objectives of train() get scores [N], and their reports are [N]; they use the rows that are not masked.
     """
 
     TRAIN_KEYS = (SAMPLE_MASK,)
 
     def get_rewards(self, batch: Mapping[str, Any], mbs: int | None = None) -> Tensor:
-        """[B] float32 on the host."""
+        """Return the rewards, [B] float32 on the host."""
         scores = self._answer(batch, self.module, self.module, mbs)
         return scores.gather(1, batch[LENGTHS].cpu().long()[:, None] - 1)[:, 0]
 
     def forward(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
-        """Scores [N]."""
+        """Return the scores [N]."""
         return self.module(batch)[batch.offsets[1:] - 1], {}
 
     def weight(self, batch: Batch) -> Tensor:
-        """[N]: rows with something to learn."""
+        """Return [N] bool: True for rows with learned tokens."""
         return sequence_sums(batch.loss_mask.float(), batch) > 0

@@ -1,4 +1,4 @@
-"""What all roles share: a model that is asked or learns in micro-batches, planned over all ranks."""
+"""Base of all roles: a model that is trained or used for inference in micro-batches, which are planned over all ranks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -33,26 +33,26 @@ MAX_TOKENS: int = TrainSection.max_tokens_per_microbatch
 
 @dataclass(slots=True)
 class TokenValues(Batch):
-    """Carry the numbers that a model computed for every token back to the rank that has the sequence."""
+    """Values that a model computed for every token, on their way back to the rank that has the sequence."""
 
     values: Tensor = per_token()  # [T, ...] float32
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerm:
-    """A term of the loss of an optimizer step: sequences in micro-batches, and each one's share of the term."""
+    """A term of the loss of an optimizer step: sequences in micro-batches, and the function for each one's share of the term."""
 
     batch: Batch
     rows: MicroBatchIndices
     objective: Objective
     denominator: Denominator
     forward: Callable[[Batch, TokenGradients | None], tuple[Tensor, Report]]
-    """What the objective is given, and what to report beside its reports; see Role.forward."""
+    """Function that computes the input of the objective, and further reports; see Role.forward."""
 
 
 @dataclass(slots=True)
 class TrainStep:
-    """One optimizer step that has begun."""
+    """An optimizer step that has begun."""
 
     objective: Objective
     denominator: Denominator
@@ -60,22 +60,22 @@ class TrainStep:
     learn: bool
     loss: Tensor  # [], this rank's share so far
     begun: int = 0
-    """Micro-batches that were given."""
+    """Number of micro-batches that have been passed in."""
     done: int = 0
-    """Micro-batches whose gradients are in."""
+    """Number of micro-batches whose gradients have been added."""
     batch: Batch | None = None
-    """The last one given."""
+    """The newest micro-batch."""
 
 
 class Role(ABC):
-    """A model under a strategy. With an optimizer it learns.
+    """A model under a strategy. It learns if it has an optimizer.
 
-    Batches of the public verbs are mappings with `input_ids` [B, S] and `input_lengths` [B], right-padded, and hold this
-    rank's rows: any number, also none. Results are in the caller's order. All ranks call a verb together.
+    Batches of the public verbs are mappings with `input_ids` [B, S] and `input_lengths` [B], right-padded, and contain this
+    rank's rows: any number, including none. Results are in the caller's order. All ranks call a verb together.
     """
 
     TRAIN_KEYS: ClassVar[Sequence[str]] = (TOKEN_MASK, SAMPLE_MASK)
-    """What train() needs beside ids and lengths."""
+    """Keys that train() needs in addition to ids and lengths."""
 
     def __init__(
         self,
@@ -91,22 +91,22 @@ class Role(ABC):
         self.strategy = strategy
         self.module, self.optimizer, self.scheduler = module, optimizer, scheduler
         self.max_tokens = max_tokens
-        """Most tokens of one micro-batch on one rank; a longer row is an error."""
+        """Maximum number of tokens of one micro-batch on one rank; a longer row is an error."""
         self.max_logprob_tokens = max_logprob_tokens
-        """The same where no gradients are computed; None: max_tokens."""
+        """The same maximum where no gradients are computed; None: max_tokens."""
         self.batching = batching
-        """Which rows meet in a micro-batch; see planner.plan."""
+        """Method of grouping rows into micro-batches; see planner.plan."""
         self._step: TrainStep | None = None
 
     @abstractmethod
     def forward(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
-        """What objectives are given, and what to report beside theirs.
+        """Return the input of objectives, and reports in addition to theirs.
 
-        `gradients` are those of the objective, where they are known before it is computed.
+        `gradients` are those of the objective, if they are known before it is computed.
         """
 
     def weight(self, batch: Batch) -> Tensor:
-        """What each element of forward()'s values and of reports counts in a mean: [T], the learned tokens."""
+        """Return the weight in a mean of each element of forward()'s values and of reports: [T], the learned tokens."""
         return batch.loss_mask
 
     # -- training on padded batches
@@ -119,13 +119,13 @@ class Role(ABC):
         mbs: int | None = None,
         eval_mode: bool = False,
     ) -> dict[str, Any]:
-        """An optimizer step for every `gbs` rows of all ranks, counted in rank order; one for all when None.
+        """Take an optimizer step for every `gbs` rows of all ranks, counted in rank order; one for all rows when None.
 
-        The batch also has `token_mask` [B, S] and `sample_mask` [B], which tokens and rows are learned, and any [B, S] or
+        The batch also has `token_mask` [B, S] and `sample_mask` [B], the tokens and rows that are learned, and any [B, S] or
         [B] column that `loss_fn` reads. `mbs` bounds the rows of one micro-batch. Returns `loss` [k] and `grad_norm` [k]
         (before clipping), global, of the k steps, and `metrics`: for each name a list with an entry for each micro-batch of
-        all ranks, its mean over learned tokens, where `tokens` has their number; `all_mb_metrics` is another name of the
-        same. In eval_mode nothing is learned, no gradient computed, and grad_norm is 0.
+        all ranks, its mean over learned tokens, whose number is `tokens`; `all_mb_metrics` is another name for the same. In
+        eval_mode nothing is learned, no gradient is computed, and grad_norm is 0.
         """
         flat, steps = self.redistribute(batch, gbs=gbs, mbs=mbs)
         if not steps:
@@ -150,7 +150,7 @@ class Role(ABC):
     def redistribute_flat(
         self, batch: B, gbs: int | None = None, mbs: int | None = None, *, max_tokens: int | None = None
     ) -> tuple[B, list[MicroBatchIndices]]:
-        """Do the same for a flat batch with this rank's rows. Rows with one prompt meet where a micro-batch computes it once."""
+        """Do the same for a flat batch of this rank's rows. Rows of one prompt are grouped if a micro-batch computes it once."""
         return redistribute(
             self.strategy.mesh.data,
             batch,
@@ -174,8 +174,8 @@ class Role(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Take one optimizer step over the given micro-batches, and those of `extra_term`.
 
-        Returns the global loss and the gradient norm before clipping. Reports are averaged over learned tokens; those whose
-        name ends in `_max` or `_min` are reduced by that.
+        Returns the global loss and the gradient norm before clipping. Reports are averaged over learned tokens; those whose name
+        ends in `_max` or `_min` are reduced by maximum or minimum.
         """
         terms = [LossTerm(batch, rows, objective, denominator, self.forward), *([extra_term] if extra_term else [])]
         self.begin_train_step(objective, denominator, sum(len(term.rows) for term in terms))
@@ -190,7 +190,7 @@ class Role(ABC):
     def begin_train_step(
         self, objective: Objective, denominator: Denominator, num_microbatches: int, *, eval_mode: bool = False
     ) -> None:
-        """Open an optimizer step of so many micro-batches, the same number on every rank."""
+        """Begin an optimizer step of `num_microbatches` micro-batches, the same number on every rank."""
         if self._step is not None:
             raise RuntimeError("a train step is open: finish_train_step() or abort_train_step() first")
         if not eval_mode and self.optimizer is None:
@@ -201,7 +201,7 @@ class Role(ABC):
         self._step = TrainStep(objective, denominator, num_microbatches, not eval_mode, loss)
 
     def train_microbatch(self, batch: Batch, term: LossTerm | None = None) -> Report:
-        """Add the gradients of one micro-batch, which is on the device; returns what there is to report, on the device.
+        """Add the gradients of one micro-batch, which is on the device; return its reports, on the device.
 
         It belongs to `term`, or to the objective with which the step was begun when None.
         """
@@ -221,7 +221,7 @@ class Role(ABC):
         return more | report
 
     def finish_train_step(self) -> tuple[Tensor, Tensor]:
-        """Step the optimizer; returns the global loss and the gradient norm before clipping, [] each, on the device."""
+        """Step the optimizer; return the global loss and the gradient norm before clipping, [] each, on the device."""
         step = self._open_step()
         if step.done < step.num_microbatches:
             raise RuntimeError(f"finish_train_step() after {step.done} of {step.num_microbatches} micro-batches")
@@ -232,16 +232,16 @@ class Role(ABC):
         return self.strategy.all_reduce(step.loss, "sum"), norm.to(step.loss.device)
 
     def abort_train_step(self) -> None:
-        """Forget the open step as if it had not begun: parameters, optimizer and schedule stay, no gradient is left."""
+        """Discard the open step: parameters, optimizer and schedule are unchanged, and no gradient is left."""
         step, self._step = self._open_step(), None
         if step.learn and step.begun and step.done < step.num_microbatches:
-            # Gradients that await the last micro-batch are inside the strategy: an empty one brings them out.
+            # Gradients that wait for the last micro-batch are inside the strategy: an empty one flushes them.
             values, _ = self.forward(filler(step.batch))
             self.strategy.backward(values.sum() * 0, self.module, self.optimizer)
         self.strategy.clear_gradients(self.module)
 
     def denominator(self, batch: Batch, rows: MicroBatchIndices, *, length: int | None = None) -> Denominator:
-        """Learned tokens and sequences of one optimizer step over all ranks; one collective.
+        """Count the learned tokens and sequences of one optimizer step over all ranks; one collective.
 
         `length` is the constant of seq-mean-token-sum-norm: --generate_max_len when None.
         """
@@ -256,7 +256,7 @@ class Role(ABC):
     def _infer(self, module: nn.Module, forward: Callable[[Batch], Tensor], batch: Batch, rows: MicroBatchIndices) -> Tensor:
         """Compute one value per token, in the batch's order: [T] float32 on the host.
 
-        `rows` are the micro-batches of training; with a budget of its own inference has others.
+        `rows` are the micro-batches of training; inference regroups them if it has a token budget of its own.
         """
         if self.max_logprob_tokens is not None:
             limits = {"max_tokens": self.max_logprob_tokens, "batching": self.batching}
@@ -271,7 +271,7 @@ class Role(ABC):
     def _answer(
         self, batch: Mapping[str, Any], module: nn.Module, forward: Callable[[Batch], Tensor], mbs: int | None
     ) -> Tensor:
-        """Compute what `forward` says of each token of the caller's rows: [B, S, ...] float32 on the host, 0 in the padding."""
+        """Compute `forward` for each token of the caller's rows: [B, S, ...] float32 on the host, 0 in the padding."""
         data = self.strategy.mesh.data
         given = flatten(batch, data)
         part, steps = self.redistribute_flat(given.batch, None, mbs, max_tokens=self.max_logprob_tokens)

@@ -1,4 +1,4 @@
-"""The teacher of on-policy distillation: what it says of tokens that the actor sampled."""
+"""The teacher of on-policy distillation: its log-probs of the tokens that the actor sampled."""
 
 from typing import Protocol
 
@@ -9,7 +9,10 @@ from lightrft.types import Batch
 
 
 class Teacher(Protocol):
-    """A Policy that never learns is one, RemoteTeacher another."""
+    """A model that returns log-probs: a Policy that never learns, or a RemoteTeacher."""
 
     def logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
-        """log p of every learned token of a flat batch, 0 elsewhere: [T] float32 on the host. All ranks call it together."""
+        """Return log p of every learned token of a flat batch, 0 elsewhere: [T] float32 on the host.
+
+        All ranks call it together.
+        """

@@ -1,13 +1,13 @@
-"""A step's samples: which prompts are asked, by which rank, until when, and which groups are worth learning from.
+"""Collect the samples of a step: choose the prompts, distribute them over ranks, and select the groups to learn from.
 
-Plain: `rollout_batch_size` prompts, and every response to its end. Beyond that, together as one likes:
+By default there are `rollout_batch_size` prompts, and every response is generated to its end. These can be combined:
 
-- dynamic sampling (DAPO, arXiv 2503.14476): groups of equal rewards give way to other prompts, round after round
-- over-sampling: more prompts than needed, and an end as soon as enough groups are complete
-- partial rollouts (Kimi k1.5, arXiv 2501.12599): what then still grows goes on in the next step, with its log-probs
+- dynamic sampling (DAPO, arXiv 2503.14476): groups of equal rewards are replaced by other prompts, round after round
+- over-sampling: more prompts than needed, stopping as soon as enough groups are complete
+- partial rollouts (Kimi k1.5, arXiv 2501.12599): unfinished responses continue in the next step, with their log-probs
 - curriculum: prompts that were too easy or too hard are on cooldown for some passes over the data
 
-All ranks decide alike, from numbers that all of them have. What ends first on a clock does not matter.
+All ranks make the same decisions, from numbers that all of them have. The order in which responses end does not matter.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -31,33 +31,36 @@ from lightrft.rollout.sampler import Sampler
 from lightrft.types import Prompt, Sample
 
 LEAST_ACCEPTANCE = 0.25
-"""A round draws at most four prompts for one that is missing, however few were accepted before."""
+"""Lowest acceptance that is assumed: a round draws at most four prompts for one that is missing."""
 
 
 class Collector:
-    """Fills one step after the other. As a part of a checkpoint it has what was drawn, what still grows, and the history."""
+    """Collector of the samples of each step. A checkpoint has its position in the data, its carried groups, and its history."""
 
     def __init__(
         self, sampler: Sampler, rewards: RewardRunner, prompts: list[Prompt], *, section: RolloutSection, data: Axis, seed: int,
         greedy: bool = False, order: Order | None = None,
     ):  # fmt: skip
-        """`greedy`: each group has the greedy response to its prompt, too. `order` of the prompts: by the seed when None."""
+        """Set up the collector. With `greedy` each group also has the greedy response to its prompt.
+
+        `order` is the order of the prompts; the seed determines it when None.
+        """
         self.sampler, self.rewards, self.prompts, self.section = sampler, rewards, prompts, section
         self.data, self.seed, self.greedy = data, seed, greedy
         self.order, self.history = order or Order(len(prompts), seed), History(len(prompts))
         self.place = 0
-        """How many prompts were drawn or passed over, in the order of the data."""
+        """Number of prompts drawn or passed over, in the order of the data."""
         self.number = 0
-        """How many groups were begun."""
+        """Number of groups begun."""
         self.carried: list[Group] = []
-        """Begun on this rank, where they go on, and not learned from yet."""
+        """Groups begun on this rank, where they continue, and not learned from yet."""
         self.all_carried: list[Carried] = []
-        """Numbers of those of all ranks, the same on every rank."""
+        """Summaries of the carried groups of all ranks, the same on every rank."""
 
     def __call__(self, step: int, metrics: Metrics) -> list[Group]:
-        """This rank's complete groups of a step; on all ranks they are `rollout_batch_size`. The engine must be awake.
+        """Return this rank's complete groups of a step; all ranks together have `rollout_batch_size`. The engine must be awake.
 
-        ConfigError where no group of any round has a signal.
+        Raises ConfigError if no group of any round has a signal.
         """
         section, missing, rounds = self.section, self.section.rollout_batch_size, 0
         held: list[Group] = []
@@ -90,10 +93,10 @@ class Collector:
         self.rewards.count_failures("rollout/reward_failures", metrics)
         return [sample for group in groups for sample in group.samples]
 
-    # -- which prompts
+    # -- choosing the prompts
 
     def _drawn(self, missing: int, *, acceptance: float) -> list[Group]:
-        """This rank's part of what is asked in a round: groups that were carried, then new ones; as much work on every rank."""
+        """Return this rank's groups of a round: carried groups, then new ones; the work is balanced over ranks."""
         wanted = ceil(missing * self.section.over_sampling / max(acceptance, LEAST_ACCEPTANCE))
         drawn, self.all_carried = self.all_carried[:wanted], self.all_carried[wanted:]
         rows = self._rows(wanted - len(drawn))
@@ -111,7 +114,7 @@ class Collector:
         return local_groups
 
     def _share(self, loads: list[float], costs: list[float]) -> Sequence[int]:
-        """The places of new groups with these costs that are this rank's, where carried groups give each rank a load."""
+        """Return the positions of this rank's share of new groups with these costs, given each rank's load of carried groups."""
         if not any(loads):
             return fair_share(self.data.rank, self.data.size, costs) if costs else ()
         ranks = [(load, rank) for rank, load in enumerate(loads)]
@@ -145,10 +148,10 @@ class Collector:
     def _begun(self, number: int, row: int) -> Group:
         return Group.begin(number, row, self.prompts[row], count=self.section.n_samples_per_prompt, greedy=self.greedy)
 
-    # -- until when
+    # -- generating
 
     def _generate(self, local_groups: list[Group], needed: int, *, seed: tuple[int, ...]) -> None:
-        """Let this rank's groups grow until `needed` of all ranks' are complete; to the end without over-sampling."""
+        """Extend this rank's groups until `needed` of all ranks' are complete; to the end without over-sampling."""
         limit = self.section.early_stop_every if self.section.over_sampling > 1 else None
         for group in local_groups:
             if group.complete:
@@ -162,10 +165,10 @@ class Collector:
             if complete >= needed or not growing:
                 return
 
-    # -- which groups
+    # -- selecting the groups
 
     def _sorted_out(self, complete: list[Group]) -> tuple[list[int], list[int]]:
-        """The numbers of all ranks' complete groups that are worth learning from, and of those that are not, ascending."""
+        """Return the numbers of all ranks' complete groups with a signal, and of those without, ascending."""
         if not self.section.dynamic_sampling:
             return sorted(_flattened(self.data.gather([group.number for group in complete]))), []
         outcomes = self._settle(complete)
@@ -173,7 +176,7 @@ class Collector:
         return with_signal, [outcome.number for outcome in outcomes if not outcome.has_signal]
 
     def _settle(self, groups: list[Group]) -> list[GroupOutcome]:
-        """Wait for the rewards of this rank's groups, and remember those of all ranks."""
+        """Wait for the rewards of this rank's groups, and record the outcomes of all ranks' groups."""
         self.rewards.finish([sample for group in groups for sample in group.responses])
         for group in groups:
             group.compare_with_greedy()
@@ -204,7 +207,7 @@ class Collector:
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The same on all ranks but for the groups that were carried: rank 0 has those of all, the others none."""
+        """Return the state, the same on all ranks but for the carried groups: rank 0 has those of all ranks, the others none."""
         ranks = range(self.data.size)
         own = [(group.number, self.data.rank, group.state_dict()) for group in self.carried]
         everyone = _flattened(self.data.exchange_objects([own if rank == 0 else [] for rank in ranks]))
@@ -213,9 +216,10 @@ class Collector:
         return {**self._numbers(), "carried": carried, "ranks": owners, "num_ranks": self.data.size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Groups that have grown beyond a --generate_max_len that is shorter now are lost.
+        """Restore the state. Groups longer than a --generate_max_len that has become shorter are dropped.
 
-        They go on where they grew; in turns on all ranks where there are others now, or where an older version wrote them.
+        Groups continue on the rank that began them, or round robin over all ranks if the number of ranks has changed or an older
+        version wrote the state.
         """
         groups = [Group.restored(group, self.prompts) for group in state["carried"]]
         owners = state["ranks"] if state.get("num_ranks") == self.data.size else [n % self.data.size for n in range(len(groups))]
@@ -224,7 +228,7 @@ class Collector:
         self._restore(state, [group for group, rank in fitting if rank == self.data.rank])
 
     def begin(self) -> Callable[[], None]:
-        """Return what takes back a step that begins now. Copies tokens of this rank's groups alone; other ranks do likewise."""
+        """Return a function that undoes a step that begins now. It copies the tokens of this rank's groups only."""
         numbers, carried = deepcopy((self._numbers(), [group.state_dict() for group in self.carried]))
         all_carried = self.all_carried
 

@@ -1,4 +1,4 @@
-"""From scored samples to experience: the plan of who computes what, log-probs before the step, advantages."""
+"""Turn scored samples into experience: the plan over ranks, log-probs before the step, and advantages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,10 +50,10 @@ class ExperienceMaker:
         first_token_apart: bool = False,
         expand: Expand | None = None,
     ):
-        """`first_token_apart`: first tokens were sampled from another distribution than the policy's and are not learned.
-        `expand`: how the policy reads prompts with images; without it all are text.
+        """Set up the experience maker. `first_token_apart`: first tokens were sampled from another distribution than the policy's
+        and are not learned. `expand`: expands prompts with images for the policy; without it all are text.
 
-        ValueError for an estimator that needs what this run does not make.
+        Raises ValueError for an estimator that needs what this run does not compute.
         """
         self.policy, self.critic, self.teacher, self.section, self.train = policy, critic, teacher, algorithm, train
         self.shape, self.kl_coefficient, self.kl = shape, kl_coefficient, kl_estimators[algorithm.kl_estimator]
@@ -91,7 +91,7 @@ class ExperienceMaker:
         return Planned(experience, minibatches)
 
     def _compare(self, gathered: GatheredRewards) -> Tensor:
-        """Advantages of all ranks' rewards, shaped before, so that no statistic is a rank's own: [M]."""
+        """Return the advantages of all ranks' rewards, which are shaped first, so that no statistic is that of one rank: [M]."""
         groups = gathered.groups.long()
         rewards = self.shape(gathered.rewards, groups, gathered.finished)
         given = {"lengths": gathered.lengths, "responses": gathered.rows, "greedy_rewards": gathered.greedy.float()}
@@ -107,7 +107,10 @@ class ExperienceMaker:
         return advantages
 
     def _ask(self, experience: Experience, minibatches: list[MicroBatchIndices]) -> None:
-        """What the models say before the step. With a single update the old log-probs are its own, so nothing is computed."""
+        """Compute the models' outputs before the step.
+
+        With a single update the old log-probs are the policy's own, so they are not computed.
+        """
         section, rows = self.section, [members for minibatch in minibatches for members in minibatch]
         several = len(minibatches) * self.train.max_epochs > 1
         needs_entropy = bool(section.entropy_filter or section.high_entropy_token_ratio)
@@ -127,13 +130,11 @@ class ExperienceMaker:
 
     @property
     def _measures_divergence(self) -> bool:
-        """Whether it is needed before the step: in the reward, or to move its coefficient."""
+        """Return True if the divergence is needed before the step: in the reward, or to adapt its coefficient."""
         return self.policy.reference is not None and (not self.section.use_kl_loss or self.kl_coefficient.target is not None)
 
     def _diverge(self, experience: Experience, metrics: Metrics) -> Tensor | float:
-        """Move the coefficient; returns what is taken off the advantage earned at each token: [T], or nothing when it is in the
-        loss.
-        """
+        """Adapt the coefficient; return the penalty on the advantage earned at each token: [T], or 0 if it is in the loss."""
         learned = experience.loss_mask
         divergence = torch.where(learned, self.kl(experience.old_logprobs, experience.reference_logprobs), 0.0)
         local_sums = [divergence.double().sum(), learned.sum(), len(experience)]
@@ -144,7 +145,10 @@ class ExperienceMaker:
         return 0.0 if self.section.use_kl_loss else self._compared(experience, self.kl_coefficient.value * divergence)
 
     def _compared(self, experience: Experience, penalty: Tensor) -> Tensor:
-        """The penalty of each token, or, where the estimator compares responses with it, the comparison at their last: [T]."""
+        """Return the penalty of each token: [T].
+
+        For an estimator that compares responses by it, return the comparison at the last token of each.
+        """
         if self.compare_penalties is None:
             return penalty
         tokens = experience.learned_tokens
@@ -162,14 +166,14 @@ class ExperienceMaker:
         return torch.zeros_like(penalty).index_put((last[learned],), local[learned].to(penalty.dtype))
 
     def _teach(self, experience: Experience, minibatches: list[MicroBatchIndices], metrics: Metrics) -> Tensor:
-        """What the teacher adds to the advantage of each token: [T]."""
+        """Return what the teacher adds to the advantage of each token: [T]."""
         rows, learned = [members for minibatch in minibatches for members in minibatch], experience.loss_mask
         gap = torch.where(learned, distill(experience.old_logprobs, self.teacher.logprobs(experience, rows)), 0.0)
         metrics.mean("rollout/teacher_kl", -gap, learned)
         return self.section.distill_coef * gap
 
     def _set_advantages(self, experience: Experience, rewards: Tensor, taught: Tensor | float) -> None:
-        """What each token and those after it earned and what the teacher adds, normalised over all ranks' where asked for."""
+        """Set the advantages: rewards from each token on plus the teacher's term, normalised over all ranks if configured."""
         section, learned = self.section, experience.loss_mask
         if self.critic is None:
             advantages = reward_to_go(rewards, experience, gamma=section.gamma)
@@ -184,7 +188,7 @@ class ExperienceMaker:
         experience.advantages, experience.step_rewards = advantages.float(), None
 
     def _choose_tokens(self, experience: Experience, minibatches: list[MicroBatchIndices]) -> None:
-        """Which tokens of each optimizer step count, and which the loss treats differently, among those of all ranks."""
+        """Choose, over all ranks, the tokens of each optimizer step that count, and those that the loss treats differently."""
         total, share = self.data.sum, self.section.high_entropy_token_ratio
         if share:
             forks = _of_steps(experience, minibatches, lambda part: top_share(part.entropy, share, part, total))
@@ -196,7 +200,7 @@ class ExperienceMaker:
 
 
 def _of_steps(experience: Experience, minibatches: list[MicroBatchIndices], choose: Callable[[Experience], Tensor]) -> Tensor:
-    """[T] bool: what `choose` says of the sequences of each optimizer step."""
+    """Return [T] bool: the result of `choose` on the sequences of each optimizer step."""
     chosen = torch.zeros_like(experience.loss_mask)
     for minibatch in minibatches:
         rows = [row for members in minibatch for row in members]
@@ -205,7 +209,7 @@ def _of_steps(experience: Experience, minibatches: list[MicroBatchIndices], choo
 
 
 def flatten(samples: list[Sample], *, first_row: int, expand: Expand | None = None) -> Experience:
-    """Samples end to end, prompt and response; the response is learned. Rows count on from `first_row`.
+    """Concatenate samples, prompt and response each; the response is learned. Rows count on from `first_row`.
 
     `expand` is for prompts with images; without it all are text.
     """
@@ -229,7 +233,7 @@ def flatten(samples: list[Sample], *, first_row: int, expand: Expand | None = No
 
 
 def _expanded(samples: list[Sample], expand: Expand) -> list[Expanded]:
-    """The prompt of each sample; those of a group share it."""
+    """Return the expanded prompt of each sample; the samples of a group share it."""
     prompts = {sample.group: sample.prompt for sample in samples}
     read = {group: expand(prompt) for group, prompt in prompts.items()}
     return [read[sample.group] for sample in samples]

@@ -1,4 +1,4 @@
-"""Choose the responses that are learned from. A masked one still counts for its group, and for no denominator."""
+"""Choose the responses to learn from. A masked one still counts for its group, but for no denominator."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from lightrft.types import Experience, Sample
 
 
 def by_length(samples: list[Sample], section: AlgorithmSection) -> Tensor:
-    """[N] bool: long and short enough, and not cut at the limit where --mask_truncated says so (DAPO, arXiv 2503.14476)."""
+    """Return [N] bool: neither too short nor too long, and not truncated if --mask_truncated is set (DAPO, arXiv 2503.14476)."""
     least, most = section.length_filter or (0, float("inf"))
     whole = [not (sample.masked or (section.mask_truncated and sample.truncated)) for sample in samples]
     fits = [least <= len(sample.token_ids) <= most for sample in samples]
@@ -18,14 +18,14 @@ def by_length(samples: list[Sample], section: AlgorithmSection) -> Tensor:
 
 
 def by_difficulty(rewards: Tensor, groups: Tensor, section: AlgorithmSection) -> Tensor:
-    """[N] bool: the share of right responses in the group lies between the two numbers of --difficulty_filter. [N], [N]."""
+    """Return [N] bool: the share of right responses in the group is within --difficulty_filter. `rewards` [N], `groups` [N]."""
     least, most = section.difficulty_filter or (0.0, 1.0)
     solved = solved_share(rewards, groups)
     return (least <= solved) & (solved <= most)
 
 
 def by_entropy(experience: Experience, section: AlgorithmSection) -> Tensor:
-    """[N] bool: the mean entropy of the learned tokens lies between the two numbers of --entropy_filter."""
+    """Return [N] bool: the mean entropy of the learned tokens is within the two numbers of --entropy_filter."""
     least, most = section.entropy_filter
     mean = sequence_means(experience.entropy.double(), experience)
     return (least <= mean) & (mean <= most)
@@ -37,6 +37,6 @@ def mask_sequences(experience: Experience, kept: Tensor) -> None:
 
 
 def mask_first_tokens(experience: Experience) -> None:
-    """Mask the first token of each response as the tokens of its prompt are; the others stay learned."""
+    """Mask the first token of each response like the tokens of its prompt; the others stay learned."""
     learned = experience.loss_mask
-    experience.loss_mask = learned & learned.roll(1)  # before the first one stands a token of the prompt
+    experience.loss_mask = learned & learned.roll(1)  # the token before the first one belongs to the prompt

@@ -1,4 +1,4 @@
-"""The rewards of all ranks, known to all: what estimators and reward shaping look at."""
+"""Rewards of all ranks, gathered on every rank, for estimators and reward shaping."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -14,43 +14,43 @@ from lightrft.types import Experience, Sample
 
 @dataclass(frozen=True, slots=True)
 class GatheredRewards:
-    """Rewards in rank order: a response has one, or one for each step of it that was rewarded. [M] float64 each."""
+    """Rewards in rank order: one for a response, or one for each of its rewarded steps. [M] float64 each."""
 
     rows: Tensor
-    """The response, counted over all ranks."""
+    """Index of the response, counted over all ranks."""
     groups: Tensor
     rewards: Tensor
     lengths: Tensor
-    """Tokens that the reward is for."""
+    """Number of tokens that the reward is for."""
     finished: Tensor
-    """Tokens of the response that ends with this reward, 0 where others follow."""
+    """Number of tokens of the response that ends with this reward, 0 if more rewards follow."""
     greedy: Tensor
-    """Reward of the whole greedy response to the same prompt, beside the last reward of a response; 0 beside others."""
+    """Reward of the whole greedy response to the same prompt, for the last reward of a response; 0 for the others."""
     local: slice
-    """Those of this rank."""
+    """Rewards of this rank."""
 
     @classmethod
     def share(cls, axis: Axis, samples: list[Sample], *, first_row: int) -> Self:
-        """Rewards of this rank's samples, the first of which is row `first_row`, with those of all others; one gather."""
+        """Gather the rewards of all ranks; the first sample of this rank is row `first_row`; one gather."""
         lines = [line for row, sample in enumerate(samples, first_row) for line in _lines(row, sample)]
         parts = axis.gather(torch.tensor(lines, dtype=torch.float64).reshape(-1, len(fields(cls)) - 1))
         first = sum(map(len, parts[: axis.rank]))
         return cls(*torch.cat(parts).unbind(1), slice(first, first + len(lines)))
 
     def totals(self) -> tuple[Tensor, Tensor]:
-        """Reward and group of each response of all ranks: [N], [N]."""
+        """Return reward and group of each response of all ranks: [N], [N]."""
         row = self._row
         count = int(row.max()) + 1 if len(row) else 0
         rewards = self.rewards.new_zeros(count).index_add(0, row, self.rewards)
         return rewards, self.groups.new_zeros(count).index_copy(0, row, self.groups)
 
     def solved(self) -> Tensor:
-        """For each reward the share of right responses in its group: [M]."""
+        """Return for each reward the share of right responses in its group: [M]."""
         return solved_share(*self.totals())[self._row]
 
     @property
     def _row(self) -> Tensor:
-        """[M] int64, which of the responses a reward is of."""
+        """Return the index of the response of each reward, [M] int64."""
         return self.rows.unique(return_inverse=True)[1]
 
 
@@ -63,7 +63,7 @@ def _lines(row: int, sample: Sample) -> Iterator[tuple[float, ...]]:
 
 
 def placed(values: Tensor, samples: list[Sample], experience: Experience) -> Tensor:
-    """Values of this rank's rewards at the tokens that brought them, 0 elsewhere: [M of this rank] -> [T] float32."""
+    """Return the values of this rank's rewards at the tokens that earned them, 0 elsewhere: [M of this rank] -> [T] float32."""
     result = torch.zeros(experience.num_tokens)
     starts = (int(first) + s.prompt.num_tokens for first, s in zip(experience.offsets, samples, strict=False))
     tokens = [start + token if token >= 0 else -1 for start, s in zip(starts, samples, strict=True) for token, _ in s.steps]

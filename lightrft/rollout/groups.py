@@ -1,4 +1,4 @@
-"""A prompt and its responses while they grow, and what is remembered of a prompt until it is drawn again."""
+"""A prompt with its responses during generation, and the outcome that is kept until the prompt is drawn again."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from lightrft.algorithms.advantage import RIGHT
 from lightrft.types import Prompt, Sample
 
 GROWING = ""
-"""The finish reason of a response that is not at its end."""
+"""Finish reason of a response that is still being generated."""
 
 
 @dataclass(slots=True)
@@ -18,12 +18,12 @@ class Group:
     """The responses to one prompt, from the first token to the last, over as many steps as they take."""
 
     number: int
-    """Among all groups of the run, in the order in which they were drawn."""
+    """Number among all groups of the run, in the order in which they were drawn."""
     row: int
-    """Of the prompt among all prompts."""
+    """Index of the prompt among all prompts."""
     samples: list[Sample]
     greedy: Sample | None = None
-    """The greedy response to the same prompt, for estimators that compare with it. It is not learned from."""
+    """Greedy response to the same prompt, for estimators that compare with it. It is not learned from."""
 
     @classmethod
     def begin(cls, number: int, row: int, prompt: Prompt, *, count: int, greedy: bool) -> Self:
@@ -32,7 +32,7 @@ class Group:
 
     @property
     def responses(self) -> list[Sample]:
-        """All that is generated and judged."""
+        """Return all responses that are generated and scored."""
         return self.samples if self.greedy is None else [*self.samples, self.greedy]
 
     @property
@@ -40,7 +40,7 @@ class Group:
         return all(sample.finish_reason != GROWING for sample in self.responses)
 
     def fits(self, longest: int) -> bool:
-        """Whether no response is longer, and those that grow may still do so."""
+        """Return True if no response is longer than `longest` and the unfinished ones can still grow."""
         return all(len(sample.token_ids) + (sample.finish_reason == GROWING) <= longest for sample in self.responses)
 
     @property
@@ -49,18 +49,18 @@ class Group:
         return len({sample.reward for sample in self.samples}) > 1 and not all(sample.masked for sample in self.samples)
 
     def mask(self) -> None:
-        """Learn nothing from it."""
+        """Mask all samples, so that nothing is learned from them."""
         for sample in self.samples:
             sample.masked = True
 
     def compare_with_greedy(self) -> None:
-        """Tell the samples the reward of the greedy response."""
+        """Set the reward of the greedy response on the samples."""
         if self.greedy is not None:
             for sample in self.samples:
                 sample.greedy_reward = self.greedy.reward
 
     def state_dict(self) -> dict[str, Any]:
-        """In plain types, without the prompt. Rewards are given when all of it has grown."""
+        """Return the state in plain types, without the prompt. Rewards are not part of it: only complete groups get them."""
         responses = [(s.token_ids, s.logprobs, s.text, s.finish_reason, s.weight_version) for s in self.responses]
         return {"number": self.number, "row": self.row, "responses": responses, "greedy": self.greedy is not None}
 
@@ -76,14 +76,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What every rank knows of a group that goes on in a later step."""
+    """The numbers that every rank has of a group that continues in a later step."""
 
     number: int
     row: int
     rank: int
-    """Along the data axis: where it grew, and goes on."""
+    """Rank along the data axis on which the group was begun and continues."""
     lengths: tuple[int, ...]
-    """Tokens of each response that still grows."""
+    """Number of tokens of each unfinished response."""
 
     @classmethod
     def of(cls, group: Group, rank: int) -> Self:
@@ -91,13 +91,13 @@ class Carried:
         return cls(group.number, group.row, rank, lengths)
 
     def work(self, length: float) -> float:
-        """Tokens that it is expected to take when responses have `length`: at least one for each that still grows."""
+        """Return the tokens still expected if responses have `length`: at least one for each unfinished response."""
         return sum(max(length - grown, 1.0) for grown in self.lengths) or 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class GroupOutcome:
-    """The part of a complete group, with its rewards, that every rank knows."""
+    """The outcome of a complete group with its rewards, which every rank has."""
 
     number: int
     row: int
@@ -119,7 +119,7 @@ class History:
 
     def __init__(self, num_prompts: int):
         self.turns = torch.full((num_prompts,), -1)
-        """[prompts] int64, the pass over the data in which it was last drawn; -1 before the first."""
+        """Pass over the data in which each prompt was last drawn, [prompts] int64; -1 before the first."""
         self.solved = torch.zeros(num_prompts)
         self.lengths = torch.zeros(num_prompts)
 
@@ -128,7 +128,7 @@ class History:
             self.turns[outcome.row], self.solved[outcome.row], self.lengths[outcome.row] = turn, outcome.solved, outcome.length
 
     def expected_lengths(self, rows: list[int]) -> list[float]:
-        """Return the tokens of a response to each prompt: as in its last outcome, for new prompts the mean of all, or 1."""
+        """Return the expected tokens of a response to each prompt: that of its last outcome; for new prompts the mean, or 1."""
         known = self.turns >= 0
         usual = float(self.lengths[known].mean()) if known.any() else 1.0
         return [max(float(self.lengths[row]) if known[row] else usual, 1.0) for row in rows]

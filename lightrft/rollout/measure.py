@@ -1,4 +1,4 @@
-"""What is reported of samples, of their groups and of the experience made from them."""
+"""Add metrics of samples, of their groups and of the experience computed from them."""
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ from lightrft.observe.metrics import Metrics
 from lightrft.types import Experience, Sample
 
 SOLVED = ("0", "to_25", "to_50", "to_75", "below_100", "100")
-"""Of the samples of a group so many per cent are right: none, up to a quarter, a half, three quarters, less than all, all."""
+"""Buckets of the percentage of right samples in a group: 0, up to 25, up to 50, up to 75, below 100, and 100."""
 
 
 def measure_samples(samples: list[Sample], version: int, metrics: Metrics) -> None:
-    """Of this rank's samples; `version` of the engine's newest weights."""
+    """Measure this rank's samples; `version` is that of the engine's newest weights."""
     rewards = torch.tensor([sample.reward for sample in samples])
     lengths = torch.tensor([float(len(sample.token_ids)) for sample in samples])
     staleness = torch.tensor([float(version - sample.weight_version) for sample in samples])
@@ -33,7 +33,7 @@ def measure_samples(samples: list[Sample], version: int, metrics: Metrics) -> No
 
 
 def measure_groups(rewards: Tensor, groups: Tensor, metrics: Metrics) -> None:
-    """Of all ranks' responses [N], [N]: how many groups are solved how far, and how many have no signal: all rewards equal."""
+    """Measure the groups [N] of all ranks' rewards [N]: shares solved to each degree, and without signal (rewards equal)."""
     names, member, sizes = groups.unique(return_inverse=True, return_counts=True)
     nothing = rewards.new_zeros(len(names))
     best = nothing.scatter_reduce(0, member, rewards, "amax", include_self=False)
@@ -46,7 +46,7 @@ def measure_groups(rewards: Tensor, groups: Tensor, metrics: Metrics) -> None:
 
 
 def measure_experience(experience: Experience, metrics: Metrics) -> None:
-    """Of this rank's part: advantages of learned tokens, and responses that are left out."""
+    """Measure this rank's part: advantages of learned tokens, and responses that are masked."""
     advantages, learned = experience.advantages, experience.loss_mask
     metrics.mean("rollout/advantage", advantages, learned)
     metrics.std("rollout/advantage_std", advantages, learned)
@@ -57,7 +57,7 @@ def measure_experience(experience: Experience, metrics: Metrics) -> None:
 
 
 def measure_values(experience: Experience, total: Sum, metrics: Metrics) -> None:
-    """What the critic expected before the step, and how much of the returns of all ranks it explains."""
+    """Measure the critic's values before the step, and how much of the variance of all ranks' returns they explain."""
     learned = experience.loss_mask
     metrics.mean("critic/return", experience.returns, learned)
     explained = explained_variance(experience.values, experience.returns, learned, total)

@@ -1,4 +1,4 @@
-"""Prompts with images as the model that learns reads them."""
+"""Expand prompts with images for the model that learns."""
 
 from functools import cached_property
 
@@ -14,17 +14,17 @@ from lightrft.engine.requests import Request
 from lightrft.types import Expanded, Prompt
 
 FAMILIES = ("idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Model types whose gradients, and whose processors' counts of tokens, were compared with what transformers makes."""
+"""Model types whose gradients, and whose processors' token counts, were compared with those of transformers."""
 PROBES = ((28, 28), (1000, 300), (300, 1000))
-"""Images of these sizes are made before the count of a processor is believed."""
-BLANK = Image.new("RGB", (28, 28), "white")  # black would be padding to some models
+"""Sizes of the images that are processed to verify a processor's count of tokens."""
+BLANK = Image.new("RGB", (28, 28), "white")  # some models treat black as padding
 
 
 class Expander:
-    """Every placeholder becomes the tokens of its image, with the tensors that its model reads there."""
+    """Replaces every placeholder by the tokens of its image, with the tensors that the model needs for them."""
 
     def __init__(self, section: ModelSection, *, most: int | None = None):
-        """`most` images of one prompt, as the engine takes."""
+        """Load the processor. `most` is the largest number of images of one prompt that the engine takes."""
         trust, self.most = {"trust_remote_code": section.trust_remote_code}, most
         self.config = AutoConfig.from_pretrained(section.pretrain, **trust)
         self.reader = MediaReader(section.pretrain, placeholders(self.config), media_alone=True, **trust)
@@ -32,7 +32,7 @@ class Expander:
         self._lengths: dict[tuple[int, int], int] = {}
 
     def check_family(self) -> None:
-        """ConfigError for a model that is not known to learn from images as transformers would have it."""
+        """Raise ConfigError for a model type that was not verified to learn from images as in transformers."""
         if self.config.model_type not in FAMILIES:
             raise ConfigError(
                 f"--images_key: models of type {self.config.model_type} do not learn from images here, those of "
@@ -50,11 +50,14 @@ class Expander:
 
     @cached_property
     def blank(self) -> Expanded:
-        """An image and nothing else."""
+        """Return the expansion of one image alone."""
         return self._read(BLANK)
 
     def measure(self, prompt: Prompt) -> int:
-        """How many more tokens there are than in the prompt. ValueError where its images are not those of its placeholders."""
+        """Return how many tokens the expansion adds to the prompt.
+
+        Raises ValueError if the number of images is not that of the placeholders, or exceeds the limit.
+        """
         images, num_places = prompt.multi_modal.get(IMAGES, []), sum(token in self.places for token in prompt.token_ids)
         if len(images) != num_places:
             raise ValueError(f"the prompt has {len(images)} images (--images_key) and {num_places} placeholders for images")
@@ -63,14 +66,14 @@ class Expander:
         return sum(self._length(image.size) - 1 for image in images)
 
     def _length(self, size: tuple[int, int]) -> int:
-        """Tokens of an image of so many pixels: they do not depend on what it shows."""
+        """Return the tokens of an image of this size in pixels: they do not depend on its content."""
         if size not in self._lengths:
             self._lengths[size] = self._counted(size) if self._counts else self._expanded_length(size)
         return self._lengths[size]
 
     @cached_property
     def _counts(self) -> bool:
-        """Whether the processor knows how many tokens it makes of an image. To make them takes up to half a second."""
+        """Return True if the processor counts an image's tokens correctly; processing an image takes up to half a second."""
         if self.config.model_type not in FAMILIES:
             return False
         lengths = {size: (self._counted(size), self._expanded_length(size)) for size in PROBES}

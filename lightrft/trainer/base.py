@@ -1,4 +1,4 @@
-"""The loop around a step: metrics, evaluation, checkpoints, resuming, interruption, and the final model."""
+"""Training loop around the steps: metrics, evaluation, checkpoints, resuming, interruption, and the final model."""
 
 import time
 from abc import ABC, abstractmethod
@@ -39,19 +39,19 @@ from lightrft.versions import installed_versions
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """The data that a run learns from and is evaluated on, as its tokenizer reads them, and the number of its steps."""
+    """Tokenized training and evaluation data of a run, its tokenizer, and the number of its steps."""
 
     tokenizer: PreTrainedTokenizerBase
     prompts: list[Prompt]
     eval_prompts: list[Prompt]
-    """Held out; none without --eval_data."""
+    """Held-out prompts; empty without --eval_data."""
     total_steps: int
     expand: Expand | None = None
-    """How the model reads prompts with images; None where all are text."""
+    """Function that expands prompts with images for the model; None if all prompts are text."""
 
 
 class Trainer(ABC):
-    """Runs `step` from the first or the resumed one to the last. Steps count from 1."""
+    """Training loop that calls `step` from the first (or the resumed) step to the last. Steps count from 1."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Trainer(ABC):
         run_folder: RunFolder,
         parts: Mapping[str, Stateful] = NOTHING,
     ):
-        """`parts` are what else has a state that a checkpoint must hold; see StrategyBase.save_ckpt()."""
+        """Set up the trainer. `parts` are further objects with a state for checkpoints; see StrategyBase.save_ckpt()."""
         self.config, self.strategy, self.policy = config, strategy, policy
         self.tokenizer, self.total_steps = training_data.tokenizer, training_data.total_steps
         self.prompts, self.eval_prompts, self.expand = training_data.prompts, training_data.eval_prompts, training_data.expand
@@ -77,33 +77,33 @@ class Trainer(ABC):
         self.models: dict[str, tuple[nn.Module, Optimizer | None, LRScheduler | None]] = {
             "actor": (policy.actor, policy.optimizer, policy.scheduler)
         }
-        """What a checkpoint holds, by name. A trainer with more models adds them."""
+        """Contents of a checkpoint, by name. A trainer with more models adds them."""
         if policy.average is not None:
             self.models["ema"] = (policy.average, None, None)
         self.parts = {"unreported_metrics": PendingMetrics(self.metrics, strategy.mesh.world), **parts}
         self.done = 0
-        """Steps whose updates are in the parameters."""
+        """Number of steps whose updates are in the parameters."""
         self.saved = 0
-        """Steps whose updates are in the newest checkpoint."""
+        """Number of steps whose updates are in the newest checkpoint."""
         self.nothing_left = False
-        """Whether the run that is continued had finished."""
+        """True if the resumed run had already finished."""
 
     @abstractmethod
     def step(self, number: int) -> None:
-        """One step: everything between two states that a checkpoint can hold. Adds to `self.metrics`."""
+        """Do everything between two states that a checkpoint can hold, and add to `self.metrics`."""
 
     @abstractmethod
     def evaluate(self) -> None:
         """Add `eval/*` metrics of the held-out data to `self.metrics`."""
 
     def enough(self) -> bool:
-        """Whether the run ends with the step just done, before the last one; the same answer on all ranks."""
+        """Return True to end the run with the step just done, before the last one; the answer is the same on all ranks."""
         return False
 
     def fit(self) -> None:
-        """Train to the end, from the newest checkpoint when asked to. Interrupted: write a checkpoint, then raise.
+        """Train to the end, from the newest checkpoint if configured. If interrupted, write a checkpoint, then raise.
 
-        RuntimeError at the end of a run that learned nothing, because no gradient was ever finite.
+        Raises RuntimeError at the end of a run that learned nothing because no gradient was ever finite.
         """
         began = time.perf_counter()
         status = "failed"
@@ -124,14 +124,14 @@ class Trainer(ABC):
             status = "interrupted"
             raise
         finally:
-            with ExitStack() as ending:  # all of it happens, also when a part fails
+            with ExitStack() as ending:  # all callbacks run, even when one of them fails
                 ending.callback(self.run_folder.release)
                 ending.callback(self._say_end, status)
                 ending.callback(self._describe_run, status, time.perf_counter() - began)
                 ending.callback(self.observer.close, status)
 
     def save_models(self) -> None:
-        """What a run is for, as Hugging Face folders; all ranks call it."""
+        """Save the trained models as Hugging Face folders; all ranks call it."""
         adapter_only = self.config.train.save_adapter_only and self.config.model.lora_rank
         save = self.strategy.save_adapter if adapter_only else self.strategy.save_model
         save(self.policy.actor, self.tokenizer, self.folder / "model")
@@ -139,7 +139,7 @@ class Trainer(ABC):
             save(self.policy.average, self.tokenizer, self.folder / "model_ema")
 
     def show(self, number: int, samples: list[Sample]) -> None:
-        """Write some samples where people read them, group by group, so that those of a prompt can be compared."""
+        """Write some samples to the sinks, group by group, so that the responses to a prompt can be compared."""
         if self.strategy.is_rank_0():
             self.observer.samples(number, sample_rows(samples[: self.config.observe.num_trajectories_to_save]))
 
@@ -157,7 +157,7 @@ class Trainer(ABC):
         self.observer.start(asdict(self.config), self.total_steps, resumed)
 
     def _has_ended(self) -> bool:
-        """Return whether the run that is continued has done all steps, and left its model; the same answer on all ranks."""
+        """Return True if the resumed run has done all steps and saved its model; the answer is the same on all ranks."""
         before = self.strategy.mesh.world.broadcast(self.run_folder.description())
         if self.done < self.total_steps or before.get("status") != "finished":
             return False
@@ -188,7 +188,7 @@ class Trainer(ABC):
                 break
 
     def _report(self, number: int, last: bool) -> None:
-        """Reduce once over all ranks, and tell the sinks."""
+        """Reduce the metrics once over all ranks and send them to the sinks."""
         for name, value in (self.trace.step() | self.strategy.engine_memory).items():
             add = self.metrics.max if name.startswith("memory/") else self.metrics.mean
             add(name, value)
@@ -207,7 +207,7 @@ class Trainer(ABC):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What the run's checkpoints belong to. All ranks ask for it together."""
+        """Return the identity that the run's checkpoints are compared with. All ranks call it together."""
         models = {name: self.strategy.unwrap_model(model) for name, (model, *_) in self.models.items()}
         known = {name: weights_of(model.name_or_path) for name, model in models.items()} if self.strategy.is_rank_0() else {}
         weights = {name: found for name, found in self.strategy.mesh.world.broadcast(known).items() if found}
@@ -215,7 +215,7 @@ class Trainer(ABC):
 
     @property
     def learned_rows(self) -> list[Prompt]:
-        """All data that the parameters depend on."""
+        """Return all data that the parameters depend on."""
         return self.prompts
 
     @property
@@ -223,7 +223,7 @@ class Trainer(ABC):
         return self.run_folder.checkpoints
 
     def save(self) -> None:
-        """A checkpoint of the state after `self.done` steps."""
+        """Save a checkpoint of the state after `self.done` steps."""
         self.saved = self.done
         train = self.config.train
         self.strategy.save_ckpt(
@@ -240,7 +240,7 @@ class Trainer(ABC):
         )
 
     def _resume(self) -> int | None:
-        """Returns the step after which the run continues; None where no checkpoint can be used."""
+        """Return the step after which the run continues; None if no checkpoint can be used."""
         with ExitStack() as settings:
             for _, optimizer, scheduler in self.models.values():
                 if optimizer is not None:
@@ -277,7 +277,7 @@ class Trainer(ABC):
         self.health.check_end(taken=scheduler.last_epoch if scheduler else 0, skipped=self.strategy.skipped_steps)
 
     def _describe_run(self, status: str, seconds: float) -> None:
-        """Write `run.json`: what ran, for people and for the report."""
+        """Write `run.json`, the description of the run for people and for the report."""
         if not self.strategy.is_rank_0() or (self.nothing_left and status == "finished"):
             return
         self.run_folder.describe({
@@ -292,7 +292,7 @@ class Trainer(ABC):
         })  # fmt: skip
 
     def _say_end(self, status: str) -> None:
-        """Name the folder, and write the report unless the run failed: other ranks wait to hear of that."""
+        """Log the folder, and write the report unless the run failed: other ranks are waiting to learn of a failure."""
         if not self.strategy.is_rank_0() or self.done == 0:
             return
         model = f"model in {self.folder / 'model'}" if status == "finished" else f"files in {self.folder}"
@@ -301,7 +301,7 @@ class Trainer(ABC):
             return
         try:
             logger.info("report: {}", write_report(self.folder))
-        except Exception as error:  # a finished run does not fail for it
+        except Exception as error:  # a finished run does not fail because of its report
             logger.warning("the report of {} could not be written: {}: {}", self.folder, type(error).__name__, error)
 
 

@@ -1,4 +1,4 @@
-"""The wiring: from a configuration to a trainer that is ready to run. Nothing else happens here."""
+"""Build a trainer that is ready to run from a configuration. This module only connects the parts."""
 
 import time
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ from lightrft.trainer.sft import SFTTrainer
 from lightrft.types import Prompt
 
 ANY_TOKEN = Sampling()
-"""Every token at its own probability: what is learned from given responses."""
+"""Sampling that gives every token its own probability, for learning from given responses."""
 
 
 def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
@@ -127,7 +127,7 @@ def sft_trainer(config: Config, strategy: StrategyBase) -> SFTTrainer:
 
 @contextmanager
 def told(strategy: StrategyBase, what: str) -> Iterator[None]:
-    """Say on rank 0 what begins, and when it is done how long it took."""
+    """Print on rank 0 what begins, and how long it took once it is done."""
     began = time.perf_counter()
     strategy.print(f"{what} ...")
     yield
@@ -135,7 +135,7 @@ def told(strategy: StrategyBase, what: str) -> Iterator[None]:
 
 
 def load_training_data(config: Config, batch_size: int, *, rewards: RewardRunner | None = None) -> TrainingData:
-    """Load training and held-out data, which have what `rewards` needs; without rewards their answers are learned."""
+    """Load the training and held-out data with the columns that `rewards` needs; without rewards their answers are learned."""
     tokenizer = load_tokenizer(config.model)
     expand = load_expander(config, tokenizer, engine=rewards is not None)
     if expand is not None:
@@ -150,9 +150,9 @@ def load_training_data(config: Config, batch_size: int, *, rewards: RewardRunner
 
 
 def load_expander(config: Config, tokenizer: PreTrainedTokenizerBase, *, engine: bool) -> Expander | None:
-    """For prompts with images, of no more than an `engine` takes; None where all prompts are text.
+    """Return the expander of prompts with images, of no more than an `engine` takes; None if all prompts are text.
 
-    The tokenizer gets the chat template of the processor, which knows where images stand.
+    The tokenizer gets the chat template of the processor, which contains the image placeholders.
     """
     if not config.data.images_key:
         return None
@@ -181,7 +181,7 @@ def collector(
 
 
 def total_steps(config: Config, num_rows: int, batch_size: int) -> int:
-    """As many whole batches as there are in all passes over the data."""
+    """Return the number of whole batches in all passes over the data, at most --max_steps."""
     Order.check(num_rows, batch_size)
     steps = num_rows * config.train.num_episodes // batch_size
     return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
@@ -190,15 +190,15 @@ def total_steps(config: Config, num_rows: int, batch_size: int) -> int:
 def build_policy(
     config: Config, strategy: StrategyBase, *, updates: int, reference: bool, sampling: Sampling = ANY_TOKEN
 ) -> Policy:
-    """The sharded actor with its optimizer and schedule over `updates` optimizer steps, and the frozen reference.
+    """Build the sharded actor with its optimizer and schedule over `updates` optimizer steps, and the frozen reference.
 
-    Log-probs are of the distribution that `sampling` draws from.
+    Log-probs are those of the distribution that `sampling` draws from.
     """
     optim = config.optim
     strategy.announce("load_models")
     with strategy.init_model_context():
         actor = Actor(choose_trained(load_model(config.model), config.model))
-    if sampling is not ANY_TOKEN:  # an engine chooses rotary frequencies for the longest sequence that may come
+    if sampling is not ANY_TOKEN:  # an engine chooses rotary frequencies for the longest possible sequence
         check_window(actor.language_model, config.data.prompt_max_len + config.rollout.generate_max_len)
     optimizer = strategy.create_optimizer(actor, optim.actor_learning_rate, optim.adam_betas, optim.l2)
     scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
@@ -215,7 +215,7 @@ def build_policy(
             average = Actor(choose_trained(load_model(config.model), config.model))
         average = strategy.prepare(average)
         if config.model.lora_rank:
-            strategy.moving_average(actor, average, 0.0)  # its adapters begin as the actor's, not as others
+            strategy.moving_average(actor, average, 0.0)  # start from the actor's adapters, not from other random ones
     return Policy(
         strategy,
         actor,
@@ -230,7 +230,7 @@ def build_policy(
 
 
 def limits(config: Config) -> dict[str, Any]:
-    """Return a Role's limits on micro-batches."""
+    """Return the limits on a Role's micro-batches."""
     train = config.train
     return {
         "max_tokens": train.max_tokens_per_microbatch,
@@ -240,14 +240,14 @@ def limits(config: Config) -> dict[str, Any]:
 
 
 def show_blanks(policy: Policy, expand: Expander | None) -> None:
-    """Have its models look at an image in every micro-batch, where some micro-batches have images."""
+    """Make the models process a blank image in micro-batches without images, where other micro-batches have some."""
     for model in (policy.actor, policy.reference):
         if expand is not None and model is not None:
             model.blank = expand.blank
 
 
 def build_critic(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, *, updates: int) -> Critic:
-    """The sharded critic with its optimizer and schedule; it gets adapters as the actor does."""
+    """Build the sharded critic with its optimizer and schedule; it gets adapters as the actor does."""
     optim = config.optim
     if config.model.critic_pretrain:
         check_vocabulary(config.model, "critic_pretrain", tokenizer)
@@ -261,7 +261,7 @@ def build_critic(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTo
 
 
 def build_teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase) -> Teacher:
-    """A frozen model on the same devices, sharded like the reference, or one that is asked over HTTP."""
+    """Build a frozen model on the same devices, sharded like the reference, or a client of a teacher behind HTTP."""
     strategy.announce("load_teacher")
     if config.model.teacher_url:
         try:
@@ -279,7 +279,7 @@ def build_teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedT
 def build_model_rewards(
     config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase
 ) -> ModelRewards | None:
-    """The frozen models of --reward_pretrain, sharded like the reference; None where there are none."""
+    """Build the frozen models of --reward_pretrain, sharded like the reference; return None if there are none."""
     models: dict[str, RewardModel] = {}
     for name in config.model.reward_pretrain:
         strategy.announce("load_reward_models")
@@ -294,7 +294,7 @@ def build_model_rewards(
 
 
 def build_ptx_loss(config: Config, policy: Policy, training_data: TrainingData) -> PtxLoss:
-    """Build the supervised loss on --pretrain_data, which is added to that of the samples."""
+    """Build the supervised loss on --pretrain_data, which is added to the loss on the samples."""
     tokenizer, expand = training_data.tokenizer, training_data.expand
     prompts = _load_examples(config, tokenizer, expand, source="pretrain_data")
     if len(prompts) < config.train.train_batch_size:
@@ -315,7 +315,7 @@ def evaluation(config: Config, strategy: StrategyBase, rewards: RewardRunner) ->
     """Start an engine with the weights of `pretrain`, and load the models of `rewards`."""
     tokenizer = load_tokenizer(config.model)
     rewards.models = build_model_rewards(config, strategy, tokenizer)
-    config.engine.enable_engine_sleep = rewards.models is not None  # else nothing else needs the device
+    config.engine.enable_engine_sleep = rewards.models is not None  # otherwise nothing else needs the device
     strategy.announce("start_engine")
     with told(strategy, f"starting the engine (--engine_type {config.engine.engine_type}) with {config.model.pretrain}"):
         strategy.setup_inference_engine(config, config.engine.engine_type)
@@ -323,7 +323,7 @@ def evaluation(config: Config, strategy: StrategyBase, rewards: RewardRunner) ->
 
 
 def observation(config: Config, strategy: StrategyBase) -> tuple[Observer, Trace]:
-    """Sinks on rank 0, none elsewhere; a clock on every rank."""
+    """Build the observer, with sinks on rank 0 only, and a trace on every rank."""
     observer = Observer(_sinks(config) if strategy.is_rank_0() else [])
 
     def on_phase(path: str) -> None:

@@ -1,4 +1,4 @@
-"""Held-out evaluation: the greedy response to every prompt, and of several sampled ones how often any of k is right."""
+"""Held-out evaluation: the score of the greedy response to every prompt, and pass@k over sampled responses."""
 
 import torch
 
@@ -10,9 +10,9 @@ from lightrft.rollout.groups import Group
 
 
 def evaluate(groups: list[Group], rewards: RewardRunner, metrics: Metrics, data: Axis) -> None:
-    """Add `eval/*` metrics of all ranks' groups, which Sampler.answer() made. The engine should sleep.
+    """Add `eval/*` metrics of all ranks' groups, which Sampler.answer() generated. The engine should be asleep.
 
-    `eval/accuracy` is there where all rewards, over all ranks, are 0 or 1: it is then the mean reward, which is a share.
+    `eval/accuracy` is reported if all rewards, over all ranks, are 0 or 1: it is then the mean reward, which is a share.
     """
     responses = [sample for group in groups for sample in group.responses]
     for group in groups:
@@ -32,9 +32,9 @@ def evaluate(groups: list[Group], rewards: RewardRunner, metrics: Metrics, data:
 
 
 def pass_at_k(group: Group) -> dict[int, float]:
-    """k -> share of all draws of k from the n samples in which one is right: 1 - C(wrong, k) / C(n, k); k is 1, 2, 4, ... n.
+    """Return k -> share of draws of k of the n samples with a right one: 1 - C(wrong, k) / C(n, k); k is 1, 2, 4, ... n.
 
-    Unbiased: Chen et al., arXiv 2107.03374, equation 1.
+    The estimate is unbiased: Chen et al., arXiv 2107.03374, equation 1.
     """
     count, wrong = len(group.samples), sum(sample.reward <= RIGHT for sample in group.samples)
     powers = {2**power for power in range(count.bit_length())}

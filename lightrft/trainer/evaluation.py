@@ -1,4 +1,4 @@
-"""An evaluation as a run of its own: a model's responses to held-out prompts, judged."""
+"""Evaluation as a run of its own: a model generates responses to held-out prompts, and they are scored."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ from lightrft.types import Prompt
 
 
 class Evaluation:
-    """Judges the greedy response to each prompt of --eval_data, and --eval_n_samples others."""
+    """Scores the greedy response to each prompt of --eval_data, and --eval_n_samples sampled ones."""
 
     def __init__(self, config: Config, strategy: StrategyBase):
         loaded = with_merged_pretrain(config, strategy.mesh.world)
@@ -35,7 +35,7 @@ class Evaluation:
         self.sampler: Sampler = evaluation(loaded, strategy, self.rewards)
 
     def run(self) -> dict[str, float]:
-        """Return the numbers, which rank 0 also writes to save_path/evaluation.json."""
+        """Return the metrics, which rank 0 also writes to save_path/evaluation.json."""
         config, strategy, metrics = self.config, self.strategy, Metrics()
         strategy.announce("evaluate")
         with strategy.engine_awake():

@@ -1,4 +1,4 @@
-"""Signs that a run learns nothing, or that its engine samples from other weights than those that are trained."""
+"""Detect a run that learns nothing, and an engine that samples from other weights than those that are trained."""
 
 import math
 from collections import deque
@@ -12,27 +12,28 @@ from lightrft.tools.diagnosis import MISMATCH
 
 MISMATCH_NAME = "engine/logprob_mismatch"
 HISTORY, ENOUGH = 16, 4
-"""The newest so many steps say which mismatch is usual for a run; fewer than the second say nothing."""
+"""Number of newest steps that determine a run's usual mismatch, and the fewest steps from which it is determined."""
 FAR = 10.0
-"""A mismatch is far above its history from the median plus so many times the larger of the median and the spread."""
+"""A mismatch is far above its history if it exceeds the median by this many times the larger of median and spread."""
 NO_ADVANTAGE = 1e-8
 
 
 class Health:
-    """Look at the metrics of each reported step. They are the same on all ranks, and so is what is found in them."""
+    """Checks on the metrics of each reported step. The metrics are the same on all ranks, and so are the findings."""
 
     def __init__(self, config: Config, dtype: torch.dtype, *, logs: bool):
-        """`dtype` is what the models compute in; with `logs`, on one rank, the warnings are logged."""
+        """Set up the checks. `dtype` is what the models compute in; warnings are logged with `logs`, on one rank."""
         self.config, self.dtype, self.logs = config, dtype, logs
         self.warnings: list[str] = []
-        """What concerns the whole run; run.json has it."""
+        """Warnings about the whole run, which run.json contains."""
         self.steps_without_signal = self.steps_with_signal = 0
         self._mismatches: deque[float] = deque(maxlen=HISTORY)
 
     def check_step(self, number: int, row: dict[str, float]) -> bool:
-        """Warn of a step without signal, and of a mismatch far above its history: then all weights should be verified.
+        """Warn of a step without signal, and of a mismatch far above its history.
 
-        Returns whether they should. RuntimeError for a mismatch above --mismatch_limit.
+        Returns True if all weights should be verified, which is after such a mismatch.
+        Raises RuntimeError for a mismatch above --mismatch_limit.
         """
         if "rollout/reward" in row:
             self._check_signal(number, row)
@@ -41,7 +42,7 @@ class Health:
         return self._check_mismatch(number, row[MISMATCH_NAME], row.get(f"{MISMATCH_NAME}_max", row[MISMATCH_NAME]))
 
     def check_end(self, *, taken: int, skipped: int) -> None:
-        """Warn of a run whose rewards never taught anything, and of skipped steps. RuntimeError when no step was taken."""
+        """Warn of a run whose rewards never gave a signal, and of skipped steps. Raises RuntimeError if no step was taken."""
         if self.steps_without_signal and not self.steps_with_signal:
             self._warn(
                 f"none of the {self.steps_without_signal} reported steps had a signal to learn from: all rewards were equal. "
@@ -87,7 +88,7 @@ class Health:
         return True
 
     def _usual(self) -> float:
-        """Return the largest mismatch that is explained by the steps before; infinity while there are too few."""
+        """Return the largest mismatch that the steps before explain; infinity while there are too few."""
         if len(self._mismatches) < ENOUGH:
             return float("inf")
         middle = median(self._mismatches)

@@ -1,4 +1,4 @@
-"""Ctrl-C and the scheduler's SIGTERM, taken at a safe point and by all ranks together."""
+"""Handle Ctrl-C and the scheduler's SIGTERM at a safe point, on all ranks together."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(Exception):
-    """The run was asked to stop; all ranks left the loop at the same place."""
+    """Raised when the run was asked to stop; all ranks left the loop at the same point."""
 
     def __init__(self, signum: int):
         super().__init__(f"interrupted by {signal.Signals(signum).name}")
@@ -22,7 +22,7 @@ class Interrupted(Exception):
 
 
 class Interruption:
-    """While active, the first signal only asks; the loop answers at its next safe point. The second one ends at once."""
+    """Signal handling of a run: the first signal stops it at its next safe point, the second one at once."""
 
     def __init__(self, world: Axis):
         self.world = world
@@ -41,8 +41,11 @@ class Interruption:
             signal.signal(number, handler)
 
     def leave_to_child(self) -> None:
-        """Give a forked child the handlers from before, so that SIGTERM ends it. It survives the Ctrl-C that only asks the run to
-        stop: a terminal sends that to both, and the run needs its child until the next safe point."""
+        """Restore the earlier handlers in a forked child, so that SIGTERM ends it.
+
+        The child survives the Ctrl-C that only asks the run to stop: a terminal sends that to both, and the run needs its child
+        until the next safe point.
+        """
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if not self._signal:
@@ -58,17 +61,17 @@ class Interruption:
         if self._signal:
             raise KeyboardInterrupt
         self._signal = number
-        if number == signal.SIGINT:  # a launcher sends SIGTERM to the others when a rank has ended: nobody waits for an answer
+        if number == signal.SIGINT:  # when a rank has ended, a launcher sends SIGTERM to the others: nobody reads this message
             logger.warning("stopping at the next safe point, with a checkpoint; once more to stop at once without one")
 
 
 _active: Interruption | None = None
 _masks = threading.local()
-"""The signals that the forking thread had blocked before."""
+"""Per thread, the signals that it had blocked before it forked."""
 
 
 def _before_fork() -> None:
-    """Block the signals: Python forgets one that arrives in the child before its handlers are those of a child."""
+    """Block the signals: Python drops one that arrives in the child before the child's handlers are installed."""
     _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 

@@ -1,4 +1,4 @@
-"""PPO and its family: sample, judge, estimate advantages, update."""
+"""PPO and its family: generate samples, score them, estimate advantages, update."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ from lightrft.types import Prompt
 
 
 class PPOTrainer(Trainer):
-    """One step: a batch of prompts, a group of samples each, one or more optimizer steps on them."""
+    """Trainer whose step takes a batch of prompts, a group of samples for each, and one or more optimizer steps on them."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class PPOTrainer(Trainer):
                 self._learn(self.policy, self.objective, planned, "train", self.ptx_loss)
 
     def _safe_point(self, take_back: Callable[[], None], metrics: dict[str, Any], weight_version: int) -> None:
-        """Interrupted here the step has not begun: a checkpoint is of the steps that are done, the same prompts come again."""
+        """Undo the step on an interruption: a checkpoint holds only finished steps, and the same prompts come again."""
         try:
             self.interruption.safe_point()
         except Interrupted:
@@ -68,7 +68,10 @@ class PPOTrainer(Trainer):
             raise
 
     def evaluate(self) -> None:
-        """The next step streams these same weights, under the version that they have here: versions count steps."""
+        """Add `eval/*` metrics of --eval_data.
+
+        The engine keeps its weight version: versions count steps, and the next step streams these same weights under it.
+        """
         version = self.strategy.weight_version
         with self.strategy.engine_awake(self.policy.actor):
             seed = derived_seed(self.config.train.seed, "evaluation", self.done)
@@ -86,7 +89,7 @@ class PPOTrainer(Trainer):
         return self.prompts + (self.ptx_loss.prompts if self.ptx_loss is not None else [])
 
     def _learn(self, role: Role, objective: Objective, planned: Planned, phase: str, ptx_loss: PtxLoss | None = None) -> None:
-        """One optimizer step per minibatch and epoch. What one role learns from does not depend on the other's updates."""
+        """Take one optimizer step per minibatch and epoch. The targets of one role do not depend on the other's updates."""
         for rows in planned.minibatches * self.config.train.max_epochs:
             denominator = role.denominator(planned.experience, rows, length=self.config.rollout.generate_max_len)
             self.metrics.mean(f"{phase}/learning_rate", role.scheduler.get_last_lr()[0])

@@ -1,4 +1,4 @@
-"""The configuration of a run, made ready: the same for the command line, for Python, and for a trainer built by hand."""
+"""Prepare the configuration of a run, in the same way for the command line, for Python, and for a trainer built by hand."""
 
 import os
 
@@ -13,7 +13,7 @@ from lightrft.versions import check_versions
 def prepare_config(command: str, config: Config) -> Config:
     """Resolve and check `config` in place, and log its warnings and the plan of the run; once for each configuration.
 
-    ConfigError names everything that cannot run.
+    Raises ConfigError with everything that cannot run.
     """
     if config.command == command:
         return config

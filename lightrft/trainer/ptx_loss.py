@@ -1,4 +1,4 @@
-"""A supervised loss on given answers, added to that of the samples so that the actor does not forget them (PTX, InstructGPT)."""
+"""Supervised loss on given answers, added to the loss on samples so that the actor does not forget them (PTX, InstructGPT)."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,7 +12,7 @@ from lightrft.types import Expand, Prompt
 
 
 class PtxLoss:
-    """A batch of rows for each optimizer step, as many as that has samples, in an order of its own; a part of checkpoints."""
+    """Supervised batches with as many rows as each optimizer step has samples, in an order of their own; saved in checkpoints."""
 
     def __init__(
         self,
@@ -25,7 +25,10 @@ class PtxLoss:
         expand: Expand | None = None,
         order: Order | None = None,
     ):
-        """`expand` is for prompts with images; `order` of the rows is by the seed when None. DataError for too few rows."""
+        """Set up the batches. `expand` is for prompts with images; without `order` the seed determines the order of the rows.
+
+        Raises DataError if there are too few rows.
+        """
         self.policy, self.prompts, self.tokenizer, self.train, self.expand = policy, prompts, tokenizer, train, expand
         Order.check(len(prompts), train.train_batch_size)
         self.order = order or Order(len(prompts), train.seed)

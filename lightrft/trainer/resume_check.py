@@ -1,4 +1,4 @@
-"""What a checkpoint belongs to: a run that continues from it has the same data, the same model and the same core settings."""
+"""Compare a checkpoint with the run that resumes from it: both need the same data, model and core settings."""
 
 import hashlib
 import json
@@ -16,12 +16,12 @@ from lightrft.strategy.checkpoint_verbs import NOTHING
 from lightrft.types import TokenIds
 
 FIXED = ("seed", "rollout_batch_size", "n_samples_per_prompt", "train_batch_size", "max_epochs", "advantage_estimator")
-"""Settings on which the order of the data, the updates of a step, or the meaning of what is stored depend."""
+"""Settings that determine the order of the data, the updates of a step, or the meaning of what is stored."""
 FIXED_BESIDE_FROZEN = ("pretrain", "critic_pretrain", "lora_rank", "lora_alpha", "target_modules", "freeze_prefix",
                         "freeze_vision_tower")
-"""The same for a checkpoint without frozen parameters, which come from --pretrain, and about what is in it."""
+"""Settings that are also fixed if frozen parameters come from --pretrain, and settings of what the checkpoint contains."""
 TOWERS = ("vision_config", "audio_config")
-"""Parts of a model's configuration that stand for parts which are not trained."""
+"""Parts of a model's configuration that describe modules which are not trained."""
 NO_NUMBER_DEPENDS_ON = {
     *("save_path", "ckpt_path", "load_checkpoint", "save_steps", "max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt", "async_save"),
     *("save_adapter_only", "overwrite", "mismatch_limit", "media_root"),
@@ -30,15 +30,16 @@ NO_NUMBER_DEPENDS_ON = {
        *(field.name for field in fields(SECTIONS["observe"]))),
 }
 NUM_PIECES = 64
-"""Pieces of the data that are known apart, so that a change can be found."""
+"""Number of pieces of the data with a digest each, so that a change can be located."""
 
 
 def identity(
     config: Config, model: PretrainedConfig, rows: Sequence[Any], weights: Mapping[str, str] = NOTHING
 ) -> dict[str, Any]:
-    """Of a run, in JSON's types. `rows` are dataclasses: the training data after templates, tokenizer and limits.
+    """Return the identity of a run, in JSON's types.
 
-    `weights`: name of a model -> fingerprint of the weights that it was made from.
+    `rows` are dataclasses: the training data after templates, tokenizer and limits. `weights`: name of a model -> fingerprint of
+    the weights that it was built from.
     """
     pieces = [share_of(number, NUM_PIECES, len(rows)) for number in range(NUM_PIECES)]
     return _plain({
@@ -51,7 +52,7 @@ def identity(
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What is not the same and may be. ConfigError with everything that may not."""
+    """Return the changes that are allowed. Raises ConfigError with all those that are not."""
     settings = _changes(before["settings"], now["settings"])
     partly = any(run["settings"].get(name) for run in (before, now) for name in ("lora_rank", "freeze_prefix"))
     partly |= any(name in now["model"] for name in TOWERS)
@@ -75,12 +76,12 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
-    """Of what both have: versions of a package differ in what they know."""
+    """Compare the keys that both have: versions of a package differ in their keys."""
     return {name: f"was {before[name]!r}, is {now[name]!r}" for name in now if name in before and before[name] != now[name]}
 
 
 def _digest(rows: Sequence[Any]) -> str:
-    """Of their content, the same in every process."""
+    """Return a digest of the content of the rows, the same in every process."""
     found = hashlib.sha256()
     for row in rows:
         values = [getattr(row, field.name) for field in fields(row)]
@@ -89,7 +90,7 @@ def _digest(rows: Sequence[Any]) -> str:
 
 
 def _stable(value: Any) -> Any:
-    """What JSON does not know: token ids and bytes as they are; others, whose repr may have an address in it, by their kind."""
+    """Convert what JSON cannot: token ids and bytes by their content, others by their type, as a repr may contain an address."""
     if isinstance(value, TokenIds):
         return value.tolist()
     if isinstance(value, ImageFile):

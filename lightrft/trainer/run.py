@@ -25,14 +25,15 @@ from lightrft.trainer.sft import SFTTrainer
 
 T = TypeVar("T")
 USER_ERROR = 2
-"""Exit code of the other ranks when the user can mend what ended the run."""
+"""Exit code of the other ranks when the run ended because of an error that the user can correct."""
 
 
 def train_ppo(config: Config | str | Path | None = None, **values: Any) -> PPOTrainer:
-    """Train a policy by PPO, GRPO and their family; returns the trainer at its end.
+    """Train a policy by PPO, GRPO and their family; return the trainer at the end.
 
-    `config` is a YAML file or a Config; `values` are flags by name, and win. A function may stand where a flag names one.
-    Under torchrun all processes call this alike; without a launcher it is a run of one process. ConfigError for what cannot run.
+    `config` is a YAML file or a Config; `values` are flags by name, which take precedence. A function can be passed where a flag
+    names one. Under torchrun all processes make the same call; without a launcher the run has one process.
+    Raises ConfigError for a configuration that cannot run.
     """
     return run("train_ppo", configuration(config, values))
 
@@ -43,12 +44,12 @@ def train_sft(config: Config | str | Path | None = None, **values: Any) -> SFTTr
 
 
 def evaluate(config: Config | str | Path | None = None, **values: Any) -> dict[str, float]:
-    """Judge a model's responses to held-out prompts; returns the numbers of evaluation.json; see train_ppo()."""
+    """Score a model's responses to held-out prompts; return the numbers of evaluation.json; see train_ppo()."""
     return run("evaluate", configuration(config, values))
 
 
 def configuration(config: Config | str | Path | None, values: dict[str, Any]) -> Config:
-    """Return a Config, or one made of a YAML file, with `values` set in it."""
+    """Return a Config, or one read from a YAML file, with `values` set in it."""
     config = config if isinstance(config, Config) else Config() if config is None else load(config)
     config.update(values)
     return config
@@ -93,14 +94,14 @@ WORK: dict[str, Callable[[Config, StrategyBase], Any]] = {
 
 
 def _end_all(strategy: StrategyBase, error: Exception) -> None:
-    """End the other ranks, which may wait for this one, before anything is closed. All ranks meet an interruption together."""
+    """End the other ranks, which may wait for this one, before closing anything. An interruption ends all ranks by itself."""
     of_the_user = isinstance(error, ConfigError)
     if not isinstance(error, Interrupted):
         strategy.fail(error, code=USER_ERROR if of_the_user else 1, brief=of_the_user)
 
 
 def _for_the_user(step: Callable[..., T], *arguments: object) -> T:
-    """Raise an error of the wiring as a ConfigError: it speaks of configuration, data or files, its traceback is of no use."""
+    """Raise an error during setup as a ConfigError: it concerns configuration, data or files, and its traceback is of no use."""
     try:
         return step(*arguments)
     except (ValueError, CheckpointError) as error:
@@ -109,6 +110,6 @@ def _for_the_user(step: Callable[..., T], *arguments: object) -> T:
 
 
 def quiet_libraries() -> None:
-    """Leave out of the log what users cannot act on."""
+    """Silence log messages of libraries that users cannot act on."""
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*_tensor` is deprecated", category=FutureWarning)

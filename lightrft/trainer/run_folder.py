@@ -1,4 +1,4 @@
-"""The folder of a run: who may write to it, which run its files belong to, and where an earlier run's files go."""
+"""The folder of a run: its lock, the run that its files belong to, and the folder to which earlier results are moved."""
 
 import fcntl
 import json
@@ -24,12 +24,12 @@ RESULTS = ("metrics.jsonl", "samples.jsonl", "model", "model_ema", "critic")
 """Files and folders that only a run which has trained leaves."""
 BESIDE_RESULTS = (DESCRIPTION, "config.yaml", "report.html", "summary.json", "evaluation.json", "tensorboard", "wandb",
                   "wandb_run_id")  # fmt: skip
-"""Those that belong to a run as well, and are moved with its results."""
+"""Other files and folders of a run, which are moved together with its results."""
 PROBE_BYTES = 4096
 
 
 class RunFolder:
-    """--save_path with its checkpoints, claimed by this run. The lock goes with the process, or with release()."""
+    """Folder --save_path with its checkpoints, locked by this run. The process's end or release() frees the lock."""
 
     def __init__(self, config: Config, world: Axis):
         train = config.train
@@ -37,18 +37,18 @@ class RunFolder:
         inside = self.path / "checkpoints"
         self.checkpoints = Path(train.ckpt_path) if train.ckpt_path else inside
         self.outside = self.checkpoints.resolve() != inside.resolve()
-        """Whether the checkpoints lie elsewhere than in the run's own folder."""
+        """True if the checkpoints are outside the run's own folder."""
         self.resumes, self.overwrites = train.load_checkpoint, train.overwrite
         self.id = ""
-        """Tells this run from every other; checkpoints carry it."""
+        """Unique id of the run, which its checkpoints contain."""
         self._locks: list[IO[str]] = []
 
     @classmethod
     def claim(cls, config: Config, world: Axis) -> Self:
-        """Lock the folder and see that all ranks can write to it. All ranks call this, before anything heavy.
+        """Lock the folder and check that all ranks can write to it. All ranks call this, before anything expensive.
 
-        ConfigError, on all ranks, where another run is at work in it, where it holds an earlier run's results and the
-        configuration does not say what to do with them, and where it cannot be written.
+        Raises ConfigError, on all ranks, if another run is using the folder, if it holds an earlier run's results and the
+        configuration does not say what to do with them, or if it cannot be written.
         """
         folder = cls(config, world)
         try:
@@ -61,12 +61,12 @@ class RunFolder:
         return folder
 
     def set_aside(self) -> None:
-        """Move an earlier run's results, if there are any, to FOLDER.previous: this run begins afresh. All ranks call this."""
+        """Move an earlier run's results, if there are any, to FOLDER.previous for a new start. All ranks call this."""
         self._together(lambda: self._move_results() if self.world.rank == 0 else None)
         self.id = self.world.broadcast(self.id)
 
     def description(self) -> dict[str, Any]:
-        """Read `run.json`; empty where there is none, or a broken one."""
+        """Read `run.json`; return an empty mapping if it is missing or invalid."""
         try:
             content = json.loads((self.path / DESCRIPTION).read_text())
         except (OSError, ValueError):
@@ -74,13 +74,13 @@ class RunFolder:
         return content if isinstance(content, dict) else {}
 
     def describe(self, description: dict[str, Any]) -> None:
-        """Write `run.json`, over the earlier one in its place: that needs no room on a disk that is full."""
+        """Write `run.json` in place, over the earlier one: this needs no free space on a full disk."""
         with open(os.open(self.path / DESCRIPTION, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
             file.write((json.dumps({"run": self.id} | description, indent=2) + "\n").encode())
             file.truncate()
 
     def release(self) -> None:
-        """Let other runs into the folder. Forked children hold the same lock, so it is not enough to close the file."""
+        """Release the locks for other runs. Forked children hold the same lock, so closing the file is not enough."""
         for file in self._locks:
             fcntl.flock(file, fcntl.LOCK_UN)
             file.close()
@@ -121,12 +121,12 @@ class RunFolder:
             self._move_results()
 
     def _folders(self) -> list[tuple[Path, str]]:
-        """Return the folders that are locked and tried, each with the flag that names it."""
+        """Return the folders to lock and to test, each with the flag that names it."""
         apart = self.outside and self.checkpoints.resolve() != self.path.resolve()
         return [(self.path, "save_path"), *([(self.checkpoints, "ckpt_path")] if apart else [])]
 
     def _saved_runs(self) -> set[str]:
-        """Return the runs whose checkpoints a run without a tag may continue."""
+        """Return the ids of the runs whose checkpoints can be resumed without a tag."""
         return {run for manifest, path in checkpoints(self.checkpoints) if manifest.resume and (run := _run_of(path))}
 
     def _results(self) -> list[str]:
@@ -178,7 +178,7 @@ class RunFolder:
 
 
 def _run_of(checkpoint: Path) -> str | None:
-    """Return the run that wrote a checkpoint; None for a checkpoint that does not say, or cannot be read."""
+    """Return the id of the run that wrote a checkpoint; None if the checkpoint has none or cannot be read."""
     try:
         return json.loads((checkpoint / STATE).read_text())["client"].get("run")
     except (OSError, ValueError, KeyError):

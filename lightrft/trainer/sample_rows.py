@@ -1,4 +1,4 @@
-"""Samples as rows of samples.jsonl, which people read and programs compute with."""
+"""Convert samples to rows of samples.jsonl, for people and for programs."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: learn the answer column, mean over all answer tokens of a step."""
+"""Supervised fine-tuning: learn the answer column; the loss is the mean over all answer tokens of a step."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from lightrft.types import Batch, Expand, Prompt
 
 
 class SFTTrainer(Trainer):
-    """One step is one optimizer step over `train_batch_size` rows."""
+    """Trainer whose step is one optimizer step over `train_batch_size` rows."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -35,7 +35,7 @@ class SFTTrainer(Trainer):
         self.metrics.sum("train/tokens", batch.num_tokens)
 
     def evaluate(self) -> None:
-        """Negative log-likelihood of the held-out answers, mean over their tokens."""
+        """Add the negative log-likelihood of the held-out answers, mean over their tokens."""
         batch, rows = self._my_part(self.eval_prompts)
         self.metrics.mean("eval/loss", -self.policy.logprobs(batch, rows), batch.loss_mask)
 
