@@ -25,7 +25,7 @@ class Blocks:
     """Sequences grouped into blocks of one width each, which are concatenated."""
 
     shapes: list[tuple[int, int]]
-    """(sequences, width) of each block."""
+    """(number of sequences, width) of each block."""
     source: Tensor | None
     """[P] int64: the token at each position of the blocks; padding repeats the last token. None if they are the flat batch."""
     places: Tensor | None
@@ -126,7 +126,7 @@ class Layout:
         shared: SharedPrefix | None = None,
     ):  # fmt: skip
         self.lengths = lengths.cpu()
-        """[N] int64 on the host."""
+        """Lengths of the sequences, [N] int64 on the host."""
         self.device = device
         """Device of the batch."""
         self.sequence = sequence

@@ -72,7 +72,7 @@ class Packer:
         return self._fill(rows, self.num_ranks * (self._fewest(rows) + 1), grow=True)[0]
 
     def staggered(self, rows: Bin) -> list[Bin]:
-        """Fill one bin per rank up to the cost of a sequence above the average bin while there is one; then use even()."""
+        """Fill one bin per rank up to the cost of the longest sequence while that exceeds an average bin; then use even()."""
         bins, left = [], sum(self.works)
         while rows and self.works[rows[0]] * self.num_ranks * self._fewest(rows) > left:
             full, rows = self._fill(rows, self.num_ranks, max_work=self.works[rows[0]])

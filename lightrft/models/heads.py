@@ -55,7 +55,7 @@ class Actor(nn.Module):
         hidden = hidden_states(self.language_model, whole, self.sequence)
         if top:
             return self._top(hidden, whole, top, temperature / self.logit_scale, batch.num_tokens)
-        before = whole.learned_tokens - 1  # each position predicts the next token; the first token is never learned
+        before = whole.learned_tokens - 1  # each position predicts the next token; the first token is never in the loss
         which, local = self.sequence.own(whole.shared.places[before] if whole.shared else before, whole.num_computed)
         next_, local = (to_device(rows, hidden.device) for rows in (before[which] + 1, local))
         weight, targets = self.language_model.get_output_embeddings().weight, whole.input_ids[next_]
@@ -75,7 +75,7 @@ class Actor(nn.Module):
         return logprobs[:num_tokens].clone(), ids[:num_tokens].clone()
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under their Hugging Face names, tied ones once."""
+        """Yield the parameters under their Hugging Face names, tied ones once."""
         yield from self.language_model.named_parameters()
 
 
@@ -102,7 +102,7 @@ class Scorer(nn.Module):
         return (whole.shared.spread(scores) if whole.shared else scores)[: batch.num_tokens].clone()
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under their Hugging Face names, tied ones once."""
+        """Yield the parameters under their Hugging Face names, tied ones once."""
         yield from self.scored_model.named_parameters()
 
 

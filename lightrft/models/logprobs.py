@@ -4,7 +4,7 @@ Only the logits of one chunk of tokens exist at a time. If the gradient of the o
 the gradients of hidden states and weight are computed from the same logits: three products of size T x V x H. Otherwise the
 backward pass recomputes the logits, in products of the same shape, which makes four; if all tokens fit into one chunk, the
 values that the gradient needs are kept instead. A truncation is decided once, in the forward pass, and kept as one bit per
-token of the vocabulary.
+logit.
 
 From the first exponential on everything is float32, whatever the dtype of the model. The products accumulate and return float32
 on an accelerator; a CPU rounds products of bfloat16 to bfloat16. The temperature divides a chunk's own float32 logits, never a
@@ -277,7 +277,7 @@ def _proportion(known: tuple[Tensor | None, ...], given: tuple[Tensor | None, ..
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """Gradients of log-probs [t, K] and entropy [t], divided by the temperature."""
+    """Gradients of the objective with respect to log-probs [t, K] and entropy [t], divided by the temperature."""
 
     logprobs: Tensor
     entropy: Tensor | None

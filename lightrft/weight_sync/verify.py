@@ -88,9 +88,10 @@ class Fingerprints:
             yield name, tensor
 
     def add(self, name: str, piece: Tensor, *, row: int = 0, column: int = 0) -> None:
-        """Add a piece at this position of the full tensor. All dimensions but the last count as rows; a vector's only one does.
+        """Add a piece that starts at this position of the full tensor.
 
-        A scalar is a vector of one element. A vector is read later, and must not be modified before.
+        All dimensions but the last count as rows, and so does the only dimension of a vector. A scalar is a vector of one
+        element. A vector is read later, and must not be modified before.
         """
         probe = _weight_probe(self.shapes[name], piece.shape, (row, column), self.dtype, self.slices, self.round)
         if probe is None:
