@@ -1,4 +1,4 @@
-"""Names for things users choose: a table per kind, and `module:object` or `file.py:object` for their own code."""
+"""Registries of objects that users choose by name, or by `module:object` or `file.py:object` for their own code."""
 
 import hashlib
 import importlib
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Registry:
-    """A table from names to objects of one kind, chosen by one command-line flag.
+    """Table from names to objects of one kind, chosen by one command-line flag.
 
         rewards = Registry("reward", flag="--reward")
 
@@ -72,7 +72,7 @@ class Registry:
 
 
 def _load_file(path: Path) -> Any:
-    """Import a file by path, under a name of its own so that two files called `reward.py` do not meet."""
+    """Import a file by path under a unique module name, so that two files called `reward.py` do not collide."""
     path = path.resolve()
     name = f"lightrft_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:

@@ -1,4 +1,4 @@
-"""Prompts, what an engine makes of them, and samples: plain Python, for processes that have no use for torch."""
+"""Prompts, completions of engines, and samples, in plain Python for processes that do not need torch."""
 
 from array import array
 from collections.abc import Callable, Iterable
@@ -7,7 +7,7 @@ from typing import Any, Self
 
 
 class TokenIds(array):
-    """Token ids in 4 bytes each, where a list takes up to 40. It compares with lists, and added to one or cut it makes one.
+    """Token ids in 4 bytes each, where a list takes up to 40. It compares equal to lists; sums and slices are lists.
 
         TokenIds([50, 55]) + [43] == [50, 55, 43]
     """
@@ -38,22 +38,22 @@ class TokenIds(array):
 
 @dataclass(slots=True)
 class Prompt:
-    """One row of the prompt data, ready for an engine.
+    """Row of the prompt data, ready for an engine.
 
         Prompt(index=7, text="27+58=", token_ids=[50, 55, 43, 53, 56, 61], columns={"label": "580"})
     """
 
     index: int
-    """Row in the data set; it travels with everything made from the prompt."""
+    """Row in the data set; everything derived from the prompt keeps it."""
     text: str
     token_ids: TokenIds
-    """Made of any sequence of ids."""
+    """Token ids of the text; any sequence of ids is converted."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """The other columns of the row; rewards receive them by name."""
+    """Other columns of the row, which rewards receive by name."""
     multi_modal: dict[str, Any] = field(default_factory=dict)
-    """Images, videos, audio of the prompt; empty for text."""
+    """Images, videos and audio of the prompt; empty for text."""
     media_tokens: int = 0
-    """How many more tokens the model reads, where images stand for their placeholders."""
+    """Number of additional tokens when images replace their placeholders."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.token_ids, TokenIds):
@@ -61,40 +61,40 @@ class Prompt:
 
     @property
     def num_tokens(self) -> int:
-        """What the model reads."""
+        """Return the number of tokens that the model reads."""
         return len(self.token_ids) + self.media_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Expanded:
-    """A prompt as its model reads it."""
+    """Prompt with expanded images, as its model reads it."""
 
     token_ids: list[int]
-    """Every placeholder replaced by as many tokens as its image has, and those that frame it."""
+    """Token ids, where each placeholder is replaced by the tokens of its image and their delimiters."""
     features: Any
-    """The images, in whatever form they are taken."""
+    """Images in the form that the model or engine takes."""
 
 
 Expand = Callable[[Prompt], Expanded]
-"""How the model that learns reads a prompt; its features are tensors by name."""
+"""Function that expands a prompt for the trained model; its features are tensors by name."""
 
 
 @dataclass(slots=True)
 class Completion:
-    """What an engine returns for one sample: the new tokens only."""
+    """Result of an engine for one sample; it has the new tokens only."""
 
     token_ids: list[int]
     logprobs: list[float]
     """Log-probability of each sampled token, at the sampling temperature."""
     finish_reason: str
-    """stop, length or abort."""
+    """One of "stop", "length" and "abort"."""
     weight_version: int = 0
     num_cached_tokens: int = 0
 
 
 @dataclass(slots=True)
 class Sample:
-    """One response to a prompt. Samples with the same `group` answer the same prompt in the same step.
+    """Response to a prompt. Samples with the same `group` answer the same prompt in the same step.
 
         Sample(prompt=prompt, group=7, token_ids=[53, 56, 48, 257], logprobs=[-.1, -.2, -.4, -.01],
                text="580", finish_reason="stop", reward=1.0)
@@ -105,20 +105,20 @@ class Sample:
     token_ids: list[int]
     logprobs: list[float]
     text: str
-    """The response decoded without special tokens: what rewards judge. The prompt is never part of it."""
+    """Response decoded without special tokens, as rewards receive it. The prompt is never part of it."""
     finish_reason: str
     weight_version: int = 0
-    """Of the engine's weights that drew the first token; a response that grew over several steps has newer ones behind it."""
+    """Version of the weights that sampled the first token; later tokens of a response over several steps have newer ones."""
     reward: float = 0.0
-    """Of the whole response; the sum where it was rewarded step by step."""
+    """Reward of the whole response; the sum of step rewards if there are any."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """What the reward is the sum of, where its function says so; for metrics."""
+    """Terms of the reward by name, if the reward function returns them; for metrics."""
     masked: bool = False
-    """True if nothing is learned from it; its reward counts for its group."""
+    """True if the sample is excluded from the loss; its reward still counts for its group."""
     greedy_reward: float = 0.0
-    """Of the greedy response to the same prompt, where an estimator compares with it."""
+    """Reward of the greedy response to the same prompt, for estimators that use it as a baseline."""
     token_rewards: list[float | None] | None = None
-    """For each token of the response the reward that came with it, None where none did; unset: all of it came at the end."""
+    """Reward at each token of the response, None for tokens without one; if unset, the whole reward is at the end."""
 
     @property
     def truncated(self) -> bool:
@@ -126,12 +126,12 @@ class Sample:
 
     @property
     def steps(self) -> list[tuple[int, float]]:
-        """The token of the response at which each reward came, and the reward; -1 for a response without tokens."""
+        """Return (index of the response token, reward) for each reward; the index is -1 for a response without tokens."""
         if self.token_rewards is None:
             return [(len(self.token_ids) - 1, self.reward)]
         return [(token, reward) for token, reward in enumerate(self.token_rewards) if reward is not None]
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and response together."""
+        """Return the number of tokens of prompt and response together."""
         return self.prompt.num_tokens + len(self.token_ids)

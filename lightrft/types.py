@@ -1,6 +1,6 @@
-"""The nouns: Prompt, Sample, Batch, Experience.
+"""Data types of training: Prompt, Sample, Batch, Experience.
 
-Shapes: T tokens of all sequences end to end, N sequences. There is no padding here.
+Shapes: T tokens of all sequences, which are concatenated without padding, N sequences.
 """
 
 from collections.abc import Sequence
@@ -24,30 +24,30 @@ def per_sequence(default: Any = None) -> Any:
 
 @dataclass(slots=True)
 class Routing:
-    """What the routers of a mixture of E experts did, summed over tokens and layers; float32."""
+    """Routing statistics of a mixture of E experts, summed over tokens and layers; float32."""
 
-    chosen: Tensor  # [E] how often an expert was among the chosen
-    probabilities: Tensor  # [E] with gradient
+    chosen: Tensor  # [E] how often each expert was chosen
+    probabilities: Tensor  # [E] sum of the routing probabilities, with gradient
     count: Tensor  # [] tokens times layers
 
 
 Features = dict[str, Tensor]
-"""What a processor makes of the images of one sequence, for its model; empty where it has none."""
+"""Output of a processor for the images of one sequence, as inputs of its model; empty without images."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """The prefixes that sequences of a batch share: a causal model computes each of their tokens once, U tokens for T."""
+    """Prefixes that sequences of a batch share: a causal model computes each of their tokens once, U tokens instead of T."""
 
-    computed: Tensor  # [U] int64 on the host, ascending: the tokens that stand for all with the same tokens up to them
-    places: Tensor  # [T] int64 on the host: for each token, where among them its own is
+    computed: Tensor  # [U] int64 on the host, ascending: indices of the computed tokens, one for all with the same prefix
+    places: Tensor  # [T] int64 on the host: for each token, the index of its representative in `computed`
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return values of computed tokens, [U, ...], for all tokens: [T, ...]."""
+        """Expand values of computed tokens, [U, ...], to all tokens: [T, ...]."""
         return values.index_select(0, to_device(self.places, values.device))
 
     def append_sequence(self, count: int) -> Self:
-        """Return the same with a sequence of `count` tokens more, which shares nothing."""
+        """Return a copy with one more sequence of `count` tokens, which shares nothing."""
         more = torch.arange(count)
         return replace(self, computed=torch.cat([self.computed, len(self.places) + more]),
                        places=torch.cat([self.places, len(self.computed) + more]))
@@ -55,24 +55,24 @@ class SharedPrefix:
 
 @dataclass(slots=True)
 class Batch:
-    """Sequences end to end: the one layout of training tensors.
+    """Concatenated sequences, the layout of all training tensors.
 
-    Two sequences `a b c` and `x y` of which `b c` and `y` are to be learned:
+    Two sequences `a b c` and `x y`, where `b c` and `y` are in the loss:
 
         input_ids  a b c x y        [T]
         loss_mask  0 1 1 0 1        [T]
         lengths    3 2              [N]
     """
 
-    lengths: Tensor = per_sequence()  # [N] int64, left on the host by `to`: shapes follow without waiting
+    lengths: Tensor = per_sequence()  # [N] int64, stays on the host in `to`: shapes depend on it
     input_ids: Tensor = per_token()  # [T] int64
-    loss_mask: Tensor = per_token()  # [T] bool, tokens that are learned; never the first of a sequence
-    rows: Tensor = per_sequence()  # [N] int64, where each sequence stood in the whole batch of all ranks
-    entropy: Tensor | None = per_token()  # [T] float32, of the model that learns: Policy.forward sets it, with its gradient
-    learned: Tensor | None = field(default=None, metadata={"per": "batch"})  # [M] int64, see learned_tokens; made by `to`
-    shared: SharedPrefix | None = field(default=None, metadata={"per": "batch"})  # of one micro-batch; None: nothing is shared
-    routing: Routing | None = field(default=None, metadata={"per": "batch"})  # of the model that learns, set as entropy is
-    media: list[Features] | None = field(default=None, metadata={"per": "media"})  # [N] of each sequence, on the host; None: text
+    loss_mask: Tensor = per_token()  # [T] bool, tokens in the loss; never the first of a sequence
+    rows: Tensor = per_sequence()  # [N] int64, index of each sequence in the whole batch of all ranks
+    entropy: Tensor | None = per_token()  # [T] float32, of the trained model: set by Policy.forward, with gradient
+    learned: Tensor | None = field(default=None, metadata={"per": "batch"})  # [M] int64, see learned_tokens; set by `to`
+    shared: SharedPrefix | None = field(default=None, metadata={"per": "batch"})  # of a micro-batch; None: nothing is shared
+    routing: Routing | None = field(default=None, metadata={"per": "batch"})  # of the trained model, set like entropy
+    media: list[Features] | None = field(default=None, metadata={"per": "media"})  # [N] per sequence, on the host; None: text
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -83,44 +83,44 @@ class Batch:
 
     @property
     def num_computed(self) -> int:
-        """Tokens that a model computes: all, or each shared prefix once."""
+        """Return the number of tokens that a model computes: all, or each shared prefix once."""
         return len(self.shared.computed) if self.shared else self.num_tokens
 
     @property
     def num_loss_tokens(self) -> Tensor:
-        """[] float32, tokens that are learned."""
+        """Return the number of tokens in the loss: [] float32."""
         return self.loss_mask.sum(dtype=torch.float32)
 
     @property
     def learned_tokens(self) -> Tensor:
-        """[M] int64, the positions of learned tokens in ascending order; on the host, as their number is a shape."""
+        """Return the positions of the loss tokens, ascending, [M] int64; on the host, because their number is a shape."""
         return self.loss_mask.nonzero()[:, 0].cpu() if self.learned is None else self.learned
 
     @property
     def offsets(self) -> Tensor:
-        """[N + 1] int64, where each sequence begins; the last entry is T."""
+        """Return the start of each sequence, [N + 1] int64; the last entry is T."""
         return F.pad(self.lengths.cumsum(0), (1, 0))
 
     @property
     def position_ids(self) -> Tensor:
-        """[T] int64, restarting at every sequence."""
+        """Return the position of each token in its sequence: [T] int64."""
         starts = torch.repeat_interleave(self.offsets[:-1], self.lengths, output_size=self.num_tokens)
         return to_device(torch.arange(self.num_tokens, device=starts.device) - starts, self.input_ids.device)
 
     @property
     def sequence_ids(self) -> Tensor:
-        """[T] int64, the sequence of each token."""
+        """Return the index of the sequence of each token: [T] int64."""
         rows = torch.arange(len(self), device=self.lengths.device)
-        rows = torch.repeat_interleave(rows, self.lengths, output_size=self.num_tokens)  # else the host waits for the sum
+        rows = torch.repeat_interleave(rows, self.lengths, output_size=self.num_tokens)  # otherwise the host waits for the sum
         return to_device(rows, self.input_ids.device)
 
     def columns(self, per: str) -> dict[str, Tensor]:
-        """The tensors that are present, `per` "token" or "sequence"."""
+        """Return the tensors that are present, `per` "token" or "sequence", by name."""
         present = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata["per"] == per}
         return {name: value for name, value in present.items() if value is not None}
 
     def select(self, rows: Sequence[int] | Tensor) -> Self:
-        """The given sequences, in the given order."""
+        """Return a batch of the given sequences, in the given order."""
         rows = torch.as_tensor(rows, dtype=torch.int64, device=self.lengths.device)
         tokens = token_index(self.offsets, rows)
         return replace(
@@ -133,7 +133,7 @@ class Batch:
         )
 
     def to(self, device: torch.device | str) -> Self:
-        """All but the lengths, the positions of learned tokens and media, which stay on the host."""
+        """Copy the batch to a device, except lengths, positions of loss tokens and media, which stay on the host."""
         moved = {name: value for name, value in (self.columns("sequence") | self.columns("token")).items() if name != "lengths"}
         device = torch.device(device)
         return replace(self, learned=self.learned_tokens, **{name: to_device(value, device) for name, value in moved.items()})
@@ -141,30 +141,30 @@ class Batch:
 
 @dataclass(slots=True)
 class Experience(Batch):
-    """Scored samples: a Batch with what the policy gradient needs."""
+    """Batch of scored samples with the tensors that the policy gradient needs."""
 
     groups: Tensor = per_sequence()  # [N] int64
     rewards: Tensor = per_sequence()  # [N] float32
-    step_rewards: Tensor | None = per_token()  # [T] float32, the advantage of the reward that came with each token, 0 elsewhere
+    step_rewards: Tensor | None = per_token()  # [T] float32, advantage of the reward at each token, 0 without a reward
     advantages: Tensor | None = per_token()  # [T] float32
     engine_logprobs: Tensor = per_token()  # [T] float32, as sampled
-    old_logprobs: Tensor | None = per_token()  # [T] float32, of the actor before this step's first update
+    old_logprobs: Tensor | None = per_token()  # [T] float32, of the actor before the first update of the step
     reference_logprobs: Tensor | None = per_token()  # [T] float32
-    values: Tensor | None = per_token()  # [T] float32, what the critic expects before each token, before the first update
-    returns: Tensor | None = per_token()  # [T] float32, what it learns
-    weights: Tensor | None = per_token()  # [T] float32, of the policy loss of each token
-    marked: Tensor | None = per_token()  # [T] bool, tokens that the policy loss treats differently; see covariance.py
+    values: Tensor | None = per_token()  # [T] float32, critic's value before each token, before the first update
+    returns: Tensor | None = per_token()  # [T] float32, targets of the critic
+    weights: Tensor | None = per_token()  # [T] float32, weight of each token in the policy loss
+    marked: Tensor | None = per_token()  # [T] bool, tokens with a special treatment in the policy loss; see covariance.py
 
 
 def to_device(value: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without waiting for it; an accelerator copies asynchronously from pinned memory only."""
+    """Copy to the device without synchronizing; an accelerator copies asynchronously from pinned memory only."""
     if torch.accelerator.is_available() and value.device.type == "cpu" and device.type != "cpu":
         value = value.pin_memory()
     return value.to(device, non_blocking=True)
 
 
 def append_sequence(batch: Batch, token_ids: Tensor, features: Features | None = None) -> Batch:
-    """Return the batch with one more sequence that is not learned, and its images; it has only the columns that a model reads."""
+    """Return the batch with one more sequence, outside of the loss, and its images; only columns that a model reads remain."""
     lengths = F.pad(batch.lengths, (0, 1), value=len(token_ids))
     mask, rows = F.pad(batch.loss_mask, (0, len(token_ids))), F.pad(batch.rows, (0, 1))
     ids = torch.cat([batch.input_ids, token_ids.to(batch.input_ids)])
@@ -174,13 +174,13 @@ def append_sequence(batch: Batch, token_ids: Tensor, features: Features | None =
 
 
 def concatenated_features(features: Sequence[Features]) -> Features:
-    """Concatenate the images of several sequences, in order; smaller and fewer parts are padded with zeros, as in a processor."""
+    """Concatenate the features of several sequences, in order; smaller tensors are padded with zeros, as by a processor."""
     names = dict.fromkeys(name for each in features for name in each)
     return {name: _stacked([each[name] for each in features if name in each]) for name in names}
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:
-    """One behind the other along the first dimension, all others as long as the longest."""
+    """Concatenate along the first dimension and pad all others to the largest size."""
     shape = [sum(map(len, tensors)), *(max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True))]
     whole, start = tensors[0].new_zeros(shape), 0
     for tensor in tensors:
@@ -190,24 +190,24 @@ def _stacked(tensors: list[Tensor]) -> Tensor:
 
 
 def unpadded(values: Tensor, lengths: Tensor) -> Tensor:
-    """Right-padded rows [B, S] to their tokens end to end: [T]."""
+    """Convert right-padded rows [B, S] to their concatenated tokens: [T]."""
     return values[_is_token(lengths, values.shape[1])]
 
 
 def padded(values: Tensor, lengths: Tensor, width: int) -> Tensor:
-    """The other way round: tokens [T, ...] to rows [B, width, ...], 0 in the padding."""
+    """Convert concatenated tokens [T, ...] to right-padded rows [B, width, ...], 0 in the padding."""
     rows = values.new_zeros(len(lengths), width, *values.shape[1:])
     rows[_is_token(lengths, width)] = values
     return rows
 
 
 def _is_token(lengths: Tensor, width: int) -> Tensor:
-    """[B, width] bool, False in the padding."""
+    """Return a mask [B, width] bool, False in the padding."""
     return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
 def token_index(offsets: Tensor, rows: Tensor) -> Tensor:
-    """Positions in the flat layout of all tokens of `rows`, in the order of `rows`. offsets [N + 1]; returns [T']."""
+    """Return the flat positions of all tokens of `rows`, in the order of `rows`: [T'], from offsets [N + 1]."""
     lengths = (offsets[1:] - offsets[:-1])[rows]
     ends = lengths.cumsum(0)
     within = torch.arange(int(lengths.sum()), device=rows.device) - torch.repeat_interleave(ends - lengths, lengths)

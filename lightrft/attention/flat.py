@@ -1,9 +1,9 @@
-"""Attention over flat batches: sequences end to end, none sees another.
+"""Attention over flat batches: sequences are concatenated, and none attends to another.
 
-One function, registered with transformers under the name `lightrft`. Two kernels do the work: variable-length flash attention
-where the device has it; elsewhere torch's own, over blocks of sequences of similar length, padded on the right. There plain
-causal attention is already right: padding stands behind every token that counts. Where sequences share a prefix, or ranks divide
-the queries, both work in parts: see prefix_attention.py.
+The function is registered with transformers under the name `lightrft`. It uses one of two kernels: variable-length flash
+attention if the device supports it, otherwise torch's own over blocks of sequences of similar length, padded on the right. Plain
+causal attention is correct there, because padding follows all tokens of a sequence. If sequences share a prefix, or ranks split
+the queries, both compute attention in parts: see prefix_attention.py.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def attention_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
 
 
 def part_kernel(device: torch.device, dtype: torch.dtype) -> PartKernel | None:
-    """Choose the kernel for sequences in parts; None where none gives log-sum-exps, as in float32 on an accelerator."""
+    """Choose the kernel for sequences in parts; None if no kernel returns log-sum-exps, as for float32 on an accelerator."""
     if _flash(device, dtype):
         from lightrft.attention.flash_attn import FLASH_PARTS
 
@@ -61,9 +61,9 @@ def flat_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, t, D], key and value [1, H_kv, t, D] of this rank's tokens -> ([1, t, H, D], None).
+    """Compute attention: query [1, H, t, D], key and value [1, H_kv, t, D] of this rank's tokens -> ([1, t, H, D], None).
 
-    A token sees `sliding_window` with itself.
+    A token attends to `sliding_window` tokens, itself included. Raise ValueError for soft-capped and sink attention.
     """
     if softcap is not None or s_aux is not None:
         raise ValueError(f"{type(module).__name__} uses soft-capped or sink attention, which flat batches do not support")
@@ -84,9 +84,9 @@ def flat_attention(
 def copied_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, scaling: float | None, window: int | None, dropout: float
 ) -> Tensor:
-    """torch's scaled dot product attention, sequence by sequence, each with a copy of all keys that it sees.
+    """Compute torch's scaled dot product attention per sequence, each with a copy of all keys that it attends to.
 
-    The fallback for dropout, whose probabilities must be those over all keys, and for devices without a part_kernel().
+    This is the fallback for dropout, which needs the probabilities over all keys, and for devices without a part_kernel().
     """
     part = layout.with_copies(window or layout.longest)
     queries = query.split(part.query_lengths)
@@ -105,7 +105,7 @@ def copied_attention(
 def block_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, scaling: float | None, window: int | None, dropout: float
 ) -> Tensor:
-    """torch's scaled dot product attention, block by block."""
+    """Compute torch's scaled dot product attention block by block."""
     blocks, outputs = layout.blocks, []
     for (size, width), q, k, v in zip(blocks.shapes, *(_split(x, blocks) for x in (query, key, value)), strict=True):
         q, k, v = (x.view(size, width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
@@ -119,7 +119,7 @@ def block_attention(
 
 
 def _split(x: Tensor, blocks: Blocks) -> tuple[Tensor, ...]:
-    """[T, H, D] -> of each block [n * S, H, D]. One split: its gradient is one concatenation, that of slices one sum each."""
+    """Split [T, H, D] into blocks [n * S, H, D]. The gradient of a split is one concatenation, that of slices a sum for each."""
     x = x if blocks.source is None else x.index_select(0, blocks.source)
     return x.split([size * width for size, width in blocks.shapes])
 

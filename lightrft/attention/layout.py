@@ -1,7 +1,7 @@
-"""The places of sequences in a flat batch, and the tokens that each of them attends to.
+"""Positions of the sequences in a flat batch, and the tokens that each of them attends to.
 
-T tokens of all sequences, of which U are computed: all of them, or each shared prefix once. Ranks that divide a batch divide
-its computed tokens; t of them are this rank's.
+Shapes: T tokens of all sequences, U of them computed (all of them, or each shared prefix once), t computed by this rank: ranks
+that split a batch split its computed tokens.
 """
 
 from collections.abc import Iterator
@@ -17,29 +17,29 @@ from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL, SequencePa
 from lightrft.types import SharedPrefix, to_device
 
 ALONE = 64
-"""A sequence longer than this shares a block with those of its very length only: one more call costs less than padding."""
+"""Length above which a sequence shares a block only with sequences of the same length: a call costs less than padding."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The sequences in blocks of one width, end to end."""
+    """Sequences grouped into blocks of one width each, which are concatenated."""
 
     shapes: list[tuple[int, int]]
-    """(sequences, width) of each block."""
+    """(number of sequences, width) of each block."""
     source: Tensor | None
-    """[P] int64: the token at each place of the blocks; padding repeats the last token. None: blocks are flat already."""
+    """[P] int64: the token at each position of the blocks; padding repeats the last token. None if they are the flat batch."""
     places: Tensor | None
-    """[T] int64: where each token stands in the blocks."""
+    """[T] int64: the position of each token in the blocks."""
 
 
 class Selection:
-    """Some rows of a tensor: a view where they are consecutive, else a copy."""
+    """Selected rows of a tensor: a view if they are consecutive, else a copy."""
 
     def __init__(self, index: np.ndarray, device: torch.device):
-        """`index` [n] int64, on the host. A row may be there several times."""
+        """Select the rows `index` [n] int64, on the host. A row may occur several times."""
         self.consecutive = len(index) > 0 and bool((np.diff(index) == 1).all())
         self.rows: slice | Tensor
-        """Of the tensor."""
+        """Selected rows of the tensor."""
         self._copies: list[tuple[Tensor, Tensor]] = []
         if self.consecutive:
             self.rows = slice(int(index[0]), int(index[-1]) + 1)
@@ -55,7 +55,7 @@ class Selection:
         return values[self.rows] if self.consecutive else values.index_select(0, self.rows)
 
     def spread(self, values: Tensor, total: Tensor) -> Tensor:
-        """Return the sum of values [n, ...] for every row, in float32 and the shape of `total`; may be `values` itself."""
+        """Return the sum of values [n, ...] for every row, in float32 and the shape of `total`; it may be `values` itself."""
         if self.consecutive and len(values) == len(total):
             return values.float()
         whole = torch.zeros_like(total, dtype=torch.float32)
@@ -63,9 +63,9 @@ class Selection:
         return whole
 
     def add_to(self, total: Tensor, values: Tensor) -> None:
-        """Add values [n, ...] to the selected rows of `total`, in place. A row that is there several times gets the sum of all.
+        """Add values [n, ...] to the selected rows of `total`, in place. A row that occurs several times gets the sum of all.
 
-        No two values are added to one row at the same time, so the sum is the same in every run.
+        No two values are added to one row at the same time, so the sum is deterministic.
         """
         if self.consecutive:
             total[self.rows] += values
@@ -76,7 +76,7 @@ class Selection:
 
 
 def _copy_numbers(index: np.ndarray) -> np.ndarray:
-    """[n] int64: for each entry, how many equal ones stand before it."""
+    """Return for each entry the number of equal entries before it: [n] int64."""
     order = index.argsort(kind="stable")
     first = np.r_[True, np.diff(index[order]) != 0]
     starts = np.maximum.accumulate(np.where(first, np.arange(len(index)), 0))
@@ -86,10 +86,11 @@ def _copy_numbers(index: np.ndarray) -> np.ndarray:
 
 
 class Part:
-    """One call of attention: runs of queries, end to end, each with a run of keys of its own.
+    """One call of attention: concatenated runs of queries, each with a run of keys.
 
-    `causal`: as many keys as queries, each query sees the keys up to its own. `window`: the last query of a run stands at its
-    last key, and each sees so many keys up to its own. Neither: every query of a run sees all of its keys.
+    `causal`: a run has as many keys as queries, and each query attends to the keys up to its own. `window`: the last query of a
+    run is aligned with its last key, and each query attends to `window` keys up to its own. Neither: every query of a run
+    attends to all of its keys.
     """
 
     def __init__(
@@ -97,27 +98,27 @@ class Part:
         *, causal: bool = False, window: int | None = None,
     ):  # fmt: skip
         self.queries, self.keys = queries, keys
-        """Among this rank's t tokens, and among the U of all ranks."""
+        """Queries among this rank's t tokens, and keys among the U tokens of all ranks."""
         self.query_lengths: list[int] = query_lengths.tolist()
         self.key_lengths: list[int] = key_lengths.tolist()
         self.device, self.causal, self.window = device, causal, window
 
     @cached_property
     def offsets(self) -> tuple[Tensor, Tensor]:
-        """[runs + 1] int32 each, on the device: where the queries and the keys of each run begin."""
+        """Return the offsets of the queries and of the keys of each run: [runs + 1] int32 each, on the device."""
         return offsets(torch.tensor(self.query_lengths), self.device), offsets(torch.tensor(self.key_lengths), self.device)
 
     @cached_property
     def blocks(self) -> Blocks:
-        """The runs of a causal part, as blocks on the device."""
+        """Return the runs of a causal part as blocks on the device."""
         return blocks(torch.tensor(self.query_lengths), self.device)
 
 
 class Layout:
-    """Where the sequences of a flat batch lie; made once per micro-batch, used by every layer.
+    """Positions of the sequences in a flat batch; built once per micro-batch, used by every layer.
 
-    Made on the host from lengths that are there, so that nobody waits for the device. No dataclass: in mixed precision FSDP
-    copies those for every layer, and what is kept here would be computed again.
+    It is built from lengths on the host, so that the host does not wait for the device. It is no dataclass: in mixed precision
+    FSDP copies dataclasses for every layer, and the cached values would be recomputed.
     """
 
     def __init__(
@@ -125,16 +126,16 @@ class Layout:
         shared: SharedPrefix | None = None,
     ):  # fmt: skip
         self.lengths = lengths.cpu()
-        """[N] int64 on the host."""
+        """Lengths of the sequences, [N] int64 on the host."""
         self.device = device
-        """Where the batch is."""
+        """Device of the batch."""
         self.sequence = sequence
-        """How ranks divide its computed tokens."""
+        """Split of the computed tokens over ranks."""
         self.shared = shared
-        """Which of its tokens are computed, where not all are."""
+        """Shared prefixes, which are computed once; None if all tokens are computed."""
         self.num_computed = len(shared.computed) if shared else int(self.lengths.sum())
         self.queries = sequence.queries(self.num_computed)
-        """Begin and end of the runs of computed tokens whose queries this rank has."""
+        """Start and end of the runs of computed tokens whose queries this rank has."""
         self._parts: dict[int | None, list[Part]] = {}
 
     @cached_property
@@ -143,33 +144,33 @@ class Layout:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """[N + 1] int32 on the device: where each sequence begins; the last entry is T."""
+        """Return the start of each sequence, [N + 1] int32 on the device; the last entry is T."""
         return offsets(self.lengths, self.device)
 
     @cached_property
     def blocks(self) -> Blocks:
-        """The sequences, as blocks on the device."""
+        """Return the sequences as blocks on the device."""
         return blocks(self.lengths, self.device)
 
     @property
     def in_parts(self) -> bool:
-        """True where a sequence's queries and keys are not the same consecutive tokens."""
+        """Return True if the queries and keys of a sequence may differ from its own consecutive tokens."""
         return self.shared is not None or self.queries != [(0, self.num_computed)]
 
     def parts(self, window: int | None) -> list[Part]:
-        """Return the calls that together are the attention of this rank's queries; the first has each of them once.
+        """Return the calls that together compute the attention of this rank's queries; the first has each query once.
 
-        Without a window: the consecutive tokens of each sequence among themselves, then the prefixes before them, level by level:
-        those that begin their sequences, those that follow such a one, and so on. All sequences with a prefix meet in one run of
-        queries, so its keys are there once. With a window: one call, in which each sequence has copies of the keys that its first
-        queries see before them.
+        Without a window: causal attention within the consecutive tokens of each sequence, then the prefixes before them, level by
+        level: first those at the start of sequences, then those that follow them, and so on. All sequences with the same prefix
+        form one run of queries, so its keys occur once. With a window: one call, in which each sequence has copies of the keys
+        before its own tokens that its first queries attend to.
         """
         if window not in self._parts:
             self._parts[window] = [self._own(), *self._prefixes()] if window is None else [self.with_copies(window)]
         return self._parts[window]
 
     def with_copies(self, window: int) -> Part:
-        """Return one part with a window, which has copies of the keys that several sequences see."""
+        """Return one part with a window, which copies the keys that several sequences attend to."""
         starts, ends = self._rows[self._pieces.row] + np.maximum(self._pieces.depth - window + 1, 0), self._prefix_ends
         before, own = ends - starts, self._pieces.sizes
         index = np.empty(int((before + own).sum()), dtype=np.int64)
@@ -187,7 +188,7 @@ class Layout:
         return Part(queries, keys, sizes, sizes, self.device, causal=True)
 
     def _prefixes(self) -> Iterator[Part]:
-        """A part for each level of the tree of prefixes. A node of it ends where not all who read it read on."""
+        """Yield a part for each level of the prefix tree. A node ends where the sequences that share it diverge."""
         pieces = self._pieces
         piece = np.arange(len(pieces.sizes)).repeat(pieces.depth)
         read = self._places[_ranges(self._rows[pieces.row], pieces.depth)]
@@ -201,7 +202,7 @@ class Layout:
         for number in range(int(level.max()) + 1):
             here = (level == number).nonzero()[0]
             here = here[begins[here].argsort(kind="stable")]
-            first = np.r_[True, np.diff(begins[here]) != 0].nonzero()[0]  # of the readers of each node
+            first = np.r_[True, np.diff(begins[here]) != 0].nonzero()[0]  # first reader of each node
             readers_here = piece[here]
             query_lengths = np.add.reduceat(pieces.sizes[readers_here], first)
             queries = Selection(_ranges(local[readers_here], pieces.sizes[readers_here]), self.device)
@@ -211,24 +212,24 @@ class Layout:
 
     @cached_property
     def _rows(self) -> np.ndarray:
-        """[N]: where each sequence begins among the T tokens."""
+        """Return the start of each sequence among the T tokens: [N]."""
         return (self.lengths.cumsum(0) - self.lengths).numpy()
 
     @cached_property
     def _places(self) -> np.ndarray:
-        """[T]: each token's place among the computed ones."""
+        """Return the index of each token among the computed ones: [T]."""
         return np.arange(self.num_computed) if self.shared is None else self.shared.places.numpy()
 
     @cached_property
     def _prefix_ends(self) -> np.ndarray:
-        """[pieces]: where, among the T tokens, the first one of each piece stands."""
+        """Return the index of the first token of each piece among the T tokens: [pieces]."""
         return self._rows[self._pieces.row] + self._pieces.depth
 
     @cached_property
     def _pieces(self) -> "Pieces":
-        """Runs of this rank's computed tokens that follow each other in a sequence, in their order.
+        """Return the runs of this rank's computed tokens that are consecutive in a sequence, in their order.
 
-        The computed tokens of a sequence are its last ones: each shares its beginning, if anything.
+        The computed tokens of a sequence are its last ones, because only a prefix can be shared.
         """
         lengths = self.lengths.numpy()
         computed = np.arange(self.num_computed) if self.shared is None else self.shared.computed.numpy()
@@ -245,24 +246,24 @@ class Layout:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Consecutive computed tokens of one sequence each; int64 [pieces]."""
+    """Runs of consecutive computed tokens, each of one sequence; int64 [pieces]."""
 
     row: np.ndarray
-    """The sequence."""
+    """Index of the sequence."""
     begins: np.ndarray
-    """The first token, among the computed ones."""
+    """Index of the first token among the computed ones."""
     sizes: np.ndarray
     depth: np.ndarray
-    """How many tokens of the sequence stand before it."""
+    """Number of tokens of the sequence before the piece."""
 
 
 def offsets(lengths: Tensor, device: torch.device) -> Tensor:
-    """[N] on the host -> [N + 1] int32 on the device: where each begins; the last entry is the sum."""
+    """Return the start of each sequence on the device, [N + 1] int32, from lengths [N] on the host; the last entry is the sum."""
     return to_device(F.pad(lengths.cumsum(0), (1, 0)).int(), device)
 
 
 def blocks(lengths: Tensor, device: torch.device) -> Blocks:
-    """Long sequences with those of their length, short ones with those of the same power of two: padding is under a half."""
+    """Group long sequences by equal length and short ones by the next power of two, so that padding is under a half."""
     similar = lengths.double().log2().ceil().long()
     similar[lengths > ALONE] = 64 + _first_alike(lengths)[lengths > ALONE]  # above every exponent
     if bool((lengths == lengths[0]).all()):
@@ -285,16 +286,16 @@ def blocks(lengths: Tensor, device: torch.device) -> Blocks:
 
 
 def _first_alike(lengths: Tensor) -> Tensor:
-    """[N] int64: of each sequence the first one of its length."""
+    """Return for each sequence the index of the first sequence of the same length: [N] int64."""
     kind = lengths.unique(return_inverse=True)[1]
     return torch.full_like(lengths, len(lengths)).scatter_reduce(0, kind, torch.arange(len(lengths)), "amin")[kind]
 
 
 def _steps(lengths: np.ndarray) -> np.ndarray:
-    """0, 1, ... for each length, end to end."""
+    """Return 0, 1, ... up to each length, concatenated."""
     return np.arange(int(lengths.sum())) - (lengths.cumsum() - lengths).repeat(lengths)
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """start, start + 1, ... for each of them, end to end."""
+    """Return start, start + 1, ... for each start and length, concatenated."""
     return starts.repeat(lengths) + _steps(lengths)

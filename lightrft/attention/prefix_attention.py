@@ -1,9 +1,9 @@
-"""Attention in parts: a query's keys lie in several places, each of which is a call of its own, and nothing is copied to meet.
+"""Attention in parts: the keys of a query are split into several runs, with one call for each, and no keys are copied.
 
-Attention over all keys is the mean of that over each part, weighted by the exponentials of their log-sum-exps. Its gradient in a
-part is what the kernel's own backward pass gives when it is told the merged output and the merged log-sum-exp: with these the
-probabilities it computes again are those over all keys. Ring attention does the same (arXiv 2310.01889). So a prefix that
-many sequences share is read by all of their queries in one call, which also sums its gradient.
+Attention over all keys is the mean of the outputs of the parts, weighted by the exponentials of their log-sum-exps. The gradient
+of a part is computed by the kernel's own backward pass from the merged output and the merged log-sum-exp: with these, the
+recomputed probabilities are those over all keys. Ring attention does the same (arXiv 2310.01889). A prefix that many sequences
+share is thus read by all of their queries in one call, which also sums its gradient.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from lightrft.attention.layout import Blocks, Layout, Part
 
 
 class PartKernel(NamedTuple):
-    """Attention of one part. Shapes: queries [q, H, D], keys and values [k, H_kv, D], log-sum-exp [q, H] float32."""
+    """Kernel for one part. Shapes: queries [q, H, D], keys and values [k, H_kv, D], log-sum-exp [q, H] float32."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     """(query, key, value, part, scaling) -> output [q, H, D] and log-sum-exp."""
@@ -29,19 +29,19 @@ class PartKernel(NamedTuple):
 def prefix_attention(
     kernel: PartKernel, query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, scaling: float | None, window: int | None
 ) -> Tensor:
-    """This rank's queries [t, H, D] in the keys and values [U, H_kv, D] of all computed tokens: [t, H, D]."""
+    """Return attention of this rank's queries [t, H, D] over the keys and values [U, H_kv, D] of all computed tokens."""
     value, columns = widened(value, query)
     return _InParts.apply(query, key, value, layout.parts(window), kernel, scaling)[..., :columns]
 
 
 def widened(value: Tensor, query: Tensor) -> tuple[Tensor, int]:
-    """The values with columns of zeros, as many in all as queries have, and how many they had: kernels want one width."""
+    """Pad the values with zeros to the width of the queries, which kernels require, and return them with their former width."""
     columns = value.shape[-1]
     return F.pad(value, (0, query.shape[-1] - columns)) if columns < query.shape[-1] else value, columns
 
 
 class _InParts(torch.autograd.Function):
-    """Keeps queries, keys and values as they came, the merged output and its log-sum-exp."""
+    """Attention in parts that saves queries, keys and values, the merged output and its log-sum-exp for the backward pass."""
 
     @staticmethod
     def forward(
@@ -119,7 +119,7 @@ CPU_KERNEL = PartKernel(_forward, _backward)
 def _dense(
     part: Part, of_queries: list[Tensor], of_keys: list[Tensor]
 ) -> Iterator[tuple[list[Tensor], list[Tensor], Tensor | None]]:
-    """Each [tokens, heads, ...] as [sequences, heads, tokens, ...], block by block, and the mask of a window."""
+    """Yield the tensors [tokens, heads, ...] as blocks [sequences, heads, tokens, ...], with the mask of a window."""
     blocks: Blocks | None = part.blocks if part.causal else None
     if blocks is not None and blocks.source is not None:
         of_queries, of_keys = ([x.index_select(0, blocks.source) for x in each] for each in (of_queries, of_keys))
@@ -140,13 +140,13 @@ def _sizes(part: Part, lengths: list[int]) -> list[int]:
 
 
 def _flat(blocks: list[Tensor], part: Part) -> Tensor:
-    """What belongs to tokens in blocks, in the order of the part."""
+    """Return values in blocks in the token order of the part."""
     whole = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
     return whole.index_select(0, part.blocks.places) if part.causal and part.blocks.places is not None else whole
 
 
 def window_mask(size: int, window: int, device: torch.device, num_keys: int | None = None) -> Tensor:
-    """[S, keys] bool, S keys when None: each of the last S tokens sees itself and the window - 1 before it."""
+    """Return a mask [S, keys] bool (S keys for None): each of the last S tokens sees itself and the window - 1 before it."""
     steps = torch.arange(num_keys or size, device=device)
     distance = steps[-size:, None] - steps
     return (distance >= 0) & (distance < window)

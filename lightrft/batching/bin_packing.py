@@ -1,7 +1,7 @@
-"""Sequences into bins of equal cost: what the packed plan does for one optimizer step.
+"""Packing of sequences into bins of equal cost, for one optimizer step of the packed plan.
 
-Several ways are tried and the cheapest is kept. The ranks wait for each other at every micro-batch, so the time of a plan
-is the sum, over micro-batches, of the dearest bin among the ranks.
+Several heuristics are tried and the cheapest result is kept. The ranks wait for each other at every micro-batch, so the time of
+a plan is the sum, over micro-batches, of the most expensive bin among the ranks.
 """
 
 import heapq
@@ -13,45 +13,45 @@ import numpy as np
 from lightrft.batching.local_search import LocalSearch
 
 ATTENTION_SCALE = 6 * 4096
-"""Tokens at which a sequence's attention costs as much as its matrix products: six times the hidden size."""
+"""Length in tokens at which a sequence's attention costs as much as its matrix products: six times the hidden size."""
 
 GOOD_ENOUGH = 1.002
-"""A plan within two thousandths of perfect balance is taken as it is."""
+"""Ratio to perfect balance below which a plan is accepted without trying further heuristics."""
 
 FEW = 1024
-"""Up to so many sequences single rows are moved and swapped afterwards: balance is hard only where sequences are few."""
+"""Maximum number of sequences for a local search afterwards: balance is difficult only for few sequences."""
 
 Bin = list[int]
 
 
 def work(length: int) -> int:
-    """Cost of one sequence, exact: its matrix products grow with its length, its attention with the square."""
+    """Return the cost of one sequence as an integer: matrix products grow linearly with its length, attention quadratically."""
     return length * ATTENTION_SCALE + length * length
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one micro-batch may hold."""
+    """Maximum numbers of tokens and sequences of one micro-batch."""
 
     tokens: int
     sequences: int
 
 
 def pack(sizes: list[int], works: list[int], num_ranks: int, limits: Limits) -> list[Bin]:
-    """Bins of what has these numbers of tokens and these costs, the dearest first, as many as a multiple of the ranks."""
+    """Pack items of given sizes (tokens) and costs into bins, most expensive first, their number a multiple of the ranks."""
     order = np.argsort(-np.array(sizes), kind="stable").tolist()
     packer = Packer([sizes[row] for row in order], [works[row] for row in order], num_ranks, limits)
     return [[order[place] for place in bin_] for bin_ in packer.best()]
 
 
 class Packer:
-    """Ways to fill bins. Sequences are named by their place in `sizes`, which are their lengths, longest first."""
+    """Heuristics for filling bins. Sequences are indices of `sizes`, which are their lengths, longest first."""
 
     def __init__(self, sizes: list[int], works: list[int], num_ranks: int, limits: Limits):
         self.sizes, self.works, self.num_ranks, self.limits = sizes, works, num_ranks, limits
 
     def best(self) -> list[Bin]:
-        """Return the cheapest of four fillings; where sequences are few a local search improves it."""
+        """Return the cheapest result of four heuristics, improved by a local search for few sequences."""
         few = len(self.sizes) <= FEW
         enough = sum(self.works) / self.num_ranks * (1 if few else GOOD_ENOUGH)
         best: list[Bin] = []
@@ -64,15 +64,15 @@ class Packer:
         return self._improved(best) if few else best
 
     def even(self, rows: Bin) -> list[Bin]:
-        """All bins of nearly equal cost: best where no sequence is dearer than an average bin."""
+        """Fill all bins to nearly equal cost: best if no sequence is more expensive than an average bin."""
         return self._fill(rows, self.num_ranks * self._fewest(rows), grow=True)[0]
 
     def roomy(self, rows: Bin) -> list[Bin]:
-        """The same with one bin more per rank: where they hardly fit, long ones need not share a bin."""
+        """Fill one bin more per rank than even(): if sequences hardly fit, long ones then need not share a bin."""
         return self._fill(rows, self.num_ranks * (self._fewest(rows) + 1), grow=True)[0]
 
     def staggered(self, rows: Bin) -> list[Bin]:
-        """While a sequence is dearer than an average bin, one bin per rank filled up to its cost; then even ones."""
+        """Fill one bin per rank up to the cost of the longest sequence while that exceeds an average bin; then use even()."""
         bins, left = [], sum(self.works)
         while rows and self.works[rows[0]] * self.num_ranks * self._fewest(rows) > left:
             full, rows = self._fill(rows, self.num_ranks, max_work=self.works[rows[0]])
@@ -81,17 +81,17 @@ class Packer:
         return bins + self.even(rows)
 
     def tight(self, rows: Bin) -> list[Bin]:
-        """As few bins as can be, by modified first fit decreasing (Johnson and Garey, Journal of Complexity 1, 1985).
+        """Minimize the number of bins with modified first fit decreasing (Johnson and Garey, Journal of Complexity 1, 1985).
 
-        A sequence longer than half a bin gets its own. Into it goes one longer than a third, or two longer than a sixth,
-        or what else fits; what is left then goes to bins without such a long one.
+        A sequence longer than half a bin gets its own bin. One longer than a third is added, or two longer than a sixth, or
+        whatever else fits; the remaining sequences go to bins without such a long one.
         """
         sizes, tokens = self.sizes, self.limits.tokens
         bins = [[row] for row in rows if 2 * sizes[row] > tokens]
         room = [tokens - sizes[row] for (row,) in bins]
         rest = rows[len(bins) :]
         if self.limits.sequences > 1:
-            for index, bin_ in enumerate(bins):  # the least room first
+            for index, bin_ in enumerate(bins):  # fullest bins first
                 self._add_longest(bin_, room, index, rest, above=tokens / 3)
             if self.limits.sequences > 2:
                 self._add_pairs(bins, room, rest)
@@ -102,7 +102,7 @@ class Packer:
         return bins + [[] for _ in range(-len(bins) % self.num_ranks)]
 
     def _add_pairs(self, bins: list[Bin], room: list[int], rest: Bin) -> None:
-        """The shortest and the longest that then fits, of those between a sixth and a third; the roomiest bins first."""
+        """Add the shortest sequence between a sixth and a third, and the longest that then fits; emptiest bins first."""
         for index in reversed(range(len(bins))):
             small = self._first_within(rest, self.limits.tokens // 3), self._first_within(rest, self.limits.tokens // 6)
             shortest = rest[small[1] - 2 : small[1]]
@@ -114,7 +114,7 @@ class Packer:
             self._add_longest(bins[index], room, index, rest, below=self.limits.tokens // 3)
 
     def _add_longest(self, bin_: Bin, room: list[int], index: int, rest: Bin, above: float = 0, below: int | None = None) -> bool:
-        """Move the longest of the rest that fits, if it is longer than `above`."""
+        """Move the longest remaining sequence that fits, if it is longer than `above`. Return True if one was moved."""
         place = self._first_within(rest, room[index] if below is None else min(room[index], below))
         if place == len(rest) or self.sizes[rest[place]] <= above:
             return False
@@ -123,13 +123,13 @@ class Packer:
         return True
 
     def _first_within(self, rows: Bin, length: int) -> int:
-        """Place of the first of the rows, longest first, that is not longer than `length`."""
+        """Return the index of the first of the rows, longest first, that is not longer than `length`."""
         return bisect_left(rows, -length, key=lambda row: -self.sizes[row])
 
     def _best_fit(self, rows: Bin) -> list[Bin]:
-        """Each sequence into the fullest bin that has room."""
+        """Put each sequence into the fullest bin with enough space."""
         bins: list[Bin] = []
-        rooms: list[tuple[int, int]] = []  # (room, bin), ascending
+        rooms: list[tuple[int, int]] = []  # (free tokens, bin), ascending
         for row in rows:
             place = bisect_left(rooms, (self.sizes[row], -1))
             if place == len(rooms):
@@ -143,7 +143,7 @@ class Packer:
         return bins
 
     def _improved(self, bins: list[Bin]) -> list[Bin]:
-        """Return the bins after moving and swapping sequences, each time out of a bin that the others wait for."""
+        """Return the bins after moving and swapping sequences out of the bins that the other ranks wait for."""
         tokens, sequences = self.limits.tokens, self.limits.sequences
         search = LocalSearch(self.works, self.sizes, bins, num_ranks=self.num_ranks, max_tokens=tokens, max_sequences=sequences)
         while search.round():
@@ -154,28 +154,28 @@ class Packer:
         return sorted(bins, key=lambda bin_: (-self._work(bin_), bin_))
 
     def _time(self, bins: list[Bin]) -> int:
-        """Of bins that are sorted dearest first: the ranks wait for the dearest at every micro-batch."""
+        """Return the time of bins sorted by cost: the ranks wait for the most expensive bin at every micro-batch."""
         return sum(self._work(bin_) for bin_ in bins[:: self.num_ranks])
 
     def _work(self, bin_: Bin) -> int:
         return sum([self.works[row] for row in bin_])
 
     def _fewest(self, rows: Bin) -> int:
-        """Bins per rank without which the rows cannot fit."""
+        """Return a lower bound on the number of bins per rank that the rows need."""
         by_tokens = -(-sum([self.sizes[row] for row in rows]) // self.limits.tokens)
         by_sequences = -(-len(rows) // self.limits.sequences)
         alone = sum([2 * self.sizes[row] > self.limits.tokens for row in rows])  # no two of them share a bin
         return -(-max(by_tokens, by_sequences, alone) // self.num_ranks)
 
     def _fill(self, rows: Bin, count: int, *, grow: bool = False, max_work: int | None = None) -> tuple[list[Bin], Bin]:
-        """Rows, longest first, each into the cheapest of `count` bins that has room; and the rows that found none.
+        """Put each row, longest first, into the cheapest of `count` bins with enough space; return bins and remaining rows.
 
-        With `grow` there is always room: one more bin per rank is opened where it is missing.
+        With `grow`, one more bin per rank is opened when no bin has enough space.
         """
         bins: list[Bin] = [[] for _ in range(count)]
         room = [self.limits.tokens] * count
-        open_ = [(0, index) for index in range(count)]  # heap: the cheapest first
-        parked: list[tuple[int, int, int]] = []  # heap of bins too full for the rows so far: the roomiest first
+        open_ = [(0, index) for index in range(count)]  # heap: cheapest first
+        parked: list[tuple[int, int, int]] = []  # heap of bins too full for the rows so far: emptiest first
         rest: Bin = []
         for row in rows:
             size, cost = self.sizes[row], self.works[row]

@@ -1,7 +1,8 @@
-"""The packed plan of one optimizer step where sequences are many, in whole columns instead of one sequence after the other.
+"""Packed plan of one optimizer step with many sequences, computed with vectorized numpy operations.
 
-Ranks wait for the dearest of the micro-batches that run side by side. Sorted by cost, neighbours among thousands cost nearly
-the same: all waiting together is at most the dearest micro-batch. So only the number of micro-batches is left to be made small.
+Ranks wait for the most expensive of the micro-batches that run at the same time. When thousands are sorted by cost, neighbours
+cost nearly the same: the total waiting time is at most the cost of the most expensive micro-batch. So it remains to minimize the
+number of micro-batches.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,14 +14,16 @@ from lightrft.batching.prefix_sharing import MIN_SAVING
 
 Column = np.ndarray
 TOGETHER = 256
-"""At most so many rows of a prompt are kept together."""
+"""Maximum number of rows of a prompt that are kept together."""
 FEW_PLACED = 1 / 8
-"""Where a pass over the sequences left places fewer, new micro-batches are opened."""
+"""Fraction of the remaining sequences that a pass must place; otherwise new micro-batches are opened."""
 
 
 def pack_large_step(lengths: Column, prompts: Column, num_ranks: int, limits: Limits) -> list[list[list[int]]]:
-    """[rank][m]: positions in `lengths` [N] of the sequences of micro-batch m, dearest first; sequences of a prompt meet where
-    that is shorter. `prompts` [N, 2]: see planner.Prompts."""
+    """Return [rank][m]: indices in `lengths` [N] of the sequences of micro-batch m, most expensive first.
+
+    Sequences of a prompt share a micro-batch if that makes the plan shorter. `prompts` [N, 2]: see planner.Prompts.
+    """
     spent = _cost(lengths, prompts)
     ways = [_fill(unit, lengths, num_ranks, limits) for unit in _ways(lengths, prompts, limits)]
     bins = min(ways, key=lambda bins: np.sort(spent(bins))[::-1][::num_ranks].sum())
@@ -28,7 +31,7 @@ def pack_large_step(lengths: Column, prompts: Column, num_ranks: int, limits: Li
 
 
 def _ways(lengths: Column, prompts: Column, limits: Limits) -> Iterator[Column]:
-    """[N] each: the unit that a sequence belongs to; itself, or the sequences of its prompt where that saves something."""
+    """Yield the unit of each sequence, [N] each: first the sequence alone, then those of its prompt if that saves enough."""
     yield np.arange(len(lengths))
     order = np.lexsort((prompts[:, 1], prompts[:, 0]))
     new = np.append(True, (np.diff(prompts[order], axis=0) != 0).any(1))
@@ -52,7 +55,7 @@ def _ways(lengths: Column, prompts: Column, limits: Limits) -> Iterator[Column]:
 
 
 def _fill(unit: Column, lengths: Column, num_ranks: int, limits: Limits) -> Column:
-    """[N]: the micro-batch of each sequence. In passes: the longest units that are left, each into the roomiest there is."""
+    """Return the micro-batch of each sequence: [N]. Each pass puts the longest remaining units into the emptiest ones."""
     sizes, counts = np.bincount(unit, lengths).astype(np.int64), np.bincount(unit)
     alone = (2 * sizes > limits.tokens).sum()  # no two of them share a micro-batch
     needed = max(-(-sizes.sum() // limits.tokens), -(-counts.sum() // limits.sequences), alone)
@@ -80,7 +83,7 @@ def _fill(unit: Column, lengths: Column, num_ranks: int, limits: Limits) -> Colu
 
 
 def _cost(lengths: Column, prompts: Column) -> Callable[[Column], Column]:
-    """What each micro-batch costs, of [N] its number for each sequence: a prompt is computed once in a micro-batch."""
+    """Return a function from the micro-batch of each sequence [N] to the cost of each: a prompt is computed once in each."""
     key = np.unique(prompts[:, 0], return_inverse=True)[1] * (prompts[:, 1].max() + 1) + prompts[:, 1]
 
     def cost(bins: Column) -> Column:

@@ -1,13 +1,13 @@
-"""Moving and swapping single sequences between bins, until no rank can be relieved any more."""
+"""Local search that moves and swaps single sequences between bins until no bin that ranks wait for can be made cheaper."""
 
 import numpy as np
 
 WORTHWHILE = 0.0001
-"""Moving and swapping ends when a round over all micro-batches gains less than this part of the time."""
+"""Minimum gain of a round over all micro-batches, as a fraction of the time; the search ends below it."""
 
 
 class LocalSearch:
-    """Bins whose sequences are moved and swapped one by one. Bins b, b + 1, ... b + ranks - 1 run at the same time."""
+    """Bins whose sequences are moved and swapped one by one. Bins b, b + 1, ..., b + ranks - 1 run at the same time."""
 
     def __init__(
         self,
@@ -19,9 +19,9 @@ class LocalSearch:
         max_tokens: int,
         max_sequences: int,
     ):
-        """Cost and length of every sequence; which are in which bin; what a bin may hold."""
+        """Start with `bins`, given the cost and size of every sequence and the limits of a bin."""
         self.num_ranks, self.max_tokens, self.max_sequences, self.count = num_ranks, max_tokens, max_sequences, len(bins)
-        # After the sequences comes one of no size for every bin: to swap with it is to move.
+        # One empty sequence per bin is appended: a swap with it is a move.
         self.works, self.sizes = (np.array(column + [0] * len(bins)) for column in (works, sizes))
         self.home = np.empty(len(self.works), dtype=np.int64)
         for index, bin_ in enumerate(bins):
@@ -36,7 +36,7 @@ class LocalSearch:
         return bins
 
     def round(self) -> bool:
-        """Relieve the dearest bin of every micro-batch once; whether that was worth the while."""
+        """Relieve the most expensive bin of every micro-batch once. Return True if the gain exceeds WORTHWHILE."""
         self._sort()
         before = self._spent()[:: self.num_ranks].sum()
         for first in range(0, self.count, self.num_ranks):
@@ -50,13 +50,13 @@ class LocalSearch:
         return spent
 
     def _sort(self) -> None:
-        """Dearest first, so that similar bins run at the same time."""
+        """Sort the bins, most expensive first, so that similar bins run at the same time."""
         place = np.empty(self.count, dtype=np.int64)
         place[np.argsort(-self._spent(), kind="stable")] = np.arange(self.count)
         self.home = place[self.home]
 
     def _relieve(self, first: int) -> None:
-        """Move or swap one sequence out of bin `first`, the dearest of its micro-batch, to where nobody waits for it."""
+        """Move or swap one sequence out of bin `first`, the most expensive of its micro-batch, to a bin that can absorb it."""
         home, works, spent = self.home, self.works, self._spent()
         used = np.bincount(home, weights=self.sizes, minlength=self.count)
         held = np.bincount(home[: self.real], minlength=self.count)

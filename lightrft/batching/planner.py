@@ -1,7 +1,7 @@
-"""The planner: which rank computes which sequences, in which micro-batch.
+"""Planner that assigns sequences to ranks and micro-batches.
 
-A pure function of the lengths of all sequences, so every rank makes the same plan and nobody has to send it. The compute
-path is always flat, without padding: the three ways of batching decide only which sequences meet in a micro-batch.
+A plan is a pure function of the lengths and prompts of all sequences, so every rank computes the same plan without communication.
+Batches are always flat, without padding: the three batching modes decide only which sequences share a micro-batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,33 +17,33 @@ from lightrft.batching.prefix_sharing import MIN_SAVING
 
 Batching = Literal["packed", "dynamic", "plain"]
 Prompts = Sequence[tuple[int, int]] | np.ndarray
-"""Of each row the prompt, as any number, and its tokens: rows with the same entry begin with the same tokens."""
+"""Prompt of each row as (identifier, number of tokens): rows with equal entries begin with the same tokens."""
 
 LARGE_STEP = 16384
-"""An optimizer step with more rows is planned in whole columns."""
+"""Number of rows above which an optimizer step is planned with vectorized operations."""
 
 PARTS = (1, 2, 4)
-"""Into so many parts the rows of a prompt are cut: fewer share more, more can be balanced better."""
+"""Numbers of parts into which the rows of a prompt are split: fewer share more, more can be balanced better."""
 MANY_PROMPTS = 512
-"""More than this are balanced well enough uncut."""
+"""Number of prompts above which balance is good enough without splitting the rows of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """minibatches[k][rank][m]: the rows of micro-batch m that `rank` computes for optimizer step k.
+    """Plan in which minibatches[k][rank][m] are the rows of micro-batch m that `rank` computes for optimizer step k.
 
-    Every rank has the same number of micro-batches in an optimizer step. One can be empty, when there are fewer rows
-    than ranks; it takes part in the collectives with no weight.
+    Every rank has the same number of micro-batches in an optimizer step. A micro-batch can be empty if there are fewer rows than
+    ranks; it then takes part in the collectives with weight zero.
     """
 
     minibatches: list[list[list[list[int]]]]
 
     def rows(self, rank: int) -> list[int]:
-        """All rows of a rank, in the order in which it computes them."""
+        """Return all rows of a rank, in the order in which it computes them."""
         return [row for minibatch in self.minibatches for rows in minibatch[rank] for row in rows]
 
     def local(self, rank: int) -> list[list[list[int]]]:
-        """[k][m]: rows of the rank's micro-batches as positions in `rows(rank)`."""
+        """Return [k][m]: the rows of the rank's micro-batches as positions in `rows(rank)`."""
         position = {row: place for place, row in enumerate(self.rows(rank))}
         return [[[position[row] for row in rows] for rows in minibatch[rank]] for minibatch in self.minibatches]
 
@@ -60,10 +60,10 @@ def plan(
 ) -> Plan:
     """Split rows 0..N-1 into consecutive optimizer steps of `minibatch_size`, each divided over ranks and micro-batches.
 
-    packed: any sequences up to max_tokens, so that all ranks finish together; rows with the same of `prompts` meet where that
-    makes it shorter, as a micro-batch computes their prompt once. dynamic: sequences of similar length, whose
-    number times the longest stays within max_tokens. plain: max_sequences rows, fewer where they exceed max_tokens, in
-    the order in which they come. ValueError for a sequence that is empty or longer than max_tokens.
+    packed: any sequences up to max_tokens, so that all ranks finish together; rows with equal `prompts` share a micro-batch,
+    which computes their prompt once, if that makes the plan shorter. dynamic: sequences of similar length, whose number times the
+    longest length stays within max_tokens. plain: max_sequences rows in their given order, fewer if they exceed max_tokens. Raise
+    ValueError for a sequence that is empty or longer than max_tokens.
     """
     _check(lengths, max_tokens)
     limits = Limits(max_tokens, max_sequences or max(len(lengths), 1))
@@ -83,7 +83,7 @@ def _check(lengths: list[int], max_tokens: int) -> None:
 
 
 def _packed(known: np.ndarray, lengths: list[int], rows: range, num_ranks: int, limits: Limits) -> list[list[list[int]]]:
-    """[rank][m]: bins of similar cost run at the same time on different ranks; the dearest first. The shortest of several."""
+    """Return [rank][m], the shortest of several plans: bins of similar cost run at the same time, most expensive first."""
     if len(rows) > LARGE_STEP:
         part = slice(rows.start, rows.stop)
         micro_batches = pack_large_step(np.array(lengths[part]), known[part], num_ranks, limits)
@@ -111,7 +111,7 @@ def _packed(known: np.ndarray, lengths: list[int], rows: range, num_ranks: int, 
 
 
 def _together(prompts: list[tuple[int, int]], lengths: list[int], rows: range, limits: Limits) -> Iterator[list[list[int]]]:
-    """Ways to keep rows of a prompt together; none where that saves little."""
+    """Yield groupings of rows that keep the rows of a prompt together; none if that saves little."""
     of_prompt: dict[tuple[int, int], list[int]] = {}
     for row in rows:
         of_prompt.setdefault(prompts[row], []).append(row)
@@ -122,14 +122,14 @@ def _together(prompts: list[tuple[int, int]], lengths: list[int], rows: range, l
 
 
 def _units(lengths: list[int], members: list[int], parts: int, limits: Limits) -> Iterator[list[int]]:
-    """The rows in so many parts of about one size, or in more, so that each fits into a micro-batch."""
+    """Yield the rows in `parts` parts of similar size, or in more, so that each fits into a micro-batch."""
     at_most = min(-(-len(members) // parts), limits.sequences)
     for start in range(0, len(members), at_most):
         yield from _in_order(lengths, members[start : start + at_most], limits)
 
 
 def _dynamic(lengths: list[int], rows: range, num_ranks: int, limits: Limits) -> list[list[list[int]]]:
-    """[rank][m]: rows by length, longest first, to each rank in turn; all ranks cut at the same places."""
+    """Return [rank][m]: rows sorted by length, longest first, dealt to the ranks in turn; all ranks split at the same indices."""
     ordered = sorted(rows, key=lambda row: (-lengths[row], row))
     shares = [ordered[rank::num_ranks] for rank in range(num_ranks)]
     cuts = [0]
@@ -140,7 +140,7 @@ def _dynamic(lengths: list[int], rows: range, num_ranks: int, limits: Limits) ->
 
 
 def _plain(lengths: list[int], rows: range, num_ranks: int, limits: Limits) -> list[list[list[int]]]:
-    """[rank][m]: consecutive rows for every rank, consecutive rows in every micro-batch."""
+    """Return [rank][m]: consecutive rows for every rank and in every micro-batch."""
     ends = [len(rows) * (rank + 1) // num_ranks for rank in range(num_ranks)]
     by_rank = [_in_order(lengths, rows[start:end], limits) for start, end in zip([0, *ends], ends, strict=False)]
     count = max(map(len, by_rank))

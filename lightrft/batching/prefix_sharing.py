@@ -1,7 +1,7 @@
 """Compute each prompt prefix once per micro-batch and share its keys and values between samples.
 
-The output of a causal model after a token depends only on the tokens up to it. So it is computed once for all sequences that
-begin alike, and their gradients add up there: less work, and less memory, by nearly the prompt's share of the tokens.
+The output of a causal model at a token depends only on the tokens up to it. So it is computed once for all sequences with the
+same prefix, and their gradients add up there: work and memory shrink by nearly the prompts' share of the tokens.
 """
 
 from zlib import crc32
@@ -13,19 +13,19 @@ from torch import Tensor
 from lightrft.types import Batch, Features, SharedPrefix
 
 MIN_SAVING = 1 / 32
-"""A prefix that saves no more than this share of the tokens behind it is not worth a call of attention in which they read it."""
+"""Minimum saving of a prefix, as a fraction of the tokens after it, that justifies a separate call of attention."""
 
 
 def find_shared_prefixes(
     input_ids: Tensor, lengths: Tensor, media: list[Features] | None = None, *, min_saving: float = 0.0
 ) -> SharedPrefix | None:
-    """Find what the sequences in input_ids [T], end to end on the host, begin with in common; None where nothing is shared.
+    """Find the common prefixes of the sequences in input_ids [T], concatenated on the host; return None if nothing is shared.
 
-    Each prefix is computed in the first sequence that has it. One that saves no more than the share `min_saving` of the tokens
-    behind it is computed in all of them.
+    Each prefix is computed in the first sequence that has it. A prefix that saves no more than the fraction `min_saving` of the
+    tokens after it is computed in all of them.
 
-    Sequences with images share prefixes where they have one prompt, and so the same object in `media`. In the order of their
-    tokens (any order of single tokens will do) each sequence shares most with the one before it.
+    Sequences with images share prefixes if they have the same prompt, and thus the same object in `media`. Sequences are sorted
+    lexicographically (by any order of single tokens), so that each shares most with the one before it.
     """
     tokens, stops = input_ids.numpy(), lengths.cumsum(0).tolist()
     starts = [0, *stops[:-1]]
@@ -48,11 +48,11 @@ def find_shared_prefixes(
 
 
 def _drop(counts: np.ndarray, lengths: np.ndarray, min_saving: float) -> None:
-    """Shorten `counts`, the tokens that each sequence shares with the next, where a prefix saves too little.
+    """Reduce `counts`, the numbers of tokens that each sequence shares with the next, for prefixes that save too little.
 
     Sequences between which at least d tokens are shared all begin with the same d tokens.
     """
-    groups = [(0, len(counts), 0)] if len(counts) else []  # counts from first to stop, and what is shared among more than these
+    groups = [(0, len(counts), 0)] if len(counts) else []  # (first, stop) of counts, and the length that more sequences share
     while groups:
         first, stop, known = groups.pop()
         shared = int(counts[first:stop].min())
@@ -65,7 +65,7 @@ def _drop(counts: np.ndarray, lengths: np.ndarray, min_saving: float) -> None:
 
 
 def prompts(batch: Batch) -> Tensor:
-    """[N, 2] int64: of each sequence a checksum of the tokens before the first that is learned, and their number."""
+    """Return for each sequence a checksum of the tokens before its first loss token, and their number: [N, 2] int64."""
     firsts = batch.lengths.scatter_reduce(0, batch.sequence_ids[batch.loss_mask], batch.position_ids[batch.loss_mask], "amin")
     starts, tokens = batch.offsets.tolist(), batch.input_ids.numpy()
     seen = {id(each): _checksum(each) for each in batch.media or ()}
@@ -83,7 +83,7 @@ def _checksum(features: Features) -> int:
 
 
 def common(one: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens both begin with."""
+    """Return the length of the common prefix of both."""
     size = min(len(one), len(other))
     parted = (one[:size] != other[:size]).nonzero()[0]
     return int(parted[0]) if len(parted) else size

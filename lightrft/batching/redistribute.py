@@ -1,4 +1,4 @@
-"""Move samples between ranks: numbers are known to everyone, tensors go to their new owner, once."""
+"""Redistribution of samples over ranks: all ranks know the lengths, and each tensor is sent to its new owner once."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ B = TypeVar("B", bound=Batch)
 
 
 def share(axis: Axis, values: Tensor) -> Tensor:
-    """The [n] values of every rank, end to end in rank order: [N]."""
+    """Return the values [n] of every rank, concatenated in rank order: [N]."""
     return torch.cat(axis.gather(values))
 
 
@@ -32,10 +32,11 @@ def redistribute(
     max_sequences: int | None = None,
     batching: Batching = "packed",
 ) -> tuple[B, list[list[list[int]]]]:
-    """Plan the sequences of all ranks and move each to the rank that computes it.
+    """Plan the sequences of all ranks and send each to the rank that computes it.
 
-    `batch.rows` counts over all ranks, in rank order. Returns this rank's new part, and [k][m]: its rows in micro-batch m
-    of optimizer step k; None is one step for all. Every rank has the same k and m. See planner.plan for the limits.
+    `batch.rows` counts over all ranks, in rank order. Return this rank's new part, and [k][m]: its rows in micro-batch m of
+    optimizer step k. A `minibatch_size` of None means one step for all rows. All ranks have equal numbers of steps and
+    micro-batches. See planner.plan for the limits.
     """
     known = share(axis, torch.column_stack([batch.lengths, prompts(batch)]))
     lengths, alike = known[:, 0].tolist(), known[:, 1:].numpy()
@@ -53,9 +54,9 @@ def redistribute(
 
 
 def regroup(axis: Axis, batch: Batch, *, max_tokens: int, batching: Batching) -> list[list[int]]:
-    """Plan micro-batches of the sequences that this rank has, as many on every rank; nothing moves.
+    """Plan micro-batches of this rank's sequences, equally many on every rank, without moving any sequence.
 
-    [m]: rows of micro-batch m, as positions in the batch.
+    Return [m]: the rows of micro-batch m, as positions in the batch.
     """
     schedule = plan(
         batch.lengths.tolist(), num_ranks=1, minibatch_size=max(len(batch), 1), max_tokens=max_tokens, batching=batching,
@@ -66,10 +67,10 @@ def regroup(axis: Axis, batch: Batch, *, max_tokens: int, batching: Batching) ->
 
 
 def all_to_all(axis: Axis, batch: B, owners: list[list[int]]) -> B:
-    """Send every sequence to the rank whose list names its row; returns this rank's, in the order of its list.
+    """Send every sequence to the rank whose list contains its row; return this rank's sequences in the order of its list.
 
-    `owners[r]` holds rows of the whole batch, each row in one list. ValueError on all ranks unless the lists name every row
-    that a rank holds once, and no other.
+    `owners[r]` holds rows of the whole batch, each row in one list. Raise ValueError on all ranks unless the lists contain every
+    row that a rank holds exactly once, and no other row.
     """
     named = torch.tensor([row for rows in owners for row in rows], dtype=torch.int64)
     _check_owners(share(axis, batch.rows), named)
@@ -96,13 +97,13 @@ def _check_owners(held: Tensor, named: Tensor) -> None:
 
 
 def _columns(batch: Batch) -> list[tuple[str, Tensor]]:
-    """All but the lengths, those of wide elements first, so that each column is aligned in what _packed() makes of them."""
+    """Return all columns except the lengths, wide elements first, so that each is aligned in the buffer of _packed()."""
     columns = batch.columns("sequence") | batch.columns("token")
     return sorted(((name, value) for name, value in columns.items() if name != "lengths"), key=lambda item: -item[1].itemsize)
 
 
 def _packed(part: Batch) -> Tensor:
-    """[bytes] uint8, a multiple of 8: the number of sequences, their lengths, and the columns one after the other."""
+    """Pack the number of sequences, their lengths and all columns into [bytes] uint8, a multiple of 8."""
     if not len(part):
         return torch.empty(0, dtype=torch.uint8)
     columns = [torch.tensor([len(part)]), part.lengths, *(value for _, value in _columns(part))]

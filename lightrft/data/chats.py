@@ -1,4 +1,4 @@
-"""Conversations of several turns as tokens, of which those of the assistant are learned."""
+"""Tokenization of multi-turn conversations, in which the turns of the assistant are learned."""
 
 import re
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from lightrft.types import TokenIds
 
 Message = dict[str, Any]
 Text = tuple[str, bool]
-"""A part of a conversation, and whether it is learned."""
+"""Part of a conversation, with True if it is learned."""
 ROLES = {
     "human": "user", "user": "user", "system": "system", "tool": "tool", "observation": "tool",
     "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "assistant": "assistant",
 }  # fmt: skip
 """Names in ShareGPT's `from` -> roles of chat templates."""
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""How a chat template marks the turns of the assistant."""
+"""Tag with which a chat template marks the turns of the assistant."""
 
 
 class Answer(NamedTuple):
-    """The tokens of a conversation from its first learned one on.
+    """Tokens of a conversation from its first learned token on.
 
         Answer(token_ids=[52, 258, 60, 50, 62, 53, 258], learned=[True, True, False, False, False, True, True])
     """
@@ -35,7 +35,10 @@ class Answer(NamedTuple):
 
 
 def as_messages(value: Any) -> list[Message] | None:
-    """Return the chat messages of a column, which may be ShareGPT's (`from`, `value`); None for what is no list of them."""
+    """Return the chat messages of a column, also in ShareGPT's format (`from`, `value`); None if it is no list of messages.
+
+    Raise ValueError for an unknown `from`.
+    """
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         return None
     return [_as_message(message) if "from" in message and "role" not in message else message for message in value]
@@ -48,17 +51,18 @@ def _as_message(turn: dict[str, Any]) -> Message:
 
 
 def is_answer(message: Message) -> bool:
-    """Return whether the assistant wrote the message."""
+    """Return True if the message is from the assistant."""
     return message.get("role") == "assistant"
 
 
 def conversation_tokens(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, messages: list[Message], num_turns: int
 ) -> tuple[str, list[int], Answer]:
-    """Return text and tokens before the first learned turn, and everything from there on.
+    """Return text and tokens before the first learned turn, and the Answer from there on.
 
-    The last `num_turns` turns of the assistant are learned, each up to its end token; with `learned_turns` "last" it is one.
-    Tokens are those of the whole text. ValueError where turns cannot be told apart in it.
+    The last `num_turns` turns of the assistant are learned, each up to its end token; with `learned_turns` "last" only one is.
+    Tokens are those of the whole text. Raise ValueError for a message without content, and if the turns cannot be located in
+    the text.
     """
     for number, message in enumerate(messages, 1):
         content, is_empty = message.get("content"), not message.get("content") and not message.get("tool_calls")
@@ -87,14 +91,14 @@ def conversation_tokens(
 def _marked_texts(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, messages: list[Message], num_turns: int
 ) -> list[Text]:
-    """Split where the chat template itself says that the assistant writes."""
+    """Split at the turns of the assistant that the chat template marks. Raise ValueError if it does not mark all of them."""
     variables = tokenizer.special_tokens_map | template_variables(section)
     template = tokenizer.get_chat_template()
     try:
         (text,), (spans,) = render_jinja_template(
             [messages], chat_template=template, return_assistant_tokens_mask=True, **variables
         )
-    except Exception as error:  # a template is a program; it refuses messages with errors of its own
+    except Exception as error:  # a template is a program and raises its own errors
         raise ValueError(f"the chat template refuses it ({type(error).__name__}: {error})") from error
     num_answers = sum(map(is_answer, messages))
     if len(spans) != num_answers:
@@ -105,7 +109,10 @@ def _marked_texts(
 def _rendered_texts(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, messages: list[Message], num_turns: int
 ) -> list[Text]:
-    """Split at the ends of what the messages before and up to each turn are rendered to."""
+    """Split at the ends of the rendered messages before and up to each turn.
+
+    Raise ValueError if these are no prefixes of the whole text.
+    """
     turns = [place for place, message in enumerate(messages) if is_answer(message)][-num_turns:]
     text = render_chat(section, tokenizer, messages, answer_follows=False)
     spans = []
@@ -131,13 +138,13 @@ def _disagreement(turn: int, messages: list[Message]) -> str:
 
 
 def _cut(text: str, spans: list[tuple[int, int]]) -> list[Text]:
-    """Return all of the text in parts; those of the spans are learned."""
+    """Split the text at the spans; the parts inside of spans are learned."""
     borders = [0, *(border for span in spans for border in span), len(text)]
     return [(text[start:end], place % 2 == 1) for place, (start, end) in enumerate(pairwise(borders))]
 
 
 def _tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the tokens of consecutive texts as the whole has them; where one would lie across a border, of each text alone."""
+    """Return the tokens of consecutive texts as in the whole text, or of each text alone if a token would cross a boundary."""
 
     def tokens(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,4 +1,4 @@
-"""Supervised examples: a prompt and the answer to learn."""
+"""Supervised examples, each of a prompt and the answer to learn."""
 
 from dataclasses import replace
 from functools import partial
@@ -15,16 +15,16 @@ from lightrft.data.prompts import HERE, Measure, complete_chat, load_prompts, ma
 from lightrft.types import Batch, Expand, Prompt
 
 CHATS = ("messages", "conversations")
-"""Columns that hold whole conversations, where no other is named."""
+"""Columns with whole conversations, used if no other column is configured."""
 COMPLETIONS = ("prompt", "completion")
-"""Columns of a prompt and its answer, where no others are named."""
+"""Columns with a prompt and its answer, used if no others are configured."""
 
 
 def load_examples(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data", longest: int,
     measure: Measure | None = None,
 ) -> list[Prompt]:  # fmt: skip
-    """Load prompts with answers as load_prompts() does; bad rows are also those without, and above `longest` tokens."""
+    """Load prompts with answers as load_prompts() does; rows without an answer or above `longest` tokens are bad rows, too."""
     problem = partial(answer_problem, tokenizer=tokenizer, longest=longest)
     return load_prompts(section, tokenizer, source=source, row_problem=problem, measure=measure, make=make_example)
 
@@ -33,7 +33,7 @@ def make_example(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, index: int, folder: Path = HERE,
     measure: Measure | None = None,
 ) -> Prompt:  # fmt: skip
-    """Make a prompt whose `label` is learned: a text, or the Answer of a conversation. ValueError says what is wrong.
+    """Build a prompt whose `label` is learned: a text, or the Answer of a conversation. Raise ValueError for a bad row.
 
     The prompt of a conversation ends where its first learned turn begins.
     """
@@ -58,7 +58,7 @@ def make_example(
 
 
 def _with_usual_names(section: DataSection, row: dict[str, Any]) -> DataSection:
-    """Return the section with the column names that chat data usually has, where the row has those and none were named."""
+    """Return the section with the usual column names of chat data, if the row has these and none were configured."""
     if section.input_key in row or section.input_key != DataSection.input_key:
         return section
     for name in CHATS:
@@ -70,7 +70,7 @@ def _with_usual_names(section: DataSection, row: dict[str, Any]) -> DataSection:
 
 
 def answer_problem(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, longest: int) -> str | None:
-    """Return why a row cannot be learned from, with its end token in at most `longest` tokens; None when it can."""
+    """Return the reason why a row cannot be used, as with more than `longest` tokens including the end token; None if it can."""
     label = prompt.columns.get("label")
     if not isinstance(label, str | Answer) or not label:
         return f"no text to learn in the answer column (--label_key): {label!r}"
@@ -81,7 +81,7 @@ def answer_problem(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, longest: 
 
 
 def answer_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Answer:
-    """Return what comes after the prompt: of a text all tokens and the end token are learned."""
+    """Return the tokens after the prompt; for a text, all tokens and the end token are learned."""
     label = prompt.columns["label"]
     if isinstance(label, Answer):
         return label
@@ -92,9 +92,9 @@ def answer_of(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Answer:
 def supervised_batch(
     prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, rows: list[int], expand: Expand | None = None
 ) -> Batch:
-    """Put prompts and answers end to end. `rows`: places in the whole batch.
+    """Build a batch of prompts with their answers. `rows` are their indices in the whole batch.
 
-    `expand` is for prompts with images; without it all are text.
+    `expand` is for prompts with images; without it all prompts are text.
     """
     expanded = [expand(prompt) for prompt in prompts] if expand else None
     prompt_ids = [each.token_ids for each in expanded or prompts]

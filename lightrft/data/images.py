@@ -1,4 +1,4 @@
-"""Images in the data: where a row has them, and their pixels when these are needed."""
+"""Images in the data: files of a row, and their pixels, which are read only when needed."""
 
 import base64
 from collections.abc import Mapping
@@ -12,38 +12,38 @@ from PIL import Image, ImageOps
 from lightrft.data.readers import DataError
 
 IMAGES = "images"
-"""Where prompts and requests have them."""
+"""Key of the images in prompts and requests."""
 MARK = "<image>"
-"""Where one stands in the text of a row that becomes a chat."""
+"""Placeholder of an image in the text of a row that becomes a chat."""
 ORIENTATION = 0x0112
-"""In the EXIF data of an image: how it is to be turned; from 5 on by a quarter."""
+"""EXIF tag of the orientation of an image; values from 5 on include a rotation by 90 degrees."""
 THUMBNAIL = 160
-"""The longer side of a thumbnail in pixels: as JPEG some 5 kB, never more than about 30."""
+"""Longer side of a thumbnail in pixels: a JPEG of about 5 kB, never more than about 30 kB."""
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
-"""What PIL raises for damaged files, and for those with more pixels than it takes."""
+"""Exceptions that PIL raises for damaged files, and for files with too many pixels."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """An image that is read when it is needed, as often as that is."""
+    """Image file that is read each time it is needed."""
 
     name: str
-    """As the data has it."""
+    """Name of the image in the data."""
     source: Path | bytes
-    """Its file, or what would be in it."""
+    """Path of the file, or its contents."""
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width and height, upright. Only the file's beginning is read; ValueError where that is of no image."""
+        """Return width and height, upright. Only the start of the file is read. Raise ValueError if it cannot be read."""
         try:
             with _of_bytes(BytesIO(self.source) if isinstance(self.source, bytes) else _regular(self.source)) as image:
-                turned = Image.Image.getexif(image).get(ORIENTATION, 1) >= 5  # that of a PNG would decode all of it
+                turned = Image.Image.getexif(image).get(ORIENTATION, 1) >= 5  # PNG's own getexif would decode the whole image
                 return image.size[::-1] if turned else image.size
         except UNREADABLE as error:
             raise ValueError(f"image {self.name} cannot be read: {error}") from error
 
     def open(self) -> Image.Image:
-        """In RGB, transparency dropped, and upright. DataError where it cannot be read."""
+        """Return the image in RGB, without transparency, and upright. Raise DataError if it cannot be read."""
         try:
             content = self.source if isinstance(self.source, bytes) else _regular(self.source).read_bytes()
             return ImageOps.exif_transpose(_of_bytes(BytesIO(content))).convert("RGB")
@@ -51,7 +51,7 @@ class ImageFile:
             raise DataError(f"image {self.name} cannot be read: {error}; mend it, or take its rows out of the data") from error
 
     def thumbnail(self) -> str:
-        """Return a small JPEG of it as a data URI, which a page shows without loading anything."""
+        """Return a small JPEG of the image as a data URI, which a page shows without loading anything."""
         image, file = self.open(), BytesIO()
         image.thumbnail((THUMBNAIL, THUMBNAIL))
         image.save(file, "JPEG", quality=75)
@@ -59,23 +59,24 @@ class ImageFile:
 
 
 def image_files(value: Any, folder: Path, *, root: Path | None = None) -> list[ImageFile]:
-    """Of a row's column: a path or several, relative to `folder`, or what `datasets` makes of an image; None is no image.
+    """Return the images of a row's column: one or more paths relative to `folder`, or images of `datasets`; None is no image.
 
-    With a `root`, paths are relative to that instead, and ValueError for one that leads out of it.
+    With a `root`, paths are relative to it instead; raise ValueError for a path outside of it, and for values of other types.
     """
     items = [] if value is None else value if isinstance(value, list | tuple) else [value]
     return [_image_file(item, folder, root) for item in items]
 
 
 def opened(multi_modal: Mapping[str, list]) -> dict[str, list]:
-    """What a prompt has, as an engine takes it."""
+    """Open all media of a prompt, in the form that an engine takes."""
     return {medium: [item.open() for item in items] for medium, items in multi_modal.items()}
 
 
 def with_parts(messages: list[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
-    """Chat messages whose contents are parts of text and images, as the templates of processors want them.
+    """Return chat messages whose contents are parts of text and images, as the templates of processors require.
 
-    An image stands at each mark in the texts; where there is none, all of them come first in the first message of the user.
+    An image replaces each mark in the texts; without marks, all images precede the text of the first user message. Raise
+    ValueError for content of another type.
     """
     messages = [message | {"content": _parts(message.get("content"))} for message in messages]
     marked = any(part.get("type") == "image" for message in messages for part in message["content"])
@@ -97,7 +98,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 
 
 def _of_bytes(file: BytesIO | Path) -> Image.Image:
-    """ValueError where a level of brightness is more than a byte: in RGB nearly all of them would be white."""
+    """Open an image. Raise ValueError for more than 8 bits per channel: in RGB, nearly all of its pixels would be white."""
     image = Image.open(file)
     if image.mode[0] in "IF":
         raise ValueError(f"its pixels are of mode {image.mode}, and not of 8 bits; scale them")
@@ -105,7 +106,7 @@ def _of_bytes(file: BytesIO | Path) -> Image.Image:
 
 
 def _regular(file: Path) -> Path:
-    """ValueError for a pipe or a device, which may never end."""
+    """Return the file. Raise ValueError for a pipe or a device, which may never end."""
     if file.exists() and not file.is_file():
         raise ValueError("not a regular file")
     return file

@@ -1,4 +1,4 @@
-"""Which rows come next: a function of the seed and the place, so a resumed run has nothing to catch up."""
+"""Order of the data rows: a function of the seed and the position, so a resumed run has nothing to replay."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from lightrft.data.readers import DataError
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The rows of the data in an endless line: pass after pass, each shuffled anew."""
+    """Endless sequence of the data rows: one pass after another, each newly shuffled."""
 
     num_rows: int
     seed: int
 
     @staticmethod
     def check(num_rows: int, batch_size: int) -> None:
-        """DataError for fewer rows than a batch: it would have some of them twice."""
+        """Raise DataError for fewer rows than a batch, which would contain some of them twice."""
         if num_rows < batch_size:
             raise DataError(f"{num_rows} rows of data do not fill one batch of {batch_size}")
 
     def rows(self, first: int, count: int) -> list[int]:
-        """The `count`, at least 1, at the places from `first` on, counted from 0 over all passes."""
+        """Return `count` (at least 1) rows from position `first` on, counted from 0 over all passes."""
         passes = range(first // self.num_rows, (first + count - 1) // self.num_rows + 1)
         generators = [torch.Generator().manual_seed(self.seed + number) for number in passes]
         line = torch.cat([torch.randperm(self.num_rows, generator=generator) for generator in generators])
@@ -33,14 +33,14 @@ class Order:
 
 
 def share_of(rank: int, size: int, count: int) -> range:
-    """The consecutive part of `count` things that belongs to `rank` of `size`; parts differ by one at most."""
+    """Return the consecutive part of `count` items that belongs to `rank` of `size`; sizes of parts differ by at most one."""
     return range(rank * count // size, (rank + 1) * count // size)
 
 
 def fair_share(rank: int, size: int, costs: Sequence[float]) -> range:
-    """The consecutive part of things with these costs, all above 0, so that all ranks have about as much to do.
+    """Return the consecutive part of items with these positive costs that balances the costs of all ranks.
 
-    Of things that cost the same it is share_of().
+    For equal costs it is share_of().
     """
     sums = list(accumulate(costs))
     owners = [ceil(round(end * size / sums[-1], 9)) - 1 for end in sums]

@@ -1,4 +1,4 @@
-"""Prompts from rows: template, chat template, tokens, and the limit on their length."""
+"""Prompts built from rows: template, chat template, tokens, and the limit on their length."""
 
 import json
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from lightrft.data.readers import BadRows, DataError, read_rows
 from lightrft.types import Prompt
 
 RowProblem = Callable[[Prompt], str | None]
-"""Why a prompt cannot be used; None when it can."""
+"""Function that returns the reason why a prompt cannot be used; None if it can."""
 Make = Callable[..., Prompt]
-"""make_prompt(), or another with its signature."""
+"""make_prompt(), or another function with its signature."""
 Measure = Callable[[Prompt], int]
-"""How many more tokens the model reads for the images of a prompt; ValueError where it cannot."""
+"""Function that returns the number of additional tokens for a prompt's images, and raises ValueError for bad images."""
 HERE = Path()
 
 SOURCES = {
@@ -28,17 +28,17 @@ SOURCES = {
     "eval_data": ("eval_split", "max_eval_samples"),
     "pretrain_data": ("pretrain_split", None),
 }
-"""Field that names data -> those of its split and of its limit on rows."""
+"""Field with the name of the data -> fields with its split and its maximum number of rows."""
 
 
 def load_prompts(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data",
     row_problem: RowProblem | None = None, measure: Measure | None = None, make: Make | None = None,
 ) -> list[Prompt]:  # fmt: skip
-    """All usable prompts of the data that the field `source` names, in file order; several data sets one after the other.
+    """Load all usable prompts of the data given by the field `source`, in file order; several data sets are concatenated.
 
-    Rows without the input column, or whose prompt is longer than `prompt_max_len` tokens, are bad rows. `measure` says what
-    images add to that; `make` is make_prompt() unless told.
+    Rows without the input column, and those with prompts longer than `prompt_max_len` tokens, are bad rows. `measure` returns the
+    tokens that images add to the length; `make` is make_prompt() by default.
     """
     _check_templates(section, tokenizer)
     if source == "eval_data":
@@ -55,9 +55,10 @@ def load_prompts(
 
 
 def mixture(parts: list[list[Prompt]], shares: list[float]) -> list[Prompt]:
-    """Everything once; or with shares all rows at least once, those of the part that is largest for its share exactly once.
+    """Concatenate the parts; with shares, repeat rows of parts to match the shares.
 
-    DataError for shares that are not one positive number for each part.
+    Every row then occurs at least once, and the rows of the part that is largest relative to its share exactly once. Raise
+    DataError unless `shares` has one positive number for each part.
     """
     if not shares:
         return [prompt for part in parts for prompt in part]
@@ -94,7 +95,7 @@ def _load(section: DataSection, source: str, name: str, *, make: Make, row_probl
 
 
 def _check_templates(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
-    """What would be wrong with every row alike."""
+    """Raise DataError for problems with templates that would affect every row."""
     if section.input_template is not None and "{}" not in section.input_template:
         raise DataError(f"--input_template {section.input_template!r} has no {{}}, the place of the prompt")
     template_variables(section)
@@ -103,7 +104,7 @@ def _check_templates(section: DataSection, tokenizer: PreTrainedTokenizerBase) -
 
 
 def template_variables(section: DataSection) -> dict[str, Any]:
-    """Return the further variables of the chat template. DataError for what is no JSON object."""
+    """Return the additional variables of the chat template. Raise DataError unless they are a JSON object."""
     try:
         variables = json.loads(section.chat_template_kwargs or "{}")
     except json.JSONDecodeError as error:
@@ -117,7 +118,7 @@ def make_prompt(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, index: int, folder: Path = HERE,
     measure: Measure | None = None,
 ) -> Prompt:  # fmt: skip
-    """One prompt from the columns of a row of a file in `folder`; ValueError says what is wrong with it."""
+    """Build a prompt from the columns of a row of a file in `folder`. Raise ValueError for a bad row."""
     if section.input_key not in row:
         raise ValueError(f"no column {section.input_key!r} (--input_key); it has {', '.join(row) or 'none'}")
     images = row_images(section, row, folder)
@@ -136,7 +137,7 @@ def row_images(section: DataSection, row: dict[str, Any], folder: Path) -> list[
 
 
 def measured(prompt: Prompt, section: DataSection, measure: Measure | None) -> Prompt:
-    """Return the prompt with the tokens of its images counted; ValueError where it is too long."""
+    """Set the number of image tokens of the prompt and return it. Raise ValueError if it is too long."""
     prompt.media_tokens = measure(prompt) if measure else 0
     if prompt.num_tokens > section.prompt_max_len:
         raise ValueError(f"the prompt has {prompt.num_tokens} tokens, more than --prompt_max_len {section.prompt_max_len}")
@@ -144,7 +145,7 @@ def measured(prompt: Prompt, section: DataSection, measure: Measure | None) -> P
 
 
 def _columns(section: DataSection, row: dict[str, Any]) -> dict[str, Any]:
-    """What rewards receive."""
+    """Return the columns that rewards receive. Raise ValueError for a configured column that the row does not have."""
     columns = {name: value for name, value in row.items() if name not in (section.input_key, section.images_key)}
     if section.label_key in row:
         columns["label"] = row[section.label_key]
@@ -158,7 +159,7 @@ def _columns(section: DataSection, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def render(section: DataSection, tokenizer: PreTrainedTokenizerBase, value: Any, *, num_images: int = 0) -> str:
-    """The prompt's text: from a string, or from a list of chat messages."""
+    """Return the text of a prompt from a string or a list of chat messages. Raise ValueError for other values."""
     if section.input_template is not None and isinstance(value, str):
         value = section.input_template.replace("{}", value, 1)
     if section.apply_chat_template:
@@ -177,7 +178,7 @@ def render(section: DataSection, tokenizer: PreTrainedTokenizerBase, value: Any,
 
 
 def complete_chat(section: DataSection, messages: list[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
-    """Return the messages with the system prompt, and with images where they stand."""
+    """Return the messages with the system prompt, and with images at their positions."""
     if section.system_prompt is not None:
         messages = [{"role": "system", "content": section.system_prompt}, *messages]
     return with_parts(messages, num_images) if section.images_key else messages
@@ -186,9 +187,12 @@ def complete_chat(section: DataSection, messages: list[dict[str, Any]], num_imag
 def render_chat(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], *, answer_follows: bool
 ) -> str:
-    """Return the text of the messages in the chat template, up to the beginning of the next answer where that follows."""
+    """Render the messages with the chat template, with a generation prompt at the end if `answer_follows`.
+
+    Raise ValueError if the template fails.
+    """
     try:
         variables = template_variables(section)
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_follows, **variables)
-    except Exception as error:  # a template is a program; it refuses messages with errors of its own
+    except Exception as error:  # a template is a program and raises its own errors
         raise ValueError(f"the chat template refuses it ({type(error).__name__}: {error})") from error

@@ -1,4 +1,4 @@
-"""Rows of a data set from files or the hub, each with the place it came from, and what to do with bad ones."""
+"""Rows of a data set from files or the hub, each with its location, and the handling of bad rows."""
 
 import json
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ ROWS_AT_ONCE = 64
 
 
 class DataError(ConfigError):
-    """The data cannot be used; the message names the file and line."""
+    """Error for data that cannot be used; the message names the file and line."""
 
 
 @dataclass
 class BadRows:
-    """Counts bad rows; the first one is fatal unless they are to be skipped."""
+    """Collection of bad rows; the first one raises DataError unless `skip` is set."""
 
     skip: bool
     flag: str
-    """The flag that named the data, for messages."""
+    """Flag that names the data, for messages."""
     reasons: list[str] = field(default_factory=list)
 
     def add(self, where: str, reason: str) -> None:
@@ -42,13 +42,14 @@ class BadRows:
 
 
 Row = tuple[str, dict[str, Any]]
-"""Where it stands (`train.jsonl:12`), and its columns."""
+"""Location of a row (`train.jsonl:12`) and its columns."""
 
 
 def read_rows(source: str, split: str, bad: BadRows) -> Iterator[Row]:
-    """The rows of a file, of the files of a folder, or of a data set of the hub.
+    """Yield the rows of a file, of the files of a folder, or of a data set on the hub.
 
-    Of a folder the files whose name begins with the split are taken, or its only file.
+    In a folder, the files whose names begin with the split are read, or its only file. Raise DataError for a source that does
+    not exist or cannot be read.
     """
     path = Path(source).expanduser()
     if path.is_file():
@@ -90,7 +91,7 @@ def _file_rows(file: Path, bad: BadRows) -> Iterator[Row]:
 
 
 def _stored(rows: Dataset) -> Iterator[dict[str, Any]]:
-    """As they are stored: images as the files that they were, a fraction of their pixels."""
+    """Yield rows as they are stored: images stay encoded files, which are much smaller than their pixels."""
     for table in rows.with_format("arrow").iter(ROWS_AT_ONCE):
         yield from table.to_pylist()
 
@@ -103,17 +104,17 @@ def _json_lines(file: Path, bad: BadRows) -> Iterator[Row]:
             where = f"{file}:{number}"
             try:
                 row = _parsed(line)
-            except ValueError as error:  # malformed JSON, or bytes that are not UTF-8
+            except ValueError as error:  # malformed JSON, or bytes that are not valid UTF-8
                 bad.add(where, f"not valid JSON ({error})")
                 continue
             yield from _object(where, row, bad)
 
 
 def _parsed(text: bytes) -> Any:
-    """The JSON value; ValueError also for one too deep to read, and for text that no file could hold."""
+    """Parse a JSON value. Raise ValueError for invalid JSON, too deep nesting, and text that cannot be encoded as UTF-8."""
     try:
         value = json.loads(text)
-        if b"\\u" in text:  # the escape of half a character is JSON, but half a character cannot be tokenized or written
+        if b"\\u" in text:  # an escaped lone surrogate is valid JSON, but cannot be tokenized or written
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError("lists or objects are nested too deep") from error

@@ -1,7 +1,8 @@
-"""Safetensors files under the names and in the shapes that a model of transformers has, whatever they are called there.
+"""Safetensors files read under the names and in the shapes of a transformers model, whatever the files use.
 
-Folders are published with a tensor for each expert; transformers has those of a layer in one. from_pretrained() converts the
-whole model. Here a tensor is converted when it is read, from the parts that are needed, by transformers' own conversions.
+Published folders often store one tensor per expert, where transformers stacks the experts of a layer in one tensor.
+from_pretrained() converts the whole model. This module converts a tensor when it is read, from the parts that are needed, with
+transformers' own conversions.
 """
 
 import copy
@@ -28,23 +29,26 @@ Part = tuple[slice, ...]
 
 @dataclass(slots=True)
 class Conversion:
-    """Stored tensors that together become one tensor of the model, or several."""
+    """Stored tensors that are converted together into one or more tensors of the model."""
 
     converter: WeightConverter
     target: str
-    """The first tensor that is made, by which transformers finds the names of the others."""
+    """Name of the first converted tensor, from which transformers derives the names of the others."""
     sources: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """Pattern of the converter -> stored names, in the order of their numbers."""
+    """Source pattern of the converter -> stored names, in natural (numeric) order."""
 
     @property
     def stacks(self) -> bool:
-        """Whether rows of what is made come from stored tensors of the same places, one each: experts in their order."""
+        """Return True if row i of the result comes from the i-th stored tensor alone, as with stacked experts."""
         first, *others = self.converter.operations
         merges = isinstance(first, MergeModulelist) and first.dim == 0
         return merges and all(isinstance(other, Concatenate) and other.dim > 0 for other in others)
 
     def convert(self, model: PreTrainedModel, tensors: dict[str, list[Tensor]]) -> dict[str, Tensor]:
-        """Return what becomes of the tensors, by name in the model. `tensors` is emptied. ValueError where nothing can."""
+        """Convert the tensors and return the results by name in the model. `tensors` is emptied.
+
+        Raise ValueError if transformers cannot convert them.
+        """
         converter = copy.deepcopy(self.converter)
         converter.collected_tensors = tensors
         try:
@@ -55,17 +59,17 @@ class Conversion:
 
 
 class ConvertedFiles:
-    """The tensors of a folder as they are in a model; a name that the model does not know is here, too."""
+    """Tensors of a folder under the names and in the shapes of a model. Names unknown to the model are included."""
 
     def __init__(self, model: PreTrainedModel, files: WeightFiles):
-        """`model` as its class makes it, neither distributed nor adapted; it may be empty. Headers alone are read."""
+        """Read the headers of `files` only. `model` must be neither distributed nor adapted; it may be empty."""
         self.model, self.files = model, files
         self.shapes: dict[str, tuple[int, ...]] = {}
-        """Name in the model -> shape of all of the tensor."""
+        """Name in the model -> shape of the whole tensor."""
         self._stored: dict[str, str] = {}
-        """Name in the model -> stored name of what is stored as it is."""
+        """Name in the model -> stored name, for tensors that need no conversion."""
         self._conversions: dict[str, Conversion] = {}
-        """Name in the model -> how it is made."""
+        """Name in the model -> conversion that produces the tensor."""
         stored = files.shapes()
         for conversion in self._find(stored):
             sources = {pattern: [torch.empty(stored[name], device="meta") for name in names]
@@ -75,26 +79,26 @@ class ConvertedFiles:
         self.shapes |= {name: stored[stored_name] for name, stored_name in self._stored.items()}
 
     def read(self, name: str, part: Part) -> Tensor:
-        """Return this part of a tensor, on the host and in the stored dtype. Of the experts of a layer no others are read."""
+        """Return part of a tensor, on the host and in the stored dtype. Experts outside of the part are not read."""
         if name in self._stored:
             return self.files.read(self._stored[name], part)
         conversion, rows = self._conversions[name], slice(None)
         if conversion.stacks:
             count = part[0].stop - part[0].start
-            rows = part[0] if count else slice(1)  # nothing cannot be stacked: one is read, and none of it taken
+            rows = part[0] if count else slice(1)  # an empty list cannot be stacked: read one tensor and take no rows of it
             part = (slice(count), *part[1:])
         sources = {pattern: self.files.read_all(names[rows]) for pattern, names in conversion.sources.items()}
         return conversion.convert(self.model, sources)[name][part]
 
     def origin(self, name: str) -> str:
-        """Return where a tensor is stored, for errors."""
+        """Return the file and stored name of a tensor, for error messages."""
         if name in self._stored:
             return f"{self.files.files[self._stored[name]]}: {self._stored[name]}"
         names = [stored for names in self._conversions[name].sources.values() for stored in names]
         return f"{self.files.files[names[0]].parent}: {name}, made of {names[0]} and {len(names) - 1} more,"
 
     def _find(self, stored: dict[str, tuple[int, ...]]) -> list[Conversion]:
-        """Rename what is stored, as from_pretrained() does, and return the conversions of what is more than renamed."""
+        """Rename the stored tensors as from_pretrained() does, and return the conversions for those that need more."""
         known, prefix = self.model.state_dict(keep_vars=True), self.model.base_model_prefix
         mapping = get_model_conversion_mapping(self.model)
         renamings = [step for step in mapping if isinstance(step, WeightRenaming)]

@@ -1,4 +1,4 @@
-"""Models whose parameters have a shape and no memory yet, so that one of any size is made in an instant on every rank."""
+"""Models whose parameters have shapes but no memory yet, so that a model of any size is built instantly on every rank."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,25 +11,25 @@ _register_real: Register = nn.Module.register_parameter
 
 @contextmanager
 def empty_parameters() -> Iterator[None]:
-    """Parameters of modules made inside are on the meta device. Buffers, which only the constructor knows, are real."""
+    """Create the parameters of new modules on the meta device. Buffers, which only the constructor can compute, are real."""
     with _registering(_register_empty):
         yield
 
 
 @contextmanager
 def real_parameters() -> Iterator[None]:
-    """An island inside empty_parameters(), where modules are made as ever."""
+    """Create modules with real parameters again, inside empty_parameters()."""
     with _registering(_register_real):
         yield
 
 
 def makes_empty() -> bool:
-    """Whether this is inside empty_parameters()."""
+    """Return True inside empty_parameters()."""
     return nn.Module.register_parameter is _register_empty
 
 
 def is_empty(module: nn.Module) -> bool:
-    """Whether any parameter of `module` has no memory."""
+    """Return True if any parameter of `module` has no memory."""
     return any(parameter.is_meta for parameter in module.parameters())
 
 
@@ -44,7 +44,7 @@ def _registering(register: Register) -> Iterator[None]:
 
 
 def _register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    """One that is empty stays the same object: tied parameters stay tied."""
+    """Register the parameter on the meta device. A parameter already there stays the same object, so tied ones stay tied."""
     if parameter is not None and not parameter.is_meta:
         parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
     _register_real(module, name, parameter)

@@ -1,4 +1,4 @@
-"""Models with the head that training needs: log-probs of given tokens instead of logits, or one number per token."""
+"""Models with the heads that training needs: log-probs of given tokens instead of logits, or one score per token."""
 
 from collections.abc import Iterator
 
@@ -18,13 +18,13 @@ from lightrft.types import Batch, Expanded, Features, append_sequence, concatena
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 MULTIPLIED = {"cohere", "cohere2"}
 DIVIDED = {"granite", "granitemoe", "granitemoeshared"}
-"""Model types whose logits are multiplied with, or divided by, their entry of SCALES."""
+"""Model types whose logits are divided by their entry of SCALES; those in MULTIPLIED multiply by it."""
 
 
 class Actor(nn.Module):
-    """A causal language model whose forward gives log-probs and entropy of the batch's own tokens.
+    """Causal language model whose forward returns log-probs and entropy of the batch's own tokens.
 
-    The head's product with the hidden states happens inside, chunk by chunk, so full logits never exist.
+    The product of the head and the hidden states is computed inside, in chunks, so the full logits never exist.
     """
 
     def __init__(self, language_model: PreTrainedModel):
@@ -33,27 +33,29 @@ class Actor(nn.Module):
         self.sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
         self.logit_scale = logit_scale(language_model)
         self.blank: Expanded | None = None
-        """A sequence with an image, which nobody learns, for batches without one: where others train on images, ranks must stay
-        in step, and towers that are trained have a gradient, of zeros. None: all batches are text."""
+        """Sequence with an image, excluded from the loss, that is appended to batches without images: while other ranks train on
+        images, all ranks must run the same collectives, and trained vision towers need a gradient of zeros. None if all batches
+        are text."""
 
     def forward(
         self, batch: Batch, temperature: float, truncation: Truncation = ALL, *, entropy: bool = True, top: int = 0,
         gradients: TokenGradients | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """log p(token | the tokens before it in its sequence) at `temperature`, and the entropy there: [T] float32 each.
+        """Return log p(token | previous tokens of its sequence) at `temperature` and the entropy, [T] float32 each.
 
-        With a truncation both are of the part of the vocabulary that was sampled from. They are 0 for tokens that are not
-        learned; the head is not even computed there. The entropy is None unless asked for. With the `gradients` of the objective,
-        those of the head are computed here, which spares one of its products; see token_logprobs().
+        With a truncation, both refer to the part of the vocabulary that was sampled from. They are 0 for tokens outside of the
+        loss mask, for which the head is not computed at all. The entropy is None unless `entropy` is set. With `gradients` of
+        the objective, the gradients of the head are computed in the forward pass, which saves one matrix product; see
+        token_logprobs().
 
-        With `top`, instead: so many of the likeliest tokens to follow each token, of the whole vocabulary, likeliest first: their
-        log-probs [T, top] float32 and ids [T, top] int64. No gradient.
+        With `top`, return instead the `top` likeliest next tokens after each token, over the whole vocabulary, likeliest first:
+        log-probs [T, top] float32 and ids [T, top] int64, without gradient.
         """
         whole = pad_to_multiple(batch if self.blank is None else with_dummy_image(batch, self.blank), self.sequence.multiple)
         hidden = hidden_states(self.language_model, whole, self.sequence)
         if top:
             return self._top(hidden, whole, top, temperature / self.logit_scale, batch.num_tokens)
-        before = whole.learned_tokens - 1  # each token says what it expects of the next; the first is never learned
+        before = whole.learned_tokens - 1  # each position predicts the next token; the first token is never in the loss
         which, local = self.sequence.own(whole.shared.places[before] if whole.shared else before, whole.num_computed)
         next_, local = (to_device(rows, hidden.device) for rows in (before[which] + 1, local))
         weight, targets = self.language_model.get_output_embeddings().weight, whole.input_ids[next_]
@@ -62,7 +64,7 @@ class Actor(nn.Module):
             upstream=gradients and of_rows(gradients, next_, batch.num_tokens),
         )  # fmt: skip
         zeros = torch.zeros(batch.num_tokens, device=hidden.device)
-        # Not in one tensor, where what the loss does not use would have a gradient of zeros, which costs as much as any.
+        # Separate tensors: in a joint one, an output that the loss does not use would get a full backward pass of zeros.
         logprobs, *entropies = self.sequence.sums(*(zeros.index_put((next_,), value) for value in values if value is not None))
         return logprobs, entropies[0] if entropy else None
 
@@ -73,15 +75,15 @@ class Actor(nn.Module):
         return logprobs[:num_tokens].clone(), ids[:num_tokens].clone()
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under their Hugging Face names, tied ones once."""
+        """Yield the parameters under their Hugging Face names, tied ones once."""
         yield from self.language_model.named_parameters()
 
 
 class Scorer(nn.Module):
-    """A model with one number per token: what critics and reward models are made of."""
+    """Model with one score per token, used by critics and reward models."""
 
     def __init__(self, model: PreTrainedModel):
-        """ValueError unless `model` is a backbone and one linear layer with a single output."""
+        """Raise ValueError unless `model` is a backbone with one linear layer of a single output."""
         super().__init__()
         heads = [name for name, child in model.named_children() if child is not model.base_model]
         linear = [name for name in heads if isinstance(getattr(model, name), nn.Linear)]
@@ -91,7 +93,7 @@ class Scorer(nn.Module):
         self.sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
 
     def forward(self, batch: Batch) -> Tensor:
-        """The head's output after each token: [T] float32, computed in float32."""
+        """Return the head's output at each token: [T] float32, computed in float32."""
         whole = pad_to_multiple(batch, self.sequence.multiple)
         hidden = hidden_states(self.scored_model, whole, self.sequence).float()
         head: nn.Linear = getattr(self.scored_model, self.head)
@@ -100,14 +102,14 @@ class Scorer(nn.Module):
         return (whole.shared.spread(scores) if whole.shared else scores)[: batch.num_tokens].clone()
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under their Hugging Face names, tied ones once."""
+        """Yield the parameters under their Hugging Face names, tied ones once."""
         yield from self.scored_model.named_parameters()
 
 
 def of_rows(gradients: TokenGradients, tokens: Tensor, num_tokens: int) -> Upstream:
-    """The gradients of an objective for rows of the head, of which row i is about the token `tokens[i]` of `num_tokens`.
+    """Adapt the gradients of an objective to rows of the head, where row i belongs to token `tokens[i]` of `num_tokens`.
 
-    The log-probs of all other tokens are 0 there: those of the rows do not depend on them.
+    The objective receives 0 for the log-probs of all other tokens: the gradients of the rows do not depend on them.
     """
 
     def upstream(rows: slice, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -120,9 +122,10 @@ def of_rows(gradients: TokenGradients, tokens: Tensor, num_tokens: int) -> Upstr
 
 
 def hidden_states(model: PreTrainedModel, batch: Batch, sequence: SequenceParallel = NO_SEQUENCE_PARALLEL) -> Tensor:
-    """The backbone's output after each token that this rank computes, in its own sequence: [t, H].
+    """Return the backbone's output at each token that this rank computes: [t, H].
 
-    Ranks divide the computed tokens: all of the batch, or each shared prefix once, see `Batch.shared`.
+    A token attends to its own sequence only. Ranks split the computed tokens: all tokens of the batch, or each shared prefix
+    once (see `Batch.shared`).
     """
     device, shared = batch.input_ids.device, batch.shared
     if rope_window(model) is not None:
@@ -140,7 +143,7 @@ def hidden_states(model: PreTrainedModel, batch: Batch, sequence: SequenceParall
 
 
 def positions(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """[T]; or [3, T], in time, rows and columns, where the model has such for images (M-RoPE, arXiv 2409.12191)."""
+    """Return position ids [T], or [3, T] (time, row, column) for images of models with M-RoPE (arXiv 2409.12191)."""
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     if "mrope_section" not in rope or not any(batch.media or ()):
         return batch.position_ids
@@ -153,7 +156,7 @@ def positions(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def computed_images(batch: Batch) -> list[Features]:
-    """Return the images of the sequences that are computed: those of a prompt once."""
+    """Return the images of the computed sequences; the images of a shared prompt occur once."""
     if batch.media is None or batch.shared is None:
         return batch.media or []
     begun = torch.isin(batch.offsets[:-1], batch.shared.computed).tolist()
@@ -161,21 +164,21 @@ def computed_images(batch: Batch) -> list[Features]:
 
 
 def with_dummy_image(batch: Batch, blank: Expanded) -> Batch:
-    """Return the batch, with one more sequence, which has an image, where none of its own has one."""
+    """Append the sequence `blank`, which has an image, to a batch without images."""
     return batch if any(batch.media or ()) else append_sequence(batch, torch.tensor(blank.token_ids), blank.features)
 
 
 def pad_to_multiple(batch: Batch, multiple: int) -> Batch:
-    """Return the batch with one more sequence that is not learned, where its computed tokens are not a multiple."""
+    """Append a sequence that is excluded from the loss so that the number of computed tokens is a multiple of `multiple`."""
     missing = -batch.num_computed % multiple
     return append_sequence(batch, batch.input_ids.new_zeros(missing)) if missing else batch
 
 
 def divide(module: nn.Module, sequence: SequenceParallel, *, tp: int = 1) -> bool:
-    """Have every Actor and Scorer inside `module`, whose heads `tp` ranks divide, share its batches as `sequence` says.
+    """Split the batches of every Actor and Scorer inside `module` over ranks with `sequence`.
 
-    Returns whether there is one: any other module is computed whole on each of these ranks. ValueError for a model that
-    cannot be run so, with all reasons.
+    `tp` is the number of tensor-parallel ranks that split the attention heads. Return True if there is such a module: any other
+    module is computed whole on each of these ranks. Raise ValueError, with all reasons, for a model that cannot be split.
     """
     divided = sequence.axis.size > 1
     name = f"--sp_size {sequence.axis.size} --sp_impl {type(sequence).__name__.lower()}" if divided else "--tp_sequence_parallel"
@@ -190,10 +193,11 @@ def divide(module: nn.Module, sequence: SequenceParallel, *, tp: int = 1) -> boo
 
 
 def rope_window(model: PreTrainedModel) -> int | None:
-    """The longest sequence whose rotary frequencies do not depend on its length; None where none do.
+    """Return the maximum sequence length with fixed rotary frequencies; None if the frequencies never depend on the length.
 
-    Beyond it `dynamic` and `longrope` choose other frequencies for all that is computed together: in transformers by the longest
-    sequence of a micro-batch, so that log-probs would depend on neighbours, in vLLM by the longest that a run allows.
+    Beyond it, `dynamic` and `longrope` use other frequencies for everything that is computed together: transformers chooses them
+    by the longest sequence of a micro-batch, so that log-probs would depend on the other samples; vLLM by the maximum model
+    length.
     """
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
@@ -204,7 +208,7 @@ def rope_window(model: PreTrainedModel) -> int | None:
 
 
 def check_window(model: PreTrainedModel, longest: int) -> None:
-    """Raise ConfigError where a sequence of `longest` tokens is beyond the rope_window()."""
+    """Raise ConfigError if a sequence of `longest` tokens exceeds rope_window()."""
     window = rope_window(model)
     if window is not None and longest > window:
         raise ConfigError(
@@ -215,7 +219,10 @@ def check_window(model: PreTrainedModel, longest: int) -> None:
 
 
 def logit_scale(model: PreTrainedModel) -> float:
-    """What the model multiplies its logits with: 1 for most. ValueError, with the reason, where its head does something else."""
+    """Return the factor by which the model scales its logits, 1 for most models.
+
+    Raise ValueError, with the reasons, for a model whose head computes anything else.
+    """
     config = model.config.get_text_config()
     problems = []
     for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):

@@ -1,7 +1,7 @@
-"""Norms, rotary embeddings and feed-forwards in one kernel each, by the package liger-kernel: Hsu et al., arXiv 2410.10989.
+"""Fused kernels for norms, rotary embeddings and feed-forwards from the package liger-kernel (Hsu et al., arXiv 2410.10989).
 
-The package exchanges them in the model and in the family's module of transformers, so that later models of the family in this
-process have them too. In float32 log-probs and gradients are within 1e-5 of those of transformers' own.
+The package patches the model and the transformers module of its family, so that later models of the family in this process use
+the kernels too. In float32, log-probs and gradients are within 1e-5 of those of transformers.
 """
 
 import os
@@ -12,13 +12,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""By model_type; each has a function of the package with its name."""
+"""Supported values of model_type; the package has one function for each."""
 
 
 def fuse(module: nn.Module, device: torch.device) -> None:
-    """Exchange them in every transformers model inside `module`, before its parameters are distributed.
+    """Patch every transformers model inside `module`, before its parameters are distributed.
 
-    ValueError for a model that has no such kernels, with all reasons.
+    Raise ValueError, with all reasons, for a model that the kernels do not support.
     """
     if not isinstance(module, PreTrainedModel):
         for child in module.children():
@@ -34,7 +34,7 @@ def fuse(module: nn.Module, device: torch.device) -> None:
 
 
 def model_problems(model: PreTrainedModel, device: torch.device) -> list[str]:
-    """Why the kernels cannot compute this model on this device, all reasons at once."""
+    """Return all reasons why the kernels cannot compute this model on this device."""
     problems, config = [], model.config
     if config.model_type not in FAMILIES:
         problems.append(f"its family {config.model_type!r} is none of {', '.join(FAMILIES)}")

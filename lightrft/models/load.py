@@ -34,19 +34,19 @@ from lightrft.models.weight_files import WeightFiles, check_finite, is_backbone,
 
 
 def load_model(section: ModelSection, flag: str = "pretrain") -> PreTrainedModel:
-    """The causal language model that `flag` names, in float32 (the master weights), with attention over flat batches.
+    """Load the causal language model given by `flag` in float32 (the master weights), with attention over flat batches.
 
-    With its towers where a family has no other form; they are not used, and not trained, as long as prompts are text.
-    Inside init_model_context() it may be empty: its parameters get memory when it is sharded. ValueError for weights that
-    are missing in the folder, or that the model does not know.
+    Vision towers are included if the family has no other form; they are neither used nor trained while prompts are text. Inside
+    init_model_context() the model may be empty: its parameters get memory when it is sharded. Raise ValueError for missing
+    weights and for weights that the model does not have.
     """
     return _load(None, section, flag)
 
 
 def load_scorer(section: ModelSection, flag: str = "pretrain", *, name: str = "", new_head: bool = True) -> PreTrainedModel:
-    """The same with one number per token instead of logits. `name`: which one, of several that `flag` names.
+    """Load a model with one score per token instead of logits. `name` selects one of several models given by `flag`.
 
-    Where the folder has no head it is new, and random; without `new_head` that is an error like other missing weights.
+    If the folder has no head, a new random one is created; without `new_head` that is an error like any missing weight.
     """
     return _load(AutoModelForSequenceClassification, section, flag, name=name, new_head=new_head, num_labels=1)
 
@@ -81,21 +81,21 @@ def _load(
 
 
 def _generating(config: PretrainedConfig) -> type:
-    """The class that generates text, and no more than that if there is a choice."""
+    """Return the Auto class that generates text: the text-only one if the family has both."""
     sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def _attention(config: PretrainedConfig) -> dict[str, str | None]:
-    """Over flat batches; in towers, which read no sequences of tokens, what transformers chooses."""
+    """Return the attention of each sub-model: over flat batches for the decoder, the default of transformers for towers."""
     language = config.get_text_config()
     return {"": ATTENTION} | {name: ATTENTION if getattr(config, name, None) is language else None for name in config.sub_configs}
 
 
 def _whole(kind: type, name: str, given: str, new_head: bool, options: dict[str, Any]) -> PreTrainedModel:
-    """All of it on this rank, converted where transformers knows how."""
+    """Load the whole model on this rank with from_pretrained(), which converts the weights where necessary."""
     attention = _attention(AutoConfig.from_pretrained(name, **options))
-    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # what is ignored here is an error below
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # mismatched shapes raise below
     try:
         with _without_load_report():
             model, found = kind.from_pretrained(name, dtype=torch.float32, attn_implementation=attention, **options)
@@ -116,9 +116,9 @@ def _whole(kind: type, name: str, given: str, new_head: bool, options: dict[str,
 
 @contextmanager
 def _without_load_report() -> Iterator[None]:
-    """Keep transformers from reporting weights, on every rank: what is wrong with them raises ValueError here.
+    """Suppress the load report of transformers on every rank: problems with weights raise ValueError here.
 
-    A report of weights that could not be converted is printed: transformers' own error refers to it.
+    A report about weights that could not be converted is printed, because the error of transformers refers to it.
     """
     logger = logging.getLogger("transformers.modeling_utils")
 
@@ -134,7 +134,7 @@ def _without_load_report() -> Iterator[None]:
 
 
 def _empty(kind: type, name: str, new_head: bool, options: dict[str, Any]) -> PreTrainedModel | None:
-    """The model without memory for what the folder holds; None where the folder has to be read as a whole to make sense."""
+    """Build the model without memory for the tensors in the folder; return None if from_pretrained() has to read it whole."""
     folder = _local_folder(name)
     files = WeightFiles.of(folder)
     config = AutoConfig.from_pretrained(folder, **options)
@@ -165,7 +165,7 @@ def _empty(kind: type, name: str, new_head: bool, options: dict[str, Any]) -> Pr
 
 
 def _without_head(model: PreTrainedModel, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
-    """A scorer's head may be missing; it then takes the place of another."""
+    """Remove a scorer's head from the missing names, and the head that it replaces from the unexpected names."""
     head = {name for name in missing if not is_backbone(model, name)}
     if model.can_generate() or not head:
         return missing, unexpected
@@ -173,21 +173,21 @@ def _without_head(model: PreTrainedModel, missing: set[str], unexpected: set[str
 
 
 def _fill_new_head(model: PreTrainedModel, name: str) -> None:
-    """As from_pretrained does for a head that it does not find, with the same random numbers."""
+    """Initialize a missing head as from_pretrained() does, with the same random numbers."""
     model._init_weights(getattr(model, name).to_empty(device="cpu"))
 
 
 def _local_folder(name: str) -> Path:
-    """Return the folder itself, or that of the hub's files on this machine."""
+    """Return the folder itself, or the local folder of the hub's files, downloading them if necessary."""
     if Path(name).is_dir():
         return Path(name)
     return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.py"]))
 
 
 def check_vocabulary(section: ModelSection, flag: str, tokenizer: PreTrainedTokenizerBase, *, name: str = "") -> None:
-    """ValueError where the model that `flag` names knows the tokens of `tokenizer` by other ids; it may know more.
+    """Raise ValueError if the model given by `flag` has other ids for the tokens of `tokenizer`; it may have more tokens.
 
-    `name`: which one, of several that `flag` names.
+    `name` selects one of several models given by `flag`.
     """
     name = name or getattr(section, flag)
     ours, theirs = tokenizer.get_vocab(), load_tokenizer(section, flag, name=name).get_vocab()
@@ -201,7 +201,10 @@ def check_vocabulary(section: ModelSection, flag: str, tokenizer: PreTrainedToke
 
 
 def load_tokenizer(section: ModelSection, flag: str = "pretrain", *, name: str = "") -> PreTrainedTokenizerBase:
-    """ValueError where there is none, and for one without an end token. `name`: which one, of several that `flag` names."""
+    """Load the tokenizer of the model given by `flag`; `name` selects one of several.
+
+    Raise ValueError if there is no tokenizer, or if it has no end token.
+    """
     name = name or getattr(section, flag)
     given = f"--{flag} {name}"
     name = _checked(name, given)
@@ -220,7 +223,7 @@ def load_tokenizer(section: ModelSection, flag: str = "pretrain", *, name: str =
 
 
 def _not_flat(model: PreTrainedModel) -> list[str]:
-    """Ways in which tokens of one sequence would see another, or too little of their own; empty when there is none."""
+    """Return the reasons why tokens would see other sequences of a flat batch, or too little of their own; may be empty."""
     config = model.config.get_text_config()
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     reasons = {
@@ -234,7 +237,10 @@ def _not_flat(model: PreTrainedModel) -> list[str]:
 
 
 def _checked(name: str, given: str) -> str:
-    """A folder must hold a model; anything else is a hub name. `given`: flag and name, for errors."""
+    """Return the expanded folder, or the hub name. `given` is the flag with its value, for error messages.
+
+    Raise ValueError for a folder that is missing or holds no model, and for a hub name that cannot be read.
+    """
     folder = Path(name).expanduser()
     if is_adapter_folder(folder):
         raise ValueError(f"{given}: the folder has an adapter and no model: `lightrft export {name} FOLDER` merges it into one")

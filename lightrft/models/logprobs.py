@@ -1,19 +1,19 @@
-"""Log-probabilities of tokens, without ever holding all logits.
+"""Log-probabilities of tokens, without materializing all logits.
 
-The logits of a chunk of tokens exist at a time. Where the gradient of the objective is known as soon as a token's log-prob is,
-gradients of hidden states and weight are computed from the same logits: three products of size T x V x H. Otherwise the backward
-pass computes the logits once more, in products of the same shape, which makes four; only where all tokens fit into the memory of
-a chunk, what the gradient needs is kept instead. A truncation is decided once, in the forward pass, and kept as a bit for each
-token.
+Only the logits of one chunk of tokens exist at a time. If the gradient of the objective is known as soon as the log-probs are,
+the gradients of hidden states and weight are computed from the same logits: three products of size T x V x H. Otherwise the
+backward pass recomputes the logits, in products of the same shape, which makes four; if all tokens fit into one chunk, the
+values that the gradient needs are kept instead. A truncation is decided once, in the forward pass, and kept as one bit per
+logit.
 
-From the first exponential on everything is float32, whatever the dtype of the model. The products themselves are float32 on an
-accelerator; a CPU rounds those of bfloat16 to bfloat16. The temperature divides a chunk's own float32 logits, never a tensor that
-somebody else sees. On CUDA triton.py has the kernels for what follows the product, elsewhere vocab_parallel.py.
+From the first exponential on everything is float32, whatever the dtype of the model. The products accumulate and return float32
+on an accelerator; a CPU rounds products of bfloat16 to bfloat16. The temperature divides a chunk's own float32 logits, never a
+tensor of the caller. The steps after the product run in the kernels of triton.py on CUDA, and in vocab_parallel.py elsewhere.
 
-The vocabulary may be split over tensor-parallel ranks: vocab_parallel.py has what they do together. The gradient of the hidden
-states, to which every part of the vocabulary contributes, is then summed once.
+The vocabulary may be split over tensor-parallel ranks; vocab_parallel.py has the collectives. The gradient of the hidden states,
+to which every part of the vocabulary contributes, is then summed once.
 
-Shapes: T tokens, H hidden size, V vocabulary, v of it on this rank, K tokens asked for at each position.
+Shapes: T tokens, H hidden size, V vocabulary, v of it on this rank, K targets at each position.
 """
 
 import os
@@ -31,10 +31,10 @@ from lightrft.parallel.sequence_parallel import gathered
 from lightrft.parallel.tensor_parallel import branch, vocabulary_shard
 
 HOST_CHUNK, DEVICE_CHUNK = 2**25, 2**29
-"""Logits that exist at the same time: 128 MB in a host's memory, 2 GB on an accelerator, which wants larger products."""
+"""Maximum number of logits of a chunk: 128 MB on a host, 2 GB on an accelerator, which needs larger products."""
 
 Upstream = Callable[[slice, Tensor, Tensor | None], tuple[Tensor | None, Tensor | None]]
-"""(rows, their log-probs, their entropy) -> the gradient of the objective with respect to both, in their shapes."""
+"""(rows, their log-probs, their entropy) -> gradients of the objective with respect to both, in the same shapes."""
 
 
 def token_logprobs(
@@ -48,18 +48,19 @@ def token_logprobs(
     entropy: bool = True,
     upstream: Upstream | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(hidden @ weight.T / temperature) at `targets`, and the entropy of that distribution.
+    """Return log softmax(hidden @ weight.T / temperature) at `targets`, and the entropy of that distribution.
 
-    hidden [T, H], weight [V, H]; targets [T], or [T, K] for several tokens at each position. Returns the log-probs in the
-    shape of the targets and the entropy [T], None unless asked for, both float32 and differentiable. A negative target (-100) is
-    ignored: its log-prob is 0 and has no gradient. `chunk` tokens at a time: 0 lets the vocabulary decide, None takes all.
+    hidden is [T, H], weight [V, H]; targets [T], or [T, K] for several tokens at each position. Return the log-probs in the
+    shape of the targets and the entropy [T] (None without `entropy`), both float32 and differentiable. A negative target (-100)
+    is ignored: its log-prob is 0 and has no gradient. `chunk` is the number of tokens at a time: 0 derives it from the
+    vocabulary size, None takes all tokens.
 
-    With `upstream` the gradients of hidden states and weight are computed in the forward pass. The backward pass, of which there
-    can be one, must then bring what it said, or so many times that: RuntimeError otherwise.
+    With `upstream` the gradients of hidden states and weight are computed in the forward pass. Only one backward pass is then
+    possible, and its gradients must be those that `upstream` returned, or a multiple of them; otherwise raise RuntimeError.
 
-    A weight that parallelize() split is used as it lies; hidden states and targets are then equal on all ranks of its axis, as
-    are the results and the gradient of the hidden states. A truncation costs some collectives per chunk in the forward pass, as
-    does `upstream`.
+    A weight that parallelize() has split is used in place; hidden states and targets must then be equal on all ranks of its axis,
+    and so are the results and the gradient of the hidden states. A truncation and `upstream` each need a few collectives per
+    chunk in the forward pass.
     """
     shard = vocabulary_shard(weight)
     if shard is None:
@@ -81,22 +82,23 @@ def logprobs_of_logits(
     truncation: Truncation = ALL,
     chunk: int | None = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The same from logits [T, V] that are there already; they are not changed.
+    """Return log-probs and entropy, as token_logprobs() does, from existing logits [T, V], which are not modified.
 
-    With a `part` they are [T, v], of this rank's part of the vocabulary, and each rank gets the gradient of its own.
+    With a `part` the logits are [T, v], this rank's part of the vocabulary, and each rank gets the gradient of its own logits.
     """
     part = part or VocabularyPart.whole(logits.shape[1])
     rows = chunk_rows(logits, max(part.num, 1))
-    if truncation.active and not chunk:  # as many chunks on all ranks, whose parts may differ
+    if truncation.active and not chunk:  # equal number of chunks on all ranks, whose parts may differ
         rows = int(part.axis.min(torch.tensor(rows, device=logits.device)))
     return _logprobs(logits, None, targets, _Options(part, temperature, truncation, _rows(logits, chunk, rows), True), None)
 
 
 @torch.no_grad()
 def top_logprobs(hidden: Tensor, weight: Tensor, k: int, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The k most likely tokens of each position, for distillation: log-probs [T, k] float32 and ids [T, k], likeliest first.
+    """Return log-probs [T, k] float32 and ids [T, k] of the k likeliest tokens at each position, likeliest first.
 
-    With a weight that parallelize() split, three collectives; results are equal on all ranks of its axis.
+    A weight that parallelize() has split needs three collectives; results are equal on all ranks of its axis. Raise ValueError
+    if k exceeds the size of the vocabulary.
     """
     shard = vocabulary_shard(weight)
     if shard is None:
@@ -108,14 +110,14 @@ def top_logprobs(hidden: Tensor, weight: Tensor, k: int, *, temperature: float =
 def top_logprobs_of_logits(
     logits: Tensor, k: int, *, part: VocabularyPart | None = None, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """The same from logits [T, V]; [T, v] of this rank's `part` of the vocabulary."""
+    """Return the same as top_logprobs() from logits [T, V], or [T, v] for this rank's `part` of the vocabulary."""
     part = part or VocabularyPart.whole(logits.shape[1])
     size = int(part.axis.sum(torch.tensor(part.num, device=logits.device)))
     return _top(logits, None, part, size, k, temperature)
 
 
 def chunk_rows(like: Tensor, vocabulary: int) -> int:
-    """Tokens of one chunk of a vocabulary of so many tokens, where `like` is."""
+    """Return the number of tokens per chunk for a vocabulary of this size on the device of `like`."""
     return max(1, (HOST_CHUNK if like.device.type == "cpu" else DEVICE_CHUNK) // vocabulary)
 
 
@@ -125,7 +127,7 @@ class _Options:
     temperature: float
     truncation: Truncation
     chunk: int
-    """Rows whose logits exist together, and are one product in either pass: one of another shape has other last bits."""
+    """Rows whose logits exist together. Both passes use the same chunks: a product of another shape rounds differently."""
     entropy: bool
 
 
@@ -153,10 +155,10 @@ def _logprobs(
 def _top(
     given: Tensor, weight: Tensor | None, part: VocabularyPart, size: int, k: int, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """The k likeliest of all ranks are among the k likeliest of each."""
+    """Select the k likeliest tokens from the k likeliest of each rank. Raise ValueError if k exceeds the vocabulary size."""
     if k > size:
         raise ValueError(f"the {k} likeliest of a vocabulary of {size} tokens were asked for")
-    values = torch.full((len(given), k), -torch.inf, device=given.device)  # so it stays where a rank has fewer than k
+    values = torch.full((len(given), k), -torch.inf, device=given.device)  # remains if a rank has fewer than k
     ids = torch.zeros(len(given), k, dtype=torch.int64, device=given.device)
     sums = torch.full((len(given),), -torch.inf, device=given.device)
     here = min(k, part.num)
@@ -173,7 +175,7 @@ def _top(
 
 
 class _Logprobs(torch.autograd.Function):
-    """Log-probs [T, K] and entropy [T] from hidden states [T, H] and a weight [v, H], or, without one, from logits [T, v]."""
+    """Log-probs [T, K] and entropy [T] from hidden states [T, H] and a weight [v, H], or from logits [T, v] without a weight."""
 
     @staticmethod
     def forward(
@@ -207,7 +209,7 @@ class _Logprobs(torch.autograd.Function):
                 some = upstream.rows(rows)
                 yield rows, _gradient(logits, found.rows(rows), local_targets.rows(rows), some, options, given.dtype, again=True)
 
-        kept, ctx.kept = ctx.kept, None  # the gradient takes its place, so another backward pass computes again
+        kept, ctx.kept = ctx.kept, None  # overwritten by the gradient, so a second backward pass recomputes
         if kept is None:
             gradients = computed_again()
         else:
@@ -217,7 +219,7 @@ class _Logprobs(torch.autograd.Function):
 
 
 class _KnownUpstream(torch.autograd.Function):
-    """The same, where a chunk's gradient is known as soon as its log-probs are: the backward pass computes nothing."""
+    """Log-probs and entropy whose gradients are computed in the forward pass; the backward pass only scales them."""
 
     @staticmethod
     def forward(
@@ -254,9 +256,10 @@ class _KnownUpstream(torch.autograd.Function):
 
 
 def _proportion(known: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> Tensor:
-    """How many times the `known` gradients the `given` ones are, [], without waiting for a device. RuntimeError unless they are.
+    """Return the factor (a scalar tensor) between the `known` gradients and the `given` ones, without synchronizing a device.
 
-    It is 1, or what the loss was multiplied with. What is not finite passes, to be seen in the norm of the gradient.
+    It is 1, or the factor that the loss was multiplied by. Raise RuntimeError if the gradients are not proportional. Values that
+    are not finite pass this check and appear in the gradient norm.
     """
     pairs = [
         (torch.zeros_like(other) if one is None else one, torch.zeros_like(one) if other is None else other)
@@ -274,7 +277,7 @@ def _proportion(known: tuple[Tensor | None, ...], given: tuple[Tensor | None, ..
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """Those of log-probs [t, K] and entropy [t] with respect to the logits at temperature 1."""
+    """Gradients of the objective with respect to log-probs [t, K] and entropy [t], divided by the temperature."""
 
     logprobs: Tensor
     entropy: Tensor | None
@@ -292,9 +295,9 @@ def _distribution(
     given: Tensor, weight: Tensor | None, local_targets: LocalTargets, options: _Options, memory: Tensor,
     bits: Tensor | None = None,
 ) -> Distribution:
-    """The distribution of each row [t], computed in `memory`, as many rows at a time as it has.
+    """Compute the distribution of each row [t] in `memory`, a chunk of rows at a time.
 
-    Of the last of them it then has what _gradient() needs. `bits` gets the truncation.
+    Afterwards `memory` holds what _gradient() needs for the last chunk, and `bits` the truncation.
     """
     fused, sums = _fused(given, options.part), []
     for start in range(0, len(given), options.chunk):
@@ -314,7 +317,7 @@ def _distribution(
 
 
 def _truncate(logits: Tensor, local_targets: LocalTargets, options: _Options, bits: Tensor | None) -> None:
-    """-inf for what the truncation leaves out, a part of the rows at a time, because finding it takes several times as much."""
+    """Write -inf to the truncated logits, a part of the rows at a time, because the search needs several times the memory."""
     step = max(1, options.chunk // 4)
     for start in range(0, len(logits), step):
         rows = slice(start, start + step)
@@ -329,9 +332,9 @@ def _gradient(
     dtype: torch.dtype, *,
     again: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Gradient of some rows' logits from what _distribution() left of them, or, `again`, from the logits; it takes their place.
+    """Return the gradient of some rows' logits from what _distribution() left in `memory`, or, with `again`, from the logits.
 
-    With Triton's kernels both are the logits, and the gradient is of `dtype`.
+    It overwrites `memory`. With the Triton kernels `memory` holds the logits in both cases, and the gradient has `dtype`.
     """
     given = upstream.logprobs, upstream.entropy
     if _fused(memory, options.part):
@@ -344,7 +347,7 @@ def _gradient(
 
 
 def _fused(like: Tensor, part: VocabularyPart) -> bool:
-    """Whether Triton's kernels compute: on CUDA, and on a CPU where Triton interprets them."""
+    """Return True if the Triton kernels are used: on CUDA, and on a CPU with TRITON_INTERPRET=1."""
     return part.num > 0 and (like.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -356,7 +359,7 @@ def _of_logits(logits: Tensor, gradients: Iterator[tuple[slice, Tensor]]) -> tup
 
 
 def _of_product(hidden: Tensor, weight: Tensor, gradients: Iterator[tuple[slice, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Gradients of hidden states and weight from those of the logits; that of the weight is float32."""
+    """Return the gradients of hidden states and weight from those of the logits; the gradient of the weight is float32."""
     grad_hidden = torch.empty_like(hidden)
     grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
     for rows, grad in gradients:
@@ -372,7 +375,7 @@ def _of_product(hidden: Tensor, weight: Tensor, gradients: Iterator[tuple[slice,
 
 
 def row_chunks(like: Tensor, num: int, size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of `like` [T, ...], `size` at a time, and for each chunk the same memory again, [t, num] float32.
+    """Yield slices of `size` rows of `like` [T, ...], each with the same memory, [t, num] float32.
 
     New memory for every chunk would cost a host more than the exponentials, because it is paged in at the first touch.
     """
@@ -383,9 +386,9 @@ def row_chunks(like: Tensor, num: int, size: int) -> Iterator[tuple[slice, Tenso
 
 
 def scaled_logits(given: Tensor, weight: Tensor | None, temperature: float, out: Tensor) -> Tensor:
-    """Hidden states [t, H] and weight [v, H], or logits [t, v] -> [t, v] float32, in the memory of `out`.
+    """Write float32 logits / temperature [t, v] to `out`, from hidden states [t, H] and weight [v, H] or from logits [t, v].
 
-    An accelerator writes what it summed in float32, where a CPU first rounds the logits of bfloat16.
+    An accelerator writes its float32 sums, whereas a CPU first rounds logits to bfloat16 if the model has this dtype.
     """
     if weight is None:
         out.copy_(given)

@@ -1,10 +1,10 @@
-"""LoRA: frozen matrices W, beside each of some a trained product of two small ones (Hu et al. 2021, arXiv:2106.09685).
+"""LoRA: frozen matrices W, some of them with a trained low-rank product B A (Hu et al. 2021, arXiv:2106.09685).
 
     h = W x + (alpha / rank) B A x
 
-peft puts them into the model, which stays the transformers model it was. The names of its parameters change: `q_proj.weight`
-becomes `q_proj.base_layer.weight`, and `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight` follow. merged() undoes
-this for whoever wants the model as one without adapters: engines and folders.
+peft injects the adapters into the transformers model, whose class does not change. Its parameters are renamed: `q_proj.weight`
+becomes `q_proj.base_layer.weight`, followed by `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. merged() undoes
+this for engines and saved models, which need the model without adapters.
 """
 
 import json
@@ -32,10 +32,10 @@ Value = TypeVar("Value")
 
 
 def add_adapters(model: PreTrainedModel, section: ModelSection) -> None:
-    """Freeze `model` and put adapters on the linear layers that --target_modules names, except below a --freeze_prefix.
+    """Freeze `model` and add adapters to the linear layers of --target_modules, except below a --freeze_prefix.
 
-    A begins random and B at 0, so the model computes what it did. A scorer's head is trained with them. ConfigError without peft,
-    and for targets that are not there or cannot be merged.
+    A is initialized randomly and B with 0, so the outputs of the model do not change. A scorer's head is trained as well. Raise
+    ConfigError without peft, and for targets that do not exist or cannot be merged.
     """
     try:
         from peft import LoraConfig, TaskType, inject_adapter_in_model
@@ -68,9 +68,10 @@ def add_adapters(model: PreTrainedModel, section: ModelSection) -> None:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Name in a transformers model -> layer with an adapter; empty without. ConfigError for one that merged() cannot merge.
+    """Return the layers with adapters by their names in a transformers model; may be empty.
 
-    Those are plain products on linear layers of the backbone: the head's own product happens outside of its module.
+    Raise ConfigError for a layer that merged() cannot merge: only plain products on linear layers of the backbone can be merged,
+    because the head's product is computed outside of its module.
     """
     if not any(".lora_" in name for name, _ in model.named_parameters()):
         return {}
@@ -92,7 +93,7 @@ def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the transformers model computes what it did before it was adapted."""
+    """Disable the adapters inside the context: the transformers model computes the outputs of its base model."""
     layers = adapted_layers(model).values()
     for layer in layers:
         layer.enable_adapters(False)
@@ -104,10 +105,10 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def merged(model: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The weight stream of a transformers model as if it had no adapters: W + (alpha / rank) B A, computed in float32.
+    """Yield the weight stream of a transformers model with merged adapters: W + (alpha / rank) B A, computed in float32.
 
-    A matrix is held until its adapter has come, at most one bucket longer than without. What was streamed is not changed; without
-    adapters the stream stays as it is.
+    A matrix is held until its adapter arrives, at most one bucket longer than otherwise. The streamed tensors are not modified;
+    without adapters the stream is unchanged.
     """
     scalings = {name: layer.scaling[ADAPTER] for name, layer in adapted_layers(model).items()}
 
@@ -121,7 +122,7 @@ def merged(model: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> Iterator[t
 def fold_adapters(
     named: Iterable[tuple[str, Value]], join: Callable[[str, Value, Value, Value], Value]
 ) -> Iterator[tuple[str, Value]]:
-    """Yield values by the names that a model had before it was adapted, for each adapter join(name of its layer, W, A, B)."""
+    """Yield values under the model's names without adapters; the value of an adapted layer is join(layer name, W, A, B)."""
     held: list[Value] = []
     for name, value in named:
         if name.endswith((BASE, A)):
@@ -135,7 +136,7 @@ def fold_adapters(
 
 
 def plain_name(name: str) -> str:
-    """Of a parameter of the frozen model: its name before adapters came."""
+    """Return the name of a parameter of the frozen model as it is without adapters."""
     return name.replace(".base_layer.", ".")
 
 
@@ -144,22 +145,22 @@ def is_adapter(name: str) -> bool:
 
 
 def save_adapter(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
-    """What peft's own PeftModel.from_pretrained reads, from adapters by their names in the transformers model."""
+    """Save adapters, given by their names in the transformers model, in the format of peft's PeftModel.from_pretrained."""
     from safetensors.torch import save_file
 
     names = {name: "base_model.model." + name.replace(f".{ADAPTER}.", ".") for name in tensors}
     save_file({names[name]: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
     model.peft_config[ADAPTER].save_pretrained(folder)
-    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors writes for the owner alone
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors makes the file readable by its owner only
 
 
 def is_adapter_folder(folder: Path | str) -> bool:
-    """Return whether a folder has an adapter in peft's format, and no whole model."""
+    """Return True if a folder has an adapter in peft's format and no whole model."""
     return (Path(folder) / CONFIG).is_file() and not (Path(folder) / "config.json").is_file()
 
 
 def base_of(folder: Path | str) -> str:
-    """Return the model that the adapter in a folder belongs to. ConfigError where the folder does not name it."""
+    """Return the base model of the adapter in a folder. Raise ConfigError if the folder does not name it."""
     base = json.loads((Path(folder) / CONFIG).read_text()).get("base_model_name_or_path")
     if not base:
         raise ConfigError(f"{Path(folder) / CONFIG} names no base model: write it there, as base_model_name_or_path")
@@ -169,7 +170,7 @@ def base_of(folder: Path | str) -> str:
 def merge_adapter(model: PreTrainedModel, folder: Path | str) -> PreTrainedModel:
     """Merge the adapter in a folder, of any kind that peft can merge, into its base model, in place.
 
-    ConfigError without peft, and for an adapter that does not fit.
+    Raise ConfigError without peft, without the adapter's weights, and for an adapter that does not fit the model.
     """
     try:
         from peft import PeftModel

@@ -1,11 +1,11 @@
-"""Log-probs of tokens from logits that are split over ranks, for models that have logits: NeMo-RL's functions of these names.
+"""Log-probs of tokens from existing logits that are split over ranks, with the function names of NeMo-RL.
 
 The vocabulary may be split over tensor-parallel ranks, in consecutive parts of any sizes, and sequences over context-parallel
-ones, in zigzag order: of 2 x ranks equal chunks of a sequence, rank r has number r and the one as far from the end. Log-probs
-take two collectives over the vocabulary and one over the sequence, and the gradient none; results are equal on all ranks.
+ranks in zigzag order: of the 2 x ranks equal chunks of a sequence, rank r has chunk r and chunk 2 x ranks - 1 - r. Log-probs
+need two collectives over the vocabulary and one over the sequence, the gradient none; results are equal on all ranks.
 
-All ranks compute the same loss from them. The gradient of a rank's logits is then that of this loss, once: nothing is to be
-divided by the number of context-parallel ranks, and gradients of parameters that these share are summed.
+All ranks compute the same loss from them. The gradient of a rank's logits is then the gradient of this loss, counted once: do
+not divide by the number of context-parallel ranks, and sum the gradients of parameters that these ranks share.
 
 Shapes: B rows, S tokens of each, T tokens end to end, V vocabulary, v of it on this rank.
 """
@@ -38,11 +38,11 @@ def from_parallel_logits_to_logprobs(
     temperature: float = 1.0,
     truncation: Truncation = ALL,
 ) -> Tensor:
-    """Log-prob of every token of `target` [B, S] but the first, after those before it: [B, S - 1] float32.
+    """Return the log-prob of every token of `target` [B, S] except the first, given the tokens before it: [B, S - 1] float32.
 
-    Logits [B, S, v], or [B, S / cp, v] of this rank's chunks of the rows, padded to a multiple of 2 cp where need be. The rank
-    has the tokens from `vocab_start_index` up to, but without, `vocab_end_index`. A negative target has log-prob 0 and no
-    gradient.
+    Logits are [B, S, v], or [B, S / cp, v] for this rank's chunks of the rows, padded to a multiple of 2 cp if necessary. The
+    rank holds the vocabulary from `vocab_start_index` up to but excluding `vocab_end_index`. A negative target has log-prob 0
+    and no gradient. Raise ValueError if there are fewer logits than targets, or if `v` does not match the vocabulary range.
     """
     rows, num_tokens = target.shape
     sequence = Zigzag(axis_of(cp_group, "cp")) if cp_group is not None else None
@@ -76,10 +76,11 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     temperature: float = 1.0,
     truncation: Truncation = ALL,
 ) -> Tensor:
-    """The same of sequences that lie end to end: [B, S - 1] float32 with S the `unpacked_seqlen`, 0 after the end of a sequence.
+    """Return the log-probs of packed sequences: [B, S - 1] float32 with S = `unpacked_seqlen`, 0 after the end of a sequence.
 
-    Logits [1, T, v] and `target` [1, T]; `cu_seqlens_padded` [B + 1] says where sequences begin and the last ends. With context
-    parallelism the logits are [1, T / cp, v]: of each sequence, whose length must be a multiple of 2 cp, this rank's chunks.
+    Logits are [1, T, v] and `target` [1, T]; `cu_seqlens_padded` [B + 1] has the start of each sequence and the end of the last.
+    With context parallelism the logits are [1, T / cp, v], this rank's chunks of each sequence, whose length must be a multiple
+    of 2 cp. Raise ValueError if the sizes do not match.
     """
     starts = cu_seqlens_padded.tolist()
     spans = list(zip(starts[:-1], starts[1:], strict=True))
@@ -91,7 +92,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
         )
     places = zigzag_places(spans, sequence) if sequence.axis.size > 1 else [torch.arange(starts[-1])]
     following = target.flatten().roll(-1)
-    following[[end - 1 for begin, end in spans if end > begin]] = IGNORED  # never the first token of the next one
+    following[[end - 1 for begin, end in spans if end > begin]] = IGNORED  # the last token predicts nothing
     own = places[sequence.axis.rank].to(target.device)
     part = vocabulary_part(vocab_parallel_logits, vocab_start_index, vocab_end_index, group)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
@@ -119,9 +120,10 @@ def parallel_logprobs_and_entropy(
     temperature: float = 1.0,
     truncation: Truncation = ALL,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs at `targets`, which are not shifted, and the entropy of each distribution, float32 and differentiable.
+    """Return the log-probs at `targets`, which are not shifted, and the entropies, float32 and differentiable.
 
-    Logits [T, v]; targets [T], or [T, K] for several tokens at each position. Returns [T] or [T, K], and [T].
+    Logits are [T, v]; targets [T], or [T, K] for several tokens at each position. The log-probs have the shape of the targets,
+    the entropies are [T].
     """
     part = vocabulary_part(vocab_parallel_logits, vocab_start_index, vocab_end_index, tp_group)
     options = {"temperature": temperature, "truncation": truncation, "chunk": chunk_size}
@@ -137,27 +139,30 @@ def parallel_top_logprobs(
     *,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The k likeliest tokens of the whole vocabulary for logits [T, v]: log-probs and ids, [T, k] each, likeliest first."""
+    """Return log-probs and ids, [T, k] each, of the k likeliest tokens of the whole vocabulary from logits [T, v]."""
     part = vocabulary_part(vocab_parallel_logits, vocab_start_index, vocab_end_index, tp_group)
     return top_logprobs_of_logits(vocab_parallel_logits, k, part=part, temperature=temperature)
 
 
 def vocabulary_part(logits: Tensor, first: int, end: int, group: ProcessGroup | None) -> VocabularyPart:
-    """ValueError unless the last dimension of the logits is this rank's part of the vocabulary."""
+    """Return this rank's part of the vocabulary. Raise ValueError if the last dimension of the logits has another size."""
     if logits.shape[-1] != end - first:
         raise ValueError(f"the logits are of {logits.shape[-1]} tokens, those from {first} up to {end} are {end - first}")
     return VocabularyPart(first, end - first, axis_of(group, "tp"))
 
 
 def axis_of(group: ProcessGroup | None, name: str) -> Axis:
-    """The ranks of a group; one rank without."""
+    """Return the axis of a process group; an axis of one rank for None."""
     if group is None or dist.get_world_size(group) == 1:
         return Axis(name, 1, 0, None)
     return Axis(name, dist.get_world_size(group), dist.get_rank(group), group)
 
 
 def zigzag_places(spans: list[tuple[int, int]], sequence: Zigzag) -> list[Tensor]:
-    """For each rank the places, among all tokens, of its chunks of every sequence, in its order: [T / ranks] each."""
+    """Return for each rank the token indices of its chunks of all sequences, in the rank's order: [T / ranks] each.
+
+    Raise ValueError for a sequence that cannot be divided into equal chunks.
+    """
     wrong = [end - begin for begin, end in spans if (end - begin) % sequence.num_chunks]
     if wrong:
         raise ValueError(f"a sequence of {wrong[0]} tokens does not divide into {sequence.num_chunks} chunks: pad it")

@@ -1,4 +1,4 @@
-"""Activations that are not kept for the backward pass but computed once more in it."""
+"""Activation checkpointing: activations are recomputed in the backward pass instead of stored."""
 
 from functools import partial
 from typing import Any
@@ -12,9 +12,10 @@ PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 
 
 def recompute(module: nn.Module, *, selective: bool) -> None:
-    """Have the blocks of every transformers model inside `module` keep only their input while they train.
+    """Enable activation checkpointing for the blocks of every transformers model inside `module`.
 
-    `selective`: the results of attention and of matrix products too, so that what is computed once more costs next to nothing.
+    A block keeps only its input. With `selective` it also keeps the results of attention and matrix products, so that the
+    recomputation costs next to nothing.
     """
     if isinstance(module, PreTrainedModel):
         kept = {"context_fn": partial(create_selective_checkpoint_contexts, keep_expensive)} if selective else {}
@@ -25,9 +26,9 @@ def recompute(module: nn.Module, *, selective: bool) -> None:
 
 
 def keep_expensive(_: Any, op: OpOverload, *args: Any, **options: Any) -> CheckpointPolicy:
-    """What torch asks of each operation inside a block.
+    """Return the checkpoint policy of an operation inside a block.
 
-    Attention with dropout is computed again: left out, it would not draw its random numbers, and all later draws would differ.
+    Attention with dropout is recomputed: if skipped, it would not draw its random numbers, and all later draws would differ.
     """
     name = op.name()
     attention = ("attn" in name or "attention" in name) and not _dropout(op, args, options)

@@ -1,4 +1,4 @@
-"""The routers of a mixture of experts, and what they decide while the model computes."""
+"""Routers of a mixture of experts and their decisions during a forward pass."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +14,10 @@ from lightrft.types import Batch, Routing, to_device
 
 
 class Routers:
-    """Found by what transformers records of them."""
+    """Routers of a model, found through the outputs that transformers can record for its family."""
 
     def __init__(self, model: PreTrainedModel, coefficient: float):
-        """`coefficient` of the loss that balances them. ValueError for a model whose family has none."""
+        """Find the routers; `coefficient` weights their balance loss. Raise ValueError if the model's family has no such loss."""
         self.coefficient = coefficient
         recorder, config = (model._can_record_outputs or {}).get("router_logits"), model.config.get_text_config()
         if recorder is None or getattr(config, "router_aux_loss_coef", None) is None:
@@ -25,11 +25,11 @@ class Routers:
         self.modules: list[nn.Module] = [part for part in model.modules() if isinstance(part, recorder.target_class)]
         self.index = recorder.index
         self.top_k: int = config.num_experts_per_tok
-        """Experts that a token gets."""
+        """Number of experts per token."""
 
     @contextmanager
     def watch(self) -> Iterator[list[Tensor]]:
-        """Logits [t, E] of every router that computes inside, with their gradient."""
+        """Collect the differentiable logits [t, E] of every router that runs inside the context."""
         seen: list[Tensor] = []
         hooks = [part.register_forward_hook(lambda _, __, output: seen.append(output[self.index])) for part in self.modules]
         try:
@@ -39,10 +39,10 @@ class Routers:
                 hook.remove()
 
     def routing(self, logits: list[Tensor], batch: Batch, sequence: SequenceParallel) -> Routing:
-        """Of all tokens of sequences that are learned from; prompts count, what only fills a batch does not."""
+        """Return the routing of all tokens, prompts included, of sequences with tokens in the loss; padding does not count."""
         whole = pad_to_multiple(batch, sequence.multiple)
         counts = (sequence_sums(whole.loss_mask.float(), whole) > 0)[whole.sequence_ids].float()
-        if whole.shared:  # a computed token counts once for each of those for which it is
+        if whole.shared:  # a computed token counts once for each token that shares it
             places = to_device(whole.shared.places, counts.device)
             counts = counts.new_zeros(whole.num_computed).index_add(0, places, counts)
         local = routing(logits, counts[sequence.positions(whole.num_computed, counts.device)], self.top_k)

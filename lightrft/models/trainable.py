@@ -1,4 +1,4 @@
-"""Which part of a model learns."""
+"""Selection of the trained parameters of a model."""
 
 from dataclasses import replace
 
@@ -10,10 +10,11 @@ from lightrft.models.lora import add_adapters
 
 
 def choose_trained(model: PreTrainedModel, section: ModelSection) -> PreTrainedModel:
-    """All of it; or all but what --freeze_prefix names; or with --lora_rank new adapters only, none of them in what is named.
+    """Freeze the parameters below --freeze_prefix; with --lora_rank freeze all and add adapters, none below a --freeze_prefix.
 
-    What a model has for images alone is frozen where --freeze_vision_tower. In place, and returned. Every rank calls it with the
-    same random state: adapters begin equally.
+    With --freeze_vision_tower, modules for images are frozen as well. The model is changed in place and returned. Every rank must
+    call this with the same random state, so that adapters start equal. Raise ConfigError for a prefix that matches no parameter,
+    and if nothing is left to train.
     """
     towers = _towers(model) if section.freeze_vision_tower else []
     if towers:
@@ -34,7 +35,7 @@ def choose_trained(model: PreTrainedModel, section: ModelSection) -> PreTrainedM
 
 
 def _towers(model: PreTrainedModel) -> list[str]:
-    """How the names of parameters begin that no text reaches: beside the decoder, where that is not all there is."""
+    """Return the name prefixes of parameters that text never uses: the modules next to the decoder, if there are any."""
     decoder = model.get_decoder()
     if decoder is model.base_model:
         return []

@@ -1,10 +1,10 @@
-"""Triton kernels of log-probs: what follows the product with the head's weight, in one pass over the logits each.
+"""Triton kernels for log-probs: the steps after the product with the head's weight, each in one pass over the logits.
 
-They return the same numbers as local_sums() and gradient() of vocab_parallel.py, for which torch needs about ten passes. The
-first pass leaves the logits as they are, so the gradient is computed from them. One program reads one row in the first pass, and
-a block of one row in the second.
+They return the same values as local_sums() and gradient() of vocab_parallel.py, for which torch needs about ten passes. The
+first pass does not modify the logits, so the gradient is computed from them. One program reads one row in the first pass, and
+one block of a row in the second.
 
-Shapes: t tokens, v of the vocabulary on this rank, K tokens asked for at each position.
+Shapes: t tokens, v of the vocabulary on this rank, K targets at each position.
 """
 
 import torch
@@ -18,9 +18,9 @@ BLOCK = 2048
 
 
 def local_sums(logits: Tensor, local_targets: LocalTargets) -> tuple[Tensor, ...]:
-    """The largest logit [t], sum of exponentials relative to it [t], their first moment [t], the logits asked for [t, K].
+    """Return the largest logit [t], the sum of exponentials relative to it [t], their first moment [t], and target logits [t, K].
 
-    `logits` [t, v] float32, some of which may be -inf, stay as they are.
+    `logits` [t, v] float32, some of which may be -inf, are not modified.
     """
     top, total, moment = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
     _sums[(len(logits),)](logits, top, total, moment, logits.shape[1], logits.stride(0), BLOCK=BLOCK, num_warps=8)
@@ -31,7 +31,7 @@ def gradient(
     logits: Tensor, found: Distribution, local_targets: LocalTargets, grad_logprobs: Tensor, grad_entropy: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient of the logits [t, v] in `dtype`, in their memory where that is float32. It is summed in float32.
+    """Return the gradient of the logits [t, v] in `dtype`, computed in float32; a float32 gradient overwrites the logits.
 
     With p the softmax: d log p_k / dz = onehot_k - p, and d entropy / dz = -p (log p + entropy).
     """
@@ -49,10 +49,10 @@ def gradient(
 
 @triton.jit
 def _sums(logits, top, total, moment, num, stride, BLOCK: tl.constexpr):
-    """Each lane has the largest, the sum and the moment of its own columns; they are put together at the end.
+    """Compute the largest logit, the sum and the moment of each lane's own columns, and combine the lanes at the end.
 
-    Lowering the exponentials by d multiplies a sum with exp(-d) and its moment m with the same, after m - d * sum. All these
-    terms are at most 0, so none cancels.
+    Lowering the exponents by d turns a sum into exp(-d) * sum and its moment m into exp(-d) * (m - d * sum). All terms of a
+    moment are at most 0, so none cancels.
     """
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride

@@ -1,10 +1,10 @@
-"""The distribution of a token where each rank holds a part of the vocabulary, and the parts joined; one part may be all of it.
+"""Token distributions over a vocabulary that may be split over ranks.
 
-A rank keeps of each row of logits the largest, the sum of exponentials relative to it, their first moment, and the logits asked
-for if they are here. Two collectives join them, whatever the number of chunks: the largest, then all sums at once. The
+For each row of logits a rank keeps the largest, the sum of exponentials relative to it, their first moment, and the logits of
+the targets in its part. Two collectives combine them, whatever the number of chunks: the maximum, then all sums at once. The
 gradient of the logits needs none.
 
-Shapes: T tokens, t of one chunk, V vocabulary, v of it here, K tokens asked for at each position.
+Shapes: T tokens, t of one chunk, V vocabulary, v of it on this rank, K targets at each position.
 """
 
 from dataclasses import dataclass, fields
@@ -19,7 +19,7 @@ from lightrft.parallel.sequence_parallel import gathered
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """Consecutive tokens of a vocabulary, which this rank of the axis has; all of them where the axis has one rank."""
+    """Range of consecutive token ids that this rank of the axis holds; the whole vocabulary if the axis has one rank."""
 
     first: int
     num: int
@@ -32,18 +32,19 @@ class VocabularyPart:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """The distribution of each row over the vocabulary of all ranks, of the part that a truncation leaves."""
+    """Distribution of each row over the vocabulary of all ranks, restricted to the tokens that a truncation keeps."""
 
     logprobs: Tensor
-    """[T, K], 0 for what is not asked for."""
-    entropy: Tensor | None  # [T]; None where it was not asked for
+    """Log-probs of the targets [T, K], 0 for ignored ones."""
+    entropy: Tensor | None
+    """Entropy [T]; None if not requested."""
     largest: Tensor
-    """[T], of the logits."""
+    """Largest logit [T]."""
     total: Tensor
-    """[T], sum of the exponentials relative to the largest. Apart from it, since their sum in one number would lose as many
-    digits as the largest has."""
+    """Sum of the exponentials relative to the largest logit [T]. It is kept separately, because a combined log-sum-exp would lose
+    as many digits as the largest logit has."""
     scale: Tensor
-    """[T]: a probability is an exponential relative to this rank's largest times this."""
+    """Factor [T] that turns an exponential relative to this rank's largest logit into a probability."""
 
     def rows(self, rows: slice) -> "Distribution":
         values = (getattr(self, each.name) for each in fields(self))
@@ -51,7 +52,7 @@ class Distribution:
 
 
 class LocalTargets:
-    """Locate the targets [T, K] in this rank's part of the vocabulary; negative ones are ignored."""
+    """Targets [T, K] located in this rank's part of the vocabulary; negative ones are ignored."""
 
     def __init__(self, ids: Tensor, part: VocabularyPart):
         self.ids, self.part = ids, part
@@ -62,31 +63,31 @@ class LocalTargets:
         return LocalTargets(self.ids[rows], self.part)
 
     def pick(self, logits: Tensor) -> Tensor:
-        """[T, v] -> [T, K], 0 for what is elsewhere."""
+        """Return the logits of the targets, [T, v] -> [T, K], 0 for targets on other ranks."""
         if not self.part.num:
             return torch.zeros_like(self.here, dtype=torch.float32)
         return torch.where(self.here, logits.gather(-1, self.places), 0.0)
 
     def add(self, gradient: Tensor, values: Tensor) -> Tensor:
-        """Add `values` [T, K] to the gradient [T, v] where they belong."""
+        """Add `values` [T, K] to the gradient [T, v] at the columns of the targets."""
         if not self.part.num:
             return gradient
         return gradient.scatter_add_(-1, self.places, torch.where(self.here, values, 0.0))
 
     def kept(self) -> Tensor:
-        """[T, K] places of the tokens that no truncation leaves out; `part.num` for what is elsewhere."""
+        """Return the columns [T, K] of the targets, which no truncation removes; `part.num` for targets on other ranks."""
         return torch.where(self.here, self.places, self.part.num)
 
 
 def outside(logits: Tensor, truncation: Truncation, local_targets: LocalTargets) -> Tensor:
-    """[t, v] bool: the tokens that the truncation leaves out, decided on whole rows, which the ranks divide among them."""
+    """Return a mask [t, v] bool of the truncated tokens, decided on whole rows, which the ranks divide among themselves."""
     part = local_targets.part
     threshold = truncation.threshold(logits) if part.axis.size == 1 else _threshold(logits, truncation, part.axis)
     return truncation.outside(logits, threshold, first=part.first, kept=local_targets.kept())
 
 
 def _threshold(logits: Tensor, truncation: Truncation, axis: Axis) -> Tensor:
-    """The smallest logit that stays, [t, 1], from this rank's columns [t, v] of all ranks' rows."""
+    """Return the smallest logit that is kept in each row, [t, 1], from this rank's columns [t, v] of all rows."""
     each = -(-len(logits) // axis.size)
     padded = torch.nn.functional.pad(logits, (0, 0, 0, each * axis.size - len(logits)))
     whole = torch.cat(axis.exchange([part.T.contiguous() for part in padded.split(each)])).T
@@ -94,7 +95,7 @@ def _threshold(logits: Tensor, truncation: Truncation, axis: Axis) -> Tensor:
 
 
 def packed(mask: Tensor) -> Tensor:
-    """[t, v] bool -> [t, ceil(v / 8)] uint8, a bit for each. The first eighth of the columns are the first bits, and so on."""
+    """Pack a mask [t, v] bool into bits [t, ceil(v / 8)] uint8: bit i of all bytes holds the i-th eighth of the columns."""
     width = packed_width(mask.shape[-1])
     bits = torch.zeros(len(mask), width, dtype=torch.uint8, device=mask.device)
     for place, part in enumerate(mask.split(max(width, 1), -1)):
@@ -107,16 +108,16 @@ def packed_width(num_columns: int) -> int:
 
 
 def fill_packed(logits: Tensor, bits: Tensor, value: float) -> Tensor:
-    """Write `value` into the logits [t, v] whose bit of packed() is set."""
+    """Write `value` to the logits [t, v] whose bit in `bits`, as returned by packed(), is set."""
     for place, part in enumerate(logits.split(max(bits.shape[-1], 1), -1)):
         part.masked_fill_((bits[:, : part.shape[-1]] & (1 << place)) > 0, value)
     return logits
 
 
 def local_sums(logits: Tensor, local_targets: LocalTargets, *, holes: bool, entropy: bool) -> tuple[Tensor, ...]:
-    """The largest logit [t], sum of exponentials relative to it [t], their first moment [t], the logits asked for [t, K].
+    """Return the largest logit [t], the sum of exponentials relative to it [t], their first moment [t], and target logits [t, K].
 
-    The exponentials take the place of the `logits` [t, v]. `holes`: some of the logits may be -inf. Only the `entropy` needs the
+    The exponentials overwrite the `logits` [t, v]. `holes` indicates that some logits may be -inf. Only the `entropy` needs the
     moment, which is 0 without it.
     """
     picked = local_targets.pick(logits)
@@ -129,7 +130,7 @@ def local_sums(logits: Tensor, local_targets: LocalTargets, *, holes: bool, entr
 
 def _block_sums(logits: Tensor, holes: bool, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     top = logits.amax(-1)
-    # At most 0, so nothing overflows and the entropy does not cancel. All of a part may be -inf.
+    # At most 0, so nothing overflows and no digits of the entropy cancel. All logits of a part may be -inf.
     below = logits.sub_(torch.where(top.isneginf(), 0.0, top)[:, None])
     if not entropy:
         return top, below.exp_().sum(-1), torch.zeros_like(top)
@@ -139,19 +140,19 @@ def _block_sums(logits: Tensor, holes: bool, entropy: bool) -> tuple[Tensor, Ten
 
 
 def blocks(logits: Tensor) -> tuple[Tensor, ...]:
-    """The rows of `logits` [t, v] that are computed together: on a host as many as stay in its cache from pass to pass."""
+    """Split the rows of `logits` [t, v] into blocks: on a host, as many rows as stay in its cache from pass to pass."""
     if logits.device.type != "cpu":
         return logits.split(max(1, len(logits)))
     return logits.split(max(1, HOST_BLOCK // max(1, logits.shape[-1])))
 
 
 def without_holes(values: Tensor) -> Tensor:
-    """0 in place of -inf, which has the probability 0 and would make NaN of the product with it."""
+    """Replace -inf by 0 in place: its probability is 0, and the product of both would be NaN."""
     return values.nan_to_num_(nan=torch.nan, neginf=0.0)
 
 
 def join_sums(parts: list[tuple[Tensor, ...]], local_targets: LocalTargets, *, entropy: bool) -> Distribution:
-    """Put the local_sums() of all chunks and ranks together. A token that no rank has is NaN, so that it is not overlooked."""
+    """Combine the local_sums() of all chunks and ranks. A target that no rank has gets NaN, so that it is not overlooked."""
     ids, axis = local_targets.ids, local_targets.part.axis
     if not parts:
         nothing = torch.zeros(0, device=ids.device)
@@ -171,7 +172,7 @@ def join_sums(parts: list[tuple[Tensor, ...]], local_targets: LocalTargets, *, e
 
 
 def gradient(logits: Tensor, found: Distribution, grad_logprobs: Tensor, grad_entropy: Tensor | None) -> Tensor:
-    """Gradient of the logits [t, v] but for what the tokens asked for add, in the memory of the logits.
+    """Return the gradient of the logits [t, v] without the onehot_k terms of the targets; it overwrites the logits.
 
     With p the softmax: d log p_k / dz = onehot_k - p, and d entropy / dz = -p (log p + entropy).
     """
@@ -197,9 +198,9 @@ def _block_gradient(logits: Tensor, found: Distribution, grad_logprobs: Tensor, 
 def gradient_of_exponentials(
     exponentials: Tensor, found: Distribution, grad_logprobs: Tensor, grad_entropy: Tensor | None
 ) -> Tensor:
-    """The same from the exponentials [t, v] of local_sums(), in their memory.
+    """Return the same as gradient() from the exponentials [t, v] of local_sums(), which it overwrites.
 
-    A logarithm brings an exponential's exponent back to the last bit of its own rounding, wherever the exponential counts.
+    The logarithm of an exponential recovers its exponent up to the rounding of the exponential, wherever that is not negligible.
     """
     asked_for, scale = grad_logprobs.sum(-1, keepdim=True), found.scale[:, None]
     if grad_entropy is None:

@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face folder: which tensors they hold, and any part of one."""
+"""Safetensors files of a Hugging Face folder: the tensors they hold, and any part of a tensor."""
 
 import hashlib
 import json
@@ -17,26 +17,29 @@ from transformers import PreTrainedModel
 
 NAME, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAMPLES, SAMPLE_BYTES = 4, 1024
-"""Of each tensor so many stretches, of so many bytes, are in a fingerprint."""
+"""Number of byte ranges of each tensor that enter a fingerprint, and the length of each range in bytes."""
 
 
 NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
-"""Entries of a model's configuration that differ between folders of one model."""
+"""Entries of a model's configuration that may differ between folders of the same model."""
 INTEGERS = {"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"}
 WEIGHTS = ("weight", "bias", "_proj")
-"""Ends of the names of what is no buffer."""
+"""Name endings of tensors that are weights, not buffers."""
 
 
 class WeightFiles:
-    """One file, or several with an index."""
+    """Safetensors files of one folder: a single file, or several with an index."""
 
     def __init__(self, files: dict[str, Path]):
         self.files = files
-        """Tensor name -> the file that holds it."""
+        """Tensor name -> file that holds it."""
 
     @classmethod
     def of(cls, folder: Path | str) -> Self | None:
-        """Return None for a folder without safetensors files. ValueError names a file that is missing or damaged."""
+        """Return the files of a folder; None for a folder without safetensors files.
+
+        Raise ValueError, with the name of the file, if it is missing or damaged.
+        """
         folder = Path(folder)
         if (folder / INDEX).is_file():
             try:
@@ -51,9 +54,9 @@ class WeightFiles:
         return None
 
     def check(self, *, quantized: bool) -> None:
-        """ValueError for a file that is missing or damaged, and for weights that are integers where none are `quantized`.
+        """Raise ValueError for a missing or damaged file, and for integer weights unless the model is `quantized`.
 
-        Headers alone are read.
+        Only headers are read.
         """
         for path in sorted(set(self.files.values())):
             with _opened(path) as file:
@@ -69,7 +72,7 @@ class WeightFiles:
                         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors; from the headers, each of which is read once."""
+        """Return the shapes of all tensors. Only headers are read, each once."""
         found = {}
         for path in sorted(set(self.files.values())):
             with _opened(path) as file:
@@ -77,12 +80,12 @@ class WeightFiles:
         return found
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """This part of a tensor, on the host. Nothing else is read, and the file is mapped no longer than that."""
+        """Return part of a tensor, on the host. Nothing else is read, and the file is mapped only during the call."""
         with _opened(self.files[name]) as file:
             return file.get_slice(name)[part] if part else file.get_tensor(name)
 
     def read_all(self, names: list[str]) -> list[Tensor]:
-        """Return whole tensors, of one dim at least, on the host. Each file is opened once."""
+        """Return whole tensors of at least one dimension, on the host. Each file is opened once."""
         found = {}
         for path in dict.fromkeys(self.files[name] for name in names):
             with _opened(path) as file:
@@ -92,7 +95,7 @@ class WeightFiles:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file. ValueError names one that is missing or damaged."""
+    """Open a safetensors file. Raise ValueError, with its name, if it is missing or damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -112,18 +115,19 @@ def _damage(path: Path, error: Exception) -> str:
 
 
 def check_finite(name: str, weights: Tensor) -> None:
-    """ValueError for weights among which there is NaN or an infinite one; no copy of them is made.
+    """Raise ValueError for weights with NaN or infinite values, without copying them.
 
-    Numbers of one byte are those of a quantized model, which scales them.
+    Dtypes of one byte are not checked: they belong to quantized models, which have scales.
     """
     if weights.dtype.itemsize > 1 and not torch.isfinite(weights.sum(dtype=torch.float32)) and not torch.isfinite(weights).all():
         raise ValueError(f"{name} has values that are not finite")
 
 
 def fingerprint(folder: Path | str) -> str:
-    """Return a hash of names, shapes and dtypes of all tensors in a folder, and of some bytes of each; empty without safetensors.
+    """Return a hash of names, shapes, dtypes and some bytes of all tensors in a folder; empty without safetensors files.
 
-    It tells apart what training has made of a model, at the cost of reading some MB. It is not a proof against intent.
+    It distinguishes the versions of a model during training at the cost of reading a few MB. It does not protect against
+    deliberate manipulation.
     """
     files = WeightFiles.of(folder)
     found = hashlib.sha256()
@@ -142,7 +146,7 @@ def fingerprint(folder: Path | str) -> str:
 
 
 def weights_of(name: str) -> str:
-    """Return the fingerprint of a model's folder, or of the hub's files on this machine; empty where they cannot be read."""
+    """Return the fingerprint of a model's folder or of its files in the local hub cache; empty if they cannot be read."""
     folder = Path(name).expanduser()
     try:
         if name and not folder.is_dir():
@@ -153,7 +157,7 @@ def weights_of(name: str) -> str:
 
 
 def tied_names(model: PreTrainedModel) -> list[list[str]]:
-    """The names of all that a folder of `model` holds, parameters and persistent buffers; those of one tensor together."""
+    """Return the names of all parameters and persistent buffers of `model`, grouped by tensor: tied names form one group."""
     together: dict[int, list[str]] = defaultdict(list)
     for name, tensor in stored_tensors(model).items():
         together[id(tensor)].append(name)
@@ -161,12 +165,15 @@ def tied_names(model: PreTrainedModel) -> list[list[str]]:
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by the names that they have in a folder, where layers know no adapters beside them."""
+    """Return parameters and persistent buffers by their names in a folder, which are the names without adapters."""
     return {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
 def missing_and_unexpected(model: PreTrainedModel, stored: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Names of `model` that are not stored, of tied ones none, and stored names that it does not know, nor may ignore."""
+    """Return the names of `model` that are not stored, and the stored names that it neither has nor may ignore.
+
+    Tied names are missing only if none of them is stored; the first of them is returned.
+    """
     stored, groups = set(stored), tied_names(model)
     missing = {group[0] for group in groups if stored.isdisjoint(group)}
     ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ()) or "$^")
@@ -174,5 +181,5 @@ def missing_and_unexpected(model: PreTrainedModel, stored: Iterable[str]) -> tup
 
 
 def is_backbone(model: PreTrainedModel, name: str) -> bool:
-    """Whether a parameter is below the head."""
+    """Return True if a parameter belongs to the backbone, not to the head."""
     return name.startswith(f"{model.base_model_prefix}.")

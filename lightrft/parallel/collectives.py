@@ -1,4 +1,4 @@
-"""Collectives along one axis of the mesh. Nothing here changes the caller's tensor."""
+"""Collectives along one axis of the mesh. They never modify the caller's tensor."""
 
 import pickle
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Axis:
-    """A line of ranks: this rank's place in it and the group that joins it."""
+    """Axis of ranks: its size, this rank's index and the process group."""
 
     name: str
     size: int
     rank: int
     group: dist.ProcessGroup | None
-    """None where the axis has one rank: every collective is then the identity."""
+    """None if the axis has one rank: every collective is then the identity."""
 
     def sum(self, value: Tensor) -> Tensor:
         return self._reduce(value, dist.ReduceOp.SUM)
@@ -29,7 +29,7 @@ class Axis:
         return self._reduce(value, dist.ReduceOp.MIN)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's picklable object, in rank order. Small things only: numbers, names, plans."""
+        """Return every rank's picklable object, in rank order. For small objects only: numbers, names, plans."""
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
@@ -37,7 +37,7 @@ class Axis:
         return gathered
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """The object of the axis's rank `source`, on all its ranks."""
+        """Return the object of the axis's rank `source` on all its ranks."""
         if self.size == 1:
             return value
         box = [value]
@@ -49,9 +49,9 @@ class Axis:
             dist.barrier(group=self.group)
 
     def exchange(self, parts: list[Tensor]) -> list[Tensor]:
-        """Send `parts[r]` to rank r; returns what each rank sent here, in rank order.
+        """Send `parts[r]` to rank r and return the parts received from all ranks, in rank order.
 
-        Parts agree in dtype and trailing dimensions and differ in their first.
+        Parts agree in dtype and trailing dimensions; the first dimension may differ.
         """
         if self.size == 1:
             return list(parts)
@@ -64,7 +64,7 @@ class Axis:
         return list(out.split(counts))
 
     def exchange_objects(self, parts: list[Any]) -> list[Any]:
-        """exchange() of anything that can be pickled, on the host; what is in a part more than once travels once."""
+        """Exchange picklable objects as exchange() does, on the host; an object that a part holds repeatedly is sent once."""
         if self.size == 1:
             return list(parts)
         sent = [torch.frombuffer(bytearray(pickle.dumps(part)), dtype=torch.uint8) for part in parts]

@@ -1,4 +1,4 @@
-"""The one place that decides where tensors live and which libraries carry them."""
+"""Device selection, collective backends and memory of the accelerator or the host."""
 
 import os
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ def local_rank() -> int:
 
 
 def current_device() -> torch.device:
-    """This process's accelerator, else the CPU."""
+    """Return this process's accelerator, or the CPU if there is none."""
     if torch.accelerator.is_available():
         return torch.device(torch.accelerator.current_accelerator().type, local_rank())
     return torch.device("cpu")
 
 
 def select_device() -> torch.device:
-    """Bind this process to its device; call once before any tensor is made."""
+    """Bind this process to its device; call once before any tensor is created."""
     device = current_device()
     if device.type != "cpu":
         check_device_index(device.index, torch.accelerator.device_count())
@@ -32,8 +32,8 @@ def select_device() -> torch.device:
 def seed_generators(seed: int, device: torch.device) -> None:
     """Seed torch's generators of the host and of this device.
 
-    torch.manual_seed() also leaves a seed for every kind of device that was never used, and with each a stack trace, which takes
-    longer than many a layer.
+    torch.manual_seed() also stores a pending seed for every device type that was never used, each with a stack trace, which
+    takes longer than many layers.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
@@ -49,30 +49,30 @@ def check_device_index(index: int, seen: int) -> None:
 
 
 def collective_backend(device: torch.device) -> str:
-    """Backends of the process group: gloo for host tensors, the accelerator's own beside it."""
+    """Return the backends of the process group: gloo for host tensors, and that of the accelerator if there is one."""
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{torch.distributed.get_default_backend_for_device(device)}"
 
 
 def bucket_bytes(device: torch.device, limit: int) -> int:
-    """How many bytes to gather at once, at most `limit`.
+    """Return the number of bytes to gather at once, at most `limit`.
 
-    On a CPU memory beyond 32 MB is new at every allocation, and its first use takes longer than the gather. On an accelerator
-    two buckets are under way (see ahead()), which share the limit.
+    On a CPU, allocations above 32 MB always get new memory, whose first use takes longer than the gather. On an accelerator two
+    buckets exist at a time (see ahead()), which share the limit.
     """
     return min(limit, 16 * 2**20) if device.type == "cpu" else limit // 2
 
 
 def ahead(items: Iterator[list[Tensor]], device: torch.device) -> Iterator[list[Tensor]]:
-    """The same tensors. On an accelerator the next are made on a stream of their own while the caller uses these."""
+    """Yield the same tensors; on an accelerator, compute the next ones on a separate stream while the caller uses these."""
     if device.type == "cpu":
         yield from items
         return
     side, main = torch.Stream(device), torch.accelerator.current_stream(device)
 
     def make() -> tuple[list[Tensor] | None, torch.Event]:
-        side.wait_stream(main)  # what the tensors are made of, and the use of those before
+        side.wait_stream(main)  # wait for the inputs, and for the use of previous tensors
         with side:
             return next(items, None), side.record_event()
 
@@ -86,31 +86,31 @@ def ahead(items: Iterator[list[Tensor]], device: torch.device) -> Iterator[list[
 
 
 def has_flash_attention(device: torch.device) -> bool:
-    """Whether flash attention's kernels run there: NVIDIA's Ampere and later."""
+    """Return True if the device can run flash attention kernels: NVIDIA Ampere and later."""
     return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes of the accelerator since start, or of the process (resident set) on the CPU."""
+    """Return the peak bytes of the accelerator since the start, or of the process (resident set) on the CPU."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device)
     return _resident_peak()
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes in use now: allocated on the accelerator, resident on the CPU."""
+    """Return the bytes in use now: allocated on the accelerator, resident on the CPU."""
     if device.type != "cpu":
         return torch.accelerator.memory_allocated(device)
     return psutil.Process().memory_info().rss
 
 
 def free_memory(device: torch.device) -> tuple[int, int]:
-    """Free and all bytes of an accelerator, whoever uses it."""
+    """Return the free and the total bytes of an accelerator, over all processes."""
     return torch.accelerator.get_memory_info(device)
 
 
 def occupied_memory(device: torch.device) -> int:
-    """Bytes of the accelerator that anything on it occupies, an engine with its own allocator too; resident ones on the CPU."""
+    """Return the occupied bytes of the accelerator, including engines with their own allocators; resident ones on the CPU."""
     if device.type != "cpu":
         free, total = torch.accelerator.get_memory_info(device)
         return total - free
@@ -118,14 +118,14 @@ def occupied_memory(device: torch.device) -> int:
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Give cached blocks back, so that the engine and the trainer can share one device."""
+    """Release cached blocks, so that the engine and the trainer can share one device."""
     if device.type != "cpu":
         torch.accelerator.empty_cache()
 
 
 @contextmanager
 def host_cores() -> Iterator[None]:
-    """Compute with this rank's share of the host's cores, for AdamW in host memory: launchers give each rank one thread."""
+    """Use this rank's share of the host's cores, for AdamW in host memory: launchers set one thread per rank."""
     before, share = torch.get_num_threads(), len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     torch.set_num_threads(max(before, share))
     try:
@@ -140,6 +140,6 @@ def synchronize(device: torch.device) -> None:
 
 
 def _resident_peak() -> int:
-    import resource  # POSIX only, as the rest of torch.distributed's launchers
+    import resource  # POSIX only, like the launchers of torch.distributed
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

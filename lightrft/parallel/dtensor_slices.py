@@ -1,4 +1,4 @@
-"""Find the slices of a DTensor that this rank holds, from its mesh and placements."""
+"""Slices of a DTensor that this rank holds, derived from its mesh and placements."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 @dataclass(frozen=True, slots=True)
 class ShardSlice:
-    """Describe one sharding of a tensor: along `dim`, over the ranks of `group`. `shape` is that before it was sharded."""
+    """Sharding of a tensor along `dim` over the ranks of `group`. `shape` is the shape before this sharding."""
 
     dim: int
     shape: torch.Size
@@ -22,12 +22,12 @@ class ShardSlice:
 
     @property
     def rows(self) -> int:
-        """Return the rows of a full piece; the last ones are shorter, or empty."""
+        """Return the number of rows of a full piece; the last pieces may be shorter or empty."""
         return -(-self.shape[self.dim] // self.pieces)
 
     @property
     def own(self) -> slice:
-        """Return this rank's rows."""
+        """Return the range of this rank's rows."""
         last = self.shape[self.dim]
         first = min(dist.get_rank(self.group) * self.rows, last)
         return slice(first, min(first + self.rows, last))
@@ -38,14 +38,14 @@ class ShardSlice:
 
     @property
     def numel(self) -> int:
-        """Return the elements of a full piece."""
+        """Return the number of elements of a full piece."""
         return self.rows * self.rest.numel()
 
 
 def shard_slices(tensor: Tensor) -> list[ShardSlice]:
-    """Return all shardings of a tensor, the last one made first.
+    """Return all shardings of a tensor, the last applied one first.
 
-    Of FSDP and tensor parallelism that is FSDP's, although its mesh dim stands to the left.
+    With FSDP and tensor parallelism that is the one of FSDP, although its mesh dim is further left.
     """
     if not isinstance(tensor, DTensor):
         return []
@@ -58,7 +58,7 @@ def shard_slices(tensor: Tensor) -> list[ShardSlice]:
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the slices of the full tensor that this rank holds; all of it for a plain or replicated one."""
+    """Return the slices of the full tensor that this rank holds; the whole tensor if it is plain or replicated."""
     part = [slice(0, size) for size in tensor.shape]
     for shard in reversed(shard_slices(tensor)):
         begin = part[shard.dim].start
@@ -67,10 +67,11 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def _sharding_dims(tensor: DTensor) -> list[int]:
-    """Return the mesh dims that shard it, in the order in which they did.
+    """Return the mesh dims that shard the tensor, in the order in which they were applied.
 
-    FSDP shards what tensor parallelism has left, and says so with a strided placement where both shard one dim; elsewhere the
-    order is free. Plain shards of one dim were made from left to right.
+    FSDP shards the result of tensor parallelism, and marks this with a strided placement if both shard the same dim; otherwise
+    the order does not matter. Plain shards of one dim are applied from left to right. Raise ValueError for partial tensors and
+    for more than two shardings.
     """
     mesh = tensor.device_mesh
     dims = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate() and mesh.size(dim) > 1]

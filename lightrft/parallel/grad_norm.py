@@ -1,4 +1,4 @@
-"""One gradient norm over everything that one optimizer trains, however each of it is sharded."""
+"""Gradient norm over all parameters of an optimizer, however each of them is sharded."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 Axes = frozenset[str]
-"""Names of the process groups over which a tensor is cut; empty for one that every rank has whole."""
+"""Names of the process groups over which a tensor is sharded; empty if every rank has the whole tensor."""
 
 
 def global_grad_norm(parameters: Iterable[nn.Parameter], device: torch.device, p: float = 2.0) -> Tensor:
-    """The p-norm of all gradients over all shards: [] float32 on `device`, equal on all ranks; p is 1, 2, ... or inf.
+    """Return the p-norm of all gradients over all shards: [] float32 on `device`, equal on all ranks; p is 1, 2, ... or inf.
 
-    What counts is where a gradient itself lies: it may be whole where its parameter is cut, and one that is partial is summed
-    first. Local parts add up over the axes that cut them, never over those that repeat them: one collective for each axis,
-    whatever the number of meshes. A parameter without a gradient counts as 0; plain ones are taken to be equal on all ranks.
-    All ranks call this with the same parameters.
+    The placements of the gradient itself count: it may be whole although its parameter is sharded, and a partial one is summed
+    first. Local parts are summed over the axes that shard them, never over those that replicate them: one collective per axis,
+    whatever the number of meshes. A parameter without a gradient counts as 0; plain gradients are assumed to be equal on all
+    ranks. All ranks must call this with the same parameters.
     """
     parameters = list(parameters)
     gradients = [_summed(parameter.grad) for parameter in parameters if parameter.grad is not None]
@@ -38,7 +38,7 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], device: torch.device, p
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients by max_norm / norm where that is below 1. `norm` is the one of global_grad_norm."""
+    """Scale all gradients by max_norm / norm if that is below 1, with `norm` from global_grad_norm()."""
     gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -46,7 +46,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: f
 
 
 def _power(gradients: list[Tensor], p: float, device: torch.device) -> Tensor:
-    """Sum of the absolute values to the power of p, or the largest for inf: []. NaN is inf there: a maximum would lose it."""
+    """Return the sum of |x|^p, or the maximum for p = inf: []. There NaN becomes inf, because a maximum would lose it."""
     if not gradients:
         return torch.zeros((), device=device)
     norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(gradients, p, torch.float32)])
@@ -54,7 +54,7 @@ def _power(gradients: list[Tensor], p: float, device: torch.device) -> Tensor:
 
 
 def _cuts(tensor: Tensor) -> list[tuple[str, dist.ProcessGroup]]:
-    """The groups over which it is cut, by name; a group of one cuts nothing."""
+    """Return names and groups over which a tensor is sharded; groups of one rank do not count."""
     if not isinstance(tensor, DTensor):
         return []
     mesh = tensor.device_mesh
@@ -63,7 +63,7 @@ def _cuts(tensor: Tensor) -> list[tuple[str, dist.ProcessGroup]]:
 
 
 def _subsets(names: list[str]) -> list[Axes]:
-    """All of them, in one order on every rank."""
+    """Return all subsets, in the same order on every rank."""
     subsets: list[Axes] = [frozenset()]
     for name in names:
         subsets += [subset | {name} for subset in subsets]

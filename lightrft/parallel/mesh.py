@@ -1,4 +1,4 @@
-"""The only owner of ranks and groups: which axes the processes form and who is where on each."""
+"""Mesh of all processes: its axes, their process groups and this rank's index on each."""
 
 from datetime import timedelta
 from typing import Any
@@ -14,21 +14,24 @@ AXES = ("dp_replicate", "dp_shard", "sp", "tp")
 
 
 _meshes: dict[tuple[Any, ...], "Mesh"] = {}
-"""Meshes of the default process group; see Mesh.shared()."""
+"""Cached meshes of the default process group; see Mesh.shared()."""
 
 
 class Mesh:
-    """All processes as dp_replicate x dp_shard x sp x tp, tp fastest.
+    """Mesh of all processes as dp_replicate x dp_shard x sp x tp, where tp varies fastest.
 
-    `data` joins dp_replicate and dp_shard: its size is the number of replicas of data, which is what samplers,
-    accumulation, denominators and metrics count. `model_parallel` joins sp and tp: the ranks of one replica of data, which hold
-    the same prompts and samples; its rank 0 acts for them where only one may. `world` joins everything.
+    `data` combines dp_replicate and dp_shard: its size is the number of data-parallel replicas, which samplers, accumulation,
+    denominators and metrics count. `model_parallel` combines sp and tp: the ranks of one data-parallel replica, which hold the
+    same prompts and samples; its rank 0 acts for all of them where only one may act. `world` combines all axes.
     """
 
     def __init__(
         self, device_type: str, *, dp_replicate: int = 1, sp: int = 1, tp: int = 1, timeout: timedelta | None = None
     ):
-        """`timeout` is the longest wait of a collective; subgroups do not take over that of the world."""
+        """Build the axes. `timeout` limits each collective; subgroups do not inherit the timeout of the world.
+
+        Raise ValueError, with all reasons, for sizes that cannot form a mesh.
+        """
         world_size = dist.get_world_size()
         problems = mesh_problems(world_size, dp_replicate=dp_replicate, sp=sp, tp=tp)
         if problems:
@@ -53,10 +56,10 @@ class Mesh:
 
     @classmethod
     def shared(cls, device_type: str, **sizes: Any) -> "Mesh":
-        """Return the mesh of these sizes in the default process group, made when it is first asked for.
+        """Return the mesh of these sizes in the default process group, built at the first call.
 
-        Groups cost threads, and torch remembers by a mesh's shape what it has worked out for its groups: so one strategy after
-        another uses the same ones, which end with the process group. All ranks ask together.
+        Groups cost threads, and torch caches results by the shape of a mesh: so consecutive strategies use the same groups,
+        which end with the process group. All ranks must call this together.
         """
         world = dist.group.WORLD
         for key in [key for key in _meshes if key[0] is not world]:
@@ -68,17 +71,20 @@ class Mesh:
 
     @property
     def parameters(self) -> DeviceMesh:
-        """The mesh over which FSDP shards: [shard], or [replicate, shard] for hybrid sharding."""
+        """Return the mesh over which FSDP shards: [shard], or [replicate, shard] for hybrid sharding."""
         shard = self.device_mesh["dp_shard", "sp"]._flatten("dp_shard_sp")
         return shard if self.replicate.size == 1 else self.device_mesh["dp_replicate", "dp_shard_sp"]
 
     @property
     def tensor(self) -> DeviceMesh:
-        """The one-dimensional mesh over which tensor parallelism splits layers."""
+        """Return the one-dimensional mesh over which tensor parallelism splits layers."""
         return self.device_mesh["tp"]
 
     def engine(self, size: int) -> Axis:
-        """The engine's tensor-parallel axis: `size` consecutive ranks of the world, whatever the training layout."""
+        """Return the engine's tensor-parallel axis: `size` consecutive ranks of the world, whatever the training layout.
+
+        Raise ValueError if `size` does not divide the number of processes. All ranks must make the first call together.
+        """
         if self.world.size % size:
             raise ValueError(f"--engine_tp_size {size} does not divide the {self.world.size} processes")
         if size not in self._engine_axes:
@@ -90,7 +96,10 @@ class Mesh:
         return self._engine_axes[size]
 
     def engine_replicas(self, size: int) -> Axis:
-        """Return the axis of the ranks at the same place in each engine of `size` ranks; all ranks ask together at first."""
+        """Return the axis of the ranks with the same index in each engine of `size` ranks.
+
+        All ranks must make the first call together.
+        """
         if size not in self._replica_axes:
             groups = [dist.new_group(list(range(place, self.world.size, size)), timeout=self._timeout, group_desc="replicas")
                       for place in range(size)]  # fmt: skip
@@ -98,7 +107,7 @@ class Mesh:
         return self._replica_axes[size]
 
     def aside(self) -> Axis:
-        """All processes once more, over a group of its own on the hosts: for a thread whose collectives run beside the others."""
+        """Return all processes with a separate gloo group, for a thread whose collectives run concurrently with others."""
         if self._aside is None:
             self._aside = _axis("aside", dist.new_group(backend="gloo", timeout=self._timeout))
         return self._aside
@@ -109,9 +118,9 @@ class Mesh:
 
 
 def collectives_begun() -> dict[str, int]:
-    """Group and kind of device -> collectives that this process has begun there; of all groups, those of libraries too.
+    """Return the number of collectives that this process has started, by group and device type; groups of libraries included.
 
-    A group has the same name on all its ranks, and they begin the same collectives: a lower count is a rank that is late.
+    A group has the same name on all its ranks, and they start the same collectives: a rank with a lower count is late.
     """
     groups = [group for group in list(_world.pg_map) if group.size() > 1]
     counts = {
@@ -122,7 +131,7 @@ def collectives_begun() -> dict[str, int]:
 
 
 def _begun(group: dist.ProcessGroup, device: torch.device) -> int | None:
-    """None where the backend does not count."""
+    """Return the number of collectives started in a group; None if the backend does not count them."""
     try:
         return group._get_backend(device)._get_sequence_number_for_group()
     except RuntimeError:
@@ -130,7 +139,7 @@ def _begun(group: dist.ProcessGroup, device: torch.device) -> int | None:
 
 
 def mesh_problems(world_size: int, *, dp_replicate: int, sp: int, tp: int) -> list[str]:
-    """Why these sizes cannot form a mesh, all reasons at once; empty when they can."""
+    """Return all reasons why these sizes cannot form a mesh; empty if they can."""
     problems = [f"{name} must be at least 1, not {size}" for name, size in
                 (("dp_replicate", dp_replicate), ("sp_size", sp), ("tp_size", tp)) if size < 1]
     if problems:
@@ -144,7 +153,7 @@ def mesh_problems(world_size: int, *, dp_replicate: int, sp: int, tp: int) -> li
 
 
 def world_axis() -> Axis:
-    """Return all processes as an axis, also before a process group exists: then this one alone."""
+    """Return an axis of all processes; without a process group, an axis of this process alone."""
     return _axis("world", dist.group.WORLD) if dist.is_initialized() else Axis("world", 1, 0, None)
 
 

@@ -1,7 +1,7 @@
-"""All-gathers of much at once. On CPUs ranks of one host share memory for it: through sockets it takes many times as long.
+"""All-gathers of large tensors. On CPUs, ranks of one host use shared memory, which is many times faster than sockets.
 
-That memory has no name in a file system (memfd): the first rank makes it, the others open it where /proc shows that rank's files,
-and it is gone with the last of them, however they end. The size of /dev/shm does not matter.
+The memory has no name in a file system (memfd): the first rank creates it, the others open it through that rank's files in
+/proc, and it is freed with the last of them, however they end. The size of /dev/shm does not matter.
 """
 
 import mmap
@@ -18,13 +18,13 @@ from torch import Tensor
 from lightrft.parallel.collectives import Axis
 
 HALF_BYTES = 20 * 2**20
-"""Of the two halves of a group's shared memory; pages that nothing is written to take no memory."""
+"""Bytes of each half of a group's shared memory; pages that are never written take no memory."""
 
 
 class AllGather:
-    """One all-gather of `count` elements of each rank of a group: fill `mine`, run(), read `everyone` [ranks, count].
+    """All-gather of `count` elements of each rank of a group: fill `mine`, call run(), read `everyone` [ranks, count].
 
-    `passing`: the one after the next overwrites `everyone`.
+    If `passing` is True, `everyone` is overwritten by the second all-gather after this one.
     """
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup):
@@ -47,28 +47,28 @@ class AllGather:
 
 
 class SharedMemory:
-    """Two halves of HALF_BYTES, which are written in turns.
+    """Two halves of HALF_BYTES, which are written alternately.
 
-    One barrier for each is enough: who has passed it has read the other half, which is written next.
+    One barrier for each is enough: a rank that reaches it has read the other half, which is written next.
     """
 
     def __init__(self, memory: mmap.mmap, axis: Axis):
         self.memory, self.axis = memory, axis
         self.begin = 0
-        """Of the half whose turn it is, in bytes."""
+        """Start of the current half, in bytes."""
 
     def rooms(self, size: int, count: int, dtype: torch.dtype) -> Tensor:
-        """[size, count] of the half whose turn it is."""
+        """Return the start of the current half as a tensor [size, count]."""
         half = torch.frombuffer(self.memory, dtype=torch.uint8, count=HALF_BYTES, offset=self.begin)
         return half[: size * count * dtype.itemsize].view(dtype).view(size, count)
 
     def meet(self) -> None:
-        """From here on every rank reads what all have written, and the other half comes next."""
+        """Wait until all ranks have written, so that every rank can read, and switch to the other half."""
         self.axis.barrier()
         self.begin = HALF_BYTES - self.begin
 
     def gather(self, everyone: Tensor, mine: Tensor) -> None:
-        """everyone [ranks, N] <- mine [N] of every rank, in parts that fit."""
+        """Gather `mine` [N] of every rank into `everyone` [ranks, N], in parts that fit into one half."""
         count = HALF_BYTES // self.axis.size // mine.itemsize
         for part, parts in zip(mine.split(count), everyone.split(count, dim=1), strict=True):
             rooms = self.rooms(*parts.shape, mine.dtype)
@@ -81,7 +81,7 @@ _of_groups: WeakKeyDictionary[dist.ProcessGroup, SharedMemory | None] = WeakKeyD
 
 
 def _shared_memory(group: dist.ProcessGroup) -> SharedMemory | None:
-    """Made when the ranks of a group, all of them, first ask for it; None where they cannot share memory."""
+    """Return the shared memory of a group, created when all of its ranks first call this; None if they cannot share memory."""
     if group not in _of_groups:
         axis = Axis("shared", dist.get_world_size(group), dist.get_rank(group), group)
         memory = _mapped_together(axis)
@@ -90,7 +90,7 @@ def _shared_memory(group: dist.ProcessGroup) -> SharedMemory | None:
 
 
 def _mapped_together(axis: Axis) -> mmap.mmap | None:
-    """None, on all ranks, where one of them is on another host or may not look at the first one's files."""
+    """Map the first rank's memory on all ranks. Return None on all ranks if one is on another host or may not open the file."""
     hosts = set(axis.gather(_host()))
     if len(hosts) > 1 or "" in hosts:
         return None
@@ -116,7 +116,7 @@ def _new_file() -> int:
 
 
 def _host() -> str:
-    """The same for ranks that see each other's files in /proc; empty where there is no such thing."""
+    """Return an identifier that is equal for ranks that see each other's files in /proc; empty on systems other than Linux."""
     if sys.platform != "linux":
         return ""
     return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")

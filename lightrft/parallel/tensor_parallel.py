@@ -1,12 +1,13 @@
-"""Tensor parallelism, applied from outside: attention heads, feed-forward columns and the vocabulary split over ranks.
+"""Tensor parallelism for transformers models: attention heads, feed-forward columns and the vocabulary are split over ranks.
 
-The plan is ours and the machinery torch's (parallelize_module); the models stay those of transformers and know nothing.
-Each block keeps its residual stream whole on all ranks, sums once after the attention and once after the feed-forward, and
-once for each in the backward pass. With sequence parallelism (arXiv 2205.05198) each rank keeps a part of the tokens instead:
-the sums become reduce-scatters, gathers precede attention and feed-forward, and norms see a part of the tokens. Apply it before
-fully_shard, which then shards what is left over the data ranks.
+The plan is defined here and applied with torch's parallelize_module; the code of the models is not changed. The residual stream
+is replicated on all ranks, with one all-reduce after the attention and one after the feed-forward of each block, and one for
+each in the backward pass. With sequence parallelism (arXiv 2205.05198) each rank keeps a part of the tokens instead: the
+all-reduces become reduce-scatters, all-gathers precede attention and feed-forward, and norms process a part of the tokens. Apply
+it before fully_shard, which then shards the local parts over the data ranks.
 
-A change of torch or transformers that concerns tensor parallelism is met in this file; versions.py has what was tested.
+This file is the one to adapt to changes of torch or transformers that concern tensor parallelism; versions.py lists the tested
+versions.
 """
 
 from collections.abc import Iterator
@@ -33,31 +34,31 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lightrft.parallel.collectives import Axis
 
 HEAD_DIM: dict[str, int | None] = {"llama": None, "qwen2": None, "qwen3": 2, "gemma3_text": 1}
-"""The supported families by model_type: dim that counts the heads where queries and keys pass their norm; None: no such norm."""
+"""Supported values of model_type -> dim of the heads in the input of the query and key norms; None without such norms."""
 
 
 CALLED = ("self_attn", "mlp")
-"""Parts of a block that have no parameters of their own, and whose input is prepared."""
+"""Modules of a block without parameters of their own, whose inputs are redistributed."""
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """This rank's consecutive rows of an output embedding [V, H]."""
+    """Consecutive rows of an output embedding [V, H] that this rank holds."""
 
     weight: Tensor
-    """[V of this rank, H], plain; its gradient arrives at the sharded parameter. May have no rows."""
+    """Plain tensor [V of this rank, H] whose gradient flows to the sharded parameter. It may have no rows."""
     first: int
-    """The token of its first row."""
+    """Token id of the first row."""
     size: int
-    """V, over all ranks."""
+    """Size V of the vocabulary over all ranks."""
     axis: Axis
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -> None:
-    """Split every language model inside `module` over the one-dimensional `mesh`, in place. All ranks hold equal weights.
+    """Split every language model inside `module` over the one-dimensional `mesh`, in place. All ranks must hold equal weights.
 
-    Tied embeddings stay tied. With `sequence` the tokens of a batch must be a multiple of the ranks. ValueError for a model that
-    cannot be split, with all reasons.
+    Tied embeddings stay tied. With `sequence` the number of tokens of a batch must be a multiple of the number of ranks. Raise
+    ValueError, with all reasons, for a model that cannot be split, and for a module without a transformers model.
     """
     found = list(_language_models(module))
     if not found:
@@ -70,7 +71,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) 
 
 
 def model_problems(config: PretrainedConfig, tp: int) -> list[str]:
-    """Why a model of this configuration cannot be split over `tp` ranks, all reasons at once."""
+    """Return all reasons why a model of this configuration cannot be split over `tp` ranks."""
     config = config.get_text_config()
     if config.model_type not in HEAD_DIM:
         return [f"its family {config.model_type!r} has no plan; supported are {', '.join(HEAD_DIM)}"]
@@ -83,7 +84,7 @@ def head_problems(num_heads: int, num_kv_heads: int, tp: int) -> list[str]:
 
 
 def plan_problems(model: PreTrainedModel) -> list[str]:
-    """Where the blocks are not those that the plan was written for: another version of transformers may have renamed parts."""
+    """Return how the blocks differ from those of the plan: another version of transformers may have renamed modules."""
     head_dim = HEAD_DIM[model.config.get_text_config().model_type]
     problems = []
     for block in model.get_decoder().layers[:1]:
@@ -95,7 +96,10 @@ def plan_problems(model: PreTrainedModel) -> list[str]:
 
 
 def vocabulary_shard(weight: Tensor) -> VocabularyShard | None:
-    """This rank's part of an output embedding that parallelize() has split; None when it is whole."""
+    """Return this rank's part of an output embedding that parallelize() has split; None for a plain tensor.
+
+    Raise RuntimeError if it is sharded in another way, as outside of the module's forward.
+    """
     if not isinstance(weight, DTensor):
         return None
     mesh = weight.device_mesh
@@ -107,7 +111,7 @@ def vocabulary_shard(weight: Tensor) -> VocabularyShard | None:
 
 
 def branch(hidden: Tensor, axis: Axis) -> Tensor:
-    """The same tensor, equal on all ranks, where they begin to do different things with it: its gradient is their sum."""
+    """Return the same tensor, equal on all ranks, for use in different computations: its gradient is summed over the ranks."""
     return hidden if axis.size == 1 else _Branch.apply(hidden, axis)
 
 
@@ -124,7 +128,7 @@ class _Branch(torch.autograd.Function):
 
 
 def _language_models(module: nn.Module) -> Iterator[PreTrainedModel]:
-    """The outermost transformers models."""
+    """Yield the outermost transformers models."""
     if isinstance(module, PreTrainedModel):
         yield module
     else:
@@ -133,7 +137,7 @@ def _language_models(module: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def _split(model: PreTrainedModel, mesh: DeviceMesh, stream: Placement) -> None:
-    """`stream`: how the residual stream [1, T, H] lies between the parts, whole or cut into tokens."""
+    """Split a model. `stream` is the placement of the residual stream [1, T, H]: replicated or sharded by tokens."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     decoder = model.get_decoder()
@@ -151,10 +155,10 @@ def _split(model: PreTrainedModel, mesh: DeviceMesh, stream: Placement) -> None:
 
 
 def _block_plan(block: nn.Module, head_dim: int | None, stream: Placement) -> dict[str, ParallelStyle]:
-    """Column, column, row: the only sums are after the row-wise ones, and of the gradient where a branch begins.
+    """Return the plan of a block: all-reduces follow only the row-wise layers, and in the backward pass the column-wise ones.
 
-    A norm sees a part of the tokens, or, of queries and keys, this rank's heads only. Its weight is on all ranks, so that each
-    has a part of its gradient: as a DTensor the gradient knows this, and FSDP sums it.
+    A norm processes a part of the tokens, or, for queries and keys, this rank's heads only. Its weight is replicated, so that
+    each rank has a partial gradient: as a DTensor the gradient is marked as partial, and FSDP sums it.
     """
     whole, columns, rows = Replicate(), ColwiseParallel(), RowwiseParallel(output_layouts=stream)
     plan: dict[str, ParallelStyle] = {
@@ -176,7 +180,7 @@ def _block_plan(block: nn.Module, head_dim: int | None, stream: Placement) -> di
 
 
 def _apply(module: nn.Module, mesh: DeviceMesh, plan: dict[str, Any]) -> None:
-    """Each rank cuts its own part: nothing is sent. Frozen parameters stay frozen."""
+    """Apply a plan without communication: each rank keeps its own part. Frozen parameters stay frozen."""
     frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
     parallelize_module(module, mesh, plan, src_data_rank=None)
     for name, parameter in module.named_parameters():

@@ -1,7 +1,7 @@
-"""Ulysses: ranks divide the tokens, and within attention the heads (arXiv 2309.14509).
+"""Ulysses: ranks split the tokens, and within attention the heads (arXiv 2309.14509).
 
-Before attention every rank sends each other rank the heads that are that one's, of its own tokens; afterwards back. Between the
-two each rank has all tokens of H / ranks heads, so attention itself is the one of an undivided batch.
+An all-to-all before attention gives each rank all tokens of H / ranks heads, so attention itself is the same as for a whole
+batch; an all-to-all after attention undoes the exchange.
 """
 
 from math import lcm
@@ -16,15 +16,15 @@ from lightrft.parallel.sequence_parallel import SequenceParallel
 
 
 class Ulysses(SequenceParallel):
-    """Consecutive tokens on each rank; H / ranks heads of all tokens in its attention."""
+    """Split into consecutive tokens; the attention of each rank has H / ranks heads of all tokens."""
 
     def problems(self, num_heads: int) -> list[str]:
         return head_problems(num_heads, self.axis.size)
 
     def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[t, H, D] -> [T, H / ranks, D] in one exchange; key and value have their own, possibly fewer, heads.
+        """Exchange [t, H, D] for [T, H / ranks, D] in one all-to-all; key and value may have fewer heads.
 
-        Key-value heads that do not divide by the ranks are repeated until they do: each rank gets those that its queries ask.
+        Key-value heads are repeated until the number of ranks divides their number: each rank gets those that its queries use.
         """
         copies = lcm(key.shape[1], self.axis.size) // key.shape[1]
         if copies > 1:
@@ -35,11 +35,11 @@ class Ulysses(SequenceParallel):
         return tuple(x.unflatten(-1, part.shape[2:]) for x, part in zip(whole, parts, strict=True))
 
     def leave(self, output: Tensor) -> Tensor:
-        """[T, H / ranks, D] -> [t, H, D]."""
+        """Exchange [T, H / ranks, D] for [t, H, D]."""
         return _Exchange.apply(output.unflatten(0, (self.axis.size, -1)), self.axis).transpose(0, 1).flatten(1, 2)
 
     def _by_rank(self, x: Tensor) -> Tensor:
-        """[t, H, D] -> [ranks, t, H / ranks, D]."""
+        """Group the heads by rank: [t, H, D] -> [ranks, t, H / ranks, D]."""
         return x.unflatten(1, (self.axis.size, -1)).transpose(0, 1)
 
 
@@ -50,7 +50,7 @@ def head_problems(num_heads: int, sp: int) -> list[str]:
 
 
 class _Exchange(torch.autograd.Function):
-    """[ranks, ...]: entry r goes to rank r, and becomes what rank r sent here. Its gradient goes back the same way."""
+    """Exchange of [ranks, ...]: entry r is sent to rank r and replaced by the entry from rank r. So is the gradient."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, parts: Tensor, axis: Axis) -> Tensor:

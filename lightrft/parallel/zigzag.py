@@ -1,8 +1,8 @@
-"""Zigzag: ranks divide the tokens, and attention gathers the keys and values of all.
+"""Zigzag: ranks split the tokens, and attention gathers the keys and values of all tokens.
 
-Of 2 x ranks equal chunks of the batch, rank r has number r and the one as far from the end: an early one, whose queries see
-little, and a late one, whose queries see much, so that all ranks have about as much to compute. Only keys and values are whole on
-every rank, and their heads, unlike those of Ulysses, need not divide by the ranks.
+Of the 2 x ranks equal chunks of the batch, rank r has chunk r and chunk 2 x ranks - 1 - r: an early one, whose queries attend to
+few keys, and a late one, whose queries attend to many, which balances the work of the ranks. Only keys and values are gathered on
+every rank, and unlike in Ulysses the number of heads need not be divisible by the number of ranks.
 """
 
 import torch
@@ -14,7 +14,7 @@ from lightrft.parallel.sequence_parallel import Gather, SequenceParallel
 
 
 class Zigzag(SequenceParallel):
-    """Two chunks of the tokens on each rank; its own queries and everyone's keys and values in its attention."""
+    """Split into two chunks per rank; the attention of each rank has its own queries and the keys and values of all ranks."""
 
     chunks_per_rank = 2
 
@@ -25,13 +25,13 @@ class Zigzag(SequenceParallel):
         return self.spans(num_tokens)
 
     def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The query as it is; key and value [t, H, D] -> [T, H, D] in the order of the batch, in one gather."""
+        """Return the query unchanged, and key and value [t, H, D] gathered to [T, H, D] in the order of the batch."""
         (both,) = _GatherSummed.apply(self.axis, torch.cat([key, value], -1))
         return query, *self.in_order(both).split([key.shape[-1], value.shape[-1]], -1)
 
 
 class _GatherSummed(Gather):
-    """All ranks use the result differently, so the gradient is the sum over them."""
+    """Gather whose gradient is summed over the ranks, because each uses the result differently."""
 
     @staticmethod
     @once_differentiable

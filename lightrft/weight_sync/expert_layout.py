@@ -1,8 +1,7 @@
-"""The experts of a mixture in the layers of vLLM and SGLang: all of a layer in two tensors, w13 [experts, gate and up, hidden]
-and w2.
+"""Experts of a mixture in the layers of vLLM and SGLang: two tensors per layer, w13 [experts, gate and up, hidden] and w2.
 
-On a CPU vLLM packs both for its kernel, in blocks of rows, filled up to whole blocks; a reload forgets to. SGLang does that only
-where there are AMX units.
+On a CPU vLLM packs both for its kernel, in blocks of rows, padded to whole blocks; a reload does not repeat this. SGLang packs
+them only on CPUs with AMX units.
 """
 
 from collections.abc import Collection, Iterator
@@ -12,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 ATTRIBUTES = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
-"""What transformers calls them -> what engines call them."""
+"""Attribute names of transformers -> attribute names of the engines."""
 ROUTED = "routed_experts"
-"""The layer inside of a mixture of vLLM's that has them; in SGLang the mixture itself has."""
+"""Name of the layer inside a mixture of vLLM that holds the experts; in SGLang the mixture itself holds them."""
 BLOCK = 16
-"""Rows that lie together, element by element, in the packed form of plain vector units."""
+"""Number of rows that are interleaved element by element in the packed form for plain vector units."""
 AS_LOADED = {"TRITON", "BATCHED_TRITON"}
-"""vLLM's kernels that leave the weights as they were loaded; others turn or swap them, and are not known here."""
+"""vLLM kernels that keep the weights as they were loaded; others transpose or swap them and are not supported here."""
 
 Index = slice | tuple[int, slice]
 
@@ -32,9 +31,9 @@ def _is_sglangs(layer: nn.Module) -> bool:
 
 
 def expert_places(layer: nn.Module, attribute: str, shape: torch.Size) -> Iterator[tuple[Index, int, int]]:
-    """(part of the layer's tensor, row and column of the full tensor [experts, rows, columns]), whose shape is given.
+    """Yield (part of the layer's tensor, row, column) for each part of the full tensor [experts, rows, columns] of `shape`.
 
-    None where that is not known.
+    Row and column are the start of the part in the full tensor. Yield nothing if the layout is not known.
     """
     if not is_experts(layer) or not _is_known(layer):
         return
@@ -47,13 +46,13 @@ def expert_places(layer: nn.Module, attribute: str, shape: torch.Size) -> Iterat
         yield slice(None), 0, 0
         return
     here = min(own, whole - first)
-    for half in range(2 * shape[0] if here > 0 else 0):  # gate and up of each expert are cut
+    for half in range(2 * shape[0] if here > 0 else 0):  # gate and up of each expert are split
         expert, up = divmod(half, 2)
         yield (expert, slice(up * own, up * own + here)), half * whole + first, 0
 
 
 def _own_columns(layer: nn.Module) -> tuple[int, int]:
-    """Of an expert's hidden layer: the first that this rank has, and how many, with zeros behind them where it is filled up."""
+    """Return the first hidden column of an expert that this rank holds, and the number of columns, zero padding included."""
     if _is_sglangs(layer):
         return layer.moe_tp_rank * layer.intermediate_size_per_partition, layer.intermediate_size_per_partition
     own = layer.moe_config.intermediate_size_per_partition
@@ -61,7 +60,7 @@ def _own_columns(layer: nn.Module) -> tuple[int, int]:
 
 
 def expert_part(layer: nn.Module, attribute: str, index: Index) -> Tensor:
-    """As it was loaded."""
+    """Return a part of the layer's tensor in the form in which it was loaded."""
     first, *rest = index if isinstance(index, tuple) else (index,)
     return _plain(layer, attribute, getattr(layer, attribute)[first])[tuple(rest)]
 
@@ -69,7 +68,7 @@ def expert_part(layer: nn.Module, attribute: str, index: Index) -> Tensor:
 def expert_blocks(layer: nn.Module, attribute: str) -> tuple[Tensor, int]:
     """Return a view of the parameter's own memory, [groups, blocks, rows of a block, columns], and its first column.
 
-    Groups are experts, or gate and up of each. For layers of vLLM without rows or columns that only fill up.
+    Groups are experts, or gate and up of each. This supports only layers of vLLM without padding.
     """
     weight = getattr(layer, attribute)
     down = attribute == "w2_weight"
@@ -84,14 +83,14 @@ def expert_blocks(layer: nn.Module, attribute: str) -> tuple[Tensor, int]:
 
 
 def is_filled_up(layer: nn.Module, attribute: str, shape: torch.Size) -> bool:
-    """Whether all ranks together have more than the full tensor of this shape."""
+    """Return True if all ranks together hold more elements than the full tensor of this shape."""
     return getattr(layer, attribute).numel() * layer.moe_config.moe_parallel_config.tp_size != shape.numel()
 
 
 def unpacked_experts(model: nn.Module, kept: Collection[nn.Module] = ()) -> list[nn.Module]:
-    """Give packed weights, before a reload, the shape that is loaded, without their values; those of `kept` layers stay.
+    """Replace packed weights, before a reload, by uninitialized ones of the loaded shape, except those of `kept` layers.
 
-    Return the layers that have to be packed.
+    Return the layers that have to be packed afterwards.
     """
     layers = [layer for layer in model.modules() if is_experts(layer) and _packs(layer) and layer not in kept]
     for layer in layers:
@@ -102,7 +101,7 @@ def unpacked_experts(model: nn.Module, kept: Collection[nn.Module] = ()) -> list
 
 
 def pack_experts(layers: list[nn.Module]) -> None:
-    """After a reload."""
+    """Pack the weights of these layers after a reload."""
     for layer in layers:
         _kernel(layer).process_weights_after_loading(layer)
 
@@ -112,7 +111,7 @@ def _kernel(layer: nn.Module) -> Any:
 
 
 def _packs(layer: nn.Module) -> bool:
-    """Whether the layer's kernel, one of vLLM's for CPUs, has packed its weights."""
+    """Return True if the layer's kernel, one of vLLM's for CPUs, has packed its weights."""
     if _is_sglangs(layer):
         return False
     kernel = layer.quant_method.moe_kernel and _kernel(layer)
@@ -120,7 +119,7 @@ def _packs(layer: nn.Module) -> bool:
 
 
 def _is_known(layer: nn.Module) -> bool:
-    """Whether all experts lie here, in a form that is known."""
+    """Return True if this rank holds all experts in a known form."""
     if _is_sglangs(layer):
         return _is_known_of_sglangs(layer)
     if layer.moe_config.moe_parallel_config.ep_size > 1:
@@ -132,14 +131,14 @@ def _is_known(layer: nn.Module) -> bool:
 
 
 def _is_known_of_sglangs(layer: nn.Module) -> bool:
-    """On a CPU without AMX units they lie as they were loaded; kernels of accelerators may turn, swap or interleave them."""
+    """Return True if SGLang keeps all experts as loaded, as on a CPU without AMX units; other kernels may reorder them."""
     whole = layer.moe_ep_size == 1 and not layer.num_fused_shared_experts and layer.moe_runner_config.is_gated
     on_plain_cpu = layer.w13_weight.device.type == "cpu" and not vars(layer).get("use_intel_amx_backend", False)
     return whole and on_plain_cpu and is_a(layer.quant_method, "UnquantizedFusedMoEMethod")
 
 
 def _plain(layer: nn.Module, attribute: str, weight: Tensor) -> Tensor:
-    """[..., rows, columns] without packing and filling; the same where it is neither."""
+    """Return a weight [..., rows, columns] without packing and padding; unchanged if it has neither."""
     if not _packs(layer):
         return weight
     *experts, rows, columns = weight.shape
@@ -152,5 +151,5 @@ def _plain(layer: nn.Module, attribute: str, weight: Tensor) -> Tensor:
 
 
 def is_a(thing: object, kind: str) -> bool:
-    """Whether its class has this name or one of its parents has: the classes are another library's."""
+    """Return True if the class of `thing` or a base class has this name: the classes belong to optional libraries."""
     return any(cls.__name__ == kind for cls in type(thing).__mro__)

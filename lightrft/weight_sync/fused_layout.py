@@ -1,6 +1,6 @@
-"""Where the weights of a Hugging Face model lie in the layers of vLLM and SGLang, which fuse, cut, repeat, pad and pack them.
+"""Layout of a Hugging Face model's weights in the layers of vLLM and SGLang, which fuse, split, repeat, pad and pack them.
 
-Both describe their layers by the same names and numbers. On a CPU SGLang fills layers up with zeros, so that they divide.
+Both engines describe their layers with the same attributes. On a CPU SGLang pads layers with zeros to make them divisible.
 """
 
 import os
@@ -27,11 +27,11 @@ from lightrft.weight_sync.names import PublishedNames
 from lightrft.weight_sync.verify import PRODUCT_ROUNDS, Fingerprints, signs
 
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-"""Fused layer -> the layers of the Hugging Face model that it is made of."""
+"""Fused layer -> layers of the Hugging Face model that it combines."""
 
 
 def engine_names(names: PublishedNames) -> dict[str, str]:
-    """What engines call each weight of a model, before fusing. Experts, which are published one by one, are together there."""
+    """Return the engine's name of each weight before fusing. Experts, which are published separately, are stacked there."""
     return {name: names.renamed.get(name) or _of_pieces(name, names.pieces(name)) for name in names.shapes}
 
 
@@ -42,7 +42,7 @@ def _of_pieces(name: str, pieces: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """This part of a layer's parameter is the part of the tensor `name` that begins at `row` and `column`."""
+    """Part of a layer's parameter that holds the part of the full tensor `name` starting at `row` and `column`."""
 
     name: str
     layer: nn.Module
@@ -58,8 +58,8 @@ class WeightSlice:
         return torch.atleast_1d(getattr(self.layer, self.attribute))[self.part]
 
     def within(self, shape: torch.Size) -> Tensor:
-        """`tensor` without what lies beyond the full one, of this shape."""
-        if self.tensor.dim() != len(shape):  # of one expert
+        """Return `tensor` without the padding beyond the full tensor of this shape."""
+        if self.tensor.dim() != len(shape):  # one expert
             return self.tensor
         rows = self.tensor[: max(shape[0] - self.row, 0)]
         return rows[..., : max(shape[-1] - self.column, 0)] if len(shape) > 1 else rows
@@ -67,16 +67,16 @@ class WeightSlice:
 
 @dataclass(frozen=True, slots=True)
 class CopyTarget:
-    """The memory of a layer's parameter that takes the part of a full tensor that begins at `row` and `column`."""
+    """Memory of a layer's parameter that receives the part of a full tensor starting at `row` and `column`."""
 
     here: Tensor
-    """[groups, blocks, rows of a block, columns]"""
+    """View of the memory: [groups, blocks, rows of a block, columns]."""
     row: int
     column: int
 
     @classmethod
     def of(cls, pieces: list[WeightSlice]) -> list[Self]:
-        """Where the whole tensor goes, as the parameters lie now."""
+        """Return the copy targets of a whole tensor, given its pieces and the current memory of the parameters."""
         if is_experts(pieces[0].layer):
             blocks, first = expert_blocks(pieces[0].layer, pieces[0].attribute)
             down = pieces[0].attribute == "w2_weight"
@@ -91,15 +91,16 @@ class CopyTarget:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """[rows, columns]; a vector has one column."""
+    """Return a tensor as [rows, columns]; a vector has one column."""
     return tensor.flatten(0, -2) if tensor.ndim > 1 else tensor.reshape(-1, 1)
 
 
 class FusedWeights:
-    """Of one rank's part of a model: the weights that are there, and those that layers multiply with in another form.
+    """Weights of one rank's part of a model: those stored as loaded, and those that layers multiply with in another form.
 
-    `names` has the engine's name, before fusing, of each weight that it takes, `shapes` their full shapes; `packs` says whether a
-    layer computes with another form, `keeps` whether one that does not keeps a piece in the form in which it was loaded.
+    `names` has the engine's name, before fusing, of each weight that the engine loads, `shapes` the full shapes. `packs` returns
+    True for a layer that computes with another form of its weights; `keeps` returns True for a piece, of another layer, that
+    stays in the form in which it was loaded.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class FusedWeights:
         self.raw: list[WeightSlice] = []
         self.packed: list[WeightSlice] = []
         self.unknown: list[str] = []
-        """Weights whose place is not known."""
+        """Names of weights whose location is not known."""
         places = dict(model.named_modules(remove_duplicate=False))
         users: dict[nn.Parameter, list[nn.Module]] = {}
         for layer in places.values():
@@ -125,13 +126,13 @@ class FusedWeights:
             for piece in found:
                 self._add(piece, users.get(getattr(piece.layer, piece.attribute), []), packs)
         self.direct: dict[str, list[WeightSlice]] = {}
-        """Weights that can be copied to where they are: they fill whole layers, which nothing else fills and nothing repacks."""
+        """Weights that can be copied in place: they fill whole layers, which no other weight fills and no kernel repacks."""
         if not self.unknown:
             packing = {layer for its_users in users.values() if any(map(packs, its_users)) for layer in its_users}
             self.direct = _direct(places_of, shapes, lambda piece: piece.layer not in packing and keeps(piece))
 
     def copy_targets(self) -> dict[str, list[CopyTarget]]:
-        """Where each of the `direct` weights is copied to, in the memory that its layers have now."""
+        """Return the copy targets of each of the `direct` weights in the current memory of its layers."""
         with torch.no_grad():
             return {name: CopyTarget.of(pieces) for name, pieces in self.direct.items()}
 
@@ -139,7 +140,7 @@ class FusedWeights:
         return {piece.layer for pieces in self.direct.values() for piece in pieces}
 
     def fingerprints(self, dtype: torch.dtype, slices: int, round: int | None) -> Fingerprints:
-        """Return empty ones for what can be compared here, in this round."""
+        """Return empty fingerprints for the weights that this rank can compare in this round."""
         bits, products = ({piece.name: None for piece in pieces} for pieces in (self.raw, self._multiplied(round)))
         return Fingerprints(self.shapes, dtype, slices=slices, bits=bits, products=products, round=round)
 
@@ -159,7 +160,7 @@ class FusedWeights:
             prints.add_product(piece.name, values, len(values) * columns, row=piece.row)
 
     def _multiplied(self, round: int | None) -> list[WeightSlice]:
-        """Return those of the layers that this round multiplies with, every PRODUCT_ROUNDS-th; all if it is None."""
+        """Return the pieces of the layers whose products this round computes, every PRODUCT_ROUNDS-th; all for None."""
         order = {layer: index for index, layer in enumerate(dict.fromkeys(piece.layer for piece in self.packed))}
         return [piece for piece in self.packed if round is None or (order[piece.layer] - round) % PRODUCT_ROUNDS == 0]
 
@@ -174,7 +175,7 @@ class FusedWeights:
 def _pieces(
     name: str, renamed: str | None, parts: Mapping[str, list[str]], places: Mapping[str, nn.Module], shape: torch.Size
 ) -> Iterator[WeightSlice]:
-    """None where the engine has no such layer."""
+    """Yield the slices of a weight in the engine's layers; none if the engine has no such layer."""
     path, _, attribute = (renamed or "").rpartition(".")
     own, inside = name.split(".")[-2], path.rpartition(".")[0]
     fused = next((fused for fused, its_parts in parts.items() if own in its_parts and f"{inside}.{fused}" in places), own)
@@ -188,7 +189,7 @@ def _pieces(
 
 
 def _places(layer: nn.Module, attribute: str, part: int | None, shape: torch.Size) -> Iterator[tuple[Index, int, int]]:
-    """(part of the layer's parameter, row and column of the full tensor), of one part of a fused layer or of all of them."""
+    """Yield (part of the layer's parameter, row, column of the full tensor) for one part of a fused layer, or for all parts."""
     if attribute in ATTRIBUTES.values():
         yield from expert_places(layer, attribute, shape)
     elif is_a(layer, "VocabParallelEmbedding"):
@@ -201,7 +202,7 @@ def _places(layer: nn.Module, attribute: str, part: int | None, shape: torch.Siz
             if part in (None, index):
                 found.append((slice(here, here + size), (full if part is None else 0) + layer.tp_rank // repeated * size, 0))
             here, full = here + size, full + size * layer.tp_size // repeated
-        yield from found if len(found) == 1 or full == shape[0] else []  # fused in the folder, and filled up here: not known
+        yield from found if len(found) == 1 or full == shape[0] else []  # unknown: fused in the folder and padded in the engine
     else:
         cut = is_a(layer, "RowParallelLinear") and attribute == "weight"
         yield slice(None), 0, layer.tp_rank * layer.input_size_per_partition if cut else 0
@@ -210,7 +211,7 @@ def _places(layer: nn.Module, attribute: str, part: int | None, shape: torch.Siz
 def _direct(
     places: dict[str, list[WeightSlice]], shapes: Mapping[str, torch.Size], keeps: Callable[[WeightSlice], bool]
 ) -> dict[str, list[WeightSlice]]:
-    """Those of layers with a matrix all of whose parameters they fill, where no weight of such a layer is left out."""
+    """Return the weights of layers with a matrix whose parameters they fill completely, without omitting a weight of a layer."""
     of: dict[nn.Module, list[WeightSlice]] = defaultdict(list)
     for pieces in places.values():
         for piece in pieces:
@@ -225,7 +226,7 @@ def _direct(
 
 
 def _is_filled(layer: nn.Module, pieces: list[WeightSlice], shapes: Mapping[str, torch.Size]) -> bool:
-    """Whether the pieces are all that the layer's parameters have, and one of these is a matrix."""
+    """Return True if the pieces fill all parameters of the layer, and at least one parameter is a matrix."""
     parameters = {name: parameter for name, parameter in layer._parameters.items() if parameter is not None}
     if {piece.attribute for piece in pieces} != parameters.keys() or max(each.ndim for each in parameters.values()) < 2:
         return False
@@ -240,5 +241,5 @@ def _is_filled(layer: nn.Module, pieces: list[WeightSlice], shapes: Mapping[str,
 
 
 def _multiplies(layer: nn.Module, uses: int) -> bool:
-    """Not an embedding alone; a tied head is another layer with its weight, or the same one under another name."""
+    """Return False for a pure embedding. A tied head is another layer with its weight, or the same under another name."""
     return not is_a(layer, "VocabParallelEmbedding") or is_a(layer, "ParallelLMHead") or uses > 1

@@ -1,9 +1,9 @@
-"""What weights are called, and how they are cut, in the folders that models are published in.
+"""Published names and shapes of weights, as in the folders that models are published in.
 
-transformers renames, fuses and turns the weights of some families when it loads them: the experts of a layer become one tensor,
-a vision tower moves below `model.`. Trainers, checkpoints, adapters and the weight stream speak of parameters as transformers
-has them. Engines and folders know them as they are published, so whatever goes there passes through here: by transformers' own
-way back, the one of save_pretrained, for a few weights at a time.
+transformers renames, fuses and transposes the weights of some families when it loads them: the experts of a layer become one
+tensor, a vision tower moves below `model.`. Trainers, checkpoints, adapters and the weight stream use the names of transformers.
+Engines and folders use the published names. This module converts weights back for them, a few at a time, with the reverse
+conversion that transformers uses in save_pretrained.
 """
 
 import copy
@@ -22,30 +22,30 @@ from lightrft.weight_sync.stream import NamedTensor
 
 
 class PublishedNames:
-    """Of one transformers model. Most families are published under the names that transformers has for them."""
+    """Published names of the weights of one transformers model. For most families they are the names of transformers."""
 
     def __init__(self, model: PreTrainedModel):
-        """`model` as its class makes it, neither distributed nor adapted; it may be empty, and is kept."""
+        """Find the published names. `model` must be neither distributed nor adapted; it may be empty, and is kept."""
         self._model = model
         model._weight_conversions = _conversions(model)
         stored = model.state_dict(keep_vars=True)
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        """transformers' name -> full shape of what one weight stream brings: parameters, tied ones once, persistent buffers."""
+        """transformers name -> full shape of each tensor of a weight stream: parameters, tied ones once, persistent buffers."""
         self.shapes |= {name: buffer.shape for name, buffer in model.named_buffers() if name in stored}
         self.renamed: dict[str, str] = {}
-        """transformers' name -> published name of each weight that is the same tensor in both."""
+        """transformers name -> published name of each weight that is the same tensor in both."""
         self._together: dict[str, list[str]] = {}
-        """The others: name -> those that have to be there to make what is published, mostly itself alone."""
+        """For other weights: name -> names of all weights that are converted together, usually only the weight itself."""
         self._find({name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()})
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self:
-        """Of a model that may be distributed and adapted: read from an empty one of its class."""
+        """Return the names for a model that may be distributed and adapted, determined with an empty model of its class."""
         with torch.device("meta"):
             return cls(made_as(model)(copy.deepcopy(model.config)))
 
     def published(self, stream: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        """A weight stream under published names. Nothing is held but weights that become one together, until all have come."""
+        """Yield a weight stream under published names. Only weights that are converted together are held until all arrive."""
         held: dict[str, Tensor] = {}
         for name, tensor in stream:
             members = self._together.get(name)
@@ -57,17 +57,17 @@ class PublishedNames:
                 yield from self._convert({member: held.pop(member) for member in members}).items()
 
     def pieces(self, name: str) -> list[str]:
-        """Published names of what becomes of a weight, alone or together with others."""
+        """Return the published names of the tensors that a weight is converted to, alone or together with others."""
         if name in self.renamed:
             return [self.renamed[name]]
         return list(self._convert({member: torch.empty(self.shapes[member], device="meta") for member in self._together[name]}))
 
     def is_alone(self, name: str) -> bool:
-        """Whether what is published of a weight is made of it alone."""
+        """Return True if a weight is converted alone."""
         return name in self.renamed or self._together[name] == [name]
 
     def strangers(self, names: list[str], engine: str) -> str:
-        """What to say, and to do, when an engine has no place for `names`."""
+        """Return an error message, with possible solutions, for weights `names` that an engine does not have."""
         first = ", ".join(f"{name} (published as {self.pieces(name)[0]})" for name in names[:3])
         return (
             f"{engine} has no place for {len(names)} of the {len(self.shapes)} weights of {type(self._model).__name__}, such as "
@@ -88,15 +88,15 @@ class PublishedNames:
 
 
 def made_as(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """The class that transformers knows; sharding puts one of its own in front of it."""
+    """Return the model's class in transformers; sharding with FSDP replaces it by a subclass."""
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def _conversions(model: PreTrainedModel) -> list[WeightTransform]:
-    """What transformers does with the published folder of such a model, whatever folder this one is from.
+    """Return the conversions of transformers for published folders of such a model, whatever folder it was loaded from.
 
-    A model and the part of it that has no head may both have one and the same renaming (Qwen2-Audio): what the first has renamed
-    the second never finds, but on the way back both would be taken.
+    A model and its backbone may both define the same renaming (Qwen2-Audio): in loading, the second one no longer finds a name
+    that the first has renamed, but the reverse conversion would apply both.
     """
     first: dict[tuple, WeightTransform] = {}
     for conversion in get_model_conversion_mapping(model, add_legacy=False):
@@ -105,5 +105,5 @@ def _conversions(model: PreTrainedModel) -> list[WeightTransform]:
     for conversion in conversions:
         for operation in conversion.operations if isinstance(conversion, WeightConverter) else ():
             if isinstance(operation, Transpose):
-                operation.check_dims = False  # it asks whether a folder is turned; published ones are
+                operation.check_dims = False  # it would check whether the folder's weights are transposed; published ones are
     return conversions

@@ -1,9 +1,9 @@
-"""The weight stream: every parameter under its Hugging Face name, full, in the transfer dtype, bucket by bucket.
+"""Weight stream: every parameter under its Hugging Face name, full, in the transfer dtype, bucket by bucket.
 
-A shard is cast before it is gathered, so the bytes moved are parameters x transfer dtype, once for every axis that cuts them.
-At most two buckets exist beside the model at any time: what was gathered, and the full tensors made of it. On an accelerator
-the next one is gathered while an engine takes this one over, and so they are half as large. On CPUs what is gathered lies in
-memory that the ranks of a host share, with room for two buckets of that size (parallel/shm_all_gather.py).
+A shard is cast before it is gathered, so the bytes sent are parameters x transfer dtype, once for every axis that shards them.
+At most two buckets exist in addition to the model at any time: the gathered shards, and the full tensors built from them. On an
+accelerator the next bucket is gathered while an engine loads the current one, so buckets are half as large. On CPUs shards are
+gathered in memory that the ranks of a host share, which holds two buckets of that size (parallel/shm_all_gather.py).
 """
 
 from collections import defaultdict, deque
@@ -21,15 +21,15 @@ from lightrft.parallel.shm_all_gather import AllGather
 
 NamedTensor = tuple[str, Tensor]
 FREE_SHARE = 8
-"""A bucket whose size is not given is so small a part of the free memory."""
+"""Divisor of the free memory that gives the size of a bucket if none is configured."""
 HOST_LIMIT = 512 * 2**20
-"""The size of such a bucket on a CPU, where free memory says little: other processes use it too."""
+"""Size of such a bucket on a CPU in bytes; free memory is no measure there, because other processes use it too."""
 
 
 def bucket_limit(megabytes: int, axis: Axis, device: torch.device) -> int:
-    """Return the bytes of one bucket: `megabytes`, or for 0 a part of the device memory that is free now.
+    """Return the bytes of one bucket: `megabytes`, or for 0 a fraction of the free device memory.
 
-    The ranks of `axis` agree on what fits the one with the least; all of them call it together.
+    The ranks of `axis` agree on the minimum; all of them must call this together.
     """
     if megabytes:
         return megabytes * 2**20
@@ -42,12 +42,12 @@ def stream(
 ) -> Iterator[NamedTensor]:
     """Yield (name, full tensor of `dtype`) for plain and sharded parameters, in their order.
 
-    They are gathered on `device`, to which shards in host memory go first: ranks of several nodes gather there much faster. None:
-    where the parameters are.
+    They are gathered on `device` (None: the device of the parameters). Shards in host memory are copied there first, because
+    ranks of several nodes gather much faster on the device.
 
-    All ranks of the sharding mesh must consume the whole stream. A yielded tensor stays valid as long as it is held, and
-    holding it holds its bucket, of at most `limit` bytes; a parameter that nothing cuts and that already has the dtype is yielded
-    itself. A tensor larger than a bucket travels alone. ValueError for a parameter that is not yet summed (partial).
+    All ranks of the sharding mesh must consume the whole stream. A yielded tensor stays valid as long as it is referenced, and a
+    reference keeps its bucket, of at most `limit` bytes, alive; an unsharded parameter that already has the dtype is yielded
+    itself. A tensor larger than a bucket is sent alone. Raise ValueError for a partial parameter, which is not yet summed.
     """
     parameters = iter(parameters)
     first = next(parameters, None)
@@ -66,7 +66,7 @@ def stream(
 
 
 def _buckets(parameters: Iterable[NamedTensor], dtype: torch.dtype, limit: int) -> Iterator[list[NamedTensor]]:
-    """Consecutive parameters that fit into one bucket when whole."""
+    """Yield lists of consecutive parameters whose full tensors fit into one bucket."""
     bucket: list[NamedTensor] = []
     size = 0
     for name, tensor in parameters:
@@ -81,7 +81,7 @@ def _buckets(parameters: Iterable[NamedTensor], dtype: torch.dtype, limit: int) 
 
 
 def _whole(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """The tensors of one bucket, cut by cut, from the last cut to the first; one all-gather for each group and level."""
+    """Return the full tensors of one bucket, undoing the last sharding first; one all-gather for each group and level."""
     cuts = [shard_slices(tensor) for tensor in tensors]
     parts = [tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach().to(dtype) for tensor in tensors]
     for level in range(max(map(len, cuts))):
@@ -97,7 +97,7 @@ def _whole(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> l
 
 
 def _gathered(parts: list[Tensor], cuts: list[ShardSlice], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Undo one cut of each tensor; all are cut over one group. The cast happens here, before the gather."""
+    """Undo one sharding of each tensor, all over the same group. Cast before the gather."""
     sizes = [cut.numel for cut in cuts]
     gather = AllGather(sum(sizes), dtype, device, cuts[0].group)
     for destination, part, cut in zip(gather.mine.split(sizes), parts, cuts, strict=True):
@@ -110,6 +110,6 @@ def _gathered(parts: list[Tensor], cuts: list[ShardSlice], dtype: torch.dtype, d
 
 
 def _assembled(pieces: Tensor, cut: ShardSlice) -> Tensor:
-    """Return `pieces` [ranks, elements of a full piece] as one tensor, in order, without the padding of the last ones."""
+    """Assemble `pieces` [ranks, elements of a full piece] into one tensor, without the padding of the last pieces."""
     rows = pieces.reshape(cut.pieces * cut.rows, *cut.rest)[: cut.shape[cut.dim]]
     return rows.movedim(0, cut.dim).contiguous()

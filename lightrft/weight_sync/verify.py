@@ -1,21 +1,23 @@
-"""Verification of a weight sync: fingerprints of what was streamed and of what the engine computes with are compared.
+"""Verification of a weight sync: compare fingerprints of the streamed weights with those of the engine's weights.
 
-There are two kinds. One sums the raw bits of a weight, modulo 2^64, each block of them mixed and weighted by its place: any one
-changed element, and anything that lies elsewhere, changes it. It needs the weight itself. Where an engine keeps nothing but a
-form that its kernels like, W x is compared instead, with x of random signs, up to what rounding explains.
-Fingerprints of slices add up, so it does not matter how an engine fuses, cuts and repeats weights.
+There are two kinds of fingerprints. One sums the raw bits of a weight modulo 2^64, where each block is mixed and weighted by its
+position: any single changed element, and any element at another position, changes the sum. It needs the weight itself. If an
+engine keeps weights only in a packed form for its kernels, the products W x with random signs x are compared instead, up to
+rounding errors. Fingerprints of slices add up, so it does not matter how an engine fuses, splits and repeats weights.
 
-The first verification of an engine is whole, and so is the one after a sync that failed. That reads all weights at both ends,
-which takes longer than to copy them. Each later one is therefore a round, which covers a part; ROUNDS of them cover everything.
+The first verification of an engine covers all weights, and so does the one after a failed sync. It reads all weights at both
+ends, which takes longer than copying them. Each later verification is therefore a round, which covers a part; ROUNDS rounds cover
+everything.
 
-- A round probes a run of rows of every weight that the engine keeps as it came; all of a vector, or of fewer rows than ROUNDS.
-  So a weight that did not arrive, or arrived under another's name, is found at once, unless it differs in other rows only. One
-  wrong element is found if its row is probed, and so within ROUNDS syncs if it stays wrong. Runs of consecutive rounds lie far
-  apart: if an n-th of the rows, next to each other, stays wrong (the part of one rank, one expert), about 2 n syncs find it.
-- A round multiplies with every PRODUCT_ROUNDS-th of the layers that have another form of their weights. A wrong weight of another
-  layer is found within PRODUCT_ROUNDS syncs if it stays wrong.
+- A round probes a run of rows of every weight that the engine keeps as loaded; vectors and weights with fewer rows than ROUNDS
+  are probed completely. So a weight that did not arrive, or arrived under another name, is found at once, unless it differs in
+  other rows only. One wrong element is found if its row is probed, thus within ROUNDS syncs if it stays wrong. Runs of
+  consecutive rounds are far apart: if a contiguous fraction 1/n of the rows stays wrong (the part of one rank, one expert), it
+  is found within about 2 n syncs.
+- A round computes the products of every PRODUCT_ROUNDS-th layer with packed weights. A wrong weight of another such layer is
+  found within PRODUCT_ROUNDS syncs if it stays wrong.
 
-A weight that is wrong where no verification looked, and is right after the next sync, is never found.
+A weight that is wrong where no verification probed, and is correct after the next sync, is never found.
 """
 
 import math
@@ -29,32 +31,32 @@ import torch
 from torch import Tensor
 
 WORDS = 64
-"""Of 8 bytes: the most of one row whose order does not count."""
+"""Maximum number of 8-byte words of a row in one block; the order of the words in a block does not change its fingerprint."""
 CHUNK_BYTES = 32 * 2**20
-"""Of a weight at a time, so that what is computed on the way stays small."""
+"""Bytes of a weight that are processed at a time, to limit the size of temporary tensors."""
 ROUNDS = 128
-"""Verifications that together cover everything."""
+"""Number of rounds that together cover everything."""
 PRODUCT_ROUNDS = 64
-"""Verifications that together multiply with every layer."""
+"""Number of rounds that together compute the products of every layer."""
 STEP = 79
-"""The distance of one round's run from the next: odd, about ROUNDS over the golden ratio, so that rounds soon were everywhere."""
+"""Distance between the runs of consecutive rounds: odd, about ROUNDS over the golden ratio, which spreads the runs quickly."""
 AT_ONCE = 2**16
-"""Blocks, of however many tensors, that are summed up at once: that takes as many calls for one tensor as for a hundred."""
+"""Number of blocks, of any number of tensors, that are summed at once: one tensor takes as many calls as a hundred."""
 STEPS = 64
-"""Rounding in a sum of K signed terms is a random walk of about sqrt(K) 2^-24 |W x|: so many times that is allowed."""
+"""Factor of the tolerance: rounding in a sum of K signed terms is a random walk of about sqrt(K) 2^-24 |W x|."""
 OF_VECTOR = 8
-"""Elements of a vector that are one row, if ranks can cut it between them; pieces of vectors begin and end at heads or so."""
+"""Number of elements of a vector that form one row if ranks can split it there; pieces usually begin and end at heads."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FIRST, SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
-"""Odd, with bits that look random: what is multiplied with them spreads to the left."""
+"""Odd multipliers with random-looking bits, which spread the bits of a product to the left."""
 
 
 class Fingerprints:
-    """Of tensors by name, in the dtype in which they are compared: of whole ones, or of pieces, which add up to copies of them.
+    """Fingerprints of tensors by name, in the dtype of the comparison: of whole tensors, or of pieces that add up to copies.
 
-    `slices` is the number of ranks that cut a row. Names in `products` are compared by W x, those in `bits` (None: all) by
-    their bits, some by both: an embedding in which an engine looks up, and with which, tied, it multiplies in another form.
-    Bits are those of one `round` of ROUNDS; None: of everything.
+    `slices` is the number of ranks that split a row. Names in `products` are compared by W x, those in `bits` (None: all) by
+    their bits, some by both: a tied embedding that an engine uses for lookups, and in packed form for products. Bits cover one
+    `round` of ROUNDS; None covers everything.
     """
 
     def __init__(
@@ -64,20 +66,20 @@ class Fingerprints:
         self.shapes, self.dtype, self.slices, self.round = shapes, dtype, slices, round
         self.bits = {name: index for index, name in enumerate(shapes if bits is None else bits)}
         self.summed: list[Tensor] = []
-        """At most one: [names in `bits`], without what is in `found` still."""
+        """At most one tensor [names in `bits`], the sums without the entries that are still in `found`."""
         self.found: list[tuple[str, WeightProbe, Tensor]] = []
-        """Name and probe of what was read, and the sums of its blocks."""
+        """Name, probe and block sums of each piece that was read."""
         self.num_blocks = 0
         self.vectors: list[tuple[str, WeightProbe, Tensor]] = []
-        """Whose sums are not needed where both ends can be compared: a call for each takes longer than to compare them."""
+        """Vectors that are not summed yet: if both ends are compared directly, that is faster than a call for each sum."""
         self.window: Tensor | None = None
-        """Of int64, laid over the memory of one piece after the other: one call less for each than to make views of it."""
+        """View of int64 that is moved over the memory of one piece after another, which saves a call per piece."""
         self.products: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in products}
         self.num_elements = dict.fromkeys(self.bits, 0)
         self.num_multiplied = dict.fromkeys(self.products, 0)
 
     def watch(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The stream itself; each tensor is looked at before it is passed on."""
+        """Yield the stream unchanged; each tensor is added to the fingerprints before it is passed on."""
         for name, tensor in stream:
             if name in self.bits:
                 self.add(name, tensor.clone() if tensor.ndim < 2 else tensor)
@@ -86,9 +88,10 @@ class Fingerprints:
             yield name, tensor
 
     def add(self, name: str, piece: Tensor, *, row: int = 0, column: int = 0) -> None:
-        """What lies at that place of the full tensor. All dimensions but the last count as rows; of a vector, its only one.
+        """Add a piece that starts at this position of the full tensor.
 
-        A number is a vector of one. A vector is read later, and has to stay as it is until then.
+        All dimensions but the last count as rows, and so does the only dimension of a vector. A scalar is a vector of one
+        element. A vector is read later, and must not be modified before.
         """
         probe = _weight_probe(self.shapes[name], piece.shape, (row, column), self.dtype, self.slices, self.round)
         if probe is None:
@@ -102,12 +105,12 @@ class Fingerprints:
             self._sum_up()
 
     def _sums(self, piece: Tensor, probe: "WeightProbe") -> Tensor:
-        """Of the words of each block: [blocks] int64."""
+        """Return the sum of the words of each block: [blocks] int64."""
         size = self.dtype.itemsize
         start, apart = divmod(piece.storage_offset() * size, 8)
         if probe.word == 8 and piece.dtype is self.dtype and not apart and piece.is_contiguous():
             if self.window is None:
-                with torch.inference_mode(False):  # for use both within it and outside
+                with torch.inference_mode(False):  # usable inside and outside of inference mode
                     self.window = torch.empty(0, dtype=torch.int64, device=piece.device)
             return self.window.set_(piece.untyped_storage(), start + probe.start, probe.size, (probe.size[1], 1)).sum(-1)
         chunks = piece.detach().reshape(-1, probe.width)[probe.rows].split(max(1, CHUNK_BYTES // (probe.width * size)))
@@ -115,17 +118,17 @@ class Fingerprints:
         return torch.cat([each.view(-1, probe.size[1]).sum(-1) for each in words])
 
     def same(self, other: Self) -> bool:
-        """Whether both are of the same pieces in one order: seen sooner than what is wrong()."""
+        """Return True if both consist of equal pieces in the same order; this is faster than wrong()."""
         own, others = ((len(each.summed), [probe for _, probe, _ in each.found + each.vectors]) for each in (self, other))
         return own == others and all(map(torch.equal, self._all(), other._all()))
 
     def _all(self) -> list[Tensor]:
-        """What was summed, and the vectors, as integers."""
+        """Return the sums and the vectors as integers."""
         kinds = [each + [tensor for *_, tensor in found] for each, found in ((self.summed, self.found), ([], self.vectors))]
         return [torch.cat(tensors).view(INTEGERS[tensors[0].itemsize]) for tensors in kinds if tensors]
 
     def _sum_up(self) -> None:
-        """What is in `found` and `vectors`."""
+        """Add the entries of `found` and `vectors` to the sums."""
         self.found += [(name, probe, self._sums(vector, probe)) for name, probe, vector in self.vectors]
         self.vectors.clear()
         if self.found:
@@ -143,12 +146,12 @@ class Fingerprints:
             self.num_blocks = 0
 
     def add_product(self, name: str, values: Tensor, num_elements: int, *, row: int = 0) -> None:
-        """values [R]: R rows of W x from `row` on, or the part of them to which `num_elements` of W contribute."""
+        """Add values [R], R rows of W x from `row` on, or the part of them to which `num_elements` elements of W contribute."""
         self.products[name].append((row, values))
         self.num_multiplied[name] += num_elements
 
     def numbers(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """All of it as [names, 2] int64 of sum and number of elements, and [rows] float64: those of several ranks add up."""
+        """Return sums and numbers of elements, [names, 2] int64, and products, [rows] float64; both add up over ranks."""
         self._sum_up()
         sums = torch.zeros(len(self.bits) + len(self.products), dtype=torch.int64, device=device)
         for summed in self.summed:
@@ -163,7 +166,7 @@ class Fingerprints:
         return table, torch.cat(whole) if whole else torch.zeros(0, dtype=torch.float64, device=device)
 
     def wrong(self, held: tuple[Tensor, Tensor]) -> list[str]:
-        """Names whose numbers, of an engine that has every element equally often, are not those of the whole tensors here."""
+        """Return the names whose numbers, from an engine that holds every element equally often, differ from the numbers here."""
         table, values = (numbers.cpu() for numbers in held)
         sent, expected = (numbers.cpu() for numbers in self.numbers(table.device))
         copies = torch.div(table[:, 1], sent[:, 1].clamp(min=1), rounding_mode="floor")
@@ -176,31 +179,34 @@ class Fingerprints:
         return list(dict.fromkeys(found))
 
     def _tolerance(self, name: str, values: Tensor) -> Tensor:
-        """Of the kernels' sums in float32, in any order, and of results in the engine's dtype."""
+        """Return the tolerance for sums of kernels in float32, in any order, with results in the engine's dtype."""
         walk = STEPS * math.sqrt(self.shapes[name][-1]) * 2.0**-24
         return (walk + torch.finfo(self.dtype).eps) * values.abs().max()
 
 
 @dataclass(frozen=True, slots=True)
 class WeightProbe:
-    """Some rows of a slice of a weight, of `width` elements, read as blocks of words of so many bytes."""
+    """Rows, of `width` elements each, of a slice of a weight, read as blocks of words of `word` bytes."""
 
     rows: slice
     width: int
     word: int
     size: tuple[int, int]
-    """[blocks, words in each]."""
+    """Number of blocks, and number of words in each."""
     start: int
-    """Words before the first block."""
+    """Number of words before the first block."""
     place: tuple[int, int, int, int]
-    """In the full tensor: the first row and how many, the first block of a row and how many."""
+    """Position in the full tensor: first row, number of rows, first block of a row, number of blocks."""
 
 
 @lru_cache(maxsize=4096)
 def _weight_probe(
     shape: torch.Size, piece: torch.Size, place: tuple[int, int], dtype: torch.dtype, slices: int, round: int | None
 ) -> WeightProbe | None:
-    """Return the probe, in that round, of a piece that begins at that row and column of a tensor that `slices` ranks may cut."""
+    """Return the probe, in this round, of a piece at position `place` (row, column) of a tensor that `slices` ranks may split.
+
+    Return None if the round does not cover the piece. Raise ValueError for a vector that is split inside a row.
+    """
     shape, piece = (each or torch.Size([1]) for each in (shape, piece))
     (row, column), columns, width = place, shape[-1], piece[-1]
     if len(shape) == 1:
@@ -222,7 +228,7 @@ def _weight_probe(
 
 
 def _run(num_rows: int, round: int | None) -> tuple[int, int]:
-    """Return where the rows of a round begin and end."""
+    """Return the start and end of the rows of a round."""
     if round is None or num_rows < ROUNDS:
         return 0, num_rows
     run = round * STEP % ROUNDS
@@ -236,14 +242,14 @@ def _numbers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def product(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """matrix [R, K], cast to `dtype`, times the signs of its columns, in float32: [R] float64."""
+    """Return matrix [R, K], cast to `dtype`, times the signs of its columns, computed in float32: [R] float64."""
     x = signs(0, matrix.shape[1], matrix.device)
     chunks = matrix.split(max(1, CHUNK_BYTES // (matrix.shape[1] * matrix.itemsize)))
     return torch.cat([chunk.to(dtype).float() @ x for chunk in chunks]).double()
 
 
 def signs(start: int, count: int, device: torch.device) -> Tensor:
-    """The x of W x from column `start` on: [count] float32 of 1 and -1."""
+    """Return the entries of x in W x from column `start` on: [count] float32 of 1 and -1."""
     return 1 - 2 * ((weights(start, count, device, salt=2) >> 40) & 1).float()
 
 
@@ -255,7 +261,7 @@ def _weights_of_blocks(place: tuple[int, int, int, int], device: torch.device) -
 
 @lru_cache(maxsize=512)
 def weights(start: int, count: int, device: torch.device, salt: int = 0) -> Tensor:
-    """Odd numbers that look random, a different one for each place from `start` on: [count] int64."""
+    """Return pseudorandom odd numbers, a different one for each position from `start` on: [count] int64."""
     x = (torch.arange(start, start + count, device=device) + (salt << 48)) * FIRST
     x = (x ^ ((x >> 31) & 0x1FFFFFFFF)) * SECOND
     return (x ^ ((x >> 29) & 0x7FFFFFFFF)) | 1
