@@ -1,4 +1,4 @@
-"""The optimizer and its learning-rate schedule."""
+"""Optimizer and learning-rate schedule."""
 
 import math
 from collections.abc import Iterator

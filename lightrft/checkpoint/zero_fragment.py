@@ -62,7 +62,7 @@ class Fragment:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Planner of torch with support for fragments."""
+    """Torch's planner with support for fragments."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         whole = self.state_dict[index.fqn]
@@ -70,7 +70,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Planner of torch with support for fragments: loaded values are written into their views, and not into the state itself.
+    """Torch's planner with support for fragments: loaded values are written into their views, and not into the state itself.
 
     Plain values are read with `weights_only`, so that they cannot run code.
     """

@@ -37,7 +37,7 @@ class EngineSetup:
     dtype: torch.dtype
     device: torch.device
     axis: Axis
-    """The consecutive ranks that share this engine's weights."""
+    """Consecutive ranks that share this engine's weights."""
     max_model_len: int
     """Maximum number of tokens of prompt and response together."""
     seed: int = 0

@@ -184,7 +184,10 @@ class EngineVerbs(ModelVerbs):
         return as_dicts(requests, self._engine_host().generate(self._sampling(sampling_params), requests))
 
     def engine_lags(self, version: int | None = None) -> None:
-        """Mark the engine's weights as outdated, so that it needs a new stream; `version`, if given, becomes their version."""
+        """Mark the weights of an engine that has an actor as outdated, so that it needs a new stream.
+
+        `version`, if given, becomes the version of the weights.
+        """
         if self._host is not None and self._engine_actor is not None:
             self._host.engine.weights_valid = False
             self._host.engine.version = self._host.engine.version if version is None else version

@@ -81,7 +81,7 @@ class MemoryVerbs(Backend):
             self._offloaded[model] = self.offload_model_state(model)
 
     def reload_model(self, model: nn.Module) -> None:
-        """Move an offloaded model back to the device, bit-identical. A model on the device is left as it is."""
+        """Move an offloaded model back to the device, bit-identical; do nothing for one that is not offloaded."""
         self._bring_back(model)
 
     def maybe_offload_optimizer(self, optimizer: Optimizer) -> None:
@@ -90,7 +90,7 @@ class MemoryVerbs(Backend):
             self._offloaded[optimizer] = self.offload_optimizer_state(optimizer)
 
     def maybe_load_optimizer(self, optimizer: Optimizer) -> None:
-        """Move an offloaded optimizer back to the device, bit-identical. An optimizer on the device is left as it is."""
+        """Move an offloaded optimizer back to the device, bit-identical; do nothing for one that is not offloaded."""
         self._bring_back(optimizer)
 
     @classmethod

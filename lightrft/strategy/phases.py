@@ -14,9 +14,9 @@ class Phase(Enum):
     LOGPROB = "LOGPROB"
     """One model at a time, without an optimizer; the engine sleeps."""
     REFIT = "REFIT"
-    """The actor and the engine's weights, which are updated from the actor; the engine's cache sleeps."""
+    """Actor and the engine's weights, which are updated from the actor; the engine's cache sleeps."""
     GENERATE = "GENERATE"
-    """The engine with weights and cache."""
+    """Engine with weights and cache."""
 
 
 WAYS: dict[Phase, dict[Phase, str]] = {

@@ -209,7 +209,7 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
     def save_model(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path, dtype: torch.dtype | None = None
     ) -> Path:
-        """Write a Hugging Face folder that from_pretrained can load. Rank 0 writes the stream and never holds the whole model.
+        """Write a Hugging Face folder that from_pretrained can load. Ranks write the stream in turn; none holds the whole model.
 
         dtype None: bfloat16 with --bf16, else float32. An existing model in `folder` is replaced.
         """

@@ -17,7 +17,7 @@ from lightrft.engine.base import EngineError
 SECONDS_TO_NOTICE = 1.0
 """Maximum delay until a waiting call detects the death of one of SGLang's processes."""
 CORES = "SGLANG_CPU_OMP_THREADS_BIND"
-"""Variable with the cores of each process of one engine; it is not kept, since another engine may have more processes."""
+"""Variable with the cores of each process of one engine; a default is not kept, as another engine may have more processes."""
 LOAD_FILES = "/dev/shm/sglang_loads_"
 """Prefix of the 16 kB files in which SGLang's processes publish their load, and which they never remove."""
 

@@ -192,7 +192,7 @@ def _packs(layer: torch.nn.Module) -> bool:
 
 
 def _renew_tied_layers(model: torch.nn.Module) -> None:
-    """Give tied output layers the packed copy of the layer that loads the weight, for which a reload packs it anew."""
+    """Give tied output layers the packed copy of the layer that loads the weight; a reload packs it for that layer only."""
     first: dict[int, torch.nn.Module] = {}
     for layer in model.modules():
         weight = layer._parameters.get("weight")
