@@ -1,1 +1,1 @@
-"""Shard models and optimizers, move them to host memory, and take optimizer steps: what strategies are made of."""
+"""Building blocks of strategies: shard models and optimizers, move them to host memory, and take optimizer steps."""

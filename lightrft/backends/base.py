@@ -1,4 +1,4 @@
-"""What distinguishes one way of distributing from another: the hooks that a strategy implements or overrides."""
+"""Hooks that a strategy implements or overrides to define how it distributes models."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -24,33 +24,33 @@ from lightrft.parallel.zigzag import Zigzag
 from lightrft.weight_sync.stream import bucket_limit, stream
 
 SEQUENCES: dict[str, type[SequenceParallel]] = {"ulysses": Ulysses, "zigzag": Zigzag}
-"""How ranks share the tokens of a batch, by --sp_impl."""
+"""Value of --sp_impl -> class that divides the tokens of a batch among ranks."""
 
 
 class Offloaded(Protocol):
-    """A model or an optimizer that waits in host memory, which a caller notices by an error when it is used."""
+    """Model or optimizer that is in host memory; using it raises an error."""
 
     def reload(self, device: torch.device) -> None:
-        """Bring it back, the same bit by bit."""
+        """Move it back to the device, bit-identical."""
 
 
 RENAMED_HOOKS = {"send_model_away": "offload_model_state", "send_optimizer_away": "offload_optimizer_state"}
 
 
 class Backend(ABC):
-    """StrategyBase calls these, never users. Two are a backend's own; the others fit parameters that are plain or DTensors.
+    """Hooks that StrategyBase calls, never users. All ranks call every hook together.
 
-    All ranks call every hook together.
+    A backend must implement distribute() and accumulate(); the other hooks fit parameters that are plain tensors or DTensors.
     """
 
     config: StrategyConfig
     device: torch.device
     max_norm: float
     undivided: set[nn.Module]
-    """Models of the user's own that every rank of a divided sequence computes whole."""
+    """Custom models without support for sequence parallelism: every rank of a divided sequence computes the whole sequence."""
 
     def __init_subclass__(cls, **options: object) -> None:
-        """TypeError for a subclass that overrides a hook under its former name: nothing would call it."""
+        """Raise TypeError for a subclass that overrides a hook under its former name, since it would never be called."""
         super().__init_subclass__(**options)
         for former in RENAMED_HOOKS.keys() & vars(cls).keys():
             raise TypeError(f"{cls.__name__}.{former}() has another name now: {RENAMED_HOOKS[former]}()")
@@ -58,24 +58,24 @@ class Backend(ABC):
     @property
     @abstractmethod
     def mesh(self) -> Mesh:
-        """Ranks and groups; RuntimeError before setup_distributed()."""
+        """Return the mesh of ranks and groups; RuntimeError before setup_distributed()."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What models compute in and weights travel in."""
+        """Return the dtype of computation and of transferred weights."""
         return torch.bfloat16 if self.config.bf16 else torch.float32
 
     @abstractmethod
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
         """Distribute one module in place and point its optimizer, which has not stepped, at the new parameters.
 
-        Both have been checked, and the module has been made ready: see make_ready().
+        Both have been checked, and make_ready() has been called for the module.
         """
 
     def make_ready(self, module: nn.Module) -> None:
-        """What no way of distributing changes: kernels, recomputed activations, divided sequences, the dtype of parameters.
+        """Apply what every strategy has in common: kernels, activation recomputation, sequence parallelism, parameter dtypes.
 
-        Parameters that are trained are float32, frozen ones have the dtype of compute. Buffers keep their precision.
+        Trained parameters become float32, frozen ones get the dtype of computation. Buffers keep their precision.
         """
         if self.config.fused_kernels == "liger":
             from lightrft.models.liger_kernel import fuse
@@ -96,7 +96,7 @@ class Backend(ABC):
         """Add the gradients of one micro-batch; after the `last` one they are summed over all ranks, never averaged."""
 
     def take_step(self, model: nn.Module, optimizer: Optimizer) -> Tensor:
-        """Clip all gradients by one norm to `max_norm` (0: not at all) and step, unless that norm is not finite.
+        """Clip all gradients by one norm to `max_norm` (0: no clipping) and step, unless that norm is not finite.
 
         Returns the norm before clipping: [] float32, equal on all ranks.
         """
@@ -109,11 +109,11 @@ class Backend(ABC):
         return norm
 
     def clear_gradients(self, model: nn.Module) -> None:
-        """Forget all gradients, also those that the backend keeps elsewhere."""
+        """Clear all gradients, including those that the backend keeps outside the parameters."""
         model.zero_grad(set_to_none=True)
 
     def stream(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every parameter, bucket by bucket; see StrategyBase.full_params()."""
+        """Yield (Hugging Face name, full tensor) of every parameter, bucket by bucket; see StrategyBase.full_params()."""
         return stream(hf_parameters(model), dtype, self.bucket_limit(), self.device)
 
     def bucket_limit(self) -> int:
@@ -121,36 +121,36 @@ class Backend(ABC):
         return bucket_limit(self.config.weight_sync_bucket_mb, self.mesh.world, self.device)
 
     def full_shape(self, parameter: nn.Parameter) -> torch.Size:
-        """What stream() brings of a parameter that may be cut."""
+        """Return the shape that stream() yields for a parameter that may be partitioned."""
         return parameter.shape
 
     def lerp(self, model: nn.Module, target: nn.Module, weight: float) -> None:
-        """Move the parameters of `target` towards those of `model`, which is distributed alike, by the share `weight`."""
+        """Move the parameters of `target` towards those of `model`, distributed in the same way, by the factor `weight`."""
         for parameter, goal in zip(model.parameters(), target.parameters(), strict=True):
             goal.detach().lerp_(parameter.detach().to(goal.dtype), weight)
 
     def holds_gradients(self, model: nn.Module) -> bool:
-        """Whether any are left, here or wherever the backend keeps them."""
+        """Return True if the model has gradients, in its parameters or wherever the backend keeps them."""
         return any(parameter.grad is not None for parameter in model.parameters())
 
     def lives_on_host(self, item: nn.Module | Optimizer) -> bool:
-        """Whether it is in host memory for good, so that there is nothing to offload."""
+        """Return True if the item is permanently in host memory, so that there is nothing to offload."""
         return False
 
     def offload_model_state(self, model: nn.Module) -> Offloaded:
-        """Move parameters and buffers to host memory and free their place on the device; parameters stay the same objects."""
+        """Move parameters and buffers to host memory and free their device memory; parameters stay the same objects."""
         return OffloadedTensors([*model.parameters(), *model.buffers()], self.device, guard_model(model))
 
     def offload_optimizer_state(self, optimizer: Optimizer) -> Offloaded:
-        """The same for the optimizer's state."""
+        """Move the optimizer's state to host memory and free its device memory."""
         return OffloadedOptimizer(optimizer, self.device)
 
     def training(self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> ModelState:
-        """What a checkpoint reads and writes. Model and optimizer are here, not offloaded."""
+        """Return the state that a checkpoint reads and writes. Model and optimizer must not be offloaded."""
         return ModelState(model, optimizer, scheduler, self.mesh.world, self.device)
 
     @property
     def sequence(self) -> SequenceParallel:
-        """How the ranks of a replica of data share a batch."""
+        """Return the object that divides a batch among the ranks of a data replica."""
         kind = SEQUENCES[sequence_layout(self.config)[1]] if self.mesh.sp.size > 1 else NoSequenceParallel
         return kind(self.mesh.sp, parts=self.mesh.tp.size if self.config.tp_sequence_parallel else 1)

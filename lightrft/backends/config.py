@@ -1,4 +1,4 @@
-"""The part of the configuration that a strategy reads, from whatever the caller holds."""
+"""Configuration of a strategy, built from any form of arguments."""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from lightrft.config import (
 )
 
 Arguments = Config | Namespace | Mapping[str, Any] | None
-"""What users hand to a strategy: the typed configuration, parsed flags, a dict or an EasyDict."""
+"""Arguments that users can pass to a strategy: the typed configuration, parsed flags, a dict or an EasyDict."""
 
 
 CHOICES = (
@@ -33,7 +33,7 @@ CHOICES = (
 
 @dataclass
 class StrategyConfig(ModelSection, DataSection, StrategySection, EngineSection, RolloutSection):
-    """Fields and defaults are those of the sections; every other name goes to `extra_args` and reads as an attribute.
+    """Configuration with the sections' fields and defaults; other names go to `extra_args` and can be read as attributes.
 
         config = StrategyConfig.from_args({"bf16": True, "my_flag": 3})
         config.bf16, config.engine_tp_size, config.my_flag        # True, 1, 3
@@ -43,7 +43,7 @@ class StrategyConfig(ModelSection, DataSection, StrategySection, EngineSection, 
 
     @classmethod
     def from_args(cls, args: Arguments) -> Self:
-        """A known name whose value is None keeps its default, as an argparse flag that was not written."""
+        """Build the configuration; a known name whose value is None keeps its default, as an omitted argparse flag does."""
         values = flat(args)
         known = {f.name for f in fields(cls)} - {"extra_args"}
         return cls(
@@ -52,13 +52,13 @@ class StrategyConfig(ModelSection, DataSection, StrategySection, EngineSection, 
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Called for names that are no field. Python's own names must not look for themselves while unpickling."""
+        """Return an extra argument by name. Private and special names are excluded, which would recurse in unpickling."""
         if not name.startswith("_") and name != "extra_args" and name in self.extra_args:
             return self.extra_args[name]
         raise AttributeError(f"StrategyConfig has no {name!r}, neither as a field nor in extra_args")
 
     def check(self) -> None:
-        """ValueError for values that no run can use."""
+        """Raise ValueError for values that no run can use."""
         for section, name in CHOICES:
             known = get_args(get_type_hints(section)[name])
             if getattr(self, name) not in known:
@@ -73,26 +73,26 @@ class StrategyConfig(ModelSection, DataSection, StrategySection, EngineSection, 
             raise ValueError("--offload_idle has nothing to move with --fsdp_cpu_offload: all is in host memory, drop one")
 
     def check_deepspeed(self) -> None:
-        """ValueError for what ZeRO cannot do."""
+        """Raise ValueError for settings that ZeRO does not support."""
         if problems := deepspeed_problems(self, bf16=self.bf16):
             raise ValueError("; ".join(problems))
 
 
 def optim_section(args: Arguments) -> OptimSection:
-    """What of `args` an optimizer and its schedule need."""
+    """Return the section of `args` for optimizers and schedules."""
     known = {f.name for f in fields(OptimSection)}
     return OptimSection(**{name: value for name, value in flat(args).items() if name in known and value is not None})
 
 
 def sequence_layout(config: StrategyConfig) -> tuple[int, str]:
-    """How many ranks divide a sequence, and how: what --sp_size, --sp_impl and the short form --cp_size say together."""
+    """Return how many ranks divide a sequence, and the method, from --sp_size, --sp_impl and the short form --cp_size."""
     if config.cp_size > 1:
         return config.cp_size, "zigzag"
     return config.sp_size, "ulysses" if config.sp_impl == "auto" else config.sp_impl
 
 
 def flat(args: Arguments) -> dict[str, Any]:
-    """Name -> value, without sections."""
+    """Return a dict of names and values, without sections."""
     if args is None:
         return {}
     if isinstance(args, Config):

@@ -1,4 +1,4 @@
-"""Random numbers of a forward pass in training, which is what dropout draws."""
+"""Random numbers of a forward pass in training, which dropout draws."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from lightrft.parallel.device import seed_generators
 
 
 def draw_by_data_rank(module: nn.Module, data: Axis, device: torch.device) -> None:
-    """Have `module` draw other numbers on each data rank while it trains, and the same on the ranks of one replica of data.
+    """Make `module` draw different random numbers on each data rank in training, and equal ones on the ranks of a data replica.
 
-    The seed of a forward pass comes from torch's own generator. That one goes on equally on all ranks, so that what is made
-    later is initialised equally, and checkpoints hold it, so that a resumed run draws what it would have drawn.
+    The seed of a forward pass is drawn from torch's own generator. That generator advances equally on all ranks, so that modules
+    made later are initialised equally; checkpoints contain it, so that a resumed run draws the same numbers.
     """
     kept: list[tuple[Any, Any]] = []
     accelerator = None if device.type == "cpu" else torch.get_device_module(device)

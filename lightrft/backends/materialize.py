@@ -1,4 +1,4 @@
-"""Memory for empty models, filled from the Hugging Face folder they name, and never more of it than is needed at once."""
+"""Materialization of empty models: allocate memory and load weights from their Hugging Face folder with minimal peak memory."""
 
 import copy
 from collections import defaultdict
@@ -30,9 +30,10 @@ from lightrft.weight_sync.names import made_as
 
 
 def materialize(module: nn.Module, device: torch.device, world: Axis) -> None:
-    """After sharding: each rank reads its own part of what is empty in `module`. What has memory keeps its values.
+    """Load this rank's part of each empty tensor of a sharded module; tensors with memory keep their values.
 
-    CheckpointError on all ranks when a tensor is missing in the folder, has another shape, is not of the model, or not finite.
+    Raises CheckpointError on all ranks if a tensor is missing in the folder, has a different shape, is not in the model, or is
+    not finite.
     """
     if not is_empty(module):
         return
@@ -48,11 +49,11 @@ def materialize(module: nn.Module, device: torch.device, world: Axis) -> None:
 
 
 def one_by_one(module: nn.Module, dtype: torch.dtype, world: Axis) -> Iterator[nn.Parameter]:
-    """Before sharding: every parameter of `module`, whole and in `dtype`, and the empty ones not before they are asked for.
+    """Yield every parameter of an unsharded module, whole and in `dtype`; empty ones are loaded only when they are yielded.
 
-    Rank 0 has their values, the others memory only; it is the same memory for one after the other, so what is asked for is to be
-    cut before the next. A new parameter takes the place of each empty one; the optimizer of `module` has to follow. Errors as
-    those of materialize().
+    Rank 0 has their values, the other ranks only the memory. All empty parameters share one buffer, so each must be partitioned
+    before the next is requested. A new parameter replaces each empty one; call follow() for the optimizer of `module` afterwards.
+    Raises the errors of materialize().
     """
     source = Source.of(module, world)
     agree(world, source.failure, source.fill_buffers)
@@ -77,16 +78,16 @@ def one_by_one(module: nn.Module, dtype: torch.dtype, world: Axis) -> Iterator[n
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The files of a model, and where in them its parameters and persistent buffers are."""
+    """Weight files of a model, with the names of its parameters and persistent buffers in them."""
 
     model: PreTrainedModel
     files: ConvertedFiles
     wanted: dict[str, str]
-    """Name in the model -> that of the files, of what is to be read; others of tied names may be stored."""
+    """Name in the model -> name in the files, for each tensor to read; the files may use another name of a tied tensor."""
 
     @classmethod
     def of(cls, module: nn.Module, world: Axis) -> Self:
-        """ValueError for a module that no folder can fill."""
+        """Locate the files of a module; ValueError if no folder can provide all of its weights."""
         model, found = _model_inside(module), []
         agree(world, f"{model.name_or_path} could not be loaded", lambda: found.append(_located(model)))
         return cls(model, *found[0])
@@ -96,7 +97,7 @@ class Source:
         return f"{self.model.name_or_path} could not be loaded"
 
     def fill(self) -> None:
-        """This rank's part of everything."""
+        """Load this rank's part of every tensor to read."""
         self._fill(self.wanted)
 
     def fill_buffers(self) -> None:
@@ -104,7 +105,7 @@ class Source:
         self._fill([name for name in self.wanted if name in buffers])
 
     def read(self, parameter: nn.Parameter) -> Tensor:
-        """All of an empty parameter, on the host."""
+        """Return the whole value of an empty parameter, in host memory."""
         name = next(name for name, other in stored_tensors(self.model).items() if other is parameter)
         return self._read(name, parameter)
 
@@ -115,7 +116,7 @@ class Source:
                 _local(tensors[name]).copy_(self._read(name, tensors[name]))
 
     def _read(self, name: str, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a tensor. ValueError for a weight that is not finite; a buffer may have such values."""
+        """Return this rank's part of a tensor. ValueError for a weight that is not finite; buffers are not checked."""
         stored = self.wanted[name]
         values = self.files.read(stored, local_slices(tensor))
         if _is_parameter(tensor):
@@ -124,7 +125,10 @@ class Source:
 
 
 def _located(model: PreTrainedModel) -> tuple[ConvertedFiles, dict[str, str]]:
-    """ValueError for files that are not those of the model. The first of tied names stands for all of them."""
+    """Return the files and their names for the tensors to read; ValueError if they do not match the model.
+
+    The first of several tied names represents all of them.
+    """
     files = WeightFiles.of(model.name_or_path)
     if files is None:
         raise FileNotFoundError("it has no safetensors files")
@@ -148,7 +152,7 @@ def _located(model: PreTrainedModel) -> tuple[ConvertedFiles, dict[str, str]]:
 
 
 def _model_inside(module: nn.Module) -> PreTrainedModel:
-    """It knows where its weights are. ValueError when that cannot be all that is needed."""
+    """Return the transformers model, which names its folder; ValueError if it names none or lacks some empty parameter."""
     model, outside = unwrap(module), "make it outside of init_model_context()"
     if not isinstance(model, PreTrainedModel) or not model.name_or_path:
         raise ValueError(f"{type(module).__name__} is empty and names no folder to be filled from: {outside}")
@@ -160,7 +164,7 @@ def _model_inside(module: nn.Module) -> PreTrainedModel:
 
 
 def _local_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, this rank's part) of parameters and all buffers."""
+    """Yield (name, this rank's part) of parameters and all buffers."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         yield name, _local(tensor)
 

@@ -1,7 +1,7 @@
-"""Models and optimizers that nobody needs now: their tensors wait in host memory.
+"""Offloading of idle models and optimizers to host memory.
 
-What is offloaded is on the meta device or has an empty storage, on every kind of hardware, so a CPU proves what holds on an
-accelerator. Parameters stay the same objects, and what comes back is the same bit by bit.
+Offloaded tensors are on the meta device or have an empty storage, on every kind of hardware, so tests on a CPU hold for
+accelerators too. Parameters stay the same objects, and reloaded values are bit-identical.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,12 +19,12 @@ from lightrft.parallel.device import release_cached_memory, synchronize
 
 
 class OffloadedTensors:
-    """Tensors whose storages are emptied: whatever else views them comes back with them, also what a library keeps to itself."""
+    """Offloaded tensors with emptied storages: all views of a storage are restored with it, also those that a library holds."""
 
     def __init__(
         self, tensors: Iterable[Tensor], device: torch.device, guards: list[RemovableHandle], scratch: Iterable[Tensor] = ()
     ):
-        """What is in `scratch` matters to nobody, and is not kept."""
+        """Offload `tensors`; the values in `scratch` are discarded."""
         self.guards = guards
         kept, dropped = _with_storage(tensors), _with_storage(scratch)
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in (*kept, *dropped)}
@@ -34,7 +34,7 @@ class OffloadedTensors:
         synchronize(device)
         for tensor, _, _ in self.views:
             tensor.data = tensor.data.new_empty(0)
-        # A file in memory has no other size: it goes with its last view, and the copy takes its place.
+        # A storage in shared memory cannot be resized: it is freed with its last view, and reload() allocates a new one.
         self.emptied = {key: storage for key, storage in storages.items() if storage.resizable()}
         for storage in self.emptied.values():
             storage.resize_(0)
@@ -54,7 +54,7 @@ class OffloadedTensors:
 
 
 class OffloadedModel:
-    """An FSDP2 model whose parameters and buffers are in host memory."""
+    """FSDP2 model whose parameters and buffers are in host memory."""
 
     def __init__(self, model: nn.Module, device: torch.device):
         self.model = model
@@ -64,7 +64,7 @@ class OffloadedModel:
         storages = [_local(parameter).untyped_storage() for parameter in model.parameters()]
         with same_parameters():
             model.to("meta")
-        for storage in storages:  # FSDP keeps references of its own to the old shards, so letting go of ours frees nothing
+        for storage in storages:  # FSDP holds references to the old shards, so dropping ours frees nothing
             if storage.resizable():
                 storage.resize_(0)
         release_cached_memory(device)
@@ -81,7 +81,7 @@ class OffloadedModel:
 
 
 class OffloadedOptimizer:
-    """An optimizer whose state is in host memory; numbers of no dim (step counts) stay where they are."""
+    """Optimizer whose state is in host memory; 0-dim tensors (step counts) are not moved."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device):
         self.guards = guard_optimizer(optimizer)
@@ -103,7 +103,7 @@ class OffloadedOptimizer:
 
 @contextmanager
 def same_parameters() -> Iterator[None]:
-    """Inside, parameters of a module that moves stay the same objects, tied ones tied, as DTensors always do."""
+    """Keep parameters of a module that is moved inside the same objects, tied ones tied, as is always so for DTensors."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -113,7 +113,7 @@ def same_parameters() -> Iterator[None]:
 
 
 def guard_model(model: nn.Module) -> list[RemovableHandle]:
-    """Until the handles are removed, using the model is an error that says what to do."""
+    """Make any use of the model raise an error with the remedy, until the handles are removed."""
     refuse = partial(_refuse, is_offloaded(model))
     return [model.register_forward_pre_hook(refuse, prepend=True), model.register_state_dict_pre_hook(refuse)]
 
@@ -128,13 +128,13 @@ def guard_optimizer(optimizer: Optimizer) -> list[RemovableHandle]:
 
 
 def is_offloaded(item: nn.Module | Optimizer) -> str:
-    """Why something cannot be used."""
+    """Return the error message for using an offloaded item."""
     way_back = "reload_model()" if isinstance(item, nn.Module) else "maybe_load_optimizer()"
     return f"{_name(item)} is offloaded: call {way_back} before it is used"
 
 
 def has_gradients(model: nn.Module) -> str:
-    """Why a model cannot leave."""
+    """Return the error message for offloading a model that has gradients."""
     return f"{_name(model)} has gradients, which would be lost: finish or abort its train step first"
 
 
@@ -143,7 +143,7 @@ def _refuse(why: str, *_: Any) -> NoReturn:
 
 
 def _name(item: nn.Module | Optimizer) -> str:
-    return type(item).__name__.removeprefix("FSDP")  # which fully_shard puts before it
+    return type(item).__name__.removeprefix("FSDP")  # fully_shard adds this prefix
 
 
 def _with_storage(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -159,13 +159,13 @@ def _geometry(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, this rank's part) of parameters and all buffers, also those outside the checkpoint; shared ones once."""
+    """Yield (name, this rank's part) of parameters and all buffers, including non-persistent ones; shared ones once."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield name, _local(tensor)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, pinned where there is an accelerator; complete after the device is synchronised."""
+    """Return a copy in host memory, pinned if the tensor is on an accelerator; complete once the device is synchronised."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type != "cpu")
     return host.copy_(tensor.detach(), non_blocking=True)
 

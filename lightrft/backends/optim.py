@@ -1,4 +1,4 @@
-"""The optimizer and its learning-rate schedule."""
+"""Optimizer and learning-rate schedule."""
 
 import math
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from lightrft.parallel.device import current_device
 
 FUSED_ON = ("cpu", "cuda", "xpu")
-"""Devices with an AdamW in one kernel; elsewhere torch's own choice."""
+"""Devices with a fused AdamW; on others torch chooses the implementation."""
 FLOOR = 0.1
-"""The cosine ends at this share of the peak."""
+"""Final learning rate of the cosine as a fraction of the peak."""
 
 
 def create_adamw(model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float, eps: float) -> Optimizer:
-    """AdamW over the trainable parameters. Matrices decay; norms and biases (fewer than two dims) do not."""
+    """Build AdamW over the trainable parameters. Matrices decay; norms and biases (fewer than two dims) do not."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise ValueError(f"create_optimizer: no parameter of {type(model).__name__} requires a gradient")
@@ -28,13 +28,16 @@ def create_adamw(model: nn.Module, lr: float, betas: tuple[float, float], weight
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    devices = {current_device() if p.is_meta else p.device for p in trainable}  # empty ones will be there
+    devices = {current_device() if p.is_meta else p.device for p in trainable}  # where empty ones will be materialized
     fused = all(device.type in FUSED_ON for device in devices)
     return AdamW([group for group in groups if group["params"]], lr=lr, betas=tuple(betas), eps=eps, fused=fused or None)
 
 
 def parameter_names(module: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
-    """For each parameter group the names of its parameters in `module`."""
+    """Return for each parameter group the names of its parameters in `module`.
+
+    Raises ValueError for an optimizer that has stepped or that trains parameters outside of `module`.
+    """
     if optimizer is None:
         return []
     if optimizer.state:
@@ -47,14 +50,14 @@ def parameter_names(module: nn.Module, optimizer: Optimizer | None) -> list[list
 
 
 def follow(module: nn.Module, optimizer: Optimizer | None, names: list[list[str]]) -> None:
-    """Something replaced the parameters; the optimizer, and schedulers that hold it, stay the same objects."""
+    """Point the optimizer at replaced parameters by name; it, and schedulers that hold it, stay the same objects."""
     parameters = dict(module.named_parameters())
     for group, group_names in zip(optimizer.param_groups if optimizer else (), names, strict=True):
         group["params"] = [parameters[name] for name in group_names]
 
 
 def step(optimizer: Optimizer) -> None:
-    """One step. Kernels over many parameters take those of one mesh at a time; each state is its parameter's own."""
+    """Take one step, for the parameters of one mesh at a time, since multi-tensor kernels cannot mix meshes."""
     groups = optimizer.param_groups
     meshes = dict.fromkeys(_mesh(parameter) for group in groups for parameter in group["params"])
     if len(meshes) == 1:
@@ -76,9 +79,9 @@ def _mesh(parameter: nn.Parameter) -> DeviceMesh | None:
 
 @contextmanager
 def own_settings(optimizer: Optimizer, scheduler: LRScheduler | None) -> Iterator[None]:
-    """Learning rate, decay rates and weight decay stay what they are, whatever is loaded inside; moments and progress are loaded.
+    """Keep learning rate, betas and weight decay while a state is loaded inside; moments and progress are loaded.
 
-    A schedule that is no LambdaLR, as create_lr_scheduler() makes them, keeps the learning rate that it loads.
+    A schedule other than LambdaLR, which create_lr_scheduler() builds, keeps the learning rate that it loads.
     """
     renewed = isinstance(scheduler, LambdaLR)
     loaded = {"params"} if renewed or scheduler is None else {"params", "lr", "initial_lr"}
@@ -98,9 +101,9 @@ def own_settings(optimizer: Optimizer, scheduler: LRScheduler | None) -> Iterato
 def create_lr_scheduler(
     optimizer: Optimizer, kind: Literal["cosine", "constant"], warmup_steps: int, total_steps: int
 ) -> LambdaLR:
-    """Linear warm-up to the optimizer's learning rate, then a cosine to 10 % of it at `total_steps`, or constant.
+    """Build a schedule: linear warm-up to the optimizer's rate, then a cosine to 10 % of it at `total_steps`, or constant.
 
-    The first step already learns: it has 1 / warmup_steps of the peak.
+    The rate of the first step is 1 / warmup_steps of the peak, not 0.
     """
     if kind not in ("cosine", "constant"):
         raise ValueError(f"unknown lr_scheduler {kind!r}; known: cosine, constant")

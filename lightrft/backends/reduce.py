@@ -1,4 +1,4 @@
-"""Numbers, tensors and dicts of them across all ranks. The caller's objects are never changed."""
+"""Reduction and gathering of numbers, tensors and dicts of them over ranks. The caller's objects are never changed."""
 
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ def all_gather(data: Any, axis: Axis) -> Any:
 
 
 def _reduce_dict(data: dict[str, Any], op: Op, axis: Axis) -> dict[str, Any]:
-    """All values travel as one float64 vector: exact for whole numbers below 2^53."""
+    """Reduce all values as one float64 vector, which is exact for integers below 2^53."""
     if not data:
         return {}
     tensors = {key: value.detach() if isinstance(value, Tensor) else torch.tensor(_checked(value)) for key, value in data.items()}
@@ -59,7 +59,7 @@ def _accumulator(dtype: torch.dtype, op: Op) -> torch.dtype:
 
 
 def _result_dtype(dtype: torch.dtype, op: Op) -> torch.dtype:
-    """The dtype given, but a mean of whole numbers is float32 and a sum of booleans counts in int64."""
+    """Return `dtype`, except that a mean of integers is float32 and a sum of booleans is an int64 count."""
     if op == "mean" and not dtype.is_floating_point:
         return torch.float32
     return torch.int64 if op == "sum" and dtype == torch.bool else dtype

@@ -1,4 +1,4 @@
-"""What DeepSpeed is told, and where its ZeRO keeps things: masters and moments of the runs of elements that a rank updates."""
+"""Configuration of DeepSpeed, and access to ZeRO's partitions: master weights and moments of the elements that a rank updates."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,18 +14,18 @@ from lightrft.checkpoint.zero_fragment import Fragment
 from lightrft.config import StrategySection
 
 BUCKET = 50_000_000
-"""Elements of gradients that are reduced, and of parameters that are fetched, at once."""
+"""Number of gradient elements per reduction, and of parameter elements per prefetch."""
 
 
 def engine_config(
     config: StrategySection, module: nn.Module, *, bf16: bool, trains: bool, max_norm: float, pinned: bool
 ) -> dict[str, Any]:
-    """What deepspeed.initialize() is told. Vectors stay whole under ZeRO-3: gathering them would take longer than they save."""
+    """Build the configuration of deepspeed.initialize(). ZeRO-3 keeps vectors whole: gathering them costs more than it saves."""
     vectors = [parameter.numel() for parameter in module.parameters() if parameter.ndim < 2]
     gradients = config.grad_accum_dtype if bf16 else "fp32"
     on_host = {"optimizer": trains and config.adam_offload, "param": config.param_offload}
     return {
-        "train_micro_batch_size_per_gpu": 1,  # nobody counts by it: losses come as shares of the global mean
+        "train_micro_batch_size_per_gpu": 1,  # unused: losses are shares of the global mean
         "gradient_clipping": max_norm,
         "steps_per_print": sys.maxsize,
         "bf16": {"enabled": bf16, "check_grad_overflow": True},
@@ -47,7 +47,7 @@ def engine_config(
 
 @dataclass(frozen=True, slots=True)
 class FlatSlice:
-    """A run of elements of a flattened parameter, and where its master lies in one of the rank's flat partitions."""
+    """Contiguous elements of a flattened parameter, with the position of their master in one of the rank's flat partitions."""
 
     parameter: nn.Parameter
     start: int
@@ -56,19 +56,19 @@ class FlatSlice:
     length: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Its elements in a flat partition, or in a moment of it."""
+        """Return this slice's elements of a flat partition, or of a moment of it."""
         return tensor.detach()[self.offset : self.offset + self.length]
 
 
 @dataclass
 class Partitions:
-    """The share of one rank in the training of a model: for each group of parameters a flat float32 master."""
+    """Partition of a model's training state on one rank: a flat float32 master for each group of parameters."""
 
     groups: Sequence[Sequence[nn.Parameter]]
     flats: Sequence[Tensor]
     rank: int
     by_parameter: bool
-    """ZeRO-3 cuts every parameter by itself; before it a group is cut as if its parameters were one tensor."""
+    """True for ZeRO-3, which partitions each parameter; lower stages partition a group as if its parameters were one tensor."""
 
     def __iter__(self) -> Iterator[tuple[Sequence[nn.Parameter], Tensor]]:
         return zip(self.groups, self.flats, strict=True)
@@ -95,24 +95,24 @@ class Partitions:
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:
-    """Of a parameter that ZeRO-3 may have cut."""
+    """Return the full shape of a parameter that ZeRO-3 may have partitioned."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def local_shard(parameter: Tensor) -> Tensor:
-    """What a rank keeps of a parameter between its uses: under ZeRO-3 its run of elements, padded; else all of it."""
+    """Return what a rank stores of a parameter between its uses: its padded partition under ZeRO-3, else all of it."""
     return getattr(parameter, "ds_tensor", parameter)
 
 
 @dataclass
 class ZeroModelState(ModelState):
-    """The masters stand for their parameters, so that a checkpoint is the same for every stage, and for FSDP2."""
+    """Model state with masters in place of their parameters, so that checkpoints are the same for all ZeRO stages and FSDP2."""
 
     partitions: Partitions = field(kw_only=True)
     group_names: list[list[str]] = field(kw_only=True)
     """Names of the parameters in each of the optimizer's groups, which now hold flat partitions."""
     follow: Callable[[], None] = field(kw_only=True)
-    """Has the model's parameters take over what is in their masters."""
+    """Function that copies the masters into the model's parameters."""
 
     def tensors(self, *, module_only: bool = False) -> dict[str, Any]:
         pieces = {piece.parameter: piece for piece in self.partitions.pieces()}
@@ -127,7 +127,7 @@ class ZeroModelState(ModelState):
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Fragments are views: masters and moments are there already."""
+        """Apply a loaded state. Fragments are views, so masters and moments already contain the loaded values."""
         self.follow()
         if "optimizer" not in state:
             return
@@ -150,7 +150,7 @@ class ZeroModelState(ModelState):
         return Fragment(shape, start, part.detach()[: shape.numel() - start])
 
     def _moments(self, pieces: dict[Tensor, FlatSlice]) -> dict[str, dict[str, Any]]:
-        """Name -> what the optimizer keeps for this rank's part of it."""
+        """Return parameter name -> the optimizer's state for this rank's part of it."""
         moments: dict[str, dict[str, Any]] = {}
         names = self._names()
         for group, flat in self.partitions:
@@ -168,7 +168,7 @@ class ZeroModelState(ModelState):
 
 
 def begin(optimizer: Optimizer, flat: Tensor) -> None:
-    """Give a flat partition the state that it has before its first step, unless it has one."""
+    """Initialise the optimizer state of a flat partition to that before the first step, unless it has a state."""
     if optimizer.state.get(flat):
         return
     groups, gradient = optimizer.param_groups, flat.grad

@@ -1,1 +1,1 @@
-"""Write and read checkpoints and Hugging Face folders, whole or not at all."""
+"""Write checkpoints and Hugging Face folders atomically, and read them."""

@@ -1,4 +1,4 @@
-"""Folders that are there whole or not at all, written by several ranks that fail together."""
+"""Atomic writing of folders by several ranks, which all raise an error if one of them fails."""
 
 import os
 import shutil
@@ -16,14 +16,14 @@ PART, OLD = ".part", ".old"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint or model folder could not be written or read; raised by all ranks alike."""
+    """Failure to write or read a checkpoint or model folder; all ranks raise it."""
 
 
 def write_folder(folder: Path, world: Axis, *steps: Callable[[Path], None]) -> None:
-    """Let every rank run the steps on a temporary folder beside `folder`, one after the other, then rename it.
+    """Run the steps in order on every rank, on a temporary folder in the parent of `folder`, and then rename it to `folder`.
 
-    When a step fails on any rank, all ranks raise the same CheckpointError; the temporary folder is removed and what
-    `folder` held before is untouched. After its first own failure a step must not leave other ranks in a collective.
+    If a step fails on any rank, all ranks raise the same CheckpointError; the temporary folder is removed, and the previous
+    contents of `folder` are untouched. A step that fails on one rank must not leave other ranks waiting in a collective.
     """
     part = folder.with_name(folder.name + PART)
     what = f"{folder} could not be written"
@@ -44,7 +44,7 @@ def agree(world: Axis, what: str, action: Callable[[], None]) -> None:
     cause, reasons = None, {}
     try:
         action()
-    except CheckpointException as error:  # torch's, and no Exception: it already knows the reasons of all ranks
+    except CheckpointException as error:  # torch's, not a subclass of Exception; it already contains the reasons of all ranks
         cause, reasons = error, {rank: _reason(failure) for rank, (failure, _) in error.failures.items()}
     except Exception as error:
         cause, reasons = error, {world.rank: _reason(error)}
@@ -56,7 +56,7 @@ def agree(world: Axis, what: str, action: Callable[[], None]) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write through to the disk. An OSError names the file."""
+    """Write a file and sync it to disk. An OSError names the file."""
     with naming(path), open(path, "wb") as file:
         file.write(content)
         file.flush()
@@ -65,7 +65,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Put the file's name into an OSError inside: a failed write, unlike a failed open, does not say where it was."""
+    """Add the file's name to an OSError raised inside: a failed write, unlike a failed open, does not report it."""
     try:
         yield
     except OSError as error:
@@ -73,7 +73,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write through to the disk under another name, then rename."""
+    """Write a file under another name, sync it to disk, then rename it."""
     part = path.with_name(path.name + PART)
     write_file(part, content)
     os.replace(part, path)
@@ -81,7 +81,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Write through what another library has written."""
+    """Sync a file to disk that another library has written."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
@@ -96,7 +96,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """A folder half removed has a name that nobody takes for a whole one."""
+    """Remove a folder after renaming it, so that a partly removed folder is never taken for a complete one."""
     part = folder.with_name(folder.name + PART)
     os.rename(folder, part)
     shutil.rmtree(part)

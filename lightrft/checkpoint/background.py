@@ -1,4 +1,4 @@
-"""One job at a time beside the training, on all ranks together."""
+"""Background jobs during training, one at a time, on all ranks together."""
 
 import threading
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from lightrft.parallel.collectives import Axis
 
 
 class Background:
-    """A thread on every rank. Its collectives go over `aside`, where they cannot meet those of the training."""
+    """Background thread on every rank. Its collectives use the axis `aside`, separate from those of the training."""
 
     def __init__(self, world: Axis, aside: Axis):
         self.world, self.aside = world, aside
@@ -25,9 +25,9 @@ class Background:
         self._thread.start()
 
     def finish(self, *, wait: bool = True) -> bool:
-        """Whether nothing is running any more; with `wait` it is so. All ranks call it and get the same answer.
+        """Return True if no job is running; with `wait`, wait for that. All ranks call it and get the same result.
 
-        What the job raised, on all ranks alike, is raised here.
+        An error of the job, which all ranks have, is raised here.
         """
         if self._thread is None:
             return True
@@ -47,7 +47,7 @@ class Background:
             self._thread = None
 
     def close(self) -> None:
-        """The end of everything: wait, and say what failed; nobody would ask any more."""
+        """Wait for the job and log its failure, since finish() will not be called any more."""
         self.join()
         if self._failure is not None:
             logger.error("{}", self._failure)

@@ -1,4 +1,4 @@
-"""Hugging Face folders from what cannot stand alone: a run's checkpoint, and a folder with an adapter."""
+"""Export of complete Hugging Face folders from a run's checkpoint, or from a folder with an adapter."""
 
 import hashlib
 import json
@@ -25,18 +25,18 @@ from lightrft.parallel.collectives import Axis
 
 ALONE = Axis("export", 1, 0, None)
 MERGED, SOURCE = "merged_pretrain", "merged_from.json"
-"""Folder of a run with an adapter merged into its base, and the file there that names both."""
+"""Folder of a run that contains its base model merged with an adapter, and the file in it that identifies both."""
 
 
 def export_checkpoint(
     path: Path, folder: Path, *, name: str = "actor", pretrain: str = "", trust_remote_code: bool = False,
     adapter_only: bool = False,
 ) -> Path:  # fmt: skip
-    """Write one model of a checkpoint, of any number of ranks and any strategy, as a run writes it at its end.
+    """Write one model of a checkpoint, from any number of ranks and any strategy, as a run writes it at its end.
 
-    `path` is a checkpoint or a folder of them, of which the newest whole one is taken. Configuration, tokenizer and frozen
-    parameters are those of the run's --pretrain, or of `pretrain`. The model is in the memory of this process, in float32.
-    ConfigError and CheckpointError, a ValueError and a RuntimeError, say what does not fit.
+    `path` is a checkpoint or a folder of them, of which the newest complete one is used. Configuration, tokenizer and frozen
+    parameters come from the run's --pretrain, or from `pretrain`. This process loads the whole model, in float32.
+    Raises ConfigError (a ValueError) or CheckpointError (a RuntimeError) if something is missing or does not match.
     """
     tag = path.name if (path / MANIFEST).is_file() else None
     found = manager.find(path.parent if tag else path, tag, ALONE)
@@ -62,9 +62,9 @@ def export_checkpoint(
 
 
 def export_merged(adapter: str, folder: Path, *, base: str = "", trust_remote_code: bool = False) -> Path:
-    """Write the model that an adapter in peft's format belongs to, or `base`, with it merged, in float32.
+    """Write the base model of an adapter in peft's format, or `base`, with the adapter merged, in float32.
 
-    The tokenizer is that of the adapter's folder where it has one. ConfigError says what is missing or does not fit.
+    The tokenizer comes from the adapter's folder if it has one. Raises ConfigError if something is missing or does not match.
     """
     section = ModelSection(pretrain=base or base_of(adapter), trust_remote_code=trust_remote_code)
     try:
@@ -75,9 +75,9 @@ def export_merged(adapter: str, folder: Path, *, base: str = "", trust_remote_co
 
 
 def with_merged_pretrain(config: Config, world: Axis) -> Config:
-    """Return the configuration with which models and engines are loaded; all ranks call this.
+    """Return the configuration from which models and engines are loaded; all ranks call this.
 
-    A --pretrain with an adapter alone becomes --save_path/merged_pretrain, which rank 0 writes unless it is there already.
+    A --pretrain that contains only an adapter becomes --save_path/merged_pretrain, which rank 0 writes unless it exists.
     """
     adapter = config.model.pretrain
     if not is_adapter_folder(Path(adapter).expanduser()):
@@ -101,7 +101,7 @@ def with_merged_pretrain(config: Config, world: Axis) -> Config:
 
 
 def _section(settings: dict, pretrain: str, trust_remote_code: bool) -> tuple[ModelSection, bool]:
-    """Return the run's model section. Whether code may run is up to who exports, not to the checkpoint."""
+    """Return the run's model section and its bf16; trust_remote_code comes from the caller, not from the checkpoint."""
     known = {field.name: settings[field.name] for field in fields(ModelSection) if field.name in settings}
     section = ModelSection(**known | {"trust_remote_code": trust_remote_code} | ({"pretrain": pretrain} if pretrain else {}))
     if is_adapter_folder(section.pretrain):
@@ -112,7 +112,7 @@ def _section(settings: dict, pretrain: str, trust_remote_code: bool) -> tuple[Mo
 
 
 def _check_base(folder: str, identity: dict, name: str, *, frozen: bool) -> None:
-    """ConfigError where frozen parameters would come from another model than the run's."""
+    """Raise ConfigError if frozen parameters would come from a model other than the run's."""
     before, now = identity.get("weights", {}).get(name), weights_of(folder)
     if frozen and before and now and before != now:
         raise ConfigError(f"the weights of {folder} are not those that the run froze: name its base model with --pretrain")
@@ -125,7 +125,7 @@ def _tokenizer(adapter: str, section: ModelSection) -> PreTrainedTokenizerBase:
 
 
 def _digest(adapter: str) -> str:
-    """Return a hash of all that an adapter is."""
+    """Return a hash of an adapter's configuration and weights."""
     found = hashlib.sha256()
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         with open(Path(adapter) / name, "rb") as file:

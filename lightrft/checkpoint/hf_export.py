@@ -1,4 +1,4 @@
-"""A Hugging Face folder from a weight stream."""
+"""Export of a weight stream to a Hugging Face folder."""
 
 import copy
 import shutil
@@ -22,7 +22,7 @@ from lightrft.weight_sync.names import PublishedNames, made_as
 
 MAX_SHARD_BYTES = 5 * 10**9
 PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
-"""Of models that see: nothing in it is trained."""
+"""Processor files of multimodal models, which are copied since training does not change them."""
 
 Stream = Iterator[tuple[str, Tensor]]
 
@@ -30,9 +30,9 @@ Stream = Iterator[tuple[str, Tensor]]
 def export(
     model: nn.Module, stream: Stream, tokenizer: PreTrainedTokenizerBase | None, folder: Path, dtype: torch.dtype, world: Axis
 ) -> Path:
-    """As models of its family are published. All ranks consume the stream, each writes some of the files.
+    """Write a folder in the published format of the model's family. All ranks consume the stream; each writes some of the files.
 
-    The folder appears whole or not at all (CheckpointError).
+    The folder is written atomically; CheckpointError if that fails.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"only a transformers model becomes a Hugging Face folder, not {type(model).__name__}")
@@ -49,7 +49,7 @@ def export(
 
 
 def export_whole(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path, dtype: torch.dtype) -> Path:
-    """The same of a model that lies whole in this process, which alone writes it; its adapters are merged."""
+    """Export a model that is whole in this process, which is the only one to write; its adapters are merged."""
     stream = merged(model, chain(model.named_parameters(), persistent_buffers(model)))
     return export(model, stream, tokenizer, folder, dtype, Axis("export", 1, 0, None))
 
@@ -57,7 +57,7 @@ def export_whole(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
 def export_adapter(
     model: nn.Module, stream: Stream, tokenizer: PreTrainedTokenizerBase | None, folder: Path, world: Axis
 ) -> Path:
-    """The adapters of the stream in peft's format. All ranks consume it; rank 0 writes, whole or not at all."""
+    """Write the adapters of the stream in peft's format. All ranks consume it; rank 0 writes atomically."""
     if not adapted_layers(model) or any(p.requires_grad and not is_adapter(name) for name, p in model.named_parameters()):
         raise ValueError(f"{type(model).__name__} is no model of which adapters alone are trained: save_model() saves all of it")
 
@@ -75,7 +75,7 @@ def export_adapter(
 
 
 def _write_weights(writer: ShardWriter, stream: Stream, dtype: torch.dtype, _: Path) -> None:
-    for name, tensor in stream:  # buffers too, which come as they are
+    for name, tensor in stream:  # including buffers, which arrive unconverted
         writer.add(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
     writer.finish()
 
@@ -87,7 +87,7 @@ def _write_rest(
         return
     config = copy.deepcopy(model.config)
     config.dtype = dtype
-    config.use_cache = True  # training switches it off
+    config.use_cache = True  # training disables it
     config.architectures = [made_as(model).__name__]  # a critic may come from a model with another head
     config.save_pretrained(part)
     if model.can_generate():
@@ -101,7 +101,7 @@ def _write_rest(
 
 
 def _files_beside(model: PreTrainedModel) -> list[Path]:
-    """What reads images for it, from where it came from: a folder, or the hub's files on this machine."""
+    """Return the processor files in the model's folder, or in the hub's cache on this machine."""
     if Path(model.name_or_path).is_dir():
         return [path for name in PROCESSOR if (path := Path(model.name_or_path, name)).is_file()]
     cached = [try_to_load_from_cache(model.name_or_path, name) for name in PROCESSOR] if model.name_or_path else []
@@ -109,7 +109,7 @@ def _files_beside(model: PreTrainedModel) -> list[Path]:
 
 
 def _check_target(folder: Path, part: Path, mark: str = "config.json") -> None:
-    """Replacing a folder removes what is in it: only an earlier model, or adapter, may be there."""
+    """Raise ValueError if `folder` has contents other than an earlier model or adapter, since these would be removed."""
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / mark).is_file() or any(path.is_dir() for path in folder.iterdir()):
             raise ValueError(f"{folder} holds something else than a model; give a folder of its own, such as {folder / 'model'}")

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 @runtime_checkable
 class HasHFParameters(Protocol):
-    """A role's module that knows the Hugging Face names of its parameters."""
+    """Module of a role that provides the Hugging Face names of its parameters."""
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter), tied ones once."""
+        """Yield (name, parameter), tied ones once."""
 
 
 def hf_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -24,7 +24,7 @@ def hf_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What is not learned and yet belongs to the model's weights."""
+    """Yield (name, buffer) of the buffers that are saved with the model's weights."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(path, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
@@ -32,6 +32,6 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The first transformers model inside `model`, itself included; the module as it is when there is none."""
+    """Return the first transformers model inside `model`, which may be `model` itself; `model` if there is none."""
     return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
 

@@ -1,4 +1,4 @@
-"""Everything a run needs to continue as if nothing had happened, on this or another number of ranks."""
+"""Saving and loading of the complete state that a run needs to continue, on the same or another number of ranks."""
 
 import io
 import json
@@ -30,7 +30,7 @@ STATE, SCHEDULERS, PARTS, HF = "state.json", "schedulers.pt", "parts.pt", "hf"
 
 @dataclass(slots=True)
 class ModelState:
-    """Read and restore one model in a checkpoint, with its optimizer and schedule."""
+    """State of one model in a checkpoint, with its optimizer and schedule."""
 
     model: nn.Module
     optimizer: Optimizer | None
@@ -39,9 +39,9 @@ class ModelState:
     device: torch.device
 
     def tensors(self, *, module_only: bool = False) -> dict[str, Any]:
-        """The parameters under `model` and, by parameter, the state of its optimizer under `optimizer`, sharded as they lie.
+        """Return the parameters under `model` and the optimizer's state by parameter under `optimizer`, in their current shards.
 
-        Frozen parameters of a model that is trained are those of its --pretrain, and not in it.
+        Frozen parameters of a trained model are left out, since they can be loaded from its --pretrain.
         """
         frozen = frozen_names(self.model)
         values = sharded.get_model_state_dict(self.model)
@@ -51,7 +51,7 @@ class ModelState:
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over what was read into tensors(). Parameters without optimizer state there never had a gradient."""
+        """Apply a state that was read into tensors(). Parameters without optimizer state in it never had a gradient."""
         lenient = sharded.StateDictOptions(strict=False)
         sharded.set_model_state_dict(self.model, state["model"], options=lenient)
         if "optimizer" in state:
@@ -59,7 +59,7 @@ class ModelState:
 
 
 def frozen_names(model: nn.Module) -> set[str]:
-    """What of a model's state_dict() no checkpoint holds: frozen parameters, unless all are."""
+    """Return the names in a model's state_dict() that checkpoints leave out: frozen parameters, unless all are frozen."""
     values = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, nn.Parameter)}
     frozen = {name for name, value in values.items() if not value.requires_grad}
     return set() if len(frozen) == len(values) else frozen
@@ -67,18 +67,18 @@ def frozen_names(model: nn.Module) -> set[str]:
 
 @dataclass(slots=True)
 class CheckpointState:
-    """Name the models and the other parts of a run that go into a checkpoint, or come out of one."""
+    """Models and other parts of a run that are saved in a checkpoint or loaded from one."""
 
     models: dict[str, ModelState]
     parts: Mapping[str, Stateful]
-    """Anything else that has a state: tensors and plain types, the same on all ranks, of which rank 0's is written."""
+    """Other objects with a state of tensors and plain types that is equal on all ranks; rank 0's is written."""
     world: Axis
     device: torch.device
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """All that one rank writes."""
+    """Tensors and files that one rank writes."""
 
     tensors: dict[str, Any]
     """Model name -> its tensors."""
@@ -87,9 +87,9 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """Limit the checkpoints that a folder keeps, by their number and their GB together.
+    """Limits of the checkpoints that a folder keeps: their number and their total GB.
 
-    Only a `latest` one is resumed without a tag.
+    Only a `latest` checkpoint is resumed without a tag.
     """
 
     max_num: int
@@ -98,7 +98,7 @@ class RetentionPolicy:
 
 
 def snapshot(contents: CheckpointState, state: dict[str, Any], *, tensors: dict[str, Any]) -> Snapshot:
-    """`state` is JSON. All ranks call it: a part may talk to its other ranks."""
+    """Build the snapshot of this rank; `state` has JSON types only. All ranks call it, since parts may use collectives."""
     files = {_random_file(contents.world.rank): _bytes(random_states(contents.device))}
     parts = {name: part.state_dict() for name, part in contents.parts.items()}
     if contents.world.rank == 0:
@@ -108,14 +108,14 @@ def snapshot(contents: CheckpointState, state: dict[str, Any], *, tensors: dict[
 
 
 def copied(tensors: dict[str, Any]) -> dict[str, Any]:
-    """In host memory, where no training step can change them."""
+    """Copy tensors to host memory, where no training step can change them."""
     return BlockingAsyncStager().stage(tensors)
 
 
 def write(snapshot: Snapshot, folder: Path, world: Axis, retention: RetentionPolicy, hf: Path | None = None) -> None:
-    """Write `folder`, whole or not at all, then point `latest` to it, then remove what is too old.
+    """Write `folder` atomically, then point `latest` to it, then remove checkpoints beyond the limits.
 
-    `hf` is a model folder that moves inside. CheckpointError on all ranks when any of them cannot write; earlier
+    `hf` is a model folder that is moved into it. Raises CheckpointError on all ranks if any of them cannot write; earlier
     checkpoints are then untouched.
     """
     root = folder.parent
@@ -143,16 +143,19 @@ def write(snapshot: Snapshot, folder: Path, world: Axis, retention: RetentionPol
 
 
 def find(root: Path, tag: str | None, world: Axis) -> tuple[Manifest, Path, dict[str, Any]] | None:
-    """`root/tag`, or the newest whole checkpoint, with its state; None when there is none.
+    """Return `root/tag`, or the newest undamaged checkpoint, as (manifest, path, state); None if there is none.
 
-    CheckpointError when the one asked for is missing or damaged.
+    Raises CheckpointError if the requested tag is missing or damaged.
     """
     found = newest_whole(root, world) if tag is None else whole(root / tag, world)
     return found and (*found, json.loads((found[1] / STATE).read_text()))
 
 
 def load(contents: CheckpointState, path: Path, world_size: int, *, strict: bool, module_only: bool) -> None:
-    """Random states are restored where the number of ranks is the same. CheckpointError for what does not fit together."""
+    """Load a checkpoint into `contents`; CheckpointError if they do not match.
+
+    Random states are restored only if the number of ranks is the same.
+    """
     world = contents.world
     steps = [partial(_read_tensors, contents, path, strict=strict, module_only=module_only)]
     if not module_only:
@@ -172,7 +175,7 @@ def _write_tensors(tensors: dict[str, Any], world: Axis, part: Path) -> None:
 
 class _Writer(dcp.FileSystemWriter):
     def write_data(self, *args: Any) -> Any:
-        """When the disk is full, torch's own writer hides the OSError behind "unexpected pos 704 vs 598"."""
+        """Write, and raise the OSError of a full disk, which torch's own writer hides behind "unexpected pos 704 vs 598"."""
         try:
             return super().write_data(*args)
         except RuntimeError as error:
@@ -203,7 +206,7 @@ def _check_same(wanted: set[str], saved: set[str], what: str, *, subset: bool = 
 
 
 def _check_tensors(state: dict[str, Any], prefix: str, saved: dict[str, torch.Size | None], strict: bool) -> None:
-    """Not strict: tensors that are not saved keep their values, and are no longer in `state`."""
+    """Check names and shapes. Without `strict`, tensors that are not saved keep their values and are removed from `state`."""
     wanted, found = set(state), {name.removeprefix(prefix) for name in saved if name.startswith(prefix)}
     if strict:
         for names, what in ((wanted - found, "of the model are not in it"), (found - wanted, "in it are not of the model")):
@@ -218,7 +221,7 @@ def _check_tensors(state: dict[str, Any], prefix: str, saved: dict[str, torch.Si
 
 
 def _forget_untouched(state: dict[str, dict[str, Any]], prefix: str, saved: Mapping[str, Any]) -> None:
-    """A parameter that never had a gradient has no optimizer state in the checkpoint, and needs none."""
+    """Remove parameters without optimizer state in the checkpoint from `state`: they never had a gradient and need none."""
     for name in list(state):
         if not any(f"{prefix}{name}.{key}" in saved for key in state[name]):
             del state[name]
@@ -250,7 +253,7 @@ def _bytes(value: Any) -> bytes:
 
 
 def _checked_bytes(parts: dict[str, Any]) -> bytes:
-    """A state that could not be read back is an error while it still exists."""
+    """Serialise the states; TypeError for one that could not be loaded again."""
     for name, state in parts.items():
         try:
             torch.load(io.BytesIO(_bytes(state)), weights_only=True)

@@ -1,8 +1,8 @@
-"""The checkpoints in one folder: what belongs to each, which are whole, which go.
+"""Checkpoints in one folder: their files, their integrity, and which are removed.
 
-    checkpoints/latest                  name of the newest one, for people and other tools
+    checkpoints/latest                  name of the newest checkpoint, for people and other tools
     checkpoints/step20/manifest.json    size and checksum of every other file there; it is written last
-    checkpoints/step20/hf/              the model for from_pretrained, where that was asked for
+    checkpoints/step20/hf/              the model for from_pretrained, if requested
 """
 
 import json
@@ -24,15 +24,15 @@ GB = 1e9
 
 @dataclass
 class Manifest:
-    """What a checkpoint consists of."""
+    """Manifest of a checkpoint, with size and checksum of its files."""
 
     number: int
-    """Counts the checkpoints of a folder: the highest is the newest."""
+    """Number of the checkpoint in its folder; the highest is the newest."""
     world_size: int
     resume: bool
-    """Whether a run without a tag may continue from it."""
+    """True if a run may resume from it without naming its tag."""
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Name, with the folder where it is in one -> bytes and CRC-32."""
+    """Path relative to the checkpoint -> bytes and CRC-32."""
 
     @property
     def num_bytes(self) -> int:
@@ -40,12 +40,12 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> "Manifest":
-        """OSError, ValueError or TypeError when there is none that makes sense."""
+        """Read the manifest of a folder; OSError, ValueError or TypeError if it is missing or invalid."""
         return Manifest(**json.loads((folder / MANIFEST).read_text()))
 
 
 def manifest_steps(manifest: Manifest, world: Axis) -> list[Callable[[Path], None]]:
-    """Steps of write_folder: every rank reads its share of the files back, rank 0 writes them all down.
+    """Return steps for write_folder: every rank reads its share of the files back, and rank 0 writes the manifest.
 
     No step can fail between two collectives.
     """
@@ -70,7 +70,7 @@ def manifest_steps(manifest: Manifest, world: Axis) -> list[Callable[[Path], Non
 
 
 def checkpoints(root: Path, *, warn: bool = False) -> list[tuple[Manifest, Path]]:
-    """All checkpoints with a readable manifest, the newest first. A folder without one is none; `warn` names it."""
+    """Return all checkpoints with a readable manifest, newest first; with `warn`, log the folders without one."""
     found = []
     for path in root.iterdir() if root.is_dir() else ():
         if not path.is_dir() or path.name.endswith(PART):
@@ -84,7 +84,7 @@ def checkpoints(root: Path, *, warn: bool = False) -> list[tuple[Manifest, Path]
 
 
 def damage(folder: Path, manifest: Manifest, world: Axis) -> list[str]:
-    """What is wrong with the files, the same list on all ranks, each of which reads its share; empty for a whole one."""
+    """Return the problems of the files, the same list on all ranks, each of which reads its share; empty if undamaged."""
     found = []
     for name in sorted(manifest.files)[world.rank :: world.size]:
         size, checksum = manifest.files[name]
@@ -101,7 +101,7 @@ def damage(folder: Path, manifest: Manifest, world: Axis) -> list[str]:
 
 
 def newest_whole(root: Path, world: Axis) -> tuple[Manifest, Path] | None:
-    """The newest checkpoint whose files are all as they were written; damaged ones are named in a warning."""
+    """Return the newest checkpoint whose files are all undamaged; damaged ones are logged as warnings."""
     candidates = world.broadcast([pair for pair in checkpoints(root, warn=True) if pair[0].resume] if world.rank == 0 else None)
     for manifest, path in candidates:
         problems = damage(path, manifest, world)
@@ -113,7 +113,7 @@ def newest_whole(root: Path, world: Axis) -> tuple[Manifest, Path] | None:
 
 
 def whole(path: Path, world: Axis) -> tuple[Manifest, Path]:
-    """The checkpoint asked for by name. CheckpointError when it is missing or damaged."""
+    """Return the checkpoint at `path`; CheckpointError if it is missing or damaged."""
     manifest: list[Manifest] = []
     agree(world, f"{path} is no complete checkpoint", lambda: manifest.append(Manifest.read(path)))
     if problems := damage(path, manifest[0], world):
@@ -122,7 +122,7 @@ def whole(path: Path, world: Axis) -> tuple[Manifest, Path]:
 
 
 def next_number(root: Path, *, being_written: Collection[str]) -> int:
-    """One more than the newest has. Also removes what killed runs left half written."""
+    """Return the next checkpoint number, and remove incomplete folders and files of interrupted runs."""
     for path in root.glob(f"*{PART}"):
         if path.name not in being_written:
             logger.warning("removing {}, left by a run that was interrupted", path)
@@ -139,7 +139,7 @@ def point_to(root: Path, tag: str, world: Axis) -> None:
 
 
 def rotate(root: Path, max_num: int, max_gb: float) -> None:
-    """Remove the oldest until count and total size are within the limits; the newest stays whatever its size."""
+    """Remove the oldest checkpoints until count and total size are within the limits; the newest is always kept."""
     total = 0.0
     for position, (manifest, path) in enumerate(checkpoints(root)):
         total += manifest.num_bytes / GB

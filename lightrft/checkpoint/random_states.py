@@ -1,4 +1,4 @@
-"""The random states of one rank: Python, numpy, torch, and the accelerator's."""
+"""Random states of one rank: Python, numpy, torch, and the accelerator."""
 
 import random
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """Tensors and plain types, which are read back without pickle."""
+    """Return the random states as tensors and plain types, which can be loaded without unrestricted pickle."""
     _, keys, *rest = np.random.get_state()
     numpy = (torch.from_numpy(keys.astype(np.int64)), *rest)
     states = {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}

@@ -1,7 +1,7 @@
-"""Read the tensors of a checkpoint. Nothing in its files can run code.
+"""Reader of a checkpoint's tensors that does not let its files run code.
 
 torch's FileSystemReader and DefaultLoadPlanner unpickle the index (`.metadata`) and plain values (such as betas) without any
-restriction. Here the index may name the classes below alone, and values are read with `weights_only`.
+restriction. Here the index may contain only the classes below, and values are read with `weights_only`.
 """
 
 import pickle
@@ -31,14 +31,14 @@ ALLOWED: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # "torch.strided" -> torch.strided
     **{(module, name): PurePosixPath for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
 }
-"""Module and name in the pickled index -> the object it stands for."""
+"""Module and name in the pickled index -> the object that it is resolved to."""
 
 
 class CheckpointReader(FileSystemReader):
-    """Read checkpoints of torch.distributed.checkpoint, without its unrestricted pickle."""
+    """Reader of torch.distributed.checkpoint without its unrestricted pickle."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index. UnpicklingError for one that names anything else, or files outside of the checkpoint's folder."""
+        """Read the index; UnpicklingError for other classes in it, or for files outside of the checkpoint's folder."""
         with self.fs.create_stream(self._get_metadata_path(), "rb") as file:
             metadata = _IndexUnpickler(file).load()
         if not isinstance(metadata, Metadata):

@@ -1,7 +1,7 @@
-"""Safetensors files written as tensors come, by several ranks, none of which keeps a tensor.
+"""Streaming writer of safetensors files for several ranks, none of which keeps a tensor in memory.
 
-A file is the length of a JSON header (8 bytes), the header, and the tensors' bytes one after the other; the header may end in
-spaces. So it begins with room for a header, which says at the end what is in the file.
+A file consists of the length of a JSON header (8 bytes), the header, which may be padded with spaces, and the bytes of the
+tensors. Space for the header is therefore reserved at first, and the header is written when all tensors are known.
 """
 
 import json
@@ -18,7 +18,7 @@ from lightrft.models.weight_files import INDEX, NAME
 from lightrft.parallel.collectives import Axis
 
 HEADER_BYTES = 128 * 1024
-"""Room for about a thousand tensors; the next one begins another file."""
+"""Bytes reserved for the header, enough for about a thousand tensors; further tensors go to another file."""
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -26,24 +26,24 @@ DTYPES = {
 
 
 class ShardWriter:
-    """Files of at most `max_bytes` of tensors; a larger tensor has one of its own.
+    """Writer of files with at most `max_bytes` of tensors; a larger tensor has a file of its own.
 
-    All ranks add the same tensors in the same order, and the files are theirs in turn. The tensors of one file have items of
-    one size, so all lie aligned.
+    All ranks add the same tensors in the same order, and write the files in turn. The tensors of one file have elements of equal
+    size, so that all are aligned.
     """
 
     def __init__(self, folder: Path, max_bytes: int, world: Axis):
         self.folder, self.max_bytes, self.world = folder, max_bytes, world
         self.headers: list[dict[str, Any]] = []
-        """Of each file: tensor name -> dtype, shape and place."""
+        """Header of each file: tensor name -> dtype, shape and offsets."""
         self.num_bytes = self.header_bytes = self.itemsize = self.total_bytes = 0
         self._file: BinaryIO | None = None
         self._failure: Exception | None = None
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """A failed write is kept for finish(): the stream of tensors, which other ranks take part in, must not end here."""
+        """Add a tensor. An error is kept for finish(), because other ranks take part in the stream, which must not end here."""
         entry = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape)}
-        size = len(json.dumps({name: entry})) + 80  # and its place
+        size = len(json.dumps({name: entry})) + 80  # plus its offsets
         full = self.num_bytes + tensor.nbytes > self.max_bytes or self.header_bytes + size > HEADER_BYTES
         if not self.headers or full or tensor.itemsize != self.itemsize:
             self._begin(tensor.itemsize)
@@ -54,13 +54,16 @@ class ShardWriter:
             self._try(lambda: self._file.write(_bytes_of(tensor)))
 
     def finish(self) -> None:
-        """Raises what went wrong on this rank."""
+        """Close the last file; raise the first error of this rank, if there was one."""
         self._end()
         if self._failure is not None:
             raise self._failure
 
     def name_files(self) -> None:
-        """On one rank, when all have finished: names that say how many there are, and the index if there is more than one."""
+        """Rename the files to their final names, which contain their number, and write the index if there are several.
+
+        Called on one rank after all ranks have finished.
+        """
         count = len(self.headers)
         names = [NAME] if count == 1 else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
         for number, name in enumerate(names):

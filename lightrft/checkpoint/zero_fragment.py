@@ -1,7 +1,7 @@
-"""A run of elements of a flattened tensor, as torch's distributed checkpoints read and write it.
+"""Contiguous elements of a flattened tensor in torch's distributed checkpoints.
 
-ZeRO cuts tensors wherever its partitions end. In a checkpoint such a run is a few boxes of the whole tensor, so what one
-strategy on any number of ranks has written, every other reads.
+ZeRO splits tensors wherever its partitions end. In a checkpoint such a fragment is stored as a few boxes of the whole tensor, so
+that every strategy can read what any other has written, on any number of ranks.
 """
 
 import io
@@ -18,22 +18,22 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes, one for each dim."""
+"""Offsets and sizes of a box, one each per dim."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Elements `start` to `start + len(values)` of a tensor of `shape`; none where `values` is empty."""
+    """Elements `start` to `start + len(values)` of a flattened tensor of `shape`; none if `values` is empty."""
 
     shape: torch.Size
     start: int
-    values: Tensor  # [n], a view: what is read goes there
+    values: Tensor  # [n], a view that loading writes into
 
     def size(self) -> torch.Size:
         return self.shape
 
     def parts(self) -> dict[tuple[int, ...], Tensor]:
-        """Offsets in the whole tensor -> this rank's values there, boxes in the order of the elements."""
+        """Return offsets in the whole tensor -> this rank's values there, as boxes in the order of the elements."""
         found, position = {}, 0
         for offsets, sizes in boxes(tuple(self.shape), self.start, self.start + len(self.values)):
             found[offsets] = self.values[position : position + prod(sizes)].view(sizes)
@@ -41,10 +41,10 @@ class Fragment:
         return found
 
     def __deepcopy__(self, _: dict) -> "Fragment":
-        """In host memory: a plain copy of a view copies all that it is a view of."""
+        """Copy to host memory; a default deep copy of a view would copy its whole storage."""
         return Fragment(self.shape, self.start, self.values.to("cpu", copy=True))
 
-    # -- what torch.distributed.checkpoint asks of a tensor of its own kind
+    # -- interface of torch.distributed.checkpoint for custom tensors
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.values)
@@ -62,7 +62,7 @@ class Fragment:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """torch's, for fragments too."""
+    """Torch's planner with support for fragments."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         whole = self.state_dict[index.fqn]
@@ -70,9 +70,9 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """torch's, for fragments too. What is read goes where they point; in the state itself they are gone then.
+    """Torch's planner with support for fragments: loaded values are written into their views, and not into the state itself.
 
-    Plain values are read without pickle's power to run code.
+    Plain values are read with `weights_only`, so that they cannot run code.
     """
 
     def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -90,7 +90,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
-    """The fewest boxes whose elements, one box after the other, are those from `start` to `end` of a tensor of `shape`."""
+    """Yield the fewest boxes whose elements, in sequence, are those from `start` to `end` of a flattened tensor of `shape`."""
     if start == end:
         return
     if len(shape) < 2:

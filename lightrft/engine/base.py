@@ -1,4 +1,4 @@
-"""The contract of a generation engine: what every trainer may ask, whatever engine it is."""
+"""Interface of a generation engine, which is the same for all engines."""
 
 import hashlib
 import math
@@ -24,12 +24,12 @@ Part = Literal["weights", "kv_cache"]
 
 
 class EngineError(RuntimeError):
-    """The engine was used wrongly, or it broke; a broken engine is not used again."""
+    """Wrong use or failure of an engine; an engine that has failed cannot be used again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """What an adapter needs to start its engine on this rank."""
+    """Settings with which an adapter starts its engine on this rank."""
 
     section: EngineSection
     model_path: str
@@ -37,25 +37,25 @@ class EngineSetup:
     dtype: torch.dtype
     device: torch.device
     axis: Axis
-    """The consecutive ranks that share this engine's weights."""
+    """Consecutive ranks that share this engine's weights."""
     max_model_len: int
-    """Longest prompt and response together, in tokens."""
+    """Maximum number of tokens of prompt and response together."""
     seed: int = 0
     trust_remote_code: bool = False
     from_stream: bool = False
-    """Do not read the checkpoint: the first weights come by load_weights(), before the first generate()."""
+    """Do not read the checkpoint: load_weights() brings the first weights before the first generate()."""
 
 
 class Engine(ABC):
-    """Generates with its own copy of the actor's weights, and gives its memory back while it sleeps.
+    """Generation engine with its own copy of the actor's weights, which releases its memory while it sleeps.
 
-    Life of a step: wake("weights"), load_weights(stream, version), wake("kv_cache"), generate(...), sleep().
-    All calls are idempotent where that has a meaning; an illegal order raises EngineError.
+    The calls of a step are wake("weights"), load_weights(stream, version), wake("kv_cache"), generate(...), sleep().
+    Calls are idempotent where that is meaningful; an illegal order raises EngineError.
     Ranks that share an engine (its `axis`) make the same calls with the same arguments.
     """
 
     media: ClassVar[tuple[str, ...]] = tuple(MEDIA)
-    """What this engine generates from, beside text, where its model can."""
+    """Media that this engine supports in prompts, if its model does."""
 
     def __init__(self, expected: dict[str, torch.Size], *, sleep_level: int = 2, axis: Axis | None = None,
                  max_model_len: int | None = None, vocabulary: Vocabulary | None = None):
@@ -65,22 +65,22 @@ class Engine(ABC):
         self.axis = axis or Axis("engine", 1, 0, None)
         self.max_model_len = max_model_len
         self.vocabulary = vocabulary
-        """Without one token ids are not checked, nothing is banned by itself, and there are no stop strings."""
+        """Vocabulary of the model; None: token ids are not checked, nothing is banned by default, stop strings are an error."""
         self.limits: dict[str, int] = {}
-        """The media that it generates from, and the most of each in one prompt; empty: text only."""
+        """Medium -> maximum number in one prompt; empty: text only."""
         self.model_reads: tuple[str, ...] = ()
-        """The media that its model reads, where the engine may take fewer of them."""
+        """Media that the model supports; the engine may support fewer."""
         self.version = 0
         """Version of the weights in use; completions carry it."""
         self.awake: set[Part] = {"weights", "kv_cache"}
         self.weights_valid = True
-        """False from a sleep of level 2, or a broken stream, until the next complete one."""
+        """False after a sleep of level 2 or a broken stream, until the next complete stream."""
         self.verify_dtype: torch.dtype | None = None
-        """Streamed weights must be found in the engine, compared in this dtype, its own; None: they are not verified."""
+        """Dtype of the engine, in which its weights are compared with the streamed ones; None: they are not verified."""
         self.verify_round: int | None = None
-        """The part of the weights that the next sync verifies; None: all of them."""
+        """Round of the next verification, which covers a part of the weights; None: all of them."""
         self.places_verified = False
-        """The sync before this one was verified, so weights are where they are looked for, and may be copied there."""
+        """True if the previous sync was verified, so that the locations of weights are known and weights can be copied there."""
         self.closed = False
         self._failure: BaseException | None = None
 
@@ -92,12 +92,12 @@ class Engine(ABC):
         return [completions[index] for index in range(len(requests))]
 
     def stream(self, requests: list[Request], sampling: Sampling) -> Finished:
-        """Yield (index, its `n` completions) of each request once it has them all, in any order, while others still run.
+        """Yield (index, its `n` completions) of each request as soon as all are complete, in any order, while others still run.
 
-        Log-probs are those of the distribution that was sampled: without banned tokens, at the temperature asked for, of the
-        top p of the top k; raw (T = 1) when greedy. The seed of a sample alone decides its noise: not how requests are batched,
-        nor what else draws random numbers. ValueError, before anything is generated, when a request cannot be answered; the
-        engine stays usable then. It is of no use any more when the caller stops reading before the end.
+        Log-probs are those of the sampled distribution: without banned tokens, at the requested temperature, restricted to the
+        top p of the top k; raw (T = 1) if greedy. The noise of a sample depends on its seed only, not on batching or on other
+        random numbers. Raises ValueError before anything is generated if a request is invalid; the engine stays usable then.
+        The engine becomes unusable if the caller stops reading before the end.
         """
         self._check_usable()
         if self.awake != {"weights", "kv_cache"}:
@@ -119,12 +119,12 @@ class Engine(ABC):
             self._failure = None
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over a complete set of weights: exactly the expected names and shapes, full tensors.
+        """Load a complete set of weights: full tensors with exactly the expected names and shapes.
 
-        A wrong, missing or repeated name raises ValueError and leaves the engine unusable until a complete stream came.
-        Caches computed with the old weights are dropped. EngineError, on all ranks of the engine, when what it computes with
-        afterwards is not what was streamed, or a cache is left. The first sync, and one after a failure, is verified
-        as a whole, others in rounds, each of a part (weight_sync/verify.py).
+        A wrong, missing or repeated name raises ValueError, and the engine refuses to generate until a complete stream has
+        arrived. Caches computed with the old weights are dropped. Raises EngineError on all ranks of the engine if the engine's
+        weights differ from the streamed ones, or a cache is left. The first sync, and one after a failure, is verified
+        completely; the others verify one part of the weights per round (weight_sync/verify.py).
         """
         self._check_usable()
         if "weights" not in self.awake:
@@ -135,7 +135,7 @@ class Engine(ABC):
         stream = self._checked(named_tensors)
         sent = self._fingerprints(self.verify_dtype, round) if self.verify_dtype else None
         self._load_weights(stream if sent is None else sent.watch(stream))
-        for name, _ in stream:  # the end of the stream is where missing names are found
+        for name, _ in stream:  # missing names are detected at the end of the stream
             raise EngineError(f"{type(self).__name__} stopped reading the weight stream at {name}")
         self.reset_cache()
         if sent is not None:
@@ -145,7 +145,7 @@ class Engine(ABC):
         self.weights_valid = True
 
     def sleep(self, level: int | None = None) -> None:
-        """Give memory back. Level 1 keeps the weights on the host, level 2 drops them: a stream must follow."""
+        """Release memory. Level 1 keeps the weights in host memory, level 2 drops them, so that a new stream is needed."""
         self._check_usable()
         if not self.awake:
             return
@@ -157,7 +157,7 @@ class Engine(ABC):
             self.weights_valid = False
 
     def wake(self, part: Part) -> None:
-        """Wake "weights" first, then, after the stream, "kv_cache": cache and stream never compete for memory."""
+        """Wake a part: "weights" first, "kv_cache" after the stream, so that cache and stream never compete for memory."""
         self._check_usable()
         if part in self.awake:
             return
@@ -169,10 +169,10 @@ class Engine(ABC):
 
     @abstractmethod
     def reset_cache(self) -> None:
-        """Forget every cached prefix and encoder output."""
+        """Drop every cached prefix and encoder output."""
 
     def parts(self, token_ids: list[int]) -> dict[str, Tensor]:
-        """What each part of the model gives for these tokens, see Probe; the prefix cache is dropped. For the doctor."""
+        """Return each model part's output for these tokens, see Probe; the prefix cache is dropped. For the doctor."""
         self._check_usable()
         self._readable([Request(token_ids, sampling=Sampling(max_tokens=1), seeds=(0,))], Sampling(max_tokens=1))
         self.reset_cache()
@@ -180,22 +180,22 @@ class Engine(ABC):
             return self._parts(token_ids)
 
     def close(self) -> None:
-        """Free everything; every later call but close() raises."""
+        """Free everything; every later call except close() raises an error."""
         if not self.closed:
             self.closed = True
             self._close()
 
-    # -- what an adapter implements
+    # -- hooks of an adapter
 
     @abstractmethod
     def _generate(self, requests: list[Request]) -> Finished:
         """Yield (index, completions) of each request, once. Every request has its sampling and a seed for each sample.
 
-        Stop strings should end a sample; what an engine generates beyond them is cut off.
+        Stop strings should end a sample; the caller cuts off what an engine generates beyond them.
         """
 
     def _expanded(self, request: Request) -> Expanded:
-        """A prompt with media as the model reads it; ValueError when it cannot. Called for those that have a limit."""
+        """Return a prompt with expanded media; ValueError if the model cannot read it. Called only for media in `limits`."""
         raise NotImplementedError(f"{type(self).__name__} says that it takes media")
 
     @abstractmethod
@@ -210,35 +210,35 @@ class Engine(ABC):
     @abstractmethod
     def _close(self) -> None: ...
 
-    # -- what an adapter implements so that one can look into it
+    # -- hooks of an adapter for inspection
 
     def _parts(self, token_ids: list[int]) -> dict[str, Tensor]:
-        """Probe.parts(); here for an engine whose model is out of reach: nothing."""
+        """Return Probe.parts(); this default, for engines whose model is not accessible, is empty."""
         return {}
 
-    # -- what an adapter implements to verify its weights
+    # -- hooks of an adapter to verify its weights
 
     def _fingerprints(self, dtype: torch.dtype, round: int | None) -> Fingerprints:
-        """Empty ones; here for an engine that keeps every weight as it came."""
+        """Return empty fingerprints; this default is for an engine that stores every weight as it was streamed."""
         return Fingerprints(self.expected, dtype, slices=self.axis.size, round=round)
 
     def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
-        """prints.numbers() of all that this rank's part of the engine computes with, read now and where it lies."""
+        """Return prints.numbers() of all weights of this rank's part of the engine, read in place at the time of the call."""
         raise NotImplementedError(f"{type(self).__name__} does not say what it holds")
 
     def _wrong(self, sent: Fingerprints) -> list[str]:
-        """Names of what is not, in all ranks of the engine together, what was sent; here by numbers that add up."""
+        """Return the names of weights that differ from those sent; this default compares sums over the ranks of the engine."""
         held = self._held(self._fingerprints(sent.dtype, sent.round))
         return sent.wrong([self.axis.sum(numbers) for numbers in held])
 
     @abstractmethod
     def _num_cached(self) -> int:
-        """Blocks of prefixes that the next request could still use."""
+        """Return the number of cached prefix blocks that the next request could use."""
 
     # -- shared checks
 
     def _verify(self, sent: Fingerprints) -> None:
-        """EngineError unless the engine has what was sent, and nothing computed before."""
+        """Raise EngineError unless the engine has the weights that were sent, and no cache from earlier ones."""
         problems = []
         if wrong := self._wrong(sent):
             problems.append(f"{wrong[0]} in the engine is not what was sent ({len(wrong)} of {len(self.expected)} differ)")
@@ -249,7 +249,7 @@ class Engine(ABC):
                 raise EngineError(f"weight sync, rank {rank} of the engine: {problem}")
 
     def _checked(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass the stream on, comparing every name and shape with the expected ones."""
+        """Yield the stream unchanged, comparing every name and shape with the expected ones."""
         missing = dict(self.expected)
         for name, tensor in named_tensors:
             shape = missing.pop(name, None)
@@ -263,9 +263,9 @@ class Engine(ABC):
             raise ValueError(f"weight stream: {len(missing)} weights never came, the first is {next(iter(missing))}")
 
     def _readable(self, requests: list[Request], sampling: Sampling) -> list[Request]:
-        """The requests, those with media as the model reads them.
+        """Return the requests, with media expanded.
 
-        Raises on every rank of the engine, before any of them enters it: one rank alone inside would wait forever.
+        Raises ValueError on every rank of the engine before any rank enters it: a single rank inside would wait forever.
         """
         readable: list[Request] = []
         problem = sampling.problem(self.vocabulary.size if self.vocabulary else None)
@@ -284,7 +284,7 @@ class Engine(ABC):
         return readable
 
     def _checked_request(self, index: int, request: Request) -> Request:
-        """ValueError when it cannot be answered."""
+        """Return the request with expanded media; ValueError if it is invalid."""
         problem = self._media_problem(request)
         try:
             if not problem and any(request.multi_modal.values()):
@@ -309,7 +309,7 @@ class Engine(ABC):
         return None
 
     def _reads(self) -> str:
-        """What this engine takes, and which one takes more of what its model knows."""
+        """Return the text of an error that lists the supported media, and those that the hf engine supports in addition."""
         more = [name for name in self.model_reads if name not in self.limits]
         message = f"this engine generates from {' and '.join(['text', *self.limits])} only"
         return f"{message}; --engine_type hf reads {' and '.join(more)} too" if more else message
@@ -349,12 +349,12 @@ class Engine(ABC):
 
 
 def _seeds(seed: int, place: int, request: Request) -> tuple[int, ...]:
-    """Derive those of a request that came without."""
+    """Derive the seeds of a request that has none."""
     return tuple(derived_seed(seed, place, sample) for sample in range(request.sampling.n))
 
 
 class _Fatal:
-    """An exception inside the engine ends its life: its state is unknown afterwards."""
+    """Context that makes the engine unusable after an exception, because its state is unknown then."""
 
     def __init__(self, engine: Engine, verb: str):
         self.engine, self.verb = engine, verb

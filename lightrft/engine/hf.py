@@ -1,4 +1,4 @@
-"""The embedded engine: transformers alone, its own copy of the weights, its own sampling loop with a key-value cache."""
+"""Embedded engine: transformers only, with its own copy of the weights and its own sampling loop with a key-value cache."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,13 +22,13 @@ from lightrft.types import Completion, concatenated_features
 from lightrft.weight_sync.verify import Fingerprints
 
 DROP_SHARE = 0.25
-"""Finished rows leave the running batch when they are this share of it: each time costs one copy of the cache."""
+"""Share of finished rows at which they are removed from the running batch; each removal costs one copy of the cache."""
 ROWS_AT_ONCE = 64
-"""Rows whose distribution over the vocabulary is in memory in float64."""
+"""Number of rows whose distribution over the vocabulary is held in float64 at once."""
 
 
 class HFEngine(Engine):
-    """Prompts of similar length are prefilled together, once each; their n samples share the prefill."""
+    """Engine that prefills prompts of similar length together, once each; their n samples share the prefill."""
 
     def __init__(self, setup: EngineSetup):
         if setup.axis.size > 1:
@@ -45,11 +45,11 @@ class HFEngine(Engine):
         self.batch_size = setup.section.micro_rollout_batch_size
         self.model = _load(setup, config).eval().requires_grad_(False)
         self.weights = self.model.state_dict(keep_vars=True)
-        """Themselves, in whatever memory they are."""
+        """Name -> the model's own tensor, wherever it is stored."""
         self.weights_valid = not setup.from_stream
 
     def reset_cache(self) -> None:
-        """Nothing to do: a cache lives inside one generate()."""
+        """Do nothing: a cache exists only within one generate()."""
 
     def _expanded(self, request: Request) -> Expanded:
         return self.reader.expanded(request)
@@ -68,7 +68,7 @@ class HFEngine(Engine):
                 yield from self._complete(prompts, noise, sampling, samples)
 
     def _samples(self, sampling: Sampling, chosen: list[int], lengths: list[int]) -> "_Samples":
-        """Of the requests `chosen`, with the lengths of their prompts, which the first of n samples computes for the others."""
+        """Return empty samples of the requests `chosen`; all but the first of a prompt's n samples count its tokens as cached."""
         ends = self.vocabulary.end_token_ids | set(sampling.stop_token_ids)
         stops = StopStrings(self.vocabulary.tokenizer, sampling.stop) if sampling.stop else None
         completions = [Completion([], [], "length", self.version, length if sample else 0)
@@ -88,7 +88,7 @@ class HFEngine(Engine):
             logits = self._decode(rows, rows.drop_finished(tokens))
 
     def _prefill(self, requests: list[Request], n: int) -> tuple["_Rows", Tensor]:
-        """One row per sample, and the logits [prompts x n, V] of its first token."""
+        """Return one row per sample, and the logits [prompts x n, V] of its first token."""
         prompts = [request.prompt for request in requests]
         longest = max(len(prompt) for prompt in prompts)
         padding = [longest - len(prompt) for prompt in prompts]
@@ -110,18 +110,18 @@ class HFEngine(Engine):
         return rows, logits.repeat_interleave(n, 0)
 
     def _positions(self, ids: Tensor, mask: Tensor, media: dict[str, Tensor]) -> Tensor:
-        """[R, S]; or [3, R, S]: in time, rows and columns, where the model has such (M-RoPE, arXiv 2409.12191)."""
+        """Return positions [R, S], or [3, R, S] in time, rows and columns for models with M-RoPE (arXiv 2409.12191)."""
         if not (self.in_space and media):
             return (mask.cumsum(-1) - 1).clamp(min=0)
         kinds = torch.zeros_like(ids)
-        for kind, medium in enumerate(("image", "video"), 1):  # as transformers numbers them
+        for kind, medium in enumerate(("image", "video"), 1):  # the numbering of transformers
             for token in self.vocabulary.placeholders[medium]:
                 kinds[ids == token] = kind
         grids = {name: tensor for name, tensor in media.items() if "grid" in name}
         return self.model.base_model.get_rope_index(ids, mm_token_type_ids=kinds, attention_mask=mask, **grids)[0]
 
     def _decode(self, rows: "_Rows", tokens: Tensor) -> Tensor:
-        """Append one token [R] to every row; the logits [R, V] of the next."""
+        """Append one token [R] to every row; return the logits [R, V] of the next."""
         rows.mask = torch.cat([rows.mask, rows.mask.new_ones(len(rows.mask), 1)], 1)
         logits = self._forward(tokens[:, None], rows.mask, rows.next_position[:, None], rows.cache)
         rows.next_position = rows.next_position + 1
@@ -158,7 +158,7 @@ class HFEngine(Engine):
         return probe.parts(logits[0, -1])
 
     def _sleep(self, level: int) -> None:
-        """Buffers stay: they are small, and those outside the checkpoint (rotary frequencies) come in no stream."""
+        """Release the parameters. Buffers stay: they are small, and non-persistent ones (rotary frequencies) are not streamed."""
         for parameter in self.model.parameters():
             parameter.data = parameter.data.cpu() if level == 1 else parameter.data.new_empty(0)
         release_cached_memory(self.device)
@@ -176,10 +176,10 @@ class HFEngine(Engine):
 
 
 def sample_tokens(logits: Tensor, temperature: float, uniform: Tensor, part: Truncation = ALL) -> tuple[Tensor, Tensor]:
-    """One token for each row, and its float32 log-prob under softmax(logits / temperature) on a part of the vocabulary.
+    """Sample one token per row, with its float32 log-prob under softmax(logits / temperature) on a part of the vocabulary.
 
-    logits [R, V], uniform [R] in [0, 1): the token is the inverse of the cumulative distribution there; temperature 0 takes
-    the best, whose log-prob is at temperature 1. Returns [R], [R].
+    logits [R, V], uniform [R] in [0, 1): the token is the inverse of the cumulative distribution at `uniform`; temperature 0
+    selects the most likely token, with its log-prob at temperature 1. Returns [R], [R].
     """
     rows = zip(logits.split(ROWS_AT_ONCE), uniform.split(ROWS_AT_ONCE), strict=True)
     tokens, logprobs = zip(*[_sample(some, temperature, numbers, part) for some, numbers in rows], strict=True)
@@ -201,24 +201,24 @@ def _sample(logits: Tensor, temperature: float, uniform: Tensor, part: Truncatio
 
 @dataclass(slots=True)
 class _Samples:
-    """The completions of one running batch, prompt by prompt."""
+    """Completions of one running batch, ordered by prompt."""
 
     sampling: Sampling
     completions: list[Completion]
     ends: set[int]
     stops: StopStrings | None
     requests: list[int]
-    """The request of each prompt."""
+    """Index of the request of each prompt."""
     missing: list[int] = field(init=False)
-    """How many samples of each prompt still run."""
+    """Number of samples of each prompt that still run."""
     complete: list[int] = field(default_factory=list)
-    """Prompts that have all of their samples, and were not yielded yet."""
+    """Prompts whose samples are all complete, and which have not been yielded yet."""
 
     def __post_init__(self) -> None:
         self.missing = [self.sampling.n] * len(self.requests)
 
     def add(self, index: int, token: int, logprob: float) -> bool:
-        """One more token of a sample; returns whether it goes on."""
+        """Add a token to a sample; return True if the sample continues."""
         sample = self.completions[index]
         sample.token_ids.append(token)
         sample.logprobs.append(logprob)
@@ -241,16 +241,16 @@ class _Samples:
 
 @dataclass(slots=True)
 class _Rows:
-    """The samples in the running batch; R of them, S tokens so far with the padding on the left."""
+    """R samples in the running batch, with S tokens so far including the padding on the left."""
 
     index: Tensor  # [R] int64, the sample of each row
-    running: list[bool]  # [R], not finished; on the host, where it is decided
+    running: list[bool]  # [R], not finished; kept on the host
     mask: Tensor  # [R, S] int64, 0 for padding
     next_position: Tensor  # [R] int64
     cache: DynamicCache
 
     def drop_finished(self, tokens: Tensor) -> Tensor:
-        """Keep the running rows only, where that is worth the copy; returns the tokens [R] of the rows that stay."""
+        """Remove finished rows if that is worth the copy; return the tokens [R] of the rows that stay."""
         alive = [row for row, running in enumerate(self.running) if running]
         if len(alive) > (1 - DROP_SHARE) * len(self.running):
             return tokens
@@ -262,7 +262,7 @@ class _Rows:
 
 
 def _noise(seeds: list[int], sampling: Sampling) -> Tensor:
-    """Return [seeds, max_tokens] float64 in [0, 1), a row for each sample."""
+    """Return uniform noise [seeds, max_tokens] float64 in [0, 1), one row for each sample."""
     if sampling.temperature == 0:
         return torch.zeros(1, 1, dtype=torch.float64).expand(len(seeds), sampling.max_tokens)
     return torch.stack([torch.from_numpy(np.random.default_rng(seed).random(sampling.max_tokens)) for seed in seeds])
@@ -279,5 +279,5 @@ def _load(setup: EngineSetup, config: PretrainedConfig) -> PreTrainedModel:
 
 
 def has_positions_in_space(config: PretrainedConfig) -> bool:
-    """Its tokens of images and videos have times, rows and columns (M-RoPE)."""
+    """Return True if positions of image and video tokens have time, row and column (M-RoPE)."""
     return "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {})

@@ -1,4 +1,4 @@
-"""Images, videos and sounds of a prompt: as every engine sees them, and what a model of transformers reads in their place."""
+"""Images, videos and audio of a prompt: their common form for all engines, and their expansion to transformers' model inputs."""
 
 import hashlib
 import wave
@@ -23,16 +23,16 @@ SAMPLE_BYTES = {1: np.uint8, 2: np.int16, 4: np.int32}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Video:
-    """All its frames are shown to the model, none is left out."""
+    """Video whose frames are all passed to the model, without sampling."""
 
     frames: np.ndarray
     """[T, H, W, 3] uint8, RGB."""
     fps: float = 2.0
-    """How many of these frames are a second."""
+    """Frames per second."""
 
     @classmethod
     def of(cls, given: Any) -> Self:
-        """A video, its frames in an array, or in a list of PIL images of one size."""
+        """Build a video from a Video, an array of frames, or a list of PIL images of equal size."""
         if isinstance(given, cls):
             return given
         if isinstance(given, list | tuple) and given and all(isinstance(frame, Image.Image) for frame in given):
@@ -46,16 +46,16 @@ class Video:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Clip:
-    """A piece of sound, on one channel."""
+    """Single-channel audio clip."""
 
     waveform: np.ndarray
     """[N] float32, -1 to 1."""
     sampling_rate: int
-    """How many of them are a second."""
+    """Samples per second."""
 
     @classmethod
     def of(cls, given: Any) -> Self:
-        """A clip, the path of a .wav file, (waveform, sampling rate), or {"array", "sampling_rate"} as `datasets` has them."""
+        """Build a clip from a Clip, a .wav file's path, (waveform, sampling rate), or `datasets`' {"array", "sampling_rate"}."""
         if isinstance(given, cls):
             return given
         if isinstance(given, str | Path):
@@ -72,7 +72,7 @@ class Clip:
 
     @classmethod
     def _from_file(cls, path: str | Path) -> Self:
-        """The mean of its channels."""
+        """Read a .wav file as the mean of its channels."""
         try:
             with wave.open(str(path)) as file:
                 kind = SAMPLE_BYTES.get(file.getsampwidth())
@@ -87,34 +87,34 @@ class Clip:
 
 
 def is_clip(given: Any) -> bool:
-    """(waveform, sampling rate), and not two clips."""
+    """Return True for (waveform, sampling rate), False for a pair of clips."""
     return isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Real)
 
 
 def _image(given: Any) -> Image.Image:
-    """In RGB, transparency dropped, as transformers reads them; vLLM would lay what is transparent on white."""
+    """Convert to RGB and drop transparency, as transformers does; vLLM would render transparent pixels on white."""
     if not isinstance(given, Image.Image):
         raise ValueError(f"a {type(given).__name__} is none: give PIL images")
     return given.convert("RGB")
 
 
 FORMS: dict[str, Callable[[Any], Any]] = {"images": _image, "videos": Video.of, "audios": Clip.of}
-"""The one form in which everything here takes what users have in several."""
+"""Functions that convert the forms in which users pass each medium to the common form."""
 
 
 def read(multi_modal: Mapping[str, Iterable[Any]]) -> dict[str, list]:
-    """Media in that form; ValueError for what is none, or cannot be read."""
+    """Convert media to the common form; ValueError for items of another kind, or that cannot be read."""
     found: dict[str, list] = {}
     for name, items in multi_modal.items():
         try:
             found[name] = [FORMS[name](item) for item in items]
-        except (ValueError, OSError) as error:  # PIL reads an image when it is first looked at
+        except (ValueError, OSError) as error:  # PIL reads an image at its first use
             raise ValueError(f"{name}: {error}") from error
     return found
 
 
 def digest(request: Request) -> str:
-    """Of all pixels and samples; empty without media."""
+    """Return a hash of all pixels and audio samples of a request; empty without media."""
     if not request.multi_modal:
         return ""
     whole = hashlib.sha256()
@@ -133,23 +133,23 @@ def _array(item: Image.Image | Video | Clip) -> tuple[np.ndarray, *tuple[float, 
 
 
 class MediaReader:
-    """The processor of a model's folder, which is asked for media alone: the tokens of a prompt stay as they are.
+    """Reader of media with the processor of a model's folder, which processes media only and leaves the prompt's tokens as is.
 
-    That is what its placeholders need, as text that becomes tokens a second time may become others.
+    The text is not tokenized again, because a second tokenization can give different tokens.
     """
 
     def __init__(
         self, model_path: str, placeholders: Mapping[str, frozenset[int]], *, trust_remote_code: bool = False,
         media_alone: bool = False,
     ):  # fmt: skip
-        """`placeholders` by medium, as in Vocabulary."""
+        """Create a reader; `placeholders` by medium, as in Vocabulary."""
         self.model_path, self.placeholders, self.trust_remote_code = model_path, placeholders, trust_remote_code
         self.media_alone = media_alone
-        """For an engine that finds out by itself what a model wants to know of each token."""
+        """True for an engine that computes token_type_ids itself, so that those of the processor are dropped."""
 
     @cached_property
     def processor(self) -> ProcessorMixin:
-        """Loaded when the first image comes."""
+        """Load the processor at its first use; ValueError if the folder has none."""
         try:
             processor = AutoProcessor.from_pretrained(self.model_path, trust_remote_code=self.trust_remote_code)
         except (OSError, ValueError, ImportError) as error:
@@ -159,7 +159,7 @@ class MediaReader:
         return processor
 
     def expanded(self, request: Request) -> Expanded:
-        """The tokens that stand for each item in the place of its placeholder, and the tensors of all of them."""
+        """Return the prompt with each placeholder replaced by the tokens of its item, and the tensors of all items."""
         spans: dict[int, Any] = {}
         features: dict[str, Tensor] = {}
         for name, items in read(request.multi_modal).items():
@@ -171,7 +171,7 @@ class MediaReader:
         return Expanded(token_ids, features)
 
     def heard(self, clips: list[Clip]) -> list[Clip]:
-        """ValueError for those that its model would hear otherwise than they are: at another speed, or without their end."""
+        """Return the clips; ValueError for a sampling rate other than the model's, or a clip that the model would truncate."""
         for clip in clips:
             ear = self.processor.feature_extractor
             longest = getattr(ear, "n_samples", None)
@@ -183,7 +183,7 @@ class MediaReader:
         return clips
 
     def _processed(self, name: str, items: list) -> tuple[list[list[int]], dict[str, Tensor]]:
-        """Tokens of each item, tensors of all of them."""
+        """Return the tokens of each item, and the tensors of all items."""
         token = getattr(self.processor, f"{MEDIA[name]}_token")
         output = self.processor(text=[token] * len(items), add_special_tokens=False, padding=True, return_tensors="pt",
                                 **self._arguments(name, items))
@@ -204,6 +204,6 @@ class MediaReader:
 
 
 def metadata(video: Video) -> dict[str, Any]:
-    """In the words of transformers and of vLLM."""
+    """Return the metadata of a video under the names of transformers and vLLM."""
     count = len(video.frames)
     return {"total_num_frames": count, "fps": video.fps, "frames_indices": list(range(count)), "duration": count / video.fps}

@@ -1,4 +1,4 @@
-"""What a model's folder tells an engine before there are weights."""
+"""Information that an engine needs from a model's folder before it has weights."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,26 +21,26 @@ from lightrft.engine.requests import MEDIA
 from lightrft.weight_sync.names import PublishedNames
 
 PLACEHOLDERS = {medium: (f"{medium}_token_id", f"{medium}_token_index") for medium in MEDIA.values()}
-"""Where configurations name the token that stands for a part of an image, a video or a sound."""
+"""Medium -> fields of a model configuration that may contain its placeholder token."""
 FRAME = ("vision_start_token_id", "vision_end_token_id")
-"""Where they name the tokens that some models want around a placeholder."""
+"""Fields with the tokens that some models need before and after a placeholder."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a model."""
+    """Vocabulary of a model with its special tokens."""
 
     size: int
-    """Of the output layer."""
+    """Number of rows of the output embedding."""
     end_token_ids: frozenset[int]
     placeholder_token_ids: tuple[int, ...]
-    """They stand for media in prompts; a response that has one cannot be read back."""
+    """Tokens that represent media in prompts; a response that contains one cannot be processed as input."""
     model_path: str
     trust_remote_code: bool = False
     placeholders: dict[str, frozenset[int]] = field(default_factory=dict)
-    """The same by medium: image, video, audio."""
+    """Placeholder tokens by medium: image, video, audio."""
     frame: tuple[int, int] | None = None
-    """Tokens before and behind a placeholder, where the model has such."""
+    """Tokens before and after a placeholder, if the model has them."""
 
     @classmethod
     def of(cls, model_path: str, config: PretrainedConfig, *, trust_remote_code: bool = False) -> Self:
@@ -53,7 +53,7 @@ class Vocabulary:
         return sum(token in self.placeholders.get(medium, ()) for token in token_ids)
 
     def without_placeholders(self, token_ids: list[int], medium: str) -> list[int]:
-        """The prompt without the tokens that stand for this medium, and without what frames them."""
+        """Return the prompt without the placeholders of this medium and the tokens that frame them."""
         gone = self.placeholders.get(medium, frozenset())
         before, behind = self.frame or (None, None)
         around = zip([None, *token_ids], token_ids, [*token_ids[1:], None], strict=False)
@@ -62,7 +62,7 @@ class Vocabulary:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Loaded when it is first needed: only stop strings and prompts that come as text need it."""
+        """Load the tokenizer at its first use; only stop strings and text prompts need it. ValueError if there is none."""
         try:
             return AutoTokenizer.from_pretrained(self.model_path, trust_remote_code=self.trust_remote_code)
         except (OSError, ValueError) as error:
@@ -70,14 +70,17 @@ class Vocabulary:
 
 
 def model_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForMultimodalLM]:
-    """With its towers where that is the only form of the model that generates text; else the model of text, as it is trained."""
+    """Return the auto class: multimodal if that is the only form of the model that generates text, else the text-only causal LM.
+
+    The text-only form is the one that is trained.
+    """
     seeing = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
     reading = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return AutoModelForMultimodalLM if seeing is not None and reading in (None, seeing) else AutoModelForCausalLM
 
 
 def most_of_each(section: EngineSection, config: PretrainedConfig) -> dict[str, int]:
-    """The media that the model reads, and how many of each a prompt may have."""
+    """Return the media that the model reads, with the maximum number of each in a prompt."""
     if model_class(config) is AutoModelForCausalLM:
         return {}
     flags = {"images": section.limit_mm_image_per_prompt, "videos": section.limit_mm_video_per_prompt,
@@ -87,13 +90,13 @@ def most_of_each(section: EngineSection, config: PretrainedConfig) -> dict[str, 
 
 
 def published_names(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PublishedNames:
-    """The weights of the model that an engine loads: what one stream must bring, and what engines call it."""
+    """Return the names and shapes of the weights that one stream must bring, and their published names."""
     with torch.device("meta"):
         return PublishedNames(model_class(config).from_config(config, trust_remote_code=trust_remote_code))
 
 
 def end_token_ids(model_path: str, config: PretrainedConfig) -> frozenset[int]:
-    """Tokens that end a response: of generation_config.json where there is one, else of the model's configuration."""
+    """Return the tokens that end a response, from generation_config.json if it has any, else from the model's configuration."""
     try:
         ids = GenerationConfig.from_pretrained(model_path).eos_token_id
     except OSError:  # no generation_config.json
@@ -106,12 +109,12 @@ def end_token_ids(model_path: str, config: PretrainedConfig) -> frozenset[int]:
 
 
 def placeholder_token_ids(config: PretrainedConfig) -> tuple[int, ...]:
-    """Tokens that stand for media in prompts; none for a model of text."""
+    """Return the tokens that represent media in prompts; none for a text-only model."""
     return tuple(sorted(frozenset().union(*placeholders(config).values())))
 
 
 def placeholders(config: PretrainedConfig) -> dict[str, frozenset[int]]:
-    """The same by medium."""
+    """Return the placeholder tokens by medium."""
     parts = config, config.get_text_config()
     found = {medium: [getattr(part, name, None) for part in parts for name in names] for medium, names in PLACEHOLDERS.items()}
     return {medium: frozenset(token for token in tokens if isinstance(token, int)) for medium, tokens in found.items()}

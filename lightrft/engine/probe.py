@@ -1,8 +1,8 @@
-"""What the parts of a decoder say of one sequence, by name: for finding where two implementations of a model part.
+"""Outputs of a decoder's parts for one sequence, by name, to find where two implementations of a model diverge.
 
-The names are those of the Hugging Face model, as if it had no towers, with two more: `self_attn.qkv_proj`, what q_proj, k_proj
-and v_proj say side by side, as engines fuse them, and `self_attn.heads`, what attention gives to o_proj. `embed_tokens` is what
-the first layer gets, as some scale the embeddings inside of that module and some behind it.
+Names are those of the text-only Hugging Face model, with two additions: `self_attn.qkv_proj`, the concatenated outputs of q_proj,
+k_proj and v_proj, as engines fuse them, and `self_attn.heads`, the input of o_proj. `embed_tokens` is the input of the first
+layer, because some models scale the embeddings inside of that module and others after it.
 """
 
 from collections.abc import Iterator
@@ -16,21 +16,23 @@ PARTS = (
     *("embed_tokens", "input_layernorm", "q_proj", "k_proj", "v_proj", "qkv_proj", "q_norm", "k_norm", "o_proj"),
     *("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm", "mlp", "norm"),
 )
-"""Last parts of the names of what is looked at."""
+"""Last name components of the modules that are observed."""
 LOGITS = "lm_head"
 BESIDE_TOWERS = {"language_model", "text_model"}
-"""What a model of images and text calls its language part, in a place that is not the same everywhere."""
+"""Names of the language part in multimodal models; its position in the path differs between implementations."""
 ELSEWHERE = {"block_sparse_moe": "mlp"}
-"""What engines call a part of the model -> what transformers calls it."""
+"""Engines' name of a part of the model -> transformers' name."""
 
 
 def logits_processor(model: nn.Module) -> nn.Module:
-    """Of an engine's model: what makes logits of hidden states. Of a model with towers it is in the language part."""
+    """Return the module of an engine's model that computes logits from hidden states; multimodal models have it in their language
+    part.
+    """
     return next(part for name, part in model.named_modules() if name.rpartition(".")[2] == "logits_processor")
 
 
 class Probe:
-    """While it is attached, what each part of a model gives: [T, ...] as float32 on the host, in the order of computing."""
+    """Recorder of the outputs of a model's parts while attached: [T, ...], float32 in host memory, in order of computation."""
 
     def __init__(self, num_tokens: int):
         self.num_tokens = num_tokens
@@ -46,7 +48,7 @@ class Probe:
                 handle.remove()
 
     def attach(self, model: nn.Module) -> list[Any]:
-        """Handles, each with remove()."""
+        """Attach to a model; return handles, each with remove()."""
         handles = []
         for path, module in model.named_modules():
             name = ".".join(ELSEWHERE.get(part, part) for part in path.split(".") if part not in BESIDE_TOWERS)
@@ -59,14 +61,14 @@ class Probe:
         return handles
 
     def add(self, name: str, value: Tensor) -> None:
-        """`value` [..., T, ...], or by heads [1, H, T, D], as some models have it before a norm."""
+        """Record `value` [..., T, ...], or [1, H, T, D] by heads, as in some models before a norm."""
         if value.dim() == 4 and self.num_tokens == value.shape[2] != value.shape[1]:
             value = value.transpose(1, 2)
         if value.numel() % self.num_tokens == 0:
             self.outputs[name] = value.detach().reshape(self.num_tokens, -1).float().cpu().clone()
 
     def parts(self, logits: Tensor) -> dict[str, Tensor]:
-        """All that was seen, and the logits [V] after the last token."""
+        """Return all recorded outputs, and the logits [V] after the last token."""
         self._join_projections()
         return self.outputs | {LOGITS: logits.detach().reshape(1, -1).float().cpu()}
 

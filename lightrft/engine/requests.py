@@ -1,4 +1,4 @@
-"""What an engine is asked: prompts, and how to sample their continuations."""
+"""Requests to an engine: prompts, and sampling parameters for their completions."""
 
 import hashlib
 from collections.abc import Iterable
@@ -10,41 +10,41 @@ from lightrft.config import RolloutSection
 from lightrft.types import Expanded
 
 MEDIA = {"images": "image", "videos": "video", "audios": "audio"}
-"""Where a request has them -> what placeholders, flags, and prompts for one engine call them."""
+"""Key of a medium in a request -> its name in placeholders, flags, and prompts for one engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample: the requests of one call, or one of them.
+    """Sampling parameters of all requests of a call, or of one request.
 
-    Banned tokens are taken out first, then the temperature divides the logits, then the top k stay, then the top p of those;
-    what stays is normalised to 1.
+    Banned tokens are removed first, then logits are divided by the temperature, then the top k tokens are kept, then the top p
+    of those; the remaining probabilities are normalised to 1.
     """
 
     n: int = 1
-    """Samples of each prompt; they share its prefill."""
+    """Number of samples of each prompt; they share its prefill."""
     max_tokens: int = 1024
     temperature: float = 1.0
-    """0 is greedy, and top_p and top_k are nothing to it."""
+    """Temperature of the samples; 0 is greedy and ignores top_p and top_k."""
     seed: int = 0
-    """Of a call, for the requests that bring no seeds of their own. Equal inside one engine's tensor-parallel group, different
-    between replicas and steps."""
+    """Seed of a call, for requests without seeds of their own. It is equal within an engine's tensor-parallel group, and
+    different between replicas and steps."""
     stop_token_ids: tuple[int, ...] = ()
-    """These end a response, as the tokenizer's end token does; the token itself is kept."""
+    """Tokens that end a response, as the tokenizer's end token does; the token itself is kept."""
     top_p: float = 1.0
-    """Only the most likely tokens that reach this probability together."""
+    """Cumulative probability of the most likely tokens that are kept."""
     top_k: int = 0
-    """Only the k most likely tokens; 0: all."""
+    """Number of most likely tokens that are kept; 0: all."""
     stop: tuple[str, ...] = ()
-    """Texts, special tokens counted, that end a response. Its last token is the one that completes one of them."""
+    """Strings, which may include special tokens, that end a response. Its last token is the one that completes a string."""
     first_token_temperature: float | None = None
-    """Temperature of the first token alone, for variety: FIRE (Chen et al., arXiv 2410.21236). None: as the others."""
+    """Temperature of the first token only, for diversity: FIRE (Chen et al., arXiv 2410.21236). None: `temperature`."""
     banned_token_ids: tuple[int, ...] = ()
-    """Never sampled. The placeholders of images, videos and audio never are, whatever stands here."""
+    """Tokens that are never sampled. Placeholders of images, videos and audio are always banned in addition."""
 
     @classmethod
     def of(cls, section: RolloutSection, **own: Any) -> Self:
-        """Take the values of the flags, and `own` in place of some of them."""
+        """Build the sampling parameters from the flags, with `own` values overriding them."""
         from_flags = {
             "n": section.n_samples_per_prompt, "max_tokens": section.generate_max_len, "temperature": section.temperature,
             "top_p": section.top_p, "top_k": section.top_k, "stop": tuple(section.stop),
@@ -54,27 +54,27 @@ class Sampling:
 
     @classmethod
     def greedy(cls, section: RolloutSection, **own: Any) -> Self:
-        """The most likely response, once, within the same limits."""
+        """Build parameters for one greedy response, with the flags' limits."""
         return cls.of(section, **{"n": 1, "temperature": 0.0, "first_token_temperature": None} | own)
 
     @property
     def num_draws(self) -> int:
-        """Samples to compute: a greedy answer is the same every time."""
+        """Return the number of samples to compute: a greedy response is the same every time."""
         return self.n if self.temperature else 1
 
     @property
     def truncation(self) -> Truncation:
-        """The part of the vocabulary that it samples from."""
+        """Return the restriction of the vocabulary that is sampled from."""
         return Truncation(top_k=self.top_k, top_p=self.top_p, banned=self.banned_token_ids)
 
     def resolved(self, placeholders: tuple[int, ...]) -> Self:
-        """As adapters see it: every banned token named, and what is nothing to greedy sampling left out."""
+        """Return the parameters for adapters: all banned tokens listed, and defaults for those that greedy sampling ignores."""
         banned = tuple(sorted({*self.banned_token_ids, *placeholders}))
         greedy = {"top_p": 1.0, "top_k": 0} if self.temperature == 0 else {}
         return replace(self, banned_token_ids=banned, **greedy)
 
     def problem(self, vocabulary_size: int | None = None) -> str | None:
-        """Why nobody can sample so; None when it is possible."""
+        """Return why the parameters are invalid; None if they are valid."""
         rules = {
             "n and max_tokens are at least 1": self.n >= 1 and self.max_tokens >= 1,
             "the temperature is not negative": self.temperature >= 0,
@@ -93,28 +93,28 @@ class Sampling:
 class Request:
     """One prompt to complete.
 
-        Request([4, 86, 104, 97, 116, 63], multi_modal={"images": [image]})      # 4 stands for an image
+        Request([4, 86, 104, 97, 116, 63], multi_modal={"images": [image]})      # 4 is the placeholder of an image
     """
 
     token_ids: list[int]
-    """With one placeholder for each image, video or clip, as a chat template writes it."""
+    """Tokens of the prompt, with one placeholder for each image, video or clip, as a chat template writes it."""
     multi_modal: dict[str, Any] = field(default_factory=dict)
-    """`images`, `videos`, `audios`, each in the order of its placeholders and in any of the forms of media.py."""
+    """Lists under `images`, `videos` and `audios`, in the order of their placeholders and in any form that media.py accepts."""
     sampling: Sampling | None = None
-    """Its own, instead of the call's; the seed is the call's."""
+    """Sampling parameters that replace those of the call, except for the seed."""
     seeds: tuple[int, ...] = ()
-    """One for each sample, from derived_seed(): it alone decides the sample's noise, whatever engine or batch draws it. Without
-    any, they are derived from the call's seed and the place of the request among those of the call."""
+    """One seed for each sample, from derived_seed(): it alone determines the sample's noise, independent of batch and engine. If
+    empty, seeds are derived from the call's seed and the index of the request in the call."""
     expanded: Expanded | None = None
-    """An engine sets it while it answers a request with media."""
+    """Prompt with expanded media, which the engine sets."""
 
     @property
     def prompt(self) -> list[int]:
-        """What the model reads."""
+        """Return the tokens that the model reads."""
         return self.expanded.token_ids if self.expanded else self.token_ids
 
     def followed_by(self, token_ids: list[int]) -> Self:
-        """The same prompt with more text behind it."""
+        """Return the request with tokens appended to its prompt."""
         expanded = self.expanded and replace(self.expanded, token_ids=self.expanded.token_ids + token_ids)
         return replace(self, token_ids=self.token_ids + token_ids, expanded=expanded)
 
@@ -125,7 +125,7 @@ def derived_seed(*parts: int | str) -> int:
 
 
 def strange(token_ids: Iterable[int], vocabulary_size: int | None) -> int | None:
-    """The first token outside of the vocabulary, if its size is known."""
+    """Return the first token outside of the vocabulary; None if there is none or the size is unknown."""
     if vocabulary_size is None:
         return None
     return next((token for token in token_ids if not 0 <= token < vocabulary_size), None)

@@ -1,4 +1,4 @@
-"""A library's engine starts: whether its version was tested, and why it does not start, in the words of flags."""
+"""Start of a library's engine: check of its version, and errors that name the flags involved."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -20,10 +20,10 @@ MEMORY = (
 
 
 class LibraryEngine(Engine):
-    """Of another library, which reads the model's folder itself and takes weights under published names."""
+    """Engine of another library, which reads the model's folder itself and loads weights under published names."""
 
     def __init__(self, library: str, version: str, setup: EngineSetup):
-        """`version` as the library says itself. All ranks construct and close their engines together."""
+        """Start the engine; `version` is reported by the library. All ranks construct and close their engines together."""
         warn_if_untested(library, version)
         config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
         trust = {"trust_remote_code": setup.trust_remote_code}
@@ -43,12 +43,12 @@ class LibraryEngine(Engine):
 
     @abstractmethod
     def _start(self, setup: EngineSetup, config: PretrainedConfig) -> list[str]:
-        """Starts the library's own; the expected weights whose place in it is not known."""
+        """Start the library's engine; return the names of expected weights that were not located in it."""
 
 
 @contextmanager
 def starting(name: str, setup: EngineSetup) -> Iterator[None]:
-    """Around the library's own start: ValueError where it refuses what it was given, EngineError where it breaks."""
+    """Convert errors of the library's start: ValueError if it rejects its arguments, EngineError for other failures."""
     try:
         yield
     except Exception as error:
@@ -57,6 +57,6 @@ def starting(name: str, setup: EngineSetup) -> Iterator[None]:
 
 
 def warn_if_untested(name: str, version: str) -> None:
-    """Of the engine's library, as it says itself."""
+    """Log a warning if the library's version is outside of the tested range."""
     if not SpecifierSet(ENGINES[name]).contains(Version(version).base_version):
         logger.warning("{} {} is outside the tested range, {}", name, version, ENGINES[name])

@@ -1,4 +1,4 @@
-"""Stop strings: texts that end a response, in every engine at the same token."""
+"""Stop strings: texts that end a response, at the same token in every engine."""
 
 from bisect import bisect_left
 from dataclasses import replace
@@ -8,22 +8,22 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.types import Completion
 
 BYTES_OF_A_CHARACTER = 4
-"""At most, and a token is at least one byte: so many tokens hold one character."""
+"""Maximum number of bytes of a character, and therefore of tokens per character, since a token has at least one byte."""
 
 
 class StopStrings:
-    """Looks for any of some strings in decoded tokens; special tokens are text here."""
+    """Search for any of several strings in decoded tokens; special tokens are decoded to text too."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]):
         self.tokenizer, self.stop = tokenizer, stop
         self.window = BYTES_OF_A_CHARACTER * (max(map(len, stop)) + 1)
 
     def reached(self, token_ids: list[int], every: int = 1) -> bool:
-        """Whether the last tokens have one; to be asked after every token, or `every` so many."""
+        """Return True if the last tokens contain a stop string; to be called after every token, or after each `every` tokens."""
         return self._inside(token_ids[-self.window - every + 1 :])
 
     def cut(self, completion: Completion) -> Completion:
-        """Without what follows the token that completes the first of them."""
+        """Return the completion without the tokens after the one that completes the first stop string."""
         tokens = completion.token_ids
         if not self._inside(tokens):
             return completion

@@ -1,4 +1,4 @@
-"""JSON objects, one per line, over a TCP connection that notices when the other end is gone."""
+"""TCP connection for JSON objects, one per line, which detects the loss of the other end."""
 
 import json
 import os
@@ -12,25 +12,25 @@ from typing import Any
 Message = dict[str, Any]
 
 LOST_AFTER = 45
-"""Seconds without an answer from the other machine's kernel after which a connection counts as lost. A process that dies closes
-its connections at once, whatever kills it; this is for machines and networks that go down."""
+"""Seconds without a reply from the other machine's kernel after which a connection counts as lost. A process that dies closes
+its connections at once, whatever kills it; this limit is for failures of machines and networks."""
 PENDING = 65536
-"""Bytes that may wait for a receiver who does not read, what comes after them is dropped; and the longest line."""
+"""Maximum number of bytes buffered for a receiver that does not read, beyond which messages are dropped; and of a line."""
 FIRST = 1024
-"""The longest line of somebody who has not shown yet that it belongs to the run."""
+"""Maximum number of bytes of a line from a peer that has not been authenticated yet."""
 
 _open: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 
 
 class ConnectionLost(Exception):
-    """The other end closed the connection, died, or cannot be reached any more."""
+    """Loss of a connection: the other end closed it, died, or is unreachable."""
 
 
 class Connection:
-    """Neither sending nor receiving blocks. Any thread may send, one receives."""
+    """Non-blocking connection. Any thread may send; only one may receive."""
 
     def __init__(self, connected: socket.socket, *, longest: int = PENDING):
-        """A line of more than `longest` bytes ends the connection."""
+        """Wrap a connected socket; a line of more than `longest` bytes ends the connection."""
         connected.setblocking(False)
         _notice_loss(connected)
         keep_from_children(connected)
@@ -39,7 +39,7 @@ class Connection:
         self._unsent = self._unread = b""
 
     def send(self, message: Message) -> None:
-        """Whether it arrives is not known here: a lost connection shows in receive()."""
+        """Send a message without confirmation; receive() detects a lost connection."""
         line = json.dumps(message).encode() + b"\n"
         with self._lock:
             if len(self._unsent) < PENDING:
@@ -48,7 +48,7 @@ class Connection:
                 self._unsent = self._unsent[self.socket.send(self._unsent) :]
 
     def receive(self) -> Iterator[Message]:
-        """Give the messages that arrived since the last call. ConnectionLost when no more can arrive."""
+        """Yield the messages that have arrived since the last call; ConnectionLost if no more can arrive."""
         try:
             data = self.socket.recv(PENDING)
         except BlockingIOError:
@@ -72,7 +72,7 @@ class Connection:
             raise ConnectionLost("a line of brackets") from error
 
     def shut(self) -> None:
-        """Both ends, and who waits here, see the end."""
+        """Shut the connection down, which wakes both ends and any thread waiting on it."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -81,7 +81,7 @@ class Connection:
 
 
 def keep_from_children(opened: socket.socket) -> None:
-    """A forked child that inherits a connection would keep it open when this process dies."""
+    """Close the socket in forked children, which would otherwise keep the connection open when this process dies."""
     _open.add(opened)
 
 

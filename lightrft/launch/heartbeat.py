@@ -1,4 +1,4 @@
-"""No rank waits forever and none ends alone: each tells rank 0 where it is, and all end together with one cause."""
+"""Heartbeats of all ranks to rank 0, which ends all ranks with one cause when a rank fails, dies or stalls."""
 
 import atexit
 import ipaddress
@@ -27,29 +27,29 @@ from lightrft.launch.rendezvous import tell_launcher
 from lightrft.parallel.mesh import collectives_begun
 
 BEAT = 5.0
-"""Seconds between two messages of a rank; less where the limit is short."""
+"""Seconds between two heartbeats of a rank; less if the time limit is short."""
 GRACE = 3.0
-"""Seconds by which ranks outlive the one beside them that is the cause, so that their launcher sees the cause end first. Ranks of
-other nodes do not wait: a launcher fails, and says nothing of its ranks, when that of another node has ended before them."""
+"""Seconds by which ranks outlive the failed rank of their node, so that their launcher sees that one end first. Ranks of other
+nodes do not wait: a launcher fails without a report on its ranks if the launcher of another node ends before them."""
 LOOPBACK = "127.0.0.1"
 MARGIN = timedelta(seconds=60)
-"""Time that collectives have beyond the limit: their own ways to end say less."""
+"""Time that collectives have beyond the limit, because their own timeouts report less."""
 PACKAGE = str(Path(__file__).parents[1])
 STANDARD_LIBRARY = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 LIBRARIES = {"site-packages", "dist-packages"}
-"""Folders of them: those of another environment may lie beneath."""
+"""Names of folders with installed packages, which may also belong to another environment."""
 _count = 0
 
 
 class Watchdog:
-    """On every rank a thread with a connection to rank 0's monitor.
+    """Thread on every rank with a connection to the monitor on rank 0.
 
-    It says which phase the rank is in, which line, and how many collectives it has begun in each of its groups. It ends this
-    process when the monitor says so: a rank failed or died, or a collective has waited longer than `limit` seconds.
+    It reports the rank's phase, its current line, and the number of collectives that it has begun in each of its groups. It ends
+    this process when the monitor announces a failure: a rank failed or died, or a collective waited longer than `limit` seconds.
     """
 
     def __init__(self, store: dist.Store, *, rank: int, world_size: int, limit: float, phase_limit: float):
-        """All ranks together. `store` is only asked where rank 0 listens."""
+        """Connect to rank 0; all ranks call it together. `store` is used only to exchange rank 0's address."""
         global _count
         _count += 1
         self.rank, self.limit, self.beat = rank, limit, min(BEAT, limit / 4, phase_limit / 4)
@@ -74,11 +74,11 @@ class Watchdog:
         self._thread.start()
         atexit.register(self.close)
         self._hook, sys.excepthook = sys.excepthook, self._uncaught
-        self._complete.wait(2 * ARRIVAL)  # a rank that does not come ends the run before
+        self._complete.wait(2 * ARRIVAL)  # if a rank does not arrive, the run ends before that
 
     @classmethod
     def start(cls, limit: timedelta, phase_limit: timedelta) -> "Self | Alone":
-        """Watch the default process group; the one rank of a group of one watches itself."""
+        """Start the watchdog of the default process group; a single rank watches itself."""
         world_size = dist.get_world_size()
         if world_size == 1:
             return Alone(phase_limit.total_seconds())
@@ -86,11 +86,11 @@ class Watchdog:
         return cls(_get_default_store(), rank=dist.get_rank(), world_size=world_size, **limits)
 
     def enter(self, phase: str) -> None:
-        """What this rank does from now on."""
+        """Report the phase that this rank enters."""
         self._connection.send({"phase": phase})
 
     def fail(self, error: BaseException, *, code: int = 1, brief: bool = False) -> NoReturn:
-        """End all ranks; the first cause is said by the rank that has it, `brief`ly or with its traceback."""
+        """End all ranks; the rank that failed first logs its error, `brief`ly or with the traceback."""
         said = str(error) if brief else "".join(traceback.format_exception(error)).rstrip()
         echo = is_echo(error)
         self._failed = True
@@ -98,14 +98,14 @@ class Watchdog:
         self._connection.send({"failed": {"error": summary, "code": code, "brief": brief, "echo": echo}})
         self._decided.wait(2 * PATIENCE)
         if self._failure is not None and self._failure["root"] != self.rank:
-            time.sleep(GRACE + PATIENCE)  # meanwhile the thread ends this process
+            time.sleep(GRACE + PATIENCE)  # the thread ends this process meanwhile
         if self._failure is not None and echo:
             said = f"{said}\n{self._failure['cause']}"
         logger.error(said)
         leave(said, code)
 
     def close(self) -> None:
-        """This rank ends in order."""
+        """End the watchdog of a rank that ends regularly."""
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True
@@ -160,9 +160,9 @@ class Watchdog:
         self._decided.set()
         mine = failure["root"] == self.rank
         if mine and self._failed:
-            time.sleep(GRACE + PATIENCE)  # meanwhile the failing thread ends this process
+            time.sleep(GRACE + PATIENCE)  # the failing thread ends this process meanwhile
         if failure["brief"]:
-            time.sleep(0.5)  # most errors of users meet all ranks: this one may be about to say the same
+            time.sleep(0.5)  # most user errors occur on all ranks: this one may be about to report the same
         if not (failure["brief"] and self._failed):
             logger.error(f"this run ends: {failure['cause']}")
         if failure["node"] == _self()["node"] and not mine:
@@ -170,11 +170,11 @@ class Watchdog:
         leave(failure["cause"], failure["code"])
 
     def _death_of_rank_0(self, reason: ConnectionLost) -> dict[str, Any]:
-        """Return the failure that no monitor can announce any more."""
+        """Return the failure for the death of rank 0, which its monitor can no longer announce."""
         return self._failure_of_rank_0(death(self._name_of_rank_0, self._rank_0["host"], self._phase_of_rank_0, reason))
 
     def _silence_of_rank_0(self) -> dict[str, Any]:
-        """Return the failure for `limit` seconds in which this rank neither heard of the monitor nor began a collective."""
+        """Return the failure for `limit` seconds without a message from the monitor and without a new collective of this rank."""
         return self._failure_of_rank_0(
             f"{self._name_of_rank_0} has been silent for more than {self.limit:.0f} s (--timeout_minutes), last heard of "
             f"{when(self._phase_of_rank_0)}: its process is stopped, or holds Python's lock. This rank is at {place()}"
@@ -194,7 +194,7 @@ class Watchdog:
 
 
 class Alone:
-    """The watchdog of a run of one rank: a thread that sleeps, and ends the process when a phase has taken too long."""
+    """Watchdog of a run with one rank: a thread that ends the process when a phase has taken too long."""
 
     def __init__(self, phase_limit: float):
         self._limit, self._phase, self._deadline = phase_limit, "", 0.0
@@ -209,7 +209,7 @@ class Alone:
                 self._thread.start()
 
     def fail(self, error: BaseException, *, code: int = 1, brief: bool = False) -> None:
-        """Return: nobody else has to be told."""
+        """Do nothing: there is no other rank to end."""
 
     def close(self) -> None:
         """End the thread."""
@@ -229,7 +229,7 @@ class Alone:
 
 
 def is_echo(error: BaseException | None) -> bool:
-    """Whether a rank meets this error because of another one: its collective or its store broke, or waited too long."""
+    """Return True for an error that another rank has caused: a collective or the store failed or timed out."""
     while error is not None:
         if isinstance(error, dist.DistError) or "/gloo/transport/" in str(error):
             return True
@@ -238,22 +238,22 @@ def is_echo(error: BaseException | None) -> bool:
 
 
 def leave(cause: str, code: int) -> NoReturn:
-    """End this process now: the main thread may wait in a collective that nothing can interrupt."""
+    """End this process immediately, since the main thread may be in a collective that cannot be interrupted."""
     tell_launcher(cause)
     if sys.__stderr__ is not None and sys.__stderr__.isatty():
-        sys.__stderr__.write("\x1b[?25h")  # a live display hides the cursor
+        sys.__stderr__.write("\x1b[?25h")  # show the cursor, which a live display hides
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
 
 
 def place() -> str:
-    """Where the main thread is."""
+    """Return the current position of the main thread."""
     return place_of(threading.main_thread().ident or 0)
 
 
 def place_of(thread: int) -> str:
-    """Where a thread is in our code or the user's: the innermost line, and two of its callers."""
+    """Return the position of a thread in our code or the user's: the innermost line and up to two of its callers."""
     lines: list[str] = []
     frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None and len(lines) < 3:
@@ -275,7 +275,7 @@ def _one_node(world_size: int) -> bool:
 
 
 def _listening_address(world_size: int) -> str | None:
-    """The address at which the ranks find rank 0, or None, all addresses, where its name means only this machine here."""
+    """Return the address at which ranks reach rank 0; None (all addresses) if its name resolves to loopback or not at all."""
     if _one_node(world_size):
         return LOOPBACK
     host = os.environ.get("MASTER_ADDR", socket.gethostname())
@@ -287,7 +287,7 @@ def _listening_address(world_size: int) -> str | None:
 
 
 def _connect(listener: dict[str, Any], world_size: int) -> Connection:
-    """Rank 0 is where MASTER_ADDR says; where nobody says, on the host of that name."""
+    """Connect to rank 0 at MASTER_ADDR or, if that is not set, at the listener's host name."""
     host = LOOPBACK if _one_node(world_size) else os.environ.get("MASTER_ADDR", listener["host"])
     try:
         return Connection(socket.create_connection((host, listener["port"]), timeout=60))

@@ -1,4 +1,4 @@
-"""Collect on rank 0 where every rank is, who has gone and who is late, and announce the one failure that ends the run on all."""
+"""Monitor on rank 0: collects the state of all ranks, detects dead and late ones, and announces the failure that ends the run."""
 
 import secrets
 import selectors
@@ -12,33 +12,33 @@ from typing import Any
 from lightrft.launch.connection import FIRST, PENDING, Connection, ConnectionLost, keep_from_children
 
 PATIENCE = 5.0
-"""Seconds that a failed collective waits for its cause: the rank that failed by itself, or died."""
+"""Seconds that the report of a failed collective waits for its cause, a rank that failed by itself or died."""
 ARRIVAL = 60.0
-"""Seconds until every rank must have come, after all have met in the process group."""
+"""Seconds in which every rank must connect, after all have joined the process group."""
 OUTSIDE = ("", "start-up")
-"""Phases without a limit: a program that never says what it does is in one of them all the time."""
+"""Phases without a time limit; a program that never announces a phase is always in one of them."""
 
 
 @dataclass
 class RankStatus:
-    """Hold what is known of one rank. Times are this process's monotonic clock."""
+    """Status of one rank. Times are from this process's monotonic clock."""
 
     rank: int
     host: str
     pid: int
     node: str
-    """Host and launcher: two of these may share a machine."""
+    """Host and launcher; several launchers may share a machine."""
     connection: Connection
     phase: str = "start-up"
     """Empty between phases."""
     phase_began: float = field(default_factory=time.monotonic)
     place: str = ""
-    """Where in our code or the user's its main thread was at its last beat."""
+    """Position of its main thread in our code or the user's at its last heartbeat."""
     issued: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Group -> collectives that this rank has begun in it, and when it was first seen to have begun the newest."""
+    """Group -> number of collectives that this rank has begun in it, and time when that number was first observed."""
     heard: float = field(default_factory=time.monotonic)
     left: bool = False
-    """It ended in order."""
+    """True if the rank has ended regularly."""
 
     @property
     def name(self) -> str:
@@ -54,11 +54,14 @@ class RankStatus:
 
 
 class Monitor:
-    """A thread of rank 0, which is idle but for a line from every rank at every beat."""
+    """Monitor thread of rank 0, which is idle except for one line from each rank per heartbeat."""
 
     def __init__(self, world_size: int, *, address: str | None, limit: float, phase_limit: float, beat: float, token: str):
-        """`address` is where ranks connect, None for all that this machine has. Seconds: a collective may wait for `limit`, a
-        phase may take all ranks `phase_limit`, and a `beat` is between two looks."""
+        """Start the monitor. Ranks connect to `address`; None listens on all addresses of this machine.
+
+        In seconds: `limit` is the longest wait of a collective, `phase_limit` the longest time that all ranks may be in a phase,
+        `beat` the time between two checks.
+        """
         self.world_size, self.limit, self.phase_limit, self.beat, self.token = world_size, limit, phase_limit, beat, token
         self.statuses: dict[int, RankStatus] = {}
         self._listening = listening_socket(address, world_size)
@@ -68,7 +71,7 @@ class Monitor:
         self._failure: dict[str, Any] | None = None
         self._echo: tuple[float, dict[str, Any]] | None = None
         self.closing = threading.Event()
-        """Set it before rank 0 says that it leaves: the others then hear that nobody watches any more."""
+        """Event to set before rank 0 leaves; the other ranks are then informed that the monitor has ended."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listening, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
@@ -97,7 +100,7 @@ class Monitor:
         for connection in [self._listening, *(status.connection for status in self.statuses.values())]:
             connection.close()
 
-    # -- hearing
+    # -- messages
 
     def _hear(self, connection: Connection) -> None:
         status = next((status for status in self.statuses.values() if status.connection is connection), None)
@@ -107,7 +110,7 @@ class Monitor:
                     status = self._admit(message["hello"], connection)
                 else:
                     self._note(status, message)
-        except (ConnectionLost, ValueError, KeyError, TypeError) as reason:  # what is no message of ours comes from a stranger
+        except (ConnectionLost, ValueError, KeyError, TypeError) as reason:  # invalid messages come from strangers
             self._selector.unregister(connection.socket)
             connection.close()
             if status is not None and not status.left:
@@ -128,14 +131,14 @@ class Monitor:
             status.observe(message["state"])
         elif "phase" in message:
             status.phase, status.phase_began = message["phase"], time.monotonic()
-            if status.rank == 0:  # should it die, the others have to say where it was
+            if status.rank == 0:  # if it dies, the others must report its phase
                 self._tell_all(message)
         elif "failed" in message:
             self._failed(status, message["failed"])
         elif "bye" in message:
             status.left = True
 
-    # -- looking for failures
+    # -- failure detection
 
     def _failed(self, status: RankStatus, report: dict[str, Any]) -> None:
         failure = {"root": status.rank, "code": report["code"], "brief": report["brief"],
@@ -165,13 +168,13 @@ class Monitor:
             self._end(f"{absent} ended, or hung, before it could say where it is", root=0)
 
     def _endless(self, now: float) -> list[str]:
-        """The phases of all ranks, when all have been in theirs for too long."""
+        """Return the phases of all ranks if all of them have been in theirs for too long, else none."""
         present = [status for status in self.statuses.values() if not status.left]
         late = [status for status in present if status.phase not in OUTSIDE and now - status.phase_began > self.phase_limit]
         return sorted({status.phase for status in late}) if len(late) == len(present) else []
 
     def _counts(self) -> dict[str, dict[int, tuple[int, float]]]:
-        """Group -> rank -> (collectives begun, since when)."""
+        """Return group -> rank -> (number of collectives begun, time of the newest)."""
         groups: dict[str, dict[int, tuple[int, float]]] = {}
         for status in self.statuses.values():
             for group, count in status.issued.items():
@@ -179,7 +182,7 @@ class Monitor:
         return groups
 
     def _longest_wait(self, now: float) -> float:
-        """Seconds that the collective has waited which some of its group's ranks have begun and others have not."""
+        """Return the seconds that the longest-waiting collective has waited for ranks that have not begun it; 0 without one."""
         waits = [0.0]
         for members in self._counts().values():
             fewest = min(count for count, _ in members.values())
@@ -187,7 +190,7 @@ class Monitor:
         return max(waits)
 
     def _behind(self) -> dict[int, str]:
-        """Rank -> what it has not begun though others of its group have."""
+        """Return rank -> description of the collectives that it has not begun although others of its group have."""
         late = {}
         for group, members in self._counts().items():
             most = max(count for count, _ in members.values())
@@ -196,7 +199,7 @@ class Monitor:
         return late
 
     def _report(self, behind: dict[int, str], now: float) -> str:
-        """Who is late, and where everybody is; ranks at the same place share a line."""
+        """Return a report of late ranks and the positions of all ranks; ranks at the same position share a line."""
         groups: dict[str, list[RankStatus]] = {}
         for status in self.statuses.values():
             lateness = f"late: {behind[status.rank]}; " if status.rank in behind else ""
@@ -209,7 +212,7 @@ class Monitor:
         return "\n".join([headline, *lines])
 
     def _end(self, cause: str, *, root: int, code: int = 1, brief: bool = False) -> None:
-        """Announce a failure; only the first one counts. Rank 0 hears it last, so that all have it when this process ends."""
+        """Announce a failure; only the first one counts. Rank 0 gets it last, so that all have it when this process ends."""
         if self._failure is None:
             node = self.statuses[root].node if root in self.statuses else ""
             self._failure = {"cause": cause, "root": root, "node": node, "code": code, "brief": brief}
@@ -221,8 +224,10 @@ class Monitor:
 
 
 def listening_socket(address: str | None, backlog: int) -> socket.socket:
-    """A port that the system chooses. Where `address` is no address of this machine but leads here, as of a service of a
-    cluster, it is open on all of them."""
+    """Open a socket on a port chosen by the system.
+
+    It listens on all addresses if `address` is not local but is routed here, such as that of a cluster service.
+    """
     if address is not None:
         for family, _, _, _, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
             with suppress(OSError):
@@ -246,7 +251,7 @@ def _who(statuses: list[RankStatus]) -> str:
 
 
 def names(ranks: Any) -> str:
-    """`rank 3`, `ranks 0-2, 5`."""
+    """Format ranks as `rank 3` or `ranks 0-2, 5`."""
     ordered = sorted(ranks)
     spans: list[list[int]] = []
     for rank in ordered:

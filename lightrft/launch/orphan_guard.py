@@ -1,8 +1,8 @@
-"""A process beside each rank of torchrun: when torchrun or the rank ends, whatever kills it, nothing of the rank remains.
+"""Guard process for each rank of torchrun, which ends all processes of the rank when torchrun or the rank ends.
 
-torchrun makes each rank the leader of a process group and ends that by signals. It cannot when it is killed itself; and what a
-killed rank has started, it forgets. The guard is no thread of the rank, so a rank that hangs in native code ends too, and it
-is in a session of its own, so the signals for the group leave it alone. Linux only.
+torchrun makes each rank the leader of a process group and ends the group by signals. It cannot do so if it is killed itself, and
+it does not end the processes that a killed rank has started. The guard is a process and not a thread of the rank, so that it can
+end a rank that hangs in native code; it has its own session, so that signals to the group do not reach it. Linux only.
 """
 
 import os
@@ -13,13 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 
 BEAT = 0.5
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 CLEANUP = 2.0
-"""Seconds in which the processes that a rank has started may end by themselves, and free what they share."""
+"""Seconds in which the processes that a rank has started may end by themselves, and free shared resources."""
 
 
 def main(rank: int, launcher: int) -> None:
-    """Both are process ids; `rank` is the parent of this one."""
+    """Watch the processes with these ids, of which `rank` is the parent of this one, and clean up when one of them ends."""
     while os.getppid() == rank and _parent(rank) == launcher:
         time.sleep(BEAT)
     if os.getppid() == rank:

@@ -1,4 +1,4 @@
-"""From the launcher's environment to a process group: torchrun, Slurm, or one process without a launcher."""
+"""Creation of the process group from the launcher's environment: torchrun, Slurm, or one process without a launcher."""
 
 import ipaddress
 import json
@@ -24,17 +24,17 @@ from lightrft.parallel.device import collective_backend
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 MEETING_POINT = ("SLURM_STEP_NODELIST", "SLURM_JOB_ID")
-"""MASTER_ADDR is the first node, MASTER_PORT the job's own, unless the user has set them."""
+"""Slurm variables for MASTER_ADDR, the first node, and MASTER_PORT, derived from the job, unless the user has set them."""
 NOTICE = timedelta(seconds=30)
-"""So often it is said who has not come."""
+"""Interval between warnings about ranks that have not arrived."""
 ADVICE = "start the run with `torchrun --standalone --nproc-per-node=N ...`, or with none of these variables for one process"
 _guard: subprocess.Popen | None = None
 _num_groups = 0
-"""Default process groups that this process has joined; all ranks count alike."""
+"""Number of default process groups that this process has joined, which is equal on all ranks."""
 
 
 def adopt_slurm(environment: MutableMapping[str, str]) -> None:
-    """Write what `srun` says under torchrun's names. Left alone: a torchrun inside a Slurm job, one task, no srun at all."""
+    """Set torchrun's variables from those of `srun`. Nothing is changed under torchrun, for one task, or without srun."""
     if "RANK" in environment or int(environment.get("SLURM_STEP_NUM_TASKS", 1)) == 1:
         return
     absent = [name for name in (*SLURM.values(), *MEETING_POINT) if name not in environment]
@@ -49,13 +49,13 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
 
 
 def adopt_node_size(environment: MutableMapping[str, str], num_gpu_per_node: int) -> None:
-    """Which device of its node is a rank's own, for launchers that only count ranks; what they say of LOCAL_RANK wins."""
+    """Set LOCAL_RANK, which determines a rank's device, for launchers that set only RANK; an existing LOCAL_RANK is kept."""
     if "RANK" in environment:
         environment.setdefault("LOCAL_RANK", str(int(environment["RANK"]) % num_gpu_per_node))
 
 
 def end_with_launcher(launcher: int) -> None:
-    """From now on a rank that torchrun, process id `launcher`, has started does not outlive it, nor does what the rank starts."""
+    """Start a guard so that a rank of torchrun, with process id `launcher`, and the rank's children do not outlive it."""
     global _guard
     if _guard is None and "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux" and os.getpgid(0) == os.getpid():
         command = [sys.executable, "-IS", orphan_guard.__file__, str(os.getpid()), str(launcher)]
@@ -63,9 +63,9 @@ def end_with_launcher(launcher: int) -> None:
 
 
 def join_process_group(device: torch.device, timeout: timedelta, arrival: timedelta) -> bool:
-    """Create the default process group; False when somebody did already. `timeout` is that of its store from then on.
+    """Create the default process group; return False if it exists already. `timeout` is that of its store from then on.
 
-    `arrival` is the longest wait until all processes have started, imported their packages and met.
+    `arrival` is the longest wait until all processes have started, imported their packages and connected.
     """
     if dist.is_initialized():
         return False
@@ -81,7 +81,7 @@ def join_process_group(device: torch.device, timeout: timedelta, arrival: timede
     _meet(store, rank, world_size, arrival)
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=arrival)
-    except RuntimeError as error:  # gloo's own are no DistError
+    except RuntimeError as error:  # gloo's errors are not DistError
         raise RuntimeError(
             f"rank {rank} on {socket.gethostname()} met the other {world_size - 1} at {_address()}, but cannot connect to all of "
             "them: one has ended since, and its log says why, or a firewall is between the nodes, or a rank listens where others "
@@ -92,7 +92,7 @@ def join_process_group(device: torch.device, timeout: timedelta, arrival: timede
 
 
 def loopback_problem() -> str:
-    """Return why other nodes cannot connect to gloo on this one: its name means a loopback address. Empty where they can."""
+    """Return why other nodes cannot connect to gloo on this one, if its name resolves to a loopback address; else empty."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -116,7 +116,10 @@ def _address() -> str:
 
 
 def _meeting_point(rank: int, arrival: timedelta) -> dist.Store:
-    """Served by torchrun on the first node, else by rank 0. Torch's own way there waits for all and does not say for whom."""
+    """Return the store, which torchrun serves on the first node, else rank 0.
+
+    Torch's own rendezvous is not used, because it waits for all ranks without reporting which are missing.
+    """
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
@@ -135,14 +138,14 @@ def _meeting_point(rank: int, arrival: timedelta) -> dist.Store:
 
 
 def _prefixed_store(store: dist.Store) -> dist.Store:
-    """Return the store with keys of this process group alone: that of torchrun, and its keys, outlive groups and restarts."""
+    """Return the store with a key prefix for this process group, since torchrun's store outlives groups and restarts."""
     global _num_groups
     _num_groups += 1
     return dist.PrefixStore(f"lightrft/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{_num_groups}", store)
 
 
 def _meet(store: dist.Store, rank: int, world_size: int, arrival: timedelta) -> None:
-    """Returns when all are there; while some are not, one rank of each node says who."""
+    """Wait until all ranks have arrived; meanwhile one rank of each node logs which are missing. RuntimeError at the deadline."""
     arrivals = dist.PrefixStore("arrivals", store)
     arrivals.set(str(rank), socket.gethostname())
     deadline = time.monotonic() + arrival.total_seconds()
@@ -171,7 +174,7 @@ def _said(arrival: timedelta) -> str:
 
 
 def tell_launcher(cause: str) -> None:
-    """Why this process ends, where torchrun looks for it: it shows the earliest of these last."""
+    """Write why this process ends to torchrun's error file; torchrun reports the earliest error of all ranks."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         about = {"message": cause, "extraInfo": {"py_callstack": cause, "timestamp": str(int(time.time()))}}
@@ -179,7 +182,7 @@ def tell_launcher(cause: str) -> None:
 
 
 def _first_host(nodes: str) -> str:
-    """`gpu[07-09,12],fat1` -> `gpu07`."""
+    """Return the first host of a node list: `gpu[07-09,12],fat1` -> `gpu07`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group() if first else nodes)
 

@@ -1,4 +1,4 @@
-"""How a run is distributed: strategies, their optimizers and checkpoints, and the engine they host."""
+"""Strategies, which distribute a run: models, optimizers, checkpoints, and the engine that they host."""
 
 from typing import Any
 
@@ -18,9 +18,9 @@ _strategies.register("fsdp")(FSDPStrategy)
 
 
 def get_strategy(args: Arguments = None) -> StrategyBase:
-    """Return the strategy that --strategy, or --fsdp, of `args` names, not yet set up: call its setup_distributed().
+    """Return the strategy that --strategy or --fsdp in `args` names; the caller still has to call its setup_distributed().
 
-    `args` without a word about it mean DeepSpeed where it is installed, else FSDP2. ConfigError for a class that cannot be found.
+    The default is DeepSpeed if it is installed, else FSDP2. Raises ConfigError for a class that cannot be found.
     """
     values = flat(args)
     written = not isinstance(args, Config) or "fsdp" in args.written
@@ -30,7 +30,7 @@ def get_strategy(args: Arguments = None) -> StrategyBase:
 
 
 def __getattr__(name: str) -> Any:
-    """DeepSpeed is imported when it is asked for."""
+    """Import DeepSpeed only when DeepSpeedStrategy is accessed."""
     if name == "DeepSpeedStrategy":
         return _deepspeed_strategy()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""A tiny model, a fixed batch and plain torch, for the cases of testing.py: the same steps under a strategy and without one."""
+"""Tools for the cases of testing.py: run the same steps of a tiny model on fixed batches under a strategy and in plain torch."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -17,13 +17,13 @@ from lightrft.data.loader import share_of
 from lightrft.strategy import StrategyBase
 
 VOCABULARY, STEPS, LENGTHS = 96, 3, [3, 9, 4, 12, 2, 6, 7, 5, 11, 3, 8, 4]
-"""Sequences of one optimizer step: different lengths, so that no rank has the same number of tokens."""
+"""Vocabulary size, number of optimizer steps, and lengths of one step's sequences, which give ranks different token counts."""
 OptimizerOf = Callable[[nn.Module], Optimizer]
 
 
 @dataclass
 class Course:
-    """What some optimizer steps did; parameters by their Hugging Face names."""
+    """Losses and gradient norms of some optimizer steps, and the parameters after them by their Hugging Face names."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Course:
 class Bench:
     strategy: StrategyBase
     folder: Path
-    """Empty, and the same for all ranks."""
+    """Empty folder that all ranks share."""
     tolerance: float
 
     def prepared(self, optimizer_of: OptimizerOf, seed: int = 0, **options: Any) -> tuple[PreTrainedModel, Optimizer]:
@@ -45,7 +45,7 @@ class Bench:
         self, model: nn.Module, optimizer: Optimizer, step: int, micro_batches: int = 1,
         change: Callable[[Tensor], Tensor] | None = None,
     ) -> float:  # fmt: skip
-        """This rank's part of an optimizer step, whose loss goes through `change` before; returns its part of the loss."""
+        """Run backward on this rank's part of an optimizer step, its loss changed by `change`; return its part of the loss."""
         data, total, denominator = self.strategy.mesh.data, 0.0, tokens(step)
         rows = [batch(step)[row] for row in share_of(data.rank, data.size, len(LENGTHS))]
         for index in range(micro_batches):
@@ -104,7 +104,7 @@ def tokens(step: int) -> int:
 
 
 def loss_of(model: nn.Module, rows: list[Tensor], denominator: int) -> Tensor:
-    """The share of these rows in the mean over all tokens of an optimizer step."""
+    """Return the share of these rows in the mean loss over all tokens of an optimizer step."""
     device = next(model.parameters()).device
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
     labels = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100).to(device)
@@ -113,7 +113,7 @@ def loss_of(model: nn.Module, rows: list[Tensor], denominator: int) -> Tensor:
 
 
 def sgd(model: nn.Module) -> Optimizer:
-    """Unlike Adam it shows a constant factor on the gradients."""
+    """Build SGD, which, unlike Adam, reveals a constant factor on the gradients."""
     return SGD(model.parameters(), lr=0.3)
 
 
@@ -121,7 +121,7 @@ def plain(
     optimizer_of: OptimizerOf, steps: range = range(STEPS), *, model: nn.Module | None = None, max_norm: float = 1.0,
     rates: list[float] | None = None,
 ) -> Course:  # fmt: skip
-    """The same in plain torch: one process, one batch. `rates` are the learning rates of the steps."""
+    """Run the same steps in plain torch: one process, one batch. `rates` are the learning rates of the steps."""
     model = model or tiny_model()
     optimizer, course = optimizer_of(model), Course()
     for step in steps:
@@ -138,13 +138,13 @@ def plain(
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest relative distance of a tensor."""
+    """Return the largest relative distance between two tensors of the same name."""
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     return max(((found[name] - expected[name]).norm() / (expected[name].norm() + 1e-8)).item() for name in expected)
 
 
 def refused(action: Callable[[], Any], kind: type[Exception]) -> str:
-    """What the error says."""
+    """Return the message of the error that `action` must raise; AssertionError if it raises none."""
     try:
         action()
     except kind as error:

@@ -1,4 +1,4 @@
-"""The verbs of checkpoints: one or several models, what trains them, and any other part of a run that has a state."""
+"""Checkpoint verbs: save and load models, their optimizers and schedules, and any other part of a run that has a state."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -24,7 +24,7 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class CheckpointVerbs(EngineVerbs):
-    """A part of StrategyBase. All ranks call every verb together."""
+    """Part of StrategyBase with the checkpoint verbs. All ranks call every verb together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,15 +37,15 @@ class CheckpointVerbs(EngineVerbs):
         parts: Mapping[str, Stateful] = NOTHING, hf_model: nn.Module | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None, async_save: bool = False,
     ) -> Path:  # fmt: skip
-        """Write everything needed to continue to `save_dir/tag`, without a tag to the next free `save_dir/saveN`.
+        """Write everything needed to continue to `save_dir/tag`, or to the next free `save_dir/saveN` if there is no tag.
 
-        `client_state` is the caller's own, in JSON's types.
-        A model brings the optimizer and the schedule that prepare() got with it, unless others are named. `parts` are
-        anything with state_dict(), which all ranks call together, and load_state_dict(): rank 0's state is written, all load it.
-        `hf_model` is written once more, as the Hugging Face folder `save_dir/tag/hf`. With `async_save` this returns when
-        all is copied to host memory; finish_ckpt() says how it went. At most `max_num` checkpoints and `max_mem` GB of
-        them stay. One without `save_latest` is loaded by its tag only. CheckpointError on all ranks when one cannot write
-        (disk full); what was there before is then untouched.
+        `client_state` is the caller's own and contains JSON types only.
+        A model is saved with the optimizer and schedule that prepare() received with it, unless others are passed. `parts` are
+        objects with state_dict(), which all ranks call together, and load_state_dict(): rank 0's state is written and all ranks
+        load it. `hf_model` is also written as a Hugging Face folder, `save_dir/tag/hf`. With `async_save` this returns as soon
+        as everything is copied to host memory; finish_ckpt() raises the error if writing fails. At most `max_num` checkpoints
+        and `max_mem` GB of them are kept. A checkpoint without `save_latest` is loaded only by its tag. Raises CheckpointError
+        on all ranks if one rank cannot write (disk full); existing checkpoints are then untouched.
         """
         self.finish_ckpt()
         world, hf = self.mesh.world, None
@@ -72,7 +72,7 @@ class CheckpointVerbs(EngineVerbs):
         return folder
 
     def finish_ckpt(self, *, wait: bool = True) -> bool:
-        """Whether no checkpoint is being written any more; with `wait` it is so. Its failure is raised here, on all ranks."""
+        """Return True if no checkpoint is being written; with `wait`, wait for that. A failed write raises here, on all ranks."""
         return self._background is None or self._background.finish(wait=wait)
 
     def load_ckpt(
@@ -81,11 +81,12 @@ class CheckpointVerbs(EngineVerbs):
         optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None, parts: Mapping[str, Stateful] = NOTHING,
         check: Callable[[Path, dict[str, Any]], None] | None = None,
     ) -> tuple[Path | None, dict[str, Any]]:  # fmt: skip
-        """Restore `load_dir/tag`, or the newest undamaged checkpoint; returns its path and client_state, or (None, {}).
+        """Restore `load_dir/tag`, or the newest undamaged checkpoint; return its path and client_state, or (None, {}).
 
-        Any number of ranks may load what any other has saved. `check` sees path and client_state before anything is
-        loaded, and may raise. Models and parts are those that were saved; with load_module_only some of the models are
-        enough, and nothing but their parameters is touched. Not strict: parameters that are not saved keep their values.
+        A checkpoint can be loaded on a different number of ranks than saved it. `check` receives path and client_state before
+        anything is loaded, and may raise. Models and parts must be those that were saved; with load_module_only a subset of the
+        models is enough, and only their parameters are changed. Without load_module_strict, parameters that are not in the
+        checkpoint keep their values.
         """
         self.finish_ckpt()
         found = manager.find(Path(load_dir), tag, self.mesh.world)
@@ -109,7 +110,7 @@ class CheckpointVerbs(EngineVerbs):
         return path, state["client"]
 
     def close_checkpoints(self) -> None:
-        """Nothing ends before what is being written is whole, or has failed."""
+        """Wait until the checkpoint being written is complete or has failed, then end the background writer."""
         background, self._background = self._background, None
         if background is not None:
             background.close()
@@ -133,7 +134,7 @@ class CheckpointVerbs(EngineVerbs):
     def _tensors(
         self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None, *, copy: bool
     ) -> dict[str, Any]:
-        """Return the tensors; a model and an optimizer that are offloaded come back for as long as it takes to copy them."""
+        """Return the tensors to save; an offloaded model or optimizer is reloaded for as long as copying takes."""
         offloaded = [item for item in (model, optimizer) if item in self._offloaded]
         for item in offloaded:
             self._bring_back(item)

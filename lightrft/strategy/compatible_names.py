@@ -1,4 +1,4 @@
-"""Names and call forms of opendilab/LightRFT's StrategyBase, for code that was written for it."""
+"""Names and calling conventions of opendilab/LightRFT's StrategyBase, for code that was written for it."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -12,16 +12,16 @@ from lightrft.strategy.engine_host import EngineHost, EngineStatus
 
 RENAMED = {"max_new_tokens": "max_tokens"}
 IGNORED = ("detokenize", "skip_special_tokens", "include_stop_str_in_output", "logprobs", "spaces_between_special_tokens")
-"""What says how to present a response; responses here are token ids with their log-probs."""
+"""Parameters about the presentation of a response, which are ignored: responses here are token ids with their log-probs."""
 NEUTRAL = {"min_p": (0, None), "repetition_penalty": (1, None), "presence_penalty": (0, None), "frequency_penalty": (0, None),
            "min_tokens": (0, None), "min_new_tokens": (0, None), "ignore_eos": (False, None), "best_of": (1, None)}  # fmt: skip
-"""Parameters that no engine here has, with the values that ask for nothing."""
+"""Parameters that no engine here supports, with the values that have no effect and are therefore accepted."""
 
 
 def sampling_of(parameters: Mapping[str, Any], seed: int) -> Sampling:
-    """Return the Sampling that a dictionary of vLLM's or SGLang's parameters means; `seed` where it has none.
+    """Convert a dictionary of vLLM or SGLang sampling parameters to Sampling; `seed` is used if the dictionary has none.
 
-    ValueError for parameters that are unknown, or that would change what is sampled in a way that engines here cannot.
+    Raises ValueError for parameters that are unknown, or that would change sampling in a way that engines here do not support.
     """
     given = {RENAMED.get(name, name): value for name, value in parameters.items() if name not in IGNORED}
     known = {field.name for field in fields(Sampling)}
@@ -37,7 +37,7 @@ def sampling_of(parameters: Mapping[str, Any], seed: int) -> Sampling:
 
 
 class CompatibleNames:
-    """A part of StrategyBase: attributes under LightRFT's names."""
+    """Part of StrategyBase with attributes under LightRFT's names."""
 
     _host: EngineHost | None
     mesh: Mesh
@@ -46,7 +46,7 @@ class CompatibleNames:
 
     @property
     def inference_engine(self) -> Engine | None:
-        """The engine on this rank; None until setup_inference_engine()."""
+        """Return the engine on this rank; None until setup_inference_engine()."""
         return self._host.engine if self._host else None
 
     @property
@@ -59,14 +59,14 @@ class CompatibleNames:
 
     @property
     def engine_mp_group(self) -> dist.ProcessGroup | None:
-        """The process group of the ranks that share an engine; None where each rank has its own."""
+        """Return the process group of the ranks that share an engine; None if each rank has its own."""
         return self.mesh.engine(self.config.engine_tp_size).group  # type: ignore[attr-defined]
 
     @property
     def engine_dp_group(self) -> dist.ProcessGroup | None:
-        """The process group of the ranks at this rank's place in all engines; None for one engine."""
+        """Return the process group of the ranks with this rank's index in all engines; None if there is one engine."""
         return self.mesh.engine_replicas(self.config.engine_tp_size).group  # type: ignore[attr-defined]
 
     def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the process group of the ranks that divide a sequence; None where nothing divides it."""
+        """Return the process group of the ranks that divide a sequence; None without sequence parallelism."""
         return self.mesh.sp.group

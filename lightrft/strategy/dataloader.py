@@ -1,4 +1,4 @@
-"""Which rows each data rank sees, in which order, and where to continue."""
+"""Resumable assignment of data rows to data ranks."""
 
 from collections.abc import Collection, Iterator, Sized
 
@@ -10,13 +10,13 @@ from lightrft.parallel.collectives import Axis
 
 
 class ResumableBatchSampler(Sampler[list[int]]):
-    """Batches of row numbers for one data rank.
+    """Sampler of batches of row indices for one data rank.
 
-    The order of an epoch depends on seed and epoch only. Global batch b is the next `batch_size x data ranks` rows of it
+    The order of an epoch depends on seed and epoch only. A global batch is the next `batch_size x data ranks` rows of it,
     and each rank takes its contiguous part, so a resumed run reads the rest of the epoch even on another number of ranks.
-    Every iteration is the next epoch, reshuffled; nobody has to call set_epoch.
+    Every iteration is the next epoch, reshuffled; calling set_epoch is not necessary.
 
-    With `rows` the order is theirs: iterated once for each epoch, also for those before the one that a resumed run is in.
+    `rows`, if given, determines the order: it is iterated once for each epoch, including those a resumed run has already done.
     """
 
     def __init__(self, dataset: Sized, batch_size: int, axis: Axis, *, shuffle: bool, drop_last: bool, seed: int,
@@ -37,11 +37,11 @@ class ResumableBatchSampler(Sampler[list[int]]):
             list(rows)
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, on every rank."""
+        """Return the number of batches in a whole epoch, which is equal on all ranks."""
         return self.rows // self.global_batch if self.drop_last else -(-self.rows // self.global_batch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The next epoch; a resumed one begins in its middle. Without drop_last the last batch may be empty on some ranks."""
+        """Yield the next epoch, or the rest of a resumed one. Without drop_last the last batch may be empty on some ranks."""
         order, position = self._order(self.epoch), self.start
         self.epoch, self.start = self.epoch + 1, 0
         while position + (self.global_batch if self.drop_last else 1) <= self.rows:
@@ -50,7 +50,7 @@ class ResumableBatchSampler(Sampler[list[int]]):
             position += self.global_batch
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the next one. The epoch that a resumed run is in the middle of stays there; given rows come in turn."""
+        """Make `epoch` the next one. A partly read epoch of a resumed run keeps its position; `rows` keep their own order."""
         if epoch != self.epoch:
             self.epoch, self.start = epoch, 0
 

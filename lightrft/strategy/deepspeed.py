@@ -1,7 +1,7 @@
-"""DeepSpeed ZeRO: optimizer states (1), gradients (2) and parameters (3) cut over all ranks, or nothing (0).
+"""DeepSpeed ZeRO: optimizer states (1), gradients (2) and parameters (3) partitioned over all ranks, or nothing (0).
 
-DeepSpeed averages gradients over ranks; that is undone here, so they are sums as everywhere. Models are cut in prepare():
-nothing of transformers' own DeepSpeed integration is switched on, which would cut every model loaded later too.
+DeepSpeed averages gradients over ranks; this is undone here, so that they are sums as in every strategy. Models are
+partitioned in prepare(): transformers' own DeepSpeed integration stays off, since it would partition every model loaded later.
 """
 
 import io
@@ -45,7 +45,7 @@ logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
 
 class DeepSpeedStrategy(StrategyBase):
-    """ZeRO over all ranks. An optimizer belongs into prepare(), with its module: ZeRO makes both anew from each other."""
+    """ZeRO over all ranks. An optimizer must be passed to prepare() with its module, because ZeRO rebuilds both together."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -53,14 +53,14 @@ class DeepSpeedStrategy(StrategyBase):
         self._trained: dict[Optimizer, nn.Module] = {}
         self._group_names: dict[nn.Module, list[list[str]]] = {}
         self._holding: set[nn.Module] = set()
-        """Models with gradients, most of which ZeRO keeps elsewhere."""
+        """Models that hold gradients, most of which ZeRO keeps outside the parameters' `grad`."""
 
     def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int | None = None) -> None:
         self.config.check_deepspeed()
         super().setup_distributed(timeout, num_gpu_per_node)
         os.environ.setdefault("LOCAL_RANK", str(local_rank()))
-        deepspeed.ops.__compatible_ops__ = {}  # else a compiler runs at every start, for a collective that nobody uses
-        deepspeed.init_distributed()  # takes over the process group that is there
+        deepspeed.ops.__compatible_ops__ = {}  # otherwise every start compiles an op for a collective that is not used here
+        deepspeed.init_distributed()  # adopts the existing process group
         self._cut = init_device_mesh(self.device.type, (self.mesh.world.size,))
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class DeepSpeedStrategy(StrategyBase):
         super().close()
 
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        """Hand both to a DeepSpeed engine. Without an optimizer only ZeRO-3 has something to cut."""
+        """Pass both to a DeepSpeed engine. Without an optimizer only ZeRO-3 has something to partition."""
         if optimizer is None and self.config.zero_stage < 3:
             module.to(self.device)
             return
@@ -80,7 +80,7 @@ class DeepSpeedStrategy(StrategyBase):
         if self.config.zero_stage == 3:
             self._cut_one_by_one(module, config)
             follow(module, optimizer, names)
-        with redirect_stdout(io.StringIO()):  # the optimizer of stage 1 in bfloat16 prints as it starts
+        with redirect_stdout(io.StringIO()):  # the bfloat16 optimizer of stage 1 prints when it is created
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
         self._engines[module] = engine
         if optimizer is not None:
@@ -88,7 +88,7 @@ class DeepSpeedStrategy(StrategyBase):
         _enter_through(module, engine)
 
     def init_model_context(self, device: torch.device | str | None = None) -> AbstractContextManager[None]:
-        """Under ZeRO-3 models made inside are empty until prepare(), where one parameter after the other is read and cut."""
+        """Return a context in which models made under ZeRO-3 are empty until prepare() reads and partitions each parameter."""
         wanted = self.config.zero_stage == 3 and str(device or "meta") == "meta"
         return empty_parameters() if wanted else nullcontext()
 
@@ -99,7 +99,7 @@ class DeepSpeedStrategy(StrategyBase):
         engine.backward(loss * self.mesh.world.size)
 
     def take_step(self, model: nn.Module, optimizer: Optimizer) -> Tensor:
-        """DeepSpeed clips by the same norm, and leaves out the step by itself when that is not finite."""
+        """Let DeepSpeed clip by the same norm and step; it skips the step itself if the norm is not finite."""
         engine = self._trained_engine(model)
         if self.config.zero_stage == 0:
             return super().take_step(model, optimizer)
@@ -121,10 +121,10 @@ class DeepSpeedStrategy(StrategyBase):
         if self.config.adam_offload:
             zero.reset_cpu_buffers()
 
-    # -- what is where
+    # -- parameters and memory
 
     def stream(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """From this rank's runs of the parameters; float32 in a bfloat16 run from the masters."""
+        """Yield full parameters, gathered from all ranks' partitions; in a bfloat16 run, float32 from the master weights."""
         named = list(hf_parameters(model))
         masters = dtype == torch.float32 and self.config.bf16 and model in self._group_names
         if masters and self._group_names[model]:
@@ -173,7 +173,7 @@ class DeepSpeedStrategy(StrategyBase):
             partitions=self._partitions(model), group_names=self._group_names[model], follow=partial(self._follow, model),
         )
 
-    # -- inside
+    # -- internals
 
     def _engine_config(self, module: nn.Module, trains: bool) -> dict[str, Any]:
         bf16 = self.config.bf16 and (trains or next(module.parameters()).dtype == torch.bfloat16)
@@ -181,11 +181,14 @@ class DeepSpeedStrategy(StrategyBase):
         return engine_config(self.config, module, bf16=bf16, trains=trains, max_norm=self.max_norm, pinned=pinned)
 
     def _cut_one_by_one(self, module: nn.Module, config: dict[str, Any]) -> None:
-        """So that the device never holds the model whole; nor does the host, where it is empty and each parameter is read now."""
+        """Partition one parameter at a time, so that the device never holds the whole model.
+
+        The host does not hold it either if the model is empty, since each parameter is then read here.
+        """
         dtype = torch.bfloat16 if config["bf16"]["enabled"] else next(module.parameters()).dtype
         made = one_by_one(module, dtype, self.mesh.world) if is_empty(module) else _cast(module.parameters(), dtype)
         options = {"remote_device": "cpu", "pin_memory": self.device.type != "cpu"} if self.config.param_offload else {}
-        options["zero_param_parallel_group"] = groups._get_zero_param_intra_parallel_group()  # of --zpg, once it is there
+        options["zero_param_parallel_group"] = groups._get_zero_param_intra_parallel_group()  # the group of --zpg, if it exists
         deepspeed.zero.Init(module=_Made(made), config_dict_or_path=config, dtype=dtype, **options)
         for buffer in module.buffers():
             buffer.data = buffer.data.to(self.device)
@@ -206,7 +209,7 @@ class DeepSpeedStrategy(StrategyBase):
         return Partitions((), (), rank, by_parameter=True)
 
     def _follow(self, model: nn.Module) -> None:
-        """Parameters take over what was read into their masters."""
+        """Copy loaded master weights into the parameters."""
         engine = self._engines[model]
         zero = engine.optimizer
         if isinstance(zero, DeepSpeedZeroOptimizer | BF16_Optimizer):
@@ -231,7 +234,7 @@ class DeepSpeedStrategy(StrategyBase):
                 yield name, whole.view(whole_shape(parameter))
 
     def _as_shard(self, parameter: nn.Parameter) -> Tensor:
-        """A run of elements is a shard of the flattened parameter; the last ranks have padding."""
+        """Return this rank's partition as a shard of the flattened parameter; padding on the last ranks is cut off."""
         part = local_shard(parameter)
         if part is parameter:
             return parameter
@@ -247,14 +250,14 @@ class DeepSpeedStrategy(StrategyBase):
 
 
 def _scratch(zero: Any) -> list[Tensor]:
-    """Buffers of gradients that ZeRO-3 keeps also when there are none."""
+    """Return the gradient buffers that ZeRO-3 keeps allocated even if there are no gradients."""
     if not isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
         return []
     return [zero.grad_partitions_flat_buffer, *(bucket.buffer for bucket in zero.ipg_buckets.values())]
 
 
 class _Made(nn.Module):
-    """Parameters as they are made, for zero.Init to cut."""
+    """Module that passes parameters to zero.Init one by one, as they are created."""
 
     def __init__(self, made: Iterator[nn.Parameter]):
         super().__init__()
@@ -271,7 +274,7 @@ def _cast(parameters: Iterator[nn.Parameter], dtype: torch.dtype) -> Iterator[nn
 
 
 def _enter_through(module: nn.Module, engine: deepspeed.DeepSpeedEngine) -> None:
-    """Calls of the module go through its engine, which calls the module in turn. It stays the same object."""
+    """Route calls of the module through its engine, which then calls the module. The module stays the same object."""
     cls, inside = type(module), False
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The engine that lives beside the trainer on the same devices: when it is awake, whose weights it has, who asks what."""
+"""Host of the engine that shares its devices with the trainer: sleep and wake, weight updates, routing of requests."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,7 +22,7 @@ from lightrft.types import Completion
 
 GB = 1e9
 Weights = Callable[[], Iterator[tuple[str, Tensor]]]
-"""Starts one weight stream."""
+"""Function that starts one weight stream of (name, full tensor)."""
 
 
 class EngineStatus(Enum):
@@ -31,50 +31,50 @@ class EngineStatus(Enum):
 
 
 class EngineHost:
-    """One engine, or this rank's part of one, and its place among the replicas."""
+    """One engine, or this rank's part of one, with its index among the replicas."""
 
     def __init__(self, engine: Engine, *, axis: Axis, mesh: Mesh, device: torch.device, sleeps: bool):
         self.engine, self.axis, self.device, self.sleeps = engine, axis, device, sleeps
         self.model_parallel = mesh.model_parallel
         self.replica = mesh.world.rank // axis.size
         self.memory: dict[str, float] = {}
-        """`memory/engine_awake_gb` and `memory/engine_asleep_gb`: what was occupied before the last sleep, and after it."""
+        """Memory occupied before and after the last sleep: `memory/engine_awake_gb` and `memory/engine_asleep_gb`."""
 
     @classmethod
     def build(
         cls, config: StrategyConfig, *, mesh: Mesh, dtype: torch.dtype, device: torch.device, seed: int, from_stream: bool
     ) -> Self:
-        """The engine that `config` names, on the ranks that share it. `from_stream`: its first weights come from there."""
+        """Build the engine that `config` names on the ranks that share it; with `from_stream` its first weights are streamed."""
         axis = mesh.engine(config.engine_tp_size)
         engine = build_engine(
             config, model_path=config.pretrain, dtype=dtype, device=device, axis=axis,
             max_model_len=config.prompt_max_len + config.generate_max_len,
-            seed=derived_seed(seed, mesh.world.rank // axis.size) % 2**31,  # vLLM takes 32 bits here
+            seed=derived_seed(seed, mesh.world.rank // axis.size) % 2**31,  # vLLM accepts 32 bits only
             trust_remote_code=config.trust_remote_code, from_stream=from_stream,
         )
         return cls(engine, axis=axis, mesh=mesh, device=device, sleeps=config.enable_engine_sleep)
 
     @property
     def name(self) -> str:
-        """hf, vllm, ...: the file of its adapter, or its room."""
+        """Return hf, vllm, ...: the name of the module or package of its adapter."""
         return type(self.engine).__module__.removeprefix("lightrft.engine.").partition(".")[0]
 
     @property
     def status(self) -> EngineStatus:
-        """WAKEUP when it can generate."""
+        """Return WAKEUP if the engine can generate, else SLEEPED."""
         return EngineStatus.WAKEUP if self.engine.awake == {"weights", "kv_cache"} else EngineStatus.SLEEPED
 
     def update_weights(self, weights: Weights) -> None:
-        """Stream the newest weights in, under the next version. The engine's weights are awake; the cache stays as it is."""
+        """Stream the newest weights in, under the next version. Its weights must be awake; the cache keeps its state."""
         self.engine.load_weights(weights(), self.engine.version + 1)
 
     def wake_weights(self) -> None:
-        """Wake the weights as they are. The cache is woken later: it never competes with them for memory."""
+        """Wake the weights only. The cache is woken later, so that the two never compete for memory."""
         release_cached_memory(self.device)
         self.engine.wake("weights")
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """If it may. An engine that nobody refills keeps its weights, on the host."""
+        """Put the engine to sleep if it is allowed to. With `keep_weights` its weights are kept in host memory."""
         if self.sleeps and self.engine.awake:
             awake = occupied_memory(self.device) / GB
             self.engine.sleep(level=1 if keep_weights else None)
@@ -83,14 +83,14 @@ class EngineHost:
             logger.debug("the engine sleeps: {:.2f} GB were occupied, {:.2f} are", awake, asleep)
 
     def generate(self, sampling: Sampling, requests: list[Request]) -> list[list[Completion]]:
-        """On the engine as it is: ranks that share one pass the same requests."""
+        """Generate without waking the engine; ranks that share an engine pass the same requests."""
         return self.engine.generate(requests, self._own(sampling))
 
     def stream(self, sampling: Sampling, requests: list[Request]) -> Iterator[tuple[int, list[Completion]]]:
-        """Yield (index, completions) of each of this rank's requests: any number, all ranks together.
+        """Yield (index, completions) for each of this rank's requests, which may be any number. All ranks call it together.
 
-        The engine gets the requests of all its ranks. Ranks that share a replica of data pass the same requests: each has its
-        part of them answered, and yields the parts of the others at the end. Which ranks share an engine is another matter.
+        The engine receives the requests of all ranks that share it. Ranks of one data replica pass the same requests: each
+        submits its part of them, and yields the parts of the others at the end. They need not be the ranks that share an engine.
         """
         part = share_of(self.model_parallel.rank, self.model_parallel.size, len(requests))
         local = requests[part.start : part.stop]
@@ -105,12 +105,12 @@ class EngineHost:
             yield from ((index, completions) for index, completions in others.items() if index not in answers)
 
     def _own(self, sampling: Sampling) -> Sampling:
-        """Return it with a seed that is equal on the ranks of one engine, and different on every replica."""
+        """Return `sampling` with a seed that is equal on the ranks of one engine and different on every replica."""
         return replace(sampling, seed=derived_seed(sampling.seed, self.replica))
 
 
 def as_dicts(requests: list[Request], completions: list[list[Completion]]) -> list[EasyDict]:
-    """Return a dictionary for each sample, a prompt's samples side by side."""
+    """Return one dictionary for each sample; the samples of a prompt are adjacent."""
     return [
         EasyDict(prompt_token_ids=list(request.token_ids), output_token_ids=sample.token_ids, output_logprobs=sample.logprobs,
                  finish_reason=sample.finish_reason, weight_version=sample.weight_version)

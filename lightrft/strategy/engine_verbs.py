@@ -1,4 +1,4 @@
-"""The verbs of the engine on the same devices: who wakes it, with whose weights, and when it sleeps."""
+"""Verbs of the engine on the same devices: setup, waking, weight updates, generation and sleep."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,7 +19,7 @@ from lightrft.types import Completion
 
 
 class EngineVerbs(ModelVerbs):
-    """A part of StrategyBase. Ranks that share an engine call every verb together."""
+    """Part of StrategyBase with the verbs of the engine. Ranks that share an engine call every verb together."""
 
     seed: int
 
@@ -29,9 +29,9 @@ class EngineVerbs(ModelVerbs):
         self._engine_actor: nn.Module | None = None
         self._kept_awake = 0
         self._calls = 0
-        """How often samples were drawn without a seed of the caller's."""
+        """Number of generation calls for which the caller gave a dictionary of parameters; the default seeds derive from it."""
         self.engine_clock: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
-        """Called around `wake`, `weight_sync` and `sleep`, such as Trace.phase; nothing is measured without one."""
+        """Context manager around `wake`, `weight_sync` and `sleep`, such as Trace.phase; the default measures nothing."""
 
     @property
     def engine(self) -> Engine:
@@ -39,35 +39,39 @@ class EngineVerbs(ModelVerbs):
 
     @property
     def engine_name(self) -> str:
-        """hf, vllm, ...; none until an engine exists."""
+        """Return hf, vllm, ...; "none" until an engine exists."""
         return self._host.name if self._host else "none"
 
     @property
     def weight_version(self) -> int:
-        """Of the engine's weights: one more with each stream, unless engine_lags() took it back; 0 without an engine."""
+        """Return the version of the engine's weights; 0 without an engine.
+
+        It grows by one with each stream; engine_lags() may set it back.
+        """
         return self._host.engine.version if self._host else 0
 
     @property
     def engine_memory(self) -> dict[str, float]:
-        """What the engine's last sleep gave back, as metrics in 1e9 bytes; empty where it does not sleep."""
+        """Return metrics of occupied memory before and after the engine's last sleep, in 1e9 bytes; empty if it never slept."""
         return self._host.memory if self._host else {}
 
     @property
     def engine_status(self) -> EngineStatus:
-        """SLEEPED until an engine exists."""
+        """Return WAKEUP if the engine can generate; SLEEPED otherwise, and until an engine exists."""
         return self._host.status if self._host else EngineStatus.SLEEPED
 
     def setup_inference_engine(
         self, args: Arguments = None, engine_type: str | None = None, actor: nn.Module | None = None
     ) -> Engine:
-        """Build the engine. With an actor it gets those weights and sleeps, if it may; else it stays awake with --pretrain's.
+        """Build the engine. With an actor it receives its weights and sleeps, if allowed; else it stays awake with --pretrain's.
 
-        The actor is remembered: it refills an engine whose sleep dropped the weights. An engine without one keeps them.
+        The actor is remembered: its weights refill an engine that dropped its own when it slept. Without an actor the engine
+        keeps its weights while it sleeps.
         """
         config = self.config if args is None else StrategyConfig.from_args(args)
         config = replace(config, engine_type=engine_type or config.engine_type)
         config.check()
-        with self._emptied_device():  # vLLM and SGLang take their share of what is free when they start
+        with self._emptied_device():  # vLLM and SGLang reserve a share of free memory at start
             self._host = EngineHost.build(config, mesh=self.mesh, dtype=self.dtype, device=self.device, seed=self.seed,
                                           from_stream=actor is not None)
         if actor is None:
@@ -79,9 +83,9 @@ class EngineVerbs(ModelVerbs):
 
     @contextmanager
     def engine_awake(self, actor: nn.Module | None = None) -> Iterator[Engine]:
-        """The engine ready to generate with the newest weights of `actor`; asleep again afterwards if it may sleep.
+        """Wake the engine with the newest weights of `actor` for the duration of the context; afterwards it sleeps, if allowed.
 
-        See wakeup_inference_engine(), which it calls first, and maybe_sleep_inference_engine(), which it calls last.
+        See wakeup_inference_engine(), which is called first, and maybe_sleep_inference_engine(), which is called last.
         """
         self.wakeup_inference_engine(actor)
         self._kept_awake += 1
@@ -94,8 +98,8 @@ class EngineVerbs(ModelVerbs):
     def wakeup_inference_engine(self, actor: nn.Module | None = None) -> None:
         """Wake the weights, stream the newest ones of `actor` in by update_engine_weights(), then wake the cache.
 
-        Without an actor the engine keeps its weights, and takes those of the actor it was set up with if it has none. Cached
-        memory is freed first; an engine that is awake stays awake.
+        Without an actor the engine keeps its weights; if they are not valid, it receives those of the actor it last received
+        weights from. Cached memory is freed first. An engine that is already awake stays awake.
         """
         host = self._engine_host()
         self._engine_actor = actor if actor is not None else self._engine_actor
@@ -106,18 +110,18 @@ class EngineVerbs(ModelVerbs):
                 host.wake_weights()
         else:
             self.update_engine_weights(source)
-        self.enter(Phase.GENERATE)  # the actor's place is for the cache
+        self.enter(Phase.GENERATE)  # with --offload_idle this frees the actor's memory for the cache
         with self.engine_clock("wake"):
             host.engine.wake("kv_cache")
 
     def maybe_sleep_inference_engine(self) -> None:
-        """The engine's phases end, and it sleeps if --enable_engine_sleep."""
+        """End the engine's phases, and put it to sleep with --enable_engine_sleep."""
         with self.engine_clock("sleep"):
             self._engine_host().sleep(keep_weights=self._engine_actor is None)
         self._phases.leave_engine()
 
     def update_engine_weights(self, actor: nn.Module) -> None:
-        """Stream the actor's weights into the engine under the next version; what was cached with the old ones is dropped."""
+        """Stream the actor's weights into the engine under the next version; caches computed with the old ones are dropped."""
         host, self._engine_actor = self._engine_host(), actor
         self.enter(Phase.REFIT, actor)
         with self.engine_clock("wake"):
@@ -135,19 +139,21 @@ class EngineVerbs(ModelVerbs):
         all_audios: list | None = None, audios_num: list[int] | None = None,
         requests: list[Request] | None = None, as_completed: bool = False,
     ) -> list[list[Completion]] | list[EasyDict] | Iterator[tuple[int, list[Completion]]]:  # fmt: skip
-        """Return `n` completions of each of this rank's own prompts, in order; numbers of prompts may differ, also be 0.
+        """Return `n` completions of each of this rank's prompts, in order. The number of prompts may differ by rank and may be 0.
 
-        Prompts are token ids, or text, or `requests`, each with its media and its own sampling. Of ids and text together, text is
-        read where there are media, else the ids. Both have one placeholder for each image. Images come in a list for each prompt
-        (None: it has none), or flat with the number of each prompt in `images_num`; so do videos (arrays [T, H, W, 3], lists of
-        PIL images) and clips of sound (paths of .wav files, (waveform, sampling rate)). A prompt without images loses its
-        placeholders. Ranks may have images or not: each prompt carries its own to whatever engine answers it.
-        Ranks that share an engine gather their prompts. The seed is equal on all ranks; replicas draw differently. With a
-        dictionary as `sampling_params`, which draws anew in every call unless it has a seed, results are those of
-        engine_generate_local().
-        An engine that sleeps is woken. With `sleep_engine` it sleeps afterwards, if it may, but not inside engine_awake().
+        Prompts are token ids, text, or `requests`, each with its media and its own sampling. If both ids and text are given, the
+        text is used if there are media, else the ids. Both have one placeholder for each image. Images are one list for each
+        prompt (None: no images), or a flat list with the number of images of each prompt in `images_num`; so are videos (arrays
+        [T, H, W, 3], lists of PIL images) and audio clips (paths of .wav files, (waveform, sampling rate)). Placeholders of a
+        prompt without images are removed. Some ranks may have images and others none.
+
+        Ranks that share an engine gather their prompts. The seed must be equal on all ranks; replicas derive different ones from
+        it. With a dictionary as `sampling_params` results have the form of engine_generate_local(), and samples differ from call
+        to call unless the dictionary has a seed.
+
+        A sleeping engine is woken. With `sleep_engine` it sleeps afterwards, if allowed, but not inside engine_awake().
         With `as_completed` this returns an iterator over (index, completions) of the prompts, each as soon as it is complete,
-        which has to be read to its end on all ranks; the engine stays awake.
+        which must be read to its end on all ranks; the engine stays awake.
         """
         media = {"images": (all_images, images_num), "videos": (all_videos, videos_num), "audios": (all_audios, audios_num)}
         sampling = self._sampling(sampling_params)
@@ -168,23 +174,26 @@ class EngineVerbs(ModelVerbs):
         self, sampling_params: Sampling | Mapping[str, Any], prompt_token_ids: list[list[int]] | None = None,
         multi_modal_inputs: list[dict[str, Any]] | None = None,
     ) -> list[EasyDict]:  # fmt: skip
-        """One EasyDict for each sample, a prompt's samples side by side. Ranks that share an engine pass the same prompts.
+        """Return one EasyDict per sample; a prompt's samples are adjacent. Ranks that share an engine pass the same prompts.
 
-        They come in one of two ways: as token ids, or as `{"prompt": text, "multi_modal_data": {"image": [image]}}`, where
-        `prompt_token_ids` may stand instead of `prompt`, and `video` and `audio` beside `image`. Ids that are given back are
-        those that were given: unexpanded.
+        Prompts are either token ids or `{"prompt": text, "multi_modal_data": {"image": [image]}}`, which may have
+        `prompt_token_ids` instead of `prompt`, and `video` and `audio` in addition to `image`. The prompt's ids in the result are
+        those that were passed, without expanded placeholders.
         """
         requests = self._reader().local_requests(prompt_token_ids, multi_modal_inputs)
         return as_dicts(requests, self._engine_host().generate(self._sampling(sampling_params), requests))
 
     def engine_lags(self, version: int | None = None) -> None:
-        """The actor's weights have changed behind the engine's back: it needs a new stream, and has had `version` of them."""
+        """Mark the weights of an engine that has an actor as outdated, so that it needs a new stream.
+
+        `version`, if given, becomes the version of the weights.
+        """
         if self._host is not None and self._engine_actor is not None:
             self._host.engine.weights_valid = False
             self._host.engine.version = self._host.engine.version if version is None else version
 
     def close_engine(self) -> None:
-        """Also when there is none."""
+        """Close the engine, if there is one."""
         host, self._host, self._engine_actor = self._host, None, None
         if host is not None:
             host.engine.close()

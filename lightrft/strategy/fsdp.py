@@ -1,4 +1,4 @@
-"""FSDP2: every block's parameters sharded over the data ranks, gathered while it computes; with --tp_size and --sp_size."""
+"""FSDP2: each block's parameters are sharded over the data ranks and gathered to compute it; with --tp_size and --sp_size."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -18,10 +18,10 @@ from lightrft.strategy.strategy_base import StrategyBase
 
 
 class FSDPStrategy(StrategyBase):
-    """Sharded, or with --dp_replicate sharded inside each replica. Gradients are summed over everything, never averaged."""
+    """FSDP2 over all data ranks, or within each replica of --dp_replicate. Gradients are summed over all ranks, not averaged."""
 
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        """Split, shard, and follow the parameters by name into the optimizer."""
+        """Split by tensor parallelism, shard, materialize, and point the optimizer to the new parameters by name."""
         names = parameter_names(module, optimizer)
         if self.mesh.tp.size > 1:
             parallelize(module, self.mesh.tensor, sequence=self.config.tp_sequence_parallel)
@@ -29,19 +29,19 @@ class FSDPStrategy(StrategyBase):
             self._shard(module)
         materialize(module, torch.device("cpu") if self.config.fsdp_cpu_offload else self.device, self.mesh.world)
         if not self._shards:
-            module.to(self.device)  # sharding does that
+            module.to(self.device)  # a sharded module is on the device already
         follow(module, optimizer, names)
 
     @property
     def _shards(self) -> bool:
-        """Not a single rank, which has nothing to gather, unless its parameters are cast or brought for computing."""
+        """Return True for several ranks, and for a single rank whose parameters must be cast or fetched from the host."""
         return self.mesh.world.size > 1 or self.config.bf16 or self.config.fsdp_cpu_offload
 
     def _shard(self, module: nn.Module) -> None:
-        """Block by block, and then the rest."""
+        """Shard each block, and then the rest of the module."""
         options = {
             "mesh": self.mesh.parameters,
-            "reshard_after_forward": True,  # the root too: left whole, its parameters are not those of the optimizer
+            "reshard_after_forward": True,  # also the root: unsharded, its parameters are not the optimizer's
             "mp_policy": self._precision(),
             "offload_policy": self._offload(),
         }
@@ -51,22 +51,22 @@ class FSDPStrategy(StrategyBase):
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.set_gradient_divide_factor(1.0)
-                part.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, which is the other way to divide by 1
+                part.set_force_sum_reduction_for_comms(True)  # the alternative is a scaled sum, which gloo does not have
 
     def init_model_context(self, device: torch.device | str | None = None) -> AbstractContextManager[None]:
-        """Models made inside are empty until prepare(): each rank then reads its own part from their folder."""
+        """Return a context in which models are empty until prepare(), where each rank reads its own part from their folder."""
         return empty_parameters() if str(device or "meta") == "meta" else nullcontext()
 
     def accumulate(self, loss: Tensor, model: nn.Module, last: bool) -> None:
-        """Reduce each micro-batch's gradients to shards, and shards over replicas after the last one.
+        """Reduce each micro-batch's gradients to shards, and the shards over replicas after the last micro-batch.
 
-        With --reduce_gradients_once FSDP2 keeps whole float32 gradients until the last one: four bytes a parameter on each rank.
+        With --reduce_gradients_once FSDP2 keeps full float32 gradients until the last one: four bytes per parameter on each rank.
         """
         reduce = last or not self.config.reduce_gradients_once
         for root in roots(model):
             root.set_requires_gradient_sync(reduce)
             root.set_requires_all_reduce(last)
-            root.set_is_last_backward(reduce)  # otherwise the inputs of reductions stay until the next micro-batch
+            root.set_is_last_backward(reduce)  # otherwise the inputs of reductions stay allocated until the next micro-batch
         loss.backward()
 
     def offload_model_state(self, model: nn.Module) -> OffloadedModel:
@@ -87,9 +87,9 @@ class FSDPStrategy(StrategyBase):
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """What is gathered as one: the model's no-split modules, else the children of its module lists; innermost first.
+    """Return the modules to shard as units, innermost first: the model's no-split modules, else children of its module lists.
 
-    A block that shares a parameter with the rest (tied embeddings) is left to the root, which keeps it tied.
+    A block that shares a parameter with the rest of the model (tied embeddings) is left to the root, which keeps it tied.
     """
     names = {name for part in module.modules() if isinstance(part, PreTrainedModel) for name in part._no_split_modules or ()}
     found = [part for part in module.modules() if type(part).__name__ in names]
@@ -101,7 +101,7 @@ def blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def roots(model: nn.Module) -> Iterator[FSDPModule]:
-    """The outermost sharded modules of `model`."""
+    """Yield the outermost sharded modules of `model`."""
     if isinstance(model, FSDPModule):
         yield model
     else:

@@ -1,4 +1,4 @@
-"""The verbs of device memory: what is there in which phase, and what waits in host memory meanwhile."""
+"""Verbs of device memory: enter phases, and move models and optimizers between device and host memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from lightrft.strategy.phases import Phase, Phases
 
 
 class MemoryVerbs(Backend):
-    """A part of StrategyBase. All ranks call every verb together."""
+    """Part of StrategyBase with the verbs of device memory. All ranks call every verb together."""
 
     def __init__(self) -> None:
         self._phases = Phases()
@@ -22,7 +22,7 @@ class MemoryVerbs(Backend):
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self._unsummed: set[nn.Module] = set()
-        """Models with gradients that no other rank has seen."""
+        """Models with gradients that have not been summed over the ranks."""
         self._offloaded: dict[nn.Module | Optimizer, Offloaded] = {}
 
     @property
@@ -30,10 +30,10 @@ class MemoryVerbs(Backend):
         return self._phases.current
 
     def enter(self, phase: Phase, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> None:
-        """Change hands: what the phase needs comes to the device, and with --offload_idle all else leaves it before.
+        """Enter `phase`: load what it needs to the device, after offloading everything else with --offload_idle.
 
-        TRAIN needs the model that learns and its optimizer, LOGPROB the model that is asked, REFIT the actor, GENERATE none.
-        The engine is not moved here: its own verbs wake it and put it to sleep. PhaseError where the way is not legal.
+        TRAIN needs the model in training and its optimizer, LOGPROB the model that computes log-probs, REFIT the actor, GENERATE
+        none. The engine is not moved here: its own verbs wake it and put it to sleep. Raises PhaseError for illegal transitions.
         """
         self._phases.enter(phase)
         self._know(model, optimizer)
@@ -51,10 +51,10 @@ class MemoryVerbs(Backend):
 
     @contextmanager
     def _emptied_device(self) -> Iterator[None]:
-        """Enter REFIT with nothing kept: inside, models and optimizers are in host memory, whatever --offload_idle says.
+        """Enter REFIT with an empty device: inside, models and optimizers are in host memory, with or without --offload_idle.
 
-        A model with gradients stays. Cached memory is given back too. Without --offload_idle those that were on the device are
-        there again afterwards.
+        A model with gradients stays. Cached memory is released too. Without --offload_idle everything that was on the device is
+        loaded back afterwards.
         """
         resident = [item for item in (*self._models, *self._optimizers) if item not in self._offloaded]
         self._phases.enter(Phase.REFIT)
@@ -71,9 +71,9 @@ class MemoryVerbs(Backend):
                 self._bring_back(item)
 
     def offload_model(self, model: nn.Module) -> None:
-        """Move a prepared model to host memory and free its place on the device; parameters stay the same objects.
+        """Move a prepared model to host memory and free its device memory; parameters stay the same objects.
 
-        RuntimeError when it holds gradients, and whenever an offloaded model is used. Nothing happens to one that is offloaded.
+        Raises RuntimeError if it holds gradients; using an offloaded model raises one too. An offloaded model is left as it is.
         """
         if model in self._unsummed or self.holds_gradients(model):
             raise RuntimeError(has_gradients(model))
@@ -81,7 +81,7 @@ class MemoryVerbs(Backend):
             self._offloaded[model] = self.offload_model_state(model)
 
     def reload_model(self, model: nn.Module) -> None:
-        """Bring an offloaded model back, the same bit by bit. Nothing happens to one that is here."""
+        """Move an offloaded model back to the device, bit-identical; do nothing for one that is not offloaded."""
         self._bring_back(model)
 
     def maybe_offload_optimizer(self, optimizer: Optimizer) -> None:
@@ -90,12 +90,12 @@ class MemoryVerbs(Backend):
             self._offloaded[optimizer] = self.offload_optimizer_state(optimizer)
 
     def maybe_load_optimizer(self, optimizer: Optimizer) -> None:
-        """Bring an offloaded optimizer back, the same bit by bit. Nothing happens to one that is here."""
+        """Move an offloaded optimizer back to the device, bit-identical; do nothing for one that is not offloaded."""
         self._bring_back(optimizer)
 
     @classmethod
     def sync_and_clear_cache(cls) -> None:
-        """Wait until this device has done its work and all ranks have come here, then give freed memory back to the device."""
+        """Wait until this device has finished and all ranks have called this, then release cached memory."""
         device = current_device()
         synchronize(device)
         world_axis().barrier()

@@ -1,4 +1,4 @@
-"""The verbs of models and optimizers: distributing them, and training."""
+"""Verbs of models and optimizers: distribute them, and train."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,44 +26,44 @@ _ACTORS: WeakSet[nn.Module] = WeakSet()
 
 
 class ModelVerbs(MemoryVerbs):
-    """A part of StrategyBase. All ranks call every verb together."""
+    """Part of StrategyBase with the verbs of models and optimizers. All ranks call every verb together."""
 
     def __init__(self) -> None:
         super().__init__()
         self.skipped_steps = 0
-        """Optimizer steps left out because the gradient norm was not finite."""
+        """Number of optimizer steps skipped because the gradient norm was not finite."""
         self._prepared: dict[nn.Module, Trained] = {}
-        """What prepare() was given with each model."""
+        """Model -> (model, optimizer, scheduler) as passed to prepare()."""
 
     def init_model_context(self, device: torch.device | str | None = None) -> AbstractContextManager[None]:
-        """Where to make a model that prepare() will distribute, so that it never exists whole in a rank's host memory.
+        """Return a context for making a model that prepare() distributes, so that no rank's host memory ever holds it whole.
 
             with strategy.init_model_context():
                 actor = Actor(load_model(config.model))
             actor = strategy.prepare(actor)
 
-        Use it for models whose weights come from a Hugging Face folder. A backend that has no such way makes them as ever, and
-        so does any with a `device` other than meta.
+        Use it for models whose weights come from a Hugging Face folder. The context has no effect in a backend that does not
+        support it, or with a `device` other than meta.
         """
         return nullcontext()
 
     def create_optimizer(
         self, model: nn.Module, lr: float, betas: Sequence[float] = (0.9, 0.95), weight_decay: float = 0.0, eps: float = 1e-8
     ) -> Optimizer:
-        """AdamW over what requires a gradient; before or after prepare(), it is the same."""
+        """Build AdamW over the parameters that require a gradient; it may be called before or after prepare()."""
         return create_adamw(model, lr, tuple(betas), weight_decay, eps)
 
     def create_scheduler(
         self, optimizer: Optimizer, kind: Literal["cosine", "constant"], warmup_steps: int, total_steps: int
     ) -> LRScheduler:
-        """Linear warm-up, then a cosine to 10 % of the peak at `total_steps`, or constant."""
+        """Build a schedule: linear warm-up, then a cosine to 10 % of the peak at `total_steps`, or constant."""
         return create_lr_scheduler(optimizer, kind, warmup_steps, total_steps)
 
     def prepare(self, *models_or_pairs: Any, is_rlhf: bool = False) -> Any:
         """Distribute modules in place. Each argument is a module, (module, optimizer), (module, optimizer, scheduler) or None.
 
-        Returns what it was given: one argument as itself, several as a tuple. An optimizer made before keeps its identity
-        and trains the distributed parameters. With `is_rlhf` the first module that has an optimizer becomes the actor.
+        Returns its arguments: a single one as itself, several as a tuple. An existing optimizer stays the same object and trains
+        the distributed parameters. With `is_rlhf` the first module that has an optimizer becomes the actor.
         """
         pairs = [(*item, None)[:3] if isinstance(item, tuple | list) else (item, None, None) for item in models_or_pairs]
         for module, optimizer, scheduler in pairs:
@@ -77,7 +77,7 @@ class ModelVerbs(MemoryVerbs):
         self, actor: nn.Module, critic: nn.Module | None, reward_models: Any, initial_model: nn.Module | None,
         args: Arguments, max_steps: int,
     ) -> tuple[Trained, Trained, Any, nn.Module | None]:  # fmt: skip
-        """prepare() for all roles of a run, with optimizers and schedules over `max_steps` optimizer steps made from `args`.
+        """Prepare all roles of a run, with optimizers and schedules over `max_steps` optimizer steps made from `args`.
 
         `reward_models` is one frozen module, a list of them, or None. Returns (actor, optimizer, scheduler), the same for the
         critic (three times None without one), the reward models and the initial model as they were given.
@@ -90,28 +90,29 @@ class ModelVerbs(MemoryVerbs):
         return *trained, reward_models, initial_model
 
     def prepare_reward_model(self, model: nn.Module, args: Arguments, max_steps: int) -> Trained:
-        """The same for a reward model in training; --actor_learning_rate is the rate of whatever a run trains first."""
+        """Prepare a reward model for training, with optimizer and schedule; its rate is --actor_learning_rate."""
         optim = optim_section(args)
         return self.prepare(self._with_optimizer(model, optim.actor_learning_rate, optim, max_steps))
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer | None = None, *, last: bool = True) -> None:
         """Add the gradients of one micro-batch.
 
-        `loss` is this rank's share of the global mean: gradients are summed over ranks and micro-batches, nothing divides
-        them. Only the `last` micro-batch of an optimizer step communicates. All ranks have the same number of micro-batches.
-        A loss that is not finite makes its gradients so, and with them the norm on all ranks: see optimizer_step().
+        `loss` is this rank's share of the global mean: gradients are summed over ranks and micro-batches and never divided.
+        They are summed over all ranks with the `last` micro-batch of an optimizer step. All ranks have the same number of
+        micro-batches. A loss that is not finite makes the gradients, and thereby the norm on all ranks, not finite: see
+        optimizer_step().
         """
         self._check_here(model)
         (self._unsummed.discard if last else self._unsummed.add)(model)
-        share = 1 / self.mesh.sp.size if model in self.undivided else 1  # its whole loss is computed on each of these ranks
+        share = 1 / self.mesh.sp.size if model in self.undivided else 1  # each of these ranks computes its whole loss
         self.accumulate(loss * torch.where(loss.detach().isfinite(), share, torch.nan), model, last)
 
     def optimizer_step(
         self, optimizer: Optimizer, model: nn.Module, scheduler: LRScheduler | None = None, name: str = "model"
     ) -> Tensor:
-        """Clip by one global norm, step, advance the schedule, forget the gradients. Returns the norm before clipping: [].
+        """Clip by one global norm, step, advance the schedule, clear the gradients. Returns the norm before clipping: [].
 
-        A norm or a loss that is not finite skips step and schedule on all ranks, and is counted in `skipped_steps`.
+        If the norm or a loss is not finite, all ranks skip the step and the schedule, which is counted in `skipped_steps`.
         """
         if model in self._unsummed:
             raise RuntimeError(f"optimizer_step({name}) after backward(last=False): gradients were not summed over the ranks yet")
@@ -129,14 +130,14 @@ class ModelVerbs(MemoryVerbs):
         return norm
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """The Hugging Face model inside a role's wrapper, or the module itself."""
+        """Return the Hugging Face model inside a role's wrapper, or the module itself."""
         return unwrap(model)
 
     def full_params(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(name in the transformers model, full tensor) of every parameter, tied ones once, in transfer dtype, bucket by bucket.
+        """Yield (name in the transformers model, full tensor in `dtype`) of every parameter, tied ones once, bucket by bucket.
 
-        Adapters are merged into their layers; persistent buffers follow, as they are. A tensor is valid until the next one is
-        asked for. dtype None: bfloat16 with --bf16, else float32. An offloaded model comes back for it.
+        Adapters are merged into their layers; persistent buffers follow, unchanged. A tensor is valid until the next one is
+        requested. dtype None: bfloat16 with --bf16, else float32. An offloaded model is loaded back first.
         """
         self.reload_model(model)
         whole = unwrap(model)
@@ -144,9 +145,10 @@ class ModelVerbs(MemoryVerbs):
 
     @torch.no_grad()
     def moving_average(self, model: nn.Module, model_ema: nn.Module, beta: float = 0.992) -> None:
-        """model_ema <- beta * model_ema + (1 - beta) * model, parameter by parameter, each rank its own part.
+        """Update model_ema <- beta * model_ema + (1 - beta) * model, parameter by parameter, on each rank for its own part.
 
-        Both come from prepare(). Do not freeze `model_ema`: then it keeps float32, in which small steps are not lost.
+        Both must have been prepared. Do not freeze `model_ema` before prepare(), so that it keeps float32, in which small updates
+        are not lost.
         """
         offloaded = [item for item in (model, model_ema) if item in self._offloaded]
         for item in offloaded:
@@ -174,5 +176,5 @@ class ModelVerbs(MemoryVerbs):
 
 
 def is_actor(model: nn.Module) -> bool:
-    """Return True if prepare(is_rlhf=True) or prepare_models_and_optimizers() took `model` for the policy of a run."""
+    """Return True if prepare(is_rlhf=True) or prepare_models_and_optimizers() registered `model` as the policy of a run."""
     return model in _ACTORS

@@ -1,4 +1,4 @@
-"""Who has the device: one model that learns, one model that is asked, or the engine. Changing hands follows a table."""
+"""Phases of device use: a model in training, a model that computes log-probs, or the engine; and their legal transitions."""
 
 import os
 from enum import Enum
@@ -7,16 +7,16 @@ import torch
 
 
 class Phase(Enum):
-    """What is in device memory, and nothing else with --offload_idle."""
+    """Phase of a run, which determines what must be in device memory; with --offload_idle nothing else is."""
 
     TRAIN = "TRAIN"
-    """The model that learns with its optimizer; the engine sleeps."""
+    """One model in training with its optimizer; the engine sleeps."""
     LOGPROB = "LOGPROB"
-    """One model at a time, without optimizer; the engine sleeps."""
+    """One model at a time, without an optimizer; the engine sleeps."""
     REFIT = "REFIT"
-    """The actor and the engine's weights, which take over the actor's; the engine's cache sleeps."""
+    """Actor and the engine's weights, which are updated from the actor; the engine's cache sleeps."""
     GENERATE = "GENERATE"
-    """The engine, weights and cache."""
+    """Engine with weights and cache."""
 
 
 WAYS: dict[Phase, dict[Phase, str]] = {
@@ -37,11 +37,12 @@ WAYS: dict[Phase, dict[Phase, str]] = {
         Phase.LOGPROB: "finish_generation(): the engine must sleep",
     },
 }
-"""[from][to]: the verbs that go there. The optimizer never meets the engine, nor a model the engine's cache."""
+"""Legal transitions, [from][to]: the verbs that make them. The engine never shares the device with an optimizer, nor its cache
+with a model."""
 
 
 class PhaseError(RuntimeError):
-    """Somebody wants the device while another has it."""
+    """Illegal transition between phases."""
 
     def __init__(self, here: Phase, there: Phase):
         ways = "; ".join(f"{to.value} by {verbs}" for to, verbs in WAYS[here].items())
@@ -49,16 +50,16 @@ class PhaseError(RuntimeError):
 
 
 class Phases:
-    """Where a run is. It begins in TRAIN: what prepare() returns is ready to learn."""
+    """Current phase of a run. It begins in TRAIN, because prepared models are ready to train."""
 
     def __init__(self) -> None:
         self.current = Phase.TRAIN
         self.deterministic = False
 
     def begin_deterministic(self) -> None:
-        """Let torch choose kernels that give the same bits in every run, and refuse others, while models have the device.
+        """Use torch's deterministic algorithms only, with an error for others, in the phases of the models.
 
-        Not while the engine has it, whose sampling needs some of those.
+        They are not enforced in the engine's phases, since its sampling needs nondeterministic kernels.
         """
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.utils.deterministic.fill_uninitialized_memory = False
@@ -66,13 +67,16 @@ class Phases:
         torch.use_deterministic_algorithms(not self.engine_has_the_device)
 
     def end_deterministic(self) -> None:
-        """Let torch choose as it does by itself, unless begin_deterministic() was not called: then it is the caller's choice."""
+        """Restore torch's default choice of algorithms, if begin_deterministic() was called."""
         if self.deterministic:
             self.deterministic = False
             torch.use_deterministic_algorithms(False)
 
     def enter(self, phase: Phase) -> None:
-        """Staying is always legal. PhaseError where the table has no way, or the way needs the engine to sleep first."""
+        """Enter `phase`; the current one is always legal.
+
+        Raises PhaseError if the table has no such transition, or if the engine must sleep first.
+        """
         if phase is self.current:
             return
         if phase not in WAYS[self.current] or (self.engine_has_the_device and phase is Phase.LOGPROB):
@@ -80,7 +84,7 @@ class Phases:
         self._become(phase)
 
     def leave_engine(self) -> None:
-        """The engine sleeps: from REFIT and GENERATE to LOGPROB."""
+        """Change from REFIT or GENERATE to LOGPROB, because the engine sleeps."""
         if self.engine_has_the_device:
             self._become(Phase.LOGPROB)
 

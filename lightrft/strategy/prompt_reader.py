@@ -1,4 +1,4 @@
-"""Prompts and media in the forms in which users hold them, to requests of an engine."""
+"""Conversion of prompts and media in users' formats to engine requests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ from lightrft.engine.model_info import Vocabulary
 from lightrft.engine.requests import MEDIA, Request
 
 Given = tuple[list | None, list[int] | None]
-"""The items of one medium, and how many belong to each prompt where they come flat."""
+"""Items of one medium, and the number that belongs to each prompt if the list of items is flat."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptReader:
     vocabulary: Vocabulary
     special_tokens: bool
-    """Whether the tokenizer adds its own to text; a chat template has written them already."""
+    """True if the tokenizer adds special tokens to text; a chat template has already written them."""
 
     def requests(
         self, token_ids: list[list[int]] | None, texts: list[str] | None, media: Mapping[str, Given]
     ) -> list[Request]:
-        """Return one for each prompt: of its text where there are media, or nothing else, otherwise of its ids.
+        """Return one request for each prompt, from its text if there are media or no ids, otherwise from its ids.
 
-        ValueError without prompts, or for media that are not those of the prompts.
+        Raises ValueError if there are no prompts, or if the media do not match the prompts.
         """
         given = any(item is not None for items, _ in media.values() for item in items or ())
         if texts is not None and (token_ids is None or given):
@@ -37,7 +37,7 @@ class PromptReader:
         return [self.request(ids, {name: items[index] for name, items in own.items()}) for index, ids in enumerate(prompts)]
 
     def local_requests(self, token_ids: list[list[int]] | None, inputs: list[dict[str, Any]] | None) -> list[Request]:
-        """The same from prompts that carry their media."""
+        """Return one request for each prompt, where `inputs` contain their own media."""
         if (token_ids is None) == (inputs is None):
             raise ValueError("give prompt_token_ids or multi_modal_inputs, and only one of them")
         return [self.request(ids, {}) for ids in token_ids] if inputs is None else [self.local(one) for one in inputs]
@@ -52,7 +52,7 @@ class PromptReader:
         return self.request(ids, {name: as_list(data.get(medium)) for name, medium in MEDIA.items()})
 
     def request(self, token_ids: list[int], media: Mapping[str, list]) -> Request:
-        """Placeholders that nothing stands behind are left out."""
+        """Build a request; placeholders of a medium without items are removed."""
         token_ids = list(token_ids)
         for name, medium in MEDIA.items():
             if not media.get(name):
@@ -64,7 +64,7 @@ class PromptReader:
 
 
 def per_prompt(items: list | None, counts: list[int] | None, num_prompts: int, name: str) -> list[list]:
-    """A list for each prompt, from such lists (None, one item alone) or from a flat one with counts."""
+    """Return a list of items for each prompt, from one entry per prompt (a list, one item or None) or a flat list with counts."""
     if items is None:
         return [[] for _ in range(num_prompts)]
     if counts is None:
@@ -80,6 +80,6 @@ def per_prompt(items: list | None, counts: list[int] | None, num_prompts: int, n
 
 
 def as_list(items: Any) -> list:
-    """Nothing, one item, or several."""
+    """Return a list of the items: empty for None, with one element for a single item."""
     several = isinstance(items, list | tuple) and not is_clip(items)
     return [] if items is None else list(items) if several else [items]

@@ -1,6 +1,6 @@
-"""The public face of how a run is distributed; users subclass it, backends implement it.
+"""Public interface of a strategy, which distributes a run; users subclass it, backends implement it.
 
-Its verbs of models, device memory, the engine and checkpoints are in files of their own, one base class each.
+The verbs of models, device memory, the engine and checkpoints are in files of their own, with one base class each.
 """
 
 import os
@@ -37,7 +37,7 @@ GB = 1e9
 
 
 class StrategyBase(CompatibleNames, CheckpointVerbs):
-    """Verbs of distribution. All ranks call every verb together, in the same order, unless it says otherwise.
+    """Verbs of distribution. All ranks call every verb together, in the same order, unless its docstring states otherwise.
 
         strategy = get_strategy(args)
         strategy.setup_distributed()
@@ -66,19 +66,19 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
     # -- processes
 
     def set_seed(self, seed: int) -> None:
-        """Python, numpy, torch and its accelerator, equal on all ranks, so that parameters initialise equally.
+        """Seed Python, numpy, torch and its accelerator equally on all ranks, so that parameters are initialised equally.
 
-        Models from prepare() nevertheless draw their dropout differently on each data rank.
+        Prepared models nevertheless draw different dropout masks on each data rank.
         """
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
 
     def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int | None = None) -> None:
-        """Bind the device, join or create the process group, form the mesh, seed.
+        """Bind the device, join or create the process group, build the mesh, and seed.
 
-        `num_gpu_per_node`, the same on all nodes, gives ranks their devices where the launcher does not (no LOCAL_RANK).
-        ValueError for settings that cannot run, RuntimeError for an environment that no launcher made.
+        `num_gpu_per_node`, the same on all nodes, assigns devices to ranks if the launcher does not (no LOCAL_RANK).
+        Raises ValueError for settings that cannot run, and RuntimeError for an environment that no launcher has set up.
         """
         self.config.check()
         if self.config.deterministic:
@@ -97,9 +97,9 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
         self.set_seed(self.seed)
 
     def close(self) -> None:
-        """End the engine, and the process group if setup_distributed() made it. May be called at any time.
+        """Close the engine, and the process group if setup_distributed() made it. May be called at any time.
 
-        A checkpoint that is being written is finished before; what fails then is said in the log.
+        A checkpoint that is being written is finished first; a failure of that is logged.
         """
         self.close_checkpoints()
         self._phases.end_deterministic()
@@ -113,14 +113,14 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
             self._owns_processes = False
 
     def announce(self, phase: str) -> None:
-        """What this rank does from now on, empty for nothing in particular: named when a rank fails, dies or is late."""
+        """Set the activity of this rank, which is reported if a rank fails, dies or is late; empty for none in particular."""
         if self._watchdog is not None:
             self._watchdog.enter(phase)
 
     def fail(self, error: BaseException, *, code: int = 1, brief: bool = False) -> None:
-        """End the processes of all ranks with this cause, said briefly or with its traceback. Returns where there is one rank.
+        """End the processes of all ranks with this cause, reported briefly or with its traceback. Returns if there is one rank.
 
-        What nobody catches does the same by itself.
+        An uncaught exception does the same automatically.
         """
         if self._watchdog is not None:
             self._watchdog.fail(error, code=code, brief=brief)
@@ -133,7 +133,7 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
 
     @classmethod
     def get_rank(cls) -> int:
-        """Return this process's rank, before the process group exists as the launcher says it, else 0."""
+        """Return this process's rank; before the process group exists, the launcher's RANK, or 0."""
         return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
     @classmethod
@@ -148,26 +148,29 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
 
     @classmethod
     def report_memory(cls, prefix: str = "") -> dict[str, float]:
-        """Return GB of this rank's accelerator, or of the process on a CPU; rank 0 logs its own. No other rank is needed."""
+        """Return memory in use and peak memory in GB of this rank's accelerator, or of the process on a CPU.
+
+        Rank 0 logs its own. Other ranks need not call it.
+        """
         device = current_device()
         memory = {"memory/in_use_gb": memory_in_use(device) / GB, "memory/peak_gb": peak_memory(device) / GB}
         cls.print(f"{prefix} memory:".lstrip(), *(f"{name.split('/')[1]} {value:.2f}" for name, value in memory.items()))
         return memory
 
-    # -- numbers of all ranks
+    # -- collectives
 
     def all_reduce(self, data: Any, op: reduce.Op = "mean") -> Any:
-        """A number, a tensor, or a flat dict of both, over all data ranks; same type, dtype and device back, as a new object.
+        """Reduce a number, a tensor, or a flat dict of both over all data ranks; return a new object of equal type and device.
 
-        Ranks that share a replica of data hold the same and count once. A mean of whole numbers is a float. A dict travels in one
-        collective and has the same keys and shapes on all ranks.
+        The dtype is kept too, but the mean of integers is a float. Ranks of one data replica hold the same values and count once.
+        A dict is reduced in one collective and must have the same keys and shapes on all ranks.
         """
         return reduce.all_reduce(data, op, self._data())
 
     def all_gather(self, data: Any) -> Any:
-        """Tensors of all data ranks joined along the first dim, in order (0-dim ones too), numbers as a list, dicts by key.
+        """Gather from all data ranks, in order: concatenate tensors along the first dim (0-dim too), list numbers, dicts by key.
 
-        First dims may differ between ranks. For metrics and plans: everything passes through the host.
+        First dims may differ between ranks. Intended for metrics and plans: everything is sent through the host.
         """
         return reduce.all_gather(data, self._data())
 
@@ -184,12 +187,12 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
         sampler: Collection[int] | None = None,
         consumed_samples: int = 0,
     ) -> DataLoader:
-        """Batches of `batch_size` rows **per data rank**, reshuffled every epoch.
+        """Build a data loader with batches of `batch_size` rows **per data rank**, reshuffled every epoch.
 
-        `consumed_samples` counts rows of all ranks since the start of training: the first iteration continues there. Rows
-        arrive as a list, or as what `collate_fn` makes of it. Without drop_last the last list may be shorter, also empty,
-        on some ranks, but all ranks have the same number of batches. A `sampler` of your own, alike on all ranks, gives the
-        rows of an epoch in their order each time it is iterated, in place of `shuffle`; ranks divide them all the same.
+        `consumed_samples` counts rows of all ranks since the start of training: the first iteration continues there. A batch is
+        a list of rows, or the result of `collate_fn` on it. Without drop_last the last list may be shorter, or empty, on some
+        ranks, but all ranks have the same number of batches. A custom `sampler`, identical on all ranks, replaces `shuffle`: each
+        time it is iterated it yields the row indices of an epoch in order, which are then divided among the ranks.
         """
         batches = ResumableBatchSampler(
             dataset, batch_size, self.mesh.data, shuffle=shuffle, drop_last=drop_last, seed=self.seed,
@@ -198,7 +201,7 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
         return DataLoader(dataset, batch_sampler=batches, collate_fn=collate_fn or list, pin_memory=pin_memory)
 
     def data_order(self, num_rows: int) -> Order:
-        """Return the order in which a run draws the rows of its data: pass after pass, each shuffled anew by the seed."""
+        """Return the order in which a run draws the rows of its data: epoch after epoch, each reshuffled by the seed."""
         return Order(num_rows, self.seed)
 
     # -- checkpoints: save_ckpt, load_ckpt and finish_ckpt are in checkpoint_verbs.py
@@ -206,23 +209,23 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
     def save_model(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path, dtype: torch.dtype | None = None
     ) -> Path:
-        """A Hugging Face folder that from_pretrained loads; rank 0 writes the weight stream, never the model at once.
+        """Write a Hugging Face folder that from_pretrained can load. Ranks write the stream in turn; none holds the whole model.
 
-        dtype None: bfloat16 with --bf16, else float32. An earlier model in `folder` is replaced.
+        dtype None: bfloat16 with --bf16, else float32. An existing model in `folder` is replaced.
         """
         stream = self.full_params(model, dtype)
         return export(unwrap(model), stream, tokenizer, Path(folder), dtype or self.dtype, self._world())
 
     def save_adapter(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path) -> Path:
-        """The adapters alone, in float32, as a folder that peft's PeftModel.from_pretrained puts on the model they belong to.
+        """Write only the adapters, in float32, as a folder that peft's PeftModel.from_pretrained loads onto their base model.
 
-        ValueError for a model of which something else is trained. An earlier adapter in `folder` is replaced.
+        Raises ValueError if other parameters of the model are trained too. An existing adapter in `folder` is replaced.
         """
         self.reload_model(model)
         stream = self.stream(model, torch.float32)
         return export_adapter(unwrap(model), stream, tokenizer, Path(folder), self._world())
 
-    # -- inside
+    # -- internals
 
     def _world(self) -> Axis:
         return self._mesh.world if self._mesh else world_axis()

@@ -1,9 +1,9 @@
-"""What every strategy must do, as cases that a strategy of your own can run against.
+"""Contract of every strategy, as test cases that can be run against a custom strategy.
 
-    results = run_contract(MyStrategy, bf16=False)          # on every rank: case -> traceback, empty when it passed
+    results = run_contract(MyStrategy, bf16=False)          # on every rank: case -> traceback, empty if it passed
 
 or `torchrun --nproc-per-node 2 -m lightrft.strategy.testing my_package:MyStrategy zpg=2`, or in a single process. Numbers are
-compared with a loop in plain torch over the whole batch. Cases use public verbs only, and layouts without model parallelism
+compared with a loop in plain torch over the whole batch. The cases use public verbs only, and layouts without model parallelism
 (sp, tp).
 """
 
@@ -44,9 +44,9 @@ from lightrft.strategy.bench import (
 
 
 def run_contract(strategy_class: type[StrategyBase], tolerance: float = 1e-5, **args: Any) -> dict[str, str]:
-    """Run all cases in this process group; `args` are the strategy's. All ranks call it together.
+    """Run all cases in this process group; `args` are passed to the strategy. All ranks call it together.
 
-    `tolerance` is the relative distance from plain torch in float32 that numbers and parameters may have: about 2e-2 in bfloat16.
+    `tolerance` is the allowed relative distance of numbers and parameters from plain torch in float32; use 2e-2 for bfloat16.
     """
     with tempfile.TemporaryDirectory() as own:
         strategy = strategy_class(seed=1, max_norm=1.0, args={"weight_sync_bucket_mb": 1, "engine_type": "hf", **args})
@@ -54,7 +54,7 @@ def run_contract(strategy_class: type[StrategyBase], tolerance: float = 1e-5, **
         try:
             bench = Bench(strategy, Path(strategy.mesh.world.broadcast(own)), tolerance)
             results = {case.__name__: _outcome(case, bench) for case in CASES}
-            strategy.mesh.world.barrier()  # the folder is that of rank 0
+            strategy.mesh.world.barrier()  # rank 0 deletes the folder
         finally:
             strategy.close()
     return results
@@ -76,7 +76,7 @@ def steps_are_those_of_plain_torch(bench: Bench) -> None:
 
 
 def decay_groups_warm_up_and_schedule(bench: Bench) -> None:
-    """Matrices decay, norms do not; two steps of warm-up, then a cosine to a tenth of the rate."""
+    """Check that matrices decay and norms do not; two warm-up steps, then a cosine to a tenth of the rate."""
     strategy, model = bench.strategy, tiny_model()
     optimizer = strategy.create_optimizer(model, 2e-3, (0.8, 0.9), weight_decay=0.3)
     scheduler = strategy.create_scheduler(optimizer, "cosine", 2, 5)
@@ -97,7 +97,7 @@ def micro_batches_add_up(bench: Bench) -> None:
 
 
 def nothing_is_left_for_the_next_step(bench: Bench) -> None:
-    """The same rows thrice at a learning rate of 0: a leftover would show in the norms."""
+    """Train three times on the same rows at a learning rate of 0: leftover gradients would change the norms."""
     model, optimizer = bench.prepared(lambda model: SGD(model.parameters(), lr=0.0))
     norms = []
     for micro_batches in (3, 2, 1):
@@ -107,7 +107,7 @@ def nothing_is_left_for_the_next_step(bench: Bench) -> None:
 
 
 def each_model_is_clipped_by_its_own_norm(bench: Bench) -> None:
-    """Actor and critic take turns; the critic's gradients are a hundred times as large."""
+    """Alternate between actor and critic, whose gradients are a hundred times as large."""
     with bench.max_norm(0.1):
         actor, critic = bench.prepared(sgd), bench.prepared(sgd, seed=1)
         norms = []
@@ -129,9 +129,9 @@ def max_norm_0_does_not_clip(bench: Bench) -> None:
 
 
 def a_norm_that_is_not_finite_skips_the_step_everywhere(bench: Bench) -> None:
-    """One rank's loss is not a number: no rank steps or advances its schedule, and what follows is as if nothing had been.
+    """Check that a NaN loss on one rank makes all ranks skip step and schedule, and does not affect later steps.
 
-    It counts in the same way where its gradients are numbers.
+    The same holds if the loss is NaN but its gradients are finite.
     """
     strategy, model = bench.strategy, tiny_model()
     optimizer = strategy.create_optimizer(model, 1e-2)
@@ -159,7 +159,7 @@ def an_unfinished_step_is_refused(bench: Bench) -> None:
 
 
 def forgotten_gradients_are_forgotten(bench: Bench) -> None:
-    """After one whole accumulation, then the course as if it had not been."""
+    """Clear the gradients after a whole accumulation; training must then proceed as if it had not happened."""
     model, optimizer = bench.prepared(sgd)
     bench.backward(model, optimizer, 7, micro_batches=2)
     bench.strategy.clear_gradients(model)
@@ -210,7 +210,9 @@ def all_roles_of_a_run(bench: Bench) -> None:
 
 
 def a_frozen_model_answers_as_ever(bench: Bench) -> None:
-    """A reference model beside the actor: the same answers before, between and after its steps, which it does not disturb."""
+    """Check that a frozen reference model gives the same losses before, between and after the actor's steps, and that these are
+    not affected by it.
+    """
     frozen = bench.strategy.prepare(tiny_model(5).requires_grad_(False).eval())
     model, optimizer = bench.prepared(sgd)
     with torch.no_grad():
@@ -227,7 +229,7 @@ def a_frozen_model_answers_as_ever(bench: Bench) -> None:
 
 
 def the_stream_is_whole(bench: Bench) -> None:
-    """Every parameter once, under its name, in the dtype asked for; tied ones once; from a model that waits on the host too."""
+    """Check that full_params() yields every parameter once, tied ones too, by name and dtype, also from an offloaded model."""
     for tie in (False, True):
         model, optimizer = bench.prepared(sgd, tie=tie)
         expected = plain(sgd, model=tiny_model(tie=tie)).parameters
@@ -261,7 +263,7 @@ def _loss_with(parameters: dict[str, Tensor]) -> float:
 
 
 def what_is_away_comes_back_bit_by_bit(bench: Bench) -> None:
-    """Training with everything moved away and back between steps; the parameters stay the same objects."""
+    """Train with everything offloaded and reloaded between steps; the parameters stay the same objects."""
     model, optimizer = bench.prepared(_decaying)
     expected = bench.course(*bench.prepared(_decaying))
     course, before = Course(), list(map(id, model.parameters()))
@@ -326,7 +328,7 @@ def the_exported_model_loads(bench: Bench) -> None:
 
 
 def the_engine_has_the_newest_weights(bench: Bench) -> None:
-    """Log-probs of what it generates are those of the exported actor, before and after a step."""
+    """Check that the engine's log-probs equal those of the exported actor, before and after a step."""
     strategy = bench.strategy
     model, optimizer = bench.prepared(sgd)
     pretrain = strategy.save_model(model, None, bench.folder / "pretrain")
@@ -351,7 +353,7 @@ CASES = sorted(_here, key=lambda case: case.__code__.co_firstlineno)
 
 
 def main(argv: list[str]) -> int:
-    """`module:Class name=value ...`; the exit code is the number of cases that failed."""
+    """Run the contract for `module:Class name=value ...`; return the number of failed cases as the exit code."""
     options = {name: yaml.safe_load(value) for name, value in (word.split("=", 1) for word in argv[1:])}
     results = run_contract(Registry("strategy", flag="the first argument")[argv[0]], **options)
     for case, failure in results.items():

@@ -1,7 +1,7 @@
-"""SGLang beside the trainer: the first of `engine_tp_size` consecutive ranks owns the engine and its processes.
+"""SGLang on the trainer's devices: the first of `engine_tp_size` consecutive ranks owns the engine and its processes.
 
-adapter.py is the engine as trainers know it, samples.py what is asked of SGLang for each request and what it answers, shim.py
-SGLang's own engine, lifetime.py how its processes start and end, scheduler.py what they do of ours, inside.
+adapter.py implements the engine's interface, samples.py the conversion of requests and results, shim.py the access to SGLang's
+engine, lifetime.py start and end of its processes, scheduler.py our code inside of those processes.
 """
 
 import os

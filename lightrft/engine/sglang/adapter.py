@@ -1,4 +1,4 @@
-"""SGLang's engine by the contract of all engines: the first rank of an axis asks it, the others get its answers."""
+"""Adapter of SGLang to the interface of all engines: the first rank of an axis calls it and broadcasts the results."""
 
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -23,17 +23,17 @@ from lightrft.weight_sync.stream import NamedTensor, bucket_limit
 from lightrft.weight_sync.verify import Fingerprints
 
 LATER_SUMMED = ("o_proj", "mlp")
-"""Parts of a model of which each tensor-parallel rank has a summand."""
+"""Parts of a model whose outputs are partial sums on each tensor-parallel rank."""
 
 SEEN_OTHERWISE = ("gemma3",)
-"""Families whose images SGLang reads, without a word, otherwise than transformers: its tower for them has another GELU, and but
-with Triton no token of an image attends to a later one.
+"""Model families whose images SGLang processes differently from transformers without a warning: its vision tower has another
+GELU, and except with Triton no token of an image attends to a later one.
 """
 
 
 class SGLangEngine(LibraryEngine):
-    """Each sample is drawn from a seed of its own, so it repeats however requests are batched, up to the rounding of kernels
-    that compute differently in other batches.
+    """SGLang engine that draws each sample from its own seed, so that samples are reproducible independent of batching, up to the
+    rounding of kernels that depends on the batch.
     """
 
     media = ("images",)
@@ -77,7 +77,7 @@ class SGLangEngine(LibraryEngine):
         return self._followed(lambda: samples.of(requests))
 
     def _parts(self, token_ids: list[int]) -> dict[str, Tensor]:
-        """Of a model that is cut, without what each rank has a share of."""
+        """Return Probe.parts(); for a model with tensor parallelism without parts that are sharded over ranks."""
         self._led(lambda: self._shim.ask("watch", num_tokens=len(token_ids)))
         try:
             list(self._generate([Request(token_ids, sampling=Sampling(max_tokens=1, temperature=0), seeds=(0,))]))
@@ -106,13 +106,13 @@ class SGLangEngine(LibraryEngine):
         kept, payload = SGLangShim.payload(bucket)
         payloads = self.axis.gather(payload)
         self._led(lambda: self._shim.update_weights(payloads))
-        del kept  # now, as every rank's is read
+        del kept  # not earlier: all ranks' payloads have been read now
 
     def _fingerprints(self, dtype: torch.dtype, round: int | None) -> Fingerprints:
         return Fingerprints(self.expected, dtype, slices=self.axis.size, bits=self._places, round=round)
 
     def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
-        """The first rank has all of it, the others nothing: they add up."""
+        """Return the numbers of all weights on the first rank, and zeros on the others, so that they add up."""
         numbers = self._led(lambda: self._shim.ask("held", places=self._places, shapes=self.expected, dtype=prints.dtype,
                                                    slices=self.axis.size, round=prints.round))
         held = [sum(of_ranks) for of_ranks in zip(*numbers, strict=True)]
@@ -124,7 +124,7 @@ class SGLangEngine(LibraryEngine):
     # -- memory
 
     def _sleep(self, level: int) -> None:
-        """SGLang keeps no copy of the weights on the host unless it was started for that: level 1 then keeps them in place."""
+        """Sleep; level 1 keeps the weights on the device unless SGLang was started to keep a copy on the host."""
         if level == 2 and self.on_cpu:
             self._led(lambda: self._shim.destroy_weights())
         tags = {"kv_cache", "cuda_graph"} | ({"weights"} if level == 2 or self.sleep_level == 1 else set())
@@ -144,7 +144,7 @@ class SGLangEngine(LibraryEngine):
     # -- the first rank and the others
 
     def _led(self, call: Callable[[], Any]) -> Any:
-        """What the first rank's `call` returned, on all ranks of the axis; and what it raised."""
+        """Run `call` on the first rank; return its result, or raise its error, on all ranks of the axis."""
         outcome, failure = None, None
         if self.axis.rank == 0:
             try:
@@ -159,7 +159,7 @@ class SGLangEngine(LibraryEngine):
         return outcome
 
     def _followed(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """_led() for calls that return one thing after another."""
+        """Iterate on the first rank, and yield its items on all ranks of the axis; like _led() for iterators."""
         items = make() if self.axis.rank == 0 else iter(())
         while True:
             more, item = self._led(lambda: next(((True, item) for item in items), (False, None)))
@@ -169,7 +169,7 @@ class SGLangEngine(LibraryEngine):
 
 
 def _whole(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What all ranks have alike, and the sum of what SGLang adds up only later."""
+    """Return the parts that are equal on all ranks, and the sums of partial outputs that SGLang adds up later."""
     first, *others = of_ranks
     found = {}
     for name, part in first.items():

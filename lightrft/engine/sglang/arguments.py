@@ -1,4 +1,4 @@
-"""What SGLang's engine is started with."""
+"""Arguments with which SGLang's engine is started."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from lightrft.engine.base import EngineSetup
 from lightrft.parallel.device import free_memory
 
 SPARE_TOKENS = 8
-"""SGLang takes no prompt that comes closer than 6 tokens to its context length."""
+"""Number of tokens added to the context length, because SGLang rejects prompts within 6 tokens of it."""
 
 
 def arguments(setup: EngineSetup, config: PretrainedConfig) -> dict[str, Any]:
@@ -25,10 +25,10 @@ def arguments(setup: EngineSetup, config: PretrainedConfig) -> dict[str, Any]:
         "random_seed": setup.seed,
         "device": setup.device.type,
         "log_level": "error",
-        "sampling_backend": "pytorch",  # the one that draws from seeds
+        "sampling_backend": "pytorch",  # the only one that supports seeds
         "grammar_backend": "none",
-        "sleep_on_idle": True,  # its processes would keep a core busy each while the trainer computes
-        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "sleep_on_idle": True,  # otherwise each of its processes would keep a core busy while the trainer computes
+        "skip_tokenizer_init": True,  # input and output are token ids
         "enable_custom_logit_processor": True,
         "enable_weights_cpu_backup": section.engine_sleep_level == 1 and not on_cpu,
     }
@@ -44,9 +44,9 @@ def _on_accelerator(setup: EngineSetup) -> dict[str, Any]:
 
 
 def _share_of_free(setup: EngineSetup) -> float:
-    """Return --engine_mem_util, a share of the accelerator, as a share of its memory that is free now.
+    """Return --engine_mem_util, a share of the accelerator, as a share of the memory that is free now.
 
-    SGLang takes it of that on the rank with the least, for weights and cache together; its activations and graphs come on top.
+    SGLang applies it to the free memory of the rank with the least, for weights and cache; activations and graphs are extra.
     """
     share, (free, total) = setup.section.engine_mem_util, free_memory(setup.device)
     free = min(setup.axis.gather(free))
@@ -75,7 +75,7 @@ def _on_cpu(setup: EngineSetup, config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _cache_bytes_of_a_token(config: PretrainedConfig, dtype: torch.dtype, tp: int) -> int:
-    """Keys and values of all layers, on one of `tp` ranks."""
+    """Return the bytes of keys and values of all layers for one token, on one of `tp` ranks."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -1,4 +1,4 @@
-"""How SGLang's processes start and end without taking this one along."""
+"""Start and end of SGLang's processes without side effects on this one."""
 
 import asyncio
 import multiprocessing
@@ -15,16 +15,16 @@ import psutil
 from lightrft.engine.base import EngineError
 
 SECONDS_TO_NOTICE = 1.0
-"""So late may the death of one of SGLang's processes be seen in a call that waits for it."""
+"""Maximum delay until a waiting call detects the death of one of SGLang's processes."""
 CORES = "SGLANG_CPU_OMP_THREADS_BIND"
-"""Which cores each process of one engine has; another engine may have more processes."""
+"""Variable with the cores of each process of one engine; a default is not kept, as another engine may have more processes."""
 LOAD_FILES = "/dev/shm/sglang_loads_"
-"""The files of 16 kB in which SGLang's processes publish how busy they are, and which they never remove begin so."""
+"""Prefix of the 16 kB files in which SGLang's processes publish their load, and which they never remove."""
 
 
 @contextmanager
 def contained(num_ranks: int) -> Iterator[None]:
-    """Around its start, with so many tensor-parallel ranks. What has started is ended where another part fails."""
+    """Contain SGLang's start with `num_ranks` tensor-parallel ranks; if it fails, end the processes that it has started."""
     before = set(psutil.Process().children())
     with _settings_kept():
         os.environ.setdefault(CORES, _cores_of_each(num_ranks))
@@ -44,14 +44,14 @@ def kill(processes: set[psutil.Process]) -> None:
 
 
 def unlink_load_files(processes: Iterable[psutil.Process]) -> None:
-    """Remove the names of the files in which these processes publish their load; their memory goes with the processes.
+    """Unlink the files in which these processes publish their load; the memory is freed when the processes end.
 
-    A version of SGLang without such files has none open.
+    Versions of SGLang without such files have none open.
     """
     for process in processes:
         try:
             paths = [file.path for file in process.open_files()]
-        except psutil.Error:  # it has ended
+        except psutil.Error:  # the process has ended
             continue
         for path in paths:
             if path.startswith(LOAD_FILES):
@@ -59,12 +59,12 @@ def unlink_load_files(processes: Iterable[psutil.Process]) -> None:
 
 
 def died(number: int, frame: Any) -> None:
-    """SGLang's processes announce their end with SIGQUIT; its own handler would kill this process without a word."""
+    """Raise EngineError on SIGQUIT, which dying SGLang processes send; its own handler would kill this process silently."""
     raise EngineError("a process of SGLang died; what it said stands above")
 
 
 class NoHandlers:
-    """For the event loop, which calls them beside those of this process: SGLang's would end it."""
+    """Empty signal handlers for SGLang's event loop, whose own would end this process."""
 
     def __init__(self, tokenizer_manager: Any): ...
 
@@ -74,7 +74,7 @@ class NoHandlers:
 
 
 class Loop:
-    """SGLang's event loop: the loop itself lets no exception of a signal's handler through, so it is left now and then."""
+    """SGLang's event loop, which is left regularly, because it does not propagate exceptions of signal handlers."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
@@ -100,9 +100,9 @@ class Loop:
 
 @contextmanager
 def _settings_kept() -> Iterator[None]:
-    """SGLang's start changes the whole process: environment, signals, how children start, the state of `random`.
+    """Restore what SGLang's start changes in this process: environment, signals, the start method, the state of `random`.
 
-    And its processes must not see that torchrun started this one: they would wait for torchrun's store.
+    It also hides from its processes that torchrun started this one, because they would wait for torchrun's store.
     """
     environment, handler, state = dict(os.environ), signal.getsignal(signal.SIGTERM), random.getstate()
     start_method = multiprocessing.get_start_method(allow_none=True)
@@ -119,6 +119,6 @@ def _settings_kept() -> Iterator[None]:
 
 
 def _cores_of_each(tp: int) -> str:
-    """`0,1|2,3`: this process's cores, divided among `tp` processes; they share one where there are fewer."""
+    """Return this process's cores divided among `tp` processes, such as `0,1|2,3`; processes share one if there are too few."""
     cores = sorted(os.sched_getaffinity(0))
     return "|".join(",".join(map(str, cores[rank::tp] or cores[:1])) for rank in range(tp))

@@ -1,4 +1,4 @@
-"""Samples of requests: what SGLang is asked for, and what it answers."""
+"""Conversion of requests to SGLang's requests, and of its results to completions."""
 
 import copy
 from collections.abc import Iterator
@@ -14,21 +14,24 @@ from lightrft.engine.stops import StopStrings
 from lightrft.types import Completion
 
 LOOK_EVERY = 8
-"""Tokens between two looks for stop strings, which end a request from outside; RARELY where there are none."""
+"""Number of tokens between checks for stop strings, which abort a request; RARELY if there are none."""
 RARELY = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Of one call of the engine."""
+    """Generation of the samples of one call of the engine."""
 
     shim: SGLangShim
     vocabulary: Vocabulary
     version: int
-    """Of the weights."""
+    """Version of the weights."""
 
     def of(self, requests: list[Request]) -> Iterator[tuple[int, list[Completion]]]:
-        """Every sample is a request to SGLang of its own, after one that leaves the prompt of all of them in the cache."""
+        """Yield (index, completions) of each request.
+
+        Every sample is a separate SGLang request, sent after a request that puts the common prompt into the cache.
+        """
         shared = [index for index, request in enumerate(requests) if request.sampling.num_draws > 1]
         num_cached = dict(self._prefilled(requests, shared))
         samples = [_Sample(index, request, seed)
@@ -44,14 +47,14 @@ class Samples:
                 yield index, found if len(found) > 1 else [copy.deepcopy(found[0]) for _ in range(requests[index].sampling.n)]
 
     def _prefilled(self, requests: list[Request], shared: list[int]) -> Iterator[tuple[int, int]]:
-        """Index and number of cached tokens of each of these requests."""
+        """Prefill the requests `shared`; yield the index and the number of cached tokens of each."""
         if shared:
             parameters = [{"max_new_tokens": 0, "temperature": 0, "sampling_seed": 0}] * len(shared)
             for answer in self.shim.generate([requests[index] for index in shared], parameters, [None] * len(shared)):
                 yield shared[answer["index"]], answer["meta_info"]["cached_tokens"]
 
     def _sampled(self, samples: list["_Sample"]) -> Iterator[tuple[int, Completion]]:
-        """Place and completion of each sample as it ends. What was generated after a stop string is still there."""
+        """Yield position and completion of each sample as it ends, including tokens generated after a stop string."""
         parameters = [self._parameters(sample) for sample in samples]
         processors = [Truncate.to_str() if sample.request.sampling.truncation.active else None for sample in samples]
         for answer in self.shim.generate([sample.request for sample in samples], parameters, processors):
@@ -88,9 +91,9 @@ class Samples:
 @dataclass(slots=True)
 class _Sample:
     index: int
-    """Of its request."""
+    """Index of its request."""
     request: Request
     seed: int
     stopped: bool = False
-    """A stop string has come, and the request was ended."""
+    """True if a stop string was found and the request aborted."""
     completion: Completion | None = None

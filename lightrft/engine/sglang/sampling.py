@@ -1,4 +1,4 @@
-"""How SGLang's processes draw: each sample from its own seed, of the part of the tokens that is to be sampled."""
+"""Sampling in SGLang's processes: each sample from its own seed, restricted to a part of the vocabulary."""
 
 import random
 from collections import defaultdict
@@ -14,7 +14,7 @@ from lightrft.algorithms.truncation import Truncation
 
 
 def with_seeds(make: Callable) -> Callable:
-    """SGLang draws each request from a seed of its own only if every kernel is deterministic too; here it always does."""
+    """Make SGLang draw each request from its own seed always, and not only if every kernel is deterministic too."""
 
     def from_schedule_batch(cls: type, batch: Any, vocab_size: int) -> SamplingBatchInfo:
         info = make(cls, batch, vocab_size)
@@ -26,8 +26,8 @@ def with_seeds(make: Callable) -> Callable:
 
 
 def draw(logprobs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """[R, 1] int64: from each row of logprobs [R, V] the inverse of its cumulative distribution at a place that the row's seed
-    and position alone decide. SGLang's own drawing needs its kernels.
+    """Return [R, 1] int64 tokens: for each row of logprobs [R, V] the inverse of its cumulative distribution at a point that
+    depends only on the row's seed and position. SGLang's own function needs its kernels.
     """
     places = [random.Random(f"{of_row} {at}").random() for of_row, at in zip(seed.tolist(), position.tolist(), strict=True)]
     cumulative = logprobs.double().exp().cumsum(-1)
@@ -37,9 +37,9 @@ def draw(logprobs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
 
 
 class Truncate(CustomLogitProcessor):
-    """Before the temperature divides them: -inf for the logits of tokens that are not to be sampled.
+    """Processor that sets the logits of excluded tokens to -inf, before they are divided by the temperature.
 
-    So log-probs are those of the part that is sampled; SGLang's own are of all tokens, and its top p is of all of them too.
+    Log-probs are thereby normalised over the tokens that are sampled; SGLang's own log-probs and top p cover all tokens.
     """
 
     def __call__(self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Inside of SGLang's processes that hold weights and generate: what they do otherwise, and what they can be asked."""
+"""Code for SGLang's scheduler processes, which hold weights and generate: modifications, and queries that they answer."""
 
 import gc
 from collections.abc import Callable, Collection
@@ -20,12 +20,12 @@ from lightrft.weight_sync.verify import Fingerprints
 
 CALLED_OTHERWISE = {"model.language_model.": "model.", "model.visual.": "visual.", ".attn.qkv.": ".attn.qkv_proj.",
                     ".self_attn.out_proj.": ".self_attn.proj."}
-"""Parts of names: as published -> in models of images and text, where some of SGLang's have them."""
+"""Parts of names: published -> in some of SGLang's multimodal models."""
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """A process of SGLang's that holds weights and generates."""
-    gc.freeze()  # on a CPU every dropped cache is a collection; of all that was imported it would take half a second
+    """Run a scheduler process of SGLang with the modifications of this module."""
+    gc.freeze()  # on a CPU dropping a cache collects garbage, which takes half a second if all imported objects are scanned
     setattr(Scheduler, answer_question.__name__, answer_question)
     SamplingBatchInfo.from_schedule_batch = classmethod(with_seeds(SamplingBatchInfo.from_schedule_batch.__func__))
     loader.initialize_dummy_weights = _with_buffers_kept(loader.initialize_dummy_weights)
@@ -35,7 +35,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
 
 def _with_buffers_kept(fill: Callable) -> Callable:
-    """Before the first stream: SGLang's random weights, but buffers as the model makes them, which no stream brings."""
+    """Wrap SGLang's initialisation with random weights so that original buffers are kept, since they are not streamed."""
 
     def fill_parameters(model: nn.Module) -> None:
         saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -60,7 +60,7 @@ def _fill_with_nan(scheduler: Scheduler) -> None:
 
 
 def _weights(scheduler: Scheduler, places: dict[str, str], shapes: dict[str, torch.Size]) -> FusedWeights:
-    """From version 0.5.22 on a layer knows its group, and not its place in it."""
+    """Locate the weights; layers get tp_rank and tp_size, since from version 0.5.22 on they have only their group."""
     model = scheduler.tp_worker.model_runner.model
     layers = dict(model.named_modules(remove_duplicate=False))
     for layer in layers.values():
@@ -72,7 +72,7 @@ def _weights(scheduler: Scheduler, places: dict[str, str], shapes: dict[str, tor
 
 
 def _place(place: str, layers: Collection[str]) -> str:
-    """What SGLang's model calls it, which it knows when it loads."""
+    """Return the name of a weight in SGLang's model."""
     for published, own in CALLED_OTHERWISE.items():
         path, other = (name.rpartition(".")[0] for name in (place, place.replace(published, own)))
         if path not in layers and other.rpartition(".")[0] in layers:
@@ -81,7 +81,7 @@ def _place(place: str, layers: Collection[str]) -> str:
 
 
 def _unknown_weights(scheduler: Scheduler, places: dict[str, str], shapes: dict[str, torch.Size]) -> list[str]:
-    """Those that do not lie where `places`, name -> what engines call it, says."""
+    """Return the weights that are not found under `places`, name -> engine's name."""
     return _weights(scheduler, places, shapes).unknown
 
 
@@ -99,23 +99,23 @@ def _num_cached(scheduler: Scheduler) -> int:
 
 
 def _forget_images(scheduler: Scheduler) -> None:
-    """What its tower made of them outlives the cache of prefixes, and new weights."""
+    """Drop the image embeddings, which survive a reset of the prefix cache and new weights."""
     mm_schedule.embedding_cache.clear()
 
 
 _watches: list[tuple[Probe, list[Tensor], list[Any]]] = []
-"""Those that are open: a probe, logits, handles."""
+"""Active observations: probe, logits, handles."""
 
 
 def _watch(scheduler: Scheduler, num_tokens: int) -> None:
-    """From now on, until _seen() is asked."""
+    """Record the outputs of the model's parts until _seen() is called."""
     model, probe, logits = scheduler.tp_worker.model_runner.model, Probe(num_tokens), []
     head = logits_processor(model).register_forward_hook(lambda module, given, output: logits.append(output.next_token_logits))
     _watches.append((probe, logits, [head, *probe.attach(model)]))
 
 
 def _seen(scheduler: Scheduler) -> dict[str, Tensor]:
-    """Probe.parts() of this rank, of the last token that was computed first."""
+    """End the recording; return Probe.parts() of this rank with the last logits of the first forward pass."""
     probe, logits, handles = _watches.pop()
     for handle in handles:
         handle.remove()
@@ -124,4 +124,4 @@ def _seen(scheduler: Scheduler) -> dict[str, Tensor]:
 
 QUESTIONS = {"fill_with_nan": _fill_with_nan, "unknown_weights": _unknown_weights, "held": _held, "num_cached": _num_cached,
              "forget_images": _forget_images, "watch": _watch, "seen": _seen}
-"""What SGLang's processes can be asked; they do it in their own memory."""
+"""Queries and actions that SGLang's processes run in their own memory, by name."""

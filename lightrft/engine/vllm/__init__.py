@@ -1,7 +1,7 @@
 """vLLM inside this process: one engine per rank, or one per `engine_tp_size` consecutive ranks, next to the trainer.
 
-adapter.py is the engine as trainers know it, arguments.py what it is started with, shim.py everything of vLLM that is not its
-documented offline interface, layers.py what it loads and computes otherwise here.
+adapter.py implements the engine's interface, arguments.py the arguments of its start, shim.py every access to vLLM beyond its
+documented offline interface, layers.py replacements for vLLM's model loader and layers.
 """
 
 import logging
@@ -11,28 +11,28 @@ from collections.abc import Callable
 import torch
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several ranks share the cores
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
-"""Defaults, read by vLLM at its import; what the user has set stays."""
+"""Default environment variables, which vLLM reads at its import; values that the user has set are kept."""
 EXPECTED = {
     "vllm.engine.arg_utils": (
-        "The global random seed is set to",  # the process's generators are kept
-        "This model does not officially support disabling chunked prefill",  # see arguments.py; its scheduler does
+        "The global random seed is set to",  # the process's generators are restored
+        "This model does not officially support disabling chunked prefill",  # see arguments.py; vLLM's scheduler supports it
     ),
-    "vllm.renderers.base": ("Using None for EOS token id", "Chat template warmup failed"),  # it gets token ids, and end tokens
-    "vllm.model_executor.model_loader.reload.layerwise": ("RotaryEmbedding: Failed to load weights",),  # which has none
+    "vllm.renderers.base": ("Using None for EOS token id", "Chat template warmup failed"),  # it receives token ids and end tokens
+    "vllm.model_executor.model_loader.reload.layerwise": ("RotaryEmbedding: Failed to load weights",),  # it has no weights
 }
-"""Logger -> beginnings of its warnings that speak of choices made here; the others are shown."""
+"""Logger -> prefixes of its warnings about choices made here, which are suppressed; other warnings are shown."""
 EXPECTED_ON_CPU = {
     "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),
     "vllm.platforms.cpu": ("Triton is not installed",),
     "vllm.v1.worker.cpu_worker": ("libtcmalloc is not found", "libiomp is not found", "CPU backend doesn't allow to use"),
 }
-"""The same where nothing is compiled."""
+"""Further suppressed warnings on CPUs, where nothing is compiled."""
 
 
 def _without(beginnings: tuple[str, ...]) -> Callable[[logging.LogRecord], bool]:
@@ -40,7 +40,7 @@ def _without(beginnings: tuple[str, ...]) -> Callable[[logging.LogRecord], bool]
 
 
 if "VLLM_LOGGING_LEVEL" not in os.environ:
-    logging.getLogger("vllm").setLevel(logging.ERROR)  # while it is imported; its engine sets the level when it starts
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # during its import; the engine sets the level at its start
     for name, beginnings in (EXPECTED if torch.accelerator.is_available() else EXPECTED | EXPECTED_ON_CPU).items():
         logging.getLogger(name).addFilter(_without(beginnings))
 for variable, default in ENVIRONMENT.items():

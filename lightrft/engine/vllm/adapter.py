@@ -1,4 +1,4 @@
-"""vLLM as a trainer knows it."""
+"""Adapter of vLLM to the interface of all engines."""
 
 import copy
 import gc
@@ -31,13 +31,14 @@ from lightrft.weight_sync.stream import NamedTensor
 from lightrft.weight_sync.verify import Fingerprints
 
 OTHER_TIMES = ("qwen2_vl", "qwen2_5_vl")
-"""Families whose text goes on, behind a video that is longer than it is wide, elsewhere than in transformers."""
+"""Model families whose positions of text after a video longer than it is wide differ from transformers'."""
 
 
 class VLLMEngine(LibraryEngine):
-    """Each sample is a request of its own with a seed of its own, in both of vLLM's model runners: V2 would take the missing
-    ones from numpy's global generator, V1 from torch's. Samples repeat for the same seeds, however requests are batched, up
-    to the rounding of kernels that compute differently in other batches or behind a cached prefix.
+    """vLLM engine that submits each sample as a separate request with its own seed, in both of vLLM's model runners.
+
+    For requests without a seed, runner V2 would draw from numpy's global generator and V1 from torch's. Samples are reproducible
+    for equal seeds, independent of batching, up to the rounding of kernels that depends on the batch or on cached prefixes.
     """
 
     def __init__(self, setup: EngineSetup):
@@ -49,7 +50,7 @@ class VLLMEngine(LibraryEngine):
         self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, trust_remote_code=setup.trust_remote_code)
         memory = VLLMShim.own_shared_memory(setup.axis) if self.on_cpu else nullcontext()
         with random_state_kept(self.device), memory, VLLMShim.rank_in_environment(), warnings.catch_warnings():
-            for category in (DeprecationWarning, FutureWarning):  # of vLLM's own calls
+            for category in (DeprecationWarning, FutureWarning):  # from vLLM's own calls
                 warnings.simplefilter("ignore", category)
             self._llm = LLM(**arguments(setup, config, self.limits))
         self._shim = VLLMShim(self._llm, self.names)
@@ -75,7 +76,7 @@ class VLLMEngine(LibraryEngine):
                     yield index, self._completions(samples.pop(index), requests[index].sampling)
 
     def _submit(self, index: int, request: Request) -> None:
-        """A request for each sample; the prompt is computed once, for the first, and in the prefix cache for the others."""
+        """Submit a request for each sample; the first computes the prompt, the others find it in the prefix cache."""
         if request.sampling.stop:
             self._shim.decode_with(self.vocabulary.tokenizer)
         common = self._parameters(request.sampling, request.seeds[0])
@@ -93,14 +94,14 @@ class VLLMEngine(LibraryEngine):
             max_tokens=sampling.max_tokens, temperature=min(sampling.temperature, 1.0),
             top_p=sampling.top_p, top_k=sampling.top_k,
             logit_bias=dict.fromkeys(sampling.banned_token_ids, -math.inf) or None,
-            ignore_eos=True,  # a tokenizer's end token, which vLLM knows of some models: those that end are named next
+            ignore_eos=True,  # the end token that vLLM knows for some models; all end tokens are in stop_token_ids
             stop_token_ids=sorted(self.vocabulary.end_token_ids | set(sampling.stop_token_ids)),
             stop=list(sampling.stop), detokenize=bool(sampling.stop), skip_special_tokens=False, include_stop_str_in_output=True,
             logprobs=0,  # of the sampled token only
             flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # a clone is checked again
+            skip_clone=True,  # a clone would be checked again
         )
-        parameters.temperature = sampling.temperature  # its check allows at most 2; it computes with any
+        parameters.temperature = sampling.temperature  # vLLM's check allows at most 2, but any value works
         return parameters
 
     def _completions(self, outputs: dict[int, RequestOutput], sampling: Sampling) -> list[Completion]:
@@ -112,7 +113,10 @@ class VLLMEngine(LibraryEngine):
         return found if len(found) == sampling.n else [copy.deepcopy(found[0]) for _ in range(sampling.n)]
 
     def _stance(self) -> AbstractContextManager:
-        """Nothing is compiled on a CPU: the sampler's one compiled function costs seconds there, and a C++ compiler."""
+        """Return a context that disables compilation on a CPU.
+
+        Compiling the sampler's one compiled function takes seconds there, and needs a C++ compiler.
+        """
         return torch.compiler.set_stance("force_eager") if self.on_cpu else nullcontext()
 
     def _load_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
@@ -165,7 +169,7 @@ class VLLMEngine(LibraryEngine):
 
 
 def _until_failure(named_tensors: Iterator[NamedTensor], failures: list[Exception]) -> Iterator[NamedTensor]:
-    """The stream, which seems to end where it breaks: vLLM then ends its reload in order and can take the next one."""
+    """Yield the stream, and end it at an exception, so that vLLM finishes its reload in order and can load the next stream."""
     try:
         yield from named_tensors
     except Exception as error:
@@ -174,7 +178,7 @@ def _until_failure(named_tensors: Iterator[NamedTensor], failures: list[Exceptio
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """The caller's generators (torch on host and device, numpy, random) come out as they went in."""
+    """Restore the states of the caller's generators (torch on host and device, numpy, random) afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch_state_kept(device):
@@ -185,6 +189,6 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 
 
 def torch_state_kept(device: torch.device) -> AbstractContextManager:
-    """Keep torch's generators: vLLM's V1 sampler draws from them, also where it then takes the numbers of a request's seed."""
+    """Restore torch's generators afterwards: vLLM's V1 sampler draws from them, even for requests that have a seed."""
     devices = [] if device.type == "cpu" else [device]
     return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")

@@ -1,4 +1,4 @@
-"""What vLLM's engine is started with."""
+"""Arguments with which vLLM's engine is started."""
 
 from transformers import PretrainedConfig
 
@@ -9,14 +9,14 @@ from lightrft.engine.requests import MEDIA
 def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, int]) -> dict:
     section, on_cpu = setup.section, setup.device.type == "cpu"
     memory = {"kv_cache_memory_bytes": int(section.engine_kv_cache_gb * 2**30)} if on_cpu else {}
-    # A prompt in two parts makes V1 draw for the first and take the draw back, which a CPU's generator of a seed cannot.
+    # For a prompt in two chunks V1 draws a token after the first and reverts the draw, which a seeded CPU generator cannot.
     prefill = {"enable_chunked_prefill": False} if on_cpu else {}
-    latent = on_cpu and getattr(config.get_text_config(), "kv_lora_rank", None)  # MLA: its kernel takes heads for tokens there
+    latent = on_cpu and getattr(config.get_text_config(), "kv_lora_rank", None)  # MLA's CPU kernel mistakes heads for tokens
     kernels = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}} if latent else {}
     media = {
         "limit_mm_per_prompt": {medium: limits.get(name, 0) for name, medium in MEDIA.items()},
-        "mm_processor_cache_gb": 0,  # what would stay in it are the images of the last step
-        "mm_device_do_normalize": False,  # its numbers lie in the model, and come in no stream
+        "mm_processor_cache_gb": 0,  # the cache would only hold images of the last step
+        "mm_device_do_normalize": False,  # its constants are stored in the model and are not streamed
     }
     return memory | prefill | kernels | (media if limits else {}) | {
         "model": setup.model_path,
@@ -32,8 +32,8 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
         "enable_sleep_mode": not on_cpu and section.enable_engine_sleep,
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature
-        "generation_config": "vllm",  # no sampling defaults from the model's folder
-        "skip_tokenizer_init": not limits,  # token ids in, token ids out; its processors of media want one all the same
+        "generation_config": "vllm",  # ignore the sampling defaults of the model's folder
+        "skip_tokenizer_init": not limits,  # input and output are token ids, but media processors need one
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }

@@ -1,4 +1,4 @@
-"""What vLLM loads and computes otherwise than by itself: it takes these for its own, once this is imported."""
+"""Replacements for a model loader and a layer of vLLM, which the import of this module registers."""
 
 import torch
 from vllm.config import ModelConfig
@@ -9,7 +9,7 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 @register_model_loader("dummy")
 class _NoWeights(DummyModelLoader):
-    """Before the first stream: random weights, as vLLM has them, but buffers as the model makes them, which no stream brings."""
+    """Dummy loader for engines that await a stream: vLLM's random weights, but original buffers, since they are not streamed."""
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -20,9 +20,9 @@ class _NoWeights(DummyModelLoader):
 
 @RMSNorm.register_oot(name="RMSNorm")
 class _HostRMSNorm(RMSNorm):
-    """vLLM's kernel for CPUs, which it has and does not choose: five to ten times as fast as torch, operation by operation.
+    """RMSNorm with vLLM's CPU kernel, which vLLM does not select by default: 5 to 10 times as fast as separate torch operations.
 
-    Its vectors have up to 16 numbers. In bfloat16 it would round otherwise than transformers does.
+    Its vectors have up to 16 elements. It is used in float32 only: in bfloat16 its rounding differs from transformers'.
     """
 
     def forward_cpu(

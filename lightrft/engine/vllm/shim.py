@@ -1,4 +1,4 @@
-"""vLLM's own engine: everything of it, in this process, that another version may change."""
+"""Access to vLLM's internals in this process, which may change between its versions."""
 
 import atexit
 import gc
@@ -30,17 +30,17 @@ from lightrft.weight_sync.names import PublishedNames
 from lightrft.weight_sync.stream import NamedTensor
 
 PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
-"""vLLM's ways to keep weights that, but for kernels known here, leave them as they were loaded."""
+"""Weight methods of vLLM that leave weights as they were loaded, except for kernels that are handled here."""
 
 
 class VLLMShim:
-    """Everything that is not vLLM's documented offline interface, so that a new version is checked here."""
+    """Every access to vLLM beyond its documented offline interface; check this class for each new version."""
 
     def __init__(self, llm: LLM, names: PublishedNames):
-        """vLLM shuts itself down when its client is collected and at exit, and then destroys the trainer's process group."""
+        """Detach vLLM's finalizer, which would destroy the trainer's process group when its client is collected or at exit."""
         self.llm = llm
         llm.llm_engine.engine_core._finalizer.detach()
-        atexit.register(gc.unfreeze)  # it froze every object; unfrozen ones are collected in order, without complaints
+        atexit.register(gc.unfreeze)  # vLLM froze all objects; unfrozen ones are collected in order, without warnings
         (self.model,) = llm.apply_model(lambda model: model)
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         parts = PARTS | getattr(self.model, "packed_modules_mapping", {})
@@ -53,12 +53,13 @@ class VLLMShim:
         )  # fmt: skip
 
     def reload_weights(self, named_tensors: Iterator[NamedTensor], *, direct: bool) -> None:
-        """Take full tensors under transformers' names; vLLM slices, fuses and repacks them layer by layer.
+        """Load full tensors under transformers' names; vLLM slices, fuses and repacks them layer by layer.
 
-        With `direct` those that it would only slice and copy are copied to where they lie: vLLM buffers, counts and wraps each
-        tensor, which takes longer than to copy a small one. Its reload puts the memory of layers that it loads nothing into back.
+        With `direct`, tensors that vLLM would only slice and copy are copied directly to their locations: vLLM buffers, counts
+        and wraps each tensor, which takes longer than copying a small one. Its reload restores the memory of layers that it loads
+        nothing into.
 
-        It must see the stream end: an exception in between leaves half of its layers without storage.
+        The stream must reach its end: an exception before leaves half of the layers without storage.
         """
         targets = self.weights.copy_targets() if direct else {}
         experts = unpacked_experts(self.model, self.weights.direct_layers() if direct else ())
@@ -69,7 +70,7 @@ class VLLMShim:
         _renew_tied_layers(self.model)
 
     def with_media(self, token_ids: list[int], media: dict[str, list]) -> MultiModalInput:
-        """The media processed, their placeholders expanded."""
+        """Return the prompt with processed media and expanded placeholders."""
         data = {MEDIA[name]: [_item(item) for item in items] for name, items in media.items() if items}
         (prompt,) = self.llm.renderer.render_cmpl([TokensPrompt(prompt_token_ids=token_ids, multi_modal_data=data)])
         return prompt
@@ -78,14 +79,14 @@ class VLLMShim:
         self.llm.llm_engine.add_request(name, prompt, parameters)
 
     def finished(self) -> Iterator[tuple[str, RequestOutput]]:
-        """Name and output of each submitted request as it ends, until there are none."""
+        """Yield name and output of each submitted request as it ends, until none is left."""
         engine = self.llm.llm_engine
         while engine.has_unfinished_requests():
             for output in engine.step():
                 yield output.request_id, output
 
     def decode_with(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """It starts without a tokenizer, as only stop strings need one."""
+        """Set the tokenizer. The engine starts without one, as only stop strings need it."""
         self.llm.llm_engine.output_processor.tokenizer = tokenizer
 
     def reset_caches(self) -> None:
@@ -98,18 +99,18 @@ class VLLMShim:
         return len(self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
 
     def destroy_weights(self) -> None:
-        """Stands for a sleep of level 2 where vLLM has none: what is computed without a new stream is NaN."""
+        """Fill the weights with NaN, as a substitute for sleep level 2 where vLLM does not support it."""
         _fill_with_nan(self.model)
 
     def shutdown(self) -> None:
-        """Its workers and their groups only."""
+        """Shut down vLLM's workers and their process groups only."""
         self.llm.collective_rpc("shutdown")
         destroy_model_parallel()
 
     @staticmethod
     @contextmanager
     def rank_in_environment() -> Iterator[None]:
-        """While an engine starts: it reads its rank where torchrun writes it, also in a process without a launcher."""
+        """Set RANK and LOCAL_RANK while an engine starts, which reads them, also in a process without a launcher."""
         variables = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(local_rank())}
         missing = {name: value for name, value in variables.items() if name not in os.environ}
         os.environ.update(missing)
@@ -122,10 +123,10 @@ class VLLMShim:
     @staticmethod
     @contextmanager
     def own_shared_memory(axis: Axis) -> Iterator[None]:
-        """While an engine starts on CPUs: a name of its own for the memory through which its ranks exchange tensors.
+        """Use a unique name, while an engine starts on CPUs, for the shared memory through which its ranks exchange tensors.
 
-        vLLM's name is the same for every engine on the machine, so two runs meet in it, and what a killed run leaves
-        behind stops the next one. Once all ranks have mapped it the name is taken away, and nothing can be left behind.
+        vLLM's name is the same for every engine on the machine, so that two runs collide, and the remains of a killed run block
+        the next one. The name is unlinked as soon as all ranks have mapped the memory, so that nothing can be left behind.
         """
         from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
 
@@ -142,14 +143,14 @@ class VLLMShim:
 
 
 def _item(item: Image | Video | Clip) -> Image | tuple:
-    """As vLLM takes it."""
+    """Convert a media item to vLLM's form."""
     if isinstance(item, Video):
         return item.frames, metadata(item) | {"video_backend": "lightrft", "do_sample_frames": False}
     return (item.waveform, item.sampling_rate) if isinstance(item, Clip) else item
 
 
 def _without_copied(named_tensors: Iterator[NamedTensor], targets: Mapping[str, list[CopyTarget]]) -> Iterator[NamedTensor]:
-    """Copy the tensors that have targets, and pass the others on."""
+    """Copy the tensors that have targets, and yield the others."""
     for name, tensor in named_tensors:
         if name not in targets:
             yield name, tensor
@@ -159,7 +160,7 @@ def _without_copied(named_tensors: Iterator[NamedTensor], targets: Mapping[str, 
 
 @contextmanager
 def _missing_by_intent() -> Iterator[None]:
-    """Without what vLLM's reload says of layers that it loads nothing into; the stream was checked before."""
+    """Suppress the warnings of vLLM's reload about layers that it loads nothing into; the stream has been checked before."""
 
     def shown(record: logging.LogRecord) -> bool:
         return not ("Failed to load weights" in record.msg or record.msg.startswith("Following weights were not loaded"))
@@ -175,7 +176,7 @@ def _missing_by_intent() -> Iterator[None]:
 
 
 def _keeps(layer: torch.nn.Module, attribute: str) -> bool:
-    """Whether the parameter still is as it was created, and what vLLM does after loading leaves it so, or packs known experts."""
+    """Return True if a parameter still has its original layout and vLLM's postprocessing keeps it, or packs known experts."""
     if type(getattr(layer, "quant_method", None)).__name__ not in PLAIN or attribute not in layer._parameters:
         return False
     created = get_layerwise_info(layer).restore_metadata[0].get(attribute)
@@ -186,12 +187,12 @@ def _keeps(layer: torch.nn.Module, attribute: str) -> bool:
 
 
 def _packs(layer: torch.nn.Module) -> bool:
-    """On CPUs a layer multiplies with a packed copy of its weight, and mostly keeps nothing else."""
+    """Return True if the layer multiplies with a packed copy of its weight, as on CPUs; mostly it keeps only that copy."""
     return "cpu_linear" in vars(layer)
 
 
 def _renew_tied_layers(model: torch.nn.Module) -> None:
-    """Reloading packs a tied weight anew for the layer that loads it; a tied output layer takes that packed copy over."""
+    """Give tied output layers the packed copy of the layer that loads the weight; a reload packs it for that layer only."""
     first: dict[int, torch.nn.Module] = {}
     for layer in model.modules():
         weight = layer._parameters.get("weight")
