@@ -4,6 +4,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -248,3 +249,21 @@ def test_the_pages_about_the_code_name_files_that_exist():
     assert len(named) > 20
     absent = {name for name in named if not (ROOT / name).is_file() and not (ROOT.parent / name).is_file()}
     assert absent == set()
+
+
+LONGEST_CHAIN = 29
+"""Modules from a command down to the last one it needs; a smaller number is an achievement, a larger one a defect."""
+
+
+def test_imports_have_no_circle_and_their_longest_chain_does_not_grow():
+    modules = {path.relative_to(ROOT.parent).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__"): path
+               for path in FILES}  # fmt: skip
+    needs = {}
+    for module, path in modules.items():
+        named = [name for name, eager in imports(path.read_text(), path.relative_to(ROOT.parent).as_posix()) if eager]
+        needs[module] = {name if name in modules else name.rpartition(".")[0] for name in named} & modules.keys() - {module}
+    order = list(TopologicalSorter(needs).static_order())  # CycleError names a circle
+    depth: dict[str, int] = {}
+    for module in order:
+        depth[module] = 1 + max((depth[other] for other in needs[module]), default=0)
+    assert max(depth.values()) <= LONGEST_CHAIN
