@@ -61,6 +61,7 @@ def test_children_of_a_reward_end_by_sigterm():
 
 def child_of_a_terminal() -> None:
     """Ctrl-C reaches the run and its child; both go on, the second one ends the child."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in its background with it ignored
     with Interruption(ALONE) as interruption:
         ear, mouth = os.pipe()
         child = os.fork()

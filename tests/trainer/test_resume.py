@@ -36,6 +36,7 @@ def deadly(samples, label, **columns):
     if len(seen) == int(os.environ.get("KILL_AT", 0)):
         os.kill(os.getpid(), signal.SIGKILL)
     if len(seen) == int(os.environ.get("STOP_AT", 0)):
+        del os.environ["STOP_AT"]  # a second signal ends the process at once
         os.kill(os.getpid(), signal.SIGTERM)
     if len(seen) == int(os.environ.get("DIE_WRITING_AT", 0)):
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
