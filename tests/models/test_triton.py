@@ -30,6 +30,7 @@ def test_the_kernels_are_not_imported_where_torch_computes():
     assert "lightrft.models.triton" not in sys.modules
 
 
+@pytest.mark.slow
 def test_interpreted_kernels_equal_float64():
     """A vocabulary within a block, of some blocks, and not a multiple; masks, several targets, huge logits; both passes."""
     assert python("from models.interpreted import check; check()", TRITON_INTERPRET="1").strip() == "15 cases"

@@ -55,6 +55,7 @@ def end_programs(fork) -> None:
         assert program.wait(20) == -signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_children_of_a_reward_end_by_sigterm():
     assert exit_codes(1, with_children, timeout=60) == [0]
 

@@ -22,6 +22,7 @@ def test_reward_rises_in_twenty_steps(inputs, tmp_path):
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_several_updates_of_one_rollout(inputs, tmp_path):
     """Two passes over two minibatches with the divergence from the reference, and few tokens per micro-batch."""
     flags = ["--train_batch_size=16", "--max_epochs=2", "--init_kl_coef=0.1", "--max_tokens_per_microbatch=40", "--max_steps=3"]
