@@ -30,6 +30,9 @@ def current_names(values: Mapping[str, Any], typed: Callable[[Any, Any], Any]) -
     notices = []
     for name in values.keys() & RENAMED.keys():
         known = RENAMED[name]
-        found |= known.now(typed(known.kind, values[name]))
+        try:
+            found |= known.now(typed(known.kind, values[name]))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
         notices.append(f"--{name} is an old name: write {known.flag}")
     return found, notices

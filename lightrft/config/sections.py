@@ -486,7 +486,10 @@ class Config:
     def update(self, values: Mapping[str, Any], source: str = "") -> None:
         """Set fields by their flat names; `source` begins the message of a ConfigError, such as the name of a file."""
         owners, types, problems = section_of_field(), field_types(), []
-        values, notices = current_names(values, typed_value)
+        try:
+            values, notices = current_names(values, typed_value)
+        except ValueError as error:
+            raise ConfigError(f"{source}{error}") from error
         self.notices += notices
         for name, value in values.items():
             if name not in owners:

@@ -147,7 +147,8 @@ class Processes:
         self._parent: subprocess.Popen | None = None
         self._control: Connection
         self._closed = False
-        self._bell, self._ear = Pipe()
+        self._wake_receive, self._wake_send = os.pipe()
+        os.set_blocking(self._wake_send, False)
         self._thread: threading.Thread | None = None
 
     def begin(self, samples: list[Sample]) -> Result:
@@ -156,25 +157,44 @@ class Processes:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="reward", daemon=True)
             self._thread.start()
-        self._bell.send_bytes(b"c")
+        self._wake()
         return call.future
 
     def close(self) -> None:
         if self._thread is not None and not self._closed:
             self._closed = True
-            self._bell.send_bytes(b"c")
+            self._wake()
             self._thread.join(PATIENCE)
+
+    def _wake(self) -> None:
+        """Wake the thread. The caller, which is the loop of an engine, never waits: a full pipe will wake the thread as well."""
+        with suppress(BlockingIOError):
+            os.write(self._wake_send, b"w")
 
     # -- the methods below run in the thread
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            unfinished = [*self._waiting, *(worker.call for worker in self._pool if worker.call)]
+            for call in unfinished:
+                call.future.set_exception(CallFailed("the worker processes have been closed"))
+            self._waiting.clear()
+            self._pool, workers = [], self._pool
+            for worker in workers:
+                worker.kill()
+            self._end_parent()
+
+    def _serve(self) -> None:
         while not self._closed:
             self._hand_out()
             busy = [worker for worker in self._pool if worker.call]
             left = min((worker.began + self.limit - time.monotonic() for worker in busy), default=None)
-            ready = wait([self._ear, *(worker.socket for worker in self._pool)], None if left is None else max(left, 0.0))
-            if self._ear in ready:
-                self._ear.recv_bytes()
+            sockets = [worker.socket for worker in self._pool]
+            ready = wait([self._wake_receive, *sockets], None if left is None else max(left, 0.0))
+            if self._wake_receive in ready:
+                os.read(self._wake_receive, LARGEST_STACK)
             for worker in list(self._pool):
                 if worker.socket.closed:  # it was killed together with others
                     continue
@@ -182,7 +202,6 @@ class Processes:
                     self._take_in(worker)
                 elif worker.call and time.monotonic() >= worker.began + self.limit:
                     self._out_of_time(worker)
-        self._end_parent()
 
     def _hand_out(self) -> None:
         while self._waiting:
@@ -198,7 +217,9 @@ class Processes:
                 if idle is None:
                     self._end_parent()
                     self._repeat(call, "the process that starts workers has ended")
-            except Exception as error:  # raised by pickle, or by the import of the function
+            except CallFailed as error:
+                call.future.set_exception(error)
+            except Exception as error:  # raised by pickle
                 if worker := next((each for each in self._pool if each.call is call), None):
                     worker.call = None
                 call.future.set_exception(CallFailed(f"{type(error).__name__}: {error}"))

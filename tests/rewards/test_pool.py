@@ -160,3 +160,35 @@ def test_the_flag_of_before_still_says_where_a_reward_is_called():
     config.update({"reward_background": "false"})
     assert config.reward.reward_workers == 0
     assert config.notices == ["--reward_background is an old name: write --reward_workers 0"]
+    with pytest.raises(ConfigError, match="--reward_background: "):
+        config.update({"reward_background": "perhaps"}, source="--")
+
+
+SLOW_IMPORT = """
+import sys, time
+time.sleep(0 if "pytest" in sys.modules else 4)
+def right(samples, **columns):
+    return [1.0] * len(samples)
+"""
+
+
+def test_many_calls_never_make_their_caller_wait_for_the_import(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW_IMPORT)
+    made = RewardRunner(f"{tmp_path}/slow.py:right", section=RewardSection(reward_workers=1))
+    groups = [group("right", row=row) for row in range(3000)]
+    began = time.monotonic()
+    for each in groups:
+        made.begin(each)
+    assert time.monotonic() - began < 3, "the worker processes still import"
+    made.finish([sample for each in groups for sample in each])
+    assert {sample.reward for each in groups for sample in each} == {1.0}
+
+
+def test_calls_of_a_pool_that_closes_get_a_result():
+    made = runner(reward_minutes=1.0)
+    for text in ("hang", "hang", "right"):
+        made.begin(group(text))
+    time.sleep(0.5)
+    made._calls.close()
+    with pytest.raises(ConfigError, match="the worker processes have been closed, for the response 'hang'"):
+        made.finish([])
