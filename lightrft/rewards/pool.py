@@ -1,7 +1,7 @@
 """Calls of a reward function: in worker processes during generation, or in this process.
 
-Both kinds have `begin(samples)`, which returns an object whose result() is what the function returned, and `close()`. result()
-raises CallFailed for a call that raises, dies, or takes too long; whatever a worker does, every call gets a result.
+Both kinds have `begin(samples)`, which returns an object whose result() is what the function returned. It raises CallFailed for a
+call that raises, dies, or takes too long; whatever a worker does, every call gets a result.
 """
 
 import os
@@ -59,9 +59,6 @@ class Calls(Protocol):
     def begin(self, samples: list[Sample]) -> Result:
         """Call the function with these samples, now or later."""
 
-    def close(self) -> None:
-        """Accept no more calls, and end those under way."""
-
 
 class InProcess:
     """Calls in this process, made when their results are needed: the function shares its memory, devices and globals."""
@@ -75,9 +72,6 @@ class InProcess:
 
     def begin(self, samples: list[Sample]) -> Result:
         return _Deferred(lambda: self._call(samples))
-
-    def close(self) -> None:
-        """Do nothing: no call is under way."""
 
     def _call(self, samples: list[Sample]) -> Any:
         timer = threading.Timer(self.limit or 0, self.too_late, [samples, threading.get_ident()])
@@ -161,6 +155,7 @@ class Processes:
         return call.future
 
     def close(self) -> None:
+        """End the worker processes. Calls that have no result yet raise CallFailed."""
         if self._thread is not None and not self._closed:
             self._closed = True
             self._wake()

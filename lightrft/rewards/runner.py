@@ -57,7 +57,6 @@ class RewardRunner:
         self._failures = self._in_a_row = 0
         self._begun: list[tuple[list[Sample], Result]] = []
         self._calls = self._way_to_call(setup)
-        weakref.finalize(self, self._calls.close)
 
     def _setup(self, chat: bool) -> Setup:
         section = self.section
@@ -76,7 +75,9 @@ class RewardRunner:
                         "responses are complete; from a file of its own it is called in worker processes", self.name)  # fmt: skip
         if not workers or importable is None:
             return InProcess(self.function, limit=None if on_server else limit, too_late=self._end)
-        return Processes(replace(setup, name=importable), workers=workers, limit=math.inf if on_server else limit)
+        calls = Processes(replace(setup, name=importable), workers=workers, limit=math.inf if on_server else limit)
+        weakref.finalize(self, calls.close)
+        return calls
 
     def check(self, prompts: Iterable[Prompt]) -> None:
         """Raise ConfigError if the function cannot be called with the columns of these prompts."""

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,13 @@ def test_a_function_of_the_main_script_stays_in_this_process(monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "mine", of_the_main_script, raising=False)
     made = RewardRunner("__main__:mine", section=RewardSection(reward_workers=2))
     assert judged(made, group("")) == [os.getpid()]
+    collected = weakref.ref(made)
+    del made
+    deadline = time.monotonic() + 10
+    while collected() and time.monotonic() < deadline:  # the thread of a timer that was cancelled has to end
+        time.sleep(0.01)
+        gc.collect()
+    assert collected() is None, "nothing keeps it, or the reward models beside it, in memory"
 
 
 def test_the_flag_of_before_still_says_where_a_reward_is_called():
