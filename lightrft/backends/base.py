@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.backends.config import StrategyConfig, sequence_layout
 from lightrft.backends.offload import OffloadedOptimizer, OffloadedTensors, guard_model
 from lightrft.backends.optim import step
 from lightrft.checkpoint.hf_parameters import hf_parameters
 from lightrft.checkpoint.manager import ModelState
+from lightrft.config import Config, sequence_layout
 from lightrft.models.heads import divide
 from lightrft.models.recompute import recompute
 from lightrft.parallel.grad_norm import clip_gradients, global_grad_norm
@@ -43,7 +43,7 @@ class Backend(ABC):
     A backend must implement distribute() and accumulate(); the other hooks fit parameters that are plain tensors or DTensors.
     """
 
-    config: StrategyConfig
+    config: Config
     device: torch.device
     max_norm: float
     undivided: set[nn.Module]
@@ -63,7 +63,7 @@ class Backend(ABC):
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of computation and of transferred weights."""
-        return torch.bfloat16 if self.config.bf16 else torch.float32
+        return torch.bfloat16 if self.config.model.bf16 else torch.float32
 
     @abstractmethod
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
@@ -77,13 +77,13 @@ class Backend(ABC):
 
         Trained parameters become float32, frozen ones get the dtype of computation. Buffers keep their precision.
         """
-        if self.config.fused_kernels == "liger":
+        if self.config.model.fused_kernels == "liger":
             from lightrft.models.liger_kernel import fuse
 
             fuse(module, self.device)
         trained = any(parameter.requires_grad for parameter in module.parameters())
-        if trained and self.config.gradient_checkpointing:
-            recompute(module, selective=self.config.gradient_checkpointing_policy == "selective")
+        if trained and self.config.model.gradient_checkpointing:
+            recompute(module, selective=self.config.model.gradient_checkpointing_policy == "selective")
         sequence = self.sequence
         if sequence.multiple > 1 and not divide(module, sequence, tp=self.mesh.tp.size):
             self.undivided.add(module)
@@ -118,7 +118,7 @@ class Backend(ABC):
 
     def bucket_limit(self) -> int:
         """Return the bytes of one bucket of stream(), equal on all ranks."""
-        return bucket_limit(self.config.weight_sync_bucket_mb, self.mesh.world, self.device)
+        return bucket_limit(self.config.engine.weight_sync_bucket_mb, self.mesh.world, self.device)
 
     def full_shape(self, parameter: nn.Parameter) -> torch.Size:
         """Return the shape that stream() yields for a parameter that may be partitioned."""
@@ -152,5 +152,5 @@ class Backend(ABC):
     @property
     def sequence(self) -> SequenceParallel:
         """Return the object that divides a batch among the ranks of a data replica."""
-        kind = SEQUENCES[sequence_layout(self.config)[1]] if self.mesh.sp.size > 1 else NoSequenceParallel
-        return kind(self.mesh.sp, parts=self.mesh.tp.size if self.config.tp_sequence_parallel else 1)
+        kind = SEQUENCES[sequence_layout(self.config.strategy)[1]] if self.mesh.sp.size > 1 else NoSequenceParallel
+        return kind(self.mesh.sp, parts=self.mesh.tp.size if self.config.strategy.tp_sequence_parallel else 1)

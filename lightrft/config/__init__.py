@@ -7,7 +7,7 @@ from lightrft.config.effects import flags_without_effect
 from lightrft.config.errors import ConfigError
 from lightrft.config.presets import PRESETS, recipe
 from lightrft.config.recipe import COMPARING
-from lightrft.config.resolve import BOTH_BOUNDS, resolve, strategy_name
+from lightrft.config.resolve import BOTH_BOUNDS, Arguments, as_config, check_strategy, resolve, strategy_name
 from lightrft.config.sections import (
     SECTIONS,
     AlgorithmSection,
@@ -24,12 +24,14 @@ from lightrft.config.sections import (
     needs_critic,
     needs_reference,
     section_of_field,
+    sequence_layout,
 )
 from lightrft.config.summary import summary
-from lightrft.config.validation import cp_problems, deepspeed_problems, fused_problems, lora_problems, validate
+from lightrft.config.validation import deepspeed_problems, validate
 
 __all__ = [
     "AlgorithmSection",
+    "Arguments",
     "BOTH_BOUNDS",
     "COMMANDS",
     "COMPARING",
@@ -47,20 +49,20 @@ __all__ = [
     "StrategySection",
     "TrainSection",
     "address_problem",
-    "cp_problems",
+    "as_config",
+    "check_strategy",
     "deepspeed_problems",
     "field_docs",
     "fields_read",
     "flags_without_effect",
-    "fused_problems",
     "load",
-    "lora_problems",
     "needs_critic",
     "needs_reference",
     "parse",
     "recipe",
     "resolve",
     "section_of_field",
+    "sequence_layout",
     "strategy_name",
     "summary",
     "validate",

@@ -1,17 +1,48 @@
 """Turn what the user wrote into a configuration that can run, in the same way for the command line and for Python."""
 
 import os
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import fields
 from importlib.util import find_spec
+from typing import Any
 
 from lightrft.config.effects import flags_without_effect
 from lightrft.config.errors import ConfigError
 from lightrft.config.presets import correction_bounds, recipe
-from lightrft.config.sections import Config, field_types, section_of_field
-from lightrft.config.validation import validate
+from lightrft.config.sections import SECTIONS, Config, StrategySection, field_types, section_of_field
+from lightrft.config.validation import range_problems, strategy_problems, validate
 from lightrft.config.values import typed_value
 
 BOTH_BOUNDS = {"eps_clip": ("eps_clip_low", "eps_clip_high")}
 """Flags that set several fields at once, with these fields."""
+
+
+Arguments = Config | Namespace | Mapping[str, Any] | None
+"""Configuration, parsed flags, a dict or an EasyDict."""
+
+READ_BY_STRATEGIES = ("model", "data", "strategy", "engine", "rollout", "optim")
+"""Sections that strategies read. Names of other sections in arguments may belong to the user's own program."""
+
+
+def as_config(args: Arguments) -> Config:
+    """Return `args` itself if it is a Config, else a Config with its values; other names go to `extra_args`.
+
+        config = as_config({"bf16": True, "my_flag": 3})
+        config.model.bf16, config.bf16, config.my_flag        # True, True, 3
+
+    A known name whose value is None keeps its default, as an omitted argparse flag does. Raises ConfigError for a value of
+    another type than its field's, and TypeError for arguments of another kind.
+    """
+    if isinstance(args, Config):
+        return args
+    if not isinstance(args, Namespace | Mapping | None):
+        raise TypeError(f"a strategy's args are a Config, an argparse Namespace, a mapping or None, not {type(args).__name__}")
+    values = vars(args) if isinstance(args, Namespace) else dict(args or {})
+    known = {field.name for section in READ_BY_STRATEGIES for field in fields(SECTIONS[section])}
+    config = Config.of(**{name: value for name, value in values.items() if name in known and value is not None})
+    config.extra_args = {name: value for name, value in values.items() if name not in known}
+    return config
 
 
 def resolve(config: Config, command: str = "train_ppo", world_size: int | None = None) -> list[str]:
@@ -34,6 +65,13 @@ def resolve(config: Config, command: str = "train_ppo", world_size: int | None =
     validate(config, command=command, world_size=world_size)
     config.command = command
     return [*config.notices, *flags_without_effect(config, command)]
+
+
+def check_strategy(config: Config) -> None:
+    """Raise ConfigError for values that no strategy can use, in a configuration that resolve() may not have seen."""
+    _convert(config)
+    if problems := range_problems(config, [field.name for field in fields(StrategySection)]) + strategy_problems(config):
+        raise ConfigError("; ".join(problems))
 
 
 def strategy_name(name: str, fsdp: bool | None) -> str:

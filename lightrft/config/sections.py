@@ -471,6 +471,17 @@ class Config:
         """The command that resolve() made this configuration ready for; empty before."""
         self.notices: list[str] = []
         """What was understood otherwise than it was written, a sentence for each."""
+        self.extra_args: dict[str, Any] = {}
+        """Values of a user's own arguments, by names that are not fields."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a field of any section, or an extra argument, by its flat name: `config.bf16` is `config.model.bf16`."""
+        if not name.startswith("_"):  # private and special names would recurse while a copy is made
+            if name in (owners := section_of_field()):
+                return getattr(getattr(self, owners[name]), name)
+            if name in self.__dict__.get("extra_args", {}):
+                return self.extra_args[name]
+        raise AttributeError(f"the configuration has no {name!r}, neither as a field nor in extra_args")
 
     @classmethod
     def of(cls, **values: Any) -> Self:
@@ -531,6 +542,13 @@ def section_of_field() -> dict[str, str]:
 def field_types() -> dict[str, Any]:
     """Return field name -> declared type."""
     return {name: kind for cls in SECTIONS.values() for name, kind in get_type_hints(cls).items() if name in section_of_field()}
+
+
+def sequence_layout(strategy: StrategySection) -> tuple[int, str]:
+    """Return how many ranks divide a sequence, and the method, from --sp_size, --sp_impl and the short form --cp_size."""
+    if strategy.cp_size > 1:
+        return strategy.cp_size, "zigzag"
+    return strategy.sp_size, "ulysses" if strategy.sp_impl == "auto" else strategy.sp_impl
 
 
 CRITICS = ("gae", "ppo")

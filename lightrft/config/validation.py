@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], Sequence[str]]] = {
 def validate(config: Config, *, command: str, world_size: int) -> None:
     """Raise one ConfigError with every impossible combination."""
     problems = _missing_inputs(config, command)
-    problems += _range_problems(config, command)
+    problems += range_problems(config, fields_read(command))
     problems += _sampling_problems(config.rollout)
     if len(config.optim.adam_betas) != 2 or not all(0 <= beta < 1 for beta in config.optim.adam_betas):
         problems.append("--adam_betas takes two numbers, at least 0 and below 1")
@@ -99,8 +99,9 @@ def _address_problems(config: Config, command: str) -> list[str]:
     return [problem for flag, url, key in asked if url and (problem := address_problem(flag, url, key))]
 
 
-def _range_problems(config: Config, command: str) -> list[str]:
-    owners, read = section_of_field(), fields_read(command)
+def range_problems(config: Config, read: Collection[str]) -> list[str]:
+    """Return the fields among `read` whose values are out of their range."""
+    owners = section_of_field()
     problems = []
     for said, (holds, names) in RANGES.items():
         values = {name: getattr(getattr(config, owners[name]), name) for name in names if name in read}
@@ -146,7 +147,7 @@ def _layout_problems(config: Config, world_size: int) -> list[str]:
     engine_tp, strategy = config.engine.engine_tp_size, config.strategy
     replicate, sp, tp = strategy.dp_replicate, max(strategy.sp_size, strategy.cp_size), strategy.tp_size
     ulysses = strategy.cp_size == 1 and strategy.sp_impl != "zigzag"
-    problems = cp_problems(strategy) + lora_problems(config.model, tp_size=tp) + fused_problems(config.model, tp_size=tp)
+    problems = strategy_problems(config)
     if world_size % engine_tp:
         problems.append(f"--engine_tp_size {engine_tp} does not divide the {world_size} processes")
     if world_size % (replicate * sp * tp):
@@ -163,6 +164,15 @@ def _layout_problems(config: Config, world_size: int) -> list[str]:
     if ulysses and heads % tp == 0 and heads // tp % sp:
         each = f"{heads} attention heads" if tp == 1 else f"{heads // tp} attention heads on each rank of --tp_size {tp}"
         problems.append(f"--sp_size {sp} does not divide the model's {each}; --sp_impl zigzag needs no such thing")
+    return problems
+
+
+def strategy_problems(config: Config) -> list[str]:
+    """Return the settings that no strategy can use, on any number of ranks."""
+    strategy, tp = config.strategy, config.strategy.tp_size
+    problems = cp_problems(strategy) + lora_problems(config.model, tp_size=tp) + fused_problems(config.model, tp_size=tp)
+    if strategy.offload_idle and strategy.fsdp_cpu_offload:
+        problems.append("--offload_idle has nothing to move with --fsdp_cpu_offload: all is in host memory, drop one")
     return problems
 
 

@@ -2,15 +2,13 @@
 
 from typing import Any
 
-from lightrft.backends.config import Arguments, StrategyConfig, flat
-from lightrft.config import Config, ConfigError, strategy_name
+from lightrft.config import Arguments, Config, ConfigError, as_config, strategy_name
 from lightrft.registry import Registry
 from lightrft.strategy.engine_host import EngineStatus
 from lightrft.strategy.fsdp import FSDPStrategy
-from lightrft.strategy.model_verbs import is_actor
-from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.strategy.strategy_base import StrategyBase, is_actor
 
-__all__ = ["DeepSpeedStrategy", "EngineStatus", "FSDPStrategy", "StrategyBase", "StrategyConfig", "get_strategy", "is_actor"]
+__all__ = ["DeepSpeedStrategy", "EngineStatus", "FSDPStrategy", "StrategyBase", "get_strategy", "is_actor"]
 
 
 _strategies = Registry("strategy", flag="--strategy")
@@ -22,11 +20,12 @@ def get_strategy(args: Arguments = None) -> StrategyBase:
 
     The default is DeepSpeed if it is installed, else FSDP2. Raises ConfigError for a class that cannot be found.
     """
-    values = flat(args)
-    written = not isinstance(args, Config) or "fsdp" in args.written
-    strategy = _class(strategy_name(values.get("strategy") or "auto", values.get("fsdp") if written else None))
+    config = as_config(args)
+    section = config.strategy
+    strategy = _class(strategy_name(section.strategy, section.fsdp if "fsdp" in section.written else None))
+    own = vars(config.train) | vars(config.optim) if isinstance(args, Config) else config.extra_args | vars(config.optim)
     named = ("seed", "max_norm", "micro_train_batch_size", "train_batch_size")
-    return strategy(args=args, **{name: values[name] for name in named if values.get(name) is not None})
+    return strategy(args=config, **{name: own[name] for name in named if own.get(name) is not None})
 
 
 def __getattr__(name: str) -> Any:

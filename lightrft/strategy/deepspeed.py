@@ -27,6 +27,7 @@ from lightrft.backends.optim import follow, parameter_names
 from lightrft.backends.zero_state import Partitions, ZeroModelState, engine_config, local_shard, whole_shape
 from lightrft.checkpoint.hf_parameters import hf_parameters
 from lightrft.checkpoint.manager import ModelState
+from lightrft.config import ConfigError, deepspeed_problems
 from lightrft.models.empty import empty_parameters, is_empty
 from lightrft.parallel.device import current_device, local_rank
 from lightrft.strategy.strategy_base import StrategyBase
@@ -56,7 +57,8 @@ class DeepSpeedStrategy(StrategyBase):
         """Models that hold gradients, most of which ZeRO keeps outside the parameters' `grad`."""
 
     def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int | None = None) -> None:
-        self.config.check_deepspeed()
+        if problems := deepspeed_problems(self.config.strategy, bf16=self.config.model.bf16):
+            raise ConfigError("; ".join(problems))
         super().setup_distributed(timeout, num_gpu_per_node)
         os.environ.setdefault("LOCAL_RANK", str(local_rank()))
         deepspeed.ops.__compatible_ops__ = {}  # otherwise every start compiles an op for a collective that is not used here
@@ -72,12 +74,12 @@ class DeepSpeedStrategy(StrategyBase):
 
     def distribute(self, module: nn.Module, optimizer: Optimizer | None) -> None:
         """Pass both to a DeepSpeed engine. Without an optimizer only ZeRO-3 has something to partition."""
-        if optimizer is None and self.config.zero_stage < 3:
+        if optimizer is None and self.config.strategy.zero_stage < 3:
             module.to(self.device)
             return
         names, config = parameter_names(module, optimizer), self._engine_config(module, optimizer is not None)
         self._group_names[module] = names
-        if self.config.zero_stage == 3:
+        if self.config.strategy.zero_stage == 3:
             self._cut_one_by_one(module, config)
             follow(module, optimizer, names)
         with redirect_stdout(io.StringIO()):  # the bfloat16 optimizer of stage 1 prints when it is created
@@ -89,7 +91,7 @@ class DeepSpeedStrategy(StrategyBase):
 
     def init_model_context(self, device: torch.device | str | None = None) -> AbstractContextManager[None]:
         """Return a context in which models made under ZeRO-3 are empty until prepare() reads and partitions each parameter."""
-        wanted = self.config.zero_stage == 3 and str(device or "meta") == "meta"
+        wanted = self.config.strategy.zero_stage == 3 and str(device or "meta") == "meta"
         return empty_parameters() if wanted else nullcontext()
 
     def accumulate(self, loss: Tensor, model: nn.Module, last: bool) -> None:
@@ -101,7 +103,7 @@ class DeepSpeedStrategy(StrategyBase):
     def take_step(self, model: nn.Module, optimizer: Optimizer) -> Tensor:
         """Let DeepSpeed clip by the same norm and step; it skips the step itself if the norm is not finite."""
         engine = self._trained_engine(model)
-        if self.config.zero_stage == 0:
+        if self.config.strategy.zero_stage == 0:
             return super().take_step(model, optimizer)
         engine.optimizer.clip_grad = self.max_norm
         engine.step()
@@ -110,7 +112,7 @@ class DeepSpeedStrategy(StrategyBase):
     def clear_gradients(self, model: nn.Module) -> None:
         super().clear_gradients(model)
         self._holding.discard(model)
-        if self.config.zero_stage == 0:
+        if self.config.strategy.zero_stage == 0:
             return
         zero = self._trained_engine(model).optimizer
         zero.zero_grad()
@@ -118,7 +120,7 @@ class DeepSpeedStrategy(StrategyBase):
             zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
             zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
             zero.micro_step_id = INITIAL_MICRO_STEP_ID
-        if self.config.adam_offload:
+        if self.config.strategy.adam_offload:
             zero.reset_cpu_buffers()
 
     # -- parameters and memory
@@ -126,7 +128,7 @@ class DeepSpeedStrategy(StrategyBase):
     def stream(self, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield full parameters, gathered from all ranks' partitions; in a bfloat16 run, float32 from the master weights."""
         named = list(hf_parameters(model))
-        masters = dtype == torch.float32 and self.config.bf16 and model in self._group_names
+        masters = dtype == torch.float32 and self.config.model.bf16 and model in self._group_names
         if masters and self._group_names[model]:
             yield from self._masters(model, named)
             return
@@ -149,7 +151,7 @@ class DeepSpeedStrategy(StrategyBase):
         return OffloadedTensors(self._model_tensors(model), self.device, guard_model(model))
 
     def offload_optimizer_state(self, optimizer: Optimizer) -> Offloaded:
-        if self.config.zero_stage == 0:
+        if self.config.strategy.zero_stage == 0:
             return super().offload_optimizer_state(optimizer)
         model = self._trained[optimizer]
         zero, flats = self._engines[model].optimizer, self._partitions(model).flats
@@ -163,10 +165,10 @@ class DeepSpeedStrategy(StrategyBase):
         return model in self._holding
 
     def lives_on_host(self, item: nn.Module | Optimizer) -> bool:
-        return self.config.param_offload if isinstance(item, nn.Module) else self.config.adam_offload
+        return self.config.strategy.param_offload if isinstance(item, nn.Module) else self.config.strategy.adam_offload
 
     def training(self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> ModelState:
-        if model not in self._engines or self.config.zero_stage == 0:
+        if model not in self._engines or self.config.strategy.zero_stage == 0:
             return super().training(model, optimizer, scheduler)
         return ZeroModelState(
             model, optimizer, scheduler, self.mesh.world, self.device,
@@ -176,9 +178,9 @@ class DeepSpeedStrategy(StrategyBase):
     # -- internals
 
     def _engine_config(self, module: nn.Module, trains: bool) -> dict[str, Any]:
-        bf16 = self.config.bf16 and (trains or next(module.parameters()).dtype == torch.bfloat16)
+        bf16 = self.config.model.bf16 and (trains or next(module.parameters()).dtype == torch.bfloat16)
         pinned = self.device.type != "cpu"
-        return engine_config(self.config, module, bf16=bf16, trains=trains, max_norm=self.max_norm, pinned=pinned)
+        return engine_config(self.config.strategy, module, bf16=bf16, trains=trains, max_norm=self.max_norm, pinned=pinned)
 
     def _cut_one_by_one(self, module: nn.Module, config: dict[str, Any]) -> None:
         """Partition one parameter at a time, so that the device never holds the whole model.
@@ -187,7 +189,7 @@ class DeepSpeedStrategy(StrategyBase):
         """
         dtype = torch.bfloat16 if config["bf16"]["enabled"] else next(module.parameters()).dtype
         made = one_by_one(module, dtype, self.mesh.world) if is_empty(module) else _cast(module.parameters(), dtype)
-        options = {"remote_device": "cpu", "pin_memory": self.device.type != "cpu"} if self.config.param_offload else {}
+        options = {"remote_device": "cpu", "pin_memory": self.device.type != "cpu"} if self.config.strategy.param_offload else {}
         options["zero_param_parallel_group"] = groups._get_zero_param_intra_parallel_group()  # the group of --zpg, if it exists
         deepspeed.zero.Init(module=_Made(made), config_dict_or_path=config, dtype=dtype, **options)
         for buffer in module.buffers():
@@ -244,7 +246,7 @@ class DeepSpeedStrategy(StrategyBase):
         return DTensor.from_local(local, self._cut, [Shard(0)], run_check=False, shape=torch.Size([whole]), stride=(1,))
 
     def _model_tensors(self, model: nn.Module) -> list[Tensor]:
-        if model in self._engines and self.config.zero_stage == 3:
+        if model in self._engines and self.config.strategy.zero_stage == 3:
             self._engines[model].optimizer.empty_partition_cache()
         return [local_shard(parameter) for parameter in model.parameters()] + list(model.buffers())
 

@@ -8,9 +8,9 @@ from typing import Self
 import torch
 from easydict import EasyDict
 from loguru import logger
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightrft.backends.config import StrategyConfig
+from lightrft.config import Config, EngineSection
 from lightrft.data.loader import share_of
 from lightrft.engine.base import Engine, Request, Sampling
 from lightrft.engine.build import build_engine
@@ -37,22 +37,25 @@ class EngineHost:
         self.engine, self.axis, self.device, self.sleeps = engine, axis, device, sleeps
         self.model_parallel = mesh.model_parallel
         self.replica = mesh.world.rank // axis.size
+        self.actor: nn.Module | None = None
+        """Model whose weights the engine received last; None: the engine keeps those of its folder, also while it sleeps."""
         self.memory: dict[str, float] = {}
         """Memory occupied before and after the last sleep: `memory/engine_awake_gb` and `memory/engine_asleep_gb`."""
 
     @classmethod
     def build(
-        cls, config: StrategyConfig, *, mesh: Mesh, dtype: torch.dtype, device: torch.device, seed: int, from_stream: bool
-    ) -> Self:
-        """Build the engine that `config` names on the ranks that share it; with `from_stream` its first weights are streamed."""
-        axis = mesh.engine(config.engine_tp_size)
+        cls, config: Config, section: EngineSection, *, mesh: Mesh, dtype: torch.dtype, device: torch.device, seed: int,
+        from_stream: bool,
+    ) -> Self:  # fmt: skip
+        """Build the engine of `section` on the ranks that share it; with `from_stream` its first weights are streamed."""
+        axis = mesh.engine(section.engine_tp_size)
         engine = build_engine(
-            config, model_path=config.pretrain, dtype=dtype, device=device, axis=axis,
-            max_model_len=config.prompt_max_len + config.generate_max_len,
+            section, model_path=config.model.pretrain, dtype=dtype, device=device, axis=axis,
+            max_model_len=config.data.prompt_max_len + config.rollout.generate_max_len,
             seed=derived_seed(seed, mesh.world.rank // axis.size) % 2**31,  # vLLM accepts 32 bits only
-            trust_remote_code=config.trust_remote_code, from_stream=from_stream,
+            trust_remote_code=config.model.trust_remote_code, from_stream=from_stream,
         )
-        return cls(engine, axis=axis, mesh=mesh, device=device, sleeps=config.enable_engine_sleep)
+        return cls(engine, axis=axis, mesh=mesh, device=device, sleeps=section.enable_engine_sleep)
 
     @property
     def name(self) -> str:
@@ -73,11 +76,17 @@ class EngineHost:
         release_cached_memory(self.device)
         self.engine.wake("weights")
 
-    def sleep(self, *, keep_weights: bool) -> None:
-        """Put the engine to sleep if it is allowed to. With `keep_weights` its weights are kept in host memory."""
+    def invalidate_weights(self, version: int | None) -> None:
+        """Mark the weights as outdated, under `version` if it is not None. Weights that came from a folder stay valid."""
+        if self.actor is not None:
+            self.engine.weights_valid = False
+            self.engine.version = self.engine.version if version is None else version
+
+    def sleep(self) -> None:
+        """Put the engine to sleep if it is allowed to. Weights that no actor can bring again are kept in host memory."""
         if self.sleeps and self.engine.awake:
             awake = occupied_memory(self.device) / GB
-            self.engine.sleep(level=1 if keep_weights else None)
+            self.engine.sleep(level=1 if self.actor is None else None)
             asleep = occupied_memory(self.device) / GB
             self.memory = {"memory/engine_awake_gb": awake, "memory/engine_asleep_gb": asleep}
             logger.debug("the engine sleeps: {:.2f} GB were occupied, {:.2f} are", awake, asleep)

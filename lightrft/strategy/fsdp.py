@@ -24,10 +24,10 @@ class FSDPStrategy(StrategyBase):
         """Split by tensor parallelism, shard, materialize, and point the optimizer to the new parameters by name."""
         names = parameter_names(module, optimizer)
         if self.mesh.tp.size > 1:
-            parallelize(module, self.mesh.tensor, sequence=self.config.tp_sequence_parallel)
+            parallelize(module, self.mesh.tensor, sequence=self.config.strategy.tp_sequence_parallel)
         if self._shards:
             self._shard(module)
-        materialize(module, torch.device("cpu") if self.config.fsdp_cpu_offload else self.device, self.mesh.world)
+        materialize(module, torch.device("cpu") if self.config.strategy.fsdp_cpu_offload else self.device, self.mesh.world)
         if not self._shards:
             module.to(self.device)  # a sharded module is on the device already
         follow(module, optimizer, names)
@@ -35,7 +35,7 @@ class FSDPStrategy(StrategyBase):
     @property
     def _shards(self) -> bool:
         """Return True for several ranks, and for a single rank whose parameters must be cast or fetched from the host."""
-        return self.mesh.world.size > 1 or self.config.bf16 or self.config.fsdp_cpu_offload
+        return self.mesh.world.size > 1 or self.config.model.bf16 or self.config.strategy.fsdp_cpu_offload
 
     def _shard(self, module: nn.Module) -> None:
         """Shard each block, and then the rest of the module."""
@@ -62,7 +62,7 @@ class FSDPStrategy(StrategyBase):
 
         With --reduce_gradients_once FSDP2 keeps full float32 gradients until the last one: four bytes per parameter on each rank.
         """
-        reduce = last or not self.config.reduce_gradients_once
+        reduce = last or not self.config.strategy.reduce_gradients_once
         for root in roots(model):
             root.set_requires_gradient_sync(reduce)
             root.set_requires_all_reduce(last)
@@ -73,15 +73,15 @@ class FSDPStrategy(StrategyBase):
         return OffloadedModel(model, self.device)
 
     def lives_on_host(self, item: nn.Module | Optimizer) -> bool:
-        return self.config.fsdp_cpu_offload
+        return self.config.strategy.fsdp_cpu_offload
 
     def _precision(self) -> MixedPrecisionPolicy:
-        if not self.config.bf16:
+        if not self.config.model.bf16:
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     def _offload(self) -> OffloadPolicy:
-        if not self.config.fsdp_cpu_offload:
+        if not self.config.strategy.fsdp_cpu_offload:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
 

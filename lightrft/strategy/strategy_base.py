@@ -1,42 +1,65 @@
-"""Public interface of a strategy, which distributes a run; users subclass it, backends implement it.
+"""Public interface of a strategy, which distributes a run: every verb of it. Users subclass it, backends implement its hooks.
 
-The verbs of models, device memory, the engine and checkpoints are in files of their own, with one base class each.
+A strategy has a mesh, a watchdog, the device's phases and memory, checkpoints, and the host of an engine. Its verbs combine them,
+and call one another where overriding one must change the others.
 """
 
 import os
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from weakref import WeakSet
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from easydict import EasyDict
 from loguru import logger
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.backends import reduce
-from lightrft.backends.config import Arguments, StrategyConfig, sequence_layout
+from lightrft.backends.base import Backend
+from lightrft.backends.dropout import draw_by_data_rank
+from lightrft.backends.optim import create_adamw, create_lr_scheduler, parameter_names
 from lightrft.checkpoint.hf_export import export, export_adapter
-from lightrft.checkpoint.hf_parameters import unwrap
+from lightrft.checkpoint.hf_parameters import persistent_buffers, unwrap
+from lightrft.checkpoint.manager import RetentionPolicy
+from lightrft.config import Arguments, OptimSection, as_config, check_strategy, sequence_layout
 from lightrft.data.loader import Order
+from lightrft.engine.base import Engine, Request, Sampling
 from lightrft.launch.heartbeat import MARGIN, Alone, Watchdog
 from lightrft.launch.rendezvous import adopt_node_size, join_process_group
+from lightrft.models.lora import merged
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.device import current_device, memory_in_use, peak_memory, select_device
+from lightrft.parallel.device import current_device, host_cores, memory_in_use, peak_memory, select_device
 from lightrft.parallel.mesh import Mesh, world_axis
-from lightrft.strategy.checkpoint_verbs import CheckpointVerbs
-from lightrft.strategy.compatible_names import CompatibleNames
+from lightrft.strategy.checkpoints import NOTHING, Checkpoints, Trained, hf_folder, next_tag
 from lightrft.strategy.dataloader import ResumableBatchSampler
+from lightrft.strategy.device_memory import DeviceMemory, sync_and_clear_cache
+from lightrft.strategy.engine_host import EngineHost, EngineStatus, as_dicts
+from lightrft.strategy.phases import Phase, Phases
+from lightrft.strategy.prompt_reader import PromptReader
+from lightrft.strategy.sampling_parameters import sampling_of
+from lightrft.types import Completion
 from lightrft.versions import TENSOR_PARALLEL, untested_versions
 
 GB = 1e9
+Models = nn.Module | Mapping[str, Any]
+"""One model, or several by name: {"actor": (actor, optimizer, scheduler), "ema": ema}, each as prepare() takes it."""
+_ACTORS: WeakSet[nn.Module] = WeakSet()
 
 
-class StrategyBase(CompatibleNames, CheckpointVerbs):
+class StrategyBase(Backend):
     """Verbs of distribution. All ranks call every verb together, in the same order, unless its docstring states otherwise.
 
         strategy = get_strategy(args)
@@ -54,14 +77,27 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
         train_batch_size: int = 1024,
         args: Arguments = None,
     ):
-        super().__init__()
         self.seed, self.max_norm = seed, max_norm
         self.micro_train_batch_size, self.train_batch_size = micro_train_batch_size, train_batch_size
-        self.config = StrategyConfig.from_args(args)
+        self.config = as_config(args)
         self.device = current_device()
+        self.undivided = set()
+        self.skipped_steps = 0
+        """Number of optimizer steps skipped because the gradient norm was not finite."""
+        self.engine_clock: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
+        """Context manager around `wake`, `weight_sync` and `sleep`, such as Trace.phase; the default measures nothing."""
         self._mesh: Mesh | None = None
         self._owns_processes = False
         self._watchdog: Watchdog | Alone | None = None
+        self._phases = Phases()
+        self._memory = DeviceMemory(self)
+        self._checkpoints = Checkpoints(self, self._memory)
+        self._host: EngineHost | None = None
+        self._kept_awake = 0
+        self._calls = 0
+        """Number of generation calls for which the caller gave a dictionary of parameters; the default seeds derive from it."""
+        self._prepared: dict[nn.Module, Trained] = {}
+        """Model -> (model, optimizer, scheduler) as passed to prepare()."""
 
     # -- processes
 
@@ -80,18 +116,19 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
         `num_gpu_per_node`, the same on all nodes, assigns devices to ranks if the launcher does not (no LOCAL_RANK).
         Raises ValueError for settings that cannot run, and RuntimeError for an environment that no launcher has set up.
         """
-        self.config.check()
-        if self.config.deterministic:
+        check_strategy(self.config)
+        section = self.config.strategy
+        if section.deterministic:
             self._phases.begin_deterministic()
-        timeout = timeout or timedelta(minutes=self.config.timeout_minutes)
+        timeout = timeout or timedelta(minutes=section.timeout_minutes)
         if num_gpu_per_node is not None:
             adopt_node_size(os.environ, num_gpu_per_node)
-        self._owns_processes = join_process_group(select_device(), timeout, timedelta(minutes=self.config.arrival_minutes))
+        self._owns_processes = join_process_group(select_device(), timeout, timedelta(minutes=section.arrival_minutes))
         self.device = current_device()
-        self._watchdog = Watchdog.start(timeout, timedelta(minutes=self.config.phase_minutes))
-        sizes = {"dp_replicate": self.config.dp_replicate, "sp": sequence_layout(self.config)[0], "tp": self.config.tp_size}
+        self._watchdog = Watchdog.start(timeout, timedelta(minutes=section.phase_minutes))
+        sizes = {"dp_replicate": section.dp_replicate, "sp": sequence_layout(section)[0], "tp": section.tp_size}
         self._mesh = Mesh.shared(self.device.type, **sizes, timeout=timeout + MARGIN)
-        self.mesh.engine(self.config.engine_tp_size)
+        self.mesh.engine(self.config.engine.engine_tp_size)
         self._check_batch_sizes()
         self._warn_of_versions()
         self.set_seed(self.seed)
@@ -103,7 +140,8 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
         """
         self.close_checkpoints()
         self._phases.end_deterministic()
-        self._mesh, self._models, self._optimizers = None, [], []
+        self._mesh = None
+        self._memory.forget()
         self.close_engine()
         if self._watchdog is not None:
             self._watchdog.close()
@@ -204,7 +242,407 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
         """Return the order in which a run draws the rows of its data: epoch after epoch, each reshuffled by the seed."""
         return Order(num_rows, self.seed)
 
-    # -- checkpoints: save_ckpt, load_ckpt and finish_ckpt are in checkpoint_verbs.py
+    # -- models and optimizers
+
+    def init_model_context(self, device: torch.device | str | None = None) -> AbstractContextManager[None]:
+        """Return a context for making a model that prepare() distributes, so that no rank's host memory ever holds it whole.
+
+            with strategy.init_model_context():
+                actor = Actor(load_model(config.model))
+            actor = strategy.prepare(actor)
+
+        Use it for models whose weights come from a Hugging Face folder. The context has no effect in a backend that does not
+        support it, or with a `device` other than meta.
+        """
+        return nullcontext()
+
+    def create_optimizer(
+        self, model: nn.Module, lr: float, betas: Sequence[float] = (0.9, 0.95), weight_decay: float = 0.0, eps: float = 1e-8
+    ) -> Optimizer:
+        """Build AdamW over the parameters that require a gradient; it may be called before or after prepare()."""
+        return create_adamw(model, lr, tuple(betas), weight_decay, eps)
+
+    def create_scheduler(
+        self, optimizer: Optimizer, kind: Literal["cosine", "constant"], warmup_steps: int, total_steps: int
+    ) -> LRScheduler:
+        """Build a schedule: linear warm-up, then a cosine to 10 % of the peak at `total_steps`, or constant."""
+        return create_lr_scheduler(optimizer, kind, warmup_steps, total_steps)
+
+    def prepare(self, *models_or_pairs: Any, is_rlhf: bool = False) -> Any:
+        """Distribute modules in place. Each argument is a module, (module, optimizer), (module, optimizer, scheduler) or None.
+
+        Returns its arguments: a single one as itself, several as a tuple. An existing optimizer stays the same object and trains
+        the distributed parameters. With `is_rlhf` the first module that has an optimizer becomes the actor.
+        """
+        pairs = [(*item, None)[:3] if isinstance(item, tuple | list) else (item, None, None) for item in models_or_pairs]
+        for module, optimizer, scheduler in pairs:
+            if module is not None:
+                self._prepare(module, optimizer, scheduler)
+        if is_rlhf:
+            _ACTORS.update([module for module, optimizer, _ in pairs if module is not None and optimizer is not None][:1])
+        return models_or_pairs[0] if len(models_or_pairs) == 1 else models_or_pairs
+
+    def prepare_models_and_optimizers(
+        self, actor: nn.Module, critic: nn.Module | None, reward_models: Any, initial_model: nn.Module | None,
+        args: Arguments, max_steps: int,
+    ) -> tuple[Trained, Trained, Any, nn.Module | None]:  # fmt: skip
+        """Prepare all roles of a run, with optimizers and schedules over `max_steps` optimizer steps made from `args`.
+
+        `reward_models` is one frozen module, a list of them, or None. Returns (actor, optimizer, scheduler), the same for the
+        critic (three times None without one), the reward models and the initial model as they were given.
+        """
+        optim = as_config(args).optim
+        roles = ((actor, optim.actor_learning_rate), (critic, optim.critic_learning_rate))
+        trained = [self._with_optimizer(model, rate, optim, max_steps) for model, rate in roles]
+        frozen = [*(reward_models if isinstance(reward_models, list | tuple) else [reward_models]), initial_model]
+        self.prepare(*trained, *frozen, is_rlhf=True)
+        return *trained, reward_models, initial_model
+
+    def prepare_reward_model(self, model: nn.Module, args: Arguments, max_steps: int) -> Trained:
+        """Prepare a reward model for training, with optimizer and schedule; its rate is --actor_learning_rate."""
+        optim = as_config(args).optim
+        return self.prepare(self._with_optimizer(model, optim.actor_learning_rate, optim, max_steps))
+
+    def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer | None = None, *, last: bool = True) -> None:
+        """Add the gradients of one micro-batch.
+
+        `loss` is this rank's share of the global mean: gradients are summed over ranks and micro-batches and never divided.
+        They are summed over all ranks with the `last` micro-batch of an optimizer step. All ranks have the same number of
+        micro-batches. A loss that is not finite makes the gradients, and thereby the norm on all ranks, not finite: see
+        optimizer_step().
+        """
+        self._memory.check_loaded(model)
+        (self._memory.unsummed.discard if last else self._memory.unsummed.add)(model)
+        share = 1 / self.mesh.sp.size if model in self.undivided else 1  # each of these ranks computes its whole loss
+        self.accumulate(loss * torch.where(loss.detach().isfinite(), share, torch.nan), model, last)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, model: nn.Module, scheduler: LRScheduler | None = None, name: str = "model"
+    ) -> Tensor:
+        """Clip by one global norm, step, advance the schedule, clear the gradients. Returns the norm before clipping: [].
+
+        If the norm or a loss is not finite, all ranks skip the step and the schedule, which is counted in `skipped_steps`.
+        """
+        if model in self._memory.unsummed:
+            raise RuntimeError(f"optimizer_step({name}) after backward(last=False): gradients were not summed over the ranks yet")
+        self._memory.check_loaded(optimizer, model)
+        with host_cores() if self.device.type != "cpu" and self.lives_on_host(optimizer) else nullcontext():
+            norm = self.take_step(model, optimizer)
+        if torch.isfinite(norm):
+            if scheduler is not None:
+                scheduler.step()
+        else:
+            self.skipped_steps += 1
+            if self.is_rank_0():
+                logger.warning("{}: gradient norm is {}, step skipped ({} so far)", name, norm.item(), self.skipped_steps)
+        self.clear_gradients(model)
+        return norm
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """Return the Hugging Face model inside a role's wrapper, or the module itself."""
+        return unwrap(model)
+
+    def full_params(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name in the transformers model, full tensor in `dtype`) of every parameter, tied ones once, bucket by bucket.
+
+        Adapters are merged into their layers; persistent buffers follow, unchanged. A tensor is valid until the next one is
+        requested. dtype None: bfloat16 with --bf16, else float32. An offloaded model is loaded back first.
+        """
+        self.reload_model(model)
+        whole = unwrap(model)
+        return merged(whole, chain(self.stream(model, dtype or self.dtype), persistent_buffers(whole)))
+
+    @torch.no_grad()
+    def moving_average(self, model: nn.Module, model_ema: nn.Module, beta: float = 0.992) -> None:
+        """Update model_ema <- beta * model_ema + (1 - beta) * model, parameter by parameter, on each rank for its own part.
+
+        Both must have been prepared. Do not freeze `model_ema` before prepare(), so that it keeps float32, in which small updates
+        are not lost.
+        """
+        with self._memory.loaded(model, model_ema):
+            self.lerp(model, model_ema, 1 - beta)
+
+    # -- device memory
+
+    @property
+    def phase(self) -> Phase:
+        return self._phases.current
+
+    def enter(self, phase: Phase, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> None:
+        """Enter `phase`: load what it needs to the device, after offloading everything else with --offload_idle.
+
+        TRAIN needs the model in training and its optimizer, LOGPROB the model that computes log-probs, REFIT the actor, GENERATE
+        none. The engine is not moved here: its own verbs wake it and put it to sleep. Raises PhaseError for illegal transitions.
+        """
+        self._phases.enter(phase)
+        self._memory.register(model, optimizer)
+        if self.config.strategy.offload_idle:
+            for other in self._memory.models:
+                if other is not model:
+                    self.offload_model(other)
+            for other in self._memory.optimizers:
+                if other is not optimizer:
+                    self.maybe_offload_optimizer(other)
+        if model is not None:
+            self.reload_model(model)
+        if optimizer is not None:
+            self.maybe_load_optimizer(optimizer)
+
+    def offload_model(self, model: nn.Module) -> None:
+        """Move a prepared model to host memory and free its device memory; parameters stay the same objects.
+
+        Raises RuntimeError if it holds gradients; using an offloaded model raises one too. An offloaded model is left as it is.
+        """
+        self._memory.offload_model(model)
+
+    def reload_model(self, model: nn.Module) -> None:
+        """Move an offloaded model back to the device, bit-identical; do nothing for one that is not offloaded."""
+        self._memory.reload(model)
+
+    def maybe_offload_optimizer(self, optimizer: Optimizer) -> None:
+        """Move the optimizer's state to host memory, unless it is there already."""
+        self._memory.offload_optimizer(optimizer)
+
+    def maybe_load_optimizer(self, optimizer: Optimizer) -> None:
+        """Move an offloaded optimizer back to the device, bit-identical; do nothing for one that is not offloaded."""
+        self._memory.reload(optimizer)
+
+    @classmethod
+    def sync_and_clear_cache(cls) -> None:
+        """Wait until this device has finished and all ranks have called this, then release cached memory."""
+        sync_and_clear_cache()
+
+    # -- engine
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine_host().engine
+
+    @property
+    def engine_name(self) -> str:
+        """Return hf, vllm, ...; "none" until an engine exists."""
+        return self._host.name if self._host else "none"
+
+    @property
+    def weight_version(self) -> int:
+        """Return the version of the engine's weights; 0 without an engine.
+
+        It grows by one with each stream; engine_lags() may set it back.
+        """
+        return self._host.engine.version if self._host else 0
+
+    @property
+    def engine_memory(self) -> dict[str, float]:
+        """Return metrics of occupied memory before and after the engine's last sleep, in 1e9 bytes; empty if it never slept."""
+        return self._host.memory if self._host else {}
+
+    @property
+    def engine_status(self) -> EngineStatus:
+        """Return WAKEUP if the engine can generate; SLEEPED otherwise, and until an engine exists."""
+        return self._host.status if self._host else EngineStatus.SLEEPED
+
+    def setup_inference_engine(
+        self, args: Arguments = None, engine_type: str | None = None, actor: nn.Module | None = None
+    ) -> Engine:
+        """Build the engine. With an actor it receives its weights and sleeps, if allowed; else it stays awake with --pretrain's.
+
+        The actor is remembered: its weights refill an engine that dropped its own when it slept. Without an actor the engine
+        keeps its weights while it sleeps.
+        """
+        config = self.config if args is None else as_config(args)
+        check_strategy(config)
+        section = config.engine if engine_type is None else replace(config.engine, engine_type=engine_type)
+        self._phases.enter(Phase.REFIT)
+        with self._memory.emptied(restore=not self.config.strategy.offload_idle):  # engines reserve a share of free memory
+            self._host = EngineHost.build(config, section, mesh=self.mesh, dtype=self.dtype, device=self.device,
+                                          seed=self.seed, from_stream=actor is not None)
+        if actor is None:
+            self.wakeup_inference_engine()
+        else:
+            self.update_engine_weights(actor)
+            self.maybe_sleep_inference_engine()
+        return self.engine
+
+    @contextmanager
+    def engine_awake(self, actor: nn.Module | None = None) -> Iterator[Engine]:
+        """Wake the engine with the newest weights of `actor` for the duration of the context; afterwards it sleeps, if allowed.
+
+        See wakeup_inference_engine(), which is called first, and maybe_sleep_inference_engine(), which is called last.
+        """
+        self.wakeup_inference_engine(actor)
+        self._kept_awake += 1
+        try:
+            yield self.engine
+        finally:
+            self._kept_awake -= 1
+            self.maybe_sleep_inference_engine()
+
+    def wakeup_inference_engine(self, actor: nn.Module | None = None) -> None:
+        """Wake the weights, stream the newest ones of `actor` in by update_engine_weights(), then wake the cache.
+
+        Without an actor the engine keeps its weights; if they are not valid, it receives those of the actor it last received
+        weights from. Cached memory is freed first. An engine that is already awake stays awake.
+        """
+        host = self._engine_host()
+        host.actor = actor if actor is not None else host.actor
+        source = actor if host.engine.weights_valid else host.actor
+        if source is None:
+            self.enter(Phase.REFIT)
+            with self.engine_clock("wake"):
+                host.wake_weights()
+        else:
+            self.update_engine_weights(source)
+        self.enter(Phase.GENERATE)  # with --offload_idle this frees the actor's memory for the cache
+        with self.engine_clock("wake"):
+            host.engine.wake("kv_cache")
+
+    def maybe_sleep_inference_engine(self) -> None:
+        """End the engine's phases, and put it to sleep with --enable_engine_sleep."""
+        with self.engine_clock("sleep"):
+            self._engine_host().sleep()
+        self._phases.leave_engine()
+
+    def update_engine_weights(self, actor: nn.Module) -> None:
+        """Stream the actor's weights into the engine under the next version; caches computed with the old ones are dropped."""
+        host = self._engine_host()
+        host.actor = actor
+        self.enter(Phase.REFIT, actor)
+        with self.engine_clock("wake"):
+            host.wake_weights()
+        with self.engine_clock("weight_sync"):
+            host.update_weights(lambda: self.full_params(actor))
+            self.sync_and_clear_cache()
+        if host.status is EngineStatus.WAKEUP:
+            self.enter(Phase.GENERATE)
+
+    def gather_and_generate(
+        self, sampling_params: Sampling | Mapping[str, Any], all_prompt_token_ids: list[list[int]] | None = None,
+        all_prompts: list[str] | None = None, all_images: list | None = None, sleep_engine: bool = True,
+        images_num: list[int] | None = None, all_videos: list | None = None, videos_num: list[int] | None = None, *,
+        all_audios: list | None = None, audios_num: list[int] | None = None,
+        requests: list[Request] | None = None, as_completed: bool = False,
+    ) -> list[list[Completion]] | list[EasyDict] | Iterator[tuple[int, list[Completion]]]:  # fmt: skip
+        """Return `n` completions of each of this rank's prompts, in order. The number of prompts may differ by rank and may be 0.
+
+        Prompts are token ids, text, or `requests`, each with its media and its own sampling. If both ids and text are given, the
+        text is used if there are media, else the ids. Both have one placeholder for each image. Images are one list for each
+        prompt (None: no images), or a flat list with the number of images of each prompt in `images_num`; so are videos (arrays
+        [T, H, W, 3], lists of PIL images) and audio clips (paths of .wav files, (waveform, sampling rate)). Placeholders of a
+        prompt without images are removed. Some ranks may have images and others none.
+
+        Ranks that share an engine gather their prompts. The seed must be equal on all ranks; replicas derive different ones from
+        it. With a dictionary as `sampling_params` results have the form of engine_generate_local(), and samples differ from call
+        to call unless the dictionary has a seed.
+
+        A sleeping engine is woken. With `sleep_engine` it sleeps afterwards, if allowed, but not inside engine_awake().
+        With `as_completed` this returns an iterator over (index, completions) of the prompts, each as soon as it is complete,
+        which must be read to its end on all ranks; the engine stays awake.
+        """
+        media = {"images": (all_images, images_num), "videos": (all_videos, videos_num), "audios": (all_audios, audios_num)}
+        sampling = self._sampling(sampling_params)
+        if requests is None:
+            requests = self._reader().requests(all_prompt_token_ids, all_prompts, media)
+        if self.engine_status is EngineStatus.SLEEPED:
+            self.wakeup_inference_engine()
+        finished = self._engine_host().stream(sampling, requests)
+        if as_completed:
+            return finished
+        found = dict(finished)
+        completions = [found[index] for index in range(len(requests))]
+        if sleep_engine and not self._kept_awake:
+            self.maybe_sleep_inference_engine()
+        return completions if isinstance(sampling_params, Sampling) else as_dicts(requests, completions)
+
+    def engine_generate_local(
+        self, sampling_params: Sampling | Mapping[str, Any], prompt_token_ids: list[list[int]] | None = None,
+        multi_modal_inputs: list[dict[str, Any]] | None = None,
+    ) -> list[EasyDict]:  # fmt: skip
+        """Return one EasyDict per sample; a prompt's samples are adjacent. Ranks that share an engine pass the same prompts.
+
+        Prompts are either token ids or `{"prompt": text, "multi_modal_data": {"image": [image]}}`, which may have
+        `prompt_token_ids` instead of `prompt`, and `video` and `audio` in addition to `image`. The prompt's ids in the result are
+        those that were passed, without expanded placeholders.
+        """
+        requests = self._reader().local_requests(prompt_token_ids, multi_modal_inputs)
+        return as_dicts(requests, self._engine_host().generate(self._sampling(sampling_params), requests))
+
+    def engine_lags(self, version: int | None = None) -> None:
+        """Mark the weights of an engine that has an actor as outdated, so that it needs a new stream.
+
+        `version`, if given, becomes the version of the weights.
+        """
+        if self._host is not None:
+            self._host.invalidate_weights(version)
+
+    def close_engine(self) -> None:
+        """Close the engine, if there is one."""
+        host, self._host = self._host, None
+        if host is not None:
+            host.engine.close()
+
+    # -- checkpoints and Hugging Face folders
+
+    def save_ckpt(
+        self, model: Models, save_dir: str | Path, tag: str | None = None, max_num: int = 3, max_mem: float = 1000,
+        client_state: Mapping[str, Any] = NOTHING, save_latest: bool = True,
+        optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None, *,
+        parts: Mapping[str, Stateful] = NOTHING, hf_model: nn.Module | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None, async_save: bool = False,
+    ) -> Path:  # fmt: skip
+        """Write everything needed to continue to `save_dir/tag`, or to the next free `save_dir/saveN` if there is no tag.
+
+        `client_state` is the caller's own and contains JSON types only.
+        A model is saved with the optimizer and schedule that prepare() received with it, unless others are passed. `parts` are
+        objects with state_dict(), which all ranks call together, and load_state_dict(): rank 0's state is written and all ranks
+        load it. `hf_model` is also written as a Hugging Face folder, `save_dir/tag/hf`. With `async_save` this returns as soon
+        as everything is copied to host memory; finish_ckpt() raises the error if writing fails. At most `max_num` checkpoints
+        and `max_mem` GB of them are kept. A checkpoint without `save_latest` is loaded only by its tag. Raises CheckpointError
+        on all ranks if one rank cannot write (disk full); existing checkpoints are then untouched.
+        """
+        self.finish_ckpt()
+        models = self._named(model, optimizer, scheduler)
+        folder = Path(save_dir) / (tag or self.mesh.world.broadcast(next_tag(Path(save_dir))))
+        hf = None if hf_model is None else self.save_model(hf_model, tokenizer, hf_folder(folder))
+        state = {"client": dict(client_state), "skipped_steps": self.skipped_steps, "weight_version": self.weight_version}
+        retention = RetentionPolicy(max_num, max_mem, save_latest)
+        self._checkpoints.save(
+            models, folder, state=state, parts=parts, retention=retention, hf=hf, in_background=async_save
+        )  # fmt: skip
+        return folder
+
+    def finish_ckpt(self, *, wait: bool = True) -> bool:
+        """Return True if no checkpoint is being written; with `wait`, wait for that. A failed write raises here, on all ranks."""
+        return self._checkpoints.finish(wait=wait)
+
+    def load_ckpt(
+        self, model: Models, load_dir: str | Path, tag: str | None = None, load_module_strict: bool = True,
+        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False, *,
+        optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None, parts: Mapping[str, Stateful] = NOTHING,
+        check: Callable[[Path, dict[str, Any]], None] | None = None,
+    ) -> tuple[Path | None, dict[str, Any]]:  # fmt: skip
+        """Restore `load_dir/tag`, or the newest undamaged checkpoint; return its path and client_state, or (None, {}).
+
+        A checkpoint can be loaded on a different number of ranks than saved it. `check` receives path and client_state before
+        anything is loaded, and may raise. Models and parts must be those that were saved; with load_module_only a subset of the
+        models is enough, and only their parameters are changed. Without load_module_strict, parameters that are not in the
+        checkpoint keep their values.
+        """
+        self.finish_ckpt()
+        found = self._checkpoints.load(
+            self._named(model, optimizer, scheduler), Path(load_dir), tag, parts=parts, check=check, strict=load_module_strict,
+            module_only=load_module_only, optimizers=load_optimizer_states, schedulers=load_lr_scheduler_states,
+        )  # fmt: skip
+        if found is None:
+            return None, {}
+        path, state = found
+        if not load_module_only:
+            self.skipped_steps = state["skipped_steps"]
+        self.engine_lags(None if load_module_only else state["weight_version"])
+        return path, state["client"]
+
+    def close_checkpoints(self) -> None:
+        """Wait until the checkpoint being written is complete or has failed, then end the background writer."""
+        self._checkpoints.close()
 
     def save_model(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path, dtype: torch.dtype | None = None
@@ -224,6 +662,35 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
         self.reload_model(model)
         stream = self.stream(model, torch.float32)
         return export_adapter(unwrap(model), stream, tokenizer, Path(folder), self._world())
+
+    # -- names of opendilab/LightRFT
+
+    @property
+    def inference_engine(self) -> Engine | None:
+        """Return the engine on this rank; None until setup_inference_engine()."""
+        return self._host.engine if self._host else None
+
+    @property
+    def inference_engine_type(self) -> str:
+        return self.engine_name
+
+    @property
+    def inference_engine_status(self) -> EngineStatus:
+        return self.engine_status
+
+    @property
+    def engine_mp_group(self) -> dist.ProcessGroup | None:
+        """Return the process group of the ranks that share an engine; None if each rank has its own."""
+        return self.mesh.engine(self.config.engine.engine_tp_size).group
+
+    @property
+    def engine_dp_group(self) -> dist.ProcessGroup | None:
+        """Return the process group of the ranks with this rank's index in all engines; None if there is one engine."""
+        return self.mesh.engine_replicas(self.config.engine.engine_tp_size).group
+
+    def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
+        """Return the process group of the ranks that divide a sequence; None without sequence parallelism."""
+        return self.mesh.sp.group
 
     # -- internals
 
@@ -245,3 +712,51 @@ class StrategyBase(CompatibleNames, CheckpointVerbs):
         untested = untested_versions(TENSOR_PARALLEL) if self.mesh.tp.size > 1 else []
         if untested and self.is_rank_0():
             logger.warning("--tp_size is not tested with {}: compare first steps with --tp_size 1", ", ".join(untested))
+
+    def _prepare(self, module: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> None:
+        trained = any(parameter.requires_grad for parameter in module.parameters())
+        parameter_names(module, optimizer)
+        self.make_ready(module)
+        self.distribute(module, optimizer)
+        self._memory.register(module, optimizer)
+        if trained:
+            draw_by_data_rank(module, self.mesh.data, self.device)
+        self._prepared[module] = (module, optimizer, scheduler)
+
+    def _with_optimizer(self, model: nn.Module | None, rate: float, optim: OptimSection, max_steps: int) -> Trained:
+        if model is None:
+            return None, None, None
+        optimizer = self.create_optimizer(model, rate, optim.adam_betas, optim.l2)
+        warmup = round(optim.lr_warmup_ratio * max_steps)
+        return model, optimizer, self.create_scheduler(optimizer, optim.lr_scheduler, warmup, max_steps)
+
+    def _named(self, model: Models, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> dict[str, Trained]:
+        if isinstance(model, nn.Module):
+            _, its_optimizer, its_scheduler = self._prepared.get(model, (model, None, None))
+            return {"model": (model, optimizer or its_optimizer, scheduler or its_scheduler)}
+        return {name: self._complete(item) for name, item in model.items()}
+
+    def _complete(self, item: Any) -> Trained:
+        if isinstance(item, nn.Module):
+            return self._prepared.get(item, (item, None, None))
+        module, optimizer, scheduler = (*item, None, None)[:3]
+        return module, optimizer, scheduler
+
+    def _sampling(self, parameters: Sampling | Mapping[str, Any]) -> Sampling:
+        if isinstance(parameters, Sampling):
+            return parameters
+        self._calls += 1
+        return sampling_of(parameters, seed=self.seed * 1_000_003 + self._calls)
+
+    def _reader(self) -> PromptReader:
+        return PromptReader(self._engine_host().engine.vocabulary, special_tokens=not self.config.data.apply_chat_template)
+
+    def _engine_host(self) -> EngineHost:
+        if self._host is None:
+            raise RuntimeError("there is no engine: call setup_inference_engine() first")
+        return self._host
+
+
+def is_actor(model: nn.Module) -> bool:
+    """Return True if prepare(is_rlhf=True) or prepare_models_and_optimizers() registered `model` as the policy of a run."""
+    return model in _ACTORS

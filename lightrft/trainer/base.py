@@ -27,7 +27,7 @@ from lightrft.observe.sinks import Observer
 from lightrft.observe.trace import Trace
 from lightrft.roles.policy import Policy
 from lightrft.strategy import StrategyBase
-from lightrft.strategy.checkpoint_verbs import NOTHING
+from lightrft.strategy.checkpoints import NOTHING
 from lightrft.trainer.health import Health
 from lightrft.trainer.interruption import Interrupted, Interruption
 from lightrft.trainer.resume_check import changed_settings, identity

@@ -12,7 +12,7 @@ from lightrft.config import SECTIONS, Config, ConfigError
 from lightrft.data.images import ImageFile
 from lightrft.data.loader import share_of
 from lightrft.models.weight_files import NOT_THE_MODEL
-from lightrft.strategy.checkpoint_verbs import NOTHING
+from lightrft.strategy.checkpoints import NOTHING
 from lightrft.types import TokenIds
 
 FIXED = ("seed", "rollout_batch_size", "n_samples_per_prompt", "train_batch_size", "max_epochs", "advantage_estimator")

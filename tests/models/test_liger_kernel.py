@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from flat_models import make_model
 from lightrft.attention.flat import ATTENTION
-from lightrft.config import ModelSection, fused_problems
+from lightrft.config import ModelSection
+from lightrft.config.validation import fused_problems
 from lightrft.models.liger_kernel import fuse
 
 TESTS = Path(__file__).parent.parent

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from lightrft.engine.base import Sampling
 from lightrft.strategy import EngineStatus, StrategyBase
-from lightrft.strategy.compatible_names import sampling_of
 from lightrft.strategy.fsdp import FSDPStrategy
+from lightrft.strategy.sampling_parameters import sampling_of
 from ranks import run_ranks
 from strategy.test_engine import PROMPTS
 from strategy.training import load, rows, share_of_loss, strategy, tokens_learned

@@ -2,64 +2,69 @@ import copy
 import pickle
 import sys
 from argparse import Namespace
-from dataclasses import fields
 
 import pytest
 from easydict import EasyDict
 
-from lightrft.backends.config import sequence_layout
-from lightrft.config import SECTIONS, Config, ConfigError, deepspeed_problems
-from lightrft.strategy import FSDPStrategy, StrategyConfig, get_strategy
+from lightrft.config import Config, ConfigError, as_config, check_strategy, deepspeed_problems, section_of_field, sequence_layout
+from lightrft.strategy import FSDPStrategy, get_strategy
 
 VALUES = {"fsdp": True, "bf16": True, "engine_tp_size": 2, "my_flag": 3}
 
 
 @pytest.mark.parametrize("args", [VALUES, EasyDict(VALUES), Namespace(**VALUES)], ids=lambda args: type(args).__name__)
 def test_from_whatever_the_caller_holds(args):
-    config = StrategyConfig.from_args(args)
+    config = as_config(args)
+    assert (config.model.bf16, config.engine.engine_tp_size, config.engine.engine_sleep_level) == (True, 2, 2)
     assert (config.bf16, config.engine_tp_size, config.my_flag) == (True, 2, 3)
     assert config.extra_args == {"my_flag": 3}
-    assert config.engine_sleep_level == 2
-    assert StrategyConfig.from_args(config) == config
 
 
-def test_from_the_typed_configuration():
+def test_a_strategy_reads_the_configuration_of_the_run_itself():
     whole = Config()
-    whole.model.bf16, whole.rollout.generate_max_len = True, 7
-    config = StrategyConfig.from_args(whole)
-    assert (config.bf16, config.generate_max_len) == (True, 7)
-    assert config.extra_args["advantage_estimator"] == "grpo" and config.max_norm == 1.0
-    knobs = {name for section in SECTIONS.values() for name in section.__dataclass_fields__}
-    assert {f.name for f in fields(config)} - knobs == {"extra_args"}
+    assert as_config(whole) is whole and FSDPStrategy(args=whole).config is whole
+    whole.model.bf16 = True
+    assert whole.bf16 and whole.advantage_estimator == "grpo" and whole.max_norm == 1.0
 
 
 def test_defaults():
-    assert StrategyConfig.from_args(None) == StrategyConfig()
-    assert StrategyConfig.from_args(Namespace(engine_tp_size=None)).engine_tp_size == 1
+    assert as_config(None) == Config()
+    assert as_config(Namespace(engine_tp_size=None)).engine.engine_tp_size == 1
+
+
+def test_names_of_sections_that_strategies_do_not_read_belong_to_the_caller():
+    assert as_config({"use_wandb": "a key", "seed": None}).extra_args == {"use_wandb": "a key", "seed": None}
 
 
 def test_unknown_attribute_and_unknown_kind_of_args():
-    config = StrategyConfig.from_args(VALUES)
+    config = as_config(VALUES)
     with pytest.raises(AttributeError, match="no 'my_flagg'"):
         _ = config.my_flagg
     with pytest.raises(TypeError, match="not list"):
-        StrategyConfig.from_args([1])
+        as_config([1])
 
 
 def test_copies_and_pickles():
-    config = StrategyConfig.from_args(VALUES)
-    assert copy.deepcopy(config) == config == pickle.loads(pickle.dumps(config))
+    config = as_config(VALUES)
+    for copied in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert copied == config and copied.my_flag == 3
 
 
 @pytest.mark.parametrize("values, says", [
-    ({"engine_type": "tgi"}, "unknown engine_type 'tgi'; known: auto"), ({"timeout_minutes": 0}, "above 0"),
+    ({"engine_type": "tgi"}, "engine_type: invalid choice 'tgi'; choose from auto"), ({"timeout_minutes": 0}, "above 0"),
     ({"arrival_minutes": 0}, "above 0"),
-    ({"sp_impl": "ring"}, "unknown sp_impl 'ring'; known: auto, ulysses, zigzag"),
+    ({"sp_impl": "ring"}, "sp_impl: invalid choice 'ring'; choose from auto, ulysses, zigzag"),
     ({"cp_size": 2, "sp_impl": "ulysses"}, "--cp_size 2 is short for .* contradicts --sp_impl ulysses: drop one"),
+    ({"offload_idle": True, "fsdp_cpu_offload": True}, "--offload_idle has nothing to move"),
 ])
 def test_check(values, says):
     with pytest.raises(ValueError, match=says):
-        StrategyConfig.from_args(values).check()
+        check_strategy(as_config(values))
+    config = Config()
+    for name, value in values.items():
+        setattr(getattr(config, section_of_field()[name]), name, value)
+    with pytest.raises(ValueError, match=says):
+        check_strategy(config)
 
 
 @pytest.mark.parametrize(("values", "layout"), [
@@ -67,9 +72,9 @@ def test_check(values, says):
     ({"cp_size": 4}, (4, "zigzag")), ({"cp_size": 4, "sp_size": 4, "sp_impl": "zigzag"}, (4, "zigzag")),
 ])
 def test_cp_size_is_short_for_zigzag(values, layout):
-    config = StrategyConfig.from_args(values)
-    config.check()
-    assert sequence_layout(config) == layout
+    config = as_config(values)
+    check_strategy(config)
+    assert sequence_layout(config.strategy) == layout
 
 
 def test_get_strategy():

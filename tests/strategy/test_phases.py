@@ -83,7 +83,7 @@ def who_is_here(folder: str, flag: bool):
         return EngineHost.build(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightrft.strategy.engine_verbs.EngineHost", SimpleNamespace(build=build))
+        patch.setattr("lightrft.strategy.strategy_base.EngineHost", SimpleNamespace(build=build))
         made.setup_inference_engine(actor=actor)
     look()
     with made.engine_awake(actor):

@@ -244,7 +244,7 @@ def sized(train, micro):
 @pytest.mark.parametrize("args, says", [
     ({"dp_replicate": 3}, "dp_replicate 3"),
     ({"engine_tp_size": 3}, "engine_tp_size 3 does not divide"),
-    ({"engine_type": "tgi"}, "unknown engine_type 'tgi'"),
+    ({"engine_type": "tgi"}, "engine_type: invalid choice 'tgi'"),
 ])
 def test_layouts_that_cannot_be(args, says):
     with pytest.raises(RuntimeError, match=says):

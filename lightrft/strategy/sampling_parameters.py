@@ -1,14 +1,10 @@
-"""Names and calling conventions of opendilab/LightRFT's StrategyBase, for code that was written for it."""
+"""Conversion of sampling parameters as vLLM and SGLang name them."""
 
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-import torch.distributed as dist
-
-from lightrft.engine.base import Engine, Sampling
-from lightrft.parallel.mesh import Mesh
-from lightrft.strategy.engine_host import EngineHost, EngineStatus
+from lightrft.engine.base import Sampling
 
 RENAMED = {"max_new_tokens": "max_tokens"}
 IGNORED = ("detokenize", "skip_special_tokens", "include_stop_str_in_output", "logprobs", "spaces_between_special_tokens")
@@ -34,39 +30,3 @@ def sampling_of(parameters: Mapping[str, Any], seed: int) -> Sampling:
         each = values.get(name, ())
         values[name] = (each,) if isinstance(each, str) else tuple(each)
     return Sampling(**{"seed": seed} | values)
-
-
-class CompatibleNames:
-    """Part of StrategyBase with attributes under LightRFT's names."""
-
-    _host: EngineHost | None
-    mesh: Mesh
-    engine_name: str
-    engine_status: EngineStatus
-
-    @property
-    def inference_engine(self) -> Engine | None:
-        """Return the engine on this rank; None until setup_inference_engine()."""
-        return self._host.engine if self._host else None
-
-    @property
-    def inference_engine_type(self) -> str:
-        return self.engine_name
-
-    @property
-    def inference_engine_status(self) -> EngineStatus:
-        return self.engine_status
-
-    @property
-    def engine_mp_group(self) -> dist.ProcessGroup | None:
-        """Return the process group of the ranks that share an engine; None if each rank has its own."""
-        return self.mesh.engine(self.config.engine_tp_size).group  # type: ignore[attr-defined]
-
-    @property
-    def engine_dp_group(self) -> dist.ProcessGroup | None:
-        """Return the process group of the ranks with this rank's index in all engines; None if there is one engine."""
-        return self.mesh.engine_replicas(self.config.engine_tp_size).group  # type: ignore[attr-defined]
-
-    def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the process group of the ranks that divide a sequence; None without sequence parallelism."""
-        return self.mesh.sp.group
