@@ -10,16 +10,13 @@ from lightrft.algorithms.correction import corrections, importance_ratios, kept_
 from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.options import keywords, options, resolve
 from lightrft.algorithms.policy_loss import PER_TOKEN, PolicyLoss, policy_losses
-from lightrft.algorithms.reduce import Denominator, share_of_mean
-from lightrft.config import AlgorithmSection, ConfigError
+from lightrft.algorithms.reduce import Denominator, TokenGradients, share_of_mean
+from lightrft.config.errors import ConfigError
+from lightrft.config.sections import AlgorithmSection
 from lightrft.types import Batch, Experience
 
 Report = dict[str, Tensor]
 """Metric name -> [T] values, averaged over learned tokens, or the extreme for names ending in `_max` or `_min`."""
-
-
-TokenGradients = Callable[[Tensor, Tensor | None], tuple[Tensor | None, Tensor | None]]
-"""(log-probs [T], entropy [T] or None) -> the gradients of an objective with respect to both."""
 
 
 def sft(logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tensor, Report]:
@@ -27,7 +24,7 @@ def sft(logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tenso
     return share_of_mean(-logprobs, batch, "token-mean", denominator), {}
 
 
-class MixedIn:
+class PtxObjective:
     """A supervised loss next to another: sft() times a coefficient. PPO-ptx: Ouyang et al., arXiv 2203.02155, equation 2."""
 
     def __init__(self, coefficient: float):
@@ -63,7 +60,7 @@ def token_gradients(
         case PolicyObjective():
             if not objective.is_per_token(batch):
                 return None
-        case MixedIn():
+        case PtxObjective():
             pass
         case _:
             if objective is not sft:

@@ -10,7 +10,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Any
 
-from lightrft.config import AlgorithmSection
+from lightrft.config.sections import AlgorithmSection
 from lightrft.registry import Registry
 
 FIELDS = {field.name for field in fields(AlgorithmSection)}

@@ -14,6 +14,8 @@ from lightrft.types import Batch
 
 Sum = Callable[[Tensor], Tensor]
 """Function that returns the sum of a tensor over all ranks."""
+TokenGradients = Callable[[Tensor, Tensor | None], tuple[Tensor | None, Tensor | None]]
+"""(log-probs [T], entropy [T] or None) -> the gradients of an objective with respect to both."""
 
 
 @dataclass(frozen=True, slots=True)

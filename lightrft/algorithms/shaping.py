@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from lightrft.algorithms.advantage import grpo
-from lightrft.config import RewardSection
+from lightrft.config.sections import RewardSection
 
 
 def overlong_penalty(lengths: Tensor, *, longest: int, buffer: int, factor: float) -> Tensor:

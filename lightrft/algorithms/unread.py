@@ -5,7 +5,8 @@ from lightrft.algorithms.correction import corrections
 from lightrft.algorithms.covariance import marks
 from lightrft.algorithms.options import FIELDS, keywords
 from lightrft.algorithms.policy_loss import policy_losses
-from lightrft.config import BOTH_BOUNDS, AlgorithmSection
+from lightrft.config.resolve import BOTH_BOUNDS
+from lightrft.config.sections import AlgorithmSection
 from lightrft.registry import Registry
 
 

@@ -13,7 +13,7 @@ from lightrft.backends.offload import OffloadedOptimizer, OffloadedTensors, guar
 from lightrft.backends.optim import step
 from lightrft.checkpoint.hf_parameters import hf_parameters
 from lightrft.checkpoint.manager import ModelState
-from lightrft.config import Config, sequence_layout
+from lightrft.config.sections import Config, sequence_layout
 from lightrft.models.heads import divide
 from lightrft.models.recompute import recompute
 from lightrft.parallel.grad_norm import clip_gradients, global_grad_norm

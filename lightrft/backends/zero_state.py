@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightrft.checkpoint.manager import ModelState, frozen_names
 from lightrft.checkpoint.zero_fragment import Fragment
-from lightrft.config import StrategySection
+from lightrft.config.sections import StrategySection
 
 BUCKET = 50_000_000
 """Number of gradient elements per reduction, and of parameter elements per prefetch."""

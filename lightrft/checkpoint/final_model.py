@@ -13,7 +13,8 @@ from lightrft.checkpoint import manager
 from lightrft.checkpoint.atomic import CheckpointError, agree
 from lightrft.checkpoint.hf_export import export_adapter, export_whole
 from lightrft.checkpoint.manifest import MANIFEST
-from lightrft.config import Config, ConfigError, ModelSection
+from lightrft.config.errors import ConfigError
+from lightrft.config.sections import Config, ModelSection
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer, load_tokenizer
 from lightrft.models.lora import CONFIG as ADAPTER_CONFIG

@@ -14,12 +14,21 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightrft.cli.entrypoint import set_up_logging
-from lightrft.config import Config, DataSection, EngineSection, ModelSection, RolloutSection, StrategySection, TrainSection
+from lightrft.config.sections import (
+    Config,
+    DataSection,
+    EngineSection,
+    ModelSection,
+    RolloutSection,
+    StrategySection,
+    TrainSection,
+)
+from lightrft.engine.probe import MISMATCH
 from lightrft.models.load import load_tokenizer
 from lightrft.strategy import get_strategy
 from lightrft.tools.checkup import Check, checkup
-from lightrft.tools.diagnosis import MISMATCH, Diagnosis, diagnose
-from lightrft.trainer.run import quiet_libraries
+from lightrft.tools.diagnosis import Diagnosis, diagnose
+from lightrft.trainer.prepare import quiet_libraries
 
 SHOWN = 8
 """Number of parts of the model to show, around the first that differs."""

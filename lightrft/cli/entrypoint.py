@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from loguru import logger
 
 from lightrft.cli import STARTED_BY
-from lightrft.config import Config, ConfigError, parse
+from lightrft.config.command_line import parse
+from lightrft.config.errors import ConfigError
+from lightrft.config.sections import Config
 
 USER_ERROR = 2
 """Exit code for errors that the user can correct: configuration and data."""

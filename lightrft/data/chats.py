@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from lightrft.config import DataSection
+from lightrft.config.sections import DataSection
 from lightrft.data.prompts import render_chat, template_variables
 from lightrft.types import TokenIds
 

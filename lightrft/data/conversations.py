@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config import DataSection
+from lightrft.config.sections import DataSection
 from lightrft.data.chats import Answer, as_messages, conversation_tokens, is_answer
 from lightrft.data.images import IMAGES
 from lightrft.data.prompts import HERE, Measure, complete_chat, load_prompts, make_prompt, measured, row_images

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config import DataSection
+from lightrft.config.sections import DataSection
 from lightrft.data.images import IMAGES, ImageFile, image_files, with_parts
 from lightrft.data.readers import BadRows, DataError, read_rows
 from lightrft.types import Prompt

@@ -10,7 +10,7 @@ from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from loguru import logger
 
-from lightrft.config import ConfigError
+from lightrft.config.errors import ConfigError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 ROWS_AT_ONCE = 64

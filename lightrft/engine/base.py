@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightrft.config import EngineSection
+from lightrft.config.sections import EngineSection
 from lightrft.engine.first_token import Finished, first_token_apart
 from lightrft.engine.media import MEDIA, digest, read
 from lightrft.engine.model_info import Vocabulary

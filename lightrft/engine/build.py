@@ -6,7 +6,8 @@ import socket
 
 from loguru import logger
 
-from lightrft.config import ConfigError, EngineSection
+from lightrft.config.errors import ConfigError
+from lightrft.config.sections import EngineSection
 from lightrft.engine.base import Engine, EngineSetup
 from lightrft.parallel.collectives import Axis
 

@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lightrft.config import EngineSection
+from lightrft.config.sections import EngineSection
 from lightrft.engine.requests import MEDIA
 from lightrft.weight_sync.names import PublishedNames
 

@@ -20,6 +20,8 @@ PARTS = (
 LOGITS = "lm_head"
 BESIDE_TOWERS = {"language_model", "text_model"}
 """Names of the language part in multimodal models; its position in the path differs between implementations."""
+MISMATCH = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+"""Mean difference between an engine's log-probs and a trainer's that rounding explains."""
 ELSEWHERE = {"block_sparse_moe": "mlp"}
 """Engines' name of a part of the model -> transformers' name."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from lightrft.algorithms.truncation import Truncation
-from lightrft.config import RolloutSection
+from lightrft.config.sections import RolloutSection
 from lightrft.types import Expanded
 
 MEDIA = {"images": "image", "videos": "video", "audios": "audio"}

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightrft.algorithms.objectives import TokenGradients
+from lightrft.algorithms.reduce import TokenGradients
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.attention.layout import Layout
-from lightrft.config import ConfigError
+from lightrft.config.errors import ConfigError
 from lightrft.models.logprobs import Upstream, token_logprobs, top_logprobs
 from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL, SequenceParallel
 from lightrft.types import Batch, Expanded, Features, append_sequence, concatenated_features, padded, to_device, unpadded

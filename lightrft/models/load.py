@@ -26,7 +26,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from lightrft.attention.flat import ATTENTION
-from lightrft.config import ModelSection
+from lightrft.config.sections import ModelSection
 from lightrft.models.converted_files import ConvertedFiles
 from lightrft.models.empty import makes_empty, real_parameters
 from lightrft.models.lora import is_adapter_folder

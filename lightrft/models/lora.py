@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightrft.config import ConfigError, ModelSection
+from lightrft.config.errors import ConfigError
+from lightrft.config.sections import ModelSection
 from lightrft.models.empty import real_parameters
 from lightrft.models.weight_files import is_backbone
 

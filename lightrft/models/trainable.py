@@ -5,7 +5,8 @@ from dataclasses import replace
 from loguru import logger
 from transformers import PreTrainedModel
 
-from lightrft.config import ConfigError, ModelSection
+from lightrft.config.errors import ConfigError
+from lightrft.config.sections import ModelSection
 from lightrft.models.lora import add_adapters
 
 

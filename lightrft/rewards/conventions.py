@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightrft.config import ConfigError
+from lightrft.config.errors import ConfigError
 from lightrft.samples import Prompt, Sample
 
 Columns = dict[str, list]

@@ -9,7 +9,8 @@ from typing import Any
 
 from loguru import logger
 
-from lightrft.config import ConfigError, RewardSection
+from lightrft.config.errors import ConfigError
+from lightrft.config.sections import RewardSection
 from lightrft.launch.heartbeat import leave, place_of
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis

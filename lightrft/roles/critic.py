@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.objectives import TokenGradients
+from lightrft.algorithms.reduce import TokenGradients
 from lightrft.roles.microbatch import MicroBatchIndices
 from lightrft.roles.role import Report, Role
 from lightrft.types import Batch

@@ -27,8 +27,8 @@ from lightrft.roles.compatible_names import PolicyNames
 from lightrft.roles.microbatch import MicroBatchIndices, micro_batches
 from lightrft.roles.padded import IDS, flatten
 from lightrft.roles.role import Objective, Report, Role
-from lightrft.strategy import StrategyBase
 from lightrft.strategy.phases import Phase
+from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.types import Batch, Completion, Routing
 
 EVERYTHING = 2**62

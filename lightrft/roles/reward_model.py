@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightrft.algorithms.objectives import TokenGradients
-from lightrft.algorithms.reduce import sequence_sums
+from lightrft.algorithms.reduce import TokenGradients, sequence_sums
 from lightrft.roles.compatible_names import ScorerNames
 from lightrft.roles.padded import LENGTHS, SAMPLE_MASK
 from lightrft.roles.role import Report, Role

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.algorithms.objectives import TokenGradients, token_gradients
-from lightrft.algorithms.reduce import Denominator
+from lightrft.algorithms.objectives import token_gradients
+from lightrft.algorithms.reduce import Denominator, TokenGradients
 from lightrft.batching.planner import Batching
 from lightrft.batching.redistribute import all_to_all, redistribute, regroup
-from lightrft.config import TrainSection
+from lightrft.config.sections import TrainSection
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.microbatch import B, MicroBatchIndices, filler, infer, micro_batches
 from lightrft.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten
 from lightrft.roles.reports import MicroBatchReports
-from lightrft.strategy import StrategyBase
 from lightrft.strategy.phases import Phase
+from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.types import Batch, padded, per_token
 
 Report = dict[str, Tensor]

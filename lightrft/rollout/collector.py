@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from loguru import logger
 
-from lightrft.config import ConfigError, RolloutSection
+from lightrft.config.errors import ConfigError
+from lightrft.config.sections import RolloutSection
 from lightrft.data.loader import Order, fair_share
 from lightrft.engine.requests import derived_seed
 from lightrft.observe.metrics import Metrics

@@ -14,7 +14,7 @@ from lightrft.algorithms.reduce import sequence_sums
 from lightrft.algorithms.returns import distill, gae, reward_to_go, whiten
 from lightrft.algorithms.selection import top_share
 from lightrft.algorithms.shaping import RewardShaper
-from lightrft.config import AlgorithmSection, TrainSection
+from lightrft.config.sections import AlgorithmSection, TrainSection
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.critic import Critic
 from lightrft.roles.microbatch import MicroBatchIndices

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lightrft.algorithms.advantage import solved_share
 from lightrft.algorithms.reduce import sequence_means
-from lightrft.config import AlgorithmSection
+from lightrft.config.sections import AlgorithmSection
 from lightrft.types import Experience, Sample
 
 

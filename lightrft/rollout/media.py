@@ -6,7 +6,8 @@ from loguru import logger
 from PIL import Image
 from transformers import AutoConfig
 
-from lightrft.config import ConfigError, ModelSection
+from lightrft.config.errors import ConfigError
+from lightrft.config.sections import ModelSection
 from lightrft.data.images import IMAGES, opened
 from lightrft.engine.media import MediaReader
 from lightrft.engine.model_info import placeholders

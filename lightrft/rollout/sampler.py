@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config import RolloutSection
+from lightrft.config.sections import RolloutSection
 from lightrft.data.images import opened
 from lightrft.data.loader import share_of
 from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.rollout.groups import GROWING, Group
-from lightrft.strategy import StrategyBase
+from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.types import Completion, Prompt, Sample
 
 Pending = tuple[Request, list[Sample], Group]

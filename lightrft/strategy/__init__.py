@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from lightrft.config import Arguments, Config, ConfigError, as_config, strategy_name
+from lightrft.config.errors import ConfigError
+from lightrft.config.resolve import Arguments, as_config, strategy_name
+from lightrft.config.sections import Config
 from lightrft.registry import Registry
 from lightrft.strategy.engine_host import EngineStatus
 from lightrft.strategy.fsdp import FSDPStrategy

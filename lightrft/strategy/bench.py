@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.data.loader import share_of
-from lightrft.strategy import StrategyBase
+from lightrft.strategy.strategy_base import StrategyBase
 
 VOCABULARY, STEPS, LENGTHS = 96, 3, [3, 9, 4, 12, 2, 6, 7, 5, 11, 3, 8, 4]
 """Vocabulary size, number of optimizer steps, and lengths of one step's sequences, which give ranks different token counts."""

@@ -27,7 +27,8 @@ from lightrft.backends.optim import follow, parameter_names
 from lightrft.backends.zero_state import Partitions, ZeroModelState, engine_config, local_shard, whole_shape
 from lightrft.checkpoint.hf_parameters import hf_parameters
 from lightrft.checkpoint.manager import ModelState
-from lightrft.config import ConfigError, deepspeed_problems
+from lightrft.config.errors import ConfigError
+from lightrft.config.validation import deepspeed_problems
 from lightrft.models.empty import empty_parameters, is_empty
 from lightrft.parallel.device import current_device, local_rank
 from lightrft.strategy.strategy_base import StrategyBase

@@ -10,7 +10,7 @@ from easydict import EasyDict
 from loguru import logger
 from torch import Tensor, nn
 
-from lightrft.config import Config, EngineSection
+from lightrft.config.sections import Config, EngineSection
 from lightrft.data.loader import share_of
 from lightrft.engine.base import Engine, Request, Sampling
 from lightrft.engine.build import build_engine

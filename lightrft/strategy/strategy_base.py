@@ -34,7 +34,8 @@ from lightrft.backends.optim import create_adamw, create_lr_scheduler, parameter
 from lightrft.checkpoint.hf_export import export, export_adapter
 from lightrft.checkpoint.hf_parameters import persistent_buffers, unwrap
 from lightrft.checkpoint.manager import RetentionPolicy
-from lightrft.config import Arguments, OptimSection, as_config, check_strategy, sequence_layout
+from lightrft.config.resolve import Arguments, as_config, check_strategy
+from lightrft.config.sections import OptimSection, sequence_layout
 from lightrft.data.loader import Order
 from lightrft.engine.base import Engine, Request, Sampling
 from lightrft.launch.heartbeat import MARGIN, Alone, Watchdog

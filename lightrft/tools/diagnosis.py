@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from lightrft.config import Config
+from lightrft.config.sections import Config
 from lightrft.engine.model_info import placeholder_token_ids
-from lightrft.engine.probe import LOGITS, Probe
+from lightrft.engine.probe import LOGITS, MISMATCH, Probe
 from lightrft.engine.requests import Request, Sampling
 from lightrft.models.heads import Actor, logit_scale
 from lightrft.models.load import load_model
 from lightrft.models.weight_files import NOT_THE_MODEL
 from lightrft.roles.policy import Policy
-from lightrft.strategy import StrategyBase
+from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.types import Completion
 
 TEXTS = (
@@ -30,8 +30,6 @@ TEXTS = (
     "Once upon a time",
 )
 SAMPLING = {"greedy": Sampling(temperature=0, max_tokens=32), "sampled": Sampling(n=4, max_tokens=32, seed=1)}
-MISMATCH = {torch.float32: 1e-4, torch.bfloat16: 0.05}
-"""Mean difference of log-probs that can be explained by rounding."""
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 """Relative difference of a part's output that rounding explains in the first layer; it grows with the root of the depth."""
 

@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 import lightrft
 from lightrft.backends.optim import own_settings
-from lightrft.config import Config, ConfigError
+from lightrft.config.errors import ConfigError
+from lightrft.config.sections import Config
 from lightrft.models.weight_files import weights_of
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.pending_metrics import PendingMetrics
@@ -26,8 +27,8 @@ from lightrft.observe.report import write_report
 from lightrft.observe.sinks import Observer
 from lightrft.observe.trace import Trace
 from lightrft.roles.policy import Policy
-from lightrft.strategy import StrategyBase
 from lightrft.strategy.checkpoints import NOTHING
+from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.health import Health
 from lightrft.trainer.interruption import Interrupted, Interruption
 from lightrft.trainer.resume_check import changed_settings, identity

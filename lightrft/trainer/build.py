@@ -15,7 +15,8 @@ from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.algorithms.options import keywords
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.checkpoint.final_model import with_merged_pretrain
-from lightrft.config import Config, ConfigError, needs_critic, needs_reference
+from lightrft.config.errors import ConfigError
+from lightrft.config.sections import Config, needs_critic, needs_reference
 from lightrft.data.conversations import load_examples
 from lightrft.data.loader import Order
 from lightrft.data.prompts import load_prompts
@@ -40,13 +41,13 @@ from lightrft.rollout.collector import Collector
 from lightrft.rollout.experience import ExperienceMaker
 from lightrft.rollout.media import Expander
 from lightrft.rollout.sampler import Sampler
-from lightrft.strategy import StrategyBase
+from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import TrainingData
 from lightrft.trainer.ppo import PPOTrainer
 from lightrft.trainer.prepare import prepare_config
-from lightrft.trainer.ptx_loss import PtxLoss
 from lightrft.trainer.run_folder import RunFolder
 from lightrft.trainer.sft import SFTTrainer
+from lightrft.trainer.supervised import PtxLoss
 from lightrft.types import Prompt
 
 ANY_TOKEN = Sampling()

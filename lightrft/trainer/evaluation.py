@@ -6,14 +6,14 @@ from pathlib import Path
 from loguru import logger
 
 from lightrft.checkpoint.final_model import with_merged_pretrain
-from lightrft.config import Config
+from lightrft.config.sections import Config
 from lightrft.data.prompts import load_prompts
 from lightrft.engine.requests import derived_seed
 from lightrft.models.load import load_tokenizer
 from lightrft.observe.metrics import Metrics
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.sampler import Sampler
-from lightrft.strategy import StrategyBase
+from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.build import build_rewards, evaluation, load_expander
 from lightrft.trainer.evaluate import evaluate
 from lightrft.types import Prompt

@@ -7,8 +7,8 @@ from statistics import median
 import torch
 from loguru import logger
 
-from lightrft.config import Config
-from lightrft.tools.diagnosis import MISMATCH
+from lightrft.config.sections import Config
+from lightrft.engine.probe import MISMATCH
 
 MISMATCH_NAME = "engine/logprob_mismatch"
 HISTORY, ENOUGH = 16, 4

@@ -13,7 +13,7 @@ from lightrft.rollout.measure import measure_samples
 from lightrft.trainer.base import Trainer
 from lightrft.trainer.evaluate import evaluate
 from lightrft.trainer.interruption import Interrupted
-from lightrft.trainer.ptx_loss import PtxLoss
+from lightrft.trainer.supervised import PtxLoss
 from lightrft.types import Prompt
 
 

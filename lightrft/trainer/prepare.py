@@ -1,11 +1,16 @@
 """Prepare the configuration of a run, in the same way for the command line, for Python, and for a trainer built by hand."""
 
 import os
+import warnings
 
 from loguru import logger
+from transformers.utils import logging as transformers_logging
 
 from lightrft.algorithms.unread import unread_flags
-from lightrft.config import Config, ConfigError, resolve, summary
+from lightrft.config.errors import ConfigError
+from lightrft.config.resolve import resolve
+from lightrft.config.sections import Config
+from lightrft.config.summary import summary
 from lightrft.launch.rendezvous import adopt_slurm
 from lightrft.versions import check_versions
 
@@ -30,3 +35,9 @@ def prepare_config(command: str, config: Config) -> Config:
         for line in summary(config, command, world_size=int(os.environ.get("WORLD_SIZE", 1))):
             logger.info(line)
     return config
+
+
+def quiet_libraries() -> None:
+    """Silence log messages of libraries that users cannot act on."""
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*_tensor` is deprecated", category=FutureWarning)

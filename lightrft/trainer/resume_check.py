@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from lightrft.config import SECTIONS, Config, ConfigError
+from lightrft.config.errors import ConfigError
+from lightrft.config.sections import SECTIONS, Config
 from lightrft.data.images import ImageFile
 from lightrft.data.loader import share_of
 from lightrft.models.weight_files import NOT_THE_MODEL

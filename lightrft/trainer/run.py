@@ -5,22 +5,23 @@
     trainer = lightrft.train_ppo(config="configs/quickstart.yaml", reward=my_reward, max_steps=20)
 """
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from loguru import logger
-from transformers.utils import logging as transformers_logging
 
 from lightrft.checkpoint.atomic import CheckpointError
-from lightrft.config import Config, ConfigError, load
-from lightrft.strategy import StrategyBase, get_strategy
+from lightrft.config.command_line import load
+from lightrft.config.errors import ConfigError
+from lightrft.config.sections import Config
+from lightrft.strategy import get_strategy
+from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.build import ppo_trainer, sft_trainer
 from lightrft.trainer.evaluation import Evaluation
 from lightrft.trainer.interruption import Interrupted
 from lightrft.trainer.ppo import PPOTrainer
-from lightrft.trainer.prepare import prepare_config
+from lightrft.trainer.prepare import prepare_config, quiet_libraries
 from lightrft.trainer.sft import SFTTrainer
 
 T = TypeVar("T")
@@ -107,9 +108,3 @@ def _for_the_user(step: Callable[..., T], *arguments: object) -> T:
     except (ValueError, CheckpointError) as error:
         logger.opt(exception=error).debug("while wiring the run")
         raise ConfigError(str(error)) from error
-
-
-def quiet_libraries() -> None:
-    """Silence log messages of libraries that users cannot act on."""
-    transformers_logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", message=".*_tensor` is deprecated", category=FutureWarning)

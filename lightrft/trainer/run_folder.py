@@ -16,7 +16,8 @@ from loguru import logger
 from lightrft.checkpoint.atomic import write_file
 from lightrft.checkpoint.manager import STATE
 from lightrft.checkpoint.manifest import LATEST, checkpoints
-from lightrft.config import Config, ConfigError
+from lightrft.config.errors import ConfigError
+from lightrft.config.sections import Config
 from lightrft.parallel.collectives import Axis
 
 LOCK, DESCRIPTION = ".lock", "run.json"

@@ -2,16 +2,11 @@
 
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from lightrft.algorithms.objectives import sft
-from lightrft.batching.planner import plan
-from lightrft.config import TrainSection
-from lightrft.data.conversations import answer_of, supervised_batch
-from lightrft.parallel.collectives import Axis
 from lightrft.roles.microbatch import MicroBatchIndices
 from lightrft.trainer.base import Trainer
-from lightrft.types import Batch, Expand, Prompt
+from lightrft.trainer.supervised import supervised_part
+from lightrft.types import Batch, Prompt
 
 
 class SFTTrainer(Trainer):
@@ -45,20 +40,3 @@ class SFTTrainer(Trainer):
 
     def _my_part(self, prompts: list[Prompt]) -> tuple[Batch, MicroBatchIndices]:
         return supervised_part(prompts, self.tokenizer, self.strategy.mesh.data, self.config.train, expand=self.expand)
-
-
-def supervised_part(
-    prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, axis: Axis, train: TrainSection, *, expand: Expand | None = None
-) -> tuple[Batch, list[list[int]]]:
-    """Return this rank's balanced share of the prompts and answers of all ranks, and its micro-batches."""
-    schedule = plan(
-        [prompt.num_tokens + len(answer_of(prompt, tokenizer).token_ids) for prompt in prompts],
-        num_ranks=axis.size,
-        minibatch_size=len(prompts),
-        max_tokens=train.max_tokens_per_microbatch,
-        max_sequences=train.micro_train_batch_size,
-        batching=train.batching,
-    )
-    local_rows = schedule.rows(axis.rank)
-    batch = supervised_batch([prompts[row] for row in local_rows], tokenizer, local_rows, expand)
-    return batch, schedule.local(axis.rank)[0]

@@ -10,8 +10,8 @@ from algorithms.flat import actor_logprobs, random_experience, step_denominator
 from lightrft.algorithms.balance import Balance
 from lightrft.algorithms.objectives import (
     Balanced,
-    MixedIn,
     PolicyObjective,
+    PtxObjective,
     ValueObjective,
     mismatch,
     sft,
@@ -278,7 +278,7 @@ def test_which_losses_are_of_tokens_alone():
 def test_which_objectives_are_known_token_by_token():
     batch, denominator = random_experience(MASKS, 3), DENOMINATOR
     learned, balance = batch.loss_mask, Balance(torch.ones(2), torch.ones(()))
-    for objective in (sft, MixedIn(0.5), Balanced(sft, balance, 0.1)):
+    for objective in (sft, PtxObjective(0.5), Balanced(sft, balance, 0.1)):
         (gradient, of_entropy) = token_gradients(objective, batch, denominator)(torch.zeros(batch.num_tokens), None)
         assert of_entropy is None and (gradient[learned] < 0).all() and not gradient[~learned].any()
     own = PolicyObjective(AlgorithmSection(policy_loss=f"{__name__}:double_loss"))

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from lightrft.config import ConfigError
+from lightrft.config.errors import ConfigError
 from lightrft.engine.base import EngineSetup
 from lightrft.parallel.device import free_memory
 

@@ -1,14 +1,16 @@
-"""Supervised loss on given answers, added to the loss on samples so that the actor does not forget them (PTX, InstructGPT)."""
+"""Supervised micro-batches of prompts with answers, and the loss on them that PPO adds to its own (PTX, InstructGPT)."""
 
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.algorithms.objectives import MixedIn
-from lightrft.config import TrainSection
+from lightrft.algorithms.objectives import PtxObjective
+from lightrft.batching.planner import plan
+from lightrft.config.sections import TrainSection
+from lightrft.data.conversations import answer_of, supervised_batch
 from lightrft.data.loader import Order
+from lightrft.parallel.collectives import Axis
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import LossTerm
-from lightrft.trainer.sft import supervised_part
-from lightrft.types import Expand, Prompt
+from lightrft.types import Batch, Expand, Prompt
 
 
 class PtxLoss:
@@ -32,7 +34,7 @@ class PtxLoss:
         self.policy, self.prompts, self.tokenizer, self.train, self.expand = policy, prompts, tokenizer, train, expand
         Order.check(len(prompts), train.train_batch_size)
         self.order = order or Order(len(prompts), train.seed)
-        self.objective = MixedIn(coefficient)
+        self.objective = PtxObjective(coefficient)
         self.taken = 0
 
     def next(self) -> LossTerm:
@@ -49,3 +51,20 @@ class PtxLoss:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.taken = state["taken"]
+
+
+def supervised_part(
+    prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, axis: Axis, train: TrainSection, *, expand: Expand | None = None
+) -> tuple[Batch, list[list[int]]]:
+    """Return this rank's balanced share of the prompts and answers of all ranks, and its micro-batches."""
+    schedule = plan(
+        [prompt.num_tokens + len(answer_of(prompt, tokenizer).token_ids) for prompt in prompts],
+        num_ranks=axis.size,
+        minibatch_size=len(prompts),
+        max_tokens=train.max_tokens_per_microbatch,
+        max_sequences=train.micro_train_batch_size,
+        batching=train.batching,
+    )
+    local_rows = schedule.rows(axis.rank)
+    batch = supervised_batch([prompts[row] for row in local_rows], tokenizer, local_rows, expand)
+    return batch, schedule.local(axis.rank)[0]
