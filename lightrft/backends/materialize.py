@@ -69,7 +69,7 @@ def one_by_one(module: nn.Module, dtype: torch.dtype, world: Axis) -> Iterator[n
         else:
             made = nn.Parameter(room[: parameter.numel()].view(parameter.shape), requires_grad=parameter.requires_grad)
             if world.rank == 0:
-                made.data.copy_(source.read(parameter))
+                source.read(parameter, made.data)
             for part, name in places[parameter]:
                 part.register_parameter(name, made)
             parameter = made
@@ -104,24 +104,24 @@ class Source:
         buffers = dict(self.model.named_buffers())
         self._fill([name for name in self.wanted if name in buffers])
 
-    def read(self, parameter: nn.Parameter) -> Tensor:
-        """Return the whole value of an empty parameter, in host memory."""
+    def read(self, parameter: nn.Parameter, values: Tensor) -> None:
+        """Load the whole value of an empty parameter into `values`, in their dtype."""
         name = next(name for name, other in stored_tensors(self.model).items() if other is parameter)
-        return self._read(name, parameter)
+        self._read(name, parameter, values)
 
     def _fill(self, names: Iterable[str]) -> None:
         tensors = stored_tensors(self.model)
         with torch.no_grad():
             for name in names:
-                _local(tensors[name]).copy_(self._read(name, tensors[name]))
+                self._read(name, tensors[name], _local(tensors[name]))
 
-    def _read(self, name: str, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a tensor. ValueError for a weight that is not finite; buffers are not checked."""
+    def _read(self, name: str, tensor: Tensor, values: Tensor) -> None:
+        """Load this rank's part of a tensor into `values`. ValueError for a weight, but not for a buffer, that is not finite."""
         stored = self.wanted[name]
-        values = self.files.read(stored, local_slices(tensor))
-        if _is_parameter(tensor):
-            check_finite(self.files.origin(stored), values)
-        return values
+        for index, piece in self.files.read(stored, local_slices(tensor)):
+            if _is_parameter(tensor):
+                check_finite(self.files.origin(stored), piece)
+            values[index].copy_(piece)
 
 
 def _located(model: PreTrainedModel) -> tuple[ConvertedFiles, dict[str, str]]:

@@ -6,7 +6,9 @@ transformers' own conversions.
 """
 
 import copy
+import math
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +27,10 @@ from transformers.core_model_loading import (
 from lightrft.models.weight_files import WeightFiles
 
 Part = tuple[slice, ...]
+Index = tuple[int | slice, ...]
+
+NUM_BLOCKS, MIN_BLOCK = 16, 2**19
+"""Number of blocks of rows in which a tensor is read, and the smallest number of elements of a block."""
 
 
 @dataclass(slots=True)
@@ -39,10 +45,23 @@ class Conversion:
 
     @property
     def stacks(self) -> bool:
-        """Return True if row i of the result comes from the i-th stored tensor alone, as with stacked experts."""
+        """Return True if row i of the result is the i-th stored tensor or a concatenation of i-th ones, as with experts."""
         first, *others = self.converter.operations
-        merges = isinstance(first, MergeModulelist) and first.dim == 0
-        return merges and all(isinstance(other, Concatenate) and other.dim > 0 for other in others)
+        merges = isinstance(first, MergeModulelist) and first.dim == 0 and (others or len(self.sources) == 1)
+        return bool(merges) and all(isinstance(other, Concatenate) and other.dim > 0 for other in others)
+
+    def rows(self, files: WeightFiles, rows: slice, part: Part) -> Iterator[tuple[Index, Tensor]]:
+        """Read some rows of stacked tensors: yield (index in these rows of the part, values) for each stored tensor."""
+        dim = next((op.dim for op in self.converter.operations if isinstance(op, Concatenate)), 1)
+        first, stop, offset = part[dim].start, part[dim].stop, 0
+        for pattern in self.converter.source_patterns:
+            tensors = files.read_all(self.sources[pattern][rows]) if pattern in self.sources else []
+            for row, tensor in enumerate(tensors):
+                begin, end = max(first, offset), min(stop, offset + tensor.shape[dim - 1])
+                if begin < end:
+                    stored = (*part[1:dim], slice(begin - offset, end - offset), *part[dim + 1 :])
+                    yield (row, *[slice(None)] * (dim - 1), slice(begin - first, end - first)), tensor[stored]
+            offset += tensors[0].shape[dim - 1] if tensors else 0
 
     def convert(self, model: PreTrainedModel, tensors: dict[str, list[Tensor]]) -> dict[str, Tensor]:
         """Convert the tensors and return the results by name in the model. `tensors` is emptied.
@@ -78,17 +97,29 @@ class ConvertedFiles:
                 self._conversions[name], self.shapes[name] = conversion, tuple(tensor.shape)
         self.shapes |= {name: stored[stored_name] for name, stored_name in self._stored.items()}
 
-    def read(self, name: str, part: Part) -> Tensor:
-        """Return part of a tensor, on the host and in the stored dtype. Experts outside of the part are not read."""
-        if name in self._stored:
-            return self.files.read(self._stored[name], part)
-        conversion, rows = self._conversions[name], slice(None)
-        if conversion.stacks:
-            count = part[0].stop - part[0].start
-            rows = part[0] if count else slice(1)  # an empty list cannot be stacked: read one tensor and take no rows of it
-            part = (slice(count), *part[1:])
-        sources = {pattern: self.files.read_all(names[rows]) for pattern, names in conversion.sources.items()}
-        return conversion.convert(self.model, sources)[name][part]
+    def read(self, name: str, part: Part) -> Iterator[tuple[Index, Tensor]]:
+        """Read part of a tensor in pieces: yield (index in the part, values), on the host and in the stored dtype.
+
+        Rows outside of the part are not read. The pieces are views of the files, of which a few rows are mapped at a time;
+        only a conversion that does more than to stack and concatenate returns the whole part in memory of its own.
+        """
+        conversion = self._conversions.get(name)
+        if conversion is not None and not conversion.stacks:
+            sources = {pattern: self.files.read_all(names) for pattern, names in conversion.sources.items()}
+            yield (), conversion.convert(self.model, sources)[name][part]
+            return
+        if not part:
+            yield (), self.files.read(self._stored[name], part)
+            return
+        first, stop = part[0].start, part[0].stop
+        step = max(1, math.ceil((stop - first) / NUM_BLOCKS), MIN_BLOCK // max(1, math.prod(self.shapes[name][1:])))
+        for begin in range(first, stop, step):
+            rows = slice(begin, min(begin + step, stop))
+            if conversion is None:
+                yield (slice(rows.start - first, rows.stop - first),), self.files.read(self._stored[name], (rows, *part[1:]))
+            else:
+                for (row, *index), values in conversion.rows(self.files, rows, part):
+                    yield (row + rows.start - first, *index), values
 
     def origin(self, name: str) -> str:
         """Return the file and stored name of a tensor, for error messages."""

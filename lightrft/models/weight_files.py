@@ -119,7 +119,7 @@ def check_finite(name: str, weights: Tensor) -> None:
 
     Dtypes of one byte are not checked: they belong to quantized models, which have scales.
     """
-    if weights.dtype.itemsize > 1 and not torch.isfinite(weights.sum(dtype=torch.float32)) and not torch.isfinite(weights).all():
+    if weights.dtype.itemsize > 1 and not torch.isfinite(weights.sum()) and not torch.isfinite(weights).all():
         raise ValueError(f"{name} has values that are not finite")
 
 

@@ -274,12 +274,8 @@ def test_a_rank_never_holds_the_whole_model(folder, tmp_path, args):
 @pytest.mark.slow
 @pytest.mark.parametrize("args", [{"fsdp": True}, {"zero_stage": 3}])
 def test_a_rank_holds_its_part_of_a_mixture_and_one_layer(tmp_path, args):
-    """Published with a tensor for each expert, of which transformers makes one for each layer.
-
-    For ZeRO rank 0 reads all experts of a layer, which are there as stored, as converted and in float32 before they are cut.
-    """
+    """Published with a tensor for each expert, of which transformers makes one for each layer; rank 0 reads all for ZeRO."""
     ((size, layer),) = run_ranks(1, larger_mixture, tmp_path / "model")
     found = run_ranks(4, peak_of_loading, str(tmp_path / "model"), args, True)
     print(f"{size / 1e6:.0f} MB of parameters, {layer / 1e6:.0f} MB a layer: {[round(peak / 1e6) for peak in found]} MB")
-    first = size / 4 + (3 if "zero_stage" in args else 1) * layer
-    assert found[0] < first and all(peak < size / 4 + layer for peak in found[1:])
+    assert all(peak < size / 4 + layer for peak in found)
