@@ -148,9 +148,9 @@ def test_a_key_of_user_and_password(address, monkeypatch):
     [
         ("http://me:secret@host:80/x", "", r"http://\.\.\.@host: .* set REWARD_API_KEY=user:password"),
         ("http://host:port/x", "", "the address cannot be read"),
-        ("http://", "", "is no address like"),
-        ("http://host/a b", "", "is no address like"),
-        ("http://host/x", "secret\n", "the environment variable REWARD_API_KEY has characters that no key has: a line end"),
+        ("http://", "", "is not an address such as"),
+        ("http://host/a b", "", "is not an address such as"),
+        ("http://host/x", "secret\n", "the environment variable REWARD_API_KEY must not contain line ends"),
         ("http://host/x", "s\N{LATIN SMALL LETTER E WITH ACUTE}cret", "REWARD_API_KEY has characters"),
     ],
 )

@@ -154,6 +154,6 @@ def test_the_command(folder: Path) -> None:
         return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
     well = doctor("--model", str(folder / "plain"), "--engine_type", "vllm")
-    assert (well.returncode, well.stdout.strip().splitlines()[-1]) == (0, "all is well"), well.stdout + well.stderr
+    assert (well.returncode, well.stdout.strip().splitlines()[-1]) == (0, "all checks passed"), well.stdout + well.stderr
     ill = doctor("--model", str(folder / "plain"), "--engine_type", "hf", "--engine_model", str(folder / "eps"))
     assert ill.returncode == 1 and "here they part" in ill.stdout and "rms_norm_eps: trainer" in ill.stdout
