@@ -24,7 +24,7 @@ def read_split(source: str, split: str) -> Iterable[dict[str, Any]]:
     folder = Path(source).expanduser()
     if not folder.is_dir():
         if folder.suffix or source.count("/") != 1:
-            raise SystemExit(f"--source {source}: no such folder, and not a hub name (owner/name) either")
+            raise SystemExit(f"--source {source}: neither an existing folder nor a hub name (owner/name) either")
         try:
             return load_dataset(source, "main", split=split)
         except Exception as error:  # the hub's client raises errors of several libraries

@@ -149,16 +149,16 @@ def test_the_shipped_files_can_run(path):
     [
         (["--actor_learning_rat", "1"], "unknown flag --actor_learning_rat; did you mean --actor_learning_rate"),
         (["--max_stps=3"], "unknown flag --max_stps; did you mean --max_steps. All flags"),
-        (["--train_data", "x"], "unknown flag --train_data; here it is --prompt_data"),
-        (["--learning_rate=1"], "unknown flag --learning_rate; here it is --actor_learning_rate"),
+        (["--train_data", "x"], "unknown flag --train_data; the flag here is --prompt_data"),
+        (["--learning_rate=1"], "unknown flag --learning_rate; the flag here is --actor_learning_rate"),
         (["--scale_for_train", "x"], "unknown flag --scale_for_train. All flags"),
         (["--no_seed"], "unknown flag --no_seed; did you mean --seed"),
         (["--nothing_like_it"], "unknown flag --nothing_like_it. All flags"),
-        (["--seed", "many"], "seed: a whole number is expected, not 'many'"),
+        (["--seed", "many"], "seed: expected an integer, not 'many'"),
         (["--loss_agg_mode", "median"], "loss_agg_mode: invalid choice 'median'; choose from token-mean"),
         (["--bf16", "perhaps"], "--bf16"),
-        (["--packing_samples", "perhaps"], "--packing_samples perhaps: it stands alone, or with true or false"),
-        (["--config"], "--config needs a file"),
+        (["--packing_samples", "perhaps"], "--packing_samples perhaps: the flag takes no value, or true or false"),
+        (["--config"], "--config needs the path of a YAML file"),
         (["--config", "no/such.yaml"], "--config no/such.yaml: No such file or directory"),
         (["stray"], "stray"),
     ],
@@ -193,7 +193,7 @@ def test_two_unknown_flags_are_named_at_once():
         ("train:\n  sed: 1\n", "unknown key 'sed' under `train:`; did you mean seed?"),
         ("model:\n  seed: 1\n", "unknown key 'seed' under `model:`; it belongs under `train:`"),
         ("seed: 1\n", "unknown section 'seed'; it belongs under `train:`"),
-        ("train:\n  seed: many\n", "seed: a whole number is expected, not 'many'"),
+        ("train:\n  seed: many\n", "seed: expected an integer, not 'many'"),
     ],
 )
 def test_errors_of_the_file(file, text, message):
@@ -261,7 +261,7 @@ def test_heads_that_do_not_divide_are_named_with_the_way_out(tmp_path):
     (tmp_path / "config.json").write_text('{"num_attention_heads": 6, "num_key_value_heads": 2}')
     flags = ["--pretrain", str(tmp_path), "--prompt_data", "train.jsonl"]
     message = problems(*flags, "--sp_size", "4", "--engine_tp_size", "3", world_size=4)
-    assert "--sp_size 4 does not divide the model's 6 attention heads; --sp_impl zigzag needs no such thing" in message
+    assert "--sp_size 4 does not divide the model's 6 attention heads; --sp_impl zigzag has no such condition" in message
     assert "--engine_tp_size 3 does not divide" in message
     message = problems(*flags, "--sp_size", "2", "--tp_size", "2", world_size=4)
     assert "--sp_size 2 does not divide the model's 3 attention heads on each rank of --tp_size 2" in message
@@ -279,7 +279,7 @@ def test_cp_size_is_short_for_zigzag(tmp_path):
     assert "--cp_size 4 does not divide the 6 processes" in problems(*flags, world_size=6)
     message = problems(*flags, "--sp_size", "2", "--sp_impl", "ulysses", world_size=8)
     assert "--cp_size 4 is short for --sp_size 4 --sp_impl zigzag" in message
-    assert "contradicts --sp_size 2 --sp_impl ulysses: drop one" in message
+    assert "contradicts --sp_size 2 --sp_impl ulysses: set only one" in message
 
 
 def test_batches_that_do_not_divide_show_all_numbers():
@@ -315,36 +315,36 @@ def test_a_sequence_that_fits_no_microbatch():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--length_filter", "5"], "--length_filter takes the least and the most: two numbers"),
-        (["--difficulty_filter", "0.5"], "--difficulty_filter takes the least and the most: two numbers"),
-        (["--entropy_filter", "2", "1"], "--entropy_filter takes the least and the most: two numbers"),
-        (["--advantage_clip", "-1"], "--advantage_clip must be above 0; leave it out for no clipping"),
+        (["--length_filter", "5"], "--length_filter takes two numbers: the minimum and the maximum"),
+        (["--difficulty_filter", "0.5"], "--difficulty_filter takes two numbers: the minimum and the maximum"),
+        (["--entropy_filter", "2", "1"], "--entropy_filter takes two numbers: the minimum and the maximum"),
+        (["--advantage_clip", "-1"], "--advantage_clip must be above 0; omit it to disable clipping"),
         (["--reward_clip", "-1"], "--reward_clip must be above 0"),
-        (["--advantage_estimator", "remax", "--overlong_buffer"], "the greedy reward as it is: drop --overlong_buffer"),
-        (["--rollout_mask", "geometric", "--use_engine_logprobs"], "--rollout_mask masks nothing where --use_engine_logprobs"),
+        (["--advantage_estimator", "remax", "--overlong_buffer"], "of the greedy response: remove --overlong_buffer"),
+        (["--rollout_mask", "geometric", "--use_engine_logprobs"], "--rollout_mask masks nothing with --use_engine_logprobs"),
         (["--rollout_mask_low", "2", "--rollout_mask_high", "1"], "--rollout_mask_low is above --rollout_mask_high"),
         (["--use_kl_loss", "--kl_estimator", "k1"], "--kl_estimator k1 is for rewards"),
         (["--init_kl_coef", "-1"], "--init_kl_coef must not be negative"),
         (["--kl_target", "0"], "--kl_target must be above 0"),
-        (["--clip_cov_range", "5", "1"], "--clip_cov_range takes the least and the most: two numbers"),
-        (["--high_entropy_token_ratio", "1.2"], "--high_entropy_token_ratio is a share, between 0 and 1"),
-        (["--policy_loss", "cpgd", "--eps_clip_low", "1"], "--policy_loss cpgd takes the logarithm of 1 - eps_clip_low"),
+        (["--clip_cov_range", "5", "1"], "--clip_cov_range takes two numbers: the minimum and the maximum"),
+        (["--high_entropy_token_ratio", "1.2"], "--high_entropy_token_ratio must be between 0 and 1, because it is a share"),
+        (["--policy_loss", "cpgd", "--eps_clip_low", "1"], "--policy_loss cpgd computes the logarithm of 1 - eps_clip_low"),
         (["--rollout_correction", "tis", "--use_engine_logprobs"], "--rollout_correction corrects nothing"),
         (["--rollout_correction=mis", "--rollout_correction_low=3"], "--rollout_correction_low is above --rollout_correction_"),
         (["--gamma", "1.5"], "--gamma must be between 0 and 1"),
         (["--lambd", "-0.1"], "--lambd must be between 0 and 1"),
-        (["--value_clip", "-1"], "--value_clip must not be negative; 0 is no clipping"),
-        (["--ptx_coef", "0"], "--ptx_coef must be above 0; without --pretrain_data nothing is added"),
+        (["--value_clip", "-1"], "--value_clip must not be negative; 0 disables clipping"),
+        (["--ptx_coef", "0"], "--ptx_coef must be above 0; omit --pretrain_data"),
         (["--aux_loss_coef", "-1"], "--aux_loss_coef must not be negative"),
         (["--distill_coef", "-1"], "--distill_coef must not be negative"),
-        (["--distill_coef", "1"], "--distill_coef needs a teacher: give --teacher_pretrain or --teacher_url"),
-        (["--advantage_estimator=distill", "--distill_coef=0"], "learns from the teacher alone: --distill_coef must be above 0"),
-        (["--teacher_pretrain", "a/b", "--teacher_url", "http://c", "--distill_coef", "1"], "are two teachers: drop one"),
-        (["--teacher_url", "http://c", "--distill_coef", "1", "--temperature", "0.5"], "--teacher_url answers at temperature 1"),
+        (["--distill_coef", "1"], "--distill_coef needs a teacher: set --teacher_pretrain or --teacher_url"),
+        (["--advantage_estimator=distill", "--distill_coef=0"], "learns only from the teacher: --distill_coef must be above 0"),
+        (["--teacher_pretrain", "a/b", "--teacher_url", "http://c", "--distill_coef", "1"], "both name a teacher: set only one"),
+        (["--teacher_url", "http://c", "--distill_coef", "1", "--temperature", "0.5"], "computes log-probs at temperature 1"),
         (["--freezing_actor_steps", "-2"], "--freezing_actor_steps must not be negative"),
-        (["--freezing_actor_steps", "1"], "without a critic: --advantage_estimator ppo or gae"),
+        (["--freezing_actor_steps", "1"], "needs a critic, which nothing else would train: use --advantage_estimator ppo or gae"),
         (["--n_samples_per_prompt", "1"], "--advantage_estimator grpo compares the samples of a prompt"),
-        (["--advantage_estimator", "pass_at_k", "--pass_k", "9"], "--pass_k 9 draws from --n_samples_per_prompt 8: give 1 to 8"),
+        (["--advantage_estimator", "pass_at_k", "--pass_k", "9"], "--pass_k 9 must be between 1 and 8"),
         (["--overlong_buffer", "--overlong_buffer_len", "2000"], "must be between 1 and --generate_max_len 1024"),
     ],
 )
@@ -455,8 +455,8 @@ def test_help_lists_what_the_command_reads_by_group(capsys, command):
 
 def test_help_explains_a_group_a_flag_or_everything(capsys):
     group = shown(capsys, "--help", "optim")
-    assert "--lr_scheduler {cosine,constant} After the warm-up: cosine to 10 % of the peak" in group and "--seed" not in group
-    assert shown(capsys, "--help=max-steps") == "--max_steps int Stop after so many steps, whatever num_episodes says."
+    assert "--lr_scheduler {cosine,constant} Schedule after the warm-up: cosine" in group and "--seed" not in group
+    assert shown(capsys, "--help=max-steps") == "--max_steps int Stop after this number of steps, whatever num_episodes says."
     everything = shown(capsys, "-h", "all")
     assert all(f"--{name}" in everything for name in fields_read("train_ppo"))
 
@@ -485,8 +485,8 @@ def test_a_mistake_is_answered_without_heavy_imports():
     [
         (["--lora_rank=-1"], "--lora_rank must not be negative"),
         (["--lora_rank=4", "--lora_alpha=0"], "--lora_alpha must be above 0"),
-        (["--lora_rank=4", "--lora_dropout=1"], "--lora_dropout is a share"),
-        (["--lora_rank=4", "--target_modules", "all-linear", "q_proj"], "--target_modules takes all-linear alone"),
+        (["--lora_rank=4", "--lora_dropout=1"], "--lora_dropout must be at least 0 and below 1"),
+        (["--lora_rank=4", "--target_modules", "all-linear", "q_proj"], "--target_modules takes either all-linear or names"),
         (["--lora_rank=4", "--fsdp", "--tp_size=2"], "--lora_rank needs --tp_size 1"),
     ],
 )
@@ -519,16 +519,16 @@ def test_samplings_that_nobody_can_draw_from_are_named():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"init_kl_coef": float("nan")}, "init_kl_coef: a finite number is expected, not nan"),
-        ({"actor_learning_rate": "inf"}, "actor_learning_rate: a finite number is expected, not 'inf'"),
-        ({"seed": 10**30}, "seed: 10000000000000000000... is too large: at most 9223372036854775807"),
-        ({"max_steps": 1.5}, "max_steps: a whole number is expected, not 1.5"),
-        ({"bf16": "perhaps"}, "bf16: true or false is expected, not 'perhaps'"),
-        ({"adam_betas": 0.9}, "adam_betas: a list is expected, not 0.9"),
-        ({"pretrain": ["a"]}, "pretrain: a text is expected, not ['a']"),
+        ({"init_kl_coef": float("nan")}, "init_kl_coef: expected a finite number, not nan"),
+        ({"actor_learning_rate": "inf"}, "actor_learning_rate: expected a finite number, not 'inf'"),
+        ({"seed": 10**30}, "seed: 10000000000000000000... is too large: the maximum is 9223372036854775807"),
+        ({"max_steps": 1.5}, "max_steps: expected an integer, not 1.5"),
+        ({"bf16": "perhaps"}, "bf16: expected true or false, not 'perhaps'"),
+        ({"adam_betas": 0.9}, "adam_betas: expected a list, not 0.9"),
+        ({"pretrain": ["a"]}, "pretrain: expected a string, not ['a']"),
         ({"zero_stage": 4}, "zero_stage: invalid choice 4; choose from 0, 1, 2, 3"),
         ({"max_stps": 3}, "unknown name 'max_stps'; did you mean max_steps?"),
-        ({"reward": lambda samples, **columns: [0.0]}, "cannot be found again by its name: define the function at the top level"),
+        ({"reward": lambda samples, **columns: [0.0]}, "cannot be imported by its name: define the function at the top level"),
     ],
 )
 def test_values_from_python_are_checked(values, message):
@@ -540,7 +540,7 @@ def test_values_from_python_are_checked(values, message):
 def test_values_that_were_set_past_all_checks_are_found():
     config = Config.of(pretrain="some/model", prompt_data="x")
     config.algorithm.init_kl_coef, config.train.max_steps = float("nan"), "7"
-    with pytest.raises(ConfigError, match="--init_kl_coef: a finite number"):
+    with pytest.raises(ConfigError, match="--init_kl_coef: expected a finite number"):
         resolve(config, "train_ppo", 1)
     config.algorithm.init_kl_coef = 0.1
     resolve(config, "train_ppo", 1)
@@ -559,11 +559,11 @@ def test_a_function_stands_for_its_import_path():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"train:\n  seed: 1\n  seed: 2\n", "the key 'seed' stands twice"),
-        (b"train:\n  seed: 1\ntrain:\n  max_steps: 2\n", "the key 'train' stands twice"),
+        (b"train:\n  seed: 1\n  seed: 2\n", "the key 'seed' occurs twice"),
+        (b"train:\n  seed: 1\ntrain:\n  max_steps: 2\n", "the key 'train' occurs twice"),
         (b"data:\n  prompt_data: \xff\xfe\n", "not a UTF-8 text file"),
         (b"train:\n  seed: " + b"9" * 5000 + b"\n", "run.yaml"),
-        (b"optim:\n  max_norm: .nan\n", "run.yaml: max_norm: a finite number is expected"),
+        (b"optim:\n  max_norm: .nan\n", "run.yaml: max_norm: expected a finite number"),
     ],
 )
 def test_damage_in_a_file_is_named_with_the_file(tmp_path, content, message):
@@ -613,7 +613,7 @@ def test_the_strategy_is_what_was_asked_for_or_what_is_installed(monkeypatch):
     assert resolved_strategy() == ("deepspeed", False)
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     assert resolved_strategy() == ("fsdp", True)
-    with pytest.raises(ConfigError, match="--strategy deepspeed contradicts --fsdp true: drop one"):
+    with pytest.raises(ConfigError, match="--strategy deepspeed contradicts --fsdp true: set only one"):
         resolved_strategy("--strategy=deepspeed", "--fsdp")
 
 
@@ -631,11 +631,11 @@ def test_the_plan_of_a_run_in_a_few_lines():
     config = parsed(*RUNNABLE, "--fsdp", "--tp_size=2", "--engine_type=hf", "--engine_tp_size=2", "--train_batch_size=256")
     resolve(config, "train_ppo", 8)
     assert summary(config, "train_ppo", 8) == [
-        "algorithm: grpo (default; PPO with a critic: --advantage_estimator ppo), policy loss ppo, clip 0.2 to 0.2, "
+        "algorithm: grpo (default; for PPO with a critic: --advantage_estimator ppo), policy loss ppo, clip 0.2 to 0.2, "
         "seq-mean-token-mean",
-        "divergence from a reference: 0.04 x k3 in the loss",
+        "divergence from a reference model: 0.04 x k3 in the loss",
         "layout: fsdp on 8 processes, 4 data ranks, tp 2",
-        "engine: hf, 4 replicas of 2 processes",
+        "engine: hf, 4 replicas with 2 processes each",
         "step: 128 prompts x 8 samples = 1024 samples, 4 optimizer steps of 256, "
         "at most 16384 tokens in a micro-batch of one rank",
     ]
@@ -644,10 +644,10 @@ def test_the_plan_of_a_run_in_a_few_lines():
 @pytest.mark.parametrize(
     ("argv", "line"),
     [(["--init_kl_coef=0"], "none"), (["--init_kl_coef=0", "--measure_kl"], "only measured"),
-     (["--advantage_estimator=rloo"], "0.05 x k1 taken off the rewards")],
+     (["--advantage_estimator=rloo"], "0.05 x k1 subtracted from the rewards")],
 )  # fmt: skip
 def test_no_coefficient_no_reference_unless_it_is_to_be_measured(argv, line):
     config = parsed(*RUNNABLE, *argv)
     resolve(config, "train_ppo", 2)
-    assert f"divergence from a reference: {line}" in summary(config, "train_ppo", 2)
+    assert f"divergence from a reference model: {line}" in summary(config, "train_ppo", 2)
     assert needs_reference(config.algorithm) is (line != "none")

@@ -170,10 +170,10 @@ class PolicyObjective:
         made = self.policy_loss(logprobs, old_logprobs, advantages, **given)
         flag = f"--policy_loss {self.section.policy_loss}"
         if not isinstance(made, tuple) or len(made) != 2:
-            raise ConfigError(f"{flag} returns no pair: the losses of tokens and what to report")
+            raise ConfigError(f"{flag} must return a pair: the losses of tokens, and a dictionary to report")
         losses, report = made
         for name, values in report.items():
-            _of_tokens(f"{flag}: what it reports as {name!r}", values, logprobs)
+            _of_tokens(f"{flag}: the reported {name!r}", values, logprobs)
         return _of_tokens(f"{flag}: its loss", losses, logprobs), report
 
     def _correct(self, old_logprobs: Tensor, batch: Experience) -> tuple[Tensor, Report]:
@@ -192,7 +192,7 @@ def _of_tokens(what: str, values: Tensor, like: Tensor) -> Tensor:
     """Check the shape: a scalar would be broadcast over all tokens and change the meaning of the loss."""
     shape = list(values.shape) if isinstance(values, Tensor) else []
     if shape != list(like.shape):
-        raise ConfigError(f"{what} is of shape {shape}, not one value for each of the {len(like)} tokens")
+        raise ConfigError(f"{what} has shape {shape}, not one value for each of the {len(like)} tokens")
     return values
 
 

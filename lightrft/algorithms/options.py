@@ -37,5 +37,5 @@ def resolve(registry: Registry, name: str, given: Iterable[str] = ()) -> Callabl
     function = registry[name]
     lacking = [keyword for keyword, needed in keywords(function).items() if needed and keyword not in FIELDS | set(given)]
     if lacking:
-        raise ValueError(f"{registry.flag} {name} needs {', '.join(lacking)}, which this run does not make")
+        raise ValueError(f"{registry.flag} {name} needs {', '.join(lacking)}, which this run does not compute")
     return function

@@ -79,7 +79,7 @@ def _check(lengths: list[int], max_tokens: int) -> None:
         limit = f"a micro-batch of {max_tokens} (--max_tokens_per_microbatch, or --max_tokens_per_logprob_microbatch if set)"
         raise ValueError(f"a sequence of {longest} tokens does not fit into {limit}; it is row {lengths.index(longest)}")
     if shortest < 1:
-        raise ValueError(f"row {lengths.index(shortest)} has no tokens, so there is nothing to compute for it")
+        raise ValueError(f"row {lengths.index(shortest)} has no tokens")
 
 
 def _packed(known: np.ndarray, lengths: list[int], rows: range, num_ranks: int, limits: Limits) -> list[list[list[int]]]:

@@ -93,7 +93,7 @@ def _check_owners(held: Tensor, named: Tensor) -> None:
     holds, names = Counter(held.tolist()), Counter(named.tolist())
     row = min(row for row in holds | names if not holds[row] == names[row] == 1)
     times = f"is held {holds[row]} times and named {names[row]} times in the lists of owners"
-    raise ValueError(f"row {row} {times}: it must be held by one rank and go to one")
+    raise ValueError(f"row {row} {times}: it must be held by one rank and sent to one")
 
 
 def _columns(batch: Batch) -> list[tuple[str, Tensor]]:

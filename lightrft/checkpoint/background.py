@@ -20,7 +20,7 @@ class Background:
     def start(self, job: Callable[[Axis], None]) -> None:
         """Run `job(aside)`. All ranks call it, after finish()."""
         if self._thread is not None:
-            raise RuntimeError("a job is running in the background: finish() first")
+            raise RuntimeError("a job is running in the background: call finish() first")
         self._thread = threading.Thread(target=self._run, args=(job,), name="lightrft-background")
         self._thread.start()
 

@@ -42,11 +42,11 @@ def export_checkpoint(
     tag = path.name if (path / MANIFEST).is_file() else None
     found = manager.find(path.parent if tag else path, tag, ALONE)
     if found is None:
-        raise ConfigError(f"{path} is no checkpoint of a run, and has none in it")
+        raise ConfigError(f"{path} is not a checkpoint of a run, and contains none")
     manifest, path, state = found
     identity = state["client"].get("identity") or {}
     if "settings" not in identity:
-        raise ConfigError(f"{path} was not written by a run of lightrft, which says what its models are")
+        raise ConfigError(f"{path} was not written by a run of lightrft, so its models are unknown")
     section, bf16 = _section(identity["settings"], pretrain, trust_remote_code)
     flag = "critic_pretrain" if name == "critic" and section.critic_pretrain else "pretrain"
     tokenizer = load_tokenizer(section)
@@ -71,7 +71,7 @@ def export_merged(adapter: str, folder: Path, *, base: str = "", trust_remote_co
     try:
         model = load_model(section)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{adapter} has an adapter, whose base model cannot be loaded: {error}") from error
+        raise ConfigError(f"{adapter} contains an adapter whose base model cannot be loaded: {error}") from error
     return export_whole(merge_adapter(model, adapter), _tokenizer(adapter, section), folder, torch.float32)
 
 
@@ -108,7 +108,7 @@ def _section(settings: dict, pretrain: str, trust_remote_code: bool) -> tuple[Mo
     if is_adapter_folder(section.pretrain):
         section.pretrain = str(Path(settings["save_path"]) / MERGED)
     if not Path(section.pretrain).expanduser().is_dir() and section.pretrain.startswith((".", "/", "~")):
-        raise ConfigError(f"the run's --pretrain {section.pretrain} is not there: name it, or where it is now, with --pretrain")
+        raise ConfigError(f"the run's --pretrain {section.pretrain} does not exist: set --pretrain to its present location")
     return section, bool(section.bf16)
 
 
@@ -116,7 +116,7 @@ def _check_base(folder: str, identity: dict, name: str, *, frozen: bool) -> None
     """Raise ConfigError if frozen parameters would come from a model other than the run's."""
     before, now = identity.get("weights", {}).get(name), weights_of(folder)
     if frozen and before and now and before != now:
-        raise ConfigError(f"the weights of {folder} are not those that the run froze: name its base model with --pretrain")
+        raise ConfigError(f"the weights of {folder} are not the frozen weights of the run: set --pretrain to its base model")
 
 
 def _tokenizer(adapter: str, section: ModelSection) -> PreTrainedTokenizerBase:

@@ -35,7 +35,7 @@ def export(
     The folder is written atomically; CheckpointError if that fails.
     """
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"only a transformers model becomes a Hugging Face folder, not {type(model).__name__}")
+        raise TypeError(f"only a transformers model can be saved as a Hugging Face folder, not {type(model).__name__}")
     writer = ShardWriter(folder.with_name(folder.name + PART), MAX_SHARD_BYTES, world)
     write_folder(
         folder,
@@ -59,7 +59,7 @@ def export_adapter(
 ) -> Path:
     """Write the adapters of the stream in peft's format. All ranks consume it; rank 0 writes atomically."""
     if not adapted_layers(model) or any(p.requires_grad and not is_adapter(name) for name, p in model.named_parameters()):
-        raise ValueError(f"{type(model).__name__} is no model of which adapters alone are trained: save_model() saves all of it")
+        raise ValueError(f"{type(model).__name__} is not a model with trained adapters: use save_model() to save it")
 
     def write(part: Path) -> None:
         adapters = {name: tensor.cpu() for name, tensor in stream if is_adapter(name) and world.rank == 0}
@@ -112,4 +112,4 @@ def _check_target(folder: Path, part: Path, mark: str = "config.json") -> None:
     """Raise ValueError if `folder` has contents other than an earlier model or adapter, since these would be removed."""
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / mark).is_file() or any(path.is_dir() for path in folder.iterdir()):
-            raise ValueError(f"{folder} holds something else than a model; give a folder of its own, such as {folder / 'model'}")
+            raise ValueError(f"{folder} contains other files than a model; use a separate folder, such as {folder / 'model'}")

@@ -20,7 +20,7 @@ def hf_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         return model.named_parameters()
     if isinstance(model, HasHFParameters):
         return model.hf_parameters()
-    raise TypeError(f"{type(model).__name__} is neither a transformers model nor has it hf_parameters()")
+    raise TypeError(f"{type(model).__name__} is not a transformers model and has no hf_parameters()")
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

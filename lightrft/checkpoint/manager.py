@@ -163,7 +163,8 @@ def load(contents: CheckpointState, path: Path, world_size: int, *, strict: bool
         if world_size == world.size:
             steps.append(partial(_restore_random, contents, path))
         elif world.rank == 0:
-            logger.warning("{} was written by {} ranks, these are {}: random states start afresh", path, world_size, world.size)
+            message = "{} was written by {} ranks, this run has {}: random states are initialised anew"
+            logger.warning(message, path, world_size, world.size)
     for step in steps:
         agree(world, f"checkpoint {path} could not be loaded", step)
 
@@ -202,14 +203,14 @@ def _read_tensors(contents: CheckpointState, path: Path, *, strict: bool, module
 def _check_same(wanted: set[str], saved: set[str], what: str, *, subset: bool = False) -> None:
     if wanted - saved or (saved - wanted and not subset):
         names = [", ".join(sorted(names)) or "none" for names in (saved, wanted)]
-        raise ValueError(f"it has a {what} for each of: {names[0]}; asked for are: {names[1]}")
+        raise ValueError(f"it contains a {what} for each of: {names[0]}; requested are: {names[1]}")
 
 
 def _check_tensors(state: dict[str, Any], prefix: str, saved: dict[str, torch.Size | None], strict: bool) -> None:
     """Check names and shapes. Without `strict`, tensors that are not saved keep their values and are removed from `state`."""
     wanted, found = set(state), {name.removeprefix(prefix) for name in saved if name.startswith(prefix)}
     if strict:
-        for names, what in ((wanted - found, "of the model are not in it"), (found - wanted, "in it are not of the model")):
+        for names, what in ((wanted - found, "of the model are not in it"), (found - wanted, "in it are not in the model")):
             if names:
                 raise ValueError(f"{len(names)} tensors {what}, the first is {min(names)}")
     for name in wanted - found:
@@ -217,7 +218,9 @@ def _check_tensors(state: dict[str, Any], prefix: str, saved: dict[str, torch.Si
     other = [name for name in sorted(wanted & found) if saved[prefix + name] != state[name].size()]
     if other:
         shapes = [list(shape) for shape in (saved[prefix + other[0]], state[other[0]].size())]
-        raise ValueError(f"{len(other)} tensors have another shape; {other[0]} is {shapes[0]} there and {shapes[1]} here")
+        raise ValueError(
+            f"{len(other)} tensors have another shape; {other[0]} is {shapes[0]} in the checkpoint and {shapes[1]} in the model"
+        )
 
 
 def _forget_untouched(state: dict[str, dict[str, Any]], prefix: str, saved: Mapping[str, Any]) -> None:
@@ -258,5 +261,5 @@ def _checked_bytes(parts: dict[str, Any]) -> bytes:
         try:
             torch.load(io.BytesIO(_bytes(state)), weights_only=True)
         except Exception as error:
-            raise TypeError(f"the state of {name} has more than tensors and plain types in it: {error}") from error
+            raise TypeError(f"the state of {name} contains objects other than tensors and plain types: {error}") from error
     return _bytes(parts)

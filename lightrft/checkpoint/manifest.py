@@ -79,7 +79,7 @@ def checkpoints(root: Path, *, warn: bool = False) -> list[tuple[Manifest, Path]
             found.append((Manifest.read(path), path))
         except (OSError, ValueError, TypeError) as error:
             if warn:
-                logger.warning("{} is no complete checkpoint: its {} cannot be read ({})", path, MANIFEST, error)
+                logger.warning("{} is not a complete checkpoint: its {} cannot be read ({})", path, MANIFEST, error)
     return sorted(found, key=lambda pair: pair[0].number, reverse=True)
 
 
@@ -108,14 +108,14 @@ def newest_whole(root: Path, world: Axis) -> tuple[Manifest, Path] | None:
         if not problems:
             return manifest, path
         if world.rank == 0:
-            logger.warning("checkpoint {} is damaged and not used: {}", path, "; ".join(problems))
+            logger.warning("checkpoint {} is damaged and is not used: {}", path, "; ".join(problems))
     return None
 
 
 def whole(path: Path, world: Axis) -> tuple[Manifest, Path]:
     """Return the checkpoint at `path`; CheckpointError if it is missing or damaged."""
     manifest: list[Manifest] = []
-    agree(world, f"{path} is no complete checkpoint", lambda: manifest.append(Manifest.read(path)))
+    agree(world, f"{path} is not a complete checkpoint", lambda: manifest.append(Manifest.read(path)))
     if problems := damage(path, manifest[0], world):
         raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(problems)}")
     return manifest[0], path
@@ -125,7 +125,7 @@ def next_number(root: Path, *, being_written: Collection[str]) -> int:
     """Return the next checkpoint number, and remove incomplete folders and files of interrupted runs."""
     for path in root.glob(f"*{PART}"):
         if path.name not in being_written:
-            logger.warning("removing {}, left by a run that was interrupted", path)
+            logger.warning("removing {}, which an interrupted run left behind", path)
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     return max((manifest.number for manifest, _ in checkpoints(root)), default=0) + 1
 

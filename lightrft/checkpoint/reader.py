@@ -56,4 +56,4 @@ class _IndexUnpickler(pickle.Unpickler):
             return ALLOWED[module, name]
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        raise pickle.UnpicklingError(f"its index names {module}.{name}, which could run code; it is not loaded")
+        raise pickle.UnpicklingError(f"its index names {module}.{name}, which could execute code; it is not loaded")

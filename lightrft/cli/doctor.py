@@ -1,4 +1,4 @@
-"""Check this machine, and whether engine and trainer agree about a model: token by token, then layer by layer.
+"""Check this machine, and compare engine and trainer on a model: token by token, then layer by layer.
 
 lightrft doctor --model Qwen/Qwen2.5-0.5B-Instruct --bf16
 """
@@ -44,13 +44,13 @@ def main(argv: list[str] | None = None) -> None:
     healthy = not any(check.fatal for check in checks)
     if arguments.model and healthy:
         healthy = _examine(arguments, console)
-    console.print("[green]all is well[/]" if healthy else "[red]not well: see above[/]")
+    console.print("[green]all checks passed[/]" if healthy else "[red]problems found: see above[/]")
     sys.exit(0 if healthy else 1)
 
 
 def _examine(arguments: argparse.Namespace, console: Console) -> bool:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise SystemExit("the doctor looks at a model in one process: start it without torchrun")
+        raise SystemExit("lightrft doctor checks a model in one process: start it without torchrun")
     config = _config(arguments)
     strategy = get_strategy(config)
     try:
@@ -65,7 +65,7 @@ def _examine(arguments: argparse.Namespace, console: Console) -> bool:
     if diagnosis.parts:
         console.print(_parts(diagnosis))
     if diagnosis.advice:
-        console.print(f"[bold]Look at[/] {escape(diagnosis.advice)}")
+        console.print(f"[bold]Check[/] {escape(diagnosis.advice)}")
     return diagnosis.healthy
 
 
@@ -86,13 +86,15 @@ def _config(arguments: argparse.Namespace) -> Config:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="", help="Hugging Face folder or hub name; without one only the machine is checked")
+    parser.add_argument("--model", default="", help="Hugging Face folder or hub name; without it, only the machine is checked")
     parser.add_argument("--engine_model", default="", help="another folder for the engine, such as an export of the model")
     parser.add_argument("--engine_type", default="auto", help="auto, vllm, sglang or hf")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, as with --bf16 in a run")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
-    parser.add_argument("--engine_mem_util", type=float, default=EngineSection.engine_mem_util, help="of an accelerator")
-    parser.add_argument("--engine_kv_cache_gb", type=float, default=EngineSection.engine_kv_cache_gb, help="on a CPU")
+    parser.add_argument("--engine_mem_util", type=float, default=EngineSection.engine_mem_util,
+                        help="share of an accelerator's memory for the engine")  # fmt: skip
+    parser.add_argument("--engine_kv_cache_gb", type=float, default=EngineSection.engine_kv_cache_gb,
+                        help="size of the engine's key-value cache on a CPU, in GB")  # fmt: skip
     return parser
 
 
@@ -122,7 +124,7 @@ def _parts(diagnosis: Diagnosis) -> Table:
     title = f"Parts of the model, {start + 1} to {min(start + SHOWN, len(diagnosis.parts))} of {len(diagnosis.parts)}"
     table = Table("Part", "Relative difference", "Explained by rounding", title=title, box=box.SIMPLE, title_justify="left")
     for part in diagnosis.parts[start : start + SHOWN]:
-        mark = " [bold red]<- here they part[/]" if part is diagnosis.first else ""
+        mark = " [bold red]<- first difference[/]" if part is diagnosis.first else ""
         colour = "red" if part.differs else "green"
         table.add_row(part.name + mark, f"[{colour}]{part.relative:.1e}[/]", f"{part.allowed:.1e}")
     return table

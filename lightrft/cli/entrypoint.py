@@ -69,7 +69,7 @@ def _log_once(message: str) -> None:
 
 
 def set_up_logging() -> None:
-    """Use one format for all ranks, above the live display."""
+    """Set one log format for all ranks; messages appear above the live display."""
     rank = os.environ.get("RANK")
     place = f"rank {rank} " if rank else ""
     logger.remove()

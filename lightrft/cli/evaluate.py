@@ -1,4 +1,4 @@
-"""Judge a model's greedy responses to held-out prompts; writes save_path/evaluation.json.
+"""Evaluate a model's greedy responses to held-out prompts; write save_path/evaluation.json.
 
 python -m lightrft.cli.evaluate --fsdp --pretrain runs/quickstart/model --eval_data runs/quickstart/data/test.jsonl
 """

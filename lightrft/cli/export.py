@@ -42,11 +42,11 @@ def _parser() -> argparse.ArgumentParser:
         "lightrft export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", type=Path,
-                        help="a checkpoint, a folder of them (the newest counts), or an adapter's folder")  # fmt: skip
-    parser.add_argument("folder", type=Path, help="where the model is written")
-    parser.add_argument("--name", default="actor", choices=("actor", "ema", "critic"), help="which model of the checkpoint")
-    parser.add_argument("--pretrain", default="", help="the run's --pretrain, or the adapter's base, where it is now")
-    parser.add_argument("--adapter_only", action="store_true", help="of a LoRA run: the adapter in peft's format, not merged")
+                        help="a checkpoint, a folder of checkpoints (the newest is used), or an adapter's folder")  # fmt: skip
+    parser.add_argument("folder", type=Path, help="folder to write the model to")
+    parser.add_argument("--name", default="actor", choices=("actor", "ema", "critic"), help="model of the checkpoint to export")
+    parser.add_argument("--pretrain", default="", help="folder of the run's --pretrain, or of the adapter's base model")
+    parser.add_argument("--adapter_only", action="store_true", help="LoRA: write the adapter in peft's format, without merging")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with --pretrain")
     return parser
 

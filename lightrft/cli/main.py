@@ -1,4 +1,4 @@
-"""One program for all commands: `lightrft train_ppo --config file.yaml`."""
+"""Run a command: `lightrft train_ppo --config file.yaml`."""
 
 import argparse
 import importlib
@@ -7,11 +7,11 @@ from lightrft import __version__
 
 COMMANDS = {
     "train_ppo": "train a policy against a reward",
-    "train_sft": "supervised fine-tuning",
-    "evaluate": "judge greedy responses to held-out prompts",
+    "train_sft": "train a model on answers (supervised fine-tuning)",
+    "evaluate": "evaluate greedy responses to held-out prompts",
     "export": "write a checkpoint or an adapter as a Hugging Face folder",
     "report": "write the report of a run",
-    "doctor": "check this machine, and whether engine and trainer agree about a model",
+    "doctor": "check this machine, and compare engine and trainer on a model",
 }
 
 
@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="lightrft",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Reinforcement fine-tuning. Several processes: torchrun --nproc-per-node N -m lightrft.cli.COMMAND ...",
+        description="Reinforcement fine-tuning. For several processes: torchrun --nproc-per-node N -m lightrft.cli.COMMAND ...",
         epilog="\n".join(f"  {command:<10} {meaning}" for command, meaning in COMMANDS.items()),
     )
     parser.add_argument("--version", action="version", version=f"lightrft {__version__}")

@@ -1,4 +1,4 @@
-"""Write report.html of a run's folder: curves, samples, configuration.
+"""Write report.html to the folder of a run: curves, samples, configuration.
 
 python -m lightrft.cli.report runs/quickstart
 """

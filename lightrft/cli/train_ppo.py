@@ -1,4 +1,4 @@
-"""Train a policy by PPO, GRPO and their family against a reward.
+"""Train a policy against a reward with PPO, GRPO and related algorithms.
 
 torchrun --nproc-per-node 2 -m lightrft.cli.train_ppo --config configs/quickstart.yaml
 """

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the answers of a data set.
+"""Train a model on the answers of a data set (supervised fine-tuning).
 
 torchrun --nproc-per-node 2 -m lightrft.cli.train_sft --config configs/quickstart_sft.yaml
 """

@@ -21,8 +21,8 @@ def address_problem(flag: str, url: str, key: str) -> str:
             f"and logs. Leave it out, and set {key}=user:password in the environment"
         )
     if parts.scheme not in ("http", "https") or not host or any(character.isspace() for character in url):
-        return f"{flag} {url!r} is no address like http://host:8000/path"
+        return f"{flag} {url!r} is not an address such as http://host:8000/path"
     value = os.environ.get(key, "")
     if not (value.isascii() and value.isprintable()) or value != value.strip():
-        return f"the environment variable {key} has characters that no key has: a line end, blanks around it, or beyond ASCII"
+        return f"the environment variable {key} must not contain line ends, surrounding spaces or non-ASCII characters"
     return ""

@@ -27,16 +27,16 @@ from lightrft.config.sections import SECTIONS, Config, field_types, section_of_f
 from lightrft.config.values import nearest
 
 GROUPS = {
-    "model": "models, what of them is trained, adapters",
+    "model": "models, their trained parameters, adapters",
     "data": "prompts, answers, templates",
-    "strategy": "how models and batches are divided over the ranks",
+    "strategy": "distribution of models and batches over the ranks",
     "engine": "generation engine and weight stream",
-    "rollout": "prompts and samples of a step, sampling",
-    "reward": "rewards and what is made of them",
+    "rollout": "prompts and samples of a step, sampling parameters",
+    "reward": "reward functions, reward models, reward shaping",
     "algorithm": "advantages, losses, divergence from the reference",
     "optim": "learning rates and the optimizer",
     "train": "length of the run, batches, checkpoints",
-    "observe": "metrics and where they are sent",
+    "observe": "metrics and their destinations",
 }
 """Section -> its description in --help."""
 HELP, VERSION = ("-h", "--help"), "--version"
@@ -87,13 +87,13 @@ def _values_of_flags(arguments: list[str], problems: list[str]) -> dict[str, Any
             parser.add_argument(f"--{name}", nargs="*" if get_origin(kind) is list else None)
     values, stray = parser.parse_known_args(arguments)
     if stray:
-        raise ConfigError(f"unexpected {' '.join(stray)}: every value follows its --flag. All flags: --help all")
+        raise ConfigError(f"unexpected {' '.join(stray)}: a value must follow its --flag. All flags: --help all")
     return vars(values)
 
 
 def _meant(name: str, flags: set[str]) -> str:
     word = SUGGESTED.get(name.removeprefix("--"))
-    return f"; here it is --{word}" if word else nearest(name, flags).rstrip("?")
+    return f"; the flag here is --{word}" if word else nearest(name, flags).rstrip("?")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -111,7 +111,7 @@ def _split_config_flag(argv: list[str]) -> tuple[list[str], list[str]]:
         if token == "--config":
             file = next(tokens, None)
             if file is None:
-                raise ConfigError("--config needs a file")
+                raise ConfigError("--config needs the path of a YAML file")
             files.append(file)
         elif token.startswith("--config="):
             files.append(token.removeprefix("--config="))
@@ -127,7 +127,7 @@ class _UniqueKeys(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} occurs twice", node.start_mark)
         return super().construct_mapping(node, deep=deep)
 
 
@@ -142,7 +142,7 @@ def _values_of_file(file: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: Python's limit for digits of a number
         raise ConfigError(f"--config {file}: not valid YAML: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"--config {file}: holds no sections, such as `train:` with `seed: 1` under it")
+        raise ConfigError(f"--config {file}: the file has no sections, such as `train:` with `seed: 1` under it")
     values: dict[str, Any] = {}
     owners = section_of_field() | {name: old.section for name, old in RENAMED.items()}
     for section, keys in content.items():
@@ -150,7 +150,7 @@ def _values_of_file(file: str) -> dict[str, Any]:
             moved = f"; it belongs under `{owners[section]}:`" if section in owners else nearest(str(section), SECTIONS)
             raise ConfigError(f"--config {file}: unknown section {section!r}{moved}")
         if not isinstance(keys, dict | None):
-            raise ConfigError(f"--config {file}: `{section}:` holds {keys!r} instead of keys with values")
+            raise ConfigError(f"--config {file}: `{section}:` contains {keys!r} instead of keys with values")
         for name, value in (keys or {}).items():
             if owners.get(name) != section:
                 moved = f"; it belongs under `{owners[name]}:`" if name in owners else nearest(str(name), owners)
@@ -189,11 +189,11 @@ def help_text(command: str, topic: str = "", description: str = "") -> str:
     if topic in read:
         return _explained(topic)
     if topic in PRESETS:
-        return f"--advantage_estimator {topic} sets, where you do not:\n" + _recipe(topic)
+        return f"--advantage_estimator {topic} sets these flags, unless you set them:\n" + _recipe(topic)
     lines = [f"usage: lightrft {command} [--config file.yaml] [--flag value ...]", "", description.strip(), ""]
     for group, names in groups.items():
         lines += [_heading(group).rstrip(), textwrap.fill(" ".join(names), 118, initial_indent="  ", subsequent_indent="  ")]
-    lines += ["", "--help GROUP explains the flags of a group, --help FLAG one of them, --help all every one."]
+    lines += ["", "--help GROUP explains the flags of a group, --help FLAG a single flag, and --help all every flag."]
     lines += ["--version prints the version. Flags of other tools: docs/migrating.md."]
     return "\n".join(lines) + "\n"
 
@@ -215,7 +215,7 @@ def _explained(name: str) -> str:
     default = next(field for field in fields(section) if field.name == name)
     value = default.default if default.default is not MISSING else default.default_factory()  # type: ignore[misc]
     shown = " ".join(map(str, value)) if isinstance(value, list) else value
-    known = f" Known: {', '.join(PRESETS)}." if name == "advantage_estimator" else ""
+    known = f" Choices: {', '.join(PRESETS)}." if name == "advantage_estimator" else ""
     end = known + ("" if value in (None, "", [], False) else f" Default: {shown}.")
     meaning = textwrap.fill(field_docs(section)[name] + end, 118, initial_indent="      ", subsequent_indent="      ")
     return f"  --{name}{_form(kind)}\n{meaning}\n"

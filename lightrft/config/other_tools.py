@@ -1,6 +1,6 @@
 """Translate flags of the launch scripts of opendilab/LightRFT and OpenRLHF to the flags with the same meaning here.
 
-docs/migrating.md has the tables for people.
+docs/migrating.md has the tables for readers.
 """
 
 import json
@@ -178,8 +178,8 @@ SUGGESTED = {
 }
 """Common names that are not flags -> the flag to suggest."""
 
-ALWAYS = "always so"
-PLACEMENT = "torchrun or srun says how many processes there are, and models and engine share their devices"
+ALWAYS = "always enabled"
+PLACEMENT = "torchrun or srun sets the number of processes, and models and engine share their devices"
 IGNORED = {
     **dict.fromkeys(("flash_attn", "save_trajectories", "meta_init", "fused_linear_logprob", "enable_prefix_caching",
                      "save_value_network", "use_mp_opt"), ALWAYS),
@@ -189,26 +189,26 @@ IGNORED = {
                      "vllm_sync_backend", "vllm_sync_with_ray", "rollout_tasks_per_gpu", "local_rank"), PLACEMENT),
     **dict.fromkeys(("rm_use_engine", "rm_engine_tp", "rm_engine_cudagraph", "ref_reward_offload"),
                     "reward models are sharded like the reference"),
-    **dict.fromkeys(("text_only", "mixed_mm_data", "no_shard_vit"), "prompts with and without images mix freely"),
-    **dict.fromkeys(("fps", "max_pixels", "min_pixels"), "the model's processor decides"),
-    "attn_implementation": "the device decides",
+    **dict.fromkeys(("text_only", "mixed_mm_data", "no_shard_vit"), "prompts with and without images can be mixed"),
+    **dict.fromkeys(("fps", "max_pixels", "min_pixels"), "the model's processor sets this"),
+    "attn_implementation": "the device determines it",
     **dict.fromkeys(("actor_init_on_gpu", "disable_fast_tokenizer", "gradient_checkpointing_use_reentrant", "disable_ds_ckpt",
                      "use_ds_universal_ckpt", "disable_logprobs_flashattn", "chunk_size", "log_dir", "plot_every", "perf",
                      "value_head_prefix", "vllm_generate_batch_size", "rollout_max_tokens_per_gpu", "ring_head_stride",
                      "use_liger_kernel", "deepcompile", "print_replay_buffer_stats", "mark_high_entropy_tokens",
                      "trajectory_analysis", "normalize_advantages", "use_sequence_rewards", "pretrain_data_probs"),
-                    "no counterpart, and no number depends on it"),
+                    "there is no counterpart, and no result depends on it"),
 }  # fmt: skip
 """Flags of other tools that are ignored -> the reason."""
 
 REFUSED = {
-    "load_in_4bit": "weights are not quantised here; --lora_rank trains adapters beside the whole model",
-    "async_train": "every step learns from samples of the newest weights; --over_sampling shortens the wait for long responses",
-    "agent_func_path": "there are no environments of several turns yet; --reward takes a function",
-    "no_advantage_std_norm": "--advantage_estimator dr_grpo does not divide by the deviation of a group",
-    "use_ms": "models come from a folder or the Hugging Face hub: download the model, and give its folder",
-    "normalize_reward_for_critic": "--reward_running_norm divides rewards for actor and critic alike",
-    "dynamic_filtering_reward_range": "--dynamic_sampling keeps the groups whose rewards differ, whatever their range",
+    "load_in_4bit": "quantised weights are not supported; --lora_rank trains adapters of the unquantised model",
+    "async_train": "every step trains on samples of the newest weights; --over_sampling shortens the wait for long responses",
+    "agent_func_path": "multi-turn environments are not supported yet; --reward takes a function",
+    "no_advantage_std_norm": "use --advantage_estimator dr_grpo, which does not divide by the standard deviation of a group",
+    "use_ms": "models are loaded from a folder or the Hugging Face hub: download the model and use its folder",
+    "normalize_reward_for_critic": "use --reward_running_norm, which divides the rewards of actor and critic",
+    "dynamic_filtering_reward_range": "use --dynamic_sampling, which keeps the groups whose rewards differ, whatever their range",
 }
 """Flags of other tools without an equivalent -> the alternative."""
 
@@ -246,8 +246,8 @@ def translated(tokens: list[str]) -> Translation:
     unused = [name for name in given if name in IGNORED]
     reasons = {reason: [f"--{name}" for name in unused if IGNORED[name] == reason] for reason in IGNORED.values()}
     left_out = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items() if names]
-    result.notices = [f"understood as flags of here: {'; '.join(result.notices)}"] if result.notices else []
-    result.notices += [f"left out: {'; '.join(left_out)}"] if left_out else []
+    result.notices = [f"translated flags of other tools: {'; '.join(result.notices)}"] if result.notices else []
+    result.notices += [f"ignored flags: {'; '.join(left_out)}"] if left_out else []
     return result
 
 
@@ -260,7 +260,7 @@ def _translate(name: str, values: list[str], given: dict[str, list[str]], result
         return
     elif name in SWITCHES:
         if values and values[0].lower() not in ("true", "false"):
-            result.refused.append(f"--{name} {values[0]}: it stands alone, or with true or false")
+            result.refused.append(f"--{name} {values[0]}: the flag takes no value, or true or false")
         elif values[:1] != ["false"]:
             first += SWITCHES[name]
             result.notices.append(f"--{name} is {' '.join(SWITCHES[name])}")
@@ -292,7 +292,7 @@ def _groups(tokens: list[str]) -> list[tuple[str, list[str]]]:
         elif groups:
             groups[-1][1].append(token)
         else:
-            raise ConfigError(f"unexpected {token}: every value follows its --flag. All flags: --help all")
+            raise ConfigError(f"unexpected {token}: a value must follow its --flag. All flags: --help all")
     return groups
 
 
@@ -317,7 +317,7 @@ def _reward_pretrain(values: list[str], given: Given) -> list[str]:
         try:
             values = [str(folder) for folder in json.loads(values[0]).values()]
         except (json.JSONDecodeError, AttributeError) as error:
-            raise ConfigError(f"{values[0]} is no JSON object of names and folders") from error
+            raise ConfigError(f"{values[0]} is not a JSON object of names and folders") from error
     return ["--reward_pretrain", *(each for value in values for each in value.split(","))]
 
 
@@ -332,7 +332,7 @@ def _max_len(values: list[str], given: Given) -> list[str]:
 def _pair(low: str, high: str) -> Callable[[list[str], Given], list[str]]:
     def split(values: list[str], given: Given) -> list[str]:
         if len(values) != 2:
-            raise ConfigError(f"two numbers are expected, not {' '.join(values) or 'nothing'}")
+            raise ConfigError(f"expected two numbers, not {' '.join(values) or 'nothing'}")
         return [f"--{low}={values[0]}", f"--{high}={values[1]}"]
 
     return split
@@ -340,7 +340,7 @@ def _pair(low: str, high: str) -> Callable[[list[str], Given], list[str]]:
 
 def _reward_clip_range(values: list[str], given: Given) -> list[str]:
     if len(values) != 2 or float(values[0]) != -float(values[1]):
-        raise ConfigError("--reward_clip C clips to -C and C, the same on both sides")
+        raise ConfigError("the two bounds must be -C and C, because --reward_clip C clips to [-C, C]")
     return [f"--reward_clip={values[1]}"]
 
 
@@ -353,7 +353,7 @@ def _system_prompt_path(values: list[str], given: Given) -> list[str]:
 
 def _param_dtype(values: list[str], given: Given) -> list[str]:
     if values not in (["bf16"], ["fp32"]):
-        raise ConfigError("compute is in bfloat16 with --bf16, else in float32")
+        raise ConfigError("expected bf16 or fp32: models compute in bfloat16 with --bf16, otherwise in float32")
     return ["--bf16"] if values == ["bf16"] else []
 
 

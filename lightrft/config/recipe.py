@@ -1,4 +1,4 @@
-"""Check combinations of algorithms, their numbers, teachers and ways of sampling."""
+"""Check combinations of algorithms, their numbers, teachers and sampling methods."""
 
 from collections.abc import Iterator, Mapping
 
@@ -29,12 +29,12 @@ def _teaching(config: Config) -> dict[str, bool]:
     wanted = algorithm.distill_coef > 0
     return {
         "--distill_coef must not be negative": algorithm.distill_coef < 0,
-        "--advantage_estimator distill learns from the teacher alone: --distill_coef must be above 0": (
+        "--advantage_estimator distill learns only from the teacher: --distill_coef must be above 0": (
             algorithm.advantage_estimator == "distill" and not wanted
         ),
-        "--distill_coef needs a teacher: give --teacher_pretrain or --teacher_url": wanted and not given,
-        "--teacher_pretrain and --teacher_url are two teachers: drop one": len(given) > 1,
-        "--teacher_url answers at temperature 1: --temperature must be 1, or take --teacher_pretrain": (
+        "--distill_coef needs a teacher: set --teacher_pretrain or --teacher_url": wanted and not given,
+        "--teacher_pretrain and --teacher_url both name a teacher: set only one": len(given) > 1,
+        "a server at --teacher_url computes log-probs at temperature 1: set --temperature 1, or use --teacher_pretrain": (
             wanted and bool(config.model.teacher_url) and config.rollout.temperature != 1
         ),
     }
@@ -47,12 +47,12 @@ def _ranges(config: Config) -> dict[str, bool]:
     pairs = {name: getattr(algorithm, name) for name in names} | {"curriculum": config.rollout.curriculum}
     wrong = {name: bool(pair) and not _is_range(pair) for name, pair in pairs.items()}
     wrong["clip_cov_range"] = not _is_range(algorithm.clip_cov_range)
-    return {f"--{name} takes the least and the most: two numbers": holds for name, holds in wrong.items()} | {
-        "--rollout_correction_low is above --rollout_correction_high: no token would count": (
+    return {f"--{name} takes two numbers: the minimum and the maximum": holds for name, holds in wrong.items()} | {
+        "--rollout_correction_low is above --rollout_correction_high: every token would be masked": (
             algorithm.rollout_correction in ("mis", "icepop")
             and algorithm.rollout_correction_low > algorithm.rollout_correction_high
         ),
-        "--rollout_mask_low is above --rollout_mask_high: no sequence would count": (
+        "--rollout_mask_low is above --rollout_mask_high: every sequence would be masked": (
             None not in (algorithm.rollout_mask_low, algorithm.rollout_mask_high)
             and algorithm.rollout_mask_low > algorithm.rollout_mask_high
         ),
@@ -72,13 +72,13 @@ def _bounds(config: Config) -> dict[str, bool]:
              "freezing_actor_steps": train.freezing_actor_steps}  # fmt: skip
     buffer, longest = reward.overlong_buffer_len, config.rollout.generate_max_len
     return {
-        **{f"--{name} must be above 0; leave it out for no clipping": _at_most_0(bound) for name, bound in clips.items()},
+        **{f"--{name} must be above 0; omit it to disable clipping": _at_most_0(bound) for name, bound in clips.items()},
         **{f"--{name} must be above 0": _at_most_0(bound) for name, bound in above.items()},
-        **{f"--{name} is a share, between 0 and 1": not 0 <= share <= 1 for name, share in shares.items()},
+        **{f"--{name} must be between 0 and 1, because it is a share": not 0 <= share <= 1 for name, share in shares.items()},
         **{f"--{name} must not be negative": bound < 0 for name, bound in least.items()},
-        "--value_clip must not be negative; 0 is no clipping": algorithm.value_clip < 0,
-        "--ptx_coef must be above 0; without --pretrain_data nothing is added": algorithm.ptx_coef <= 0,
-        "--over_sampling is how many times the needed prompts are asked: at least 1": config.rollout.over_sampling < 1,
+        "--value_clip must not be negative; 0 disables clipping": algorithm.value_clip < 0,
+        "--ptx_coef must be above 0; omit --pretrain_data to train without the supervised loss": algorithm.ptx_coef <= 0,
+        "--over_sampling must be at least 1: it multiplies the number of prompts in a step": config.rollout.over_sampling < 1,
         f"--overlong_buffer_len {buffer} must be between 1 and --generate_max_len {longest}": (
             reward.overlong_buffer and buffer is not None and not 1 <= buffer <= longest
         ),
@@ -92,19 +92,19 @@ def _at_most_0(bound: float | None) -> bool:
 def _losses(config: Config) -> dict[str, bool]:
     algorithm = config.algorithm
     return {
-        "--policy_loss cpgd takes the logarithm of 1 - eps_clip_low: give less than 1": (
+        "--policy_loss cpgd computes the logarithm of 1 - eps_clip_low: --eps_clip_low must be below 1": (
             algorithm.policy_loss == "cpgd" and algorithm.eps_clip_low >= 1
         ),
-        "--rollout_mask masks nothing where --use_engine_logprobs measures from the engine: drop one": (
+        "--rollout_mask masks nothing with --use_engine_logprobs, which makes every ratio 1: set only one": (
             algorithm.rollout_mask != "none" and algorithm.use_engine_logprobs
         ),
-        "--rollout_correction corrects nothing where --use_engine_logprobs measures from the engine: drop one": (
+        "--rollout_correction corrects nothing with --use_engine_logprobs, which makes every ratio 1: set only one": (
             algorithm.rollout_correction is not None and algorithm.use_engine_logprobs
         ),
-        "--kl_estimator k1 is for rewards: as a loss its gradient is zero on average; take k2, k3 or k3+": (
+        "--kl_estimator k1 is for rewards: as a loss its gradient is zero on average; use k2, k3 or k3+": (
             algorithm.use_kl_loss and algorithm.kl_estimator == "k1"
         ),
-        "--freezing_actor_steps leaves nothing to learn without a critic: --advantage_estimator ppo or gae": (
+        "--freezing_actor_steps needs a critic, which nothing else would train: use --advantage_estimator ppo or gae": (
             config.train.freezing_actor_steps > 0 and not needs_critic(algorithm)
         ),
     }
@@ -117,13 +117,13 @@ def _comparisons(config: Config) -> dict[str, bool]:
     shaping = ("overlong_buffer", "reward_running_norm", "reward_group_norm", "reward_clip")
     shaped = [f"--{name}" for name in shaping if getattr(config.reward, name)]
     return {
-        f"--advantage_estimator {estimator} compares the samples of a prompt: --n_samples_per_prompt 2 or more": (
+        f"--advantage_estimator {estimator} compares the samples of a prompt: set --n_samples_per_prompt 2 or more": (
             estimator in COMPARING and samples == 1
         ),
-        f"--pass_k {algorithm.pass_k} draws from --n_samples_per_prompt {samples}: give 1 to {samples}": (
+        f"--pass_k {algorithm.pass_k} must be between 1 and {samples}, because it draws from --n_samples_per_prompt {samples}": (
             estimator == "pass_at_k" and not 1 <= algorithm.pass_k <= samples
         ),
-        f"--advantage_estimator remax compares with the greedy reward as it is: drop {' '.join(shaped)}": (
+        f"--advantage_estimator remax compares with the unshaped reward of the greedy response: remove {' '.join(shaped)}": (
             estimator == "remax" and bool(shaped)
         ),
     }
@@ -132,14 +132,14 @@ def _comparisons(config: Config) -> dict[str, bool]:
 def _sampling(config: Config) -> dict[str, bool]:
     rollout = config.rollout
     return {
-        "--over_sampling looks at parts of responses, in which a text of --stop can be cut in two: drop one": (
+        "--over_sampling generates responses in parts, which can split a text of --stop: set only one": (
             rollout.over_sampling > 1 and bool(rollout.stop)
         ),
-        "--dynamic_sampling looks for responses to one prompt that differ: --n_samples_per_prompt 2 or more": (
+        "--dynamic_sampling compares the responses to a prompt: set --n_samples_per_prompt 2 or more": (
             rollout.dynamic_sampling and rollout.n_samples_per_prompt == 1
         ),
-        "--dynamic_sampling asks for rewards while the engine generates, and the models of --reward_pretrain judge when it "
-        "sleeps: drop one, or put the model behind a server and give its address as --reward": (
+        "--dynamic_sampling needs rewards while the engine is awake, and the models of --reward_pretrain compute theirs while it "
+        "sleeps: set only one, or serve the reward model and give the address of the server as --reward": (
             rollout.dynamic_sampling and bool(config.model.reward_pretrain)
         ),
     }

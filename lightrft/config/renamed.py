@@ -34,5 +34,5 @@ def current_names(values: Mapping[str, Any], typed: Callable[[Any, Any], Any]) -
             found |= known.now(typed(known.kind, values[name]))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        notices.append(f"--{name} is an old name: write {known.flag}")
+        notices.append(f"--{name} is the old name of a flag: use {known.flag}")
     return found, notices

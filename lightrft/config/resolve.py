@@ -1,4 +1,4 @@
-"""Turn what the user wrote into a configuration that can run, in the same way for the command line and for Python."""
+"""Resolve the fields that the user wrote into a configuration that can run, for the command line and for Python alike."""
 
 import os
 from argparse import Namespace
@@ -46,11 +46,11 @@ def as_config(args: Arguments) -> Config:
 
 
 def resolve(config: Config, command: str = "train_ppo", world_size: int | None = None) -> list[str]:
-    """Fill in what the user left open, check everything, and return a sentence for each flag that has no effect.
+    """Fill in the fields that the user did not set, check everything, and return a sentence for each flag that has no effect.
 
     The recipe of --advantage_estimator, the bounds of --rollout_correction and the strategy for this machine are filled in. A
     configuration that is resolved for `command` stays as it is. `world_size` is the number of processes, by default the
-    launcher's. Raises ConfigError with everything that is impossible in one message.
+    launcher's. Raises one ConfigError with all problems.
     """
     if config.command == command:
         return []
@@ -81,7 +81,7 @@ def strategy_name(name: str, fsdp: bool | None) -> str:
     if name == "auto":
         return "fsdp" if fsdp else "deepspeed"
     if (name, fsdp) in (("fsdp", False), ("deepspeed", True)):
-        raise ConfigError(f"--strategy {name} contradicts --fsdp {str(fsdp).lower()}: drop one")
+        raise ConfigError(f"--strategy {name} contradicts --fsdp {str(fsdp).lower()}: set only one")
     return name
 
 

@@ -17,7 +17,7 @@ def summary(config: Config, command: str, world_size: int) -> list[str]:
 
 def _algorithm(config: Config) -> str:
     algorithm = config.algorithm
-    default = "" if "advantage_estimator" in algorithm.written else " (default; PPO with a critic: --advantage_estimator ppo)"
+    default = "" if "advantage_estimator" in algorithm.written else " (default; for PPO with a critic: --advantage_estimator ppo)"
     return (f"algorithm: {algorithm.advantage_estimator}{default}, policy loss {algorithm.policy_loss}, clip "
             f"{algorithm.eps_clip_low:g} to {algorithm.eps_clip_high:g}, {algorithm.loss_agg_mode}")  # fmt: skip
 
@@ -25,10 +25,10 @@ def _algorithm(config: Config) -> str:
 def _divergence(config: Config) -> str:
     algorithm = config.algorithm
     if not needs_reference(algorithm):
-        return "divergence from a reference: none"
-    place = "in the loss" if algorithm.use_kl_loss else "taken off the rewards"
+        return "divergence from a reference model: none"
+    place = "in the loss" if algorithm.use_kl_loss else "subtracted from the rewards"
     amount = f"{algorithm.init_kl_coef:g} x {algorithm.kl_estimator} {place}" if algorithm.init_kl_coef else "only measured"
-    return f"divergence from a reference: {amount}"
+    return f"divergence from a reference model: {amount}"
 
 
 def _layout(config: Config, world_size: int) -> str:
@@ -43,7 +43,7 @@ def _layout(config: Config, world_size: int) -> str:
 
 def _engine(config: Config, world_size: int) -> str:
     size = config.engine.engine_tp_size
-    return f"engine: {engine_name(config)}, {world_size // size} replicas of {size} processes"
+    return f"engine: {engine_name(config)}, {world_size // size} replicas with {size} processes each"
 
 
 def _batches(config: Config, command: str) -> str:

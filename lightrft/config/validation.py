@@ -64,7 +64,7 @@ def validate(config: Config, *, command: str, world_size: int) -> None:
     if command == "train_ppo":
         problems += algorithm_problems(config)
     if config.train.overwrite and config.train.load_checkpoint:
-        problems.append("--overwrite begins afresh and --load_checkpoint continues: give one of them")
+        problems.append("--overwrite starts from the beginning and --load_checkpoint resumes: set only one")
     if command != "evaluate":
         problems += _image_problems(config)
     if not problems:
@@ -78,7 +78,7 @@ def validate(config: Config, *, command: str, world_size: int) -> None:
 def _missing_inputs(config: Config, command: str) -> list[str]:
     problems = []
     if not config.model.pretrain:
-        problems.append("--pretrain is empty: give a Hugging Face folder or hub name")
+        problems.append("--pretrain is empty: set it to a Hugging Face folder or hub name")
     models = [(name, getattr(config.model, name)) for name in ("pretrain", "critic_pretrain", "teacher_pretrain")]
     for name, path in (*models, *(("reward_pretrain", each) for each in config.model.reward_pretrain)):
         if path.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(path)):
@@ -86,7 +86,7 @@ def _missing_inputs(config: Config, command: str) -> list[str]:
     problems += _address_problems(config, command)
     data_flag = "eval_data" if command == "evaluate" else "prompt_data"
     if not getattr(config.data, data_flag):
-        problems.append(f"--{data_flag} is empty: give a JSONL or parquet file, a folder of them, or a hub name")
+        problems.append(f"--{data_flag} is empty: set it to a JSONL or parquet file, a folder of them, or a hub name")
     if config.observe.use_wandb and command != "evaluate" and find_spec("wandb") is None:
         problems.append("--use_wandb needs the package wandb: pip install wandb")
     return problems
@@ -112,15 +112,15 @@ def range_problems(config: Config, read: Collection[str]) -> list[str]:
 def _sampling_problems(rollout: RolloutSection) -> list[str]:
     first = rollout.first_token_temperature
     impossible = {
-        "--temperature must be above 0; evaluation is greedy by itself": rollout.temperature <= 0,
-        "--eval_temperature must be above 0; evaluation has a greedy response anyway": (
+        "--temperature must be above 0; evaluation is always greedy": rollout.temperature <= 0,
+        "--eval_temperature must be above 0; evaluation always includes a greedy response": (
             rollout.eval_temperature is not None and rollout.eval_temperature <= 0
         ),
-        "--top_p must be above 0 and at most 1, which is all tokens": not 0 < rollout.top_p <= 1,
-        "--top_k must not be negative; 0 is all tokens": rollout.top_k < 0,
-        "--stop takes texts that are not empty": "" in rollout.stop,
-        "--stop_token_ids takes tokens, which are not negative": any(token < 0 for token in rollout.stop_token_ids),
-        "--first_token_temperature must be above 0; leave it out for the same as of the others": first is not None and first <= 0,
+        "--top_p must be above 0 and at most 1; 1 samples from all tokens": not 0 < rollout.top_p <= 1,
+        "--top_k must not be negative; 0 samples from all tokens": rollout.top_k < 0,
+        "--stop must not contain an empty text": "" in rollout.stop,
+        "--stop_token_ids must not contain a negative number": any(token < 0 for token in rollout.stop_token_ids),
+        "--first_token_temperature must be above 0; omit it to use --temperature": first is not None and first <= 0,
     }
     return [problem for problem, holds in impossible.items() if holds]
 
@@ -130,15 +130,15 @@ def _image_problems(config: Config) -> list[str]:
     strategy, model, algorithm = config.strategy, config.model, config.algorithm
     divided = [f"--{name} {getattr(strategy, name)}" for name in ("tp_size", "sp_size", "cp_size") if getattr(strategy, name) > 1]
     if not config.data.images_key:
-        return [] if model.freeze_vision_tower else ["--no_freeze_vision_tower needs --images_key: it learns from images alone"]
+        return [] if model.freeze_vision_tower else ["--no_freeze_vision_tower needs --images_key: only images train the tower"]
     others = [f"--{name}" for name in ("reward_pretrain", *TEACHERS) if getattr(model, name)]
     impossible = {
-        f"--images_key needs undivided models and sequences: drop {' '.join(divided)}; --fsdp cuts the model anyway": divided,
-        f"--images_key: the critic of --advantage_estimator {algorithm.advantage_estimator} sees no images; take grpo": (
+        f"--images_key does not support {' '.join(divided)}: remove it; --fsdp shards the model without it": divided,
+        f"--images_key: the critic of --advantage_estimator {algorithm.advantage_estimator} does not support images; use grpo": (
             needs_critic(algorithm)
         ),
-        f"--images_key: the models of {' '.join(others)} see no images; a --reward behind an address may": others,
-        "--images_key: --aux_loss_coef counts what experts do with text alone": algorithm.aux_loss_coef > 0,
+        f"--images_key: the models of {' '.join(others)} do not support images; a server given as --reward may": others,
+        "--images_key does not support --aux_loss_coef: its loss counts only text tokens": algorithm.aux_loss_coef > 0,
     }
     return [problem for problem, holds in impossible.items() if holds]
 
@@ -163,7 +163,7 @@ def _layout_problems(config: Config, world_size: int) -> list[str]:
     heads = counts.get("attention heads", 0)
     if ulysses and heads % tp == 0 and heads // tp % sp:
         each = f"{heads} attention heads" if tp == 1 else f"{heads // tp} attention heads on each rank of --tp_size {tp}"
-        problems.append(f"--sp_size {sp} does not divide the model's {each}; --sp_impl zigzag needs no such thing")
+        problems.append(f"--sp_size {sp} does not divide the model's {each}; --sp_impl zigzag has no such condition")
     return problems
 
 
@@ -182,7 +182,7 @@ def cp_problems(section: StrategySection) -> list[str]:
     wrong = [f"--{name} {getattr(section, name)}" for name, agreeing in others.items() if getattr(section, name) not in agreeing]
     if short == 1 or not wrong:
         return []
-    return [f"--cp_size {short} is short for --sp_size {short} --sp_impl zigzag and contradicts {' '.join(wrong)}: drop one"]
+    return [f"--cp_size {short} is short for --sp_size {short} --sp_impl zigzag and contradicts {' '.join(wrong)}: set only one"]
 
 
 def fused_problems(model: ModelSection, *, tp_size: int) -> list[str]:
@@ -190,7 +190,7 @@ def fused_problems(model: ModelSection, *, tp_size: int) -> list[str]:
     if model.fused_kernels == "none":
         return []
     impossible = {
-        f"--fused_kernels {model.fused_kernels} needs --tp_size 1: its kernels know no parameters that are split over ranks": (
+        f"--fused_kernels {model.fused_kernels} needs --tp_size 1: its kernels do not support parameters split over ranks": (
             tp_size > 1
         ),
         # The rotary kernel overwrites results of products, which selective recomputation would use once more.
@@ -205,10 +205,10 @@ def lora_problems(model: ModelSection, *, tp_size: int) -> list[str]:
     impossible = {
         "--lora_rank must not be negative; 0 trains the model itself": model.lora_rank < 0,
         "--lora_alpha must be above 0": model.lora_alpha <= 0,
-        "--lora_dropout is a share, at least 0 and below 1": not 0 <= model.lora_dropout < 1,
-        "--target_modules is empty: name linear layers, or say all-linear": not model.target_modules,
-        "--target_modules takes all-linear alone, or names": "all-linear" in model.target_modules[1:] + model.target_modules[:-1],
-        "--lora_rank needs --tp_size 1: adapters are not split over ranks; --fsdp cuts the model anyway": (
+        "--lora_dropout must be at least 0 and below 1": not 0 <= model.lora_dropout < 1,
+        "--target_modules is empty: name linear layers, or use all-linear": not model.target_modules,
+        "--target_modules takes either all-linear or names": "all-linear" in model.target_modules[1:] + model.target_modules[:-1],
+        "--lora_rank needs --tp_size 1: adapters are not split over ranks; --fsdp shards the model without it": (
             model.lora_rank > 0 and tp_size > 1
         ),
     }
@@ -219,10 +219,10 @@ def deepspeed_problems(strategy: Any, *, bf16: bool) -> list[str]:
     """Return the settings of a StrategySection that ZeRO does not support, each with the solution."""
     stage = strategy.zero_stage
     impossible = {
-        "--tp_size needs --fsdp: DeepSpeed does not split the layers of a model here": strategy.tp_size > 1,
-        "--dp_replicate needs --fsdp; --zpg is what comes near it": strategy.dp_replicate > 1,
-        "--fsdp_cpu_offload needs --fsdp; --adam_offload and --param_offload are those of ZeRO": strategy.fsdp_cpu_offload,
-        "--zero_stage 0 cannot train with --bf16, it has no float32 masters: use 1, 2 or 3": bf16 and stage == 0,
+        "--tp_size needs --fsdp: tensor parallelism is not available with DeepSpeed": strategy.tp_size > 1,
+        "--dp_replicate needs --fsdp; with DeepSpeed, --zpg is similar": strategy.dp_replicate > 1,
+        "--fsdp_cpu_offload needs --fsdp; with ZeRO, use --adam_offload and --param_offload": strategy.fsdp_cpu_offload,
+        "--zero_stage 0 does not support --bf16, because it has no float32 master weights: use 1, 2 or 3": bf16 and stage == 0,
         "--adam_offload needs --zero_stage 1, 2 or 3": strategy.adam_offload and stage == 0,
         "--param_offload needs --zero_stage 3": strategy.param_offload and stage < 3,
         "--zpg needs --zero_stage 3": strategy.zpg > 1 and stage < 3,
@@ -231,7 +231,7 @@ def deepspeed_problems(strategy: Any, *, bf16: bool) -> list[str]:
 
 
 def _heads(pretrain: str) -> dict[str, int]:
-    """Return the counts that --tp_size and Ulysses must divide, from a local folder; a hub model is checked once it is there."""
+    """Return the counts that --tp_size and Ulysses must divide, from a local folder; a hub model is checked when loaded."""
     file = Path(pretrain).expanduser() / "config.json"
     if not file.is_file():
         return {}

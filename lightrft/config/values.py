@@ -60,7 +60,7 @@ def _list(kind: Any, value: Any) -> list[Any]:
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list | tuple):
-        raise ValueError(f"a list is expected, not {value!r}")
+        raise ValueError(f"expected a list, not {value!r}")
     if kind in (int, float):
         value = [part for item in value for part in (item.split(",") if isinstance(item, str) else [item]) if part != ""]
     return [typed_value(kind, item) for item in value]
@@ -77,7 +77,7 @@ def _bool(value: Any) -> bool:
     text = str(value).lower()
     if text in TRUE + FALSE:
         return text in TRUE
-    raise ValueError(f"true or false is expected, not {value!r}")
+    raise ValueError(f"expected true or false, not {value!r}")
 
 
 def _int(value: Any) -> int:
@@ -85,11 +85,11 @@ def _int(value: Any) -> int:
         try:
             value = int(value)
         except ValueError:
-            raise ValueError(f"a whole number is expected, not {value!r}") from None
+            raise ValueError(f"expected an integer, not {value!r}") from None
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"a whole number is expected, not {value!r}")
+        raise ValueError(f"expected an integer, not {value!r}")
     if abs(value) > LARGEST:
-        raise ValueError(f"{str(value)[:20]}... is too large: at most {LARGEST}")
+        raise ValueError(f"{str(value)[:20]}... is too large: the maximum is {LARGEST}")
     return value
 
 
@@ -97,11 +97,11 @@ def _float(value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"a number is expected, not {value!r}") from None
+        raise ValueError(f"expected a number, not {value!r}") from None
     except OverflowError:
         raise ValueError(f"{str(value)[:20]}... is too large") from None
     if isinstance(value, bool) or not math.isfinite(number):
-        raise ValueError(f"a finite number is expected, not {value!r}")
+        raise ValueError(f"expected a finite number, not {value!r}")
     return number
 
 
@@ -111,7 +111,7 @@ def _str(value: Any) -> str:
     if isinstance(value, bool | int | float):
         return str(value)
     if not isinstance(value, str) and not isinstance(value, os.PathLike):
-        raise ValueError(f"a text is expected, not {value!r}")
+        raise ValueError(f"expected a string, not {value!r}")
     return str(value)
 
 
@@ -119,7 +119,7 @@ def _import_path(function: Callable[..., Any]) -> str:
     """Return `module:name`, under which the registries find a function again."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
     if getattr(sys.modules.get(module), name, None) is not function:
-        raise ValueError(f"{function!r} cannot be found again by its name: define the function at the top level of a module")
+        raise ValueError(f"{function!r} cannot be imported by its name: define the function at the top level of a module")
     return f"{module}:{name}"
 
 

@@ -46,7 +46,7 @@ def as_messages(value: Any) -> list[Message] | None:
 
 def _as_message(turn: dict[str, Any]) -> Message:
     if turn["from"] not in ROLES:
-        raise ValueError(f"a turn is from {turn['from']!r}; known are {', '.join(ROLES)}")
+        raise ValueError(f"the turn has the role {turn['from']!r}; known roles are {', '.join(ROLES)}")
     return {"role": ROLES[turn["from"]], "content": turn.get("value")}
 
 
@@ -81,7 +81,7 @@ def conversation_tokens(
     for place in range(1, len(token_ids)):  # a template may mark a turn without its end token
         learned[place] |= learned[place - 1] and token_ids[place] == eos != token_ids[place - 1]
     if True not in learned[1:] or learned[0]:
-        raise ValueError("the chat template leaves no prompt, or no answer to learn")
+        raise ValueError("the chat template renders an empty prompt, or an empty answer")
     first, end = learned.index(True), len(learned) - learned[::-1].index(True)
     ending = [] if token_ids[end - 1] == eos else [eos]
     answer = Answer(TokenIds(token_ids[first:end] + ending), learned[first:end] + [True] * len(ending))
@@ -99,7 +99,7 @@ def _marked_texts(
             [messages], chat_template=template, return_assistant_tokens_mask=True, **variables
         )
     except Exception as error:  # a template is a program and raises its own errors
-        raise ValueError(f"the chat template refuses it ({type(error).__name__}: {error})") from error
+        raise ValueError(f"the chat template rejects it ({type(error).__name__}: {error})") from error
     num_answers = sum(map(is_answer, messages))
     if len(spans) != num_answers:
         raise ValueError(f"the chat template marks {len(spans)} turns with {{% generation %}}, the assistant has {num_answers}")
@@ -128,12 +128,13 @@ def _rendered_texts(
 def _disagreement(turn: int, messages: list[Message]) -> str:
     if any(map(is_answer, messages[turn + 1 :])):
         return (
-            f"the chat template renders the answer in message {turn + 1} of {len(messages)} differently when others follow, as "
-            "one that drops earlier thinking; --learned_turns last learns only the last answer, or make a row of each answer"
+            f"the chat template renders the answer in message {turn + 1} of {len(messages)} differently when other messages "
+            "follow, for example without its thinking; use --learned_turns last to train only on the last answer, or use one "
+            "row for each answer"
         )
     return (
-        f"the chat template does not render the answer in message {turn + 1} of {len(messages)} behind its generation prompt; "
-        "take a template that does, or that marks answers with {% generation %}, or see --chat_template_kwargs"
+        f"the chat template does not render the answer in message {turn + 1} of {len(messages)} after its generation prompt; "
+        "use a template that does, or one that marks answers with {% generation %}, or set --chat_template_kwargs"
     )
 
 

@@ -49,7 +49,7 @@ def make_example(
         raise ValueError(f"{section.input_key!r} is a conversation; chat messages need --apply_chat_template")
     learned, messages = answer or messages, messages + (answer or [])
     if not is_answer(messages[-1]):
-        raise ValueError(f"{section.label_key!r} ends in a message of role {messages[-1].get('role')!r}, not of the assistant")
+        raise ValueError(f"{section.label_key!r} ends with a message of role {messages[-1].get('role')!r}, not of the assistant")
     images = row_images(section, row, folder)
     messages = complete_chat(section, messages, len(images))
     text, token_ids, answer = conversation_tokens(section, tokenizer, messages, sum(map(is_answer, learned)))
@@ -73,7 +73,7 @@ def answer_problem(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, longest: 
     """Return the reason why a row cannot be used, as with more than `longest` tokens including the end token; None if it can."""
     label = prompt.columns.get("label")
     if not isinstance(label, str | Answer) or not label:
-        return f"no text to learn in the answer column (--label_key): {label!r}"
+        return f"no text to train on in the answer column (--label_key): {label!r}"
     length = prompt.num_tokens + len(answer_of(prompt, tokenizer).token_ids)
     if length > longest:
         return f"prompt and answer have {length} tokens, more than --max_tokens_per_microbatch {longest}"

@@ -48,7 +48,7 @@ class ImageFile:
             content = self.source if isinstance(self.source, bytes) else _regular(self.source).read_bytes()
             return ImageOps.exif_transpose(_of_bytes(BytesIO(content))).convert("RGB")
         except UNREADABLE as error:
-            raise DataError(f"image {self.name} cannot be read: {error}; mend it, or take its rows out of the data") from error
+            raise DataError(f"image {self.name} cannot be read: {error}; repair it, or remove its rows from the data") from error
 
     def thumbnail(self) -> str:
         """Return a small JPEG of the image as a data URI, which a page shows without loading anything."""
@@ -91,7 +91,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
     if content is None or (isinstance(content, list) and all(isinstance(part, dict) for part in content)):
         return list(content or ())
     if not isinstance(content, str):
-        raise ValueError(f"the content of a chat message is text, or a list of parts with a type, not {content!r:.80}")
+        raise ValueError(f"the content of a chat message must be text, or a list of parts with a type, not {content!r:.80}")
     texts = content.split(MARK)
     parts = [part for text in texts for part in ({"type": "text", "text": text}, {"type": "image"})][:-1]
     return [part for part in parts if part != {"type": "text", "text": ""}]
@@ -101,7 +101,7 @@ def _of_bytes(file: BytesIO | Path) -> Image.Image:
     """Open an image. Raise ValueError for more than 8 bits per channel: in RGB, nearly all of its pixels would be white."""
     image = Image.open(file)
     if image.mode[0] in "IF":
-        raise ValueError(f"its pixels are of mode {image.mode}, and not of 8 bits; scale them")
+        raise ValueError(f"its pixels have mode {image.mode}, not 8 bits; scale them")
     return image
 
 
@@ -122,4 +122,4 @@ def _image_file(item: Any, folder: Path, root: Path | None) -> ImageFile:
         return ImageFile(item.get("path") or "inside the data", content)
     if isinstance(item, dict) and item.get("path"):
         return _image_file(item["path"], folder, root)
-    raise ValueError(f"an image is a path, or an image of the datasets package, not {item!r:.80}")
+    raise ValueError(f"an image must be a path, or an image of the datasets package, not {item!r:.80}")

@@ -49,7 +49,7 @@ def load_prompts(
     make = partial(make or make_prompt, section, tokenizer, measure=measure)
     parts = [_load(section, source, name, make=make, row_problem=row_problem) for name in names]
     if section.images_key and source != "pretrain_data" and not any(prompt.multi_modal for part in parts for prompt in part):
-        raise DataError(f"--images_key {section.images_key}: no row of --{source} {given} has an image in such a column")
+        raise DataError(f"--images_key {section.images_key}: no row of --{source} {given} has an image in this column")
     mixed = mixture(parts, section.prompt_data_probs if source == "prompt_data" else [])
     return [replace(prompt, index=index) for index, prompt in enumerate(mixed)]
 
@@ -63,7 +63,7 @@ def mixture(parts: list[list[Prompt]], shares: list[float]) -> list[Prompt]:
     if not shares:
         return [prompt for part in parts for prompt in part]
     if len(shares) != len(parts) or min(shares) <= 0:
-        raise DataError(f"--prompt_data_probs takes a number above 0 for each of the {len(parts)} data sets of --prompt_data")
+        raise DataError(f"--prompt_data_probs needs a number above 0 for each of the {len(parts)} data sets of --prompt_data")
     whole = max(len(part) / share for part, share in zip(parts, shares, strict=True))
     return [prompt for part, share in zip(parts, shares, strict=True) for prompt in islice(cycle(part), round(share * whole))]
 
@@ -90,17 +90,17 @@ def _load(section: DataSection, source: str, name: str, *, make: Make, row_probl
             break
     bad.report()
     if not prompts:
-        raise DataError(f"--{source} {name}: no usable row ({len(bad.reasons)} bad ones left out)")
+        raise DataError(f"--{source} {name}: no usable row ({len(bad.reasons)} bad ones were skipped)")
     return prompts
 
 
 def _check_templates(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise DataError for problems with templates that would affect every row."""
     if section.input_template is not None and "{}" not in section.input_template:
-        raise DataError(f"--input_template {section.input_template!r} has no {{}}, the place of the prompt")
+        raise DataError(f"--input_template {section.input_template!r} has no {{}} for the prompt")
     template_variables(section)
     if section.apply_chat_template and not tokenizer.chat_template:
-        raise DataError("--apply_chat_template: the tokenizer of --pretrain has no chat template; --input_template needs none")
+        raise DataError("--apply_chat_template: the tokenizer of --pretrain has no chat template; use --input_template instead")
 
 
 def template_variables(section: DataSection) -> dict[str, Any]:
@@ -108,9 +108,9 @@ def template_variables(section: DataSection) -> dict[str, Any]:
     try:
         variables = json.loads(section.chat_template_kwargs or "{}")
     except json.JSONDecodeError as error:
-        raise DataError(f"--chat_template_kwargs {section.chat_template_kwargs!r} is no JSON: {error}") from error
+        raise DataError(f"--chat_template_kwargs {section.chat_template_kwargs!r} is not valid JSON: {error}") from error
     if not isinstance(variables, dict):
-        raise DataError(f"--chat_template_kwargs {section.chat_template_kwargs!r} is no JSON object: " + '{"name": value}')
+        raise DataError(f"--chat_template_kwargs {section.chat_template_kwargs!r} is not a JSON object: " + '{"name": value}')
     return variables
 
 
@@ -168,8 +168,8 @@ def render(section: DataSection, tokenizer: PreTrainedTokenizerBase, value: Any,
             raise ValueError(f"{section.input_key!r} is neither text nor a list of chat messages: {value!r}")
         if messages[-1].get("role") == "assistant":
             raise ValueError(
-                f"the last message of {section.input_key!r} is of the assistant, so that the prompt has the answer in it; "
-                "leave that message out"
+                f"the last message of {section.input_key!r} is a turn of the assistant, so the prompt contains the answer; "
+                "remove that message"
             )
         return render_chat(section, tokenizer, complete_chat(section, messages, num_images), answer_follows=True)
     if not isinstance(value, str):
@@ -195,4 +195,4 @@ def render_chat(
         variables = template_variables(section)
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_follows, **variables)
     except Exception as error:  # a template is a program and raises its own errors
-        raise ValueError(f"the chat template refuses it ({type(error).__name__}: {error})") from error
+        raise ValueError(f"the chat template rejects it ({type(error).__name__}: {error})") from error

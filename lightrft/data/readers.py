@@ -32,13 +32,13 @@ class BadRows:
     def add(self, where: str, reason: str) -> None:
         message = f"{self.flag}: {where}: {reason}"
         if not self.skip:
-            raise DataError(f"{message}. Mend the row, or pass --bad_rows skip to leave such rows out")
+            raise DataError(f"{message}. Correct the row, or pass --bad_rows skip to skip such rows")
         self.reasons.append(message)
 
     def report(self) -> None:
         if self.reasons:
             shown = "\n".join(f"  {reason}" for reason in self.reasons[:5])
-            logger.warning(f"{len(self.reasons)} bad rows of {self.flag} left out, the first:\n{shown}")
+            logger.warning(f"{len(self.reasons)} bad rows of {self.flag} skipped, the first:\n{shown}")
 
 
 Row = tuple[str, dict[str, Any]]
@@ -58,7 +58,7 @@ def read_rows(source: str, split: str, bad: BadRows) -> Iterator[Row]:
         for file in _files_of_split(path, split, bad.flag):
             yield from _file_rows(file, bad)
     elif path.suffix in SUFFIXES or source.count("/") != 1:
-        raise DataError(f"{bad.flag} {source}: no such file or folder, and not a hub name (owner/name) either")
+        raise DataError(f"{bad.flag} {source}: neither an existing file or folder nor a hub name (owner/name)")
     else:
         for index, row in enumerate(_stored(load_dataset(source, split=split))):
             yield f"{source}[{split}] row {index + 1}", row
@@ -67,11 +67,13 @@ def read_rows(source: str, split: str, bad: BadRows) -> Iterator[Row]:
 def _files_of_split(folder: Path, split: str, flag: str) -> list[Path]:
     files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
     if not files:
-        raise DataError(f"{flag} {folder}: the folder holds no {', '.join(SUFFIXES)} file")
+        raise DataError(f"{flag} {folder}: the folder contains no {', '.join(SUFFIXES)} file")
     of_split = [file for file in files if file.name.startswith(split)]
     if not of_split and len(files) > 1:
         names = ", ".join(file.name for file in files[:5])
-        raise DataError(f"{flag} {folder}: no file name begins with the split {split!r}; it holds {names}. Name a file")
+        raise DataError(
+            f"{flag} {folder}: no file name begins with the split {split!r}; the folder contains {names}. Give a file"
+        )
     return of_split or files
 
 
@@ -87,7 +89,7 @@ def _file_rows(file: Path, bad: BadRows) -> Iterator[Row]:
             raise DataError(f"{bad.flag} {file}: not a valid parquet file ({error.__cause__ or error})") from error
         yield from ((f"{file} row {index + 1}", row) for index, row in enumerate(rows))
     else:
-        raise DataError(f"{bad.flag} {file}: unknown kind of file; known are {', '.join(SUFFIXES)}")
+        raise DataError(f"{bad.flag} {file}: unknown file type; supported are {', '.join(SUFFIXES)}")
 
 
 def _stored(rows: Dataset) -> Iterator[dict[str, Any]]:
@@ -119,7 +121,7 @@ def _parsed(text: bytes) -> Any:
     except RecursionError as error:
         raise ValueError("lists or objects are nested too deep") from error
     except UnicodeEncodeError as error:
-        raise ValueError(f"half of a surrogate pair: \\u{ord(error.object[error.start]):04x}") from error
+        raise ValueError(f"an unpaired surrogate: \\u{ord(error.object[error.start]):04x}") from error
     return value
 
 

@@ -101,7 +101,10 @@ class Engine(ABC):
         """
         self._check_usable()
         if self.awake != {"weights", "kv_cache"}:
-            raise EngineError(f"generate() on a sleeping engine: awake is {sorted(self.awake) or 'nothing'}; call wake() first")
+            raise EngineError(
+                f"generate() on a sleeping engine: only {sorted(self.awake) or 'nothing'} is awake; call wake() "
+                "first"
+            )
         if not self.weights_valid:
             raise EngineError("generate() without weights (sleep level 2, or a broken stream): call load_weights() first")
         placeholders = self.vocabulary.placeholder_token_ids if self.vocabulary else ()
@@ -113,7 +116,7 @@ class Engine(ABC):
         if not requests:
             return
         with self._fatal("generate"):
-            self._failure = EngineError("its completions were not read to the end")
+            self._failure = EngineError("its completions were not consumed to the end")
             for index, samples in first_token_apart(self._generate, requests):
                 yield index, self._cut(samples, requests[index].sampling.stop)
             self._failure = None
@@ -136,7 +139,7 @@ class Engine(ABC):
         sent = self._fingerprints(self.verify_dtype, round) if self.verify_dtype else None
         self._load_weights(stream if sent is None else sent.watch(stream))
         for name, _ in stream:  # missing names are detected at the end of the stream
-            raise EngineError(f"{type(self).__name__} stopped reading the weight stream at {name}")
+            raise EngineError(f"{type(self).__name__} stopped consuming the weight stream at {name}")
         self.reset_cache()
         if sent is not None:
             self._verify(sent)
@@ -241,9 +244,12 @@ class Engine(ABC):
         """Raise EngineError unless the engine has the weights that were sent, and no cache from earlier ones."""
         problems = []
         if wrong := self._wrong(sent):
-            problems.append(f"{wrong[0]} in the engine is not what was sent ({len(wrong)} of {len(self.expected)} differ)")
+            problems.append(
+                f"{wrong[0]} in the engine differs from the weight that was sent ({len(wrong)} of "
+                f"{len(self.expected)} differ)"
+            )
         if cached := self._num_cached():
-            problems.append(f"{cached} blocks of the prefix cache are of the old weights")
+            problems.append(f"the prefix cache still contains {cached} blocks of the old weights")
         for rank, problem in enumerate(self.axis.gather("; ".join(problems))):
             if problem:
                 raise EngineError(f"weight sync, rank {rank} of the engine: {problem}")
@@ -260,7 +266,7 @@ class Engine(ABC):
                 raise ValueError(f"weight stream: {name} has shape {tuple(tensor.shape)}, the engine expects {tuple(shape)}")
             yield name, tensor
         if missing:
-            raise ValueError(f"weight stream: {len(missing)} weights never came, the first is {next(iter(missing))}")
+            raise ValueError(f"weight stream: {len(missing)} weights are missing, the first is {next(iter(missing))}")
 
     def _readable(self, requests: list[Request], sampling: Sampling) -> list[Request]:
         """Return the requests, with media expanded.
@@ -311,8 +317,8 @@ class Engine(ABC):
     def _reads(self) -> str:
         """Return the text of an error that lists the supported media, and those that the hf engine supports in addition."""
         more = [name for name in self.model_reads if name not in self.limits]
-        message = f"this engine generates from {' and '.join(['text', *self.limits])} only"
-        return f"{message}; --engine_type hf reads {' and '.join(more)} too" if more else message
+        message = f"this engine supports only {' and '.join(['text', *self.limits])}"
+        return f"{message}; --engine_type hf also supports {' and '.join(more)}" if more else message
 
     def _problem_of(self, request: Request) -> str | None:
         length, new, limit = len(request.prompt), request.sampling.max_tokens, self.max_model_len or math.inf
@@ -320,9 +326,9 @@ class Engine(ABC):
         if not length:
             return "has no tokens"
         if length + new > limit:
-            return f"can never fit: {length} prompt tokens and max_tokens {new} exceed max_model_len {limit}"
+            return f"does not fit: {length} prompt tokens and max_tokens {new} exceed max_model_len {limit}"
         if (token := strange(request.token_ids, size)) is not None:
-            return f"has the token {token}, which is not in the vocabulary of {size}"
+            return f"contains the token {token}, which is not in the vocabulary of {size}"
         if problem := request.sampling.problem(size):
             return problem
         if len(request.seeds) != request.sampling.n:
@@ -333,7 +339,7 @@ class Engine(ABC):
         try:
             return None if self.vocabulary and self.vocabulary.tokenizer else "has stop strings, which need a tokenizer"
         except ValueError as error:
-            return f"cannot be answered: {error}"
+            return f"cannot be processed: {error}"
 
     def _cut(self, samples: list[Completion], stop: tuple[str, ...]) -> list[Completion]:
         return [StopStrings(self.vocabulary.tokenizer, stop).cut(sample) for sample in samples] if stop else samples
@@ -342,7 +348,7 @@ class Engine(ABC):
         if self.closed:
             raise EngineError("the engine is closed")
         if self._failure is not None:
-            raise EngineError(f"the engine broke earlier and cannot be used: {self._failure!r}") from self._failure
+            raise EngineError(f"the engine failed earlier and cannot be used: {self._failure!r}") from self._failure
 
     def _fatal(self, verb: str) -> "_Fatal":
         return _Fatal(self, verb)

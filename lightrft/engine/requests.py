@@ -76,12 +76,12 @@ class Sampling:
     def problem(self, vocabulary_size: int | None = None) -> str | None:
         """Return why the parameters are invalid; None if they are valid."""
         rules = {
-            "n and max_tokens are at least 1": self.n >= 1 and self.max_tokens >= 1,
-            "the temperature is not negative": self.temperature >= 0,
-            "top_p is above 0 and at most 1": 0 < self.top_p <= 1,
-            "top_k is not negative": self.top_k >= 0,
-            "stop strings are not empty": "" not in self.stop,
-            "first_token_temperature is above 0": self.first_token_temperature is None or self.first_token_temperature > 0,
+            "n and max_tokens must be at least 1": self.n >= 1 and self.max_tokens >= 1,
+            "the temperature must not be negative": self.temperature >= 0,
+            "top_p must be above 0 and at most 1": 0 < self.top_p <= 1,
+            "top_k must not be negative": self.top_k >= 0,
+            "stop strings must not be empty": "" not in self.stop,
+            "first_token_temperature must be above 0": self.first_token_temperature is None or self.first_token_temperature > 0,
         }
         broken = [rule for rule, holds in rules.items() if not holds]
         outside = strange((*self.stop_token_ids, *self.banned_token_ids), vocabulary_size)

@@ -14,7 +14,7 @@ from lightrft.engine.model_info import Vocabulary, most_of_each, published_names
 from lightrft.versions import ENGINES
 
 MEMORY = (
-    "If it is memory: --engine_mem_util is the engine's share of an accelerator, --engine_kv_cache_gb its cache on a CPU, "
+    "If memory is the cause: --engine_mem_util is the engine's share of an accelerator, --engine_kv_cache_gb its cache on a CPU, "
     "--prompt_max_len + --generate_max_len its longest sequence, and --engine_tp_size ranks share one engine's weights."
 )
 
@@ -38,7 +38,7 @@ class LibraryEngine(Engine):
         with starting(library, setup):
             unknown = self._start(setup, config)
         if unknown:
-            logger.warning("--verify_weight_sync leaves out what it cannot find: {}", self.names.strangers(unknown, library))
+            logger.warning("--verify_weight_sync skips weights that it cannot find: {}", self.names.strangers(unknown, library))
         self.weights_valid = not setup.from_stream
 
     @abstractmethod

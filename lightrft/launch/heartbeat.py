@@ -176,8 +176,9 @@ class Watchdog:
     def _silence_of_rank_0(self) -> dict[str, Any]:
         """Return the failure for `limit` seconds without a message from the monitor and without a new collective of this rank."""
         return self._failure_of_rank_0(
-            f"{self._name_of_rank_0} has been silent for more than {self.limit:.0f} s (--timeout_minutes), last heard of "
-            f"{when(self._phase_of_rank_0)}: its process is stopped, or holds Python's lock. This rank is at {place()}"
+            f"{self._name_of_rank_0} has sent no heartbeat for more than {self.limit:.0f} s (--timeout_minutes), the last one "
+            f"{when(self._phase_of_rank_0)}: its process is suspended, or holds Python's global interpreter lock. This rank "
+            f"is at {place()}"
         )
 
     @property
@@ -293,6 +294,6 @@ def _connect(listener: dict[str, Any], world_size: int) -> Connection:
         return Connection(socket.create_connection((host, listener["port"]), timeout=60))
     except OSError as error:
         raise RuntimeError(
-            f"{socket.gethostname()} cannot connect to rank 0 at {host}:{listener['port']} ({error}). Ranks talk over ports that "
-            "the system chooses: a firewall between the nodes has to let them through"
+            f"{socket.gethostname()} cannot connect to rank 0 at {host}:{listener['port']} ({error}). Ranks communicate over "
+            "ports that the system chooses: a firewall between the nodes must allow these connections"
         ) from error

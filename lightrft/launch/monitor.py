@@ -165,7 +165,7 @@ class Monitor:
             self._end(f"{headline}. {self._report({}, now)}", root=0)
         elif now - self._began > ARRIVAL and len(self.statuses) < self.world_size:
             absent = names(set(range(self.world_size)) - set(self.statuses))
-            self._end(f"{absent} ended, or hung, before it could say where it is", root=0)
+            self._end(f"{absent} ended, or hung, before it could send its position", root=0)
 
     def _endless(self, now: float) -> list[str]:
         """Return the phases of all ranks if all of them have been in theirs for too long, else none."""
@@ -203,7 +203,7 @@ class Monitor:
         groups: dict[str, list[RankStatus]] = {}
         for status in self.statuses.values():
             lateness = f"late: {behind[status.rank]}; " if status.rank in behind else ""
-            silent = f"; silent for {now - status.heard:.0f} s" if now - status.heard > 3 * self.beat else ""
+            silent = f"; no heartbeat for {now - status.heard:.0f} s" if now - status.heard > 3 * self.beat else ""
             where = "has left the run" if status.left else f"{lateness}{when(status.phase)}, at {status.place}{silent}"
             groups.setdefault(where, []).append(status)
         lines = [f"  {_who(statuses)}: {where} (for {now - min(status.phase_began for status in statuses):.0f} s)"
@@ -238,8 +238,8 @@ def listening_socket(address: str | None, backlog: int) -> socket.socket:
 
 
 def death(who: str, host: str, phase: str, reason: Exception) -> str:
-    return (f"{who} ended without a word {when(phase)}: it was killed or crashed ({reason}). "
-            f"Its own log says more; if it says nothing, see whether {host} ran out of memory (dmesg)")
+    return (f"{who} ended without an error message {when(phase)}: it was killed or crashed ({reason}). "
+            f"Its own log may show the cause; if not, check whether {host} ran out of memory (dmesg)")
 
 
 def when(phase: str) -> str:

@@ -24,7 +24,7 @@ def main(rank: int, launcher: int) -> None:
         time.sleep(BEAT)
     if os.getppid() == rank:
         number = os.environ.get("RANK", "")
-        sys.stderr.write(f"torchrun (pid {launcher}) ended without a word: rank {number} (pid {rank}) is killed\n")
+        sys.stderr.write(f"torchrun (pid {launcher}) ended without an error message: rank {number} (pid {rank}) is killed\n")
         os.kill(rank, signal.SIGKILL)
     deadline = time.monotonic() + CLEANUP
     with suppress(ProcessLookupError):

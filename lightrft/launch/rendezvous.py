@@ -27,7 +27,7 @@ MEETING_POINT = ("SLURM_STEP_NODELIST", "SLURM_JOB_ID")
 """Slurm variables for MASTER_ADDR, the first node, and MASTER_PORT, derived from the job, unless the user has set them."""
 NOTICE = timedelta(seconds=30)
 """Interval between warnings about ranks that have not arrived."""
-ADVICE = "start the run with `torchrun --standalone --nproc-per-node=N ...`, or with none of these variables for one process"
+ADVICE = "start the run with `torchrun --standalone --nproc-per-node=N ...`, or unset all of these variables to run one process"
 _guard: subprocess.Popen | None = None
 _num_groups = 0
 """Number of default process groups that this process has joined, which is equal on all ranks."""
@@ -41,7 +41,7 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
     if absent:
         raise RuntimeError(
             f"srun started {environment['SLURM_STEP_NUM_TASKS']} tasks, but {', '.join(absent)} is not set: "
-            "let srun pass its variables on (--export=ALL)"
+            "pass srun's variables on with --export=ALL"
         )
     environment.update({name: environment[source] for name, source in SLURM.items()})
     environment.setdefault("MASTER_ADDR", _first_host(environment["SLURM_STEP_NODELIST"]))
@@ -84,8 +84,9 @@ def join_process_group(device: torch.device, timeout: timedelta, arrival: timede
     except RuntimeError as error:  # gloo's errors are not DistError
         raise RuntimeError(
             f"rank {rank} on {socket.gethostname()} met the other {world_size - 1} at {_address()}, but cannot connect to all of "
-            "them: one has ended since, and its log says why, or a firewall is between the nodes, or a rank listens where others "
-            f"do not reach it (GLOO_SOCKET_IFNAME names the interface between the nodes).{_own_loopback()} torch says: {error}"
+            "them: one has ended since, and its log has the cause, or a firewall blocks the connections, or a rank listens "
+            "on an address that others cannot reach (GLOO_SOCKET_IFNAME sets the interface between the nodes)."
+            f"{_own_loopback()} torch's message: {error}"
         ) from error
     _get_default_store().set_timeout(timeout)
     return True
@@ -101,8 +102,8 @@ def loopback_problem() -> str:
     if "GLOO_SOCKET_IFNAME" in os.environ or not ipaddress.ip_address(address).is_loopback:
         return ""
     return (
-        f"{name} is {address} here, where gloo listens and no other node can connect: for runs over several nodes export "
-        "GLOO_SOCKET_IFNAME=eth0, or whatever `ip route` calls the interface between them, on every node"
+        f"{name} resolves to {address}, the address that gloo listens on, and other nodes cannot connect to it: for runs over "
+        "several nodes export GLOO_SOCKET_IFNAME=eth0, or the interface between them according to `ip route`, on every node"
     )
 
 
@@ -131,9 +132,9 @@ def _meeting_point(rank: int, arrival: timedelta) -> dist.Store:
                 "Choose another with `torchrun --master-port PORT`, or let torchrun find a free one: `torchrun --standalone`"
             ) from error
         raise RuntimeError(
-            f"rank {rank} on {socket.gethostname()} found nobody at {_address()} (MASTER_ADDR and MASTER_PORT) within "
-            f"{_said(arrival)}. Either the first node has not started its ranks, or they ended, and its log says why, or that "
-            f"address cannot be reached from here. torch says: {error}"
+            f"rank {rank} on {socket.gethostname()} found no other rank at {_address()} (MASTER_ADDR and MASTER_PORT) within "
+            f"{_said(arrival)}. Either the first node has not started its ranks, or they ended, and its log has the cause, or "
+            f"this node cannot reach that address. torch's message: {error}"
         ) from error
 
 
@@ -157,15 +158,16 @@ def _meet(store: dist.Store, rank: int, world_size: int, arrival: timedelta) -> 
             absent = names(other for other in range(world_size) if not arrivals.check([str(other)]))
             if time.monotonic() >= deadline:
                 raise RuntimeError(
-                    f"{absent} did not come to {_address()} within {_said(arrival)}, where rank {rank} on {socket.gethostname()} "
-                    "waited. Either they failed before, and the log of their node says why, or they cannot reach that address"
+                    f"{absent} did not connect to {_address()} within {_said(arrival)}, where rank {rank} on "
+                    f"{socket.gethostname()} waited. Either they failed before, and the log of their node has the cause, or "
+                    "they cannot reach that address"
                 ) from late
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 logger.warning(f"waiting at {_address()} for {absent}, at most {left.total_seconds():.0f} s: have they failed?")
         except dist.DistError as error:
             raise RuntimeError(
-                f"rank {rank} on {socket.gethostname()} waited at {_address()} for the others, and the meeting point has gone: "
-                f"the first node has ended, and its log says why. torch says: {error}"
+                f"rank {rank} on {socket.gethostname()} waited at {_address()} for the others, and the rendezvous server is "
+                f"gone: the first node has ended, and its log has the cause. torch's message: {error}"
             ) from error
 
 

@@ -73,7 +73,7 @@ class Conversion:
         try:
             converted = converter.convert(self.target, model=model, config=model.config)
         except (RuntimeError, ValueError, LookupError) as error:
-            raise ValueError(f"transformers cannot make {self.target} of what is stored ({error})") from error
+            raise ValueError(f"transformers cannot convert the stored tensors to {self.target} ({error})") from error
         return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in converted.items()}
 
 
@@ -126,7 +126,7 @@ class ConvertedFiles:
         if name in self._stored:
             return f"{self.files.files[self._stored[name]]}: {self._stored[name]}"
         names = [stored for names in self._conversions[name].sources.values() for stored in names]
-        return f"{self.files.files[names[0]].parent}: {name}, made of {names[0]} and {len(names) - 1} more,"
+        return f"{self.files.files[names[0]].parent}: {name}, converted from {names[0]} and {len(names) - 1} more,"
 
     def _find(self, stored: dict[str, tuple[int, ...]]) -> list[Conversion]:
         """Rename the stored tensors as from_pretrained() does, and return the conversions for those that need more."""

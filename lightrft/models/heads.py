@@ -88,7 +88,9 @@ class Scorer(nn.Module):
         heads = [name for name, child in model.named_children() if child is not model.base_model]
         linear = [name for name in heads if isinstance(getattr(model, name), nn.Linear)]
         if len(heads) != 1 or linear != heads or getattr(model, heads[0]).out_features != 1:
-            raise ValueError(f"{type(model).__name__} has {', '.join(heads) or 'nothing'} above its backbone, not one number")
+            raise ValueError(
+                f"{type(model).__name__} has {', '.join(heads) or 'nothing'} above its backbone, not a head with one output"
+            )
         self.scored_model, self.head = model, heads[0]
         self.sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
 
@@ -187,7 +189,7 @@ def divide(module: nn.Module, sequence: SequenceParallel, *, tp: int = 1) -> boo
         model = part.language_model if isinstance(part, Actor) else part.scored_model
         problems = sequence.problems(model.config.get_text_config().num_attention_heads // tp)
         if problems:
-            raise ValueError(f"{name} cannot divide {type(model).__name__}: {'; '.join(problems)}")
+            raise ValueError(f"{name} does not support {type(model).__name__}: {'; '.join(problems)}")
         part.sequence = sequence
     return bool(found)
 
@@ -213,7 +215,7 @@ def check_window(model: PreTrainedModel, longest: int) -> None:
     if window is not None and longest > window:
         raise ConfigError(
             f"a sequence of {longest} tokens is longer than the {window} for which {type(model).__name__} has fixed "
-            "rotary frequencies (type dynamic or longrope): shorten --prompt_max_len and --generate_max_len, or take a model "
+            "rotary frequencies (type dynamic or longrope): shorten --prompt_max_len and --generate_max_len, or use a model "
             "with frequencies of type yarn, llama3 or linear"
         )
 

@@ -37,7 +37,7 @@ def model_problems(model: PreTrainedModel, device: torch.device) -> list[str]:
     """Return all reasons why the kernels cannot compute this model on this device."""
     problems, config = [], model.config
     if config.model_type not in FAMILIES:
-        problems.append(f"its family {config.model_type!r} is none of {', '.join(FAMILIES)}")
+        problems.append(f"its family {config.model_type!r} is not one of {', '.join(FAMILIES)}")
     elif config.hidden_act not in ("silu", "swish"):
         problems.append(f"its activation is {config.hidden_act}, not silu")
     if find_spec("liger_kernel") is None:

@@ -102,11 +102,11 @@ def _whole(kind: type, name: str, given: str, new_head: bool, options: dict[str,
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         raise ValueError(f"{given}: transformers cannot read the weights ({type(error).__name__}: {error})") from error
     for stored, there, wanted in sorted(found["mismatched_keys"]):
-        raise ValueError(f"{given}: {stored} has shape {tuple(there)} there, the model's is {tuple(wanted)}")
+        raise ValueError(f"{given}: {stored} has shape {tuple(there)} in the folder, but in the model {tuple(wanted)}")
     missing, unexpected = found["missing_keys"], found["unexpected_keys"]
     if new_head:
         missing, unexpected = _without_head(model, missing, unexpected)
-    for names, what in ((missing, "of the model are not there"), (unexpected, "there are not of the model")):
+    for names, what in ((missing, "of the model are not in the folder"), (unexpected, "in the folder are not in the model")):
         if names:
             raise ValueError(f"{given}: {len(names)} tensors {what}, the first is {min(names)}")
     for parameter_name, parameter in model.named_parameters():
@@ -139,7 +139,7 @@ def _empty(kind: type, name: str, new_head: bool, options: dict[str, Any]) -> Pr
     files = WeightFiles.of(folder)
     config = AutoConfig.from_pretrained(folder, **options)
     if files is None or getattr(config, "quantization_config", None) is not None:
-        logger.info("{} has no plain safetensors files: every rank reads all of it", name)
+        logger.info("{} has no plain safetensors files: every rank reads the whole folder", name)
         return None
     model = kind.from_config(
         config, dtype=torch.float32, attn_implementation=_attention(config), trust_remote_code=options["trust_remote_code"]
@@ -148,14 +148,14 @@ def _empty(kind: type, name: str, new_head: bool, options: dict[str, Any]) -> Pr
     missing, unexpected = missing_and_unexpected(model, converted.shapes)
     heads = {name for name in missing if not is_backbone(model, name)} if new_head else set()
     if any(_without_head(model, missing, unexpected) if new_head else (missing, unexpected)):
-        logger.info("{} has other weights than {}: every rank reads all of it", name, type(model).__name__)
+        logger.info("the weights in {} are not those of {}: every rank reads the whole folder", name, type(model).__name__)
         return None
     shapes, tensors = converted.shapes, stored_tensors(model)
     for tensor_name in sorted(shapes.keys() & tensors.keys()):
         if shapes[tensor_name] != tuple(tensors[tensor_name].shape):
             shape = tuple(tensors[tensor_name].shape)
             raise ValueError(
-                f"{converted.origin(tensor_name)} has shape {shapes[tensor_name]} there, the model's is {shape}"
+                f"{converted.origin(tensor_name)} has shape {shapes[tensor_name]} in the folder, but in the model {shape}"
             )
     for child_name in {name.split(".")[0] for name in heads}:
         _fill_new_head(model, child_name)
@@ -195,8 +195,8 @@ def check_vocabulary(section: ModelSection, flag: str, tokenizer: PreTrainedToke
     if different:
         token = min(different, key=lambda token: ours[token])
         raise ValueError(
-            f"--{flag} {name} has another vocabulary: {len(different)} of the {len(ours)} tokens of --pretrain "
-            f"are not the same there, the first is {token!r}, {ours[token]} here and {theirs.get(token, 'nothing')} there"
+            f"--{flag} {name} has another vocabulary: {len(different)} of the {len(ours)} tokens of --pretrain differ, the "
+            f"first is {token!r}, {ours[token]} in --pretrain and {theirs.get(token, 'nothing')} there"
         )
 
 
@@ -213,10 +213,11 @@ def load_tokenizer(section: ModelSection, flag: str = "pretrain", *, name: str =
     except (OSError, ValueError) as error:
         raise ValueError(f"{given} has no tokenizer that transformers can load: {error}") from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"{given}: its tokenizer has no end token, so no response would ever stop")
+        raise ValueError(f"{given}: its tokenizer has no end token, so responses would never stop")
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(
-            f"{given} has no tokenizer: no vocabulary is there (tokenizer.json, tokenizer.model, or vocab.json and merges.txt); "
+            f"{given} has no tokenizer: the folder has no vocabulary (tokenizer.json, tokenizer.model, or vocab.json and "
+            "merges.txt); "
             "copy the files of the model's tokenizer"
         )
     return tokenizer
@@ -227,7 +228,7 @@ def _not_flat(model: PreTrainedModel) -> list[str]:
     config = model.config.get_text_config()
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     reasons = {
-        "its attention is not exchangeable in transformers": not model._supports_attention_backend,
+        "its attention implementation cannot be replaced in transformers": not model._supports_attention_backend,
         "it carries a recurrent state from token to token": model._is_stateful,
         f"it has layers of type {', '.join(sorted(others))}": bool(others),
         "its attention is bidirectional": getattr(config, "use_bidirectional_attention", None),
@@ -243,14 +244,17 @@ def _checked(name: str, given: str) -> str:
     """
     folder = Path(name).expanduser()
     if is_adapter_folder(folder):
-        raise ValueError(f"{given}: the folder has an adapter and no model: `lightrft export {name} FOLDER` merges it into one")
+        raise ValueError(
+            f"{given}: the folder contains an adapter but no model: `lightrft export {name} FOLDER` merges it "
+            "into its base model"
+        )
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"{given}: the folder has no config.json, so it is not a Hugging Face model")
     if not folder.exists() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
-        raise ValueError(f"{given}: no such folder, and not a hub name (owner/name, or a name alone as gpt2) either")
+        raise ValueError(f"{given}: neither an existing folder nor a hub name (owner/name, or a single name such as gpt2)")
     if not folder.exists():
         try:
             cached_file(name, "config.json")
         except OSError as error:
-            raise ValueError(f"{given}: no such folder, and not a hub name that can be read: {error}") from error
+            raise ValueError(f"{given}: neither an existing folder nor a hub name that can be loaded: {error}") from error
     return str(folder)

@@ -157,7 +157,7 @@ def _top(
 ) -> tuple[Tensor, Tensor]:
     """Select the k likeliest tokens from the k likeliest of each rank. Raise ValueError if k exceeds the vocabulary size."""
     if k > size:
-        raise ValueError(f"the {k} likeliest of a vocabulary of {size} tokens were asked for")
+        raise ValueError(f"the {k} most likely tokens were requested, but the vocabulary has {size}")
     values = torch.full((len(given), k), -torch.inf, device=given.device)  # remains if a rank has fewer than k
     ids = torch.zeros(len(given), k, dtype=torch.int64, device=given.device)
     sums = torch.full((len(given),), -torch.inf, device=given.device)
@@ -249,7 +249,7 @@ class _KnownUpstream(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("gradients that were computed in the forward pass serve one backward pass, and this is another")
+            raise RuntimeError("gradients computed in the forward pass can be used for only one backward pass")
         (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
         factor = _proportion(ctx.known, upstream)
         return grad_hidden.mul_(factor), grad_weight.mul_(factor).to(ctx.dtype), None, None, None
@@ -271,7 +271,7 @@ def _proportion(known: tuple[Tensor | None, ...], given: tuple[Tensor | None, ..
     top = expected[largest]
     factor = torch.where(top == 0, 1.0, actual[largest] / top)
     far = (actual - factor * expected).abs().amax() > 1e-3 * actual.abs().amax()
-    torch._assert_async(~far, "the gradient of the log-probs is not what `upstream` said in the forward pass")
+    torch._assert_async(~far, "the gradient of the log-probs is not the `upstream` of the forward pass")
     return factor[0]
 
 

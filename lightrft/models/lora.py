@@ -81,14 +81,14 @@ def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
     for name, layer in layers.items():
         problems = {
-            "is no torch.nn.Linear": not isinstance(layer, Linear) or not isinstance(layer.get_base_layer(), nn.Linear),
+            "is not a torch.nn.Linear": not isinstance(layer, Linear) or not isinstance(layer.get_base_layer(), nn.Linear),
             "is outside of the backbone": isinstance(model, PreTrainedModel) and not is_backbone(model, name),
             "has several adapters": set(layer.scaling) != {ADAPTER},
-            "has more than a product of two matrices": bool(layer.lora_variant) or any(layer.lora_bias.values()),
+            "has more than the product of two matrices": bool(layer.lora_variant) or any(layer.lora_bias.values()),
         }
         if any(problems.values()):
             reasons = ", ".join(problem for problem, holds in problems.items() if holds)
-            raise ConfigError(f"LoRA on {name} cannot be trained here: it {reasons}")
+            raise ConfigError(f"LoRA on {name} cannot be trained: it {reasons}")
     return layers
 
 
@@ -164,7 +164,7 @@ def base_of(folder: Path | str) -> str:
     """Return the base model of the adapter in a folder. Raise ConfigError if the folder does not name it."""
     base = json.loads((Path(folder) / CONFIG).read_text()).get("base_model_name_or_path")
     if not base:
-        raise ConfigError(f"{Path(folder) / CONFIG} names no base model: write it there, as base_model_name_or_path")
+        raise ConfigError(f"{Path(folder) / CONFIG} names no base model: add it as base_model_name_or_path")
     return base
 
 

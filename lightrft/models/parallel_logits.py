@@ -48,7 +48,7 @@ def from_parallel_logits_to_logprobs(
     sequence = Zigzag(axis_of(cp_group, "cp")) if cp_group is not None else None
     whole = vocab_parallel_logits.shape[1] * (1 if sequence is None else sequence.axis.size)
     if whole < num_tokens:
-        raise ValueError(f"the logits are of {whole} tokens in each row, fewer than the {num_tokens} of the targets")
+        raise ValueError(f"the logits have {whole} tokens in each row, but the targets have {num_tokens}")
     following = torch.nn.functional.pad(target[:, 1:], (0, whole - num_tokens + 1), value=IGNORED)
     following = following if sequence is None else following[:, sequence.positions(whole, target.device)]
     part = vocabulary_part(vocab_parallel_logits, vocab_start_index, vocab_end_index, tp_group)
@@ -147,7 +147,7 @@ def parallel_top_logprobs(
 def vocabulary_part(logits: Tensor, first: int, end: int, group: ProcessGroup | None) -> VocabularyPart:
     """Return this rank's part of the vocabulary. Raise ValueError if the last dimension of the logits has another size."""
     if logits.shape[-1] != end - first:
-        raise ValueError(f"the logits are of {logits.shape[-1]} tokens, those from {first} up to {end} are {end - first}")
+        raise ValueError(f"the logits have {logits.shape[-1]} tokens, but the range from {first} to {end} has {end - first}")
     return VocabularyPart(first, end - first, axis_of(group, "tp"))
 
 
@@ -165,7 +165,7 @@ def zigzag_places(spans: list[tuple[int, int]], sequence: Zigzag) -> list[Tensor
     """
     wrong = [end - begin for begin, end in spans if (end - begin) % sequence.num_chunks]
     if wrong:
-        raise ValueError(f"a sequence of {wrong[0]} tokens does not divide into {sequence.num_chunks} chunks: pad it")
+        raise ValueError(f"a sequence of {wrong[0]} tokens cannot be divided into {sequence.num_chunks} chunks: pad it")
     sizes = [(begin, (end - begin) // sequence.num_chunks) for begin, end in spans]
     return [
         torch.cat([torch.arange(begin + chunk * size, begin + (chunk + 1) * size) for begin, size in sizes

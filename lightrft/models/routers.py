@@ -21,7 +21,7 @@ class Routers:
         self.coefficient = coefficient
         recorder, config = (model._can_record_outputs or {}).get("router_logits"), model.config.get_text_config()
         if recorder is None or getattr(config, "router_aux_loss_coef", None) is None:
-            raise ValueError(f"--aux_loss_coef: {type(model).__name__} has no experts that such a loss balances")
+            raise ValueError(f"--aux_loss_coef: {type(model).__name__} has no experts whose load can be balanced")
         self.modules: list[nn.Module] = [part for part in model.modules() if isinstance(part, recorder.target_class)]
         self.index = recorder.index
         self.top_k: int = config.num_experts_per_tok

@@ -25,13 +25,13 @@ def choose_trained(model: PreTrainedModel, section: ModelSection) -> PreTrainedM
         frozen = [parameter for name, parameter in model.named_parameters(remove_duplicate=False) if name.startswith(prefix)]
         if not frozen:
             names = sorted({".".join(name.split(".")[:2]) for name, _ in model.named_parameters()})
-            raise ConfigError(f"--freeze_prefix {prefix}: no parameter begins so; they begin with {', '.join(names)}")
+            raise ConfigError(f"--freeze_prefix {prefix}: no parameter has this prefix; the prefixes are {', '.join(names)}")
         for parameter in frozen:
             parameter.requires_grad_(False)
     if section.lora_rank:
         add_adapters(model, section)
     elif not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"--freeze_prefix {' '.join(section.freeze_prefix)} leaves nothing to train")
+        raise ConfigError(f"--freeze_prefix {' '.join(section.freeze_prefix)} freezes all parameters")
     return model
 
 

@@ -47,7 +47,7 @@ class WeightFiles:
                 return cls({name: folder / file for name, file in weight_map.items()})
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 reason = f"{type(error).__name__}: {error}"
-                raise ValueError(f"{folder / INDEX} is no index of safetensors files ({reason})") from error
+                raise ValueError(f"{folder / INDEX} is not an index of safetensors files ({reason})") from error
         if (folder / NAME).is_file():
             with _opened(folder / NAME) as file:
                 return cls(dict.fromkeys(file.keys(), folder / NAME))
@@ -62,13 +62,13 @@ class WeightFiles:
             with _opened(path) as file:
                 absent = {name for name, other in self.files.items() if other == path}.difference(file.keys())
                 if absent:
-                    raise ValueError(f"{path} lacks {len(absent)} tensors that {INDEX} says it has, the first is {min(absent)}")
+                    raise ValueError(f"{path} lacks {len(absent)} tensors that {INDEX} lists for it, the first is {min(absent)}")
                 for name in file.keys():
                     dtype = file.get_slice(name).get_dtype()
                     if not quantized and name.endswith(WEIGHTS) and dtype in INTEGERS:
                         raise ValueError(
-                            f"{path}: {name} is of dtype {dtype}: the weights are quantized, and config.json does not say how; "
-                            "take the model before it was quantized"
+                            f"{path}: {name} is of dtype {dtype}: the weights are quantized, but config.json has no "
+                            "quantization settings; use the unquantized model"
                         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -105,13 +105,13 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def _damage(path: Path, error: Exception) -> str:
     if not path.is_file():
-        return f"is not there, and {INDEX} names it"
+        return f"does not exist, but {INDEX} lists it"
     if path.stat().st_size == 0:
         return "is empty: 0 bytes"
     with open(path, "rb") as file:
         if file.read(32).startswith(b"version https://git-lfs"):
-            return "is a pointer to a file of git-lfs and holds no weights: git lfs pull fetches them"
-    return f"is damaged, or not all of it is there: {path.stat().st_size} bytes ({error}); download or copy it again"
+            return "is a git-lfs pointer without weights: download them with git lfs pull"
+    return f"is damaged or incomplete: {path.stat().st_size} bytes ({error}); download or copy it again"
 
 
 def check_finite(name: str, weights: Tensor) -> None:

@@ -69,7 +69,7 @@ def write_report(folder: Path) -> Path:
     """Write `report.html` into the run's folder; return its path."""
     folder = Path(folder)
     if not any((folder / name).exists() for name in FILES):
-        raise FileNotFoundError(f"{folder} is not the folder of a run: it has none of {', '.join(FILES)}")
+        raise FileNotFoundError(f"{folder} is not the folder of a run: it contains none of {', '.join(FILES)}")
     history = read_history(folder / "metrics.jsonl")
     if len(history.get("eval/accuracy", ())) == len(history.get("eval/reward", ())):
         history.pop("eval/reward", None)  # they are the same numbers
@@ -182,7 +182,7 @@ def _curves(history: History) -> str:
     cards = "".join(_card(chart, history) for chart in CHARTS)
     if not cards:
         return "<p>No step has been finished yet.</p>"
-    return f'<h2>Course of the run, by step</h2><div class="charts">{cards}</div>'
+    return f'<h2>Metrics by step</h2><div class="charts">{cards}</div>'
 
 
 def _card(chart: Chart, history: History) -> str:
@@ -218,7 +218,7 @@ def _time(history: History) -> str:
     parts["other"] = [max(0.0, totals[step] - sum(values[i] for values in parts.values())) for i, step in enumerate(steps)]
     mean = fmean(totals[step] for step in steps)
     return (
-        '<h2>Where the time goes</h2><div class="split"><section class="card chart">'
+        '<h2>Time per step</h2><div class="split"><section class="card chart">'
         '<header><h3>Time of a step <span>by phase</span></h3>'
         f'<span class="last">{duration(totals[steps[-1]])}</span></header>{stacked_chart(parts, steps, duration)}</section>'
         f'<section class="card chart"><header><h3>Mean step</h3><span class="last">{duration(mean)}</span></header>'

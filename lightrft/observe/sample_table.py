@@ -89,7 +89,7 @@ def _sample(row: dict[str, Any], low: float, high: float, prompt: str | None) ->
     reward = row.get("reward")
     share = (reward - low) / (high - low) if is_number(reward) and high > low else 0.5
     length = f"{row['length']} tokens" if "length" in row else ""
-    note = f"{length}, cut off" if row.get("finish_reason") == "length" else length
+    note = f"{length}, truncated" if row.get("finish_reason") == "length" else length
     response, label = (f'<div class="text">{safe(row.get(key, ""))}</div>' for key in ("response", "label"))
     step = row["step"] if prompt is not None else ""
     return (

@@ -194,7 +194,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             else:
                 broken.append(number)
     if broken:
-        logger.warning("{}: {} broken lines are left out, the first is line {}", path, len(broken), broken[0])
+        logger.warning("{}: {} invalid lines are skipped, the first is line {}", path, len(broken), broken[0])
     return rows
 
 

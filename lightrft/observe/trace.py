@@ -71,7 +71,7 @@ class Trace:
 
         The row also has `memory/peak_gb` and `memory/now_gb` in 1e9 bytes.
         """
-        assert not self._path, f"a step ends inside of the phase {self.current!r}"
+        assert not self._path, f"a step ended within the phase {self.current!r}"
         now = time.perf_counter()
         row = {f"time/{path}": seconds for path, seconds in self._seconds.items()}
         row["time/step"] = now - self._step_began

@@ -43,8 +43,8 @@ def seed_generators(seed: int, device: torch.device) -> None:
 def check_device_index(index: int, seen: int) -> None:
     if index >= seen:
         raise RuntimeError(
-            f"LOCAL_RANK is {index}, but this process sees {seen} device(s): start as many processes as the node has, and let "
-            "each see all of them (Slurm: --gpus-per-node, not --gpus-per-task)"
+            f"LOCAL_RANK is {index}, but this process sees {seen} device(s): start as many processes as the node has devices, "
+            "and make all of them visible to each process (Slurm: --gpus-per-node, not --gpus-per-task)"
         )
 
 

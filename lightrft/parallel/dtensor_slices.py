@@ -77,7 +77,9 @@ def _sharding_dims(tensor: DTensor) -> list[int]:
     dims = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate() and mesh.size(dim) > 1]
     placements = [tensor.placements[dim] for dim in dims]
     if len(dims) > 2 or any(placement.is_partial() for placement in placements):
-        raise ValueError(f"only replicated parameters and those sharded up to twice are known, not {tensor.placements}")
+        raise ValueError(
+            f"only replicated parameters, and parameters sharded at most twice, are supported, not {tensor.placements}"
+        )
     on_one_dim = len({placement.dim for placement in placements}) < len(placements)
     plain_on_one_dim = on_one_dim and all(type(placement) is Shard for placement in placements)
     return dims if plain_on_one_dim else dims[::-1]

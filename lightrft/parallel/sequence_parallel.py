@@ -42,7 +42,7 @@ class SequenceParallel:
     def spans(self, num_tokens: int) -> list[tuple[int, int]]:
         """Return start and end of each chunk of this rank. Raise ValueError if `num_tokens` is no multiple of `multiple`."""
         if num_tokens % self.multiple:
-            raise ValueError(f"{num_tokens} tokens are not a multiple of {self.multiple}, as {self.axis.size} ranks need")
+            raise ValueError(f"{num_tokens} tokens are not a multiple of {self.multiple}, which {self.axis.size} ranks require")
         size = num_tokens // self.num_chunks
         return [(chunk * size, (chunk + 1) * size) for chunk in self.chunks(self.axis.rank)]
 

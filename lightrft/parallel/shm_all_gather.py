@@ -105,7 +105,7 @@ def _mapped_together(axis: Axis) -> mmap.mmap | None:
     if axis.rank == 0:
         os.close(file)
         if problems:
-            logger.warning("{} ranks gather through sockets, as they cannot share memory: {}", axis.size, problems[0])
+            logger.warning("{} ranks gather through sockets, because they cannot share memory: {}", axis.size, problems[0])
     return None if problems else memory
 
 

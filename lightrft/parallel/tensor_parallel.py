@@ -62,7 +62,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) 
     """
     found = list(_language_models(module))
     if not found:
-        raise ValueError(f"--tp_size {mesh.size()}: {type(module).__name__} holds no transformers model to split")
+        raise ValueError(f"--tp_size {mesh.size()}: {type(module).__name__} contains no transformers model to split")
     for model in found:
         problems = model_problems(model.config, mesh.size()) or plan_problems(model)
         if problems:
@@ -104,7 +104,9 @@ def vocabulary_shard(weight: Tensor) -> VocabularyShard | None:
         return None
     mesh = weight.device_mesh
     if mesh.ndim != 1 or weight.placements != (Shard(0),):
-        raise RuntimeError(f"the output embedding lies as {weight.placements} on {mesh}: use it inside the module's forward")
+        raise RuntimeError(
+            f"the output embedding is sharded as {weight.placements} on {mesh}: use it inside the module's forward"
+        )
     group, rows = mesh.get_group(), -(-weight.shape[0] // mesh.size())
     axis = Axis("tp", mesh.size(), dist.get_rank(group), group if mesh.size() > 1 else None)
     return VocabularyShard(weight.to_local(), min(axis.rank * rows, weight.shape[0]), weight.shape[0], axis)

@@ -46,7 +46,7 @@ class Ulysses(SequenceParallel):
 def head_problems(num_heads: int, sp: int) -> list[str]:
     if num_heads % sp == 0:
         return []
-    return [f"sp_size {sp} does not divide its {num_heads} attention heads (--sp_impl zigzag needs no such thing)"]
+    return [f"sp_size {sp} does not divide its {num_heads} attention heads (--sp_impl zigzag has no such condition)"]
 
 
 class _Exchange(torch.autograd.Function):

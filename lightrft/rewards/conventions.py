@@ -128,8 +128,8 @@ class RewardFunction:
         for name in RIGHT_ANSWERS:
             if name in needed & set(given) and _is_null(given[name][0]):
                 return (
-                    f"{name} (--label_key) is {given[name][0]}, and the function needs it: {_shown(self.signature)}. A function "
-                    f"that has a default for it, as {name}=None, takes such rows"
+                    f"{name} (--label_key) is {given[name][0]}, and the function needs it: {_shown(self.signature)}. A "
+                    f"function with a default for it, such as {name}=None, accepts such rows"
                 )
         return ""
 
@@ -142,7 +142,7 @@ class RewardFunction:
             required, accepted = _required(self.signature), _accepts(self.signature)
             first = next(iter(self.signature.parameters.values()), None)
             if first is None or first.kind is inspect.Parameter.KEYWORD_ONLY or first.kind is inspect.Parameter.VAR_KEYWORD:
-                return f"the function takes no samples: {_shown(self.signature)}"
+                return f"the function has no parameter for samples: {_shown(self.signature)}"
             if first.kind is not inspect.Parameter.VAR_POSITIONAL:
                 required, accepted = required - {first.name}, accepted and accepted - {first.name}
             if accepted is not None and columns - accepted:

@@ -44,7 +44,7 @@ def _batch(samples: list[Sample]) -> dict[str, Tensor]:
 def _check(name: str, scores: Tensor, model: RewardModel) -> None:
     wrong = model.strategy.mesh.data.sum((~scores.isfinite()).sum().float()[None])
     if wrong:
-        raise ValueError(f"--reward_pretrain: {name} gave {int(wrong)} scores that are not finite")
+        raise ValueError(f"--reward_pretrain: {name} returned {int(wrong)} scores that are not finite")
 
 
 def _add(sample: Sample, name: str, score: float) -> None:

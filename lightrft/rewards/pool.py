@@ -211,7 +211,7 @@ class Processes:
             except (OSError, EOFError):
                 if idle is None:
                     self._end_parent()
-                    self._repeat(call, "the process that starts workers has ended")
+                    self._repeat(call, "the process that starts the workers has ended")
             except CallFailed as error:
                 call.future.set_exception(error)
             except Exception as error:  # raised by pickle

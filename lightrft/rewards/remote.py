@@ -26,5 +26,5 @@ class RemoteReward:
         given = {"query": whole, "prompts": prompts, "responses": responses, "labels": label or [None] * len(samples)}
         answer = self._server.ask("POST", request=given)
         if not isinstance(answer, dict) or "rewards" not in answer:
-            raise ValueError(f'the answer is not {{"rewards": [...]}}: {answer!r:.200}')
+            raise ValueError(f'the response is not {{"rewards": [...]}}: {answer!r:.200}')
         return answer["rewards"]

@@ -73,7 +73,7 @@ class RewardRunner:
         importable = self.name if by_path else importable_name(self.function.function)
         if workers and importable is None:
             logger.info("--reward {}: the function belongs to the main script, so it is called in this process, when all "
-                        "responses are complete; from a file of its own it is called in worker processes", self.name)  # fmt: skip
+                        "responses are complete; move it to its own file to call it in worker processes", self.name)  # fmt: skip
         if not workers or importable is None:
             return InProcess(self.function, limit=None if on_server else limit, too_late=self._end)
         calls = Processes(replace(setup, name=importable), workers=workers, limit=math.inf if on_server else limit)
@@ -169,7 +169,7 @@ class RewardRunner:
 
     def _set_all(self, samples: list[Sample], values: Any) -> None:
         if _length(values) != len(samples):
-            hint = "; parts of a reward are a dictionary for each sample" if isinstance(values, Mapping) else ""
+            hint = "; to return parts of a reward, return a dictionary for each sample" if isinstance(values, Mapping) else ""
             raise CallFailed(f"{values!r:.200} is not a list of {len(samples)} rewards, one per sample{hint}")
         for sample, value in zip(samples, values, strict=True):
             self._set(sample, value)
@@ -199,7 +199,7 @@ class RewardRunner:
             number = math.nan
         if math.isfinite(number) and abs(number) <= LARGEST:
             return number
-        problem = f"is beyond {LARGEST:g}" if math.isfinite(number) else "is not a finite number"
+        problem = f"is larger than {LARGEST:g}" if math.isfinite(number) else "is not a finite number"
         raise CallFailed(f"{value!r:.200} {problem}", sample)
 
     def _end(self, samples: list[Sample], thread: int) -> None:

@@ -1,4 +1,4 @@
-"""A client of an HTTP server, which repeats a request while the server is away or busy."""
+"""A client of an HTTP server, which repeats a request while the server is unreachable or busy."""
 
 import asyncio
 import os
@@ -60,7 +60,7 @@ class Endpoint:
             raise ValueError(f"{self.named}: {route} ended with {code}: {body}{_duration(began)}") from error
         except TimeoutError as error:
             raise ValueError(
-                f"{self.named}: {route} had no whole answer within {self.seconds:.0f} s{_duration(began)}"
+                f"{self.named}: {route} sent no complete response within {self.seconds:.0f} s{_duration(began)}"
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ValueError(f"{self.named}: {route}: {type(error).__name__}: {error}{_duration(began)}") from error
@@ -72,7 +72,7 @@ class Endpoint:
         try:
             return response.json()
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{self.named} did not answer in JSON: {response.text[:300]}") from error
+            raise ValueError(f"{self.named} did not respond with JSON: {response.text[:300]}") from error
 
     async def _answer(self, method: str, url: str, request: Any) -> httpx.Response:
         async with asyncio.timeout(self.seconds):
@@ -82,12 +82,12 @@ class Endpoint:
         """Log once for each outage that the run is waiting."""
         waited, pause = state.seconds_since_start, state.next_action.sleep
         if waited <= WARN_AFTER < waited + pause:
-            logger.warning(f"{self.named} is away or busy ({state.outcome.exception()}): it is asked again for at most "
+            logger.warning(f"{self.named} is unreachable or busy ({state.outcome.exception()}): retrying for at most "
                            f"{self.patience:.0f} s (--server_minutes)")  # fmt: skip
 
 
 def _duration(began: float) -> str:
-    return f" (asked for {time.monotonic() - began:.0f} s in all, see --server_minutes)"
+    return f" (after {time.monotonic() - began:.0f} s of repeated requests, see --server_minutes)"
 
 
 def _may_pass(error: BaseException) -> bool:

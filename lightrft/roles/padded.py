@@ -81,7 +81,7 @@ def _problem(given: Mapping[str, Any], required: list[str], optional: list[str])
         return f"{IDS} must be [B, S], not {list(given[IDS].shape)}"
     reserved = [name for name in optional if name in MADE_HERE]
     if reserved:
-        return f"{', '.join(reserved)} is made from {LENGTHS} and the masks; call the column something else"
+        return f"{', '.join(reserved)} is computed from {LENGTHS} and the masks; rename the column"
     return _wrong_shapes(given, used) or _wrong_lengths(given[LENGTHS], given[IDS].shape[1])
 
 
@@ -98,7 +98,7 @@ def _wrong_shapes(given: Mapping[str, Any], names: list[str]) -> str:
 
 def _wrong_lengths(lengths: Tensor, width: int) -> str:
     outside = ((lengths < 1) | (lengths > width)).nonzero()[:, 0].tolist()
-    return f"{LENGTHS} of row {outside[0]} is {int(lengths[outside[0]])}, not within 1 and S = {width}" if outside else ""
+    return f"{LENGTHS} of row {outside[0]} is {int(lengths[outside[0]])}, not between 1 and S = {width}" if outside else ""
 
 
 def _per(name: str, value: Tensor) -> str:

@@ -208,7 +208,7 @@ class Policy(Role, PolicyNames):
     def finish_training(self) -> None:
         """Move actor and optimizer off the device with --offload_idle."""
         if self._step is not None:
-            raise RuntimeError("a train step is open: finish_train_step() or abort_train_step() first")
+            raise RuntimeError("a train step is open: call finish_train_step() or abort_train_step() first")
         self.strategy.enter(Phase.LOGPROB)
 
     def finish_inference(self) -> None:
@@ -257,7 +257,7 @@ class Policy(Role, PolicyNames):
             )  # fmt: skip
         if tokenizer_path is not None:
             if self.tokenizer is None:
-                raise ValueError("this policy has no tokenizer to save: build it with one")
+                raise ValueError("this policy has no tokenizer to save: create it with a tokenizer")
             if self.strategy.is_rank_0():
                 self.tokenizer.save_pretrained(tokenizer_path)
             self.strategy.mesh.world.barrier()
@@ -272,13 +272,13 @@ class Policy(Role, PolicyNames):
     def start_profiling(self, folder: str | Path) -> None:
         """Record what this rank computes until stop_profiling()."""
         if self._profiler is not None:
-            raise RuntimeError("profiling has begun already: stop_profiling() first")
+            raise RuntimeError("profiling is already active: call stop_profiling() first")
         self._profiler = Profiler(Path(folder), self.strategy.get_rank())
 
     def stop_profiling(self) -> Path:
         """Write the record as a Chrome trace and return its path."""
         if self._profiler is None:
-            raise RuntimeError("there is nothing to stop: start_profiling() first")
+            raise RuntimeError("profiling is not active: call start_profiling() first")
         profiler, self._profiler = self._profiler, None
         return profiler.stop()
 
@@ -308,7 +308,7 @@ class Policy(Role, PolicyNames):
     def _reference(self) -> Iterator[Actor]:
         """Yield the reference model, ready for inference."""
         if self.reference is None:
-            raise ValueError("this policy has no reference model; build it with one (--init_kl_coef)")
+            raise ValueError("this policy has no reference model: create it with one (--init_kl_coef)")
         with adapters_off(self.actor.language_model) if self.reference is self.actor else nullcontext():
             yield self.reference
 

@@ -58,7 +58,7 @@ class RemoteTeacher:
         found = self._server.ask("POST", "completions", request)["choices"][0].get("logprobs") or {}
         values, tokens = ((found.get(name) or [])[: len(ids)] for name in ("token_logprobs", "tokens"))
         if len(values) != len(ids) or None in values[1:]:
-            raise ValueError(f"{self._server.named}: {len(ids)} tokens were sent, and {len(values)} log-probs came back")
+            raise ValueError(f"{self._server.named}: {len(ids)} tokens were sent, but {len(values)} log-probs were returned")
         return [0.0, *values[1:]], tokens
 
     def _check_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -71,5 +71,5 @@ class RemoteTeacher:
             if own.isascii() and own.isprintable() and own.strip() != shown.strip():
                 raise ValueError(
                     f"{self._server.named} has another vocabulary: token {token} is {shown!r} there and {own!r} in the "
-                    "tokenizer of --pretrain; a teacher needs the same"
+                    "tokenizer of --pretrain; the teacher needs the same vocabulary"
                 )

@@ -129,7 +129,7 @@ class Role(ABC):
         """
         flat, steps = self.redistribute(batch, gbs=gbs, mbs=mbs)
         if not steps:
-            raise ValueError("there is nothing to train on: the batch has no rows on any rank")
+            raise ValueError("the batch to train on is empty: it has no rows on any rank")
         numbers, reports = [], MicroBatchReports()
         for rows in steps:
             self.begin_train_step(loss_fn, self.denominator(flat, rows), len(rows), eval_mode=eval_mode)
@@ -192,9 +192,9 @@ class Role(ABC):
     ) -> None:
         """Begin an optimizer step of `num_microbatches` micro-batches, the same number on every rank."""
         if self._step is not None:
-            raise RuntimeError("a train step is open: finish_train_step() or abort_train_step() first")
+            raise RuntimeError("a train step is open: call finish_train_step() or abort_train_step() first")
         if not eval_mode and self.optimizer is None:
-            raise ValueError(f"this {type(self).__name__} has no optimizer: build it with one, or pass eval_mode=True")
+            raise ValueError(f"this {type(self).__name__} has no optimizer: create it with one, or pass eval_mode=True")
         self.strategy.enter(Phase.LOGPROB if eval_mode else Phase.TRAIN, self.module, None if eval_mode else self.optimizer)
         self.module.train(not eval_mode)
         loss = torch.zeros((), device=self.strategy.device)
@@ -208,7 +208,7 @@ class Role(ABC):
         step = self._open_step()
         term = term or LossTerm(batch, [], step.objective, step.denominator, self.forward)
         if step.begun == step.num_microbatches:
-            raise RuntimeError(f"the train step was begun with {step.num_microbatches} micro-batches; this is one more")
+            raise RuntimeError(f"the train step was begun with {step.num_microbatches} micro-batches, but got another one")
         step.begun, step.batch = step.begun + 1, batch
         known = token_gradients(term.objective, batch, term.denominator) if step.learn else None
         with torch.set_grad_enabled(step.learn):
@@ -283,5 +283,5 @@ class Role(ABC):
 
     def _open_step(self) -> TrainStep:
         if self._step is None:
-            raise RuntimeError("there is no open train step: begin_train_step() first")
+            raise RuntimeError("no train step is open: call begin_train_step() first")
         return self._step

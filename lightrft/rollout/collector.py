@@ -196,8 +196,8 @@ class Collector:
         """Return groups without signal, masked in the loss, that fill a step for which no round found enough."""
         if missing == self.section.rollout_batch_size:
             raise ConfigError(
-                f"--dynamic_sampling: {len(idle)} prompts in {self.section.dynamic_sampling_rounds} rounds, and to each of them "
-                "all responses got the same reward: there is nothing to learn from. Are the data far too easy or too hard, is "
+                f"--dynamic_sampling: {len(idle)} prompts in {self.section.dynamic_sampling_rounds} rounds, and for each of them "
+                "all responses got the same reward: there is no training signal. Are the data far too easy or too hard, or is "
                 "the reward constant? `lightrft evaluate` shows responses; --dynamic_sampling_rounds allows more rounds"
             )
         if missing and self.data.rank == 0:

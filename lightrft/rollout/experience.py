@@ -99,7 +99,7 @@ class ExperienceMaker:
         if advantages.shape != rewards.shape or not advantages.isfinite().all():
             raise ValueError(
                 f"--advantage_estimator {self.section.advantage_estimator} returns {advantages!r:.200}, "
-                f"not a finite advantage for each of the {len(rewards)} rewards"
+                f"but must return a finite advantage for each of the {len(rewards)} rewards"
             )
         if self.section.difficulty_weights:
             least, most = self.section.difficulty_weights

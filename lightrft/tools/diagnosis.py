@@ -37,9 +37,9 @@ ADVICE = {
     "embed_tokens": "the embeddings: other weights or another vocabulary, or a scale of the embeddings on one side only",
     "input_layernorm": "the norm before attention: rms_norm_eps, the order of norms, 1 + weight, or the residual before it",
     "qkv_proj": "the projections of queries, keys and values: a bias, or weights fused in another order",
-    "q_norm": "the norm of queries: rms_norm_eps, or whether it stands before the rotation",
-    "k_norm": "the norm of keys: rms_norm_eps, or whether it stands before the rotation",
-    "heads": "attention, while its queries, keys and values agree: rope_theta or the scaling of rope, the scale of the "
+    "q_norm": "the norm of queries: rms_norm_eps, or its order relative to the rotation",
+    "k_norm": "the norm of keys: rms_norm_eps, or its order relative to the rotation",
+    "heads": "attention, although its queries, keys and values agree: rope_theta or the scaling of rope, the scale of the "
     "scores, a sliding window or a soft cap",
     "o_proj": "the output projection of attention: its weight or a bias",
     "post_attention_layernorm": "the norm after attention: rms_norm_eps, the order of norms, or a scaled residual",
@@ -47,7 +47,7 @@ ADVICE = {
     "post_feedforward_layernorm": "the norm after the feed-forward layer: rms_norm_eps, or the order of norms",
     "mlp": "the feed-forward layer: hidden_act, or gate and up in another order",
     "norm": "the last norm: rms_norm_eps, or the residual before it",
-    LOGITS: "the head: its dtype (bfloat16 against float32), a head that is tied on one side only, a scale or soft cap of logits",
+    LOGITS: "the head: its dtype (bfloat16 or float32), a head that is tied on one side only, a scale or soft cap of logits",
 }
 
 
@@ -99,7 +99,7 @@ class Diagnosis:
     @property
     def advice(self) -> str:
         if self.first is None:
-            return "" if self.healthy else "no part of the model differs: look at how the engine makes log-probs from logits"
+            return "" if self.healthy else "the log-probs that the engine computes from the logits: no part of the model differs"
         advice = ADVICE[self.first.name.rpartition(".")[2]]
         return f"{advice}. The settings differ in {'; '.join(self.settings)}" if self.settings else advice
 

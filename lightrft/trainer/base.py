@@ -163,8 +163,8 @@ class Trainer(ABC):
         if self.done < self.total_steps or before.get("status") != "finished":
             return False
         self.strategy.print(
-            f"nothing is left to do: all {self.total_steps} steps are done, and the model in {self.folder / 'model'} stays as it "
-            f"is; --num_episodes and --max_steps make a run longer"
+            f"this run is complete: all {self.total_steps} steps are done, and the model in {self.folder / 'model'} is not "
+            "changed; --num_episodes and --max_steps make a run longer"
         )
         return True
 
@@ -248,10 +248,10 @@ class Trainer(ABC):
                     settings.enter_context(own_settings(optimizer, scheduler))
             path, state = self.strategy.load_ckpt(self.models, self.checkpoints, parts=self.parts, check=self._check)
         if path is None:
-            self.strategy.print(f"no checkpoint in {self.checkpoints}: starting afresh")
+            self.strategy.print(f"no checkpoint in {self.checkpoints}: starting from the beginning")
             return None
         self.done = self.saved = state["step"]
-        self.strategy.print(f"continuing after step {self.done} from {path}")
+        self.strategy.print(f"resuming after step {self.done} from {path}")
         return self.done
 
     def _check(self, path: Path, state: dict[str, Any]) -> None:
@@ -259,10 +259,10 @@ class Trainer(ABC):
             changed = changed_settings(state["identity"], self.identity)
         except ConfigError as error:
             raise ConfigError(
-                f"--load_checkpoint: {path} is of another run:\n{error}\nundo these changes, or give another --ckpt_path"
+                f"--load_checkpoint: {path} belongs to another run:\n{error}\nundo these changes, or set another --ckpt_path"
             ) from error
         if changed and self.strategy.is_rank_0():
-            logger.warning("continuing from {} with changes: {}", path, "; ".join(changed))
+            logger.warning("resuming from {} with changes: {}", path, "; ".join(changed))
 
     def _save_interrupted(self) -> None:
         if self.done == 0:
@@ -271,7 +271,7 @@ class Trainer(ABC):
         if self.saved != self.done:
             self.save()
         self.strategy.finish_ckpt()
-        self.strategy.print(f"saved step {self.done} in {self.checkpoints}; continue with the same command and --load_checkpoint")
+        self.strategy.print(f"saved step {self.done} in {self.checkpoints}; resume with the same command and --load_checkpoint")
 
     def _check_end(self) -> None:
         scheduler = self.policy.scheduler

@@ -67,7 +67,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     algorithm = config.algorithm
     frozen = config.train.freezing_actor_steps
     if frozen >= steps:
-        raise ConfigError(f"--freezing_actor_steps {frozen} leaves none of this run's {steps} steps to the actor")
+        raise ConfigError(f"--freezing_actor_steps {frozen} leaves no step to train the actor: this run has {steps} steps")
     sampling, reference = Sampling.of(config.rollout), needs_reference(algorithm)
     with told(strategy, f"loading {config.model.pretrain}"):
         policy = build_policy(config, strategy, updates=(steps - frozen) * updates, reference=reference, sampling=sampling)
@@ -85,7 +85,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
     kl_coefficient = KLCoefficient(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
     parts = {"collector": collect, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
-    strategy.report_memory("models and engine are there;")
+    strategy.report_memory("models and engine are ready;")
     observer, trace = observation(config, strategy)
     return PPOTrainer(
         given,
@@ -161,7 +161,7 @@ def load_expander(config: Config, tokenizer: PreTrainedTokenizerBase, *, engine:
     try:
         tokenizer.chat_template = expand.chat_template or tokenizer.chat_template
     except ValueError as error:
-        raise ConfigError(f"--images_key: {error}; a model that reads text alone learns without the flag") from error
+        raise ConfigError(f"--images_key: {error}; omit the flag to train the model on text") from error
     return expand
 
 

@@ -45,15 +45,15 @@ class Health:
         """Warn of a run whose rewards never gave a signal, and of skipped steps. Raises RuntimeError if no step was taken."""
         if self.steps_without_signal and not self.steps_with_signal:
             self._warn(
-                f"none of the {self.steps_without_signal} reported steps had a signal to learn from: all rewards were equal. "
-                f"Look at the responses in samples.jsonl, at --reward and --label_key, and at --generate_max_len"
+                f"none of the {self.steps_without_signal} reported steps had a training signal: all rewards were equal. "
+                f"Check the responses in samples.jsonl, --reward and --label_key, and --generate_max_len"
             )
         if skipped:
             self._warn(f"{skipped} optimizer steps were skipped, because the gradient norm was not finite")
         if skipped and not taken:
             raise RuntimeError(
-                f"the model has learned nothing: all {skipped} optimizer steps were skipped, because the gradient norm was never "
-                f"finite. Look at the rewards and at --actor_learning_rate, and try without --bf16"
+                f"the model was not trained: all {skipped} optimizer steps were skipped, because the gradient norm was never "
+                f"finite. Check the rewards and --actor_learning_rate, and try without --bf16"
             )
 
     def _check_signal(self, number: int, row: dict[str, float]) -> None:
@@ -64,7 +64,7 @@ class Health:
         self.steps_without_signal += 1
         if self.logs:
             what = f"all rewards are {row['rollout/reward']:.4g}" if equal else "all rewards of each group are equal"
-            logger.warning("step {}: {}, so there is nothing to learn from in it", number, what)
+            logger.warning("step {}: {}, so it has no training signal", number, what)
 
     def _check_mismatch(self, number: int, mismatch: float, largest: float) -> bool:
         limit = self.config.train.mismatch_limit
@@ -79,8 +79,8 @@ class Health:
         if mismatch <= bound:
             return False
         if self.logs:
-            verification = ("the next weight sync compares every weight" if self.config.engine.verify_weight_sync
-                            else "nothing compares weights with --no_verify_weight_sync")  # fmt: skip
+            verification = ("the next weight sync verifies every weight" if self.config.engine.verify_weight_sync
+                            else "weights are not verified, because of --no_verify_weight_sync")  # fmt: skip
             logger.warning(
                 "step {}: the log-probs of engine and trainer differ by {:.2g} on average, {:.2g} at most, far more than the "
                 "{:.2g} of the steps before; {}", number, mismatch, largest, median(self._mismatches), verification,

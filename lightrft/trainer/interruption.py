@@ -62,7 +62,7 @@ class Interruption:
             raise KeyboardInterrupt
         self._signal = number
         if number == signal.SIGINT:  # when a rank has ended, a launcher sends SIGTERM to the others: nobody reads this message
-            logger.warning("stopping at the next safe point, with a checkpoint; once more to stop at once without one")
+            logger.warning("stopping at the next safe point, with a checkpoint; interrupt again to stop immediately without one")
 
 
 _active: Interruption | None = None

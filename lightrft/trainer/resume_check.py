@@ -72,7 +72,7 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         raise ConfigError("\n".join(f"  - {problem}" for problem in problems))
     notices = [f"--{name} {change}" for name, change in settings.items() if name not in NO_NUMBER_DEPENDS_ON]
     of_reference = now["settings"].get("use_kl_loss") or now["settings"].get("init_kl_coef")
-    return notices + (["the weights of --pretrain, which the divergence is measured from, have changed"]
+    return notices + (["the weights of --pretrain, the reference of the divergence, have changed"]
                       if others and of_reference else [])  # fmt: skip
 
 

@@ -107,8 +107,8 @@ class RunFolder:
         if self.resumes:
             if len(saved | ({known} if known else set())) > 1:
                 raise ConfigError(
-                    f"{self.checkpoints} has checkpoints of another run than {self.path}: give another --ckpt_path, or the "
-                    f"--save_path of the run that is to be continued"
+                    f"{self.checkpoints} has checkpoints of a run other than the one in {self.path}: set another --ckpt_path, "
+                    "or the --save_path of the run to resume"
                 )
             self.id = known or next(iter(saved), "") or uuid.uuid4().hex
             return
@@ -117,7 +117,7 @@ class RunFolder:
             if not self.overwrites:
                 raise ConfigError(
                     f"--save_path {self.path} has the results of an earlier run ({', '.join(found)}): --load_checkpoint "
-                    f"continues that run, another --save_path leaves it alone, --overwrite moves it to {_previous(self.path)}"
+                    f"resumes that run, another --save_path starts a separate one, --overwrite moves it to {_previous(self.path)}"
                 )
             self._move_results()
 
@@ -154,12 +154,12 @@ class RunFolder:
             if holder == me:  # an earlier attempt of this process, such as a cell of a notebook that failed
                 return
             raise ConfigError(
-                f"--{flag} {folder} is in use by another run ({holder or 'of which nothing is known'}): let it end, or give "
-                f"another folder"
+                f"--{flag} {folder} is in use by another run ({holder or 'unknown process'}): wait until it ends, or set "
+                "another folder"
             ) from None
         except OSError as error:
             file.close()
-            logger.warning("{} cannot be locked ({}): two runs in it would not notice each other", folder, error.strerror)
+            logger.warning("{} cannot be locked ({}): a second run in it would not be detected", folder, error.strerror)
             return
         self._locks.append(file)
         file.truncate(0)

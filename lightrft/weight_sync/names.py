@@ -70,9 +70,10 @@ class PublishedNames:
         """Return an error message, with possible solutions, for weights `names` that an engine does not have."""
         first = ", ".join(f"{name} (published as {self.pieces(name)[0]})" for name in names[:3])
         return (
-            f"{engine} has no place for {len(names)} of the {len(self.shapes)} weights of {type(self._model).__name__}, such as "
-            f"{first}. It may do without; if not, another version of it may take them, and --engine_type hf does; and if folders "
-            "of this model call them otherwise, say so with transformers' register_checkpoint_conversion_mapping()"
+            f"{engine} has no parameter for {len(names)} of the {len(self.shapes)} weights of {type(self._model).__name__}, "
+            f"such as {first}. It may not need them. If it does, try another version of it, or use --engine_type hf, which "
+            "supports them; if the folders of this model use other names, register these with transformers' "
+            "register_checkpoint_conversion_mapping()"
         )
 
     def _find(self, weights: dict[str, Tensor]) -> None:

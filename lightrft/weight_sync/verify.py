@@ -213,7 +213,7 @@ def _weight_probe(
         columns = width = OF_VECTOR if columns % (OF_VECTOR * slices) == 0 else 1
         row, apart = divmod(row, width)
         if apart or piece[0] % width:
-            raise ValueError(f"a vector of {shape[0]} is cut at no multiple of {width}: only --no_verify_weight_sync helps")
+            raise ValueError(f"a vector of {shape[0]} is not split at a multiple of {width}: use --no_verify_weight_sync")
     start, stop = _run(shape.numel() // columns, None if len(shape) == 1 else round)
     first, last = max(start - row, 0), min(stop - row, piece.numel() // width)
     if first >= last:

@@ -190,11 +190,11 @@ def mean_weight(ratio):
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"policy_loss": f"{__name__}:mean_loss"}, r"mean_loss: its loss is of shape \[\], not one value for each of the 5"),
-        ({"policy_loss": f"{__name__}:bare_loss"}, "bare_loss returns no pair"),
-        ({"policy_loss": f"{__name__}:mean_report"}, r"mean_report: what it reports as 'mine' is of shape \[\]"),
-        ({"policy_loss": f"{__name__}:number_report"}, "number_report: what it reports as 'mine' is of shape"),
-        ({"rollout_correction": f"{__name__}:mean_weight"}, r"mean_weight: its weight is of shape \[\]"),
+        ({"policy_loss": f"{__name__}:mean_loss"}, r"mean_loss: its loss has shape \[\], not one value for each of the 5"),
+        ({"policy_loss": f"{__name__}:bare_loss"}, "bare_loss must return a pair"),
+        ({"policy_loss": f"{__name__}:mean_report"}, r"mean_report: the reported 'mine' has shape \[\]"),
+        ({"policy_loss": f"{__name__}:number_report"}, "number_report: the reported 'mine' has shape"),
+        ({"rollout_correction": f"{__name__}:mean_weight"}, r"mean_weight: its weight has shape \[\]"),
     ],
 )
 def test_what_a_users_own_function_must_return(section, message):

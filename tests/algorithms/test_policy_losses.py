@@ -209,7 +209,7 @@ def own_loss(logprobs, old_logprobs, advantages, *, temperature_of_mine):
 
 
 def test_a_loss_that_asks_for_too_much_is_named():
-    with pytest.raises(ValueError, match="own_loss needs temperature_of_mine, which this run does not make"):
+    with pytest.raises(ValueError, match="own_loss needs temperature_of_mine, which this run does not compute"):
         PolicyObjective(section(f"{__file__}:own_loss"))
 
 

@@ -142,5 +142,5 @@ def test_a_checkpoint_does_not_say_whether_code_may_run():
     settings = {"pretrain": "owner/name", "trust_remote_code": True, "bf16": True, "save_path": "run"}
     assert not _section(settings, "", trust_remote_code=False)[0].trust_remote_code
     assert _section(settings | {"trust_remote_code": False}, "", trust_remote_code=True)[0].trust_remote_code
-    with pytest.raises(ConfigError, match="--pretrain ./gone is not there"):
+    with pytest.raises(ConfigError, match="--pretrain ./gone does not exist"):
         _section(settings | {"pretrain": "./gone"}, "", trust_remote_code=False)

@@ -97,8 +97,8 @@ def test_the_scripts_of_models_with_images_are_understood():
     config = parse([*VISION, "--images_key=images", "--pretrain=some/model", "--prompt_data=x"])
     assert config.model.freeze_prefix == [] and config.engine.limit_mm_image_per_prompt == 10
     assert config.algorithm.advantage_estimator == "gae"
-    assert "--fps, --max_pixels (the model's processor decides)" in config.notices[0]
-    with pytest.raises(ConfigError, match="the critic of --advantage_estimator gae sees no images"):
+    assert "--fps, --max_pixels (the model's processor sets this)" in config.notices[0]
+    with pytest.raises(ConfigError, match="the critic of --advantage_estimator gae does not support images"):
         resolve(config, "train_ppo", 8)
 
 
@@ -133,8 +133,8 @@ def test_a_system_prompt_may_be_a_file(tmp_path):
 def test_all_refusals_come_in_one_message():
     with pytest.raises(ConfigError) as error:
         parse(["--load_in_4bit", "--async_train", "--agent_func_path", "a.py", "--reward_clip_range", "-1", "2", "--sed=1"])
-    for said in ("unknown flag --sed; did you mean --seed", "--load_in_4bit: weights are not quantised here; --lora_rank",
-                 "--async_train: ", "--agent_func_path: ", "--reward_clip_range: --reward_clip C", "docs/migrating.md"):
+    for said in ("unknown flag --sed; did you mean --seed", "--load_in_4bit: quantised weights are not supported; --lora_rank",
+                 "--async_train: ", "--agent_func_path: ", "--reward_clip_range: the two bounds", "docs/migrating.md"):
         assert said in str(error.value)
 
 

@@ -98,23 +98,29 @@ def test_forms_of_chat_data(tmp_path, form):
 
 def test_a_template_that_renders_earlier_answers_differently(tmp_path):
     row = {"messages": messages(("user", "1"), ("assistant", "t/2"), ("user", "3"), ("assistant", "t/4"))}
-    with pytest.raises(DataError, match="chat.jsonl:1: .*in message 2 of 4 differently when others follow.*--learned_turns last"):
+    with pytest.raises(
+        DataError, match="chat.jsonl:1: .*in message 2 of 4 differently when other messages follow.*--learned_turns last"
+    ):
         load(tmp_path, row, template=FORGETS)
     assert shown(tmp_path, row, template=FORGETS, learned_turns="last") == ["u>1;a>2$\nu>3;a>[t/4$]"]
     assert shown(tmp_path, {"messages": row["messages"][:2]}, template=FORGETS) == ["u>1;a>[t/2$]"]
 
 
 def test_a_template_whose_generation_prompt_does_not_begin_its_answers(tmp_path):
-    with pytest.raises(DataError, match="chat.jsonl:1: .*in message 2 of 2 behind its generation prompt"):
+    with pytest.raises(DataError, match="chat.jsonl:1: .*in message 2 of 2 after its generation prompt"):
         load(tmp_path, {"messages": messages(*CHAT[:2])}, template=OTHER_PROMPT)
 
 
 BAD = {
-    "ends in a question": ({"messages": messages(*CHAT[:3])}, {}, "no text to learn in the answer column .--label_key.: None"),
+    "ends in a question": ({"messages": messages(*CHAT[:3])}, {}, "no text to train on in the answer column .--label_key.: None"),
     "an empty answer": ({"messages": messages(("user", "1"), ("assistant", ""))}, {}, "message 2 of 2, of role 'assistant'"),
     "null": ({"messages": messages(("user", None), ("assistant", "2"))}, {}, "message 1 of 2, of role 'user', has no content"),
-    "who": ({"conversations": [*SHAREGPT, {"from": "bird", "value": "x"}]}, {}, "a turn is from 'bird'; known are human"),
-    "completion by the user": ({"prompt": "1", "completion": messages(CHAT[0])}, {}, "'completion' ends in a message of role"),
+    "who": (
+        {"conversations": [*SHAREGPT, {"from": "bird", "value": "x"}]},
+        {},
+        "the turn has the role 'bird'; known roles are human",
+    ),
+    "completion by the user": ({"prompt": "1", "completion": messages(CHAT[0])}, {}, "'completion' ends with a message of role"),
     "no chat template": ({"messages": messages(*CHAT)}, {"apply_chat_template": False}, "chat messages need --apply_chat"),
     "long": ({"messages": messages(*CHAT)}, {"longest": 17}, "prompt and answer have 18 tokens, more than --max_tokens"),
     "a long prompt": ({"messages": messages(("user", "123"), *CHAT[1:])}, {"prompt_max_len": 7}, "the prompt has 8 tokens"),

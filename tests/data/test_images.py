@@ -99,7 +99,7 @@ def test_data_of_the_datasets_package_keep_their_files(folder, monkeypatch):
     assert [image.size for image in opened(first.multi_modal)["images"]] == [(4, 3), (5, 3)] and not second.multi_modal
 
 
-@pytest.mark.parametrize(("value", "reason"), [(3, "not 3"), ([""], "not ''"), ({"bytes": None}, "an image is a path")])
+@pytest.mark.parametrize(("value", "reason"), [(3, "not 3"), ([""], "not ''"), ({"bytes": None}, "an image must be a path")])
 def test_what_is_no_image(value, reason):
     with pytest.raises(ValueError, match=reason):
         image_files(value, Path())
@@ -113,11 +113,11 @@ def test_files_that_cannot_be_read(folder, monkeypatch):
             _ = ImageFile(name, folder / name).size
     Image.new("I;16", (2, 2)).save(folder / "deep.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 5)
-    for name, reason in {"0.png": "12 pixels", "deep.png": "mode I;16, and not of 8 bits"}.items():
+    for name, reason in {"0.png": "12 pixels", "deep.png": "mode I;16, not 8 bits"}.items():
         with pytest.raises(DataError, match=f"rows.jsonl:1: image {name} cannot be read: .*{reason}"):
             load(folder, {"input": "a", "pictures": name}, measure=lambda prompt: prompt.multi_modal["images"][0].size[0])
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match="image cut.png cannot be read: .*; mend it, or take its rows out of the data"):
+    with pytest.raises(ConfigError, match="image cut.png cannot be read: .*; repair it, or remove its rows from the data"):
         ImageFile("cut.png", folder / "cut.png").open()
     file = io.BytesIO()  # of several pieces, the last of which has no name
     Image.frombytes("L", (300, 300), Random(0).randbytes(90_000)).save(file, "PNG")
@@ -126,7 +126,7 @@ def test_files_that_cannot_be_read(folder, monkeypatch):
 
 
 def test_a_column_without_images(folder):
-    with pytest.raises(DataError, match="--images_key pictures: no row of --prompt_data .* has an image in such a column"):
+    with pytest.raises(DataError, match="--images_key pictures: no row of --prompt_data .* has an image in this column"):
         load(folder, {"input": "a", "images": "0.png"})
 
 
@@ -149,7 +149,7 @@ def test_messages_with_parts():
     assert with_parts([system], 0) == [{"role": "system", "content": [{"type": "text", "text": "be brief"}]}]
     assert with_parts([user | {"content": "<image>a"}], 1)[0]["content"] == [image, text]
     for content in (["a"], image, 3):
-        with pytest.raises(ValueError, match="the content of a chat message is text, or a list of parts"):
+        with pytest.raises(ValueError, match="the content of a chat message must be text, or a list of parts"):
             with_parts([user | {"content": content}], 1)
 
 

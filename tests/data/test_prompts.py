@@ -106,7 +106,7 @@ def test_empty_lines_and_a_byte_order_mark_are_no_rows(tmp_path):
 
 BAD_LINES = {
     "malformed": ('{"input": "a"', "not valid JSON .*Expecting"),
-    "half a character": ('{"input": "a", "label": "\\ud83d"}', r"not valid JSON \(half of a surrogate pair: .ud83d\)"),
+    "half a character": ('{"input": "a", "label": "\\ud83d"}', r"not valid JSON \(an unpaired surrogate: .ud83d\)"),
     "deep": ('{"input": ' + "[" * 100_000 + "]" * 100_000 + "}", "not valid JSON .lists or objects are nested too deep"),
     "list": ('["a"]', "not a JSON object but list"),
     "number": ("5", "not a JSON object but int"),
@@ -138,7 +138,7 @@ def test_skipped_rows_are_counted_and_shown(tmp_path, warnings):
     file = write_lines(tmp_path / "data.jsonl", {"input": "first"}, *lines, {"input": "last"})
     prompts = load(file, prompt_max_len=10, bad_rows="skip")
     assert [(p.index, p.text) for p in prompts] == [(0, "first"), (1, "last")]
-    assert len(warnings) == 1 and f"{len(lines)} bad rows of --prompt_data left out" in warnings[0]
+    assert len(warnings) == 1 and f"{len(lines)} bad rows of --prompt_data skipped" in warnings[0]
     assert f"{file}:2: not valid JSON" in warnings[0] and warnings[0].count(str(file)) == 5
 
 
@@ -148,7 +148,7 @@ def test_good_data_warns_of_nothing(tmp_path, warnings):
 
 
 def test_no_usable_row(tmp_path):
-    with pytest.raises(DataError, match="--prompt_data .*data.jsonl: no usable row .0 bad ones left out"):
+    with pytest.raises(DataError, match="--prompt_data .*data.jsonl: no usable row .0 bad ones were skipped"):
         load(write_lines(tmp_path / "data.jsonl"))
     with pytest.raises(DataError, match="no usable row .1 bad ones"):
         load(write_lines(tmp_path / "data.jsonl", "{"), bad_rows="skip")
@@ -191,10 +191,10 @@ def test_a_parquet_file_that_is_none(tmp_path):
 def test_sources_that_are_not_there(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "data.csv").write_text("input\na\n")
-    for source, message in [(tmp_path / "empty", "the folder holds no .jsonl, .json, .parquet file"),
-                            (tmp_path / "data.csv", "unknown kind of file"),
-                            (tmp_path / "absent.jsonl", "no such file or folder, and not a hub name"),
-                            ("data/absent.jsonl", "no such file or folder"), ("absent", "no such file or folder")]:  # fmt: skip
+    for source, message in [(tmp_path / "empty", "the folder contains no .jsonl, .json, .parquet file"),
+                            (tmp_path / "data.csv", "unknown file type"),
+                            (tmp_path / "absent.jsonl", "neither an existing file or folder nor a hub name"),
+                            ("data/absent.jsonl", "neither an existing file or folder"), ("absent", "no such file or folder")]:  # fmt: skip
         with pytest.raises(DataError, match=f"--prompt_data {source}: {message}"):
             load(source)
 
@@ -233,7 +233,9 @@ def test_chat_template_of_text_and_of_messages(tmp_path):
 def test_messages_that_end_in_an_answer_are_no_prompt(tmp_path, warnings):
     asked = [{"role": "user", "content": "1+1="}]
     file = write_lines(tmp_path / "data.jsonl", {"input": asked}, {"input": [*asked, {"role": "assistant", "content": "2"}]})
-    with pytest.raises(DataError, match="data.jsonl:2: the last message of 'input' is of the assistant, .* leave that message"):
+    with pytest.raises(
+        DataError, match="data.jsonl:2: the last message of 'input' is a turn of the assistant, .* remove that message"
+    ):
         load(file, apply_chat_template=True, template=TEMPLATE)
     prompts = load(file, apply_chat_template=True, template=TEMPLATE, bad_rows="skip")
     assert [p.text for p in prompts] == ["<user>1+1=<assistant>"] and "1 bad rows of --prompt_data" in warnings[0]
@@ -246,7 +248,7 @@ def test_further_variables_of_the_chat_template(tmp_path):
              for given in ('{"thinking": true}', '{"thinking": false}', None)]  # fmt: skip
     assert texts == ["<user>a<assistant><think>", "<user>a<assistant>", "<user>a<assistant>"]
     for wrong in ("thinking", '["thinking"]'):
-        with pytest.raises(DataError, match="--chat_template_kwargs .* is no JSON"):
+        with pytest.raises(DataError, match="--chat_template_kwargs .* is not"):
             load(file, apply_chat_template=True, template=template, chat_template_kwargs=wrong, bad_rows="skip")
 
 
@@ -279,7 +281,7 @@ def test_what_is_neither_text_nor_messages(tmp_path, value):
 
 def test_messages_that_the_template_refuses(tmp_path):
     file = write_lines(tmp_path / "data.jsonl", {"input": [{"role": "tool", "content": "a"}]})
-    with pytest.raises(DataError, match="data.jsonl:1: the chat template refuses it .*no tools"):
+    with pytest.raises(DataError, match="data.jsonl:1: the chat template rejects it .*no tools"):
         load(file, apply_chat_template=True, template=TEMPLATE)
 
 
@@ -322,13 +324,13 @@ def test_shares_of_several_data_sets(tmp_path, counts, shares, expected):
 
 @pytest.mark.parametrize("shares", [[1.0], [0.5, 0.0], [0.2, 0.3, 0.5]], ids=str)
 def test_shares_that_are_not_of_these_data_sets(tmp_path, shares):
-    with pytest.raises(DataError, match="--prompt_data_probs takes a number above 0 for each of the 2 data sets"):
+    with pytest.raises(DataError, match="--prompt_data_probs needs a number above 0 for each of the 2 data sets"):
         load(several(tmp_path, 3, 2), prompt_data_probs=shares)
 
 
 def test_a_comma_in_a_name_and_a_missing_file(tmp_path):
     assert len(load(write_lines(tmp_path / "a,b.jsonl", *ROWS))) == 2
-    with pytest.raises(DataError, match="--prompt_data nowhere.jsonl: no such file"):
+    with pytest.raises(DataError, match="--prompt_data nowhere.jsonl: neither an existing file"):
         load(f"{several(tmp_path, 1)},nowhere.jsonl")
 
 

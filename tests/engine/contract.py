@@ -252,7 +252,7 @@ def _is_noticed(
 ) -> None:
     """The error names the weight, nothing is generated with it, and a complete stream, verified as a whole, repairs."""
     bench.engine.verify_round = round
-    with _tampered(bench.engine, tamper), pytest.raises(EngineError, match=f"{name} in the engine is not what was sent"):
+    with _tampered(bench.engine, tamper), pytest.raises(EngineError, match=f"{name} in the engine differs from the weight"):
         bench.load(bench.model, 9)
     with pytest.raises(EngineError, match="load_weights"):
         bench.greedy()
@@ -330,7 +330,7 @@ def a_stale_prefix_cache_is_noticed(bench: Bench) -> None:
     if type(bench.engine).__name__ == "HFEngine":
         return
     bench.engine.reset_cache = lambda: None
-    with pytest.raises(EngineError, match="blocks of the prefix cache are of the old weights"):
+    with pytest.raises(EngineError, match="blocks of the old weights"):
         bench.load(bench.model)
     del bench.engine.reset_cache
     bench.load(bench.model)
@@ -460,13 +460,13 @@ def impossible_requests_are_refused(bench: Bench) -> None:
         ([[1]], Sampling(stop=("",)), "stop strings"),
         ([[1]], Sampling(first_token_temperature=0.0), "first_token_temperature"),
         ([[1]], Sampling(stop_token_ids=(9999,)), "token 9999 is not in the vocabulary"),
-        ([[1], [2, 9999]], Sampling(max_tokens=4), "request 1 has the token 9999"),
+        ([[1], [2, 9999]], Sampling(max_tokens=4), "request 1 contains the token 9999"),
     ):
         with pytest.raises(ValueError, match=message):
             bench.generate(prompts, sampling)
     with pytest.raises(ValueError, match="text only"):
         bench.engine.generate([Request([1], multi_modal={"images": []})], Sampling(max_tokens=4))
-    with pytest.raises(ValueError, match="request 1 can never fit.*max_model_len"):
+    with pytest.raises(ValueError, match="request 1 does not fit.*max_model_len"):
         bench.engine.generate([Request([1]), Request([1], sampling=Sampling(max_tokens=256))], Sampling(max_tokens=4))
     assert bench.greedy() == bench.expected
 

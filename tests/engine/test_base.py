@@ -74,20 +74,20 @@ def test_an_engine_that_broke_is_not_used_again(verb: str) -> None:
 def test_completions_that_are_not_read_to_the_end_leave_the_engine_unusable() -> None:
     engine = Idle()
     assert next(engine.stream([Request([1]), Request([2])], Sampling())) == (0, [])
-    with pytest.raises(EngineError, match="its completions were not read to the end"):
+    with pytest.raises(EngineError, match="its completions were not consumed to the end"):
         engine.generate([Request([1])], Sampling())
 
 
 def test_a_stream_that_the_adapter_does_not_read_to_its_end_does_not_count() -> None:
     engine = Idle(reads=1)
-    with pytest.raises(EngineError, match="stopped reading the weight stream at b"):
+    with pytest.raises(EngineError, match="stopped consuming the weight stream at b"):
         engine.load_weights(STREAM, 1)
     with pytest.raises(EngineError, match="load_weights"):
         engine.generate([Request([1])], Sampling())
 
 
 def test_missing_names_are_found_even_if_the_adapter_stops_one_early() -> None:
-    with pytest.raises(ValueError, match="1 weights never came, the first is b"):
+    with pytest.raises(ValueError, match="1 weights are missing, the first is b"):
         Idle(reads=1).load_weights(STREAM[:1], 1)
 
 
@@ -113,7 +113,7 @@ def test_the_first_verification_is_whole_and_later_ones_are_rounds_of_parts() ->
     """An element that is wrong from the second sync on is named in its round, and then by the next one, which is whole."""
     engine, stream = Keeps(), [("a", torch.arange(256.0).view(128, 2))]
     engine.wrong = [89]
-    with pytest.raises(EngineError, match="a in the engine is not what was sent"):
+    with pytest.raises(EngineError, match="a in the engine differs from the weight that was sent"):
         engine.load_weights(stream, 1)
     engine.wrong = []
     engine.load_weights(stream, 1)
@@ -122,7 +122,7 @@ def test_the_first_verification_is_whole_and_later_ones_are_rounds_of_parts() ->
         assert engine.verify_round == round
         engine.load_weights(stream, 2)
     for _ in range(2):
-        with pytest.raises(EngineError, match="a in the engine is not what was sent"):
+        with pytest.raises(EngineError, match="a in the engine differs from the weight that was sent"):
             engine.load_weights(stream, 3)
         assert engine.verify_round is None and not engine.weights_valid
     engine.wrong = []

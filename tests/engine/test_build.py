@@ -54,7 +54,7 @@ def test_a_missing_engine_names_its_package(name: str, way_out: str, folder: Pat
 
 
 def test_an_unknown_engine_names_the_known_ones(folder: Path) -> None:
-    with pytest.raises(ValueError, match="--engine_type tgi: no such engine; known: auto, vllm, sglang, hf"):
+    with pytest.raises(ValueError, match="--engine_type tgi: unknown engine; choose from auto, vllm, sglang, hf"):
         start("tgi", str(folder), ALONE)
 
 

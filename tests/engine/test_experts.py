@@ -88,7 +88,7 @@ def course(folder: str, target: str) -> tuple[dict[str, torch.Tensor], list, tup
         patch.setattr("lightrft.engine.start.published_names", with_a_stranger)
         alone = start("vllm", target, Mesh("cpu").engine(1))
     again = answers_of(alone)
-    with pytest.raises(EngineError, match=r"vllm has no place for 1 of .*published as model.strange.weight"):
+    with pytest.raises(EngineError, match=r"vllm has no parameter for 1 of .*published as model.strange.weight"):
         alone.load_weights(plain.named_parameters(), 1)
     alone.close()
     return trained, answers, scored, again

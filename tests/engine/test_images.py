@@ -238,8 +238,8 @@ IMPOSSIBLE: dict[str, list[tuple[Request, str]]] = {
         (Request([65], {"images": [picture(1)]}), "has 1 images and 0 placeholders"),
         (Request([IMAGE] * 4, {"images": [picture(1)] * 4}), "4 images, more than --limit_mm_image_per_prompt 3"),
         (Request([IMAGE], {"images": ["cat.png"]}), "has media that cannot be read: images: a str is none: give PIL images"),
-        (Request([IMAGE], {"images": [FIRST], "audios": [1]}), "carries audios: this engine generates from text and images"),
-        (Request([IMAGE] + [65] * 120, {"images": [picture(1)]}), r"can never fit: 12\d prompt tokens and max_tokens 10"),
+        (Request([IMAGE], {"images": [FIRST], "audios": [1]}), "carries audios: this engine supports only text and images"),
+        (Request([IMAGE] + [65] * 120, {"images": [picture(1)]}), r"does not fit: 12\d prompt tokens and max_tokens 10"),
     ],
     "videos": [
         (Request([IMAGE + 1, 65]), "request 1 has 0 videos and 1 placeholders"),
@@ -254,16 +254,16 @@ IMPOSSIBLE: dict[str, list[tuple[Request, str]]] = {
         (Request([65], {"audios": [HEARD]}), "has 1 audios and 0 placeholders"),
         (Request([IMAGE] * 3, {"audios": [HEARD] * 3}), "3 audios, more than --limit_mm_audio_per_prompt 2"),
         (Request([IMAGE], {"audios": ["nothing.wav"]}), "has media that cannot be read: audios: .*No such file.*nothing.wav"),
-        (Request([IMAGE], {"audios": [clip(1, rate=8000)]}), "cannot be read: 8000 samples a second, and its model hears 16000"),
-        (Request([IMAGE], {"audios": [clip(1, 31)]}), "cannot be read: 31.0 s, and its model hears [13]0? s: cut it"),
-        (Request([IMAGE], {"videos": [1]}), "carries videos: this engine generates from text and audios only"),
-        (Request([IMAGE] + [65] * 115, {"audios": [HEARD]}), r"can never fit: 120 prompt tokens and max_tokens 10"),
+        (Request([IMAGE], {"audios": [clip(1, rate=8000)]}), "8000 samples per second, and the model needs 16000"),
+        (Request([IMAGE], {"audios": [clip(1, 31)]}), "cannot be read: 31.0 s, and the model accepts at most [13]0? s: cut it"),
+        (Request([IMAGE], {"videos": [1]}), "carries videos: this engine supports only text and audios"),
+        (Request([IMAGE] + [65] * 115, {"audios": [HEARD]}), r"does not fit: 120 prompt tokens and max_tokens 10"),
     ],
 }
 
 
 def impossible_media_are_refused(scene: Scene) -> None:
-    others = "carries videos: this engine generates from text and images only; --engine_type hf reads videos too"
+    others = "carries videos: this engine supports only text and images; --engine_type hf also supports videos"
     more = [(Request([IMAGE], {"videos": [FILM]}), others)] if scene.strategy.engine_name == "sglang" else []
     for request, message in IMPOSSIBLE[scene.name] + more:
         with pytest.raises(ValueError, match=message):
@@ -484,7 +484,7 @@ def test_the_forms_of_a_clip(tmp_path):
     for form, message in (
         ((waveform * 2**15).astype(np.int16), "a ndarray is none"), ((waveform.astype(np.int16), 8000), "floats.* of int16"),
         ((np.zeros((4, 2)), 8000), r"\[N\] of floats, and this one is \[4, 2\]"), ((waveform[:0], 8000), r"this one is \[0\]"),
-        (tmp_path / "none.wav", "none.wav is no .wav file"),
+        (tmp_path / "none.wav", "none.wav is not a .wav file"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"audios: .*{message}"):
             read({"audios": [form]})
@@ -500,7 +500,7 @@ def test_smaller_images_are_filled_up():
 
 def test_a_model_of_text_reads_no_images(tmp_path):
     engine = start("hf", tiny_model(tmp_path), ALONE)
-    with pytest.raises(ValueError, match="request 0 carries images: this engine generates from text only"):
+    with pytest.raises(ValueError, match="request 0 carries images: this engine supports only text"):
         engine.generate([Request([65], {"images": [FIRST]})], GREEDY)
 
 

@@ -114,8 +114,8 @@ def test_the_others_notice_that_rank_0_stands_still(tmp_path):
     with pytest.raises(RuntimeError, match="rank 1 ended with 1"):
         run_ranks(3, stopped, tmp_path, 0, timeout=30)
     for said in logs(tmp_path, 3)[1:]:
-        assert f"this run ends: rank 0 (pid {(tmp_path / 'pid0').read_text()} on {socket.gethostname()}) has been silent" in said
-        assert "for more than 1 s (--timeout_minutes), last heard of in phase generate: its process is stopped" in said
+        assert f"this run ends: rank 0 (pid {(tmp_path / 'pid0').read_text()} on {socket.gethostname()}) has sent no heartbeat" in said
+        assert "for more than 1 s (--timeout_minutes), the last one in phase generate: its process is suspended" in said
 
 
 def together(folder, phase):
@@ -165,7 +165,7 @@ def test_a_killed_rank_is_named_at_once(tmp_path, rank):
     os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
     for other in {0, 1, 2} - {rank}:
         assert f"this run ends: rank {rank} (pid {(tmp_path / f'pid{rank}').read_text()}" in said[other]
-        assert "ended without a word in phase experience: it was killed or crashed" in said[other]
+        assert "ended without an error message in phase experience: it was killed or crashed" in said[other]
 
 
 def fails(folder):
@@ -253,7 +253,7 @@ def absent(folder):
 def test_a_rank_that_never_says_where_it_is(tmp_path):
     with pytest.raises(RuntimeError, match="rank 0 ended with 1"):
         run_ranks(2, absent, tmp_path, timeout=30)
-    assert "this run ends: rank 1 ended, or hung, before it could say where it is" in logs(tmp_path, 2)[0]
+    assert "this run ends: rank 1 ended, or hung, before it could send its position" in logs(tmp_path, 2)[0]
 
 
 def test_errors_that_come_from_another_rank():

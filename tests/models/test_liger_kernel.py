@@ -32,7 +32,7 @@ def test_log_probs_and_gradients_are_those_of_transformers():
 
 
 def test_what_it_cannot_compute_is_named():
-    with pytest.raises(ValueError, match="'gemma3_text' is none of llama, qwen2, qwen3; the kernels need an accelerator"):
+    with pytest.raises(ValueError, match="'gemma3_text' is not one of llama, qwen2, qwen3; the kernels need an accelerator"):
         fuse(make_model("gemma3", ATTENTION), torch.device("cpu"))
     config = AutoConfig.for_model("qwen2", hidden_act="gelu", hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
                                   num_key_value_heads=1, intermediate_size=8, vocab_size=9)  # fmt: skip

@@ -52,7 +52,7 @@ def test_a_folder_in_the_home_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./absent", "absent", "a/b/c"])
 @pytest.mark.parametrize("load", [load_model, load_tokenizer])
 def test_missing_folder(name, load):
-    with pytest.raises(ValueError, match=f"--pretrain {name}: no such folder, and not a hub name"):
+    with pytest.raises(ValueError, match=f"--pretrain {name}: neither an existing folder nor a hub name"):
         load(ModelSection(pretrain=name))
 
 
@@ -160,8 +160,8 @@ DAMAGED = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "cannot read the weights .*no file named"),
     "empty": (lambda folder: cut(folder / "model.safetensors", 0), "/model.safetensors is empty: 0 bytes"),
     "cut": (lambda folder: cut(folder / "model.safetensors", 5000), "/model.safetensors is damaged, .*: 5000 bytes"),
-    "pointer": (lambda folder: (folder / "model.safetensors").write_bytes(LFS), "/model.safetensors is a pointer .*git lfs pull"),
-    "no shard": (in_shards(lambda folder: shard(folder).unlink()), "/model-00003-of-00007.safetensors is not there, and"),
+    "pointer": (lambda folder: (folder / "model.safetensors").write_bytes(LFS), "is a git-lfs pointer .*git lfs pull"),
+    "no shard": (in_shards(lambda folder: shard(folder).unlink()), "/model-00003-of-00007.safetensors does not exist, but"),
     "cut shard": (in_shards(lambda folder: cut(shard(folder), -100)), "/model-00003-of-00007.safetensors is damaged,"),
     "index": (in_shards(lambda folder: cut(folder / "model.safetensors.index.json", 9)), "model.safetensors.index.json is no"),
     "other index": (in_shards(move_tensors), "/model-00003-of-00007.safetensors lacks 1 tensors .* model.norm.weight"),
@@ -196,7 +196,7 @@ def test_integers_that_are_no_weights(tmp_path):
     section = ModelSection(pretrain=tiny_model(tmp_path))
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(tensors | {"model.position_ids": torch.arange(4)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="1 tensors there are not of the model, the first is model.position_ids"):
+    with pytest.raises(ValueError, match="1 tensors in the folder are not in the model, the first is model.position_ids"):
         load_model(section)
 
 
@@ -204,5 +204,5 @@ def test_a_folder_without_a_tokenizer(tmp_path):
     section = ModelSection(pretrain=tiny_model(tmp_path))
     for file in tmp_path.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(ValueError, match=f"--pretrain {tmp_path} has no tokenizer: no vocabulary is there"):
+    with pytest.raises(ValueError, match=f"--pretrain {tmp_path} has no tokenizer: the folder has no vocabulary"):
         load_tokenizer(section)

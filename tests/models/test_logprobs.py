@@ -522,10 +522,10 @@ def test_a_known_gradient_follows_the_factor_of_the_loss():
 def test_a_gradient_that_was_announced_otherwise_is_refused():
     hidden, weight, targets = inputs()
     logprobs, entropy = token_logprobs(hidden, weight, targets, chunk=8, upstream=slopes)
-    with pytest.raises(RuntimeError, match="not what `upstream` said"):
+    with pytest.raises(RuntimeError, match="not the `upstream` of the forward pass"):
         (logprobs.sum() + entropy.sum()).backward(retain_graph=True)
     logprobs, entropy = token_logprobs(hidden, weight, targets, chunk=8, upstream=slopes)
-    with pytest.raises(RuntimeError, match="not what `upstream` said"):
+    with pytest.raises(RuntimeError, match="not the `upstream` of the forward pass"):
         objective(logprobs, None).backward()  # without the entropy
     logprobs, entropy = token_logprobs(hidden, weight, targets, chunk=8, upstream=slopes)
     objective(logprobs, entropy).backward(retain_graph=True)

@@ -171,11 +171,14 @@ def test_a_prefix_gets_no_adapters(folder):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"freeze_prefix": ["visual"]}, "--freeze_prefix visual: no parameter begins so; they begin with model.embed_tokens"),
-        ({"freeze_prefix": ["model", "lm_head"]}, "leaves nothing to train"),
+        (
+            {"freeze_prefix": ["visual"]},
+            "--freeze_prefix visual: no parameter has this prefix; the prefixes are model.embed_tokens",
+        ),
+        ({"freeze_prefix": ["model", "lm_head"]}, "freezes all parameters"),
         ({"lora_rank": 4, "target_modules": ["query"]}, "--target_modules query: Target modules"),
-        ({"lora_rank": 4, "target_modules": ["lm_head"]}, "LoRA on lm_head cannot be trained here: it is outside of the"),
-        ({"lora_rank": 4, "target_modules": ["embed_tokens"]}, "LoRA on model.embed_tokens cannot be trained here: it is no"),
+        ({"lora_rank": 4, "target_modules": ["lm_head"]}, "LoRA on lm_head cannot be trained: it is outside of the"),
+        ({"lora_rank": 4, "target_modules": ["embed_tokens"]}, "LoRA on model.embed_tokens cannot be trained: it is not a"),
     ],
 )
 def test_what_cannot_be_trained_is_said(folder, settings, message):
@@ -187,7 +190,7 @@ def test_what_cannot_be_trained_is_said(folder, settings, message):
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}], ids=str)
 def test_other_kinds_of_adapters_are_not_merged_wrongly(folder, options):
     model = inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"], **options), load(folder))
-    with pytest.raises(ConfigError, match="more than a product of two matrices"):
+    with pytest.raises(ConfigError, match="more than the product of two matrices"):
         whole(model)
 
 

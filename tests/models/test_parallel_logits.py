@@ -126,7 +126,7 @@ def alone(tp: int) -> list[Tensor]:
         (gradient,) = torch.autograd.grad([value.sum() for value in values], logits)
         results += [value.detach() for value in values] + [gradient]
     results += parallel_top_logprobs(logits, 5, *where, temperature=0.6)
-    with pytest.raises(ValueError, match="the 98 likeliest of a vocabulary of 97"):
+    with pytest.raises(ValueError, match="the 98 most likely tokens were requested, but the vocabulary has 97"):
         parallel_top_logprobs(logits, 98, *where)
     with pytest.raises(ValueError, match=f"are {end - first + 1}"):
         parallel_logprobs_and_entropy(logits, targets, first, end + 1, mesh.get_group())
@@ -154,7 +154,7 @@ def test_entropy_truncation_and_the_likeliest_tokens():
 
 def test_what_does_not_fit_is_said():
     logits, target = torch.zeros(1, 6, 5), torch.zeros(1, 8, dtype=torch.int64)
-    with pytest.raises(ValueError, match="the logits are of 6 tokens in each row, fewer than the 8 of the targets"):
+    with pytest.raises(ValueError, match="the logits have 6 tokens in each row, but the targets have 8"):
         from_parallel_logits_to_logprobs(logits, target, 0, 5, None)
     with pytest.raises(ValueError, match="cu_seqlens_padded ends at 8, but there are 8 targets and logits of 6"):
         from_parallel_logits_to_logprobs_packed_sequences(logits, target, torch.tensor([0, 3, 8]), 5, 0, 5, None)

@@ -64,7 +64,7 @@ def test_broken_rows_are_left_out_with_a_warning_and_a_run_continues(tmp_path, n
     write_steps(tmp_path, [4], resume_step=3)
     logger.remove(sink)
     first = content.count(b"\n") + 1
-    assert lines == [f"{tmp_path / name}: 4 broken lines are left out, the first is line {first}\n"]
+    assert lines == [f"{tmp_path / name}: 4 invalid lines are skipped, the first is line {first}\n"]
     assert sorted({row["step"] for row in read_rows(tmp_path / name)}) == [1, 2, 3, 4]
 
 

@@ -273,5 +273,5 @@ def other_module() -> None:
 
 
 def test_what_is_no_transformers_model_is_refused():
-    with pytest.raises(RuntimeError, match="--tp_size 2: Linear holds no transformers model"):
+    with pytest.raises(RuntimeError, match="--tp_size 2: Linear contains no transformers model"):
         run_ranks(2, other_module)

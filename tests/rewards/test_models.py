@@ -148,9 +148,9 @@ def test_a_key_of_user_and_password(address, monkeypatch):
     [
         ("http://me:secret@host:80/x", "", r"http://\.\.\.@host: .* set REWARD_API_KEY=user:password"),
         ("http://host:port/x", "", "the address cannot be read"),
-        ("http://", "", "is no address like"),
-        ("http://host/a b", "", "is no address like"),
-        ("http://host/x", "secret\n", "the environment variable REWARD_API_KEY has characters that no key has: a line end"),
+        ("http://", "", "is not an address such as"),
+        ("http://host/a b", "", "is not an address such as"),
+        ("http://host/x", "secret\n", "the environment variable REWARD_API_KEY must not contain line ends"),
         ("http://host/x", "s\N{LATIN SMALL LETTER E WITH ACUTE}cret", "REWARD_API_KEY has characters"),
     ],
 )
@@ -190,7 +190,7 @@ def drip(connection: socket.socket, begin: bytes, byte: bytes) -> None:
 @pytest.mark.parametrize(("begin", "byte"), [(b"X-Header: ", b"x"), (b"Content-Length: 100000\r\n\r\n", b" ")])
 def test_a_server_that_never_ends_its_answer(begin, byte):
     with strange_server(partial(drip, begin=begin, byte=byte)) as url:
-        with pytest.raises(ValueError, match=r"POST had no whole answer within 0 s \(asked for 0 s in all"):
+        with pytest.raises(ValueError, match=r"POST sent no complete response within 0 s \(after 0 s of repeated requests"):
             runner(url, reward_minutes=0.3 / 60)(samples()[:2])
 
 
@@ -201,16 +201,16 @@ def test_a_server_that_is_away_is_asked_again_for_as_long_as_it_may(address, mon
     with socket.create_server(("127.0.0.1", 0)) as closed:
         away = f"http://127.0.0.1:{closed.getsockname()[1]}/x"
     began = time.monotonic()
-    with pytest.raises(ValueError, match=r"POST: ConnectError: .* \(asked for [12] s in all, see --server_minutes\)"):
+    with pytest.raises(ValueError, match=r"POST: ConnectError: .* \(after [12] s of repeated requests, see --server_minutes\)"):
         runner(away, server_minutes=1 / 60)(samples()[:2])
     assert 1 < time.monotonic() - began < 4
-    assert len(said) == 1 and "is asked again for at most 1 s (--server_minutes)" in said[0]
+    assert len(said) == 1 and "retrying for at most 1 s (--server_minutes)" in said[0]
 
 
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ({"scores": [1, 1]}, 'the answer is not {"rewards": '),
+        ({"scores": [1, 1]}, 'the response is not {"rewards": '),
         ({"rewards": [1]}, r"\[1\] is not a list of 2 rewards"),
         ({"rewards": {"0": 1, "1": 0}}, r"{'0': 1, '1': 0} is not a list of 2 rewards"),
         ({"rewards": "12"}, "'12' is not a list of 2 rewards"),

@@ -139,7 +139,7 @@ BROKEN = {
     "a large integer": ("return [1.0, 10 ** 400]", "1000.* is not a finite number"),
     "a row": ("return torch.ones(2, 3)", r"tensor\(\[1., 1., 1.\]\) is not a finite number"),
     "a tensor without rows": ("return torch.tensor(1.0)", r"tensor\(1.\) is not a list of 2 rewards"),
-    "parts": ("return {'format': [1, 2], 'answer': [0, 1]}", "{.*} is not a list .*; parts of a reward are"),
+    "parts": ("return {'format': [1, 2], 'answer': [0, 1]}", "{.*} is not a list .*; to return parts of a reward"),
     "rewards by row": ("return {0: 1.0, 1: 2.0}", "{0: 1.0, 1: 2.0} is not a list of 2 rewards"),
     "a text": ("return '12'", "'12' is not a list of 2 rewards"),
     "a set": ("return {1.0, 2.0}", r"{1.0, 2.0} is not a list of 2 rewards"),
@@ -228,7 +228,7 @@ def test_a_signature_that_does_not_fit_is_found_before_anything_is_loaded():
     for number, (function, says) in enumerate({
         needs: r"the function needs answer: its signature is \(samples, .*\)\. The data has the columns label, level",
         closed: "the function does not take level: add \\*\\*columns to",
-        nothing: "the function takes no samples",
+        nothing: "the function has no parameter for samples",
         late: "the function needs solution",
         scored: "the function needs threshold",
         5: "5 is not callable",

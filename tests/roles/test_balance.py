@@ -108,5 +108,5 @@ def test_every_split_is_transformers_loss(tmp_path, family, layout):
 
 
 def test_a_model_without_experts_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="--aux_loss_coef: Qwen3ForCausalLM has no experts that such a loss balances"):
+    with pytest.raises(ValueError, match="--aux_loss_coef: Qwen3ForCausalLM has no experts whose load can be balanced"):
         Routers(rows.plain_model(tiny_model(tmp_path)), 0.1)

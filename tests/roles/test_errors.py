@@ -27,15 +27,15 @@ CASES = {
     ),
     "empty row": (
         lambda batch: batch | {"input_lengths": torch.tensor([9, 4, 0, 12, 5, 20, 7, 13, 2, 10])},
-        "input_lengths of row 2 is 0, not within 1 and S = 23",
+        "input_lengths of row 2 is 0, not between 1 and S = 23",
     ),
     "too long for S": (
         lambda batch: batch | {"input_lengths": torch.tensor([9, 4, 1, 12, 5, 24, 7, 13, 2, 10])},
-        "input_lengths of row 5 is 24, not within 1 and S = 23",
+        "input_lengths of row 5 is 24, not between 1 and S = 23",
     ),
     "reserved": (
         lambda batch: batch | {"rows": torch.arange(10)},
-        "rows is made from input_lengths and the masks; call the column something else",
+        "rows is computed from input_lengths and the masks; rename the column",
     ),
 }
 
@@ -82,7 +82,7 @@ def test_one_rank_alone_stops_all_of_them(folder):
     assert first == second == [
         "batch of rank 1: the batch lacks sample_mask; it has input_ids, input_lengths, token_mask",
         "batch of rank 1: its columns are bonus, those of rank 0 none",
-        "batch of rank 1: input_lengths of row 0 is 33, not within 1 and S = 23",
+        "batch of rank 1: input_lengths of row 0 is 33, not between 1 and S = 23",
     ]
     assert loss > 0
 
@@ -115,7 +115,7 @@ def nothing_to_train(folder: str):
 
 
 def test_no_rows_is_an_error_and_no_learned_token_is_a_loss_of_zero(folder):
-    text = "there is nothing to train on: the batch has no rows on any rank"
+    text = "the batch to train on is empty: it has no rows on any rank"
     assert run_ranks(2, nothing_to_train, folder) == [(text, [0.0], [0.0], [])] * 2
 
 
@@ -133,7 +133,7 @@ def test_a_column_that_the_loss_needs(folder):
 
 
 def no_reference(folder: str):
-    with pytest.raises(ValueError, match="no reference model; build it with one"):
+    with pytest.raises(ValueError, match="no reference model: create it with one"):
         rows.policy(rows.strategy(), folder).get_reference_logprobs(rows.whole())
 
 

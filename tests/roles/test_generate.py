@@ -141,7 +141,7 @@ def test_refit_info_is_what_the_stream_brings_and_old_weights_never_generate(fol
 def files(folder: str, root: str):
     policy, mine = start(folder)
     policy.start_profiling(f"{root}/profile")
-    with pytest.raises(RuntimeError, match="has begun already"):
+    with pytest.raises(RuntimeError, match="is already active"):
         policy.start_profiling(root)
     policy.train(mine, sft)
     trace = policy.stop_profiling()

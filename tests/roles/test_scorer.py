@@ -28,7 +28,7 @@ def test_a_language_model_gets_a_new_head(folder):
 
 
 def test_other_heads_are_refused(folder):
-    with pytest.raises(ValueError, match="Qwen3ForCausalLM has lm_head above its backbone, not one number"):
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM has lm_head above its backbone, not a head with one output"):
         Scorer(AutoModelForCausalLM.from_pretrained(folder))
     with pytest.raises(ValueError, match="has score above its backbone"):
         Scorer(AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2))
@@ -38,7 +38,7 @@ def test_missing_and_unexpected_weights_are_not_reported_twice(folder, tmp_path,
     """A new head is no news; a missing weight and another shape are errors of ours."""
     section = ModelSection(pretrain=folder)
     load_scorer(section)
-    with pytest.raises(ValueError, match="1 tensors of the model are not there, the first is score.weight"):
+    with pytest.raises(ValueError, match="1 tensors of the model are not in the folder, the first is score.weight"):
         load_scorer(section, new_head=False)
     assert "REPORT" not in caplog.text
 

@@ -120,12 +120,12 @@ def out_of_order(folder: str):
 
 
 def test_verbs_out_of_order(folder):
-    none = "there is no open train step: begin_train_step() first"
-    still_open = "a train step is open: finish_train_step() or abort_train_step() first"
+    none = "no train step is open: call begin_train_step() first"
+    still_open = "a train step is open: call finish_train_step() or abort_train_step() first"
     assert run_ranks(1, out_of_order, folder)[0] == [
         none, none, none, still_open, still_open,
         "finish_train_step() after 1 of 2 micro-batches",
-        "the train step was begun with 2 micro-batches; this is one more",
+        "the train step was begun with 2 micro-batches, but got another one",
     ]  # fmt: skip
 
 
@@ -140,5 +140,5 @@ def without_optimizer(folder: str):
 
 def test_a_role_without_optimizer_only_infers(folder):
     assert run_ranks(1, without_optimizer, folder)[0] == (
-        True, "this Policy has no optimizer: build it with one, or pass eval_mode=True"
+        True, "this Policy has no optimizer: create it with one, or pass eval_mode=True"
     )  # fmt: skip

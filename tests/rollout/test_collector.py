@@ -105,7 +105,7 @@ def test_few_signals_fill_a_step_up_with_groups_that_are_left_out():
 
 
 def test_data_without_signal_are_an_error():
-    with pytest.raises(ConfigError, match="prompts in 3 rounds.*nothing to learn from"):
+    with pytest.raises(ConfigError, match="prompts in 3 rounds.*no training signal"):
         step(collector(prompts("an" * 20), dynamic_sampling=True, dynamic_sampling_rounds=3))
 
 

@@ -83,7 +83,9 @@ def test_another_vocabulary_is_refused(folders, tmp_path):
         .replace('"b":98', '"b":97').replace('"b": 98', '"b": 97')
     )  # fmt: skip
     check_vocabulary(ModelSection(teacher_pretrain=folders[1]), "teacher_pretrain", tokenizer)
-    with pytest.raises(ValueError, match="has another vocabulary: 2 of the 259 tokens .* the first is 'a', 97 here and 98 there"):
+    with pytest.raises(
+        ValueError, match="has another vocabulary: 2 of the 259 tokens .* the first is 'a', 97 in --pretrain and 98 there"
+    ):
         check_vocabulary(ModelSection(teacher_pretrain=str(other)), "teacher_pretrain", tokenizer)
 
 

@@ -242,7 +242,7 @@ def test_a_tag_is_loaded_by_name(folder, three):
 
 
 @pytest.mark.parametrize("tag, says", [
-    ("c", "checkpoint .*c is damaged: state.json has"), ("d", "d is no complete checkpoint"),
+    ("c", "checkpoint .*c is damaged: state.json has"), ("d", "d is not a complete checkpoint"),
 ])
 def test_a_damaged_or_missing_tag_is_an_error(folder, three, tag, says):
     truncate(three / "c" / "state.json")
@@ -325,7 +325,7 @@ def in_the_file(name: str):
 
 
 @pytest.mark.parametrize("put, says", [
-    (in_the_index, "its index names pathlib.Path.write_text, which could run code"),
+    (in_the_index, "its index names pathlib.Path.write_text, which could execute code"),
     (in_a_plain_value, "Weights only load failed"),
     *((in_the_file(name), "Weights only load failed") for name in ("schedulers.pt", "parts.pt", "random_00000.pt")),
 ])

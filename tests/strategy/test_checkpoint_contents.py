@@ -134,8 +134,8 @@ def without(folder: str, root: Path, missing: str):
 
 
 @pytest.mark.parametrize("missing, says", [
-    ("critic", "it has a model for each of: actor, critic, ema; asked for are: actor, ema"),
-    ("moments", "it has a state for each of: moments; asked for are: none"),
+    ("critic", "it contains a model for each of: actor, critic, ema; requested are: actor, ema"),
+    ("moments", "it contains a state for each of: moments; requested are: none"),
 ])
 def test_what_is_not_asked_for_is_an_error(folder, saved, missing, says):
     with pytest.raises(RuntimeError, match=says):
@@ -153,7 +153,7 @@ def unreadable(folder: str, root: Path):
 
 def test_a_state_that_could_not_be_read_back_is_an_error_when_saved(folder, root):
     for message, there in run_ranks(2, unreadable, folder, root):
-        assert "rank 0: TypeError: the state of moments has more than tensors and plain types in it" in message and not there
+        assert "rank 0: TypeError: the state of moments contains objects other than tensors and plain" in message and not there
 
 
 def options(folder: str, root: Path):

@@ -54,7 +54,7 @@ def test_copies_and_pickles():
     ({"engine_type": "tgi"}, "engine_type: invalid choice 'tgi'; choose from auto"), ({"timeout_minutes": 0}, "above 0"),
     ({"arrival_minutes": 0}, "above 0"),
     ({"sp_impl": "ring"}, "sp_impl: invalid choice 'ring'; choose from auto, ulysses, zigzag"),
-    ({"cp_size": 2, "sp_impl": "ulysses"}, "--cp_size 2 is short for .* contradicts --sp_impl ulysses: drop one"),
+    ({"cp_size": 2, "sp_impl": "ulysses"}, "--cp_size 2 is short for .* contradicts --sp_impl ulysses: set only one"),
     ({"offload_idle": True, "fsdp_cpu_offload": True}, "--offload_idle has nothing to move"),
 ])
 def test_check(values, says):
@@ -111,10 +111,10 @@ def test_a_strategy_of_ones_own_is_named_as_rewards_are(tmp_path):
 
 
 @pytest.mark.parametrize("values, says", [
-    ({"zero_stage": 0, "bf16": True}, "no float32 masters: use 1, 2 or 3"),
+    ({"zero_stage": 0, "bf16": True}, "no float32 master weights: use 1, 2 or 3"),
     ({"tp_size": 2}, "--tp_size needs --fsdp"),
-    ({"dp_replicate": 2}, "--dp_replicate needs --fsdp; --zpg is what comes near it"),
-    ({"fsdp_cpu_offload": True}, "--adam_offload and --param_offload are those of ZeRO"),
+    ({"dp_replicate": 2}, "--dp_replicate needs --fsdp; with DeepSpeed, --zpg is similar"),
+    ({"fsdp_cpu_offload": True}, "with ZeRO, use --adam_offload and --param_offload"),
     ({"zero_stage": 0, "adam_offload": True}, "--adam_offload needs --zero_stage 1, 2 or 3"),
     ({"param_offload": True}, "--param_offload needs --zero_stage 3"),
     ({"zpg": 2}, "--zpg needs --zero_stage 3"),

@@ -114,7 +114,7 @@ def test_an_earlier_model_is_replaced_but_nothing_else(folder, tmp_path):
         run_ranks(1, exported, folder, tmp_path / "model", 10**9)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("")
-    with pytest.raises(RuntimeError, match="run holds something else than a model; give a folder of its own"):
+    with pytest.raises(RuntimeError, match="run contains other files than a model; use a separate folder"):
         run_ranks(2, exported, folder, tmp_path / "run", 10**9)
     assert (tmp_path / "run" / "metrics.jsonl").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
@@ -126,7 +126,7 @@ def export_no_model(target: Path):
 
 
 def test_only_transformers_models_are_exported(tmp_path):
-    with pytest.raises(RuntimeError, match="Linear is neither a transformers model nor"):
+    with pytest.raises(RuntimeError, match="Linear is not a transformers model and"):
         run_ranks(1, export_no_model, tmp_path / "model")
 
 

@@ -149,13 +149,13 @@ def test_a_rank_that_never_starts_is_missed():
     """Its launcher died on the other node, say."""
     port = free_port()
     _, error = launch(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK="0", WORLD_SIZE="4", arrival=1)()
-    assert f"RuntimeError: ranks 1-3 did not come to 127.0.0.1:{port} within 1 s (--arrival_minutes 0.016" in error
+    assert f"RuntimeError: ranks 1-3 did not connect to 127.0.0.1:{port} within 1 s (--arrival_minutes 0.016" in error
 
 
 def test_nobody_at_the_meeting_point():
     port = free_port()
     _, error = launch(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK="1", WORLD_SIZE="2", arrival=1)()
-    assert f"found nobody at 127.0.0.1:{port} (MASTER_ADDR and MASTER_PORT) within 1 s (--arrival_minutes" in error
+    assert f"found no other rank at 127.0.0.1:{port} (MASTER_ADDR and MASTER_PORT) within 1 s (--arrival_minutes" in error
 
 
 def test_a_rank_that_cannot_be_reached_is_explained(clean_environment, monkeypatch):
@@ -207,7 +207,7 @@ def test_a_rank_that_is_no_number_is_an_error(clean_environment):
 
 
 def test_part_of_what_srun_says_is_an_error():
-    with pytest.raises(RuntimeError, match="SLURM_STEP_NODELIST, SLURM_JOB_ID is not set: let srun pass its variables on"):
+    with pytest.raises(RuntimeError, match="SLURM_STEP_NODELIST, SLURM_JOB_ID is not set: pass srun's variables on"):
         adopt_slurm({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
 
 

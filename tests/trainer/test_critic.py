@@ -128,7 +128,7 @@ def test_first_the_critic_learns_alone(inputs, tmp_path):
 
 
 def test_a_run_that_never_trains_the_actor_is_refused(inputs, tmp_path):
-    with pytest.raises(RuntimeError, match="--freezing_actor_steps 2 leaves none of this run's 2 steps to the actor"):
+    with pytest.raises(RuntimeError, match="--freezing_actor_steps 2 leaves no step to train the actor: this run has 2 steps"):
         train("train_ppo", 1, [*inputs, *PPO, *CRITIC, "--freezing_actor_steps=2", "--max_steps=2"], tmp_path)
 
 

@@ -55,7 +55,9 @@ def test_killed_in_any_phase(inputs, tmp_path, monkeypatch, no_launcher_to_wait_
     rank = PHASES.index(phase) % 2
     codes, said = run(inputs, tmp_path, f"{phase}:{rank}:kill", monkeypatch)
     assert codes[rank] == -9 and codes[1 - rank] == 1
-    assert re.search(rf"this run ends: rank {rank} \(pid \d+ on .*\) ended without a word in phase {phase}:", said[1 - rank])
+    assert re.search(
+        rf"this run ends: rank {rank} \(pid \d+ on .*\) ended without an error message in phase {phase}:", said[1 - rank]
+    )
     assert "Traceback" not in said[1 - rank] and "Connection" not in said[1 - rank]
 
 
@@ -141,7 +143,7 @@ def test_a_damaged_model_is_named_without_a_traceback(inputs, tmp_path, monkeypa
         tensors["model.norm.weight"][5] = torch.nan
         save_file(tensors, file, metadata={"format": "pt"})
     codes, said = run([*inputs, f"--pretrain={tmp_path / 'damaged'}"], tmp_path, "start_engine:0:kill", monkeypatch)
-    says = "is damaged, or not all of it" if damage == "truncated" else "model.norm.weight has values that are not finite"
+    says = "is damaged or incomplete" if damage == "truncated" else "model.norm.weight has values that are not finite"
     assert codes == [2, 2]
     assert str(file) in "".join(said) and says in "".join(said) and "Traceback" not in "".join(said)
 
@@ -182,7 +184,7 @@ def test_what_a_killed_torchrun_started_ends(inputs, tmp_path):
     for process in alive:
         process.kill()
     assert len(family) >= 3 and alive == []
-    assert f"torchrun (pid {started.pid}) ended without a word: rank 1 (pid " in "".join(said)
+    assert f"torchrun (pid {started.pid}) ended without an error message: rank 1 (pid " in "".join(said)
 
 
 def test_torchrun_shows_the_exception_of_the_rank_that_failed_first(inputs, tmp_path):
@@ -193,7 +195,7 @@ def test_torchrun_shows_the_exception_of_the_rank_that_failed_first(inputs, tmp_
 def test_torchrun_shows_the_killed_rank_with_vllm(inputs, tmp_path):
     vllm = ("--engine_type=vllm", "--engine_kv_cache_gb=0.1")
     said = one_node("generate:0:kill", *inputs, *FLAGS, *vllm, f"--save_path={tmp_path}")
-    assert re.search(r"rank 1 ERROR +this run ends: rank 0 .* ended without a word in phase generate", said)
+    assert re.search(r"rank 1 ERROR +this run ends: rank 0 .* ended without an error message in phase generate", said)
     assert "rank      : 0 " in root_cause(said) and "Signal 9 (SIGKILL)" in root_cause(said)
 
 

@@ -1,4 +1,4 @@
-"""An engine that does not start, a request that can never fit, an engine that breaks in the middle of a step: every rank ends."""
+"""An engine that does not start, a request that does not fit, an engine that breaks in the middle of a step: every rank ends."""
 
 import json
 import os
@@ -67,8 +67,8 @@ def test_a_request_that_can_never_fit(inputs, tmp_path):
     """On one of two replicas: the other would wait for its samples."""
     codes, said = run([*inputs, *PPO], tmp_path, short_of_room)
     assert codes == [1, 1], said
-    assert "can never fit: " in said[1] and "exceed max_model_len 9" in said[1]
-    assert "rank 1 " in said[0] and "failed in phase generate: " in said[0] and "can never fit" in said[0]
+    assert "does not fit: " in said[1] and "exceed max_model_len 9" in said[1]
+    assert "rank 1 " in said[0] and "failed in phase generate: " in said[0] and "does not fit" in said[0]
 
 
 def breaking() -> None:

@@ -57,10 +57,10 @@ def test_equal_rewards_are_said_in_each_step_and_at_the_end(inputs, tmp_path, lo
     train("train_ppo", 1, [*flags, f"--reward={bad}:nothing", "--max_steps=2"], tmp_path / "run")
     said = log.read_text()
     for step in (1, 2):
-        assert f"step {step}: all rewards are 0.25, so there is nothing to learn from in it" in said
+        assert f"step {step}: all rewards are 0.25, so it has no training signal" in said
     described = json.loads((tmp_path / "run" / "run.json").read_text())
     assert described["status"] == "finished" and len(described["warnings"]) == 1
-    assert "none of the 2 reported steps had a signal" in described["warnings"][0] in said
+    assert "none of the 2 reported steps had a training signal" in described["warnings"][0] in said
     assert rows_of(tmp_path / "run")[0]["rollout/groups_without_signal"] == 1.0
     assert "none of the 2 reported steps" in (tmp_path / "run" / "report.html").read_text()
 
@@ -86,7 +86,7 @@ def test_what_counts_as_a_signal(log):
 
 def test_a_run_whose_every_update_was_skipped_is_an_error(inputs, tmp_path):
     flags, bad = inputs
-    with pytest.raises(RuntimeError, match="learned nothing: all 2 optimizer steps were skipped"):
+    with pytest.raises(RuntimeError, match="was not trained: all 2 optimizer steps were skipped"):
         train("train_ppo", 1, [*flags, f"--policy_loss={bad}:broken", "--max_steps=2"], tmp_path / "run")
     described = json.loads((tmp_path / "run" / "run.json").read_text())
     assert described["status"] == "failed"
@@ -154,4 +154,4 @@ def test_an_alarm_has_every_weight_verified_at_the_next_sync(inputs, tmp_path, l
     assert rounds == [0, 1, 2, 3, 4, 5, None, 0]  # the first verification, of everything, was before the first step
     said = log.read_text()
     assert said.count("far more than") == 1 and "step 6: the log-probs of engine and trainer differ by 0.5 on average" in said
-    assert "the next weight sync compares every weight" in said
+    assert "the next weight sync verifies every weight" in said

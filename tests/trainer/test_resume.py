@@ -159,7 +159,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(inputs,
     file.write_bytes(file.read_bytes()[:-1])
     train("train_ppo", 2, [*inputs, *RUN, *STRATEGIES["fsdp"], "--load_checkpoint"], again)
     said = log.read_text()
-    assert f"{file.parent} is damaged and not used: __1_0.distcp has" in said and "continuing after step 4" in said
+    assert f"{file.parent} is damaged and is not used: __1_0.distcp has" in said and "resuming after step 4" in said
     assert_same_run(again, finished)
 
 
@@ -171,7 +171,7 @@ def test_a_finished_run_has_nothing_left_and_a_fresh_one_does_not_replace_it(inp
     before = {path: path.stat().st_mtime_ns for path in (again / "model").iterdir()}
     described = (again / "run.json").read_text()
     rows = train("train_ppo", 1, [*flags, "--load_checkpoint"], again)
-    assert "nothing is left to do: all 6 steps are done" in log.read_text()
+    assert "this run is complete: all 6 steps are done" in log.read_text()
     assert rows == rows_of(finished) and described == (again / "run.json").read_text()
     assert before == {path: path.stat().st_mtime_ns for path in (again / "model").iterdir()}
 
@@ -184,7 +184,7 @@ def test_the_last_step_is_saved_and_a_longer_run_repeats_nothing(inputs, tmp_pat
     assert sorted(path.name for path in (tmp_path / "longer" / "checkpoints").iterdir()) == ["latest", "step2", "step3"]
     identity = json.loads((tmp_path / "longer" / "run.json").read_text())["run"]
     train("train_ppo", 1, [*flags, "--max_steps=4", "--load_checkpoint"], tmp_path / "longer")
-    assert "continuing after step 3" in log.read_text()
+    assert "resuming after step 3" in log.read_text()
     assert_same_run(tmp_path / "longer", tmp_path / "whole")
     ended = json.loads((tmp_path / "longer" / "run.json").read_text())
     assert (ended["run"], ended["status"], ended["steps"]) == (identity, "finished", 4)
@@ -255,8 +255,8 @@ def test_another_run_s_checkpoint_is_an_error_that_names_everything(inputs, fini
     options = [f"--pretrain={tmp_path / 'model'}", f"--prompt_data={tmp_path / 'other.jsonl'}", "--seed=7", "--max_epochs=2"]
     with pytest.raises(RuntimeError) as error:
         train("train_ppo", 1, [*inputs, *RUN, *STRATEGIES["fsdp"], *options, "--load_checkpoint"], finished)
-    for says in ("step6 is of another run:", "--seed was 42, is 7", "--max_epochs was 1, is 2", "had 24 rows, has 20",
-                 "the model's rope_parameters was", "undo these changes, or give another --ckpt_path"):
+    for says in ("step6 belongs to another run:", "--seed was 42, is 7", "--max_epochs was 1, is 2", "had 24 rows, has 20",
+                 "the model's rope_parameters was", "undo these changes, or set another --ckpt_path"):
         assert says in str(error.value)
 
 

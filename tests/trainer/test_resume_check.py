@@ -136,7 +136,7 @@ def test_changed_weights_of_a_base_are_refused_or_said():
                    for each, settings in (("a", {"lora_rank": 4}), ("b", {"lora_rank": 4})))  # fmt: skip
     assert "the weights of the actor's base model have changed" in refusal(now, before)
     before, now = ({**of(init_kl_coef=0.1), "weights": {"actor": each}} for each in "ab")
-    assert changed_settings(before, now) == ["the weights of --pretrain, which the divergence is measured from, have changed"]
+    assert changed_settings(before, now) == ["the weights of --pretrain, the reference of the divergence, have changed"]
     before, now = ({**of(), "weights": {"actor": each}} for each in "ab")
     assert changed_settings(before, now) == [], "all weights are in the checkpoint"
     del before["weights"]

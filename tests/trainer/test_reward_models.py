@@ -86,10 +86,10 @@ def test_what_cannot_judge_is_refused(inputs, tmp_path):
     flags, scored = inputs
     model = flags[1].partition("=")[2]
     cases = {
-        f"--reward_pretrain {model}: 1 tensors of the model are not there, the first is score.weight": [
+        f"--reward_pretrain {model}: 1 tensors of the model are not in the folder, the first is score.weight": [
             f"--reward_pretrain={model}"
         ],
-        "--dynamic_sampling asks for rewards while the engine generates": [f"--reward_pretrain={scored}", "--dynamic_sampling"],
+        "--dynamic_sampling needs rewards while the engine is awake": [f"--reward_pretrain={scored}", "--dynamic_sampling"],
     }
     for says, more in cases.items():
         with pytest.raises(RuntimeError, match=says):

@@ -97,7 +97,7 @@ def test_a_continued_run_keeps_its_identity_and_takes_no_other_s_checkpoints(tmp
     continued.release()
     use(tmp_path / "other", "b")
     elsewhere = {"load_checkpoint": True, "ckpt_path": str(tmp_path / "run" / "checkpoints")}
-    assert "has checkpoints of another run" in refusal(tmp_path / "other", **elsewhere)
+    assert "has checkpoints of a run other than" in refusal(tmp_path / "other", **elsewhere)
     assert claim(tmp_path / "new", **elsewhere).id == "a", "a folder without a run of its own continues that of the checkpoints"
 
 
@@ -186,7 +186,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", refuse)
     claim(tmp_path)
     logger.remove(sink)
-    assert lines == [f"{tmp_path} cannot be locked (No locks available): two runs in it would not notice each other\n"]
+    assert lines == [f"{tmp_path} cannot be locked (No locks available): a second run in it would not be detected\n"]
 
 
 # -- where nothing can be written

@@ -252,7 +252,7 @@ def test_two_ranks() -> None:
     for rank, (gathers, counts, _, refused) in enumerate(run_ranks(2, _on_two_ranks)):
         _right(rank, gathers, [True, True, False, False, False])
         assert counts == [4, 4, 4, 2, 2, 1]
-        assert "sharded up to twice" in refused
+        assert "sharded at most twice" in refused
 
 
 def _on_four_ranks() -> tuple:
@@ -267,7 +267,7 @@ def test_four_ranks() -> None:
 
 def _right(rank: int, gathers: tuple[list[bool], str], there: list[bool]) -> None:
     assert gathers[0] == there
-    assert ("through sockets, as they cannot share memory: not yours" in gathers[1]) == (rank == 0)
+    assert ("through sockets, because they cannot share memory: not yours" in gathers[1]) == (rank == 0)
 
 
 def test_parameters_in_host_memory_are_brought_to_the_device_of_the_engine():

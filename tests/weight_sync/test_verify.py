@@ -169,7 +169,7 @@ def test_vectors_are_cut_where_words_begin() -> None:
     held = Fingerprints({"bias": torch.Size([64])}, torch.bfloat16, slices=2)
     held.add("bias", torch.zeros(8), row=24)
     for piece, row in ((8, 4), (4, 8)):
-        with pytest.raises(ValueError, match="a vector of 64 is cut at no multiple of 8"):
+        with pytest.raises(ValueError, match="a vector of 64 is not split at a multiple of 8"):
             held.add("bias", torch.zeros(piece), row=row)
 
 

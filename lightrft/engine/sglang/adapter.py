@@ -69,7 +69,7 @@ class SGLangEngine(LibraryEngine):
 
     def _expanded(self, request: Request) -> Expanded:
         if not self._sees:
-            raise ValueError("SGLang reads images of this model otherwise than transformers does; it generates from text")
+            raise ValueError("SGLang processes images of this model differently from transformers; only text is supported")
         return self.reader.expanded(request)
 
     def _generate(self, requests: list[Request]) -> Finished:

@@ -52,8 +52,8 @@ def _share_of_free(setup: EngineSetup) -> float:
     free = min(setup.axis.gather(free))
     if share * total >= free:
         raise ConfigError(
-            f"--engine_mem_util {share} of {total / 1e9:.1f} GB is more than the {free / 1e9:.1f} GB of the accelerator that are "
-            "free; take less, or end the other programs there"
+            f"--engine_mem_util {share} of {total / 1e9:.1f} GB is more than the {free / 1e9:.1f} GB that are free on the "
+            "accelerator; set a lower value, or end the other programs there"
         )
     return share * total / free
 
@@ -61,8 +61,10 @@ def _share_of_free(setup: EngineSetup) -> float:
 def _on_cpu(setup: EngineSetup, config: PretrainedConfig) -> dict[str, Any]:
     tokens = int(setup.section.engine_kv_cache_gb * 2**30) // _cache_bytes_of_a_token(config, setup.dtype, setup.axis.size)
     if tokens < setup.max_model_len + SPARE_TOKENS:
-        raise ValueError(f"--engine_kv_cache_gb {setup.section.engine_kv_cache_gb} holds {tokens} tokens, fewer than one "
-                         f"sequence of {setup.max_model_len}: give more")
+        raise ValueError(
+            f"--engine_kv_cache_gb {setup.section.engine_kv_cache_gb} holds {tokens} tokens, less than one "
+            f"sequence of {setup.max_model_len}: set a higher value"
+        )
     return {
         "attention_backend": "torch_native",
         "mm_attention_backend": "sdpa",

@@ -60,7 +60,7 @@ def unlink_load_files(processes: Iterable[psutil.Process]) -> None:
 
 def died(number: int, frame: Any) -> None:
     """Raise EngineError on SIGQUIT, which dying SGLang processes send; its own handler would kill this process silently."""
-    raise EngineError("a process of SGLang died; what it said stands above")
+    raise EngineError("a process of SGLang died; the log above has its message")
 
 
 class NoHandlers:

@@ -72,7 +72,7 @@ class SGLangShim:
         deadline = time.monotonic() + IDLE_SECONDS
         while not self.engine.flush_cache().success:
             if time.monotonic() > deadline:
-                raise EngineError(f"SGLang was not idle for {IDLE_SECONDS} s: its cache cannot be dropped")
+                raise EngineError(f"SGLang was not idle for {IDLE_SECONDS} s: its cache cannot be cleared")
             time.sleep(0.01)
 
     def release(self, tags: list[str]) -> None:
@@ -125,4 +125,4 @@ def _checked(answer: tuple[bool, str]) -> None:
     """Raise EngineError for a refused update, for which SGLang raises no error and keeps the old weights."""
     success, message = answer
     if not success:
-        raise EngineError(f"SGLang refused: {message}")
+        raise EngineError(f"SGLang reported an error: {message}")

@@ -127,7 +127,7 @@ class VLLMEngine(LibraryEngine):
             except (ValueError, KeyError) as error:
                 if not (unknown := self._shim.weights.unknown):
                     raise
-                raise ValueError(f"{self.names.strangers(unknown, 'vllm')}. It said: {error!s:.300}") from error
+                raise ValueError(f"{self.names.strangers(unknown, 'vllm')}. vLLM's message: {error!s:.300}") from error
         if failures:
             raise failures[0]
 

@@ -91,7 +91,7 @@ class VLLMShim:
 
     def reset_caches(self) -> None:
         if not self.llm.reset_prefix_cache():
-            raise EngineError("vLLM did not drop its prefix cache: requests are still in it")
+            raise EngineError("vLLM did not clear its prefix cache: requests are still in it")
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()  # the scheduler's; reload_weights clears only the runner's
 
