@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Self, get_type_hints
+from typing import Annotated, Any, Literal, Self, get_origin, get_type_hints
 
 import yaml
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.renamed import current_names
-from lightrft.config.values import Section, nearest, typed_value
+from lightrft.config.values import ABOVE_1, COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Bound, Section, nearest, typed_value
 
 
 @dataclass
@@ -101,11 +101,11 @@ class DataSection(Section):
     """System message for the chat template."""
     chat_template_kwargs: str | None = None
     """Additional variables for the chat template as a JSON object: '{"enable_thinking": false}'."""
-    prompt_max_len: int = 1024
+    prompt_max_len: Annotated[int, COUNT] = 1024
     """Maximum length of a prompt in tokens; a row with a longer prompt is a bad row."""
-    max_samples: int | None = None
+    max_samples: Annotated[int | None, COUNT] = None
     """Use only this number of rows from the beginning of each training data set."""
-    max_eval_samples: int | None = None
+    max_eval_samples: Annotated[int | None, COUNT] = None
     """Use only this number of rows from the beginning of the held-out data."""
     learned_turns: Literal["all", "last"] = "all"
     """Turns of the assistant in a conversation on which SFT and --pretrain_data train: all, or the last one."""
@@ -128,7 +128,7 @@ class StrategySection(Section):
     every micro-batch."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """Stage of ZeRO: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
-    zpg: int = 1
+    zpg: Annotated[int, COUNT] = 1
     """ZeRO-3: size of the groups of consecutive ranks, usually those of a node, that keep a secondary copy of the parameters and
     gather them within the group."""
     adam_offload: bool = False
@@ -141,29 +141,29 @@ class StrategySection(Section):
     """ZeRO with --bf16: dtype in which gradients are accumulated over micro-batches and reduced over ranks."""
     offload_idle: bool = False
     """Keep only the models and optimizers of the current phase in device memory; all others wait in host memory."""
-    dp_replicate: int = 1
+    dp_replicate: Annotated[int, COUNT] = 1
     """Hybrid sharding: number of replicas of the model, each of which is sharded over the other data ranks."""
-    tp_size: int = 1
+    tp_size: Annotated[int, COUNT] = 1
     """Tensor parallelism: number of consecutive ranks that split each layer of the trained models; they process the same data."""
     tp_sequence_parallel: bool = False
     """Split the tokens between attention and feed-forward layers over the --tp_size ranks: less memory, same traffic."""
-    sp_size: int = 1
+    sp_size: Annotated[int, COUNT] = 1
     """Sequence parallelism: number of ranks that split the tokens of each micro-batch of the trained models."""
     sp_impl: Literal["auto", "ulysses", "zigzag"] = "auto"
     """Implementation of attention with --sp_size: ulysses exchanges tokens for heads (all-to-all), zigzag gathers keys and
     values. auto: ulysses."""
-    cp_size: int = 1
+    cp_size: Annotated[int, COUNT] = 1
     """Context parallelism: short for --sp_size N --sp_impl zigzag."""
     deterministic: bool = False
     """On an accelerator, train only with kernels that give bitwise equal results in every run, as those of a CPU always do:
     attention's backward pass is slower and uses more memory. Torch raises an error for an operation without such a kernel. The
     engine's samples are not covered."""
-    timeout_minutes: float = 60.0
+    timeout_minutes: Annotated[float, POSITIVE] = 60.0
     """End the run when a collective waits longer than this; every rank then logs which ranks are late, and where all of them
     are."""
-    arrival_minutes: float = 10.0
+    arrival_minutes: Annotated[float, POSITIVE] = 10.0
     """End the run when a rank waits longer than this for the others at the start; the message names the missing ranks."""
-    phase_minutes: float = 600.0
+    phase_minutes: Annotated[float, POSITIVE] = 600.0
     """End the run when a phase, such as generate or train, takes longer than this on all ranks; every rank then logs where all of
     them are."""
 
@@ -172,12 +172,12 @@ class StrategySection(Section):
 class EngineSection(Section):
     engine_type: Literal["auto", "vllm", "sglang", "hf"] = "auto"
     """Generation engine; auto: the first of vllm and sglang that is installed, else hf (transformers)."""
-    engine_tp_size: int = 1
+    engine_tp_size: Annotated[int, COUNT] = 1
     """Tensor parallelism of the engine: number of consecutive ranks that share the weights of one engine."""
-    engine_mem_util: float = 0.6
+    engine_mem_util: Annotated[float, SHARE] = 0.6
     """Fraction of an accelerator's memory for the engine while it is awake: vLLM counts everything it uses, SGLang weights and
     cache."""
-    engine_kv_cache_gb: float = 1.0
+    engine_kv_cache_gb: Annotated[float, POSITIVE] = 1.0
     """Size of the key-value cache of vLLM or SGLang on a CPU, in GB."""
     enable_engine_sleep: bool = True
     """Put the engine to sleep during training, so that both fit on one device."""
@@ -186,16 +186,16 @@ class EngineSection(Section):
     in any case."""
     engine_enforce_eager: bool = False
     """Run vLLM or SGLang without CUDA graphs, as is always the case on a CPU."""
-    limit_mm_image_per_prompt: int = 4
+    limit_mm_image_per_prompt: Annotated[int, COUNT] = 4
     """Maximum number of images in one prompt; the engine reserves memory for them."""
-    limit_mm_video_per_prompt: int = 0
+    limit_mm_video_per_prompt: Annotated[int, NOT_NEGATIVE] = 0
     """Maximum number of videos in one prompt. The default is none, because vLLM reserves memory for the longest that would
     fit."""
-    limit_mm_audio_per_prompt: int = 1
+    limit_mm_audio_per_prompt: Annotated[int, NOT_NEGATIVE] = 1
     """Maximum number of audio clips in one prompt."""
-    micro_rollout_batch_size: int = 64
+    micro_rollout_batch_size: Annotated[int, COUNT] = 64
     """Number of prompts that the hf engine generates at once."""
-    weight_sync_bucket_mb: int = 512
+    weight_sync_bucket_mb: Annotated[int, NOT_NEGATIVE] = 512
     """Size of one bucket of the weight stream in MB; the peak of additional memory is about two buckets. 0: an eighth of the free
     device memory at the beginning of the stream, on the rank that has the least; 512 on a CPU."""
     verify_weight_sync: bool = True
@@ -205,11 +205,11 @@ class EngineSection(Section):
 
 @dataclass
 class RolloutSection(Section):
-    rollout_batch_size: int = 128
+    rollout_batch_size: Annotated[int, COUNT] = 128
     """Number of prompts in one step, over all ranks."""
-    n_samples_per_prompt: int = 8
+    n_samples_per_prompt: Annotated[int, COUNT] = 8
     """Number of responses sampled for each prompt, which form a group."""
-    generate_max_len: int = 1024
+    generate_max_len: Annotated[int, COUNT] = 1024
     """Maximum length of a response in tokens."""
     temperature: float = 1.0
     """Sampling temperature; all log-probs are computed at this temperature."""
@@ -227,15 +227,15 @@ class RolloutSection(Section):
     on."""
     eval_temperature: float | None = None
     """Temperature of the samples of --eval_n_samples; unset: --temperature."""
-    eval_n_samples: int = 0
+    eval_n_samples: Annotated[int, NOT_NEGATIVE] = 0
     """Number of responses that evaluation also samples for each prompt, to report how often any of k is right (pass@k)."""
     dynamic_sampling: bool = False
     """Replace prompts whose responses all got the same reward by other prompts, until a step is full (DAPO)."""
-    dynamic_sampling_rounds: int = 10
+    dynamic_sampling_rounds: Annotated[int, COUNT] = 10
     """Maximum number of rounds of dynamic_sampling; groups that are masked in the loss then fill the step."""
     over_sampling: float = 1.0
     """Start this many times the number of prompts that a step needs, and stop as soon as enough of their groups are complete."""
-    early_stop_every: int = 256
+    early_stop_every: Annotated[int, COUNT] = 256
     """With over_sampling: number of tokens of each response after which the ranks check whether enough groups are complete."""
     partial_rollout: bool = False
     """With over_sampling: continue responses that were stopped in the next step; by default they are discarded. With
@@ -243,7 +243,7 @@ class RolloutSection(Section):
     curriculum: list[float] = field(default_factory=list)
     """Two shares: a prompt is skipped for curriculum_rest passes when the share of its responses that were right is below the
     first or above the second."""
-    curriculum_rest: int = 3
+    curriculum_rest: Annotated[int, COUNT] = 3
     """Number of passes over the data for which curriculum skips a prompt."""
 
 
@@ -251,20 +251,20 @@ class RolloutSection(Section):
 class RewardSection(Section):
     reward: str = "exact_match"
     """Reward function: a name, module:function, file.py:function, or the http(s) address of a server."""
-    reward_workers: int | None = None
+    reward_workers: Annotated[int | None, NOT_NEGATIVE] = None
     """Number of worker processes of each rank that call the reward function while other responses are generated. 0: call it in
     the rank's own process, when all responses are complete. Unset: 2, but 0 for exact_match, gsm8k and none, which take
     microseconds."""
-    reward_memory_gb: float = 4.0
+    reward_memory_gb: Annotated[float, NOT_NEGATIVE] = 4.0
     """Memory in GB that a worker process may allocate for calls; 0: no limit."""
-    reward_minutes: float = 30.0
+    reward_minutes: Annotated[float, POSITIVE] = 30.0
     """Time limit in minutes for a call of the reward function, which is for one prompt. A call that takes longer fails, and its
     worker process is killed."""
     reward_failure: Literal["stop", "zero", "drop"] = "stop"
     """Handling of a call that raises, dies, takes too long, or does not return a finite number for each response. stop: end the
     run. zero: repeat the call for each response alone, and give 0 to those that fail again. drop: do not train on any response to
     the prompt."""
-    server_minutes: float = 5.0
+    server_minutes: Annotated[float, POSITIVE] = 5.0
     """Time in minutes for which requests to a server of --reward or --teacher_url are repeated while it is unreachable or
     busy."""
     reward_model_coef: float = 1.0
@@ -274,7 +274,7 @@ class RewardSection(Section):
     overlong_buffer_len: int | None = None
     """Number of tokens before generate_max_len at which the penalty begins; it grows linearly. Unset: a fifth of
     generate_max_len, as in DAPO."""
-    overlong_buffer_penalty_factor: float = 1.0
+    overlong_buffer_penalty_factor: Annotated[float, NOT_NEGATIVE] = 1.0
     """Penalty at generate_max_len."""
     reward_running_norm: bool = False
     """Divide rewards by the standard deviation of all rewards of the run so far."""
@@ -292,25 +292,25 @@ class AlgorithmSection(Section):
     """Estimator, with its recipe of other flags (--help NAME shows it): a name, module:function or file.py:function."""
     policy_loss: str = "ppo"
     """Loss of one token: a name, module:function or file.py:function."""
-    eps_clip_low: float = 0.2
+    eps_clip_low: Annotated[float, NOT_NEGATIVE] = 0.2
     """Lower clip range: the ratio is clipped below at 1 - eps_clip_low."""
-    eps_clip_high: float = 0.2
+    eps_clip_high: Annotated[float, NOT_NEGATIVE] = 0.2
     """Upper clip range: the ratio is clipped above at 1 + eps_clip_high."""
-    eps_clip: float | None = None
+    eps_clip: Annotated[float | None, NOT_NEGATIVE] = None
     """Sets eps_clip_low and eps_clip_high to the same value."""
-    dual_clip: float | None = None
+    dual_clip: Annotated[float | None, ABOVE_1] = None
     """For negative advantages, limit the loss to -dual_clip times the advantage (3 in the paper)."""
-    sapo_tau_positive: float = 1.0
+    sapo_tau_positive: Annotated[float, POSITIVE] = 1.0
     """Temperature of sapo's gate for positive advantages; with a larger value the gradient decays faster."""
-    sapo_tau_negative: float = 1.05
+    sapo_tau_negative: Annotated[float, POSITIVE] = 1.05
     """Temperature of sapo's gate for negative advantages; with a larger value the gradient decays faster."""
-    policy_drift_coef: float = 0.01
+    policy_drift_coef: Annotated[float, NOT_NEGATIVE] = 0.01
     """Coefficient of cpgd's divergence from the policy before the step."""
-    policy_drift_clip: float | None = None
+    policy_drift_clip: Annotated[float | None, POSITIVE] = None
     """Upper limit of a token's divergence in cpgd, before the coefficient; above it the gradient is zero."""
     cov_ratio: float = 2e-4
     """Share of the tokens of an optimizer step that kl_cov and clip_cov select by high covariance of log-prob and advantage."""
-    kl_cov_coef: float = 1.0
+    kl_cov_coef: Annotated[float, NOT_NEGATIVE] = 1.0
     """Coefficient of |log ratio|, which kl_cov adds to the loss of the selected tokens."""
     clip_cov_range: list[float] = field(default_factory=lambda: [1.0, 5.0])
     """Range of the covariance from which clip_cov draws the tokens that it masks: two numbers."""
@@ -323,16 +323,16 @@ class AlgorithmSection(Section):
     """Weight of a token from the ratio p_trainer / p_engine: tis, mis, icepop, module:function or file.py:function."""
     rollout_correction_level: Literal["token", "sequence"] = "token"
     """Use that ratio of each token, or the product of the ratios over its sequence."""
-    rollout_correction_low: float = 0.5
+    rollout_correction_low: Annotated[float, NOT_NEGATIVE] = 0.5
     """Lower limit of the ratio: tokens with a smaller ratio are masked."""
-    rollout_correction_high: float = 2.0
+    rollout_correction_high: Annotated[float, POSITIVE] = 2.0
     """Upper limit of the ratio: larger ratios are truncated (tis), or their tokens are masked."""
     rollout_mask: Literal["none", "sequence", "geometric"] = "none"
     """Mask sequences by the product (sequence) or the geometric mean (geometric) of the ratios p_trainer / p_engine, in addition
     to any weights of tokens."""
-    rollout_mask_low: float | None = None
+    rollout_mask_low: Annotated[float | None, NOT_NEGATIVE] = None
     """Lower limit for rollout_mask; unset: 0.5 for the product, 0.999 for the geometric mean."""
-    rollout_mask_high: float | None = None
+    rollout_mask_high: Annotated[float | None, NOT_NEGATIVE] = None
     """Upper limit for rollout_mask; unset: 2 for the product, 1.002 for the geometric mean."""
     use_engine_logprobs: bool = False
     """Use the engine's log-probs as the old log-probs of the ratio: this saves one forward pass, and the clip is relative to the
@@ -344,9 +344,9 @@ class AlgorithmSection(Section):
     """Coefficient of the supervised loss on --pretrain_data, added in each optimizer step of the actor."""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = "token-mean"
     """Aggregation of token losses into one number, always over all ranks and micro-batches of an optimizer step."""
-    gamma: float = 1.0
+    gamma: Annotated[float, SHARE] = 1.0
     """Discount of rewards per token."""
-    lambd: float = 1.0
+    lambd: Annotated[float, SHARE] = 1.0
     """GAE: trade-off between the observed rewards (1) and the critic's value of the next token (0)."""
     value_clip: float = 0.2
     """Clip range of the critic's loss: a new value is clipped to the old value plus and minus this; 0: no clipping."""
@@ -389,19 +389,19 @@ class AlgorithmSection(Section):
 
 @dataclass
 class OptimSection(Section):
-    actor_learning_rate: float = 1e-6
+    actor_learning_rate: Annotated[float, NOT_NEGATIVE] = 1e-6
     """Peak learning rate."""
-    critic_learning_rate: float = 9e-6
+    critic_learning_rate: Annotated[float, NOT_NEGATIVE] = 9e-6
     """Peak learning rate of the critic, if there is one."""
     lr_scheduler: Literal["cosine", "constant"] = "cosine"
     """Schedule after the warm-up: cosine to 10 % of the peak, or constant."""
-    lr_warmup_ratio: float = 0.03
+    lr_warmup_ratio: Annotated[float, SHARE] = 0.03
     """Share of all optimizer steps used for the warm-up."""
     adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     """Two decay rates of AdamW."""
-    l2: float = 0.0
+    l2: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight decay, applied to matrices only (not to norms and biases)."""
-    max_norm: float = 1.0
+    max_norm: Annotated[float, NOT_NEGATIVE] = 1.0
     """Clip the global gradient norm to this value; 0: no clipping."""
 
 
@@ -409,23 +409,23 @@ class OptimSection(Section):
 class TrainSection(Section):
     seed: int = 42
     """Seed of all random numbers."""
-    num_episodes: int = 1
+    num_episodes: Annotated[int, COUNT] = 1
     """Number of passes over the prompt data."""
-    max_steps: int | None = None
+    max_steps: Annotated[int | None, COUNT] = None
     """Stop after this number of steps, whatever num_episodes says."""
-    max_epochs: int = 1
+    max_epochs: Annotated[int, COUNT] = 1
     """Number of passes over the samples of each step."""
     freezing_actor_steps: int = 0
     """Number of steps at the beginning in which only the critic is trained; the actor's schedule begins after them."""
-    train_batch_size: int = 1024
+    train_batch_size: Annotated[int, COUNT] = 1024
     """Number of samples in one optimizer step, over all ranks."""
-    micro_train_batch_size: int | None = None
+    micro_train_batch_size: Annotated[int | None, COUNT] = None
     """Maximum number of sequences in one forward and backward pass on one rank; unset: max_tokens_per_microbatch is the only
     limit."""
-    max_tokens_per_microbatch: int = 16384
+    max_tokens_per_microbatch: Annotated[int, COUNT] = 16384
     """Maximum number of tokens in one forward and backward pass on one rank; with --sp_size, the ranks of a group split this
     number."""
-    max_tokens_per_logprob_microbatch: int | None = None
+    max_tokens_per_logprob_microbatch: Annotated[int | None, COUNT] = None
     """Maximum number of tokens in one forward pass without gradients on one rank: log-probs of actor and reference, values,
     scores of reward models. Unset: max_tokens_per_microbatch, and the same micro-batches as in training."""
     batching: Literal["packed", "dynamic", "plain"] = "packed"
@@ -433,7 +433,7 @@ class TrainSection(Section):
     similar lengths, plain keeps the order."""
     enable_ema: bool = False
     """Keep an exponential moving average of the actor's parameters, update it after each step, and save it too: model_ema."""
-    ema_beta: float = 0.992
+    ema_beta: Annotated[float, SHARE] = 0.992
     """Decay of the moving average per step."""
     save_path: str = "runs/run"
     """Folder of the run: final model, metrics, report, resolved configuration."""
@@ -441,9 +441,9 @@ class TrainSection(Section):
     """Folder of the checkpoints; unset: save_path/checkpoints."""
     save_steps: int = -1
     """Number of steps between checkpoints; -1: no checkpoints."""
-    max_ckpt_num: int = 3
+    max_ckpt_num: Annotated[int, COUNT] = 3
     """Maximum number of checkpoints to keep."""
-    max_ckpt_mem: float = 1000.0
+    max_ckpt_mem: Annotated[float, NOT_NEGATIVE] = 1000.0
     """Maximum total size of the checkpoints to keep, in GB; the newest is always kept."""
     save_hf_ckpt: bool = False
     """Also write the model of each checkpoint, to its folder `hf`, in the format that from_pretrained and engines load."""
@@ -455,7 +455,7 @@ class TrainSection(Section):
     """Resume from the newest complete checkpoint; start from the beginning if there is none."""
     overwrite: bool = False
     """Start from the beginning in a folder that has the results of an earlier run; they are moved to FOLDER.previous."""
-    mismatch_limit: float | None = None
+    mismatch_limit: Annotated[float | None, POSITIVE] = None
     """End the run when the mean difference between the log-probs of engine and trainer in a step is larger than this; unset: only
     warn of a difference far above that of the previous steps."""
     stop_loss: float | None = None
@@ -466,7 +466,7 @@ class TrainSection(Section):
 
 @dataclass
 class ObserveSection(Section):
-    logging_steps: int = 1
+    logging_steps: Annotated[int, COUNT] = 1
     """Number of steps between reports of metrics."""
     use_tensorboard: bool = True
     """Write TensorBoard files to save_path/tensorboard."""
@@ -480,7 +480,7 @@ class ObserveSection(Section):
     """Group of runs in Weights & Biases."""
     wandb_run_name: str | None = None
     """Name of the run in Weights & Biases."""
-    num_trajectories_to_save: int = 8
+    num_trajectories_to_save: Annotated[int, NOT_NEGATIVE] = 8
     """Number of samples of each step that are written to save_path/samples.jsonl, all samples of one prompt before those of the
     next; 0: none."""
 
@@ -576,6 +576,13 @@ def section_of_field() -> dict[str, str]:
 def field_types() -> dict[str, Any]:
     """Return field name -> declared type."""
     return {name: kind for cls in SECTIONS.values() for name, kind in get_type_hints(cls).items() if name in section_of_field()}
+
+
+@cache
+def field_bounds() -> dict[str, Bound]:
+    """Return field name -> range of its values, for the fields that have one."""
+    hints = {name: kind for cls in SECTIONS.values() for name, kind in get_type_hints(cls, include_extras=True).items()}
+    return {name: kind.__metadata__[0] for name, kind in hints.items() if get_origin(kind) is Annotated}
 
 
 def sequence_layout(strategy: StrategySection) -> tuple[int, str]:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,42 +16,10 @@ from lightrft.config.sections import (
     ModelSection,
     RolloutSection,
     StrategySection,
+    field_bounds,
     needs_critic,
     section_of_field,
 )
-
-COUNTS = (
-    *("rollout_batch_size", "n_samples_per_prompt", "generate_max_len", "prompt_max_len", "train_batch_size", "max_epochs"),
-    *("num_episodes", "max_tokens_per_microbatch", "max_tokens_per_logprob_microbatch", "logging_steps", "max_ckpt_num"),
-    *("dynamic_sampling_rounds", "early_stop_every", "curriculum_rest", "max_samples", "max_eval_samples", "max_steps", "zpg"),
-    *("limit_mm_image_per_prompt", "micro_rollout_batch_size", "engine_tp_size", "dp_replicate", "sp_size", "cp_size", "tp_size"),
-    "micro_train_batch_size",
-)
-"""Fields that are counts and cannot be 0."""
-
-RANGES: dict[str, tuple[Callable[[float], bool], Sequence[str]]] = {
-    "at least 1": (lambda value: value >= 1, COUNTS),
-    "above 1": (lambda value: value > 1, ["dual_clip"]),
-    "above 0": (
-        lambda value: value > 0,
-        [
-            *("sapo_tau_positive", "sapo_tau_negative", "rollout_correction_high", "timeout_minutes", "arrival_minutes"),
-            *("engine_kv_cache_gb", "mismatch_limit", "policy_drift_clip", "phase_minutes", "server_minutes", "reward_minutes"),
-        ],
-    ),
-    "at least 0": (
-        lambda value: value >= 0,
-        [
-            *("actor_learning_rate", "critic_learning_rate", "l2", "max_norm", "max_ckpt_mem", "num_trajectories_to_save"),
-            *("eps_clip", "eps_clip_low", "eps_clip_high", "policy_drift_coef", "kl_cov_coef", "rollout_correction_low"),
-            "rollout_mask_low", "rollout_mask_high", "weight_sync_bucket_mb",
-            *("reward_workers", "reward_memory_gb"),
-            *("eval_n_samples", "overlong_buffer_penalty_factor", "limit_mm_video_per_prompt", "limit_mm_audio_per_prompt"),
-        ],
-    ),
-    "between 0 and 1": (lambda value: 0 <= value <= 1, ["lr_warmup_ratio", "ema_beta", "gamma", "lambd", "engine_mem_util"]),
-}
-"""Description of a bound -> the function that checks it, and the fields that it holds for."""
 
 
 def validate(config: Config, *, command: str, world_size: int) -> None:
@@ -101,11 +69,11 @@ def _address_problems(config: Config, command: str) -> list[str]:
 
 def range_problems(config: Config, read: Collection[str]) -> list[str]:
     """Return the fields among `read` whose values are out of their range."""
-    owners = section_of_field()
-    problems = []
-    for said, (holds, names) in RANGES.items():
-        values = {name: getattr(getattr(config, owners[name]), name) for name in names if name in read}
-        problems += [f"--{name} must be {said}" for name, value in values.items() if value is not None and not holds(value)]
+    owners, problems = section_of_field(), []
+    for name, bound in field_bounds().items():
+        value = getattr(getattr(config, owners[name]), name)
+        if name in read and value is not None and not bound.holds(value):
+            problems.append(f"--{name} must be {bound.description}")
     return problems
 
 
@@ -172,7 +140,7 @@ def strategy_problems(config: Config) -> list[str]:
     strategy, tp = config.strategy, config.strategy.tp_size
     problems = cp_problems(strategy) + lora_problems(config.model, tp_size=tp) + fused_problems(config.model, tp_size=tp)
     if strategy.offload_idle and strategy.fsdp_cpu_offload:
-        problems.append("--offload_idle has nothing to move with --fsdp_cpu_offload: all is in host memory, drop one")
+        problems.append("--offload_idle has nothing to move with --fsdp_cpu_offload: set only one of them")
     return problems
 
 

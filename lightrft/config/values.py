@@ -4,7 +4,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from types import UnionType
 from typing import Any, Literal, Self, Union, get_args, get_origin
@@ -12,6 +12,21 @@ from typing import Any, Literal, Self, Union, get_args, get_origin
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 LARGEST = 2**63 - 1
 """Largest whole number: larger ones fit into no tensor and no file format."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Range of a field's values, declared as `Annotated[int, COUNT]`. A value of None is always within it."""
+
+    description: str
+    holds: Callable[[float], bool]
+
+
+COUNT = Bound("at least 1", lambda value: value >= 1)
+ABOVE_1 = Bound("above 1", lambda value: value > 1)
+POSITIVE = Bound("above 0", lambda value: value > 0)
+NOT_NEGATIVE = Bound("at least 0", lambda value: value >= 0)
+SHARE = Bound("between 0 and 1", lambda value: 0 <= value <= 1)
 
 
 class Section:
