@@ -8,7 +8,9 @@ from lightrft.engine.requests import MEDIA
 
 def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, int]) -> dict:
     section, on_cpu = setup.section, setup.device.type == "cpu"
-    memory = {"kv_cache_memory_bytes": int(section.engine_kv_cache_gb * 2**30)} if on_cpu else {}
+    # A CPU with AVX512-BF16 has no state cache but float32 for Mamba layers, and otherwise warns of it for every model.
+    cache = {"kv_cache_memory_bytes": int(section.engine_kv_cache_gb * 2**30), "mamba_ssm_cache_dtype": "float32"}
+    memory = cache if on_cpu else {}
     # For a prompt in two chunks V1 draws a token after the first and reverts the draw, which a seeded CPU generator cannot.
     prefill = {"enable_chunked_prefill": False} if on_cpu else {}
     latent = on_cpu and getattr(config.get_text_config(), "kv_lora_rank", None)  # MLA's CPU kernel mistakes heads for tokens
