@@ -1,12 +1,12 @@
 """The configuration: every field, the source of its value, and the checks of combinations."""
 
-from lightrft.config.addresses import address_problem
 from lightrft.config.command_line import field_docs, load, parse
 from lightrft.config.commands import COMMANDS, fields_read
 from lightrft.config.effects import flags_without_effect
 from lightrft.config.errors import ConfigError
 from lightrft.config.presets import PRESETS, recipe
 from lightrft.config.recipe import COMPARING
+from lightrft.config.references import RewardTerm, address_problem, reward_terms
 from lightrft.config.resolve import BOTH_BOUNDS, Arguments, as_config, check_strategy, resolve, strategy_name
 from lightrft.config.sections import (
     SECTIONS,
@@ -44,6 +44,7 @@ __all__ = [
     "OptimSection",
     "PRESETS",
     "RewardSection",
+    "RewardTerm",
     "RolloutSection",
     "SECTIONS",
     "StrategySection",
@@ -61,6 +62,7 @@ __all__ = [
     "parse",
     "recipe",
     "resolve",
+    "reward_terms",
     "section_of_field",
     "sequence_layout",
     "strategy_name",

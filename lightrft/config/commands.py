@@ -27,7 +27,8 @@ OF_THE_FINAL_MODEL = ("lora_rank", *LORA, "freeze_prefix", "freeze_vision_tower"
 OF_EVALUATION = ("seed", "save_path")
 """Fields of the training section that an evaluation reads."""
 JUDGING = (
-    "reward", "reward_workers", "reward_memory_gb", "reward_minutes", "reward_failure", "server_minutes", "reward_model_coef",
+    "reward", "reward_key", "reward_workers", "reward_memory_gb", "reward_minutes", "reward_failure", "server_minutes",
+    "reward_model_coef",
 )  # fmt: skip
 """Fields of the reward section that define a reward, not its use in training."""
 ROLES = ("critic_pretrain", "teacher_pretrain", "teacher_url", "reward_pretrain")

@@ -13,7 +13,18 @@ import yaml
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.renamed import current_names
-from lightrft.config.values import ABOVE_1, COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Bound, Section, nearest, typed_value
+from lightrft.config.values import (
+    ABOVE_1,
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Bound,
+    CommaSeparated,
+    Section,
+    nearest,
+    typed_value,
+)
 
 
 @dataclass
@@ -249,8 +260,12 @@ class RolloutSection(Section):
 
 @dataclass
 class RewardSection(Section):
-    reward: str = "exact_match"
-    """Reward function: a name, module:function, file.py:function, or the http(s) address of a server."""
+    reward: CommaSeparated = CommaSeparated("exact_match")
+    """Reward function: a name, module:function, file.py:function, or the http(s) address of a server. Several are separated by
+    commas, or a list in YAML, each in the form NAME, NAME:WEIGHT or LABEL=NAME:WEIGHT; the reward is their weighted sum, and the
+    label names the metric of each."""
+    reward_key: str | None = None
+    """Column that names the rewards of --reward for its row: a label, or a list of labels. Unset: all rewards score every row."""
     reward_workers: Annotated[int | None, NOT_NEGATIVE] = None
     """Number of worker processes of each rank that call the reward function while other responses are generated. 0: call it in
     the rank's own process, when all responses are complete. Unset: 2, but 0 for exact_match, gsm8k and none, which take

@@ -7,10 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lightrft.config.addresses import address_problem
 from lightrft.config.commands import fields_read
 from lightrft.config.errors import ConfigError
 from lightrft.config.recipe import TEACHERS, algorithm_problems
+from lightrft.config.references import SERVER, address_problem, reward_terms
 from lightrft.config.sections import (
     Config,
     ModelSection,
@@ -62,8 +62,12 @@ def _missing_inputs(config: Config, command: str) -> list[str]:
 
 def _address_problems(config: Config, command: str) -> list[str]:
     asked = [("--teacher_url", config.model.teacher_url, "TEACHER_API_KEY")] if command == "train_ppo" else []
-    if command != "train_sft" and config.reward.reward.startswith(("http://", "https://")):
-        asked.append(("--reward", config.reward.reward, "REWARD_API_KEY"))
+    if command != "train_sft":
+        try:
+            names = [term.name for term in reward_terms(config.reward.reward)]
+        except ValueError as error:
+            return [str(error)]
+        asked += [("--reward", name, "REWARD_API_KEY") for name in names if name.startswith(SERVER)]
     return [problem for flag, url, key in asked if url and (problem := address_problem(flag, url, key))]
 
 

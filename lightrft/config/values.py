@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from types import UnionType
-from typing import Any, Literal, Self, Union, get_args, get_origin
+from typing import Any, Literal, NewType, Self, Union, get_args, get_origin
 
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 LARGEST = 2**63 - 1
@@ -27,6 +27,10 @@ ABOVE_1 = Bound("above 1", lambda value: value > 1)
 POSITIVE = Bound("above 0", lambda value: value > 0)
 NOT_NEGATIVE = Bound("at least 0", lambda value: value >= 0)
 SHARE = Bound("between 0 and 1", lambda value: 0 <= value <= 1)
+
+
+CommaSeparated = NewType("CommaSeparated", str)
+"""Text with parts separated by commas, which may also be given as a list."""
 
 
 class Section:
@@ -138,7 +142,13 @@ def _import_path(function: Callable[..., Any]) -> str:
     return f"{module}:{name}"
 
 
-_READERS: dict[Any, Callable[[Any], Any]] = {bool: _bool, int: _int, float: _float, str: _str}
+def _comma_separated(value: Any) -> str:
+    return ",".join(map(_str, value)) if isinstance(value, list | tuple) else _str(value)
+
+
+_READERS: dict[Any, Callable[[Any], Any]] = {
+    bool: _bool, int: _int, float: _float, str: _str, CommaSeparated: _comma_separated,
+}  # fmt: skip
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -10,14 +10,15 @@ from typing import Any
 from loguru import logger
 
 from lightrft.config.errors import ConfigError
+from lightrft.config.references import SERVER, RewardTerm, reward_terms
 from lightrft.config.sections import RewardSection
 from lightrft.launch.heartbeat import leave, place_of
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
-from lightrft.rewards.functions import BRIEF
+from lightrft.rewards.functions import BRIEF, rewards
 from lightrft.rewards.models import ModelRewards
 from lightrft.rewards.pool import CallFailed, Calls, InProcess, Processes, Result, out_of_time
-from lightrft.rewards.worker import SERVER, Setup
+from lightrft.rewards.worker import Setup
 from lightrft.types import Prompt, Sample
 
 LARGEST = 1e18
@@ -62,23 +63,29 @@ class RewardRunner:
     def _setup(self, chat: bool) -> Setup:
         section = self.section
         limits = {"seconds": 60 * section.reward_minutes, "patience": 60 * section.server_minutes}
-        return Setup(self.name, chat=chat, memory=int(section.reward_memory_gb * 1e9), **limits)
+        return Setup(self.name, key=section.reward_key, chat=chat, memory=int(section.reward_memory_gb * 1e9), **limits)
 
     def _way_to_call(self, setup: Setup) -> Calls:
-        on_server, limit = self.name.startswith(SERVER), 60 * self.section.reward_minutes
-        workers = self.section.reward_workers
+        terms, workers = reward_terms(self.name), self.section.reward_workers
+        limit = self._limit([term.name for term in terms])
         if workers is None:
-            workers = 0 if self.name in BRIEF else WORKERS
-        by_path = on_server or (":" in self.name and not self.name.startswith("__main__:"))
-        importable = self.name if by_path else importable_name(self.function.function)
+            workers = 0 if all(term.name in BRIEF for term in terms) else WORKERS
+        importable = importable_terms(terms)
         if workers and importable is None:
             logger.info("--reward {}: the function belongs to the main script, so it is called in this process, when all "
                         "responses are complete; move it to its own file to call it in worker processes", self.name)  # fmt: skip
         if not workers or importable is None:
-            return InProcess(self.function, limit=None if on_server else limit, too_late=self._end)
-        calls = Processes(replace(setup, name=importable), workers=workers, limit=math.inf if on_server else limit)
+            return InProcess(self.function, limit=limit, too_late=self._end)
+        calls = Processes(replace(setup, name=importable), workers=workers, limit=math.inf if limit is None else limit)
         weakref.finalize(self, calls.close)
         return calls
+
+    def _limit(self, names: list[str]) -> float | None:
+        """Return the time limit of a call in seconds; None for servers, whose requests have limits of their own."""
+        on_server = [name.startswith(SERVER) for name in names]
+        if all(on_server):
+            return None
+        return 60 * (self.section.reward_minutes + any(on_server) * self.section.server_minutes)
 
     def check(self, prompts: Iterable[Prompt]) -> None:
         """Raise ConfigError if the function cannot be called with the columns of these prompts."""
@@ -208,6 +215,18 @@ class RewardRunner:
             self.fail(error, code=USER_ERROR, brief=True)
         logger.error(str(error))
         leave(str(error), USER_ERROR)
+
+
+def importable_terms(terms: list[RewardTerm]) -> str | None:
+    """Return the terms with names that another process can import, else None."""
+    found = []
+    for term in terms:
+        by_path = term.name.startswith(SERVER) or (":" in term.name and not term.name.startswith("__main__:"))
+        name = term.name if by_path else importable_name(rewards[term.name])
+        if name is None:
+            return None
+        found.append(str(replace(term, name=name)))
+    return ",".join(found)
 
 
 def importable_name(function: Any) -> str | None:

@@ -21,13 +21,13 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 
+from lightrft.config.references import SERVER, reward_terms
 from lightrft.rewards.conventions import RewardFunction
 from lightrft.rewards.functions import Reward, rewards
+from lightrft.rewards.weighted import WeightedRewards
 
 FORK = 0
 """Request for a worker; any other number is the process id of a worker that has ended."""
-SERVER = ("http://", "https://")
-"""Prefixes of the name of a reward that a server computes."""
 PR_SET_PDEATHSIG = 1
 PACKAGE, ASYNCIO = Path(__file__).parent, Path(asyncio.__file__).parent
 WHERE = signal.SIGUSR1
@@ -39,7 +39,9 @@ class Setup:
     """Settings for the process that forks workers."""
 
     name: str
-    """Name of the function, as in --reward."""
+    """Name of the function, or terms of several, as in --reward."""
+    key: str | None = None
+    """Column that names the rewards of a row, as in --reward_key."""
     chat: bool = False
     """True if prompts are chats."""
     memory: int = 0
@@ -49,11 +51,15 @@ class Setup:
     patience: float = 0.0
     """Longest time that a server may be away, in seconds."""
 
-    def function(self) -> RewardFunction:
-        """Import the function. Raises ValueError if it cannot be imported."""
-        if self.name.startswith(SERVER):
-            return RewardFunction(_on_server(self.name, self.seconds, self.patience), chat=self.chat)
-        return RewardFunction(rewards[self.name], chat=self.chat)
+    def function(self) -> RewardFunction | WeightedRewards:
+        """Import the function, or all of them. Raises ValueError if one cannot be imported."""
+        functions = [(term, self._function(term.name)) for term in reward_terms(self.name)]
+        (term, function), *others = functions
+        return WeightedRewards(functions, self.key) if others or self.key or term.weight != 1 else function
+
+    def _function(self, name: str) -> RewardFunction:
+        found = _on_server(name, self.seconds, self.patience) if name.startswith(SERVER) else rewards[name]
+        return RewardFunction(found, chat=self.chat)
 
 
 def main(fd: int) -> None:

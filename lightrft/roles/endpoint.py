@@ -10,7 +10,7 @@ import httpx
 from loguru import logger
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_exponential
 
-from lightrft.config.addresses import address_problem
+from lightrft.config.references import address_problem
 
 SECONDS = 600.0
 """Longest duration of one request, from the connection to the last byte."""

@@ -1,0 +1,77 @@
+"""References in flags to servers and functions: checks of addresses and their keys, and lists of weighted rewards."""
+
+import os
+import re
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+SERVER = ("http://", "https://")
+"""Beginnings of the address of a server."""
+LABELLED = re.compile(r"(?:(?P<label>[A-Za-z_]\w*)=)?(?P<reference>.+)")
+WEIGHTED = re.compile(r"(?P<name>.+):(?P<weight>-?(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?)")
+ADDRESS = re.compile(r"(?P<name>https?://[^/:]+(?::\d+)?(?:/[^:]*)?)(?::(?P<weight>[^:/]+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTerm:
+    """One of the rewards of --reward, in the form `LABEL=NAME:WEIGHT`."""
+
+    label: str
+    """Name of its metric, and of the term in the column --reward_key."""
+    name: str
+    """A registered name, module:function, file.py:function, or the address of a server."""
+    weight: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{self.label}={self.name}:{self.weight!r}"
+
+
+def reward_terms(text: str) -> list[RewardTerm]:
+    """Return the terms of --reward, which are separated by commas: `math_verify:0.8,short=lengths.py:short:0.2`.
+
+    Without a label a term has the name of its function, without a weight the weight 1. The number after the host of an address
+    is its port. Raises ValueError for an empty term, or for two terms with one label.
+    """
+    terms = [_reward_term(part.strip()) for part in text.split(",")]
+    labels = [term.label for term in terms]
+    if repeated := {label for label in labels if labels.count(label) > 1}:
+        raise ValueError(f"--reward {text}: two rewards are called {min(repeated)}; give them labels: LABEL=NAME:WEIGHT")
+    return terms
+
+
+def _reward_term(text: str) -> RewardTerm:
+    if not (parts := LABELLED.fullmatch(text)):
+        raise ValueError("--reward has an empty term: name rewards as NAME or NAME:WEIGHT, separated by commas")
+    reference, form = parts["reference"], ADDRESS if parts["reference"].startswith(SERVER) else WEIGHTED
+    found = form.fullmatch(reference)
+    name, weight = (found["name"], found["weight"]) if found else (reference, None)
+    try:
+        number = 1.0 if weight is None else float(weight)
+    except ValueError:
+        raise ValueError(f"--reward {text}: the weight {weight!r} is not a number") from None
+    label = parts["label"] or ("server" if name.startswith(SERVER) else name.rpartition(":")[2])
+    return RewardTerm(label, name, number)
+
+
+def address_problem(flag: str, url: str, key: str) -> str:
+    """Return the reason why `url`, with the key in the environment variable `key`, cannot be used; empty if it can.
+
+    The reason contains no secret.
+    """
+    try:
+        parts = urlsplit(url)
+        host, secret = parts.hostname, parts.username or parts.password
+        parts.port  # noqa: B018  (ValueError for no number)
+    except ValueError as error:
+        return f"{flag}: the address cannot be read: {error}"
+    if secret:
+        return (
+            f"{flag} {parts.scheme}://...@{host}: a user or password in an address would be written to config.yaml, checkpoints "
+            f"and logs. Leave it out, and set {key}=user:password in the environment"
+        )
+    if parts.scheme not in ("http", "https") or not host or any(character.isspace() for character in url):
+        return f"{flag} {url!r} is not an address such as http://host:8000/path"
+    value = os.environ.get(key, "")
+    if not (value.isascii() and value.isprintable()) or value != value.strip():
+        return f"the environment variable {key} must not contain line ends, surrounding spaces or non-ASCII characters"
+    return ""

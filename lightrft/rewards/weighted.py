@@ -1,0 +1,93 @@
+"""Several reward functions whose weighted sum is the reward, for all rows or chosen for each row by a column."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lightrft.config.errors import ConfigError
+from lightrft.config.references import RewardTerm
+from lightrft.rewards.conventions import RewardFunction
+from lightrft.samples import Prompt, Sample
+
+
+class WeightedRewards:
+    """Reward functions with weights; they are called one after the other, as one function."""
+
+    def __init__(self, functions: list[tuple[RewardTerm, RewardFunction]], key: str | None = None):
+        """Set up the functions. `key` is the column that names those of its row, by label; None: all score every row."""
+        self.functions, self.key = functions, key
+        self.labels = {term.label for term, _ in functions}
+
+    def judge(self, samples: list[Sample]) -> list[Any]:
+        """Return the rewards of samples: a dictionary of weighted parts for each, or a list of numbers for its tokens.
+
+        A reward for tokens cannot be combined with named parts; numbers for whole responses are then added at the last token.
+        Raises ValueError for a function that does not return one reward for each sample.
+        """
+        returned: list[list[tuple[str, Any]]] = [[] for _ in samples]
+        for term, function in self.functions:
+            chosen = [row for row, sample in enumerate(samples) if term.label in self._chosen(sample.prompt.columns)]
+            values = function.judge([samples[row] for row in chosen]) if chosen else []
+            if not isinstance(values, Iterable) or isinstance(values, Mapping | str) or len(list(values)) != len(chosen):
+                raise ValueError(f"{term.label} returned {values!r:.200}, not a list of {len(chosen)} rewards, one per sample")
+            for row, value in zip(chosen, values, strict=True):
+                returned[row] += _weighted(term, value)
+        return [_combined(parts) for parts in returned]
+
+    def check(self, prompts: Iterable[Prompt]) -> None:
+        """Raise ConfigError if a function cannot be called with the columns of the prompts that choose it."""
+        prompts = list(prompts)
+        for term, function in self.functions:
+            try:
+                function.check(prompt for prompt in prompts if term.label in self._chosen(prompt.columns))
+            except ConfigError as error:
+                raise ConfigError(f"{term.label}: {error}") from error
+
+    def row_problem(self, columns: Mapping[str, Any]) -> str:
+        """Return the reason why responses to a row with these columns cannot be scored; empty if none can be seen."""
+        chosen = self._chosen(columns)
+        if self.key is not None and (not chosen or chosen - self.labels):
+            wrong = ", ".join(sorted(map(str, chosen - self.labels))) or "nothing"
+            return f"the column {self.key} (--reward_key) names {wrong}; the rewards are {', '.join(sorted(self.labels))}"
+        problems = [(term, function.row_problem(columns)) for term, function in self.functions if term.label in chosen]
+        return next((f"{term.label}: {problem}" for term, problem in problems if problem), "")
+
+    def _chosen(self, columns: Mapping[str, Any]) -> set[str]:
+        if self.key is None:
+            return self.labels
+        value = columns.get(self.key)
+        return set(value) if isinstance(value, list | tuple) else {value} - {None}
+
+
+def _weighted(term: RewardTerm, value: Any) -> list[tuple[str, Any]]:
+    """Return (name, weighted value) of each part of a reward; a list of numbers for tokens is one part."""
+    if isinstance(value, Mapping):
+        return [(f"{term.label}_{name}", term.weight * _number(term, part)) for name, part in value.items()]
+    if isinstance(value, list):
+        return [(term.label, [None if each is None else term.weight * _number(term, each) for each in value])]
+    return [(term.label, term.weight * _number(term, value))]
+
+
+def _number(term: RewardTerm, value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError comes from a tensor with several elements
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{term.label} returned {value!r:.200}, which is not a finite number")
+    return number
+
+
+def _combined(parts: list[tuple[str, Any]]) -> Any:
+    of_tokens = [value for _, value in parts if isinstance(value, list)]
+    if not of_tokens:
+        return dict(parts)
+    if len({len(values) for values in of_tokens}) > 1:
+        raise ValueError(f"two rewards for tokens have different lengths: {', '.join(str(len(values)) for values in of_tokens)}")
+    total = [_sum([each for each in column if each is not None]) for column in zip(*of_tokens, strict=True)]
+    whole = [value for _, value in parts if not isinstance(value, list)]
+    return [*total[:-1], _sum([*whole, *([] if total[-1] is None else [total[-1]])])]
+
+
+def _sum(values: list[float]) -> float | None:
+    return math.fsum(values) if values else None
