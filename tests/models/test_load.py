@@ -97,7 +97,7 @@ def test_heads_that_are_not_computed_are_refused_by_name(case):
 
 FLAT = {
     "soft-capped attention": ("gemma2", {"head_dim": 8, "num_key_value_heads": 1}, "Gemma2ForCausalLM.*soft-capped"),
-    "own attention": ("bloom", {"n_head": 2, "n_layer": 1}, "BloomForCausalLM.*not exchangeable"),
+    "own attention": ("bloom", {"n_head": 2, "n_layer": 1}, "BloomForCausalLM.*cannot be replaced"),
     "recurrent": ("mamba", {"state_size": 4}, "MambaForCausalLM.*recurrent state"),
     "chunked": ("llama4_text", {"head_dim": 8, "num_key_value_heads": 1, "intermediate_size_mlp": 24, "num_local_experts": 1,
                                 "layer_types": ["chunked_attention"]}, "Llama4ForCausalLM.*layers of type chunked_attention"),
@@ -165,7 +165,7 @@ DAMAGED = {
     "cut shard": (in_shards(lambda folder: cut(shard(folder), -100)), "/model-00003-of-00007.safetensors is damaged,"),
     "index": (in_shards(lambda folder: cut(folder / "model.safetensors.index.json", 9)), "model.safetensors.index.json is no"),
     "other index": (in_shards(move_tensors), "/model-00003-of-00007.safetensors lacks 1 tensors .* model.norm.weight"),
-    "shape": (change("model.norm.weight", lambda tensor: tensor[:32].clone()), r"norm.weight has shape .32,. there, .* .64,."),
+    "shape": (change("model.norm.weight", lambda tensor: tensor[:32].clone()), r"norm.weight has shape .32,. in the folder, .* .64,."),
     "int8": (change("lm_head.weight", lambda tensor: tensor.to(torch.int8)), "/model.safetensors: lm_head.weight is of dtype I8"),
     "pickled": (pickled, "transformers cannot read the weights"),
     "config": (lambda folder: cut(folder / "config.json", 5), "config.json' is not a valid JSON file"),
