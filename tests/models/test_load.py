@@ -165,7 +165,7 @@ DAMAGED = {
     "cut shard": (in_shards(lambda folder: cut(shard(folder), -100)), "/model-00003-of-00007.safetensors is damaged,"),
     "index": (in_shards(lambda folder: cut(folder / "model.safetensors.index.json", 9)), "model.safetensors.index.json is no"),
     "other index": (in_shards(move_tensors), "/model-00003-of-00007.safetensors lacks 1 tensors .* model.norm.weight"),
-    "shape": (change("model.norm.weight", lambda tensor: tensor[:32].clone()), r"norm.weight has shape .32,. in the folder, .* .64,."),
+    "shape": (change("model.norm.weight", lambda tensor: tensor[:32].clone()), r"has shape .32,. in the folder, but .64,. in"),
     "int8": (change("lm_head.weight", lambda tensor: tensor.to(torch.int8)), "/model.safetensors: lm_head.weight is of dtype I8"),
     "pickled": (pickled, "transformers cannot read the weights"),
     "config": (lambda folder: cut(folder / "config.json", 5), "config.json' is not a valid JSON file"),

@@ -168,7 +168,10 @@ def test_names_that_are_none(tmp_path):
         ("no_such_package.rewards:f", "--reward no_such_package.rewards:f: cannot import 'no_such_package.rewards'"),
         ("math:nothing", "--reward math:nothing: 'math' has no object 'nothing'"),
         (f"{tmp_path}/absent.py:f", "absent.py:f: no file .*/absent.py"),
-        (path.removesuffix(":f"), r"no reward of this name; which function of the file\? --reward .*/reward.py:function\. Known"),
+        (
+            path.removesuffix(":f"),
+            r"no reward of this name; add the name of the function: --reward .*/reward.py:function\. Choices",
+        ),
         (path.replace(":f", ":g"), "reward.py' has no object 'g'"),
     ]:
         with pytest.raises(ValueError, match=message):

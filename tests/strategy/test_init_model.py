@@ -195,7 +195,7 @@ WRONG = {
     "no head": (lambda tensors: tensors.pop("lm_head.weight"), False, "the first is lm_head.weight"),
     "scorer": (lambda tensors: tensors.pop(NORM), True, f"the first is {NORM}"),
     "shape": (lambda tensors: tensors.update({NORM: torch.ones(65)}), False,
-              r"has shape \(65,\) there, the model's is \(64,\)"),
+              r"has shape \(65,\) in the folder, but \(64,\) in the model"),
     "not finite": (lambda tensors: tensors[NORM][:1].fill_(torch.nan), False,
                    rf"rank 0: ValueError: \S*wrong/model.safetensors: {NORM} has values that are not finite"),
 }  # fmt: skip
