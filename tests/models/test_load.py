@@ -45,7 +45,7 @@ def test_a_folder_in_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     tiny_model(tmp_path / "model")
     assert load_tokenizer(ModelSection(pretrain="~/model")).eos_token_id == 258
-    with pytest.raises(ValueError, match="--pretrain ~/absent: no such folder"):
+    with pytest.raises(ValueError, match="--pretrain ~/absent: neither an existing folder"):
         load_model(ModelSection(pretrain="~/absent"))
 
 
@@ -159,10 +159,10 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 DAMAGED = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "cannot read the weights .*no file named"),
     "empty": (lambda folder: cut(folder / "model.safetensors", 0), "/model.safetensors is empty: 0 bytes"),
-    "cut": (lambda folder: cut(folder / "model.safetensors", 5000), "/model.safetensors is damaged, .*: 5000 bytes"),
+    "cut": (lambda folder: cut(folder / "model.safetensors", 5000), "/model.safetensors is damaged .*: 5000 bytes"),
     "pointer": (lambda folder: (folder / "model.safetensors").write_bytes(LFS), "is a git-lfs pointer .*git lfs pull"),
     "no shard": (in_shards(lambda folder: shard(folder).unlink()), "/model-00003-of-00007.safetensors does not exist, but"),
-    "cut shard": (in_shards(lambda folder: cut(shard(folder), -100)), "/model-00003-of-00007.safetensors is damaged,"),
+    "cut shard": (in_shards(lambda folder: cut(shard(folder), -100)), "/model-00003-of-00007.safetensors is damaged"),
     "index": (in_shards(lambda folder: cut(folder / "model.safetensors.index.json", 9)), "model.safetensors.index.json is no"),
     "other index": (in_shards(move_tensors), "/model-00003-of-00007.safetensors lacks 1 tensors .* model.norm.weight"),
     "shape": (change("model.norm.weight", lambda tensor: tensor[:32].clone()), r"has shape .32,. in the folder, but .64,. in"),
