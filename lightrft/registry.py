@@ -51,10 +51,10 @@ class Registry:
         near = get_close_matches(name, self._objects, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         if name.endswith(".py"):
-            hint = f"; which function of the file? {self.flag} {name}:function."
+            hint = f"; add the name of the function: {self.flag} {name}:function."
         raise ValueError(
             f"{self.flag} {name}: no {self.kind} of this name{hint} "
-            f"Known: {', '.join(self.names())}. Your own: {self.flag} module:object or {self.flag} file.py:object"
+            f"Choices: {', '.join(self.names())}; for your own: {self.flag} module:object or {self.flag} file.py:object"
         )
 
     def _import(self, path: str) -> Any:

@@ -92,7 +92,7 @@ def check_versions() -> list[str]:
     problems = version_problems(CORE)
     if problems:
         way_out = "pip install " + " ".join(f"'{requirement}'" for requirement in requirements(CORE))
-        raise ImportError("lightrft cannot run here:\n" + "\n".join(f"  - {p}" for p in problems) + f"\nThe way out: {way_out}")
+        raise ImportError("lightrft cannot run here:\n" + "\n".join(f"  - {p}" for p in problems) + f"\nTo fix this: {way_out}")
     return [
         f"{problem}: pip install {' '.join(repr(requirement) for requirement in requirements(table))}"
         for extra, table in EXTRAS.items()

@@ -53,7 +53,7 @@ def test_files_of_the_same_name_do_not_meet(rewards, tmp_path):
 def test_unknown_name_shows_the_nearest_and_the_way_out(rewards):
     with pytest.raises(ValueError, match=r"--reward exact_mach: no reward of this name; did you mean 'exact_match'\?") as error:
         rewards["exact_mach"]
-    assert "Known: exact, exact_match, gsm8k" in str(error.value) and "--reward module:object" in str(error.value)
+    assert "Choices: exact, exact_match, gsm8k" in str(error.value) and "--reward module:object" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -245,12 +245,12 @@ class RolloutSection(Section):
     dynamic_sampling_rounds: Annotated[int, COUNT] = 10
     """Maximum number of rounds of dynamic_sampling; groups that are masked in the loss then fill the step."""
     over_sampling: float = 1.0
-    """Start this many times the number of prompts that a step needs, and stop as soon as enough of their groups are complete."""
+    """Factor by which a step starts more prompts than it needs; it stops as soon as enough of their groups are complete."""
     early_stop_every: Annotated[int, COUNT] = 256
     """With over_sampling: number of tokens of each response after which the ranks check whether enough groups are complete."""
     partial_rollout: bool = False
-    """With over_sampling: continue responses that were stopped in the next step; by default they are discarded. With
-    dynamic_sampling: also use surplus groups in the next step."""
+    """With over_sampling: responses that were stopped are continued in the next step instead of discarded. With
+    dynamic_sampling: surplus groups are also used in the next step."""
     curriculum: list[float] = field(default_factory=list)
     """Two shares: a prompt is skipped for curriculum_rest passes when the share of its responses that were right is below the
     first or above the second."""
@@ -304,7 +304,7 @@ class RewardSection(Section):
 @dataclass
 class AlgorithmSection(Section):
     advantage_estimator: str = "grpo"
-    """Estimator, with its recipe of other flags (--help NAME shows it): a name, module:function or file.py:function."""
+    """Estimator of advantages with its recipe (--help NAME shows it): a name, module:function or file.py:function."""
     policy_loss: str = "ppo"
     """Loss of one token: a name, module:function or file.py:function."""
     eps_clip_low: Annotated[float, NOT_NEGATIVE] = 0.2
@@ -337,7 +337,7 @@ class AlgorithmSection(Section):
     rollout_correction: str | None = None
     """Weight of a token from the ratio p_trainer / p_engine: tis, mis, icepop, module:function or file.py:function."""
     rollout_correction_level: Literal["token", "sequence"] = "token"
-    """Use that ratio of each token, or the product of the ratios over its sequence."""
+    """Ratio to use: that of each token, or the product over its sequence."""
     rollout_correction_low: Annotated[float, NOT_NEGATIVE] = 0.5
     """Lower limit of the ratio: tokens with a smaller ratio are masked."""
     rollout_correction_high: Annotated[float, POSITIVE] = 2.0
@@ -392,7 +392,8 @@ class AlgorithmSection(Section):
     measure_kl: bool = False
     """Keep a reference model and report the divergence from it, even with --init_kl_coef 0."""
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
-    """Estimator: k1 is unbiased, k2 has the right gradient, k3 is unbiased and positive, k3+ is k3 with the gradient of k2."""
+    """Estimator of the divergence: k1 is unbiased, k2 has the right gradient, k3 is unbiased and positive, k3+ is k3 with the
+    gradient of k2."""
     kl_after_baseline: bool = False
     """With rloo and the divergence in the reward: subtract it from each token after the baseline, instead of from the rewards
     before it."""

@@ -199,7 +199,7 @@ class Engine(ABC):
 
     def _expanded(self, request: Request) -> Expanded:
         """Return a prompt with expanded media; ValueError if the model cannot read it. Called only for media in `limits`."""
-        raise NotImplementedError(f"{type(self).__name__} says that it takes media")
+        raise NotImplementedError(f"{type(self).__name__} declares support for media but does not implement it")
 
     @abstractmethod
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None: ...
@@ -227,7 +227,7 @@ class Engine(ABC):
 
     def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         """Return prints.numbers() of all weights of this rank's part of the engine, read in place at the time of the call."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what it holds")
+        raise NotImplementedError(f"{type(self).__name__} does not implement reading its weights")
 
     def _wrong(self, sent: Fingerprints) -> list[str]:
         """Return the names of weights that differ from those sent; this default compares sums over the ranks of the engine."""

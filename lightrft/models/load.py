@@ -102,7 +102,7 @@ def _whole(kind: type, name: str, given: str, new_head: bool, options: dict[str,
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         raise ValueError(f"{given}: transformers cannot read the weights ({type(error).__name__}: {error})") from error
     for stored, there, wanted in sorted(found["mismatched_keys"]):
-        raise ValueError(f"{given}: {stored} has shape {tuple(there)} in the folder, but in the model {tuple(wanted)}")
+        raise ValueError(f"{given}: {stored} has shape {tuple(there)} in the folder, but {tuple(wanted)} in the model")
     missing, unexpected = found["missing_keys"], found["unexpected_keys"]
     if new_head:
         missing, unexpected = _without_head(model, missing, unexpected)
@@ -155,7 +155,7 @@ def _empty(kind: type, name: str, new_head: bool, options: dict[str, Any]) -> Pr
         if shapes[tensor_name] != tuple(tensors[tensor_name].shape):
             shape = tuple(tensors[tensor_name].shape)
             raise ValueError(
-                f"{converted.origin(tensor_name)} has shape {shapes[tensor_name]} in the folder, but in the model {shape}"
+                f"{converted.origin(tensor_name)} has shape {shapes[tensor_name]} in the folder, but {shape} in the model"
             )
     for child_name in {name.split(".")[0] for name in heads}:
         _fill_new_head(model, child_name)

@@ -83,7 +83,7 @@ def test_a_folder_by_split(tmp_path):
     (tmp_path / "README.md").write_text("not data")
     assert [p.text for p in load(tmp_path)] == ["a", "b"]
     assert [p.text for p in load(tmp_path, held_out=True)] == ["c"]
-    with pytest.raises(DataError, match="no file name begins with the split 'validation'; it holds test.jsonl, train-1.jsonl"):
+    with pytest.raises(DataError, match="no file name begins with the split 'validation'; .* test.jsonl, train-1.jsonl"):
         load(tmp_path, prompt_split="validation")
     (tmp_path / "only").mkdir()
     write_lines(tmp_path / "only" / "data.jsonl", {"input": "d"})
@@ -194,7 +194,7 @@ def test_sources_that_are_not_there(tmp_path):
     for source, message in [(tmp_path / "empty", "the folder contains no .jsonl, .json, .parquet file"),
                             (tmp_path / "data.csv", "unknown file type"),
                             (tmp_path / "absent.jsonl", "neither an existing file or folder nor a hub name"),
-                            ("data/absent.jsonl", "neither an existing file or folder"), ("absent", "no such file or folder")]:  # fmt: skip
+                            ("data/absent.jsonl", "neither an existing"), ("absent", "neither an existing")]:  # fmt: skip
         with pytest.raises(DataError, match=f"--prompt_data {source}: {message}"):
             load(source)
 

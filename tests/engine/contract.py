@@ -464,7 +464,7 @@ def impossible_requests_are_refused(bench: Bench) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             bench.generate(prompts, sampling)
-    with pytest.raises(ValueError, match="text only"):
+    with pytest.raises(ValueError, match="supports only text"):
         bench.engine.generate([Request([1], multi_modal={"images": []})], Sampling(max_tokens=4))
     with pytest.raises(ValueError, match="request 1 does not fit.*max_model_len"):
         bench.engine.generate([Request([1]), Request([1], sampling=Sampling(max_tokens=256))], Sampling(max_tokens=4))

@@ -64,7 +64,7 @@ def test_an_engine_that_broke_is_not_used_again(verb: str) -> None:
             engine.wake("weights")
     assert isinstance(caught.value.__cause__, MemoryError)
     for call in (lambda: engine.generate([], Sampling()), lambda: engine.load_weights(STREAM, 1), engine.sleep):
-        with pytest.raises(EngineError, match="broke earlier.*no memory"):
+        with pytest.raises(EngineError, match="failed earlier.*no memory"):
             call()
     engine.close()
     engine.close()

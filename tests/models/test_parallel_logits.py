@@ -128,7 +128,7 @@ def alone(tp: int) -> list[Tensor]:
     results += parallel_top_logprobs(logits, 5, *where, temperature=0.6)
     with pytest.raises(ValueError, match="the 98 most likely tokens were requested, but the vocabulary has 97"):
         parallel_top_logprobs(logits, 98, *where)
-    with pytest.raises(ValueError, match=f"are {end - first + 1}"):
+    with pytest.raises(ValueError, match=f"has {end - first + 1}"):
         parallel_logprobs_and_entropy(logits, targets, first, end + 1, mesh.get_group())
     dist.barrier()
     return results

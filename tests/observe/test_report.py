@@ -106,7 +106,7 @@ def test_curves_samples_and_time_are_there(run):
     titles = ("Reward", "Held-out accuracy", "Gradient norm", "Engine against trainer", "mine/own")
     titles += ("At the beginning", "At the end")
     assert [title for title in titles if title not in page.text] == []
-    assert "Not finite at step 20." in page.text and "64 tokens, cut off" in page.text
+    assert "Not finite at step 20." in page.text and "64 tokens, truncated" in page.text
     # generate and train fill 3 of 4 seconds; the nested weight_sync is a part of generate and not counted twice
     phases = page.text[page.text.index("Mean step") : page.text.index("Samples")]
     shares = re.findall(r"(generate|train|other)(\S+ s)(\d+%)", phases)

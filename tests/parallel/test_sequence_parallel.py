@@ -237,7 +237,7 @@ def test_zigzag_by_hand():
 
 def test_heads_that_do_not_divide():
     actor = Actor(make_model("llama", ATTENTION))
-    with pytest.raises(ValueError, match="--sp_size 3 --sp_impl ulysses cannot divide LlamaForCausalLM: .* 4 attention heads"):
+    with pytest.raises(ValueError, match="--sp_size 3 --sp_impl ulysses does not support LlamaForCausalLM: .* 4 attention heads"):
         divide(actor, SEQUENCES["ulysses"](Axis("sp", 3, 0, None)))
     with pytest.raises(ValueError, match="sp_size 2 does not divide its 1 attention heads"):
         divide(actor, SEQUENCES["ulysses"](Axis("sp", 2, 0, None)), tp=4)

@@ -134,8 +134,11 @@ BROKEN = {
     "infinity": ("return [float('-inf'), 1.0]", "-inf is not a finite number, for the response 'first'"),
     "a word": ("return [1.0, 'good']", "'good' is not a finite number"),
     "a number as text": ("return [1.0, '2.0']", "'2.0' is not a finite number"),
-    "beyond float32": ("return [1.0, 1e300]", r"1e\+300 is beyond 1e\+18, for the response 'second' to the prompt 'question'"),
-    "a sum beyond float32": ("return [1.0, {'a': 9e17, 'b': 9e17}]", r"1.8e\+18 is beyond 1e\+18"),
+    "beyond float32": (
+        "return [1.0, 1e300]",
+        r"1e\+300 is larger than 1e\+18, for the response 'second' to the prompt 'question'",
+    ),
+    "a sum beyond float32": ("return [1.0, {'a': 9e17, 'b': 9e17}]", r"1.8e\+18 is larger than 1e\+18"),
     "a large integer": ("return [1.0, 10 ** 400]", "1000.* is not a finite number"),
     "a row": ("return torch.ones(2, 3)", r"tensor\(\[1., 1., 1.\]\) is not a finite number"),
     "a tensor without rows": ("return torch.tensor(1.0)", r"tensor\(1.\) is not a list of 2 rewards"),
@@ -165,7 +168,10 @@ def test_names_that_are_none(tmp_path):
         ("no_such_package.rewards:f", "--reward no_such_package.rewards:f: cannot import 'no_such_package.rewards'"),
         ("math:nothing", "--reward math:nothing: 'math' has no object 'nothing'"),
         (f"{tmp_path}/absent.py:f", "absent.py:f: no file .*/absent.py"),
-        (path.removesuffix(":f"), r"no reward of this name; which function of the file\? --reward .*/reward.py:function\. Known"),
+        (
+            path.removesuffix(":f"),
+            r"no reward of this name; add the name of the function: --reward .*/reward.py:function\. Choices",
+        ),
         (path.replace(":f", ":g"), "reward.py' has no object 'g'"),
     ]:
         with pytest.raises(ValueError, match=message):

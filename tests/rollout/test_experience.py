@@ -329,7 +329,7 @@ def test_estimators_that_cannot_be_are_named(folder):
     needs, of_another_shape, not_finite = run_ranks(1, estimate_with, folder, ["of_the_moon", "of_groups", "of_nothing"])[0]
     assert "of_the_moon needs phase, which this run does not compute" in needs
     for message in (of_another_shape, not_finite):
-        assert "not a finite advantage for each of the 8 rewards" in message
+        assert "must return a finite advantage for each of the 8 rewards" in message
 
 
 def estimate_with(folder: str, names: list[str]) -> list[str]:

@@ -191,11 +191,11 @@ def test_names_that_transformers_changes_are_read_in_parts(folder, tmp_path):
 NORM = "model.layers.1.input_layernorm.weight"
 WRONG = {
     "missing": (lambda tensors: tensors.pop(NORM), False, f"1 tensors of the model are not in the folder, the first is {NORM}"),
-    "unexpected": (lambda tensors: tensors.update(extra=torch.ones(3)), False, "tensors in the folder are not in the model, .* extra"),
+    "unexpected": (lambda tensors: tensors.update(extra=torch.ones(3)), False, "in the folder are not in the model, .* extra"),
     "no head": (lambda tensors: tensors.pop("lm_head.weight"), False, "the first is lm_head.weight"),
     "scorer": (lambda tensors: tensors.pop(NORM), True, f"the first is {NORM}"),
     "shape": (lambda tensors: tensors.update({NORM: torch.ones(65)}), False,
-              r"has shape \(65,\) there, the model's is \(64,\)"),
+              r"has shape \(65,\) in the folder, but \(64,\) in the model"),
     "not finite": (lambda tensors: tensors[NORM][:1].fill_(torch.nan), False,
                    rf"rank 0: ValueError: \S*wrong/model.safetensors: {NORM} has values that are not finite"),
 }  # fmt: skip

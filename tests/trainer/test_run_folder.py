@@ -56,7 +56,7 @@ def refusal(folder: Path, **train) -> str:
 def test_a_fresh_run_in_a_used_folder_is_refused_with_the_ways_out(tmp_path):
     use(tmp_path / "run", "a", steps=(2,))
     said = refusal(tmp_path / "run")
-    for way in ("results of an earlier run (metrics.jsonl, model, ", "--load_checkpoint continues", "another --save_path",
+    for way in ("results of an earlier run (metrics.jsonl, model, ", "--load_checkpoint resumes", "another --save_path",
                 f"--overwrite moves it to {tmp_path / 'run.previous'}"):
         assert way in said
     assert (tmp_path / "run" / "metrics.jsonl").read_text() and not (tmp_path / "run.previous").exists()
