@@ -36,10 +36,10 @@ def drawn(batch: Experience, total: Sum, *, cov_ratio: float, clip_cov_range: li
     least, most = clip_cov_range
     covariance = covariances(batch, total)
     eligible = batch.loss_mask & (covariance >= least) & (covariance <= most)
-    return largest(lots(batch), eligible, share_of_tokens(cov_ratio, batch, total), batch, total)
+    return largest(random_keys(batch), eligible, share_of_tokens(cov_ratio, batch, total), batch, total)
 
 
-def lots(batch: Experience) -> Tensor:
+def random_keys(batch: Experience) -> Tensor:
     """Return [T] uniform random numbers, drawn for each sequence with its tokens as seed, so they do not depend on its rank."""
     generator = torch.Generator()
     sequences = batch.input_ids.split(batch.lengths.tolist())

@@ -69,7 +69,7 @@ def flat_attention(
         raise ValueError(f"{type(module).__name__} uses soft-capped or sink attention, which flat batches do not support")
     query, key, value = layout.sequence.enter(*(x[0].transpose(0, 1) for x in (query, key, value)))
     window = sliding_window if sliding_window and sliding_window < layout.longest else None
-    if layout.in_parts:
+    if layout.needs_several_calls:
         kernel = None if dropout else part_kernel(query.device, query.dtype)
         if kernel is None:
             output = copied_attention(query, key, value, layout, scaling=scaling, window=window, dropout=dropout)

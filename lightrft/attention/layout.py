@@ -153,7 +153,7 @@ class Layout:
         return blocks(self.lengths, self.device)
 
     @property
-    def in_parts(self) -> bool:
+    def needs_several_calls(self) -> bool:
         """Return True if the queries and keys of a sequence may differ from its own consecutive tokens."""
         return self.shared is not None or self.queries != [(0, self.num_computed)]
 
@@ -226,7 +226,7 @@ class Layout:
         return self._rows[self._pieces.row] + self._pieces.depth
 
     @cached_property
-    def _pieces(self) -> "Pieces":
+    def _pieces(self) -> "TokenRuns":
         """Return the runs of this rank's computed tokens that are consecutive in a sequence, in their order.
 
         The computed tokens of a sequence are its last ones, because only a prefix can be shared.
@@ -241,11 +241,11 @@ class Layout:
             row = (begins < stops).nonzero()[0]
             depth = lengths[row] - (stop[row] - begins[row])
             found.append((row, begins[row], stops[row] - begins[row], depth))
-        return Pieces(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
+        return TokenRuns(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
 
 
 @dataclass(frozen=True)
-class Pieces:
+class TokenRuns:
     """Runs of consecutive computed tokens, each of one sequence; int64 [pieces]."""
 
     row: np.ndarray

@@ -14,7 +14,7 @@ from lightrft.backends.optim import step
 from lightrft.checkpoint.hf_parameters import hf_parameters
 from lightrft.checkpoint.manager import ModelState
 from lightrft.config.sections import Config, sequence_layout
-from lightrft.models.heads import divide
+from lightrft.models.heads import set_sequence_parallel
 from lightrft.models.recompute import recompute
 from lightrft.parallel.grad_norm import clip_gradients, global_grad_norm
 from lightrft.parallel.mesh import Mesh
@@ -85,7 +85,7 @@ class Backend(ABC):
         if trained and self.config.model.gradient_checkpointing:
             recompute(module, selective=self.config.model.gradient_checkpointing_policy == "selective")
         sequence = self.sequence
-        if sequence.multiple > 1 and not divide(module, sequence, tp=self.mesh.tp.size):
+        if sequence.multiple > 1 and not set_sequence_parallel(module, sequence, tp=self.mesh.tp.size):
             self.undivided.add(module)
         for parameter in module.parameters():
             if parameter.is_floating_point():

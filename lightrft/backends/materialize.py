@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lightrft.backends.offload import same_parameters
-from lightrft.checkpoint.atomic import agree
+from lightrft.checkpoint.atomic import run_on_all_ranks
 from lightrft.checkpoint.hf_parameters import unwrap
 from lightrft.models.converted_files import ConvertedFiles
 from lightrft.models.empty import is_empty
@@ -26,7 +26,7 @@ from lightrft.models.weight_files import (
 )
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.dtensor_slices import local_slices
-from lightrft.weight_sync.names import made_as
+from lightrft.weight_sync.names import transformers_class
 
 
 def materialize(module: nn.Module, device: torch.device, world: Axis) -> None:
@@ -45,7 +45,7 @@ def materialize(module: nn.Module, device: torch.device, world: Axis) -> None:
         for name, tensor in _local_tensors(module):
             if name in kept:
                 tensor.copy_(kept[name])
-        agree(world, source.failure, source.fill)
+        run_on_all_ranks(world, source.failure, source.fill)
 
 
 def one_by_one(module: nn.Module, dtype: torch.dtype, world: Axis) -> Iterator[nn.Parameter]:
@@ -56,7 +56,7 @@ def one_by_one(module: nn.Module, dtype: torch.dtype, world: Axis) -> Iterator[n
     Raises the errors of materialize().
     """
     source = Source.of(module, world)
-    agree(world, source.failure, source.fill_buffers)
+    run_on_all_ranks(world, source.failure, source.fill_buffers)
     places = defaultdict(list)
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
@@ -89,7 +89,7 @@ class Source:
     def of(cls, module: nn.Module, world: Axis) -> Self:
         """Locate the files of a module; ValueError if no folder can provide all of its weights."""
         model, found = _model_inside(module), []
-        agree(world, f"{model.name_or_path} could not be loaded", lambda: found.append(_located(model)))
+        run_on_all_ranks(world, f"{model.name_or_path} could not be loaded", lambda: found.append(_located(model)))
         return cls(model, *found[0])
 
     @property
@@ -133,7 +133,7 @@ def _located(model: PreTrainedModel) -> tuple[ConvertedFiles, dict[str, str]]:
     if files is None:
         raise FileNotFoundError("it has no safetensors files")
     with torch.device("meta"):
-        converted = ConvertedFiles(made_as(model)(copy.deepcopy(model.config)), files)
+        converted = ConvertedFiles(transformers_class(model)(copy.deepcopy(model.config)), files)
     tensors = stored_tensors(model)
     groups = [names for names in tied_names(model) if tensors[names[0]].is_meta or not _is_parameter(tensors[names[0]])]
     missing, unexpected = missing_and_unexpected(model, converted.shapes)

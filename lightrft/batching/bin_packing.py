@@ -18,7 +18,7 @@ ATTENTION_SCALE = 6 * 4096
 GOOD_ENOUGH = 1.002
 """Ratio to perfect balance below which a plan is accepted without trying further heuristics."""
 
-FEW = 1024
+MAX_LOCAL_SEARCH = 1024
 """Maximum number of sequences for a local search afterwards: balance is difficult only for few sequences."""
 
 Bin = list[int]
@@ -52,7 +52,7 @@ class Packer:
 
     def best(self) -> list[Bin]:
         """Return the cheapest result of four heuristics, improved by a local search for few sequences."""
-        few = len(self.sizes) <= FEW
+        few = len(self.sizes) <= MAX_LOCAL_SEARCH
         enough = sum(self.works) / self.num_ranks * (1 if few else GOOD_ENOUGH)
         best: list[Bin] = []
         for way in (self.even, self.staggered, self.roomy, self.tight):

@@ -13,7 +13,7 @@ from lightrft.batching.bin_packing import Limits, work
 from lightrft.batching.prefix_sharing import MIN_SAVING
 
 Column = np.ndarray
-TOGETHER = 256
+MAX_UNIT = 256
 """Maximum number of rows of a prompt that are kept together."""
 FEW_PLACED = 1 / 8
 """Fraction of the remaining sequences that a pass must place; otherwise new micro-batches are opened."""
@@ -38,7 +38,7 @@ def _ways(lengths: Column, prompts: Column, limits: Limits) -> Iterator[Column]:
     if prompts[:, 1].sum() - prompts[order[new], 1].sum() <= MIN_SAVING * lengths.sum():
         return
     starts = new.nonzero()[0][new.cumsum() - 1]
-    place = (np.arange(len(order)) - starts) % min(TOGETHER, limits.sequences)
+    place = (np.arange(len(order)) - starts) % min(MAX_UNIT, limits.sequences)
     unit, first = np.empty_like(order), order.copy()
     tokens = np.zeros_like(order)
     for number in range(int(place.max()) + 1):

@@ -28,10 +28,10 @@ def write_folder(folder: Path, world: Axis, *steps: Callable[[Path], None]) -> N
     part = folder.with_name(folder.name + PART)
     what = f"{folder} could not be written"
     try:
-        agree(world, what, partial(_on_first, world, partial(_start, part)))
+        run_on_all_ranks(world, what, partial(_on_first, world, partial(_start, part)))
         for step in steps:
-            agree(world, what, partial(step, part))
-        agree(world, what, partial(_on_first, world, partial(_publish, part, folder)))
+            run_on_all_ranks(world, what, partial(step, part))
+        run_on_all_ranks(world, what, partial(_on_first, world, partial(_publish, part, folder)))
     except CheckpointError:
         if world.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
@@ -39,7 +39,7 @@ def write_folder(folder: Path, world: Axis, *steps: Callable[[Path], None]) -> N
         raise
 
 
-def agree(world: Axis, what: str, action: Callable[[], None]) -> None:
+def run_on_all_ranks(world: Axis, what: str, action: Callable[[], None]) -> None:
     """Run `action`; if it failed on any rank, every rank raises one CheckpointError with all the reasons."""
     cause, reasons = None, {}
     try:

@@ -12,8 +12,8 @@ from lightrft.parallel.collectives import Axis
 class Background:
     """Background thread on every rank. Its collectives use the axis `aside`, separate from those of the training."""
 
-    def __init__(self, world: Axis, aside: Axis):
-        self.world, self.aside = world, aside
+    def __init__(self, world: Axis, background_axis: Axis):
+        self.world, self.background_axis = world, background_axis
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -54,6 +54,6 @@ class Background:
 
     def _run(self, job: Callable[[Axis], None]) -> None:
         try:
-            job(self.aside)
+            job(self.background_axis)
         except BaseException as error:
             self._failure = error

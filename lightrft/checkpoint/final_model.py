@@ -10,7 +10,7 @@ from loguru import logger
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lightrft.checkpoint import manager
-from lightrft.checkpoint.atomic import CheckpointError, agree
+from lightrft.checkpoint.atomic import CheckpointError, run_on_all_ranks
 from lightrft.checkpoint.hf_export import export_adapter, export_whole
 from lightrft.checkpoint.manifest import MANIFEST
 from lightrft.config.errors import ConfigError
@@ -19,8 +19,8 @@ from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer, load_tokenizer
 from lightrft.models.lora import CONFIG as ADAPTER_CONFIG
 from lightrft.models.lora import WEIGHTS as ADAPTER_WEIGHTS
-from lightrft.models.lora import base_of, is_adapter_folder, merge_adapter
-from lightrft.models.trainable import choose_trained
+from lightrft.models.lora import base_model_of_adapter, is_adapter_folder, merge_adapter
+from lightrft.models.trainable import freeze_parameters
 from lightrft.models.weight_files import weights_of
 from lightrft.parallel.collectives import Axis
 
@@ -51,7 +51,7 @@ def export_checkpoint(
     flag = "critic_pretrain" if name == "critic" and section.critic_pretrain else "pretrain"
     tokenizer = load_tokenizer(section)
     model = load_scorer(section, flag) if name == "critic" else load_model(section)
-    model = choose_trained(model, section)
+    model = freeze_parameters(model, section)
     _check_base(model.name_or_path, identity, name, frozen=bool(manager.frozen_names(model)))
     role = Scorer(model) if name == "critic" else Actor(model)
     model_state = manager.ModelState(role, None, None, ALONE, torch.device("cpu"))
@@ -67,7 +67,7 @@ def export_merged(adapter: str, folder: Path, *, base: str = "", trust_remote_co
 
     The tokenizer comes from the adapter's folder if it has one. Raises ConfigError if something is missing or does not match.
     """
-    section = ModelSection(pretrain=base or base_of(adapter), trust_remote_code=trust_remote_code)
+    section = ModelSection(pretrain=base or base_model_of_adapter(adapter), trust_remote_code=trust_remote_code)
     try:
         model = load_model(section)
     except (OSError, ValueError) as error:
@@ -86,7 +86,8 @@ def with_merged_pretrain(config: Config, world: Axis) -> Config:
     adapter, folder = str(Path(adapter).expanduser()), Path(config.train.save_path) / MERGED
 
     def merge() -> None:
-        source = {"adapter": _digest(adapter), "base": base_of(adapter), "weights": weights_of(base_of(adapter))}
+        base = base_model_of_adapter(adapter)
+        source = {"adapter": _digest(adapter), "base": base, "weights": weights_of(base)}
         known = folder / SOURCE
         if known.is_file() and json.loads(known.read_text()) == source:
             return
@@ -95,7 +96,7 @@ def with_merged_pretrain(config: Config, world: Axis) -> Config:
         known.write_text(json.dumps(source, indent=2) + "\n")
 
     try:
-        agree(world, f"--pretrain {adapter}", lambda: merge() if world.rank == 0 else None)
+        run_on_all_ranks(world, f"--pretrain {adapter}", lambda: merge() if world.rank == 0 else None)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     return replace(config, model=replace(config.model, pretrain=str(folder)))

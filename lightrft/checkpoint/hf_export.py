@@ -18,7 +18,7 @@ from lightrft.checkpoint.shard_writer import ShardWriter
 from lightrft.models.lora import CONFIG as ADAPTER_CONFIG
 from lightrft.models.lora import adapted_layers, is_adapter, merged, save_adapter
 from lightrft.parallel.collectives import Axis
-from lightrft.weight_sync.names import PublishedNames, made_as
+from lightrft.weight_sync.names import PublishedNames, transformers_class
 
 MAX_SHARD_BYTES = 5 * 10**9
 PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
@@ -88,7 +88,7 @@ def _write_rest(
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.use_cache = True  # training disables it
-    config.architectures = [made_as(model).__name__]  # a critic may come from a model with another head
+    config.architectures = [transformers_class(model).__name__]  # a critic may come from a model with another head
     config.save_pretrained(part)
     if model.can_generate():
         model.generation_config.save_pretrained(part)

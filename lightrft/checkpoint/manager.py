@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightrft.checkpoint.atomic import agree, naming, write_file, write_folder
-from lightrft.checkpoint.manifest import Manifest, manifest_steps, newest_whole, next_number, point_to, rotate, whole
+from lightrft.checkpoint.atomic import naming, run_on_all_ranks, write_file, write_folder
+from lightrft.checkpoint.manifest import Manifest, manifest_steps, newest_intact, next_number, rotate, update_latest, whole
 from lightrft.checkpoint.random_states import random_states, set_random_states
 from lightrft.checkpoint.reader import CheckpointReader
 from lightrft.checkpoint.zero_fragment import LoadPlanner, SavePlanner
@@ -136,7 +136,7 @@ def write(snapshot: Snapshot, folder: Path, world: Axis, retention: RetentionPol
         *manifest_steps(manifest, world),
     )
     if retention.latest:
-        point_to(root, folder.name, world)
+        update_latest(root, folder.name, world)
     if world.rank == 0:
         rotate(root, retention.max_num, retention.max_mem)
     world.barrier()
@@ -147,7 +147,7 @@ def find(root: Path, tag: str | None, world: Axis) -> tuple[Manifest, Path, dict
 
     Raises CheckpointError if the requested tag is missing or damaged.
     """
-    found = newest_whole(root, world) if tag is None else whole(root / tag, world)
+    found = newest_intact(root, world) if tag is None else whole(root / tag, world)
     return found and (*found, json.loads((found[1] / STATE).read_text()))
 
 
@@ -166,7 +166,7 @@ def load(contents: CheckpointState, path: Path, world_size: int, *, strict: bool
             message = "{} was written by {} ranks, this run has {}: random states are initialised anew"
             logger.warning(message, path, world_size, world.size)
     for step in steps:
-        agree(world, f"checkpoint {path} could not be loaded", step)
+        run_on_all_ranks(world, f"checkpoint {path} could not be loaded", step)
 
 
 def _write_tensors(tensors: dict[str, Any], world: Axis, part: Path) -> None:

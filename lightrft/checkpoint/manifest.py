@@ -15,7 +15,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from lightrft.checkpoint.atomic import PART, CheckpointError, agree, remove_folder, replace_file, write_file
+from lightrft.checkpoint.atomic import PART, CheckpointError, remove_folder, replace_file, run_on_all_ranks, write_file
 from lightrft.parallel.collectives import Axis
 
 MANIFEST, LATEST = "manifest.json", "latest"
@@ -100,7 +100,7 @@ def damage(folder: Path, manifest: Manifest, world: Axis) -> list[str]:
     return [problem for part in world.gather(found) for problem in part]
 
 
-def newest_whole(root: Path, world: Axis) -> tuple[Manifest, Path] | None:
+def newest_intact(root: Path, world: Axis) -> tuple[Manifest, Path] | None:
     """Return the newest checkpoint whose files are all undamaged; damaged ones are logged as warnings."""
     candidates = world.broadcast([pair for pair in checkpoints(root, warn=True) if pair[0].resume] if world.rank == 0 else None)
     for manifest, path in candidates:
@@ -115,7 +115,7 @@ def newest_whole(root: Path, world: Axis) -> tuple[Manifest, Path] | None:
 def whole(path: Path, world: Axis) -> tuple[Manifest, Path]:
     """Return the checkpoint at `path`; CheckpointError if it is missing or damaged."""
     manifest: list[Manifest] = []
-    agree(world, f"{path} is not a complete checkpoint", lambda: manifest.append(Manifest.read(path)))
+    run_on_all_ranks(world, f"{path} is not a complete checkpoint", lambda: manifest.append(Manifest.read(path)))
     if problems := damage(path, manifest[0], world):
         raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(problems)}")
     return manifest[0], path
@@ -130,12 +130,12 @@ def next_number(root: Path, *, being_written: Collection[str]) -> int:
     return max((manifest.number for manifest, _ in checkpoints(root)), default=0) + 1
 
 
-def point_to(root: Path, tag: str, world: Axis) -> None:
+def update_latest(root: Path, tag: str, world: Axis) -> None:
     def write() -> None:
         if world.rank == 0:
             replace_file(root / LATEST, tag.encode())
 
-    agree(world, f"{root / LATEST} could not be written", write)
+    run_on_all_ranks(world, f"{root / LATEST} could not be written", write)
 
 
 def rotate(root: Path, max_num: int, max_gb: float) -> None:

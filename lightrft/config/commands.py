@@ -26,7 +26,7 @@ OF_SAMPLES = ("max_epochs", "freezing_actor_steps", "num_trajectories_to_save", 
 OF_THE_FINAL_MODEL = ("lora_rank", *LORA, "freeze_prefix", "freeze_vision_tower", "critic_pretrain")
 OF_EVALUATION = ("seed", "save_path")
 """Fields of the training section that an evaluation reads."""
-JUDGING = (
+REWARD_FIELDS = (
     "reward", "reward_key", "reward_workers", "reward_memory_gb", "reward_minutes", "reward_failure", "server_minutes",
     "reward_model_coef",
 )  # fmt: skip
@@ -40,7 +40,7 @@ def fields_read(command: str) -> set[str]:
     read = {field.name for section in COMMANDS[command] for field in fields(SECTIONS[section])}
     if command == "evaluate":
         read -= {field.name for field in fields(TrainSection)} - set(OF_EVALUATION)
-        read -= {field.name for field in fields(RewardSection)} - set(JUDGING)
+        read -= {field.name for field in fields(RewardSection)} - set(REWARD_FIELDS)
         read -= {*OF_THE_FINAL_MODEL, *COLLECTING, "teacher_pretrain", "teacher_url", "learned_turns"}
     if command == "train_sft":
         read -= {*OF_SAMPLES, *ROLES, "critic_learning_rate"}

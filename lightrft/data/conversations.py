@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.sections import DataSection
 from lightrft.data.chats import Answer, as_messages, conversation_tokens, is_answer
 from lightrft.data.images import IMAGES
-from lightrft.data.prompts import HERE, Measure, complete_chat, load_prompts, make_prompt, measured, row_images
+from lightrft.data.prompts import HERE, MediaTokenCounter, complete_chat, load_prompts, make_prompt, measured, row_images
 from lightrft.types import Batch, Expand, Prompt
 
 CHATS = ("messages", "conversations")
@@ -22,7 +22,7 @@ COMPLETIONS = ("prompt", "completion")
 
 def load_examples(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data", longest: int,
-    measure: Measure | None = None,
+    measure: MediaTokenCounter | None = None,
 ) -> list[Prompt]:  # fmt: skip
     """Load prompts with answers as load_prompts() does; rows without an answer or above `longest` tokens are bad rows, too."""
     problem = partial(answer_problem, tokenizer=tokenizer, longest=longest)
@@ -31,7 +31,7 @@ def load_examples(
 
 def make_example(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, index: int, folder: Path = HERE,
-    measure: Measure | None = None,
+    measure: MediaTokenCounter | None = None,
 ) -> Prompt:  # fmt: skip
     """Build a prompt whose `label` is learned: a text, or the Answer of a conversation. Raise ValueError for a bad row.
 

@@ -13,7 +13,7 @@ from lightrft.data.readers import DataError
 
 IMAGES = "images"
 """Key of the images in prompts and requests."""
-MARK = "<image>"
+IMAGE_PLACEHOLDER = "<image>"
 """Placeholder of an image in the text of a row that becomes a chat."""
 ORIENTATION = 0x0112
 """EXIF tag of the orientation of an image; values from 5 on include a rotation by 90 degrees."""
@@ -92,7 +92,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
         return list(content or ())
     if not isinstance(content, str):
         raise ValueError(f"the content of a chat message must be text, or a list of parts with a type, not {content!r:.80}")
-    texts = content.split(MARK)
+    texts = content.split(IMAGE_PLACEHOLDER)
     parts = [part for text in texts for part in ({"type": "text", "text": text}, {"type": "image"})][:-1]
     return [part for part in parts if part != {"type": "text", "text": ""}]
 

@@ -19,7 +19,7 @@ RowProblem = Callable[[Prompt], str | None]
 """Function that returns the reason why a prompt cannot be used; None if it can."""
 Make = Callable[..., Prompt]
 """make_prompt(), or another function with its signature."""
-Measure = Callable[[Prompt], int]
+MediaTokenCounter = Callable[[Prompt], int]
 """Function that returns the number of additional tokens for a prompt's images, and raises ValueError for bad images."""
 HERE = Path()
 
@@ -33,7 +33,7 @@ SOURCES = {
 
 def load_prompts(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data",
-    row_problem: RowProblem | None = None, measure: Measure | None = None, make: Make | None = None,
+    row_problem: RowProblem | None = None, measure: MediaTokenCounter | None = None, make: Make | None = None,
 ) -> list[Prompt]:  # fmt: skip
     """Load all usable prompts of the data given by the field `source`, in file order; several data sets are concatenated.
 
@@ -116,7 +116,7 @@ def template_variables(section: DataSection) -> dict[str, Any]:
 
 def make_prompt(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, index: int, folder: Path = HERE,
-    measure: Measure | None = None,
+    measure: MediaTokenCounter | None = None,
 ) -> Prompt:  # fmt: skip
     """Build a prompt from the columns of a row of a file in `folder`. Raise ValueError for a bad row."""
     if section.input_key not in row:
@@ -136,7 +136,7 @@ def row_images(section: DataSection, row: dict[str, Any], folder: Path) -> list[
     return image_files(row.get(section.images_key), folder, root=root) if section.images_key else []
 
 
-def measured(prompt: Prompt, section: DataSection, measure: Measure | None) -> Prompt:
+def measured(prompt: Prompt, section: DataSection, measure: MediaTokenCounter | None) -> Prompt:
     """Set the number of image tokens of the prompt and return it. Raise ValueError if it is too long."""
     prompt.media_tokens = measure(prompt) if measure else 0
     if prompt.num_tokens > section.prompt_max_len:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from lightrft.config.sections import EngineSection
-from lightrft.engine.first_token import Finished, first_token_apart
+from lightrft.engine.first_token import CompletionIterator, first_token_apart
 from lightrft.engine.media import MEDIA, digest, read
 from lightrft.engine.model_info import Vocabulary
-from lightrft.engine.requests import Expanded, Request, Sampling, derived_seed, strange
+from lightrft.engine.requests import Expanded, Request, Sampling, derived_seed, out_of_vocabulary
 from lightrft.engine.stops import StopStrings
 from lightrft.parallel.collectives import Axis
 from lightrft.types import Completion
@@ -91,7 +91,7 @@ class Engine(ABC):
         completions = dict(self.stream(requests, sampling))
         return [completions[index] for index in range(len(requests))]
 
-    def stream(self, requests: list[Request], sampling: Sampling) -> Finished:
+    def stream(self, requests: list[Request], sampling: Sampling) -> CompletionIterator:
         """Yield (index, its `n` completions) of each request as soon as all are complete, in any order, while others still run.
 
         Log-probs are those of the sampled distribution: without banned tokens, at the requested temperature, restricted to the
@@ -110,9 +110,9 @@ class Engine(ABC):
         placeholders = self.vocabulary.placeholder_token_ids if self.vocabulary else ()
         own = [replace(each, sampling=(each.sampling or sampling).resolved(placeholders)) for each in requests]
         own = [each if each.seeds else replace(each, seeds=_seeds(sampling.seed, place, each)) for place, each in enumerate(own)]
-        return self._stream(self._readable(own, sampling))
+        return self._stream(self._validated(own, sampling))
 
-    def _stream(self, requests: list[Request]) -> Finished:
+    def _stream(self, requests: list[Request]) -> CompletionIterator:
         if not requests:
             return
         with self._fatal("generate"):
@@ -177,7 +177,7 @@ class Engine(ABC):
     def parts(self, token_ids: list[int]) -> dict[str, Tensor]:
         """Return each model part's output for these tokens, see Probe; the prefix cache is dropped. For the doctor."""
         self._check_usable()
-        self._readable([Request(token_ids, sampling=Sampling(max_tokens=1), seeds=(0,))], Sampling(max_tokens=1))
+        self._validated([Request(token_ids, sampling=Sampling(max_tokens=1), seeds=(0,))], Sampling(max_tokens=1))
         self.reset_cache()
         with self._fatal("parts"):
             return self._parts(token_ids)
@@ -191,7 +191,7 @@ class Engine(ABC):
     # -- hooks of an adapter
 
     @abstractmethod
-    def _generate(self, requests: list[Request]) -> Finished:
+    def _generate(self, requests: list[Request]) -> CompletionIterator:
         """Yield (index, completions) of each request, once. Every request has its sampling and a seed for each sample.
 
         Stop strings should end a sample; the caller cuts off what an engine generates beyond them.
@@ -225,13 +225,13 @@ class Engine(ABC):
         """Return empty fingerprints; this default is for an engine that stores every weight as it was streamed."""
         return Fingerprints(self.expected, dtype, slices=self.axis.size, round=round)
 
-    def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
+    def _engine_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         """Return prints.numbers() of all weights of this rank's part of the engine, read in place at the time of the call."""
         raise NotImplementedError(f"{type(self).__name__} does not implement reading its weights")
 
-    def _wrong(self, sent: Fingerprints) -> list[str]:
+    def _mismatches(self, sent: Fingerprints) -> list[str]:
         """Return the names of weights that differ from those sent; this default compares sums over the ranks of the engine."""
-        held = self._held(self._fingerprints(sent.dtype, sent.round))
+        held = self._engine_fingerprints(self._fingerprints(sent.dtype, sent.round))
         return sent.wrong([self.axis.sum(numbers) for numbers in held])
 
     @abstractmethod
@@ -243,7 +243,7 @@ class Engine(ABC):
     def _verify(self, sent: Fingerprints) -> None:
         """Raise EngineError unless the engine has the weights that were sent, and no cache from earlier ones."""
         problems = []
-        if wrong := self._wrong(sent):
+        if wrong := self._mismatches(sent):
             problems.append(
                 f"{wrong[0]} in the engine differs from the weight that was sent ({len(wrong)} of "
                 f"{len(self.expected)} differ)"
@@ -268,7 +268,7 @@ class Engine(ABC):
         if missing:
             raise ValueError(f"weight stream: {len(missing)} weights are missing, the first is {next(iter(missing))}")
 
-    def _readable(self, requests: list[Request], sampling: Sampling) -> list[Request]:
+    def _validated(self, requests: list[Request], sampling: Sampling) -> list[Request]:
         """Return the requests, with media expanded.
 
         Raises ValueError on every rank of the engine before any rank enters it: a single rank inside would wait forever.
@@ -327,7 +327,7 @@ class Engine(ABC):
             return "has no tokens"
         if length + new > limit:
             return f"does not fit: {length} prompt tokens and max_tokens {new} exceed max_model_len {limit}"
-        if (token := strange(request.token_ids, size)) is not None:
+        if (token := out_of_vocabulary(request.token_ids, size)) is not None:
             return f"contains the token {token}, which is not in the vocabulary of {size}"
         if problem := request.sampling.problem(size):
             return problem

@@ -9,13 +9,13 @@ from dataclasses import replace
 from lightrft.engine.requests import Request, derived_seed
 from lightrft.types import Completion
 
-Finished = Iterator[tuple[int, list[Completion]]]
+CompletionIterator = Iterator[tuple[int, list[Completion]]]
 """Iterator over (index, completions) of each request as it ends."""
-Generate = Callable[[list[Request]], Finished]
+Generate = Callable[[list[Request]], CompletionIterator]
 """Function that completes requests, which must all have their sampling and seeds."""
 
 
-def first_token_apart(generate: Generate, requests: list[Request]) -> Finished:
+def first_token_apart(generate: Generate, requests: list[Request]) -> CompletionIterator:
     """Yield what generate(requests) yields, with support for first_token_temperature."""
     hot = [index for index, request in enumerate(requests) if request.sampling.first_token_temperature is not None]
     if not hot:

@@ -11,7 +11,7 @@ from transformers.initialization import no_init_weights
 
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.engine.base import Engine, EngineSetup, Part
-from lightrft.engine.first_token import Finished
+from lightrft.engine.first_token import CompletionIterator
 from lightrft.engine.media import MediaReader
 from lightrft.engine.model_info import Vocabulary, model_class, most_of_each, published_names
 from lightrft.engine.probe import Probe
@@ -55,7 +55,7 @@ class HFEngine(Engine):
         return self.reader.expanded(request)
 
     @torch.inference_mode()
-    def _generate(self, requests: list[Request]) -> Finished:
+    def _generate(self, requests: list[Request]) -> CompletionIterator:
         alike: dict[Sampling, list[int]] = {}
         for index in sorted(range(len(requests)), key=lambda index: len(requests[index].prompt)):
             alike.setdefault(requests[index].sampling, []).append(index)
@@ -75,7 +75,7 @@ class HFEngine(Engine):
                        for length in lengths for sample in range(sampling.n)]
         return _Samples(sampling, completions, ends, stops, chosen)
 
-    def _complete(self, prompts: list[Request], noise: Tensor, sampling: Sampling, samples: "_Samples") -> Finished:
+    def _complete(self, prompts: list[Request], noise: Tensor, sampling: Sampling, samples: "_Samples") -> CompletionIterator:
         """Yield the n completions of each prompt. noise [prompts x n, max_tokens] in [0, 1)."""
         rows, logits = self._prefill(prompts, sampling.n)
         for step in range(sampling.max_tokens):
@@ -141,7 +141,7 @@ class HFEngine(Engine):
             self.weights[name].copy_(tensor)
 
     @torch.inference_mode()
-    def _wrong(self, sent: Fingerprints) -> list[str]:
+    def _mismatches(self, sent: Fingerprints) -> list[str]:
         held = self._fingerprints(sent.dtype, sent.round)
         for name in self.expected:
             held.add(name, self.weights[name])
@@ -232,7 +232,7 @@ class _Samples:
             self.complete.append(prompt)
         return False
 
-    def finished(self) -> Finished:
+    def finished(self) -> CompletionIterator:
         """Yield the request and the completions of each prompt that has become complete."""
         n, complete, self.complete = self.sampling.n, self.complete, []
         for prompt in complete:

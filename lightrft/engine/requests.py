@@ -84,7 +84,7 @@ class Sampling:
             "first_token_temperature must be above 0": self.first_token_temperature is None or self.first_token_temperature > 0,
         }
         broken = [rule for rule, holds in rules.items() if not holds]
-        outside = strange((*self.stop_token_ids, *self.banned_token_ids), vocabulary_size)
+        outside = out_of_vocabulary((*self.stop_token_ids, *self.banned_token_ids), vocabulary_size)
         broken += [f"token {outside} is not in the vocabulary of {vocabulary_size}"] if outside is not None else []
         return f"cannot sample with {self}: {'; '.join(broken)}" if broken else None
 
@@ -124,7 +124,7 @@ def derived_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
-def strange(token_ids: Iterable[int], vocabulary_size: int | None) -> int | None:
+def out_of_vocabulary(token_ids: Iterable[int], vocabulary_size: int | None) -> int | None:
     """Return the first token outside of the vocabulary; None if there is none or the size is unknown."""
     if vocabulary_size is None:
         return None

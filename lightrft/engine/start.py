@@ -38,7 +38,8 @@ class LibraryEngine(Engine):
         with starting(library, setup):
             unknown = self._start(setup, config)
         if unknown:
-            logger.warning("--verify_weight_sync skips weights that it cannot find: {}", self.names.strangers(unknown, library))
+            names = self.names.unknown_weights_message(unknown, library)
+            logger.warning("--verify_weight_sync skips weights that it cannot find: {}", names)
         self.weights_valid = not setup.from_stream
 
     @abstractmethod

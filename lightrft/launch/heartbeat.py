@@ -77,11 +77,11 @@ class Watchdog:
         self._complete.wait(2 * ARRIVAL)  # if a rank does not arrive, the run ends before that
 
     @classmethod
-    def start(cls, limit: timedelta, phase_limit: timedelta) -> "Self | Alone":
+    def start(cls, limit: timedelta, phase_limit: timedelta) -> "Self | SingleRankWatchdog":
         """Start the watchdog of the default process group; a single rank watches itself."""
         world_size = dist.get_world_size()
         if world_size == 1:
-            return Alone(phase_limit.total_seconds())
+            return SingleRankWatchdog(phase_limit.total_seconds())
         limits = {"limit": limit.total_seconds(), "phase_limit": phase_limit.total_seconds()}
         return cls(_get_default_store(), rank=dist.get_rank(), world_size=world_size, **limits)
 
@@ -92,7 +92,7 @@ class Watchdog:
     def fail(self, error: BaseException, *, code: int = 1, brief: bool = False) -> NoReturn:
         """End all ranks; the rank that failed first logs its error, `brief`ly or with the traceback."""
         said = str(error) if brief else "".join(traceback.format_exception(error)).rstrip()
-        echo = is_echo(error)
+        echo = is_secondary(error)
         self._failed = True
         summary = f"{type(error).__name__}: {error}"[:2000]
         self._connection.send({"failed": {"error": summary, "code": code, "brief": brief, "echo": echo}})
@@ -102,7 +102,7 @@ class Watchdog:
         if self._failure is not None and echo:
             said = f"{said}\n{self._failure['cause']}"
         logger.error(said)
-        leave(said, code)
+        exit_process(said, code)
 
     def close(self) -> None:
         """End the watchdog of a rank that ends regularly."""
@@ -167,7 +167,7 @@ class Watchdog:
             logger.error(f"this run ends: {failure['cause']}")
         if failure["node"] == _self()["node"] and not mine:
             time.sleep(GRACE)
-        leave(failure["cause"], failure["code"])
+        exit_process(failure["cause"], failure["code"])
 
     def _death_of_rank_0(self, reason: ConnectionLost) -> dict[str, Any]:
         """Return the failure for the death of rank 0, which its monitor can no longer announce."""
@@ -194,7 +194,7 @@ class Watchdog:
         self._hook(kind, error, trace)
 
 
-class Alone:
+class SingleRankWatchdog:
     """Watchdog of a run with one rank: a thread that ends the process when a phase has taken too long."""
 
     def __init__(self, phase_limit: float):
@@ -225,11 +225,11 @@ class Alone:
                 if left <= 0 and self._phase not in OUTSIDE:
                     cause = f"phase {self._phase} has taken more than {self._limit:.0f} s (--phase_minutes), at {place()}"
                     logger.error(f"this run ends: {cause}")
-                    leave(cause, 1)
+                    exit_process(cause, 1)
                 self._changed.wait(left if left > 0 else self._limit)
 
 
-def is_echo(error: BaseException | None) -> bool:
+def is_secondary(error: BaseException | None) -> bool:
     """Return True for an error that another rank has caused: a collective or the store failed or timed out."""
     while error is not None:
         if isinstance(error, dist.DistError) or "/gloo/transport/" in str(error):
@@ -238,7 +238,7 @@ def is_echo(error: BaseException | None) -> bool:
     return False
 
 
-def leave(cause: str, code: int) -> NoReturn:
+def exit_process(cause: str, code: int) -> NoReturn:
     """End this process immediately, since the main thread may be in a collective that cannot be interrupted."""
     tell_launcher(cause)
     if sys.__stderr__ is not None and sys.__stderr__.isatty():
@@ -250,10 +250,10 @@ def leave(cause: str, code: int) -> NoReturn:
 
 def place() -> str:
     """Return the current position of the main thread."""
-    return place_of(threading.main_thread().ident or 0)
+    return code_position(threading.main_thread().ident or 0)
 
 
-def place_of(thread: int) -> str:
+def code_position(thread: int) -> str:
     """Return the position of a thread in our code or the user's: the innermost line and up to two of its callers."""
     lines: list[str] = []
     frame: FrameType | None = sys._current_frames().get(thread)

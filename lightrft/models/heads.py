@@ -176,7 +176,7 @@ def pad_to_multiple(batch: Batch, multiple: int) -> Batch:
     return append_sequence(batch, batch.input_ids.new_zeros(missing)) if missing else batch
 
 
-def divide(module: nn.Module, sequence: SequenceParallel, *, tp: int = 1) -> bool:
+def set_sequence_parallel(module: nn.Module, sequence: SequenceParallel, *, tp: int = 1) -> bool:
     """Split the batches of every Actor and Scorer inside `module` over ranks with `sequence`.
 
     `tp` is the number of tensor-parallel ranks that split the attention heads. Return True if there is such a module: any other

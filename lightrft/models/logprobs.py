@@ -28,7 +28,7 @@ from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.models import vocab_parallel
 from lightrft.models.vocab_parallel import Distribution, LocalTargets, VocabularyPart
 from lightrft.parallel.sequence_parallel import gathered
-from lightrft.parallel.tensor_parallel import branch, vocabulary_shard
+from lightrft.parallel.tensor_parallel import copy_to_parallel_region, vocabulary_shard
 
 HOST_CHUNK, DEVICE_CHUNK = 2**25, 2**29
 """Maximum number of logits of a chunk: 128 MB on a host, 2 GB on an accelerator, which needs larger products."""
@@ -70,7 +70,7 @@ def token_logprobs(
     part = VocabularyPart(shard.first, len(shard.weight), shard.axis)
     rows = chunk_rows(shard.weight, -(-shard.size // shard.axis.size))  # equal on all ranks
     options = _Options(part, temperature, truncation, _rows(hidden, chunk, rows), entropy)
-    return _logprobs(branch(hidden, shard.axis), shard.weight, targets, options, upstream)
+    return _logprobs(copy_to_parallel_region(hidden, shard.axis), shard.weight, targets, options, upstream)
 
 
 def logprobs_of_logits(

@@ -160,7 +160,7 @@ def is_adapter_folder(folder: Path | str) -> bool:
     return (Path(folder) / CONFIG).is_file() and not (Path(folder) / "config.json").is_file()
 
 
-def base_of(folder: Path | str) -> str:
+def base_model_of_adapter(folder: Path | str) -> str:
     """Return the base model of the adapter in a folder. Raise ConfigError if the folder does not name it."""
     base = json.loads((Path(folder) / CONFIG).read_text()).get("base_model_name_or_path")
     if not base:

@@ -10,7 +10,7 @@ from lightrft.config.sections import ModelSection
 from lightrft.models.lora import add_adapters
 
 
-def choose_trained(model: PreTrainedModel, section: ModelSection) -> PreTrainedModel:
+def freeze_parameters(model: PreTrainedModel, section: ModelSection) -> PreTrainedModel:
     """Freeze the parameters below --freeze_prefix; with --lora_rank freeze all and add adapters, none below a --freeze_prefix.
 
     With --freeze_vision_tower, modules for images are frozen as well. The model is changed in place and returned. Every rank must

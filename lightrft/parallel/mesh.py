@@ -106,7 +106,7 @@ class Mesh:
             self._replica_axes[size] = _axis("replicas", groups[self.world.rank % size])
         return self._replica_axes[size]
 
-    def aside(self) -> Axis:
+    def background_axis(self) -> Axis:
         """Return all processes with a separate gloo group, for a thread whose collectives run concurrently with others."""
         if self._aside is None:
             self._aside = _axis("aside", dist.new_group(backend="gloo", timeout=self._timeout))

@@ -112,7 +112,7 @@ def vocabulary_shard(weight: Tensor) -> VocabularyShard | None:
     return VocabularyShard(weight.to_local(), min(axis.rank * rows, weight.shape[0]), weight.shape[0], axis)
 
 
-def branch(hidden: Tensor, axis: Axis) -> Tensor:
+def copy_to_parallel_region(hidden: Tensor, axis: Axis) -> Tensor:
     """Return the same tensor, equal on all ranks, for use in different computations: its gradient is summed over the ranks."""
     return hidden if axis.size == 1 else _Branch.apply(hidden, axis)
 

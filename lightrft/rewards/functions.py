@@ -24,7 +24,7 @@ from lightrft.samples import Sample
 Reward = Callable[..., list[float | list[float | None] | dict[str, float]]]
 rewards = Registry("reward", flag="--reward")
 
-BRIEF = frozenset({"exact_match", "gsm8k", "none"})
+FAST_REWARDS = frozenset({"exact_match", "gsm8k", "none"})
 """Functions that take microseconds: a call of another process would take longer."""
 NUMBER = r"(?:(?<![\w)])[-\u2212])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 """Pattern of 1,234.5 and -3 and .5; the dash of 10-3 is no sign, and the commas of 1,2,3 do not join. U+2212 is a minus sign."""

@@ -23,7 +23,7 @@ from multiprocessing.reduction import recv_handle
 from typing import Any, Protocol
 
 from lightrft.rewards.conventions import RewardFunction, common_columns
-from lightrft.rewards.worker import FORK, WHERE, Setup, place
+from lightrft.rewards.worker import FORK, STACK_SIGNAL, Setup, place
 from lightrft.samples import Sample
 
 LARGEST_STACK = 65536
@@ -243,7 +243,7 @@ class Processes:
     def _out_of_time(self, worker: _Worker) -> None:
         call, stack = worker.call, ""
         with suppress(OSError):
-            os.kill(worker.process, WHERE)
+            os.kill(worker.process, STACK_SIGNAL)
             while worker.socket.poll(0.1 if stack else PATIENCE) and (more := os.read(worker.socket.fileno(), LARGEST_STACK)):
                 stack += more.decode(errors="replace")
         self._end(worker)

@@ -12,10 +12,10 @@ from loguru import logger
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import SERVER, RewardTerm, reward_terms
 from lightrft.config.sections import RewardSection
-from lightrft.launch.heartbeat import leave, place_of
+from lightrft.launch.heartbeat import code_position, exit_process
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
-from lightrft.rewards.functions import BRIEF, rewards
+from lightrft.rewards.functions import FAST_REWARDS, rewards
 from lightrft.rewards.models import ModelRewards
 from lightrft.rewards.pool import CallFailed, Calls, InProcess, Processes, Result, out_of_time
 from lightrft.rewards.worker import Setup
@@ -69,7 +69,7 @@ class RewardRunner:
         terms, workers = reward_terms(self.name), self.section.reward_workers
         limit = self._limit([term.name for term in terms])
         if workers is None:
-            workers = 0 if all(term.name in BRIEF for term in terms) else WORKERS
+            workers = 0 if all(term.name in FAST_REWARDS for term in terms) else WORKERS
         importable = importable_terms(terms)
         if workers and importable is None:
             logger.info("--reward {}: the function belongs to the main script, so it is called in this process, when all "
@@ -210,11 +210,11 @@ class RewardRunner:
         raise CallFailed(f"{value!r:.200} {problem}", sample)
 
     def _end(self, samples: list[Sample], thread: int) -> None:
-        error = ConfigError(self._described(out_of_time(60 * self.section.reward_minutes, place_of(thread)), samples))
+        error = ConfigError(self._described(out_of_time(60 * self.section.reward_minutes, code_position(thread)), samples))
         if self.fail is not None:
             self.fail(error, code=USER_ERROR, brief=True)
         logger.error(str(error))
-        leave(str(error), USER_ERROR)
+        exit_process(str(error), USER_ERROR)
 
 
 def importable_terms(terms: list[RewardTerm]) -> str | None:

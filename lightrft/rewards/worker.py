@@ -30,7 +30,7 @@ FORK = 0
 """Request for a worker; any other number is the process id of a worker that has ended."""
 PR_SET_PDEATHSIG = 1
 PACKAGE, ASYNCIO = Path(__file__).parent, Path(asyncio.__file__).parent
-WHERE = signal.SIGUSR1
+STACK_SIGNAL = signal.SIGUSR1
 """Signal at which a worker writes its stack to the socket of its calls; it is of no further use after that."""
 
 
@@ -94,7 +94,7 @@ def _fork(control: Connection, function: RewardFunction, memory: int) -> None:
         os.setsid()  # processes that it starts are killed with it
         _end_with_parent()
         _limit_memory(memory)
-        faulthandler.register(WHERE, file=ours.fileno(), all_threads=False)
+        faulthandler.register(STACK_SIGNAL, file=ours.fileno(), all_threads=False)
         _work(ours, function)
         os._exit(0)
     ours.close()

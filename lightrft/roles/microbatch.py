@@ -18,7 +18,7 @@ MicroBatchIndices = list[list[int]]
 def micro_batches(batch: B, rows: MicroBatchIndices, device: torch.device) -> Iterator[B]:
     """Yield the micro-batches on the device. An empty one becomes a single unlearned token, so that ranks stay in step."""
     for members in rows:
-        part = batch.select(members) if members else filler(batch)
+        part = batch.select(members) if members else empty_microbatch(batch)
         shared = find_shared_prefixes(part.input_ids, part.lengths, part.media, min_saving=MIN_SAVING)
         yield replace(part, shared=shared).to(device)
 
@@ -37,7 +37,7 @@ def infer(forward: Callable[[B], Tensor], batch: B, rows: MicroBatchIndices, dev
     return result
 
 
-def filler(batch: B) -> B:
+def empty_microbatch(batch: B) -> B:
     """Return a batch of one sequence of one token that is not learned, with the columns of `batch`."""
     zeros = {name: value.new_zeros(1) for name, value in (batch.columns("token") | batch.columns("sequence")).items()}
     return type(batch)(**zeros | {"lengths": batch.lengths.new_ones(1)})

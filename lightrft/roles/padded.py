@@ -18,7 +18,7 @@ SHAPES = {"token": "[B, S]", "sequence": "[B]"}
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class FlattenedBatch:
     """The batch that this rank's caller passed, flattened."""
 
     batch: Batch
@@ -28,7 +28,7 @@ class Given:
     """[rank]: the rows that this rank's caller holds, counted over all ranks."""
 
 
-def flatten(given: Mapping[str, Any], axis: Axis, *, required: Sequence[str] = (), columns: bool = False) -> Given:
+def flatten(given: Mapping[str, Any], axis: Axis, *, required: Sequence[str] = (), columns: bool = False) -> FlattenedBatch:
     """Concatenate the rows of `given`. Without `columns` every token but the first of a row is learned.
 
     With `columns` the masks select the learned tokens, and every other tensor is carried along under its name: [B, S] per token,
@@ -51,7 +51,7 @@ def flatten(given: Mapping[str, Any], axis: Axis, *, required: Sequence[str] = (
     )
     starts = [sum(counts[:rank]) for rank in range(axis.size)]
     owners = [list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
-    return Given(batch, ids.shape[1], owners)
+    return FlattenedBatch(batch, ids.shape[1], owners)
 
 
 def _agree(axis: Axis, problem: str, columns: list[str], count: int) -> list[int]:

@@ -16,7 +16,7 @@ from lightrft.batching.planner import Batching
 from lightrft.batching.redistribute import all_to_all, redistribute, regroup
 from lightrft.config.sections import TrainSection
 from lightrft.observe.metrics import Metrics
-from lightrft.roles.microbatch import B, MicroBatchIndices, filler, infer, micro_batches
+from lightrft.roles.microbatch import B, MicroBatchIndices, empty_microbatch, infer, micro_batches
 from lightrft.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten
 from lightrft.roles.reports import MicroBatchReports
 from lightrft.strategy.phases import Phase
@@ -236,7 +236,7 @@ class Role(ABC):
         step, self._step = self._open_step(), None
         if step.learn and step.begun and step.done < step.num_microbatches:
             # Gradients that wait for the last micro-batch are inside the strategy: an empty one flushes them.
-            values, _ = self.forward(filler(step.batch))
+            values, _ = self.forward(empty_microbatch(step.batch))
             self.strategy.backward(values.sum() * 0, self.module, self.optimizer)
         self.strategy.clear_gradients(self.module)
 

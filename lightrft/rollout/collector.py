@@ -69,9 +69,9 @@ class Collector:
         idle: list[int] = []
         while missing and rounds < section.dynamic_sampling_rounds:
             tried = len(chosen) + len(idle)
-            local_groups = self._drawn(missing, acceptance=len(chosen) / tried if tried else 1.0)
+            local_groups = self._next_groups(missing, acceptance=len(chosen) / tried if tried else 1.0)
             self._generate(local_groups, missing, seed=(self.seed, step, rounds))
-            with_signal, without_signal = self._sorted_out([group for group in local_groups if group.complete])
+            with_signal, without_signal = self._split_by_signal([group for group in local_groups if group.complete])
             chosen |= set(with_signal[:missing])
             idle += without_signal
             settled = chosen.union(idle)
@@ -82,7 +82,7 @@ class Collector:
             metrics.max("rollout/sampling_rounds", rounds)
             metrics.max("rollout/groups_given_up", len(idle))
         metrics.max("rollout/groups_carried", len(self.all_carried))
-        instead = set(self._instead(idle, missing))
+        instead = set(self._substitutes(idle, missing))
         for group in held:
             if group.number in instead:
                 group.mask()
@@ -96,7 +96,7 @@ class Collector:
 
     # -- choosing the prompts
 
-    def _drawn(self, missing: int, *, acceptance: float) -> list[Group]:
+    def _next_groups(self, missing: int, *, acceptance: float) -> list[Group]:
         """Return this rank's groups of a round: carried groups, then new ones; the work is balanced over ranks."""
         wanted = ceil(missing * self.section.over_sampling / max(acceptance, LEAST_ACCEPTANCE))
         drawn, self.all_carried = self.all_carried[:wanted], self.all_carried[wanted:]
@@ -168,7 +168,7 @@ class Collector:
 
     # -- selecting the groups
 
-    def _sorted_out(self, complete: list[Group]) -> tuple[list[int], list[int]]:
+    def _split_by_signal(self, complete: list[Group]) -> tuple[list[int], list[int]]:
         """Return the numbers of all ranks' complete groups with a signal, and of those without, ascending."""
         if not self.section.dynamic_sampling:
             return sorted(_flattened(self.data.gather([group.number for group in complete]))), []
@@ -192,7 +192,7 @@ class Collector:
             others = _flattened(self.data.gather([Carried.of(group, self.data.rank) for group in left]))
             self.all_carried = sorted([*self.all_carried, *others], key=lambda group: group.number)
 
-    def _instead(self, idle: list[int], missing: int) -> list[int]:
+    def _substitutes(self, idle: list[int], missing: int) -> list[int]:
         """Return groups without signal, masked in the loss, that fill a step for which no round found enough."""
         if missing == self.section.rollout_batch_size:
             raise ConfigError(

@@ -82,7 +82,7 @@ class ExperienceMaker:
         )
         self._ask(experience, minibatches)
         penalty = self._diverge(experience, metrics) if self._measures_divergence else 0.0
-        taught = self._teach(experience, minibatches, metrics) if self.teacher is not None else 0.0
+        taught = self._teacher_term(experience, minibatches, metrics) if self.teacher is not None else 0.0
         self._set_advantages(experience, experience.step_rewards - penalty, taught)
         if self.critic is not None:
             measure_values(experience, self.data.sum, metrics)
@@ -165,7 +165,7 @@ class ExperienceMaker:
         local = compared[first : first + len(experience)]
         return torch.zeros_like(penalty).index_put((last[learned],), local[learned].to(penalty.dtype))
 
-    def _teach(self, experience: Experience, minibatches: list[MicroBatchIndices], metrics: Metrics) -> Tensor:
+    def _teacher_term(self, experience: Experience, minibatches: list[MicroBatchIndices], metrics: Metrics) -> Tensor:
         """Return what the teacher adds to the advantage of each token: [T]."""
         rows, learned = [members for minibatch in minibatches for members in minibatch], experience.loss_mask
         gap = torch.where(learned, distill(experience.old_logprobs, self.teacher.logprobs(experience, rows)), 0.0)

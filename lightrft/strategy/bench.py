@@ -22,7 +22,7 @@ OptimizerOf = Callable[[nn.Module], Optimizer]
 
 
 @dataclass
-class Course:
+class TrainingRun:
     """Losses and gradient norms of some optimizer steps, and the parameters after them by their Hugging Face names."""
 
     losses: list[float] = field(default_factory=list)
@@ -57,8 +57,8 @@ class Bench:
 
     def course(
         self, model: nn.Module, optimizer: Optimizer, steps: range = range(STEPS), scheduler: Any = None, micro_batches: int = 1
-    ) -> Course:
-        course = Course()
+    ) -> TrainingRun:
+        course = TrainingRun()
         for step in steps:
             loss = self.backward(model, optimizer, step, micro_batches)
             course.norms.append(self.strategy.optimizer_step(optimizer, model, scheduler).item())
@@ -69,7 +69,7 @@ class Bench:
     def snapshot(self, model: nn.Module) -> dict[str, Tensor]:
         return {name: tensor.cpu().clone() for name, tensor in self.strategy.full_params(model, torch.float32)}
 
-    def assert_near(self, found: Course, expected: Course) -> None:
+    def assert_near(self, found: TrainingRun, expected: TrainingRun) -> None:
         for mine, other in ((found.losses, expected.losses), (found.norms, expected.norms)):
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(other), rtol=self.tolerance, atol=self.tolerance / 10)
         assert distance(found.parameters, expected.parameters) < self.tolerance
@@ -120,10 +120,10 @@ def sgd(model: nn.Module) -> Optimizer:
 def plain(
     optimizer_of: OptimizerOf, steps: range = range(STEPS), *, model: nn.Module | None = None, max_norm: float = 1.0,
     rates: list[float] | None = None,
-) -> Course:  # fmt: skip
+) -> TrainingRun:  # fmt: skip
     """Run the same steps in plain torch: one process, one batch. `rates` are the learning rates of the steps."""
     model = model or tiny_model()
-    optimizer, course = optimizer_of(model), Course()
+    optimizer, course = optimizer_of(model), TrainingRun()
     for step in steps:
         for group in optimizer.param_groups:
             group["lr"] = rates[step] if rates else group["lr"]

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.backends.base import Backend
 from lightrft.checkpoint import manager
-from lightrft.checkpoint.atomic import PART, agree
+from lightrft.checkpoint.atomic import PART, run_on_all_ranks
 from lightrft.checkpoint.background import Background
 from lightrft.strategy.device_memory import DeviceMemory
 
@@ -41,10 +41,10 @@ class Checkpoints:
             tensors = {name: self._tensors(*trained, copy=in_background) for name, trained in models.items()}
             taken.append(manager.snapshot(self._contents(models, parts), state, tensors=tensors))
 
-        agree(world, f"{folder} could not be written", take)
+        run_on_all_ranks(world, f"{folder} could not be written", take)
         job = partial(manager.write, taken[0], folder, retention=retention, hf=hf)
         if in_background:
-            self._background = self._background or Background(world, self.backend.mesh.aside())
+            self._background = self._background or Background(world, self.backend.mesh.background_axis())
             self._background.start(job)
         else:
             job(world)

@@ -9,7 +9,7 @@ from lightrft.engine.media import is_clip
 from lightrft.engine.model_info import Vocabulary
 from lightrft.engine.requests import MEDIA, Request
 
-Given = tuple[list | None, list[int] | None]
+MediaItems = tuple[list | None, list[int] | None]
 """Items of one medium, and the number that belongs to each prompt if the list of items is flat."""
 
 
@@ -20,7 +20,7 @@ class PromptReader:
     """True if the tokenizer adds special tokens to text; a chat template has already written them."""
 
     def requests(
-        self, token_ids: list[list[int]] | None, texts: list[str] | None, media: Mapping[str, Given]
+        self, token_ids: list[list[int]] | None, texts: list[str] | None, media: Mapping[str, MediaItems]
     ) -> list[Request]:
         """Return one request for each prompt, from its text if there are media or no ids, otherwise from its ids.
 

@@ -38,7 +38,7 @@ from lightrft.config.resolve import Arguments, as_config, check_strategy
 from lightrft.config.sections import OptimSection, sequence_layout
 from lightrft.data.loader import Order
 from lightrft.engine.base import Engine, Request, Sampling
-from lightrft.launch.heartbeat import MARGIN, Alone, Watchdog
+from lightrft.launch.heartbeat import MARGIN, SingleRankWatchdog, Watchdog
 from lightrft.launch.rendezvous import adopt_node_size, join_process_group
 from lightrft.models.lora import merged
 from lightrft.parallel.collectives import Axis
@@ -89,7 +89,7 @@ class StrategyBase(Backend):
         """Context manager around `wake`, `weight_sync` and `sleep`, such as Trace.phase; the default measures nothing."""
         self._mesh: Mesh | None = None
         self._owns_processes = False
-        self._watchdog: Watchdog | Alone | None = None
+        self._watchdog: Watchdog | SingleRankWatchdog | None = None
         self._phases = Phases()
         self._memory = DeviceMemory(self)
         self._checkpoints = Checkpoints(self, self._memory)

@@ -30,7 +30,7 @@ from lightrft.strategy.bench import (
     LENGTHS,
     STEPS,
     Bench,
-    Course,
+    TrainingRun,
     batch,
     distance,
     loss_of,
@@ -116,8 +116,8 @@ def each_model_is_clipped_by_its_own_norm(bench: Bench) -> None:
             bench.backward(*critic, step, change=lambda loss: loss * 100)
             norms += [bench.strategy.optimizer_step(pair[1], pair[0], name=name).item()
                       for pair, name in ((critic, "critic"), (actor, "actor"))]
-    found, expected = Course(norms=norms[1::2], parameters=bench.snapshot(actor[0])), plain(sgd, max_norm=0.1)
-    bench.assert_near(Course([], found.norms, found.parameters), Course([], expected.norms, expected.parameters))
+    found, expected = TrainingRun(norms=norms[1::2], parameters=bench.snapshot(actor[0])), plain(sgd, max_norm=0.1)
+    bench.assert_near(TrainingRun([], found.norms, found.parameters), TrainingRun([], expected.norms, expected.parameters))
     other = plain(sgd, model=tiny_model(1), max_norm=0.1)  # clipped, so the factor shows in the norm alone
     assert distance(bench.snapshot(critic[0]), other.parameters) < bench.tolerance
     torch.testing.assert_close(torch.tensor(norms[0]), torch.tensor(100 * other.norms[0]), rtol=bench.tolerance, atol=0)
@@ -147,7 +147,7 @@ def a_norm_that_is_not_finite_skips_the_step_everywhere(bench: Bench) -> None:
     assert distance(bench.snapshot(model), before) == 0 and scheduler.get_last_lr() == rates
     found = bench.course(model, optimizer, range(1, 3), scheduler)
     expected = plain(lambda model: AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0), rates=[2.5e-3, 5e-3, 7.5e-3])
-    bench.assert_near(found, Course(expected.losses[1:], expected.norms[1:], expected.parameters))
+    bench.assert_near(found, TrainingRun(expected.losses[1:], expected.norms[1:], expected.parameters))
 
 
 def an_unfinished_step_is_refused(bench: Bench) -> None:
@@ -217,12 +217,12 @@ def a_frozen_model_answers_as_ever(bench: Bench) -> None:
     model, optimizer = bench.prepared(sgd)
     with torch.no_grad():
         expected = loss_of(tiny_model(5), batch(0), 1).item()
-        answers, course = [loss_of(frozen, batch(0), 1).item()], Course()
+        answers, course = [loss_of(frozen, batch(0), 1).item()], TrainingRun()
         for step in range(STEPS):
             loss_of(model, batch(0), 1)
             with torch.enable_grad():
                 one = bench.course(model, optimizer, range(step, step + 1))
-            course = Course(course.losses + one.losses, course.norms + one.norms, one.parameters)
+            course = TrainingRun(course.losses + one.losses, course.norms + one.norms, one.parameters)
             answers.append(loss_of(frozen, batch(0), 1).item())
     assert len(set(answers)) == 1 and abs(answers[0] / expected - 1) < bench.tolerance
     bench.assert_near(course, plain(sgd))
@@ -266,7 +266,7 @@ def what_is_away_comes_back_bit_by_bit(bench: Bench) -> None:
     """Train with everything offloaded and reloaded between steps; the parameters stay the same objects."""
     model, optimizer = bench.prepared(_decaying)
     expected = bench.course(*bench.prepared(_decaying))
-    course, before = Course(), list(map(id, model.parameters()))
+    course, before = TrainingRun(), list(map(id, model.parameters()))
     for step in range(STEPS):
         for verb in (bench.strategy.offload_model, bench.strategy.offload_model, bench.strategy.reload_model):
             verb(model)
@@ -274,7 +274,7 @@ def what_is_away_comes_back_bit_by_bit(bench: Bench) -> None:
             verb(optimizer)
             verb(optimizer)
         one = bench.course(model, optimizer, range(step, step + 1))
-        course = Course(course.losses + one.losses, course.norms + one.norms, one.parameters)
+        course = TrainingRun(course.losses + one.losses, course.norms + one.norms, one.parameters)
     assert (course.losses, course.norms) == (expected.losses, expected.norms)
     assert distance(course.parameters, expected.parameters) == 0 and list(map(id, model.parameters())) == before
 

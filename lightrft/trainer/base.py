@@ -127,7 +127,7 @@ class Trainer(ABC):
         finally:
             with ExitStack() as ending:  # all callbacks run, even when one of them fails
                 ending.callback(self.run_folder.release)
-                ending.callback(self._say_end, status)
+                ending.callback(self._log_end, status)
                 ending.callback(self._describe_run, status, time.perf_counter() - began)
                 ending.callback(self.observer.close, status)
 
@@ -292,7 +292,7 @@ class Trainer(ABC):
             "versions": {"lightrft": lightrft.__version__} | installed_versions(),
         })  # fmt: skip
 
-    def _say_end(self, status: str) -> None:
+    def _log_end(self, status: str) -> None:
         """Log the folder, and write the report unless the run failed: other ranks are waiting to learn of a failure."""
         if not self.strategy.is_rank_0() or self.done == 0:
             return

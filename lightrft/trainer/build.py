@@ -25,7 +25,7 @@ from lightrft.engine.requests import Sampling
 from lightrft.models.heads import Actor, Scorer, check_window
 from lightrft.models.load import check_vocabulary, load_model, load_scorer, load_tokenizer
 from lightrft.models.routers import Routers
-from lightrft.models.trainable import choose_trained
+from lightrft.models.trainable import freeze_parameters
 from lightrft.observe.console import Console
 from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard, WandB
 from lightrft.observe.text import duration
@@ -69,9 +69,9 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     if frozen >= steps:
         raise ConfigError(f"--freezing_actor_steps {frozen} leaves no step to train the actor: this run has {steps} steps")
     sampling, reference = Sampling.of(config.rollout), needs_reference(algorithm)
-    with told(strategy, f"loading {config.model.pretrain}"):
+    with log_duration(strategy, f"loading {config.model.pretrain}"):
         policy = build_policy(config, strategy, updates=(steps - frozen) * updates, reference=reference, sampling=sampling)
-    show_blanks(policy, training_data.expand)
+    set_blank_image(policy, training_data.expand)
     critic = build_critic(config, strategy, tokenizer, updates=steps * updates) if needs_critic(algorithm) else None
     teacher = build_teacher(config, strategy, tokenizer) if algorithm.distill_coef > 0 else None
     if algorithm.aux_loss_coef > 0:
@@ -79,7 +79,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     ptx_loss = build_ptx_loss(config, policy, training_data) if config.data.pretrain_data else None
     rewards.models = build_model_rewards(config, strategy, tokenizer)
     strategy.announce("start_engine")
-    with told(strategy, f"starting the engine (--engine_type {config.engine.engine_type})"):
+    with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type})"):
         strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
     collect = collector(config, strategy, training_data.prompts, Sampler(strategy, tokenizer, config.rollout), rewards)
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
@@ -119,15 +119,15 @@ def sft_trainer(config: Config, strategy: StrategyBase) -> SFTTrainer:
     run_folder = RunFolder.claim(config, strategy.mesh.world)
     given, config = config, with_merged_pretrain(config, strategy.mesh.world)
     training_data = load_training_data(config, config.train.train_batch_size)
-    with told(strategy, f"loading {config.model.pretrain}"):
+    with log_duration(strategy, f"loading {config.model.pretrain}"):
         policy = build_policy(config, strategy, updates=training_data.total_steps, reference=False)
-    show_blanks(policy, training_data.expand)
+    set_blank_image(policy, training_data.expand)
     observer, trace = observation(config, strategy)
     return SFTTrainer(given, strategy, policy, training_data, observer=observer, trace=trace, run_folder=run_folder)
 
 
 @contextmanager
-def told(strategy: StrategyBase, what: str) -> Iterator[None]:
+def log_duration(strategy: StrategyBase, what: str) -> Iterator[None]:
     """Print on rank 0 what begins, and how long it took once it is done."""
     began = time.perf_counter()
     strategy.print(f"{what} ...")
@@ -198,7 +198,7 @@ def build_policy(
     optim = config.optim
     strategy.announce("load_models")
     with strategy.init_model_context():
-        actor = Actor(choose_trained(load_model(config.model), config.model))
+        actor = Actor(freeze_parameters(load_model(config.model), config.model))
     if sampling is not ANY_TOKEN:  # an engine chooses rotary frequencies for the longest possible sequence
         check_window(actor.language_model, config.data.prompt_max_len + config.rollout.generate_max_len)
     optimizer = strategy.create_optimizer(actor, optim.actor_learning_rate, optim.adam_betas, optim.l2)
@@ -213,7 +213,7 @@ def build_policy(
     average = None
     if config.train.enable_ema:
         with strategy.init_model_context():
-            average = Actor(choose_trained(load_model(config.model), config.model))
+            average = Actor(freeze_parameters(load_model(config.model), config.model))
         average = strategy.prepare(average)
         if config.model.lora_rank:
             strategy.moving_average(actor, average, 0.0)  # start from the actor's adapters, not from other random ones
@@ -240,7 +240,7 @@ def limits(config: Config) -> dict[str, Any]:
     }
 
 
-def show_blanks(policy: Policy, expand: Expander | None) -> None:
+def set_blank_image(policy: Policy, expand: Expander | None) -> None:
     """Make the models process a blank image in micro-batches without images, where other micro-batches have some."""
     for model in (policy.actor, policy.reference):
         if expand is not None and model is not None:
@@ -255,7 +255,7 @@ def build_critic(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTo
     strategy.announce("load_critic")
     with strategy.init_model_context():
         model = load_scorer(config.model, "critic_pretrain" if config.model.critic_pretrain else "pretrain")
-        scorer = Scorer(choose_trained(model, config.model))
+        scorer = Scorer(freeze_parameters(model, config.model))
     optimizer = strategy.create_optimizer(scorer, optim.critic_learning_rate, optim.adam_betas, optim.l2)
     scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
     return Critic(strategy, *strategy.prepare((scorer, optimizer, scheduler)), **limits(config))
@@ -318,7 +318,7 @@ def evaluation(config: Config, strategy: StrategyBase, rewards: RewardRunner) ->
     rewards.models = build_model_rewards(config, strategy, tokenizer)
     config.engine.enable_engine_sleep = rewards.models is not None  # otherwise nothing else needs the device
     strategy.announce("start_engine")
-    with told(strategy, f"starting the engine (--engine_type {config.engine.engine_type}) with {config.model.pretrain}"):
+    with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type}) with {config.model.pretrain}"):
         strategy.setup_inference_engine(config, config.engine.engine_type)
     return Sampler(strategy, tokenizer, config.rollout)
 

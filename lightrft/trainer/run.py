@@ -60,9 +60,9 @@ def run(command: str, config: Config) -> Any:
     """Resolve the configuration, set up its strategy, do the work of `command`, and close everything."""
     quiet_libraries()
     prepare_config(command, config)
-    strategy = _for_the_user(get_strategy, config)
+    strategy = _as_config_error(get_strategy, config)
     try:
-        _for_the_user(strategy.setup_distributed)
+        _as_config_error(strategy.setup_distributed)
         return WORK[command](config, strategy)
     except Exception as error:
         _end_all(strategy, error)
@@ -72,19 +72,19 @@ def run(command: str, config: Config) -> Any:
 
 
 def _train_ppo(config: Config, strategy: StrategyBase) -> PPOTrainer:
-    trainer = _for_the_user(ppo_trainer, config, strategy)
+    trainer = _as_config_error(ppo_trainer, config, strategy)
     trainer.fit()
     return trainer
 
 
 def _train_sft(config: Config, strategy: StrategyBase) -> SFTTrainer:
-    trainer = _for_the_user(sft_trainer, config, strategy)
+    trainer = _as_config_error(sft_trainer, config, strategy)
     trainer.fit()
     return trainer
 
 
 def _evaluate(config: Config, strategy: StrategyBase) -> dict[str, float]:
-    return _for_the_user(Evaluation, config, strategy).run()
+    return _as_config_error(Evaluation, config, strategy).run()
 
 
 WORK: dict[str, Callable[[Config, StrategyBase], Any]] = {
@@ -101,7 +101,7 @@ def _end_all(strategy: StrategyBase, error: Exception) -> None:
         strategy.fail(error, code=USER_ERROR if of_the_user else 1, brief=of_the_user)
 
 
-def _for_the_user(step: Callable[..., T], *arguments: object) -> T:
+def _as_config_error(step: Callable[..., T], *arguments: object) -> T:
     """Raise an error during setup as a ConfigError: it concerns configuration, data or files, and its traceback is of no use."""
     try:
         return step(*arguments)

@@ -42,7 +42,7 @@ class PublishedNames:
     def of(cls, model: PreTrainedModel) -> Self:
         """Return the names for a model that may be distributed and adapted, determined with an empty model of its class."""
         with torch.device("meta"):
-            return cls(made_as(model)(copy.deepcopy(model.config)))
+            return cls(transformers_class(model)(copy.deepcopy(model.config)))
 
     def published(self, stream: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         """Yield a weight stream under published names. Only weights that are converted together are held until all arrive."""
@@ -66,7 +66,7 @@ class PublishedNames:
         """Return True if a weight is converted alone."""
         return name in self.renamed or self._together[name] == [name]
 
-    def strangers(self, names: list[str], engine: str) -> str:
+    def unknown_weights_message(self, names: list[str], engine: str) -> str:
         """Return an error message, with possible solutions, for weights `names` that an engine does not have."""
         first = ", ".join(f"{name} (published as {self.pieces(name)[0]})" for name in names[:3])
         return (
@@ -88,7 +88,7 @@ class PublishedNames:
         return revert_weight_conversion(self._model, weights)
 
 
-def made_as(model: PreTrainedModel) -> type[PreTrainedModel]:
+def transformers_class(model: PreTrainedModel) -> type[PreTrainedModel]:
     """Return the model's class in transformers; sharding with FSDP replaces it by a subclass."""
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 

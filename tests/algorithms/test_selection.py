@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from algorithms.flat import make_batch
-from lightrft.algorithms.covariance import covariances, drawn, highest, lots
+from lightrft.algorithms.covariance import covariances, drawn, highest, random_keys
 from lightrft.algorithms.selection import kth_largest, largest, share_of_tokens, top_share, value_keys
 from lightrft.types import Experience
 from ranks import run_ranks
@@ -145,6 +145,6 @@ def test_lots_are_fair_and_belong_to_the_sequence():
     ids = torch.arange(4000) % 997
     batch = make_batch(["x" * 2000] * 2)
     batch.input_ids = ids
-    numbers = lots(batch)
+    numbers = random_keys(batch)
     assert abs(numbers.mean().item() - 0.5) < 0.03 and numbers.unique().numel() > 3900
-    assert torch.equal(numbers[2000:], lots(batch.select([1])))
+    assert torch.equal(numbers[2000:], random_keys(batch.select([1])))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightrft.engine.base import Engine, EngineError, Part, Request, Sampling
-from lightrft.engine.first_token import Finished
+from lightrft.engine.first_token import CompletionIterator
 from lightrft.weight_sync.verify import ROUNDS, Fingerprints
 
 EXPECTED = {"a": torch.Size([2]), "b": torch.Size([3])}
@@ -28,7 +28,7 @@ class Idle(Engine):
 
     def reset_cache(self) -> None: ...
 
-    def _generate(self, requests: list[Request]) -> Finished:
+    def _generate(self, requests: list[Request]) -> CompletionIterator:
         self._act("generate")
         for index in range(len(requests)):
             yield index, []

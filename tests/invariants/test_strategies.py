@@ -44,7 +44,7 @@ FACTORS = [0.5, 1.0, 1.0, 0.1 + 0.45 * (1 + math.cos(math.pi / 4))]
 
 
 @dataclass
-class Course:
+class TrainingRun:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -68,10 +68,10 @@ def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 # -- in plain torch
 
 
-def plain_torch(folders: tuple[str, str], kind: str) -> dict[str, Course]:
+def plain_torch(folders: tuple[str, str], kind: str) -> dict[str, TrainingRun]:
     models = {"actor": plain_model(folders[0]), "critic": plain_scorer(folders[1])}
     optimizers = {name: optimizer_of(model, kind) for name, model in models.items()}
-    courses = {name: Course() for name in models}
+    courses = {name: TrainingRun() for name in models}
     for factor in FACTORS:
         for name, of_sequence in (("actor", sequence_loss), ("critic", squared_error)):
             loss = sum(of_sequence(models[name], experience(), index).sum() for index in range(len(RESPONSES))) / sum(RESPONSES)
@@ -97,7 +97,7 @@ def squared_error(model: nn.Module, whole: Any, index: int) -> Tensor:
 # -- under a strategy
 
 
-def trained(folders: tuple[str, str], kind: str, args: dict[str, Any]) -> dict[str, Course]:
+def trained(folders: tuple[str, str], kind: str, args: dict[str, Any]) -> dict[str, TrainingRun]:
     config = Config()
     for name, value in args.items():
         setattr(config.model if name == "bf16" else config.strategy, name, value)
@@ -115,7 +115,7 @@ def trained(folders: tuple[str, str], kind: str, args: dict[str, Any]) -> dict[s
     actor, critic = strategy.prepare(*triples)
     roles = {"actor": Policy(strategy, *actor, temperature=TEMPERATURE), "critic": Critic(strategy, *critic)}
     objectives = {"actor": PolicyObjective(config.algorithm), "critic": squared_errors}
-    courses = {name: Course() for name in roles}
+    courses = {name: TrainingRun() for name in roles}
     for _ in range(STEPS):
         for name, (loss, norm) in one_update(strategy, roles, objectives).items():
             courses[name].losses.append(loss.item())
@@ -165,11 +165,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def in_turn(folders: tuple[str, str], runs: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Course]]:
+def in_turn(folders: tuple[str, str], runs: list[tuple[str, dict[str, Any]]]) -> list[dict[str, TrainingRun]]:
     return [trained(folders, kind, args) for kind, args in runs]
 
 
-def assert_equal(found: Course, expected: Course, what: object, tolerance: float) -> None:
+def assert_equal(found: TrainingRun, expected: TrainingRun, what: object, tolerance: float) -> None:
     for mine, other in ((found.losses, expected.losses), (found.norms, expected.norms)):
         assert mine == pytest.approx(other, rel=tolerance, abs=1e-6), what  # a loss may come near 0
     assert found.parameters.keys() == expected.parameters.keys()

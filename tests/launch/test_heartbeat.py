@@ -16,7 +16,7 @@ from loguru import logger
 
 from lightrft.launch import heartbeat, monitor
 from lightrft.launch.connection import PENDING, Connection, ConnectionLost
-from lightrft.launch.heartbeat import is_echo
+from lightrft.launch.heartbeat import is_secondary
 from lightrft.strategy import FSDPStrategy
 from ranks import exit_codes, run_ranks
 
@@ -260,8 +260,9 @@ def test_errors_that_come_from_another_rank():
     gloo = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
     wrapped = ValueError("the engine failed")
     wrapped.__cause__ = gloo
-    assert is_echo(gloo) and is_echo(wrapped) and is_echo(dist.DistBackendError("NCCL error: remote process exited"))
-    assert not is_echo(ValueError("bad luck")) and not is_echo(OSError("Connection reset by peer"))
+    assert is_secondary(gloo) and is_secondary(wrapped)
+    assert is_secondary(dist.DistBackendError("NCCL error: remote process exited"))
+    assert not is_secondary(ValueError("bad luck")) and not is_secondary(OSError("Connection reset by peer"))
 
 
 def test_a_receiver_who_does_not_read_stops_nobody():
@@ -296,7 +297,7 @@ def test_libraries_of_an_environment_beneath_are_not_named():
     thread = threading.Thread(target=train)
     thread.start()
     ready.wait()
-    said = heartbeat.place_of(thread.ident)
+    said = heartbeat.code_position(thread.ident)
     done.set()
     thread.join()
     assert "(test_libraries_of_an_environment_beneath_are_not_named.<locals>.train)" in said and "adam.py" not in said

@@ -13,7 +13,7 @@ from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer
 from lightrft.models.lora import adapted_layers, adapters_off, fold_adapters, is_adapter, merged
 from lightrft.models.recompute import recompute
-from lightrft.models.trainable import choose_trained
+from lightrft.models.trainable import freeze_parameters
 from lightrft.types import Batch
 from tiny import tiny_model
 
@@ -34,7 +34,7 @@ def load(folder: str):
 def adapted(folder: str, **settings):
     """With a B as if it were trained."""
     torch.manual_seed(0)
-    model = choose_trained(load(folder), ModelSection(pretrain=folder, **{"lora_rank": 4} | settings))
+    model = freeze_parameters(load(folder), ModelSection(pretrain=folder, **{"lora_rank": 4} | settings))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -57,7 +57,7 @@ def test_a_new_adapter_changes_nothing_and_begins_equally_each_time(folder):
     models = []
     for _ in range(2):
         torch.manual_seed(7)
-        models.append(choose_trained(load(folder), section))
+        models.append(freeze_parameters(load(folder), section))
     first, second = (dict(model.named_parameters()) for model in models)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert torch.equal(models[0](IDS).logits, load(folder)(IDS).logits)
@@ -133,7 +133,7 @@ def test_recomputation_gives_adapters_the_same_gradients(folder, selective):
     for recomputed in (False, True):
         torch.manual_seed(0)
         section = ModelSection(pretrain=folder, lora_rank=4, lora_dropout=0.3)
-        actor = Actor(choose_trained(load_model(section), section)).train()
+        actor = Actor(freeze_parameters(load_model(section), section)).train()
         if recomputed:
             recompute(actor, selective=selective)
         mask, rows = torch.arange(12) % 7 > 0, torch.tensor([0, 1])
@@ -149,7 +149,7 @@ def test_recomputation_gives_adapters_the_same_gradients(folder, selective):
 
 def test_a_scorer_trains_its_head_too(folder):
     section = ModelSection(pretrain=folder, lora_rank=2)
-    scorer = Scorer(choose_trained(load_scorer(section), section))
+    scorer = Scorer(freeze_parameters(load_scorer(section), section))
     trained = {name for name, parameter in scorer.hf_parameters() if parameter.requires_grad}
     assert "score.weight" in trained and all(is_adapter(name) for name in trained - {"score.weight"})
 
@@ -158,7 +158,7 @@ def test_a_scorer_trains_its_head_too(folder):
 
 
 def test_a_prefix_is_not_trained(folder):
-    model = choose_trained(load(folder), ModelSection(freeze_prefix=["model.layers.0", "model.embed_tokens"]))
+    model = freeze_parameters(load(folder), ModelSection(freeze_prefix=["model.layers.0", "model.embed_tokens"]))
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert frozen == {name for name, _ in model.named_parameters() if name.startswith(("model.layers.0.", "model.embed"))}
 
@@ -183,7 +183,7 @@ def test_a_prefix_gets_no_adapters(folder):
 )
 def test_what_cannot_be_trained_is_said(folder, settings, message):
     with pytest.raises(ConfigError) as error:
-        choose_trained(load(folder), ModelSection(pretrain=folder, **settings))
+        freeze_parameters(load(folder), ModelSection(pretrain=folder, **settings))
     assert message in str(error.value)
 
 
@@ -204,4 +204,4 @@ def test_two_adapters_are_not_merged_wrongly(folder):
 def test_without_peft_the_way_out_is_named(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match="pip install peft"):
-        choose_trained(load(folder), ModelSection(pretrain=folder, lora_rank=2))
+        freeze_parameters(load(folder), ModelSection(pretrain=folder, lora_rank=2))

@@ -10,7 +10,7 @@ from lightrft.config import ModelSection
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.models.lora import adapted_layers
-from lightrft.models.trainable import choose_trained
+from lightrft.models.trainable import freeze_parameters
 from lightrft.types import Batch
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def test_the_language_part_learns_as_in_plain_transformers(folder: str) -> None:
     section = ModelSection(pretrain=folder)
-    actor = Actor(choose_trained(load_model(section), section))
+    actor = Actor(freeze_parameters(load_model(section), section))
     mask = torch.tensor([number > 0 for row in ROWS for number in range(len(row))])
     batch = Batch(lengths=torch.tensor([len(row) for row in ROWS]), input_ids=torch.tensor(sum(ROWS, [])), loss_mask=mask,
                   rows=torch.arange(len(ROWS)), learned=None)
@@ -58,5 +58,5 @@ def test_the_language_part_learns_as_in_plain_transformers(folder: str) -> None:
 
 def test_towers_have_no_adapters(folder: str) -> None:
     section = ModelSection(pretrain=folder, lora_rank=2)
-    layers = adapted_layers(choose_trained(load_model(section), section))
+    layers = adapted_layers(freeze_parameters(load_model(section), section))
     assert len(layers) == 7 and all(name.startswith("model.language_model.layers.0.") for name in layers)

@@ -16,7 +16,7 @@ from lightrft.attention.layout import Layout
 from lightrft.backends.base import SEQUENCES
 from lightrft.batching.prefix_sharing import find_shared_prefixes
 from lightrft.config import ConfigError
-from lightrft.models.heads import Actor, divide, rope_window
+from lightrft.models.heads import Actor, rope_window, set_sequence_parallel
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL, SequenceParallel
@@ -175,7 +175,7 @@ def model_of_ranks(kind: str, checkpointing: bool) -> list[tuple[list[Tensor], d
             if checkpointing:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             actor = Actor(model).train()
-            divide(actor, sequence)
+            set_sequence_parallel(actor, sequence)
             values = actor(batch_of(*case), TEMPERATURE)
             weighted(values).backward()
             gradients = {name: sequence.axis.sum(gradient) for name, gradient in gradients_of(model).items()}
@@ -204,7 +204,7 @@ def test_an_actor_on_several_ranks_is_that_of_one(sp, checkpointing, kind):
 
 def scores_of_ranks(kind: str, folder: str) -> tuple[Tensor, dict[str, Tensor]]:
     scorer, sequence = rows.scorer(folder), sequence_of(kind)
-    divide(scorer, sequence)
+    set_sequence_parallel(scorer, sequence)
     scores = scorer(batch_of(LENGTHS, 3))
     (scores * torch.linspace(-1, 1, len(scores))).sum().backward()
     return scores.detach(), {name: sequence.axis.sum(gradient) for name, gradient in gradients_of(scorer).items()}
@@ -238,9 +238,9 @@ def test_zigzag_by_hand():
 def test_heads_that_do_not_divide():
     actor = Actor(make_model("llama", ATTENTION))
     with pytest.raises(ValueError, match="--sp_size 3 --sp_impl ulysses does not support LlamaForCausalLM: .* 4 attention heads"):
-        divide(actor, SEQUENCES["ulysses"](Axis("sp", 3, 0, None)))
+        set_sequence_parallel(actor, SEQUENCES["ulysses"](Axis("sp", 3, 0, None)))
     with pytest.raises(ValueError, match="sp_size 2 does not divide its 1 attention heads"):
-        divide(actor, SEQUENCES["ulysses"](Axis("sp", 2, 0, None)), tp=4)
+        set_sequence_parallel(actor, SEQUENCES["ulysses"](Axis("sp", 2, 0, None)), tp=4)
 
 
 ROPES = {
@@ -260,7 +260,7 @@ def test_rotary_frequencies_that_follow_the_longest_sequence_are_refused_beyond_
     together, alone = make_batch([5, 16, 2]), make_batch([5])
     torch.testing.assert_close(actor(together, 1.0)[0][:5], actor(replace(alone, input_ids=together.input_ids[:5],
                                loss_mask=together.loss_mask[:5]), 1.0)[0], rtol=1e-5, atol=1e-5)  # fmt: skip
-    divide(actor, SEQUENCES["ulysses"](Axis("sp", 2, 0, None)))  # is not refused
+    set_sequence_parallel(actor, SEQUENCES["ulysses"](Axis("sp", 2, 0, None)))  # is not refused
     with pytest.raises(ConfigError, match="a sequence of 17 tokens is longer than the 16 .* --generate_max_len"):
         actor(make_batch([5, 17]), 1.0)
 

@@ -8,7 +8,7 @@ from lightrft.algorithms.objectives import sft
 from lightrft.config import ModelSection
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
-from lightrft.models.trainable import choose_trained
+from lightrft.models.trainable import freeze_parameters
 from lightrft.roles.policy import Policy
 from lightrft.strategy import get_strategy
 from ranks import run_ranks
@@ -23,7 +23,7 @@ def policy_of_adapters(folder: str, args: dict) -> dict:
     made.setup_distributed()
     section = ModelSection(pretrain=folder, lora_rank=4, lora_dropout=0.2)
     with made.init_model_context():
-        actor = Actor(choose_trained(load_model(section), section))
+        actor = Actor(freeze_parameters(load_model(section), section))
     optimizer = made.create_optimizer(actor, 1e-2)
     trained = made.prepare((actor, optimizer, made.create_scheduler(optimizer, "constant", 0, 9)))
     reference = made.prepare(Actor(load_model(section)).requires_grad_(False))

@@ -38,12 +38,12 @@ def test_rows_that_are_in_no_micro_batch_stay_zero():
 
 
 def test_an_empty_micro_batch_is_one_unlearned_token_with_every_column():
-    (filler,) = micro_batches(experience(), [[]], CPU)
-    assert type(filler) is Experience and len(filler) == filler.num_tokens == 1
-    assert not filler.loss_mask.any() and filler.loss_mask.dtype == torch.bool
-    assert filler.columns("token").keys() == experience().columns("token").keys()
-    assert filler.columns("sequence").keys() == experience().columns("sequence").keys()
-    assert filler.advantages is None and filler.old_logprobs is None
+    (empty_microbatch,) = micro_batches(experience(), [[]], CPU)
+    assert type(empty_microbatch) is Experience and len(empty_microbatch) == empty_microbatch.num_tokens == 1
+    assert not empty_microbatch.loss_mask.any() and empty_microbatch.loss_mask.dtype == torch.bool
+    assert empty_microbatch.columns("token").keys() == experience().columns("token").keys()
+    assert empty_microbatch.columns("sequence").keys() == experience().columns("sequence").keys()
+    assert empty_microbatch.advantages is None and empty_microbatch.old_logprobs is None
 
 
 def test_a_rank_without_any_sample_still_has_its_micro_batches():

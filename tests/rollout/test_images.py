@@ -17,7 +17,7 @@ from lightrft.config import ModelSection
 from lightrft.data.images import IMAGES, ImageFile
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
-from lightrft.models.trainable import choose_trained
+from lightrft.models.trainable import freeze_parameters
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
 from lightrft.rollout.experience import flatten
@@ -68,7 +68,7 @@ def learned(folder: str, settings: dict, micro_batches: list[dict]) -> list[tupl
         strategy.setup_distributed()
         section = ModelSection(pretrain=folder, **settings.get("model", {}))
         with strategy.init_model_context():
-            actor = Actor(choose_trained(load_model(section), section))
+            actor = Actor(freeze_parameters(load_model(section), section))
         optimizer = torch.optim.SGD([p for p in actor.parameters() if p.requires_grad], lr=1.0)
         policy = Policy(strategy, *strategy.prepare((actor, optimizer, strategy.create_scheduler(optimizer, "constant", 0, 8))))
         data, expand = strategy.mesh.data, Expander(section)

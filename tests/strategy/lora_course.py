@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightrft.config import ModelSection
 from lightrft.engine.base import Sampling
 from lightrft.models.lora import B, is_adapter
-from lightrft.models.trainable import choose_trained
+from lightrft.models.trainable import freeze_parameters
 from lightrft.strategy import StrategyBase, get_strategy
 from strategy.training import SHARES, load, rows, share_of_loss, snapshot, tokens_learned
 
@@ -22,7 +22,7 @@ PROMPTS = [[50, 55, 43], [49, 48]]
 
 def adapted(folder: str, seed: int = 5, **section: Any) -> nn.Module:
     torch.manual_seed(seed)
-    return choose_trained(load(folder), ModelSection(pretrain=folder, **LORA | section))
+    return freeze_parameters(load(folder), ModelSection(pretrain=folder, **LORA | section))
 
 
 def peft_model(folder: str, section: dict[str, Any] = LORA) -> PeftModel:

@@ -14,7 +14,7 @@ from lightrft.models.empty import is_empty
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.models.lora import is_adapter
-from lightrft.models.trainable import choose_trained
+from lightrft.models.trainable import freeze_parameters
 from lightrft.types import Batch
 from ranks import run_ranks
 from strategy.lora_course import (
@@ -115,7 +115,7 @@ def frozen_parts(folder: str, args: dict, out: Path) -> dict:
     made = strategy(**args)
     optimizers, models = [], []
     for _ in range(2):
-        model = choose_trained(load(folder), ModelSection(pretrain=folder, freeze_prefix=FROZEN)).train()
+        model = freeze_parameters(load(folder), ModelSection(pretrain=folder, freeze_prefix=FROZEN)).train()
         optimizer = made.create_optimizer(model, RATE, weight_decay=0.1)
         made.prepare((model, optimizer))
         models.append(model)
@@ -158,7 +158,7 @@ def adapted_actor(made, folder: str, *, empty: bool, **settings) -> Actor:
     section = ModelSection(pretrain=folder, lora_rank=4, **settings)
     torch.manual_seed(3)
     with made.init_model_context() if empty else nullcontext():
-        actor = Actor(choose_trained(load_model(section), section))
+        actor = Actor(freeze_parameters(load_model(section), section))
     assert is_empty(actor) is empty
     return actor
 

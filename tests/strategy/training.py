@@ -19,7 +19,7 @@ SHARES = {1: [12], 2: [8, 4], 4: [4, 4, 3, 1]}
 
 
 @dataclass
-class Course:
+class TrainingRun:
     """What three steps did. Tensors by Hugging Face name."""
 
     losses: list[float] = field(default_factory=list)
@@ -69,9 +69,9 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), foreach=False)
 
 
-def plain_course(folder: str, optimizer_of: Any, *, max_norm: float = 1.0) -> Course:
+def plain_course(folder: str, optimizer_of: Any, *, max_norm: float = 1.0) -> TrainingRun:
     """One process, one batch, nothing of ours."""
-    model, course = load(folder), Course()
+    model, course = load(folder), TrainingRun()
     optimizer = optimizer_of(model)
     for step in range(NUM_STEPS):
         batch = rows(step)
@@ -107,9 +107,9 @@ def one_step(made: FSDPStrategy, model: nn.Module, optimizer: Any, step: int, nu
 
 def strategy_course(
     folder: str, optimizer_of: Any, num_micro: int = 1, max_norm: float = 1.0, early: bool = True, args: dict | None = None
-) -> Course:
+) -> TrainingRun:
     """On every rank. `early`: the optimizer is made before prepare()."""
-    made, model, course = strategy(max_norm=max_norm, **(args or {})), load(folder).train(), Course()
+    made, model, course = strategy(max_norm=max_norm, **(args or {})), load(folder).train(), TrainingRun()
     if early:
         model, optimizer = made.prepare((model, optimizer_of(model)))
     else:
@@ -134,7 +134,7 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(((found[name] - expected[name]).norm() / (expected[name].norm() + 1e-8)).item() for name in expected)
 
 
-def assert_equal_courses(found: Course, expected: Course, *, relative: float = 1e-5) -> None:
+def assert_equal_courses(found: TrainingRun, expected: TrainingRun, *, relative: float = 1e-5) -> None:
     torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(expected.losses), rtol=relative, atol=0)
     torch.testing.assert_close(torch.tensor(found.norms), torch.tensor(expected.norms), rtol=relative, atol=0)
     assert distance(found.gradients, expected.gradients) < relative

@@ -30,7 +30,7 @@ def inputs(tmp_path_factory):
     return [flag.replace("share_of_ascii", "short") for flag in flags]
 
 
-def agree(inputs, folder, *flags, world_size=1):
+def run_on_all_ranks(inputs, folder, *flags, world_size=1):
     """The largest difference of log-probs in three steps of two updates with a divergence from the reference.
 
     The seed is one whose draws have no token at the very edge of the top p, which a rounding moves in or out.
@@ -49,15 +49,15 @@ PART = ["--temperature=0.8", "--top_p=0.9", "--top_k=20", "--stop", "q", "unsaid
     ("engine", "world_size"), [("hf", 1), pytest.param("vllm", 2, marks=pytest.mark.slow)], ids=["hf", "vllm-2-ranks"]
 )
 def test_a_part_of_the_vocabulary(inputs, tmp_path, engine, world_size):
-    assert agree(inputs, tmp_path, *PART, f"--engine_type={engine}", world_size=world_size) < 1e-4
+    assert run_on_all_ranks(inputs, tmp_path, *PART, f"--engine_type={engine}", world_size=world_size) < 1e-4
 
 
 @pytest.mark.slow
 def test_a_vocabulary_that_two_ranks_divide(inputs, tmp_path):
-    assert agree(inputs, tmp_path, *PART, "--tp_size=2", world_size=2) < 1e-4
+    assert run_on_all_ranks(inputs, tmp_path, *PART, "--tp_size=2", world_size=2) < 1e-4
 
 
 @pytest.mark.slow
 def test_a_hot_first_token_is_not_learned(inputs, tmp_path):
     """Its log-prob is of another temperature: the difference would be nats."""
-    assert agree(inputs, tmp_path, "--first_token_temperature=30", "--stop", "q", "--stop_token_ids", "120") < 1e-4
+    assert run_on_all_ranks(inputs, tmp_path, "--first_token_temperature=30", "--stop", "q", "--stop_token_ids", "120") < 1e-4

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from lightrft.engine.base import EngineError, EngineSetup, Part
-from lightrft.engine.first_token import Finished
+from lightrft.engine.first_token import CompletionIterator
 from lightrft.engine.media import MediaReader
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.sglang.arguments import arguments
@@ -50,7 +50,7 @@ class SGLangEngine(LibraryEngine):
         multiprocessing.current_process().authkey = self.axis.broadcast(bytes(multiprocessing.current_process().authkey))
         options, places = arguments(setup, config), engine_names(self.names)
         self._sees = config.model_type not in SEEN_OTHERWISE
-        unknown = self._led(lambda: self._launch(options, places))
+        unknown = self._on_first_rank(lambda: self._launch(options, places))
         self._places = {name: place for name, place in places.items() if name not in unknown}
         return unknown
 
@@ -60,7 +60,7 @@ class SGLangEngine(LibraryEngine):
 
     def reset_cache(self) -> None:
         with self._fatal("reset_cache"):
-            self._led(lambda: self._forget())
+            self._on_first_rank(lambda: self._forget())
 
     def _forget(self) -> None:
         self._shim.flush_cache()
@@ -72,24 +72,24 @@ class SGLangEngine(LibraryEngine):
             raise ValueError("SGLang processes images of this model differently from transformers; only text is supported")
         return self.reader.expanded(request)
 
-    def _generate(self, requests: list[Request]) -> Finished:
+    def _generate(self, requests: list[Request]) -> CompletionIterator:
         samples = Samples(self._shim, self.vocabulary, self.version)
-        return self._followed(lambda: samples.of(requests))
+        return self._iterate_on_first_rank(lambda: samples.of(requests))
 
     def _parts(self, token_ids: list[int]) -> dict[str, Tensor]:
         """Return Probe.parts(); for a model with tensor parallelism without parts that are sharded over ranks."""
-        self._led(lambda: self._shim.ask("watch", num_tokens=len(token_ids)))
+        self._on_first_rank(lambda: self._shim.ask("watch", num_tokens=len(token_ids)))
         try:
             list(self._generate([Request(token_ids, sampling=Sampling(max_tokens=1, temperature=0), seeds=(0,))]))
         finally:
-            seen = self._led(lambda: self._shim.ask("seen"))
+            seen = self._on_first_rank(lambda: self._shim.ask("seen"))
         return _whole(seen)
 
     # -- weights
 
     def _load_weights(self, named_tensors: Iterator[NamedTensor]) -> None:
         with self._fatal("load_weights"):
-            self._led(lambda: self._shim.begin_weight_update())
+            self._on_first_rank(lambda: self._shim.begin_weight_update())
         try:
             for bucket in _buckets(self.names.published(named_tensors), self._bucket_bytes()):
                 with self._fatal("load_weights"):
@@ -97,7 +97,7 @@ class SGLangEngine(LibraryEngine):
         finally:
             if self._failure is None:
                 with self._fatal("load_weights"):
-                    self._led(lambda: self._shim.end_weight_update())
+                    self._on_first_rank(lambda: self._shim.end_weight_update())
 
     def _bucket_bytes(self) -> int:
         return bucket_limit(self.bucket_mb, self.axis, current_device())
@@ -105,36 +105,36 @@ class SGLangEngine(LibraryEngine):
     def _send(self, bucket: list[NamedTensor]) -> None:
         kept, payload = SGLangShim.payload(bucket)
         payloads = self.axis.gather(payload)
-        self._led(lambda: self._shim.update_weights(payloads))
+        self._on_first_rank(lambda: self._shim.update_weights(payloads))
         del kept  # not earlier: all ranks' payloads have been read now
 
     def _fingerprints(self, dtype: torch.dtype, round: int | None) -> Fingerprints:
         return Fingerprints(self.expected, dtype, slices=self.axis.size, bits=self._places, round=round)
 
-    def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
+    def _engine_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         """Return the numbers of all weights on the first rank, and zeros on the others, so that they add up."""
-        numbers = self._led(lambda: self._shim.ask("held", places=self._places, shapes=self.expected, dtype=prints.dtype,
-                                                   slices=self.axis.size, round=prints.round))
+        wanted = {"dtype": prints.dtype, "round": prints.round, "slices": self.axis.size}
+        numbers = self._on_first_rank(lambda: self._shim.ask("held", places=self._places, shapes=self.expected, **wanted))
         held = [sum(of_ranks) for of_ranks in zip(*numbers, strict=True)]
         return tuple(held) if self.axis.rank == 0 else tuple(map(torch.zeros_like, held))
 
     def _num_cached(self) -> int:
-        return self._led(lambda: self._shim.ask("num_cached"))[0]
+        return self._on_first_rank(lambda: self._shim.ask("num_cached"))[0]
 
     # -- memory
 
     def _sleep(self, level: int) -> None:
         """Sleep; level 1 keeps the weights on the device unless SGLang was started to keep a copy on the host."""
         if level == 2 and self.on_cpu:
-            self._led(lambda: self._shim.destroy_weights())
+            self._on_first_rank(lambda: self._shim.destroy_weights())
         tags = {"kv_cache", "cuda_graph"} | ({"weights"} if level == 2 or self.sleep_level == 1 else set())
-        self._led(lambda: self._shim.release(sorted(tags - self._asleep)))
+        self._on_first_rank(lambda: self._shim.release(sorted(tags - self._asleep)))
         self._asleep |= tags
 
     def _wake(self, part: Part) -> None:
         tags = self._asleep & ({"weights"} if part == "weights" else {"kv_cache", "cuda_graph"})
         if tags:
-            self._led(lambda: self._shim.resume(sorted(tags)))
+            self._on_first_rank(lambda: self._shim.resume(sorted(tags)))
         self._asleep -= tags
 
     def _close(self) -> None:
@@ -143,7 +143,7 @@ class SGLangEngine(LibraryEngine):
 
     # -- the first rank and the others
 
-    def _led(self, call: Callable[[], Any]) -> Any:
+    def _on_first_rank(self, call: Callable[[], Any]) -> Any:
         """Run `call` on the first rank; return its result, or raise its error, on all ranks of the axis."""
         outcome, failure = None, None
         if self.axis.rank == 0:
@@ -158,11 +158,11 @@ class SGLangEngine(LibraryEngine):
             raise EngineError(f"on the first rank of this engine: {problem}")
         return outcome
 
-    def _followed(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Iterate on the first rank, and yield its items on all ranks of the axis; like _led() for iterators."""
+    def _iterate_on_first_rank(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Iterate on the first rank, and yield its items on all ranks of the axis; like _on_first_rank() for iterators."""
         items = make() if self.axis.rank == 0 else iter(())
         while True:
-            more, item = self._led(lambda: next(((True, item) for item in items), (False, None)))
+            more, item = self._on_first_rank(lambda: next(((True, item) for item in items), (False, None)))
             if not more:
                 return
             yield item

@@ -85,7 +85,7 @@ def _unknown_weights(scheduler: Scheduler, places: dict[str, str], shapes: dict[
     return _weights(scheduler, places, shapes).unknown
 
 
-def _held(
+def _engine_fingerprints(
     scheduler: Scheduler, places: dict[str, str], shapes: dict[str, torch.Size], dtype: torch.dtype, slices: int,
     round: int | None,
 ) -> list[Tensor]:
@@ -122,6 +122,6 @@ def _seen(scheduler: Scheduler) -> dict[str, Tensor]:
     return probe.parts(logits[0][-1])
 
 
-QUESTIONS = {"fill_with_nan": _fill_with_nan, "unknown_weights": _unknown_weights, "held": _held, "num_cached": _num_cached,
-             "forget_images": _forget_images, "watch": _watch, "seen": _seen}
+QUESTIONS = {"fill_with_nan": _fill_with_nan, "unknown_weights": _unknown_weights, "held": _engine_fingerprints,
+             "num_cached": _num_cached, "forget_images": _forget_images, "watch": _watch, "seen": _seen}
 """Queries and actions that SGLang's processes run in their own memory, by name."""

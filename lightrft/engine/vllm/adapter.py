@@ -18,7 +18,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from lightrft.engine.base import EngineSetup, Part
-from lightrft.engine.first_token import Finished
+from lightrft.engine.first_token import CompletionIterator
 from lightrft.engine.media import MediaReader
 from lightrft.engine.probe import Probe, logits_processor
 from lightrft.engine.requests import Expanded, Request, Sampling
@@ -64,7 +64,7 @@ class VLLMEngine(LibraryEngine):
         prompt = self._shim.with_media(request.token_ids, request.multi_modal)
         return Expanded(prompt["prompt_token_ids"], prompt)
 
-    def _generate(self, requests: list[Request]) -> Finished:
+    def _generate(self, requests: list[Request]) -> CompletionIterator:
         samples: dict[int, dict[int, RequestOutput]] = {index: {} for index in range(len(requests))}
         with torch_state_kept(self.device), self._stance():
             for index, request in enumerate(requests):
@@ -134,7 +134,7 @@ class VLLMEngine(LibraryEngine):
     def _fingerprints(self, dtype: torch.dtype, round: int | None) -> Fingerprints:
         return self._shim.weights.fingerprints(dtype, self.axis.size, round)
 
-    def _held(self, prints: Fingerprints) -> tuple[torch.Tensor, torch.Tensor]:
+    def _engine_fingerprints(self, prints: Fingerprints) -> tuple[torch.Tensor, torch.Tensor]:
         with self._stance():
             self._shim.weights.add_to(prints)
         return prints.numbers(self.device)
