@@ -43,7 +43,7 @@ class Idle(Engine):
     def _wake(self, part: Part) -> None:
         self._act("wake")
 
-    def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
+    def _engine_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         return prints.numbers(torch.device("cpu"))
 
     def _num_cached(self) -> int:
@@ -104,9 +104,9 @@ class Keeps(Idle):
         self.held = tensor.clone()
         self.held.view(-1)[self.wrong] += 1
 
-    def _held(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
+    def _engine_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         prints.add("a", self.held)
-        return super()._held(prints)
+        return super()._engine_fingerprints(prints)
 
 
 def test_the_first_verification_is_whole_and_later_ones_are_rounds_of_parts() -> None:

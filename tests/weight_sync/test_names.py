@@ -217,7 +217,7 @@ def test_experts_that_are_published_turned_are_turned_back_even_when_square() ->
 
 def test_what_an_engine_does_not_know_is_said_with_a_way_out() -> None:
     names = published_names(FAMILIES[3][0])
-    said = names.strangers(["model.norm.weight", "model.layers.0.mlp.experts.down_proj"], "vllm")
+    said = names.unknown_weights_message(["model.norm.weight", "model.layers.0.mlp.experts.down_proj"], "vllm")
     assert said.startswith(f"vllm has no parameter for 2 of the {len(names.shapes)} weights of MixtralForCausalLM, such as model")
     assert "model.layers.0.mlp.experts.down_proj (published as model.layers.0.block_sparse_moe.experts.0.w2.weight)" in said
     assert "--engine_type hf" in said and "register_checkpoint_conversion_mapping" in said
