@@ -50,7 +50,6 @@ def test_time_of_an_iterator_is_that_of_its_items():
     clock.end_of_step({})
     (row,) = clock.rows
     assert row["gen"] >= 0.06 and row["prep"] >= 0.15 and row["total"] == pytest.approx(row["gen"] + row["prep"])
-    assert row["gen"] < row["prep"]
 
 
 def test_reward():
