@@ -3,7 +3,7 @@
 The function is registered with transformers under the name `lightrft`. It uses one of two kernels: variable-length flash
 attention if the device supports it, otherwise torch's own over blocks of sequences of similar length, padded on the right. Plain
 causal attention is correct there, because padding follows all tokens of a sequence. If sequences share a prefix, or ranks split
-the queries, both compute attention in parts: see prefix_attention.py.
+the queries, both compute attention in parts: see prefix_attention.py. Only prefixes of a few tokens are copied on a CPU.
 """
 
 from collections.abc import Callable
@@ -71,7 +71,9 @@ def flat_attention(
     window = sliding_window if sliding_window and sliding_window < layout.longest else None
     if layout.needs_several_calls:
         kernel = None if dropout else part_kernel(query.device, query.dtype)
-        if kernel is None:
+        if kernel is CPU_KERNEL and window is None and _copies(query, layout):
+            output = block_attention(query, key, value, layout, scaling=scaling, window=None, dropout=0.0)
+        elif kernel is None:
             output = copied_attention(query, key, value, layout, scaling=scaling, window=window, dropout=dropout)
         else:
             output = prefix_attention(kernel, query, key, value, layout, scaling=scaling, window=window)
@@ -79,6 +81,11 @@ def flat_attention(
         kernel = attention_kernel(query.device, query.dtype)
         output = kernel(query, key, value, layout, scaling=scaling, window=window, dropout=dropout)
     return layout.sequence.leave(output).unsqueeze(0), None
+
+
+def _copies(query: Tensor, layout: Layout) -> bool:
+    """Return True to copy prefixes; not in a dtype that would round the gradient of a prefix for each copy."""
+    return query.dtype == torch.float32 and layout.copies_are_faster(query[0].numel())
 
 
 def copied_attention(

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,9 +85,19 @@ class Clock:
 
         def charged(*args: Any, **kwargs: Any) -> Any:
             with self.phase(phase):
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
+            return self._charged(result, phase) if isinstance(result, Iterator) else result
 
         setattr(owner, method, charged)
+
+    def _charged(self, items: Iterator[Any], phase: str) -> Iterator[Any]:
+        """Yield the items; the time until each of them comes is charged, not the time between."""
+        while True:
+            with self.phase(phase):
+                item = next(items, self)
+            if item is self:
+                return
+            yield item
 
     @contextmanager
     def phase(self, name: str):

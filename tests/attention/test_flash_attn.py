@@ -3,6 +3,7 @@
 A stand-in with the kernel's signature computes variable-length attention from its definition, one sequence at a time.
 """
 
+import math
 import sys
 from dataclasses import replace
 from functools import partial
@@ -251,10 +252,11 @@ def attended(case: str, device: torch.device, dtype: torch.dtype, *, by_hand: bo
     return [output.detach(), *(x.grad for x in inputs)]
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "flash"])
+@pytest.mark.parametrize("kernel", ["cpu", "cpu, copies", "flash"])
 @pytest.mark.parametrize("case", CASES)
 def test_every_shape_of_attention(case, kernel, monkeypatch, operations):
     """On the CPU, in float32: its own kernels, and all that is handed to those of flash attention."""
+    monkeypatch.setattr("lightrft.attention.layout.CALL_WORK", math.inf if kernel == "cpu, copies" else 0)
     if kernel == "flash":
         monkeypatch.setattr(flat, "has_flash_attention", lambda device: True)
         monkeypatch.setattr(flat, "_flash", lambda device, dtype: True)

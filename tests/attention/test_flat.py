@@ -3,7 +3,9 @@
 The reference is transformers' eager attention on each sequence alone.
 """
 
+import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from flat_models import (
     one_by_one,
     weighted,
 )
+from lightrft.attention import flat
 from lightrft.attention.flat import ATTENTION, attention_kernel, block_attention
 from lightrft.attention.layout import ALONE, Layout
 from lightrft.batching.prefix_sharing import find_shared_prefixes
@@ -31,9 +34,10 @@ from lightrft.types import Batch
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("lengths, alike", [(LENGTHS, 0), (LENGTHS, 3), ([9] * 4, 2)])
-def test_packed_equals_each_sequence_alone(name, lengths, alike):
-    """Also where pasts are shared, which are computed once."""
+@pytest.mark.parametrize("lengths, alike, copies", [(LENGTHS, 0, False), *product((LENGTHS, [9] * 4), (2, 3), (False, True))])
+def test_packed_equals_each_sequence_alone(name, lengths, alike, copies, monkeypatch):
+    """Also where pasts are shared, which are computed once, whether attention copies them or not."""
+    monkeypatch.setattr("lightrft.attention.layout.CALL_WORK", math.inf if copies else 0)
     batch = make_batch(lengths, alike)
     batch = replace(batch, shared=find_shared_prefixes(batch.input_ids, batch.lengths))
     assert alike == 0 or len(batch.shared.computed) < batch.num_tokens
@@ -46,6 +50,21 @@ def test_packed_equals_each_sequence_alone(name, lengths, alike):
     weighted(values).backward()
     assert_same_gradients(gradients_of(model), gradients_of(reference))
     assert all(gradient.abs().max() > 0 for gradient in gradients_of(reference).values() if gradient is not None)
+
+
+@pytest.mark.parametrize("prompt, dtype, copied", [
+    (16, torch.float32, 1), (16, torch.bfloat16, 0), (100, torch.float32, 0),
+])  # fmt: skip
+def test_short_prefixes_alone_are_copied(prompt, dtype, copied, monkeypatch):
+    """Attention within a long one would be repeated, and in bfloat16 its gradient would be rounded for each copy."""
+    calls = []
+    monkeypatch.setattr(flat, "block_attention", lambda *args, **options: calls.append(args) or block_attention(*args, **options))
+    ids = torch.cat([torch.cat([torch.arange(prompt), torch.full((4,), 200 + row)]) for row in range(8)])
+    lengths = torch.full((8,), prompt + 4)
+    layout = Layout(lengths, torch.device("cpu"), shared=find_shared_prefixes(ids, lengths))
+    query, key, value = (torch.randn(1, heads, layout.num_computed, 32, dtype=dtype) for heads in (4, 2, 2))
+    flat.flat_attention(torch.nn.Module(), query, key, value, None, layout=layout)
+    assert len(calls) == copied
 
 
 @pytest.mark.parametrize("name", ["qwen2 window", "mistral window", "gemma3"])

@@ -35,6 +35,23 @@ def test_time_is_charged_once():
     assert row["sync"] >= 0.05 > row["gen"] - 0.02 and row["total"] == pytest.approx(row["gen"] + row["sync"])
 
 
+def test_time_of_an_iterator_is_that_of_its_items():
+    class Engine:
+        def stream(self):
+            for item in range(3):
+                time.sleep(0.02)
+                yield item
+
+    clock, engine = Clock(), Engine()
+    clock.charge(engine, "stream", "gen")
+    with clock.phase("prep"):
+        for _ in engine.stream():
+            time.sleep(0.05)
+    clock.end_of_step({})
+    (row,) = clock.rows
+    assert row["gen"] >= 0.06 and row["prep"] >= 0.15 and row["total"] == pytest.approx(row["gen"] + row["prep"])
+
+
 def test_reward():
     class Sample:
         def __init__(self, text):
