@@ -170,7 +170,7 @@ def test_a_rank_that_cannot_be_reached_is_explained(clean_environment, monkeypat
     monkeypatch.setattr("lightrft.launch.rendezvous._meet", lambda *args: None)
     monkeypatch.setattr("lightrft.launch.rendezvous.dist.init_process_group", connect)
     monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.1.1")
-    with pytest.raises(RuntimeError, match="cannot connect to all.*is 127.0.1.1 here.*GLOO_SOCKET_IFNAME=eth0.*connectFullMesh"):
+    with pytest.raises(RuntimeError, match="connect to all.*resolves to 127.0.1.1.*GLOO_SOCKET_IFNAME=eth0.*connectFullMesh"):
         join_process_group(torch.device("cpu"), timedelta(seconds=1), timedelta(seconds=1))
 
 
