@@ -163,8 +163,7 @@ def load(contents: CheckpointState, path: Path, world_size: int, *, strict: bool
         if world_size == world.size:
             steps.append(partial(_restore_random, contents, path))
         elif world.rank == 0:
-            message = "{} was written by {} ranks, this run has {}: random states are initialised anew"
-            logger.warning(message, path, world_size, world.size)
+            logger.warning("{} was written by {} ranks, this run has {}: random states start anew", path, world_size, world.size)
     for step in steps:
         run_on_all_ranks(world, f"checkpoint {path} could not be loaded", step)
 

@@ -101,10 +101,7 @@ class Engine(ABC):
         """
         self._check_usable()
         if self.awake != {"weights", "kv_cache"}:
-            raise EngineError(
-                f"generate() on a sleeping engine: only {sorted(self.awake) or 'nothing'} is awake; call wake() "
-                "first"
-            )
+            raise EngineError(f"generate() on a sleeping engine (awake: {sorted(self.awake) or 'nothing'}): call wake() first")
         if not self.weights_valid:
             raise EngineError("generate() without weights (sleep level 2, or a broken stream): call load_weights() first")
         placeholders = self.vocabulary.placeholder_token_ids if self.vocabulary else ()
@@ -245,8 +242,8 @@ class Engine(ABC):
         problems = []
         if wrong := self._mismatches(sent):
             problems.append(
-                f"{wrong[0]} in the engine differs from the weight that was sent ({len(wrong)} of "
-                f"{len(self.expected)} differ)"
+                f"{wrong[0]} in the engine differs from the weight that was sent "
+                f"({len(wrong)} of {len(self.expected)} differ)"
             )
         if cached := self._num_cached():
             problems.append(f"the prefix cache still contains {cached} blocks of the old weights")

@@ -217,8 +217,7 @@ def load_tokenizer(section: ModelSection, flag: str = "pretrain", *, name: str =
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(
             f"{given} has no tokenizer: the folder has no vocabulary (tokenizer.json, tokenizer.model, or vocab.json and "
-            "merges.txt); "
-            "copy the files of the model's tokenizer"
+            "merges.txt); copy the files of the model's tokenizer"
         )
     return tokenizer
 
@@ -245,8 +244,8 @@ def _checked(name: str, given: str) -> str:
     folder = Path(name).expanduser()
     if is_adapter_folder(folder):
         raise ValueError(
-            f"{given}: the folder contains an adapter but no model: `lightrft export {name} FOLDER` merges it "
-            "into its base model"
+            f"{given}: the folder contains an adapter but no model: `lightrft export {name} FOLDER` "
+            "merges it into its base model"
         )
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"{given}: the folder has no config.json, so it is not a Hugging Face model")

@@ -275,7 +275,7 @@ def other_model(folder, other, root):
      r"6 tensors have another shape; .*down_proj.weight is \[64, 192\] in the checkpoint and \[64, 160\] in the model"),
     ({"attention_bias": True}, "8 tensors of the model are not in it, the first is model.layers.0.self_attn.k_proj.bias"),
     ({"layer_types": ["full_attention"], "num_hidden_layers": 1},
-     "11 tensors in it are not of the model, the first is model.layers.1."),
+     "11 tensors in it are not in the model, the first is model.layers.1."),
 ])
 def test_a_checkpoint_of_another_model_is_an_error(folder, tmp_path, root, change, says):
     config = Qwen3Config.from_pretrained(folder)
