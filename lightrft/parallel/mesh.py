@@ -48,7 +48,7 @@ class Mesh:
         self.model_parallel = self._axis("model_parallel", ("sp", "tp"))
         self._engine_axes: dict[int, Axis] = {}
         self._replica_axes: dict[int, Axis] = {}
-        self._aside: Axis | None = None
+        self._background_axis: Axis | None = None
         self._timeout = timeout
         for axis in (self.world, self.data, self.shard, self.replicate, self.sp, self.tp, self.model_parallel):
             if timeout is not None and axis.group is not None:
@@ -108,9 +108,9 @@ class Mesh:
 
     def background_axis(self) -> Axis:
         """Return all processes with a separate gloo group, for a thread whose collectives run concurrently with others."""
-        if self._aside is None:
-            self._aside = _axis("aside", dist.new_group(backend="gloo", timeout=self._timeout))
-        return self._aside
+        if self._background_axis is None:
+            self._background_axis = _axis("background", dist.new_group(backend="gloo", timeout=self._timeout))
+        return self._background_axis
 
     def _axis(self, name: str, dims: tuple[str, ...]) -> Axis:
         mesh = self.device_mesh[dims] if len(dims) == 1 else self.device_mesh[dims]._flatten("_".join(dims))

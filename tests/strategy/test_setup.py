@@ -99,7 +99,7 @@ def opened_and_closed() -> list[tuple[int, int]]:
     for _ in range(6):
         made = FSDPStrategy(args={"fsdp": True, "engine_tp_size": 2})
         made.setup_distributed()
-        made.mesh.aside().barrier()
+        made.mesh.background_axis().barrier()
         made.close()
         gc.collect()
         seen.append((len(_world.pg_map), len(os.listdir("/proc/self/task"))))
