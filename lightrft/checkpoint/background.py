@@ -10,7 +10,7 @@ from lightrft.parallel.collectives import Axis
 
 
 class Background:
-    """Background thread on every rank. Its collectives use the axis `aside`, separate from those of the training."""
+    """Background thread on every rank. Its collectives use the axis `background_axis`, separate from those of the training."""
 
     def __init__(self, world: Axis, background_axis: Axis):
         self.world, self.background_axis = world, background_axis
@@ -18,7 +18,7 @@ class Background:
         self._failure: BaseException | None = None
 
     def start(self, job: Callable[[Axis], None]) -> None:
-        """Run `job(aside)`. All ranks call it, after finish()."""
+        """Run `job(background_axis)`. All ranks call it, after finish()."""
         if self._thread is not None:
             raise RuntimeError("a job is running in the background: call finish() first")
         self._thread = threading.Thread(target=self._run, args=(job,), name="lightrft-background")
