@@ -61,6 +61,49 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         return _run(world_size, function, args, timeout)
 
 
+def run_cases(world_size: int, function: Callable[..., Any], cases: dict[Any, tuple]) -> dict[Any, list[Any]]:
+    """Call `function(*args)` for the arguments of each case, one case after another in one start; return the results by rank."""
+    by_rank = run_ranks(world_size, _in_turn, function, cases)
+    return {case: [results[case] for results in by_rank] for case in cases}
+
+
+def _in_turn(function: Callable[..., Any], cases: dict[Any, tuple]) -> dict[Any, Any]:
+    results = {}
+    for case, args in cases.items():
+        torch.manual_seed(0)
+        results[case] = function(*args)
+    return results
+
+
+def run_apart(function: Callable[..., Any], calls: list[tuple], timeout: float = 180) -> list[Any]:
+    """Call `function(*args)` for the arguments of each call, all at once, each on the one rank of a process group of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [tempfile.mkdtemp(dir=folder) for _ in calls]
+        started = [_start(1, own, function, args) for own, args in zip(folders, calls, strict=True)]
+        deadline = time.monotonic() + timeout
+        try:
+            for processes, own in zip(started, folders, strict=True):
+                _join(processes, own, deadline)
+        finally:
+            for (process,) in started:
+                process.kill()
+                process.join()
+        return [pickle.loads((Path(own) / "result0").read_bytes()) for own in folders]
+
+
+def run_refusals(world_size: int, function: Callable[..., Any], cases: dict[Any, tuple]) -> dict[Any, list[str]]:
+    """Return the traceback of each case by rank, of several cases in one start; each must raise, and on all ranks together."""
+    return run_cases(world_size, _refusal, {case: (function, *args) for case, args in cases.items()})
+
+
+def _refusal(function: Callable[..., Any], *args: Any) -> str:
+    try:
+        function(*args)
+    except Exception:
+        return traceback.format_exc()
+    raise AssertionError(f"{function.__name__}{args} must raise")
+
+
 def exit_codes(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[int | None]:
     """How ranks end that must not return: each by itself, within `timeout` seconds; None for one that did not."""
     with tempfile.TemporaryDirectory() as folder:

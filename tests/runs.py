@@ -12,6 +12,7 @@ from lightrft.trainer.build import ppo_trainer, sft_trainer
 from lightrft.trainer.prepare import prepare_config
 from ranks import run_ranks
 from scripts.prepare_quickstart import tiny_qwen3
+from with_vllm import load_vllm
 
 ASCII_REWARD = '''
 def share_of_ascii(samples, label, **columns):
@@ -48,6 +49,8 @@ PPO = [
 
 def train(entrypoint: str, world_size: int, flags: list[str], save_path: Path, timeout: float = 180) -> list[dict[str, Any]]:
     """Run an entrypoint on forked ranks; returns the rows of metrics.jsonl."""
+    if "--engine_type=vllm" in flags:
+        load_vllm()
     run_ranks(world_size, run_here, entrypoint, [*flags, f"--save_path={save_path}"], timeout=timeout)
     return rows_of(save_path)
 

@@ -4,6 +4,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -41,12 +42,18 @@ HOMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 # -- what is looked for, as functions of source text so that the tests below can prove that they find it
 
 
-def imports(source: str, path: str) -> Iterator[tuple[str, bool]]:
+@cache
+def nodes(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
+@cache
+def imports(source: str, path: str) -> list[tuple[str, bool]]:
     """(absolute module name, at import time) of every import in the file `path`, relative to the package's parent."""
-    tree = ast.parse(source)
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [node for node in nodes(source) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     lazy = {id(inner) for function in functions for inner in ast.walk(function)}
-    for node in ast.walk(tree):
+    found = []
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -55,8 +62,8 @@ def imports(source: str, path: str) -> Iterator[tuple[str, bool]]:
             names = [f"{base}.{alias.name}" for alias in node.names]
         else:
             continue
-        for name in names:
-            yield name, id(node) not in lazy
+        found += [(name, id(node) not in lazy) for name in names]
+    return found
 
 
 def room(module: str) -> str:
@@ -95,12 +102,12 @@ def places(path: str) -> set[str]:
 
 
 def calls_of_print(source: str) -> list[int]:
-    return [node.lineno for node in ast.walk(ast.parse(source))
+    return [node.lineno for node in nodes(source)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"]
 
 
 def uses_of_torch_cuda(source: str, path: str) -> list[str]:
-    attributes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute) and node.attr == "cuda"]
+    attributes = [node for node in nodes(source) if isinstance(node, ast.Attribute) and node.attr == "cuda"]
     used = [f"{path}:{node.lineno}" for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "torch"]
     return used + [f"{path}: {name}" for name, _ in imports(source, path) if name.startswith("torch.cuda")]
 
@@ -117,7 +124,7 @@ def fields_read(source: str) -> set[str]:
     """
     owners = section_of_field()
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             holder = getattr(node.value, "attr", getattr(node.value, "id", None))
             section_itself = holder == "config" and node.attr in SECTIONS

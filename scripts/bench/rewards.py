@@ -17,24 +17,14 @@ import time
 from pathlib import Path
 
 import torch
+from reward_functions import busy
 
 from lightrft.config import RewardSection
 from lightrft.rewards.runner import RewardRunner
 from lightrft.types import Prompt, Sample
 
 RESPONSES, TOKENS = 8, 512
-
-
-def nothing(samples: list[Sample], **columns) -> list[float]:
-    return [0.0] * len(samples)
-
-
-def busy(samples: list[Sample], **columns) -> list[float]:
-    """Compute in plain Python for 20 ms."""
-    until = time.perf_counter() + 0.02
-    while time.perf_counter() < until:
-        sum(range(1000))
-    return [0.0] * len(samples)
+FUNCTIONS = Path(__file__).resolve().with_name("reward_functions.py")
 
 
 def group() -> list[Sample]:
@@ -43,7 +33,7 @@ def group() -> list[Sample]:
 
 
 def runner(function: str) -> RewardRunner:
-    return RewardRunner(f"{Path(__file__).resolve()}:{function}", section=RewardSection(reward_workers=1))
+    return RewardRunner(f"{FUNCTIONS}:{function}", section=RewardSection(reward_workers=1))
 
 
 def overhead(calls: int) -> float:

@@ -1,4 +1,4 @@
-"""Every engine passes the contract, alone, as replicas, and (vLLM, SGLang) cut over two ranks."""
+"""Every engine passes the contract, alone or as replicas that each answer alone, and (vLLM, SGLang) cut over two ranks."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -19,6 +19,7 @@ from engine.contract import (
 from ranks import run_ranks
 from sglang_environment import in_sglang_environment
 from tiny import tiny_model
+from with_vllm import load_vllm
 
 
 class Layout(NamedTuple):
@@ -35,11 +36,9 @@ NOT_LONG = [case for case in CASES if case not in LONG]
 LAYOUTS = {
     "hf": Layout("hf", 1, 1),
     "hf-2-replicas": Layout("hf", 2, 1),
-    "vllm": Layout("vllm", 1, 1),
     "vllm-2-replicas": Layout("vllm", 2, 1),
     "vllm-tp2": Layout("vllm", 2, 2),
-    "sglang": Layout("sglang", 1, 1),
-    "sglang-2-replicas": Layout("sglang", 2, 1, NOT_LONG),
+    "sglang": Layout("sglang", 1, 1),  # test_sglang.py has engines beside each other
     "sglang-tp2": Layout("sglang", 2, 2, NOT_LONG),  # test_sglang.py has the other start, with a verification of its own
 }
 
@@ -57,6 +56,8 @@ def outcomes(folders: tuple[str, str]) -> Callable[[str], list[dict[str, str]]]:
     @cache
     def run(name: str) -> list[dict[str, str]]:
         layout = LAYOUTS[name]
+        if layout.engine == "vllm":
+            load_vllm()
         ranks = partial(run_ranks, layout.ranks, run_contract, layout.engine, layout.ranks_per_engine, layout.cases, *folders,
                         timeout=600)
         return in_sglang_environment(ranks, timeout=1300) if layout.engine == "sglang" else ranks()

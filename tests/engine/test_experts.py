@@ -38,9 +38,15 @@ from lightrft.weight_sync.fused_layout import CopyTarget, WeightSlice
 from lightrft.weight_sync.names import PublishedNames
 from ranks import run_ranks
 from tiny import BOS, EOS, PAD, VOCABULARY, byte_tokenizer
+from with_vllm import load_vllm
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded() -> None:
+    load_vllm()
 
 PROMPTS = [[65, 66, 67], [100] * 20, [7]]
 GREEDY = Sampling(temperature=0, max_tokens=12)

@@ -6,7 +6,7 @@ import traceback
 import wave
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import chain, cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from ranks import run_ranks
 from seeing import FILMED, FRAMED, IMAGE, clip, film, hearing_model, picture, seeing_model, seeing_qwen
 from sglang_environment import in_sglang_environment
 from tiny import tiny_model
+from with_vllm import load_vllm
 
 GREEDY = Sampling(temperature=0, max_tokens=10)
 ALONE = Axis("engine", 1, 0, None)
@@ -358,9 +359,12 @@ OF_MORE: list[Callable[[Scene], None]] = [
 
 
 def outcomes(engine_type: str, sizes: list[int], sp_size: int, *folders: str) -> dict[str, str]:
-    """Case -> traceback, empty when it passed. The engine's weights are streamed from a sharded actor."""
+    """Case -> traceback, empty when it passed. The engine's weights are streamed from a sharded actor.
+
+    `sizes` are the numbers of ranks of an engine, in turn, for the models in `folders`.
+    """
     results = {}
-    for folder, size in [*product(folders[:1], sizes), *product(folders[1:], sizes[-1:])]:
+    for folder, size in zip(folders, cycle(sizes), strict=False):
         made = FSDPStrategy(args={
             "fsdp": True, "pretrain": folder, "engine_type": engine_type, "engine_tp_size": size, "sp_size": sp_size,
             "prompt_max_len": 112, "generate_max_len": 16, "limit_mm_image_per_prompt": 3, "limit_mm_audio_per_prompt": 2,
@@ -388,7 +392,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(("engine_type", "sizes", "ranks", "sp_size", "seconds"), [
     ("hf", [1], 1, 1, 0),
     pytest.param("hf", [1], 2, 2, 1, marks=pytest.mark.slow, id="two engines answer one replica of data"),
-    pytest.param("vllm", [1, 2], 2, 1, 30, marks=pytest.mark.slow, id="vllm"),
+    pytest.param("vllm", [2, 1], 2, 1, 30, marks=pytest.mark.slow, id="vllm"),
 ])  # fmt: skip
 def test_media(
     seeing: str, tmp_path: Path, engine_type: str, sizes: list[int], ranks: int, sp_size: int, seconds: int
@@ -396,6 +400,7 @@ def test_media(
     """By a model that sees and, where it may hear some `seconds`, one that hears."""
     if engine_type == "vllm":
         pytest.importorskip("vllm", reason="vllm is not installed")
+        load_vllm()
     hearing = [hearing_model(tmp_path / "hearing", seconds)] if seconds else []
     failures = run_ranks(ranks, outcomes, engine_type, sizes, sp_size, seeing, *hearing, timeout=500)
     assert failures == [{}] * ranks, "\n".join(f"{case}\n{trace}" for rank in failures for case, trace in rank.items())

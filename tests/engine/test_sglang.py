@@ -68,18 +68,11 @@ def test_families(tmp_path: Path) -> None:
 LORA = ["--lora_rank=8", "--lora_alpha=32", "--actor_learning_rate=1e-2"]
 RUNS = {
     "fsdp": (2, []),
-    "zero2": (2, ["--fsdp=false", "--zero_stage=2"]),
-    "tp": (2, ["--tp_size=2"]),
     "zigzag, tp, engine cut": (4, ["--sp_size=2", "--sp_impl=zigzag", "--tp_size=2", "--engine_tp_size=2"]),
-    "ulysses, tp, engine cut": (4, ["--sp_size=2", "--tp_size=2", "--engine_tp_size=2"]),
-    "alone": (1, []),
-    "tp, engine cut": (2, ["--tp_size=2", "--engine_tp_size=2"]),
-    "lora": (2, LORA),
     "lora, zero3": (2, [*LORA, "--fsdp=false", "--zero_stage=3", "--offload_idle"]),
 }
-"""Ranks and flags. ../trainer/test_resume.py has ZeRO 3."""
-SAME = {"zero2": "fsdp", "tp": "fsdp", "zigzag, tp, engine cut": "fsdp", "ulysses, tp, engine cut": "fsdp",
-        "tp, engine cut": "alone", "lora, zero3": "lora"}
+"""Ranks and flags. ../trainer/test_resume.py has ZeRO 3, ../trainer/test_lora.py the numbers of adapters."""
+SAME = {"zigzag, tp, engine cut": "fsdp"}
 """Runs that have the same numbers, as they have as many engines."""
 
 

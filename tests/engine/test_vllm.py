@@ -20,9 +20,15 @@ from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 from ranks import run_ranks
 from tiny import tiny_model
+from with_vllm import load_vllm
 
 pytest.importorskip("vllm", reason="vllm is not installed")
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded() -> None:
+    load_vllm()
 
 
 def _two_engines_on_one_machine(folder: str) -> tuple[list[list[int]], list[str], bool]:
@@ -141,6 +147,8 @@ def test_model_runner_v2_keeps_the_contract(tmp_path: Path) -> None:
 
 
 def _warns(folder: str) -> None:
+    for handler in logging.getLogger("vllm").handlers:
+        handler.setStream(sys.__stdout__)  # it has that of the moment of vLLM's import
     engine = start("vllm", folder, Mesh("cpu").world)
     logging.getLogger("vllm.v1.worker.cpu_worker").warning("memory is %s", "short")
     engine.close()

@@ -14,7 +14,7 @@ from lightrft.config import AlgorithmSection, RewardSection, parse
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import ppo_trainer
 from lightrft.trainer.prepare import prepare_config
-from ranks import run_ranks
+from ranks import run_apart
 from roles import rows
 from runs import PPO, prepare, repeatable, rows_of
 from scripts.prepare_quickstart import tiny_qwen3
@@ -113,24 +113,27 @@ def numbers(tmp_path_factory) -> dict[str, tuple[dict[str, Any], dict[str, Any]]
     tiny_experts(folder / "experts")
     tokenizer.save_pretrained(rows.dense_scorer(str(folder / "model"), 1))
     (folder / "reward.py").open("a").write(OTHER_REWARD)
-    return run_ranks(1, every_step, inputs, str(folder), timeout=400)[0]
+    fields = list(TURNED)
+    halves = fields[: len(fields) // 2], fields[len(fields) // 2 :]
+    first, second = run_apart(every_step, [(inputs, str(folder), half) for half in halves], timeout=400)
+    return first | second
 
 
-def every_step(inputs: list[str], folder: str) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """The metrics of one step, of two updates, for each pair of flags."""
+def every_step(inputs: list[str], folder: str, names: list[str]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """The metrics of one step, of two updates, for the pairs of flags of these fields."""
     known: dict[tuple[str, ...], dict[str, Any]] = {}
 
     def step(flags: list[str]) -> dict[str, Any]:
         key = tuple(flags)
         if key not in known:
-            known[key] = one_step([*inputs, *PPO, *EXTREMES, *flags, f"--save_path={folder}/run{len(known)}"])
+            known[key] = one_step([*inputs, *PPO, *EXTREMES, *flags, f"--save_path={folder}/{names[0]}{len(known)}"])
         return known[key]
 
     made = {}
-    for name, (both, flags) in TURNED.items():
-        both, flags = ([flag.format(folder=folder) for flag in part] for part in (both, flags))
+    for name in names:
+        both, flags = ([flag.format(folder=folder) for flag in part] for part in TURNED[name])
         made[name] = step(both), step([*both, *flags])
-    again = one_step([*inputs, *PPO, *EXTREMES, f"--save_path={folder}/again"])
+    again = one_step([*inputs, *PPO, *EXTREMES, f"--save_path={folder}/{names[0]}_again"])
     return made | {"nothing": (step([]), again)}
 
 

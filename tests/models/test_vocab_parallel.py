@@ -3,7 +3,8 @@
 The reference is torch's own autograd through dense logits, in one process.
 """
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -18,7 +19,7 @@ from lightrft.models import logprobs
 from lightrft.models.logprobs import Truncation, token_logprobs, top_logprobs
 from lightrft.parallel.tensor_parallel import vocabulary_shard
 from marginal import MARGINAL, MARGINAL_CASES, check_marginal, marginal_inputs
-from ranks import run_ranks
+from ranks import run_cases, run_ranks
 
 T, H = 23, 8
 UPSTREAM = torch.linspace(-1.0, 2.0, T), torch.linspace(0.5, -0.7, T)
@@ -81,15 +82,39 @@ def split(vocabulary: int, dtype: torch.dtype, use: tuple[bool, bool], num_targe
     return [value.detach() for value in values], [hidden.grad, cut.grad.full_tensor()], list(forward), list(backward)
 
 
-@pytest.mark.parametrize(("tp", "vocabulary"), [(2, 96), (2, 97), pytest.param(4, 96, marks=pytest.mark.slow), (4, 97)])
-def test_values_and_gradients_equal_dense(tp, vocabulary):
-    for use in [(True, False), (False, True), (True, True)]:
+USES = [(True, False), (False, True), (True, True)]
+TRUNCATIONS = [Truncation(top_k=5), Truncation(top_p=0.8), Truncation(30, 0.9), Truncation(30, 0.9, (3, 50, 96)),
+               Truncation(banned=(0, 96))]  # fmt: skip
+VOCABULARIES = {2: (96, 97), 4: (96, 97)}
+SEVERAL_TARGETS = {"temperature": 0.7, "chunk": 10}
+
+
+@pytest.fixture(scope="module")
+def results() -> Callable[[int], dict[Any, list[Result]]]:
+    """By number of ranks, one start for each, and by case."""
+
+    @cache
+    def of(tp: int) -> dict[Any, list[Result]]:
+        options = {"temperature": 0.7, "chunk": 7}
+        cases: dict[Any, tuple] = {
+            (vocabulary, use): (vocabulary, torch.float32, use, 0, options) for vocabulary in VOCABULARIES[tp] for use in USES
+        }
+        cases |= {truncation: (97, torch.float32, (True, True), 2, SEVERAL_TARGETS | {"truncation": truncation})
+                  for truncation in TRUNCATIONS}  # fmt: skip
+        if tp == 4:
+            cases |= {("bf16", vocabulary): (vocabulary, torch.bfloat16, (True, True), 3, {}) for vocabulary in (3, 96, 97)}
+        return run_cases(tp, split, cases)
+
+    return of
+
+
+@pytest.mark.parametrize(("tp", "vocabulary"), [(tp, vocabulary) for tp, each in VOCABULARIES.items() for vocabulary in each])
+def test_values_and_gradients_equal_dense(results, tp, vocabulary):
+    for use in USES:
         hidden, weight, targets = inputs(vocabulary, torch.float32)
         expected = dense(hidden, weight, targets, 0.7)
         weighted(expected, use).backward()
-        for values, gradients, forward, backward in run_ranks(
-            tp, split, vocabulary, torch.float32, use, 0, {"temperature": 0.7, "chunk": 7}
-        ):
+        for values, gradients, forward, backward in results(tp)[vocabulary, use]:
             for value, reference in zip(values, expected, strict=True):
                 assert value.dtype == torch.float32
                 torch.testing.assert_close(value, reference.detach(), rtol=1e-6, atol=2e-6)
@@ -100,36 +125,32 @@ def test_values_and_gradients_equal_dense(tp, vocabulary):
 
 
 @pytest.mark.parametrize("vocabulary", [3, 96, 97])
-def test_bf16_and_several_targets(vocabulary):
+def test_bf16_and_several_targets(results, vocabulary):
     """Three tokens on four ranks: one has none."""
     hidden, weight, targets = inputs(vocabulary, torch.bfloat16, num_targets=3)
     expected = dense(hidden, weight, targets, 1.0)
     weighted(expected, (True, True)).backward()
-    results = run_ranks(4, split, vocabulary, torch.bfloat16, (True, True), 3, {})
-    for values, gradients, _, _ in results:
+    found = results(4)["bf16", vocabulary]
+    for values, gradients, _, _ in found:
         for value, reference in zip(values, expected, strict=True):
             torch.testing.assert_close(value, reference.detach(), rtol=1e-6, atol=2e-6)
         for gradient, reference in zip(gradients, (hidden.grad, weight.grad), strict=True):
             assert gradient.dtype == torch.bfloat16
             # each rank's part of a hidden gradient is rounded to 2^-8 before the parts are added
             assert (gradient.float() - reference.float()).norm() <= 2**-7 * reference.float().norm()
-    first = results[0][0] + results[0][1]
-    for values, gradients, _, _ in results[1:]:
+    first = found[0][0] + found[0][1]
+    for values, gradients, _, _ in found[1:]:
         assert all(torch.equal(mine, its) for mine, its in zip(values + gradients, first, strict=True))
 
 
-TRUNCATIONS = [Truncation(top_k=5), Truncation(top_p=0.8), Truncation(30, 0.9), Truncation(30, 0.9, (3, 50, 96))]
-
-
-@pytest.mark.parametrize("truncation", [*TRUNCATIONS, Truncation(banned=(0, 96))], ids=str)
+@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
 @pytest.mark.parametrize("tp", [2, 4])
-def test_a_truncation_is_that_of_the_whole_vocabulary(tp, truncation):
+def test_a_truncation_is_that_of_the_whole_vocabulary(results, tp, truncation):
     """23 rows do not divide by the number of ranks, nor do 97 tokens."""
-    options = {"temperature": 0.7, "truncation": truncation}
     hidden, weight, targets = inputs(97, torch.float32, num_targets=2)
-    expected = token_logprobs(hidden, weight, targets, **options)
+    expected = token_logprobs(hidden, weight, targets, temperature=0.7, truncation=truncation)
     weighted(expected, (True, True)).backward()
-    for values, gradients, _, backward in run_ranks(tp, split, 97, torch.float32, (True, True), 2, options | {"chunk": 10}):
+    for values, gradients, _, backward in results(tp)[truncation]:
         for value, reference in zip(values, expected, strict=True):
             torch.testing.assert_close(value, reference.detach(), rtol=1e-5, atol=1e-5)
         for gradient, reference in zip(gradients, (hidden.grad, weight.grad), strict=True):
@@ -159,6 +180,7 @@ def test_the_last_token_inside_has_its_gradient():
 
 
 def likeliest(vocabulary: int, k: int) -> tuple[Tensor, Tensor, list[str]]:
+    logprobs.HOST_CHUNK = 7 * vocabulary
     hidden, weight, _ = inputs(vocabulary, torch.float32)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     cut = distribute_tensor(weight.detach(), mesh, [Shard(0)])
@@ -168,16 +190,16 @@ def likeliest(vocabulary: int, k: int) -> tuple[Tensor, Tensor, list[str]]:
     return values, ids, list(seen)
 
 
-@pytest.mark.parametrize(("vocabulary", "k"), [(97, 5), (96, 40), (3, 3)])
-def test_the_likeliest_tokens_of_all_ranks(vocabulary, k, monkeypatch):
+def test_the_likeliest_tokens_of_all_ranks():
     """Ranks with fewer tokens than asked for, one with none; several chunks."""
-    hidden, weight, _ = inputs(vocabulary, torch.float32)
-    expected = ((hidden @ weight.T) / 0.6).log_softmax(-1).topk(k)
-    monkeypatch.setattr(logprobs, "HOST_CHUNK", 7 * vocabulary)
-    for values, ids, seen in run_ranks(4, likeliest, vocabulary, k):
-        assert torch.equal(ids, expected.indices) and not values.requires_grad
-        torch.testing.assert_close(values, expected.values, rtol=1e-6, atol=1e-6)
-        assert seen == ["all_gather_into_tensor"] * 3, "whatever the number of chunks"
+    cases = (97, 5), (96, 40), (3, 3)
+    for (vocabulary, k), results in run_cases(4, likeliest, {case: case for case in cases}).items():
+        hidden, weight, _ = inputs(vocabulary, torch.float32)
+        expected = ((hidden @ weight.T) / 0.6).log_softmax(-1).topk(k)
+        for values, ids, seen in results:
+            assert torch.equal(ids, expected.indices) and not values.requires_grad
+            torch.testing.assert_close(values, expected.values, rtol=1e-6, atol=1e-6)
+            assert seen == ["all_gather_into_tensor"] * 3, "whatever the number of chunks"
 
 
 def edge_cases() -> list:

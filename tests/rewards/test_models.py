@@ -59,7 +59,7 @@ def by_step(given: list[Sample], **_) -> list:
 def scored(folders: list[str], held: list[int]) -> list[tuple[float, dict, list | None]]:
     made = rows.strategy()
     rewards.register("by_step")(by_step)
-    judge = RewardRunner("by_step", made.mesh.model_parallel)
+    judge = RewardRunner("by_step", made.mesh.model_parallel, RewardSection(reward_workers=0))
     models = {f"model{place}": rows.reward_model(made, folder, max_tokens=24) for place, folder in enumerate(folders)}
     judge.models = ModelRewards(models, COEFFICIENT)
     mine = samples()[sum(held[: made.get_rank()]) : sum(held[: made.get_rank() + 1])]

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightrft.algorithms.objectives import sft
 from lightrft.engine.base import EngineError, Sampling
 from lightrft.strategy.phases import Phase, PhaseError
-from ranks import run_ranks
+from ranks import run_cases, run_ranks
 from roles import rows
 from tiny import EOS, PAD, byte_tokenizer
 
@@ -37,9 +37,8 @@ def generated(folder: str):
     return results, logprobs
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_greedy_is_transformers_and_sampled_logprobs_are_the_trainers(folder, world_size):
-    per_rank = run_ranks(world_size, generated, folder)
+def test_greedy_is_transformers_and_sampled_logprobs_are_the_trainers(folder):
+    per_rank = run_ranks(2, generated, folder)
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/trained", dtype=torch.float32)
     batch, row = rows.whole(), 0
     for place in range(3):  # greedy, sampled, once more
@@ -102,8 +101,8 @@ def phases(folder: str, flag: bool):
 
 
 def test_a_step_by_hand(folder):
-    (idle, streams, *losses), _ = run_ranks(2, phases, folder, True)
-    (kept, _, *expected), _ = run_ranks(2, phases, folder, False)
+    found = run_cases(2, phases, {flag: (folder, flag) for flag in (True, False)})
+    (idle, streams, *losses), (kept, _, *expected) = found[True][0], found[False][0]
     assert losses == expected and losses[0] > losses[1]
     assert streams == 1  # the one by hand; prepare_for_generation() had nothing to add
     assert [phase for phase, *_ in idle] == [phase for phase, *_ in kept] == [

@@ -7,7 +7,7 @@ from lightrft.algorithms.objectives import sft
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.microbatch import micro_batches
 from lightrft.roles.policy import Policy
-from ranks import run_ranks, whole
+from ranks import run_cases, run_ranks, whole
 from roles import rows
 
 
@@ -78,15 +78,10 @@ def with_aborts(folder: str, aborts: bool, args: dict):
     return torch.stack(numbers), state(policy)
 
 
-OPTIONS = [{}, *(pytest.param(args, marks=pytest.mark.slow) for args in ({"bf16": True}, {"gradient_checkpointing": True}))]
-
-
-@pytest.mark.parametrize("args", OPTIONS, ids=str)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "args"), [(1, {"gradient_checkpointing": True}), (2, {}), (2, {"bf16": True})], ids=str)
 def test_an_aborted_step_leaves_nothing_behind(folder, world_size, args):
-    expected = run_ranks(world_size, with_aborts, folder, False, args)
-    found = run_ranks(world_size, with_aborts, folder, True, args)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    results = run_cases(world_size, with_aborts, {aborts: (folder, aborts, args) for aborts in (False, True)})
+    torch.testing.assert_close(results[True], results[False], rtol=0, atol=0)
 
 
 def out_of_order(folder: str):

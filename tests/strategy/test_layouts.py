@@ -1,5 +1,9 @@
 """The numbers do not depend on how the run is distributed: all against plain torch in one process."""
 
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
@@ -9,11 +13,11 @@ from lightrft.backends.optim import create_adamw
 from lightrft.config import ModelSection
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
-from ranks import run_ranks
-from strategy.training import adamw, assert_equal_courses, distance, plain_course, sgd, strategy, strategy_course
+from ranks import run_cases, run_ranks
+from strategy.training import TrainingRun, adamw, assert_equal_courses, distance, plain_course, sgd, strategy, strategy_course
 
 SELECTIVE = {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"}
-LAYOUTS = {"1": (1, {}), "2": (2, {}), "2x2": (4, {"dp_replicate": 2}), "2 replicas": (2, {"dp_replicate": 2})}
+REPLICAS = {"dp_replicate": 2}
 
 
 def ours(model: nn.Module) -> torch.optim.Optimizer:
@@ -21,65 +25,71 @@ def ours(model: nn.Module) -> torch.optim.Optimizer:
     return create_adamw(model, 1e-3, (0.9, 0.95), 0.1, 1e-8)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_sgd_steps_equal_plain_torch(folder, layout):
-    world_size, args = LAYOUTS[layout]
-    expected = plain_course(folder, sgd)
-    for course in run_ranks(world_size, strategy_course, folder, sgd, 1, 1.0, True, args):
-        assert_equal_courses(course, expected)
+class Case(NamedTuple):
+    """Arguments of strategy_course()."""
+
+    optimizer_of: Callable = sgd
+    num_micro: int = 1
+    early: bool = True
+    args: dict = {}
+    tied: bool = False
 
 
-@pytest.mark.parametrize("layout", ["1", "2", "2x2"])
-def test_adamw_steps_equal_plain_torch(folder, layout):
-    world_size, args = LAYOUTS[layout]
-    expected = plain_course(folder, adamw)
-    for course in run_ranks(world_size, strategy_course, folder, ours, 1, 1.0, True, args):
-        assert_equal_courses(course, expected)
+CASES = {
+    1: {"sgd": Case(), "adamw": Case(ours), "accumulated": Case(num_micro=4)},
+    2: {
+        "sgd": Case(), "adamw": Case(ours), "accumulated": Case(num_micro=4), "replicas": Case(args=REPLICAS),
+        "accumulated in replicas": Case(num_micro=4, args=REPLICAS), "tied": Case(tied=True),
+        "checkpointing": Case(num_micro=2, args={"gradient_checkpointing": True}), "selective": Case(num_micro=2, args=SELECTIVE),
+        "on the host": Case(num_micro=2, args={"fsdp_cpu_offload": True}), "bf16": Case(num_micro=2, args={"bf16": True}),
+        "sgd after prepare": Case(early=False), "adamw after prepare": Case(ours, early=False),
+    },
+    4: {"sgd": Case(args=REPLICAS), "adamw": Case(ours, args=REPLICAS)},
+}  # fmt: skip
+"""By number of ranks; one start for each."""
+EXACT = [(ranks, name) for ranks, cases in CASES.items() for name in cases if name != "bf16" and "after" not in name]
 
 
-@pytest.mark.parametrize("num_micro", [2, 4])
-@pytest.mark.parametrize("layout", ["1", "2"])
-def test_accumulation_equals_one_batch(folder, layout, num_micro):
-    world_size, args = LAYOUTS[layout]
-    expected = plain_course(folder, sgd)
-    for course in run_ranks(world_size, strategy_course, folder, sgd, num_micro, 1.0, True, args):
-        assert_equal_courses(course, expected)
+@pytest.fixture(scope="module")
+def courses(folder, tied_folder) -> Callable[[int], dict[str, list[TrainingRun]]]:
+    @cache
+    def of(ranks: int) -> dict[str, list[TrainingRun]]:
+        cases = {name: (tied_folder if case.tied else folder, case.optimizer_of, case.num_micro, 1.0, case.early, case.args)
+                 for name, case in CASES[ranks].items()}  # fmt: skip
+        return run_cases(ranks, strategy_course, cases)
+
+    return of
 
 
-def test_accumulation_in_replicas(folder):
-    expected = plain_course(folder, sgd)
-    for course in run_ranks(2, strategy_course, folder, sgd, 4, 1.0, True, {"dp_replicate": 2}):
-        assert_equal_courses(course, expected)
+@pytest.fixture(scope="module")
+def expected(folder, tied_folder) -> Callable[[Case], TrainingRun]:
+    @cache
+    def of(tied: bool, optimizer_of: Callable) -> TrainingRun:
+        return plain_course(tied_folder if tied else folder, optimizer_of)
+
+    return lambda case: of(case.tied, adamw if case.optimizer_of is ours else sgd)
 
 
-@pytest.mark.parametrize("optimizer_of", [sgd, ours])
-def test_optimizer_made_after_prepare_is_the_same(folder, optimizer_of):
-    before = run_ranks(2, strategy_course, folder, optimizer_of, 1, 1.0, True)
-    after = run_ranks(2, strategy_course, folder, optimizer_of, 1, 1.0, False)
-    assert before[0].norms == after[0].norms
-    assert distance(before[0].parameters, after[0].parameters) == 0
+@pytest.mark.parametrize(("ranks", "name"), EXACT)
+def test_steps_equal_plain_torch(courses, expected, ranks, name):
+    case = CASES[ranks][name]
+    assert ("lm_head.weight" in expected(case).parameters) is not case.tied
+    for course in courses(ranks)[name]:
+        assert_equal_courses(course, expected(case))
 
 
-def test_tied_embeddings_stay_tied(tied_folder):
-    expected = plain_course(tied_folder, sgd)
-    assert "lm_head.weight" not in expected.parameters
-    for course in run_ranks(2, strategy_course, tied_folder, sgd):
-        assert_equal_courses(course, expected)
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_optimizer_made_after_prepare_is_the_same(courses, name):
+    before, after = courses(2)[name][0], courses(2)[f"{name} after prepare"][0]
+    assert before.norms == after.norms
+    assert distance(before.parameters, after.parameters) == 0
 
 
-@pytest.mark.parametrize("option", [{"gradient_checkpointing": True}, SELECTIVE, {"fsdp_cpu_offload": True}])
-def test_memory_options_change_nothing(folder, option):
-    expected = plain_course(folder, sgd)
-    for course in run_ranks(2, strategy_course, folder, sgd, 2, 1.0, True, option):
-        assert_equal_courses(course, expected)
-
-
-def test_bf16_stays_near_float32_and_keeps_float32_masters(folder):
-    expected = plain_course(folder, sgd)
-    course = run_ranks(2, strategy_course, folder, sgd, 2, 1.0, True, {"bf16": True})[0]
-    assert abs(course.losses[0] / expected.losses[0] - 1) < 2e-3
-    assert abs(course.norms[0] / expected.norms[0] - 1) < 2e-2
-    assert 0 < distance(course.parameters, expected.parameters) < 2e-2
+def test_bf16_stays_near_float32_and_keeps_float32_masters(courses, expected):
+    course, plain = courses(2)["bf16"][0], expected(CASES[2]["bf16"])
+    assert abs(course.losses[0] / plain.losses[0] - 1) < 2e-3
+    assert abs(course.norms[0] / plain.norms[0] - 1) < 2e-2
+    assert 0 < distance(course.parameters, plain.parameters) < 2e-2
     assert all(tensor.dtype == torch.float32 for tensor in course.gradients.values())
 
 

@@ -7,7 +7,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.parallel.device import host_cores, memory_in_use
 from lightrft.strategy import FSDPStrategy
-from ranks import run_ranks
+from ranks import run_cases, run_ranks
 from strategy.training import load, one_step, snapshot, strategy
 
 
@@ -48,11 +48,11 @@ def course(folder: str, args: dict, cycles: bool):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "args"), [(1, {}), (2, {}), (2, {"bf16": True}), (2, {"dp_replicate": 2})], ids=str)
+@pytest.mark.parametrize(("world_size", "args"), [(1, {}), (2, {"bf16": True}), (2, {"dp_replicate": 2})], ids=str)
 def test_training_with_cycles_in_between_is_bit_identical(folder, tied_folder, world_size, args):
     for path in (folder, tied_folder):
-        found = run_ranks(world_size, course, path, args, True)
-        assert_identical(found, run_ranks(world_size, course, path, args, False))
+        results = run_cases(world_size, course, {cycles: (path, args, cycles) for cycles in (True, False)})
+        assert_identical(results[True], results[False])
 
 
 def assert_identical(found, expected) -> None:
@@ -116,21 +116,6 @@ def test_use_while_away_names_the_way_back(folder):
     model = "Qwen3ForCausalLM is offloaded: call reload_model() before it is used"
     optimizer = "AdamW is offloaded: call maybe_load_optimizer() before it is used"
     assert run_ranks(2, misuse, folder) == [([model, model, optimizer, optimizer], {"cpu"})] * 2
-
-
-def with_gradients(folder: str):
-    made, model, optimizer = prepared(folder)
-    for last in (True, False):
-        loss = model(input_ids=torch.ones(1, 3, dtype=torch.int64), use_cache=False).logits.sum()
-        made.backward(loss, model, optimizer, last=last)
-        with pytest.raises(RuntimeError, match="Qwen3ForCausalLM has gradients, which would be lost"):
-            made.offload_model(model)
-        model.zero_grad()
-    return {parameter.device.type for parameter in model.parameters()}
-
-
-def test_gradients_are_not_lost(folder):
-    assert run_ranks(1, with_gradients, folder) == [{"cpu"}]
 
 
 def checkpoint_while_away(folder: str, root: str):

@@ -37,8 +37,7 @@ def test_several_updates_of_one_rollout(inputs, tmp_path):
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("engine", "world_size"), [("hf", 1), pytest.param("vllm", 2, marks=pytest.mark.slow)])
 def test_every_engine_starts_and_steps(inputs, tmp_path, engine, world_size):
     flags = [f"--engine_type={engine}", "--enable_engine_sleep", "--max_steps=3"]
     rows = train("train_ppo", world_size, [*inputs, *PPO, *flags], tmp_path)
@@ -49,16 +48,23 @@ def test_every_engine_starts_and_steps(inputs, tmp_path, engine, world_size):
         assert min(refit) >= 0 and refit[1] > 0 and sum(refit) < row["time/generate"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("impl", ["ulysses", "zigzag"])
-def test_ranks_that_divide_sequences_train_as_one(inputs, tmp_path, impl):
-    """Two engines draw the same samples whether their ranks share data or not: what is learned from them is the same too."""
+@pytest.fixture(scope="module")
+def undivided(inputs, tmp_path_factory) -> tuple[list[str], list[dict]]:
+    """(flags, rows) of a run in which each rank has whole sequences."""
     flags = [
         "--max_steps=2", "--init_kl_coef=0.1", "--train_batch_size=16", "--policy_loss=gspo_token", "--advantages_norm",
         "--rollout_correction=tis", "--rollout_correction_level=sequence", "--rollout_mask=geometric", "--entropy_coef=0.01",
     ]  # fmt: skip
-    divided = train("train_ppo", 2, [*inputs, *PPO, *flags, "--sp_size=2", f"--sp_impl={impl}"], tmp_path / "divided")
-    plain = train("train_ppo", 2, [*inputs, *PPO, *flags], tmp_path / "plain")
+    flags = [*inputs, *PPO, *flags]
+    return flags, train("train_ppo", 2, flags, tmp_path_factory.mktemp("undivided"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["ulysses", "zigzag"])
+def test_ranks_that_divide_sequences_train_as_one(undivided, tmp_path, impl):
+    """Two engines draw the same samples whether their ranks share data or not: what is learned from them is the same too."""
+    flags, plain = undivided
+    divided = train("train_ppo", 2, [*flags, "--sp_size=2", f"--sp_impl={impl}"], tmp_path)
     assert len(divided) == 2
     for mine, other in zip(repeatable(divided), repeatable(plain), strict=True):
         assert mine.pop("engine/logprob_mismatch_max") < 1e-4

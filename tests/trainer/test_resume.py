@@ -84,6 +84,14 @@ def interrupted(flags: list[str], folder: Path, monkeypatch, says: str = "ended 
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
+@pytest.fixture(scope="module")
+def finished(inputs, tmp_path_factory):
+    """Six steps with checkpoints after 2, 4 and 6, each with a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("finished")
+    train("train_ppo", 2, [*inputs, *RUN, *STRATEGIES["fsdp"], "--save_hf_ckpt"], folder)
+    return folder
+
+
 CASES = {
     "hf-fsdp": ("fsdp", []),
     "hf-zero2": ("zero2", ["--async_save"]),
@@ -92,17 +100,20 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) if case != "hf-fsdp" else case for case in CASES])
-def test_killed_run_continues_with_the_same_numbers(inputs, tmp_path, monkeypatch, case):
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_killed_run_continues_with_the_same_numbers(inputs, finished, tmp_path, monkeypatch, case):
     """Killed in step 4, after the checkpoint of step 2, in the middle of a pass of three steps."""
     strategy, options = CASES[case]
-    flags = [*inputs, *RUN, *STRATEGIES[strategy], *options]
-    run(flags, tmp_path / "whole")
+    flags, whole = [*inputs, *RUN, *STRATEGIES[strategy], *options], finished
+    if case != "hf-fsdp":
+        whole = tmp_path / "whole"
+        run(flags, whole)
     assert interrupted(flags, tmp_path / "killed", monkeypatch, KILL_AT="4") == ["latest", "step2"]
     assert len(rows_of(tmp_path / "killed")) == 3
     run([*flags, "--load_checkpoint"], tmp_path / "killed")
-    assert_same_run(tmp_path / "killed", tmp_path / "whole")
-    assert len({row["rollout/kl_coef"] for row in rows_of(tmp_path / "whole")}) == 6
+    assert_same_run(tmp_path / "killed", whole)
+    assert len({row["rollout/kl_coef"] for row in rows_of(whole)}) == 6
 
 
 @pytest.mark.slow
@@ -118,26 +129,17 @@ def test_from_the_end_of_a_pass_with_half_a_row_of_metrics(inputs, tmp_path, mon
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--async_save"]])
-def test_killed_while_it_writes_a_checkpoint(inputs, tmp_path, monkeypatch, options):
+def test_killed_while_it_writes_a_checkpoint(inputs, finished, tmp_path, monkeypatch, options):
     flags = [*inputs, *RUN, *STRATEGIES["fsdp"], *options]
-    train("train_ppo", 2, flags, tmp_path / "whole")
     died = f"ended with -{int(signal.SIGXFSZ)}"
     left = interrupted(flags, tmp_path / "killed", monkeypatch, died, DIE_WRITING_AT="4")
     assert left == ["latest", "step2", "step4.part"]
     train("train_ppo", 2, [*flags, "--load_checkpoint"], tmp_path / "killed")
-    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+    assert_same_run(tmp_path / "killed", finished)
     assert not list((tmp_path / "killed" / "checkpoints").glob("*.part"))
 
 
 # -- a finished run, continued in other ways
-
-
-@pytest.fixture(scope="module")
-def finished(inputs, tmp_path_factory):
-    """Six steps with checkpoints after 2, 4 and 6, each with a Hugging Face folder."""
-    folder = tmp_path_factory.mktemp("finished")
-    train("train_ppo", 2, [*inputs, *RUN, *STRATEGIES["fsdp"], "--save_hf_ckpt"], folder)
-    return folder
 
 
 @pytest.fixture
@@ -261,11 +263,11 @@ def test_another_run_s_checkpoint_is_an_error_that_names_everything(inputs, fini
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["--async_save"]])
-def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(inputs, tmp_path, monkeypatch, options):
-    """In the background too: the failure is raised at the next safe point, on all ranks."""
+def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(inputs, tmp_path, monkeypatch):
+    """In the background: the failure is raised at the next safe point, on all ranks."""
     (tmp_path / "full.py").write_text(DEADLY_REWARD.replace("SIG_DFL", "SIG_IGN"))
-    flags = [*inputs, *RUN, *STRATEGIES["fsdp"], *options, f"--reward={tmp_path / 'full.py'}:deadly", "--reward_workers=0"]
+    reward = [f"--reward={tmp_path / 'full.py'}:deadly", "--reward_workers=0"]
+    flags = [*inputs, *RUN, *STRATEGIES["fsdp"], *reward, "--async_save"]
     says = r"step4 could not be written: rank 0: OSError: \[Errno 27\].*step4.part'; rank 1: OSError(.|\n)*rank 1:(.|\n)*step4 c"
     assert interrupted(flags, tmp_path / "run", monkeypatch, says, DIE_WRITING_AT="4") == ["latest", "step2"]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
