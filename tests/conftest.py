@@ -8,6 +8,10 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # otherwise torch.cuda.is_ava
 
 import pytest  # noqa: E402  (the environment comes first)
 import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+settings.register_profile("repeatable", deadline=None, derandomize=True)  # the same examples, however busy the machine is
+settings.load_profile("repeatable")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

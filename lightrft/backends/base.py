@@ -14,11 +14,10 @@ from lightrft.backends.optim import step
 from lightrft.checkpoint.hf_parameters import hf_parameters
 from lightrft.checkpoint.manager import ModelState
 from lightrft.config.sections import Config, sequence_layout
-from lightrft.models.heads import set_sequence_parallel
 from lightrft.models.recompute import recompute
 from lightrft.parallel.grad_norm import clip_gradients, global_grad_norm
 from lightrft.parallel.mesh import Mesh
-from lightrft.parallel.sequence_parallel import NoSequenceParallel, SequenceParallel
+from lightrft.parallel.sequence_parallel import NoSequenceParallel, SequenceParallel, set_sequence_parallel
 from lightrft.parallel.ulysses import Ulysses
 from lightrft.parallel.zigzag import Zigzag
 from lightrft.weight_sync.stream import bucket_limit, stream

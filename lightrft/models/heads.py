@@ -12,7 +12,7 @@ from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.attention.layout import Layout
 from lightrft.config.errors import ConfigError
 from lightrft.models.logprobs import Upstream, token_logprobs, top_logprobs
-from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL, SequenceParallel
+from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL, SequenceParallel, SequenceParallelModule
 from lightrft.types import Batch, Expanded, Features, append_sequence, concatenated_features, padded, to_device, unpadded
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -21,7 +21,7 @@ DIVIDED = {"granite", "granitemoe", "granitemoeshared"}
 """Model types whose logits are divided by their entry of SCALES; those in MULTIPLIED multiply by it."""
 
 
-class Actor(nn.Module):
+class Actor(SequenceParallelModule):
     """Causal language model whose forward returns log-probs and entropy of the batch's own tokens.
 
     The product of the head and the hidden states is computed inside, in chunks, so the full logits never exist.
@@ -30,7 +30,6 @@ class Actor(nn.Module):
     def __init__(self, language_model: PreTrainedModel):
         super().__init__()
         self.language_model = language_model
-        self.sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
         self.logit_scale = logit_scale(language_model)
         self.blank: Expanded | None = None
         """Sequence with an image, excluded from the loss, that is appended to batches without images: while other ranks train on
@@ -74,12 +73,16 @@ class Actor(nn.Module):
         logprobs, ids = (whole.shared.spread(each) if whole.shared else each for each in found)
         return logprobs[:num_tokens].clone(), ids[:num_tokens].clone()
 
+    @property
+    def hf_model(self) -> PreTrainedModel:
+        return self.language_model
+
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters under their Hugging Face names, tied ones once."""
         yield from self.language_model.named_parameters()
 
 
-class Scorer(nn.Module):
+class Scorer(SequenceParallelModule):
     """Model with one score per token, used by critics and reward models."""
 
     def __init__(self, model: PreTrainedModel):
@@ -92,7 +95,6 @@ class Scorer(nn.Module):
                 f"{type(model).__name__} has {', '.join(heads) or 'nothing'} above its backbone, not a head with one output"
             )
         self.scored_model, self.head = model, heads[0]
-        self.sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the head's output at each token: [T] float32, computed in float32."""
@@ -102,6 +104,10 @@ class Scorer(nn.Module):
         scores = F.linear(hidden, head.weight.float(), None if head.bias is None else head.bias.float())[:, 0]
         scores = self.sequence.gather(scores)
         return (whole.shared.spread(scores) if whole.shared else scores)[: batch.num_tokens].clone()
+
+    @property
+    def hf_model(self) -> PreTrainedModel:
+        return self.scored_model
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters under their Hugging Face names, tied ones once."""
@@ -174,24 +180,6 @@ def pad_to_multiple(batch: Batch, multiple: int) -> Batch:
     """Append a sequence that is excluded from the loss so that the number of computed tokens is a multiple of `multiple`."""
     missing = -batch.num_computed % multiple
     return append_sequence(batch, batch.input_ids.new_zeros(missing)) if missing else batch
-
-
-def set_sequence_parallel(module: nn.Module, sequence: SequenceParallel, *, tp: int = 1) -> bool:
-    """Split the batches of every Actor and Scorer inside `module` over ranks with `sequence`.
-
-    `tp` is the number of tensor-parallel ranks that split the attention heads. Return True if there is such a module: any other
-    module is computed whole on each of these ranks. Raise ValueError, with all reasons, for a model that cannot be split.
-    """
-    divided = sequence.axis.size > 1
-    name = f"--sp_size {sequence.axis.size} --sp_impl {type(sequence).__name__.lower()}" if divided else "--tp_sequence_parallel"
-    found = [part for part in module.modules() if isinstance(part, Actor | Scorer)]
-    for part in found:
-        model = part.language_model if isinstance(part, Actor) else part.scored_model
-        problems = sequence.problems(model.config.get_text_config().num_attention_heads // tp)
-        if problems:
-            raise ValueError(f"{name} does not support {type(model).__name__}: {'; '.join(problems)}")
-        part.sequence = sequence
-    return bool(found)
 
 
 def rope_window(model: PreTrainedModel) -> int | None:

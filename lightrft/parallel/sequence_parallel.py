@@ -3,12 +3,14 @@
 Shapes: T tokens of the whole batch, t = T / ranks of one rank, H heads, D head size.
 """
 
+from abc import ABC, abstractmethod
 from math import lcm
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
+from transformers import PreTrainedModel
 
 from lightrft.parallel.collectives import Axis
 
@@ -109,6 +111,35 @@ class NoSequenceParallel(SequenceParallel):
 
 
 NO_SEQUENCE_PARALLEL = NoSequenceParallel()
+
+
+class SequenceParallelModule(nn.Module, ABC):
+    """Module that computes flat batches with a transformers model, and splits them over the ranks of `sequence`."""
+
+    sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
+
+    @property
+    @abstractmethod
+    def hf_model(self) -> PreTrainedModel:
+        """Return the transformers model inside."""
+
+
+def set_sequence_parallel(module: nn.Module, sequence: SequenceParallel, *, tp: int = 1) -> bool:
+    """Split the batches of every SequenceParallelModule inside `module` over ranks with `sequence`.
+
+    `tp` is the number of tensor-parallel ranks that split the attention heads. Return True if there is such a module: any other
+    module is computed whole on each of these ranks. Raise ValueError, with all reasons, for a model that cannot be split.
+    """
+    divided = sequence.axis.size > 1
+    name = f"--sp_size {sequence.axis.size} --sp_impl {type(sequence).__name__.lower()}" if divided else "--tp_sequence_parallel"
+    found = [part for part in module.modules() if isinstance(part, SequenceParallelModule)]
+    for part in found:
+        model = part.hf_model
+        problems = sequence.problems(model.config.get_text_config().num_attention_heads // tp)
+        if problems:
+            raise ValueError(f"{name} cannot divide {type(model).__name__}: {'; '.join(problems)}")
+        part.sequence = sequence
+    return bool(found)
 
 
 def gathered(values: Tensor, axis: Axis) -> Tensor:

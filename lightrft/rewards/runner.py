@@ -16,7 +16,6 @@ from lightrft.launch.heartbeat import code_position, exit_process
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.functions import FAST_REWARDS, rewards
-from lightrft.rewards.models import ModelRewards
 from lightrft.rewards.pool import CallFailed, Calls, InProcess, Processes, Result, out_of_time
 from lightrft.rewards.worker import Setup
 from lightrft.types import Prompt, Sample
@@ -54,7 +53,7 @@ class RewardRunner:
         self.section, self.fail = section or RewardSection(), fail
         setup = self._setup(chat)
         self.function = setup.function()
-        self.models: ModelRewards | None = None
+        self.models: Callable[[list[Sample]], None] | None = None
         """Reward models that score in addition to the function, while the engine sleeps: not all fit on the device at once."""
         self._failures = self._in_a_row = 0
         self._begun: list[tuple[list[Sample], Result]] = []

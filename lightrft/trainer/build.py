@@ -43,6 +43,7 @@ from lightrft.rollout.media import Expander
 from lightrft.rollout.sampler import Sampler
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import TrainingData
+from lightrft.trainer.evaluation import Evaluation
 from lightrft.trainer.ppo import PPOTrainer
 from lightrft.trainer.prepare import prepare_config
 from lightrft.trainer.run_folder import RunFolder
@@ -312,15 +313,20 @@ def build_rewards(config: Config, strategy: StrategyBase) -> RewardRunner:
     return RewardRunner(config.reward.reward, strategy.mesh.model_parallel, config.reward, chat=chat, fail=strategy.fail)
 
 
-def evaluation(config: Config, strategy: StrategyBase, rewards: RewardRunner) -> Sampler:
-    """Start an engine with the weights of `pretrain`, and load the models of `rewards`."""
-    tokenizer = load_tokenizer(config.model)
+def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
+    """Load the held-out prompts, start an engine with the weights of `pretrain`, and load the models of the rewards."""
+    given, config = config, with_merged_pretrain(config, strategy.mesh.world)
+    tokenizer, rewards = load_tokenizer(config.model), build_rewards(config, strategy)
+    expand = load_expander(config, tokenizer, engine=True)
+    measure = expand and expand.measure
+    prompts = load_prompts(config.data, tokenizer, source="eval_data", row_problem=rewards.row_problem, measure=measure)
+    rewards.check(prompts)
     rewards.models = build_model_rewards(config, strategy, tokenizer)
     config.engine.enable_engine_sleep = rewards.models is not None  # otherwise nothing else needs the device
     strategy.announce("start_engine")
     with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type}) with {config.model.pretrain}"):
         strategy.setup_inference_engine(config, config.engine.engine_type)
-    return Sampler(strategy, tokenizer, config.rollout)
+    return Evaluation(given, strategy, prompts, Sampler(strategy, tokenizer, config.rollout), rewards)
 
 
 def observation(config: Config, strategy: StrategyBase) -> tuple[Observer, Trace]:

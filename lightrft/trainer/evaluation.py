@@ -5,16 +5,12 @@ from pathlib import Path
 
 from loguru import logger
 
-from lightrft.checkpoint.final_model import with_merged_pretrain
 from lightrft.config.sections import Config
-from lightrft.data.prompts import load_prompts
 from lightrft.engine.requests import derived_seed
-from lightrft.models.load import load_tokenizer
 from lightrft.observe.metrics import Metrics
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.sampler import Sampler
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.trainer.build import build_rewards, evaluation, load_expander
 from lightrft.trainer.evaluate import evaluate
 from lightrft.types import Prompt
 
@@ -22,17 +18,9 @@ from lightrft.types import Prompt
 class Evaluation:
     """Scores the greedy response to each prompt of --eval_data, and --eval_n_samples sampled ones."""
 
-    def __init__(self, config: Config, strategy: StrategyBase):
-        loaded = with_merged_pretrain(config, strategy.mesh.world)
-        tokenizer = load_tokenizer(loaded.model)
-        expand = load_expander(loaded, tokenizer, engine=True)
-        self.rewards: RewardRunner = build_rewards(loaded, strategy)
-        self.prompts: list[Prompt] = load_prompts(
-            config.data, tokenizer, source="eval_data", row_problem=self.rewards.row_problem, measure=expand and expand.measure
-        )
-        self.rewards.check(self.prompts)
-        self.config, self.strategy = config, strategy
-        self.sampler: Sampler = evaluation(loaded, strategy, self.rewards)
+    def __init__(self, config: Config, strategy: StrategyBase, prompts: list[Prompt], sampler: Sampler, rewards: RewardRunner):
+        self.config, self.strategy, self.prompts = config, strategy, prompts
+        self.sampler, self.rewards = sampler, rewards
 
     def run(self) -> dict[str, float]:
         """Return the metrics, which rank 0 also writes to save_path/evaluation.json."""

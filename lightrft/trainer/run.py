@@ -17,8 +17,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
 from lightrft.strategy import get_strategy
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.trainer.build import ppo_trainer, sft_trainer
-from lightrft.trainer.evaluation import Evaluation
+from lightrft.trainer.build import evaluation, ppo_trainer, sft_trainer
 from lightrft.trainer.interruption import Interrupted
 from lightrft.trainer.ppo import PPOTrainer
 from lightrft.trainer.prepare import prepare_config, quiet_libraries
@@ -84,7 +83,7 @@ def _train_sft(config: Config, strategy: StrategyBase) -> SFTTrainer:
 
 
 def _evaluate(config: Config, strategy: StrategyBase) -> dict[str, float]:
-    return _as_config_error(Evaluation, config, strategy).run()
+    return _as_config_error(evaluation, config, strategy).run()
 
 
 WORK: dict[str, Callable[[Config, StrategyBase], Any]] = {

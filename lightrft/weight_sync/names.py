@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter, WeightTransform, revert_weight_conversion
 
-from lightrft.weight_sync.stream import NamedTensor
-
+NamedTensor = tuple[str, Tensor]
 
 class PublishedNames:
     """Published names of the weights of one transformers model. For most families they are the names of transformers."""

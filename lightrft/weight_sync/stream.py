@@ -18,8 +18,8 @@ from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import ahead, bucket_bytes, free_memory
 from lightrft.parallel.dtensor_slices import ShardSlice, shard_slices
 from lightrft.parallel.shm_all_gather import AllGather
+from lightrft.weight_sync.names import NamedTensor
 
-NamedTensor = tuple[str, Tensor]
 FREE_SHARE = 8
 """Divisor of the free memory that gives the size of a bucket if none is configured."""
 HOST_LIMIT = 512 * 2**20

@@ -16,10 +16,10 @@ from lightrft.attention.layout import Layout
 from lightrft.backends.base import SEQUENCES
 from lightrft.batching.prefix_sharing import find_shared_prefixes
 from lightrft.config import ConfigError
-from lightrft.models.heads import Actor, rope_window, set_sequence_parallel
+from lightrft.models.heads import Actor, rope_window
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
-from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL, SequenceParallel
+from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL, SequenceParallel, set_sequence_parallel
 from lightrft.strategy import FSDPStrategy
 from lightrft.types import Batch
 from ranks import run_ranks

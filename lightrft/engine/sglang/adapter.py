@@ -19,7 +19,8 @@ from lightrft.engine.sglang.shim import SGLangShim
 from lightrft.engine.start import LibraryEngine
 from lightrft.parallel.device import current_device
 from lightrft.weight_sync.fused_layout import engine_names
-from lightrft.weight_sync.stream import NamedTensor, bucket_limit
+from lightrft.weight_sync.names import NamedTensor
+from lightrft.weight_sync.stream import bucket_limit
 from lightrft.weight_sync.verify import Fingerprints
 
 LATER_SUMMED = ("o_proj", "mlp")

@@ -19,7 +19,7 @@ from lightrft.engine.base import EngineError
 from lightrft.engine.requests import Request
 from lightrft.engine.sglang.lifetime import Loop, NoHandlers, contained, died, kill, unlink_load_files
 from lightrft.engine.sglang.scheduler import answer_question, run_scheduler
-from lightrft.weight_sync.stream import NamedTensor
+from lightrft.weight_sync.names import NamedTensor
 
 IDLE_SECONDS = 60
 """Maximum number of seconds that SGLang may take to become idle after its last result."""

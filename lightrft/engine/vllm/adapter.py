@@ -27,7 +27,7 @@ from lightrft.engine.vllm import layers  # noqa: F401  registered by its import
 from lightrft.engine.vllm.arguments import arguments
 from lightrft.engine.vllm.shim import VLLMShim
 from lightrft.types import Completion
-from lightrft.weight_sync.stream import NamedTensor
+from lightrft.weight_sync.names import NamedTensor
 from lightrft.weight_sync.verify import Fingerprints
 
 OTHER_TIMES = ("qwen2_vl", "qwen2_5_vl")

@@ -26,8 +26,7 @@ from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import local_rank
 from lightrft.weight_sync.expert_layout import pack_experts, unpacked_experts
 from lightrft.weight_sync.fused_layout import PARTS, CopyTarget, FusedWeights, engine_names
-from lightrft.weight_sync.names import PublishedNames
-from lightrft.weight_sync.stream import NamedTensor
+from lightrft.weight_sync.names import NamedTensor, PublishedNames
 
 PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 """Weight methods of vLLM that leave weights as they were loaded, except for kernels that are handled here."""
