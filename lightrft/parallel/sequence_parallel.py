@@ -137,7 +137,7 @@ def set_sequence_parallel(module: nn.Module, sequence: SequenceParallel, *, tp: 
         model = part.hf_model
         problems = sequence.problems(model.config.get_text_config().num_attention_heads // tp)
         if problems:
-            raise ValueError(f"{name} cannot divide {type(model).__name__}: {'; '.join(problems)}")
+            raise ValueError(f"{name} does not support {type(model).__name__}: {'; '.join(problems)}")
         part.sequence = sequence
     return bool(found)
 
