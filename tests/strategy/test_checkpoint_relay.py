@@ -9,9 +9,9 @@ from strategy.training import distance, load, my_rows, rows, share_of_loss, snap
 
 RELAYS = {
     "fewer ranks": [(4, {"fsdp": True}), (2, {"fsdp": True}), (1, {"fsdp": True})],
-    "more ranks": [(1, {"fsdp": True}), (2, {"fsdp": True}), (4, {"fsdp": True, "dp_replicate": 2})],
-    "strategies": [(2, {"fsdp": True}), (2, {"zero_stage": 3}), (1, {"zero_stage": 2}), (2, {"zero_stage": 0}),
-                   (2, {"fsdp": True})],
+    "more ranks": [(1, {"fsdp": True}), (2, {"fsdp": True, "fsdp_cpu_offload": True}), (4, {"fsdp": True, "dp_replicate": 2})],
+    "strategies": [(2, {"fsdp": True}), (2, {"zero_stage": 3, "adam_offload": True, "param_offload": True}),
+                   (1, {"zero_stage": 2}), (2, {"zero_stage": 0}), (2, {"fsdp": True})],
     "ZeRO": [(4, {"zero_stage": 3}), (2, {"zero_stage": 1}), (1, {"zero_stage": 3}), (2, {"zero_stage": 2})],
     "bfloat16": [(2, {"fsdp": True, "bf16": True}), (2, {"zero_stage": 2, "bf16": True}), (1, {"zero_stage": 3, "bf16": True}),
                  (2, {"fsdp": True, "bf16": True})],
