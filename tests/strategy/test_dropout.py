@@ -14,7 +14,7 @@ from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from parallel.families import family_model
 from parallel.test_tensor_parallel import batch_of, loss_of, sequences
-from ranks import run_ranks, whole
+from ranks import run_cases, run_ranks, whole
 from strategy.test_checkpoint import Run
 from strategy.training import strategy
 
@@ -67,26 +67,41 @@ def same(results: list[Passed]) -> list[bool]:
     ]
 
 
-def test_data_ranks_draw_differently(folder):
-    results = run_ranks(2, passed, folder, {})
-    assert same(results) == [False, True, True]
-    assert same(run_ranks(2, passed, folder, {"dp_replicate": 2})) == [False, True, True]
+LAYOUTS = {
+    2: {
+        "data": {}, "replicas": {"dp_replicate": 2}, "tp": {"tp_size": 2},
+        "tp, sequence": {"tp_size": 2, "tp_sequence_parallel": True}, "ulysses": {"sp_size": 2}, "zigzag": {"cp_size": 2},
+    },
+    4: {"tp, zigzag": {"tp_size": 2, "cp_size": 2}},
+}  # fmt: skip
+"""By number of ranks; one start for each."""
 
 
-@pytest.mark.parametrize(("ranks", "args"), [
-    (2, {"tp_size": 2}), (2, {"tp_size": 2, "tp_sequence_parallel": True}), (2, {"sp_size": 2}), (2, {"cp_size": 2}),
-    (4, {"tp_size": 2, "cp_size": 2}),
-], ids=str)
-def test_ranks_of_one_replica_draw_the_same(folder, ranks, args):
-    results = run_ranks(ranks, passed, folder, args)
-    assert same(results) == [True, True, True]
-    assert all(torch.equal(results[1][1][name], gradient) for name, gradient in results[0][1].items())
+@pytest.fixture(scope="module")
+def results(folder) -> dict[str, list[Passed]]:
+    found = {}
+    for ranks, layouts in LAYOUTS.items():
+        cases = {name: (folder, args) for name, args in layouts.items()}
+        found |= run_cases(ranks, passed, cases | ({"blocks only": (folder, {"tp_size": 2}, True)} if ranks == 2 else {}))
+    return found
 
 
-def test_tensor_parallel_dropout_is_that_of_one_process(folder):
+@pytest.mark.parametrize("layout", ["data", "replicas"])
+def test_data_ranks_draw_differently(results, layout):
+    assert same(results[layout]) == [False, True, True]
+
+
+@pytest.mark.parametrize("layout", ["tp", "tp, sequence", "ulysses", "zigzag", "tp, zigzag"])
+def test_ranks_of_one_replica_draw_the_same(results, layout):
+    found = results[layout]
+    assert same(found) == [True, True, True]
+    assert all(torch.equal(found[1][1][name], gradient) for name, gradient in found[0][1].items())
+
+
+def test_tensor_parallel_dropout_is_that_of_one_process(folder, results):
     """Between blocks the stream is whole on each rank, so the numbers drawn are those of a single process."""
     logprobs, gradients, *_ = run_ranks(1, passed, folder, {}, True)[0]
-    for found, its_gradients, *_ in run_ranks(2, passed, folder, {"tp_size": 2}, True):
+    for found, its_gradients, *_ in results["blocks only"]:
         torch.testing.assert_close(found, logprobs, rtol=0, atol=1e-5)
         for name, gradient in gradients.items():
             assert (its_gradients[name] - gradient).norm() <= 1e-4 * gradient.norm(), name

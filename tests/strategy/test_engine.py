@@ -8,7 +8,7 @@ from lightrft.checkpoint.hf_parameters import persistent_buffers
 from lightrft.engine.base import EngineError, Request, Sampling
 from lightrft.engine.requests import derived_seed
 from lightrft.strategy import EngineStatus, FSDPStrategy
-from ranks import run_ranks
+from ranks import run_cases, run_ranks
 from strategy.training import load, one_step, strategy
 
 PROMPTS = [[50, 55, 43, 53], [49, 48], [57, 43, 49, 61, 50], [51]]
@@ -29,7 +29,7 @@ def logprobs_of(model, prompt, token_ids) -> list[float]:
     return logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0].tolist()
 
 
-def mismatch(folder: str, counts: list[int], args: dict):
+def mismatch(folder: str, counts: tuple[int, int], args: dict):
     """Largest difference of log-probs before and after an optimizer step, and how far that step went."""
     made, model, optimizer = actor_with_engine(folder, **args)
     prompts = PROMPTS[: counts[made.get_rank()]]
@@ -49,16 +49,20 @@ def mismatch(folder: str, counts: list[int], args: dict):
                 versions.append(sample.weight_version)
                 first.append(sample.logprobs[0])
         one_step(made, model, optimizer, step)
-    return differences, versions, made.engine.version
+    version = made.engine.version
+    made.close()
+    return differences, versions, version
 
 
-@pytest.mark.parametrize("counts", [[3, 1], [0, 4], [0, 0]])
 @pytest.mark.parametrize("args", [{}, {"engine_sleep_level": 1}, {"enable_engine_sleep": True, "dp_replicate": 2}], ids=str)
-def test_engine_has_the_weights_of_the_actor_after_a_step(folder, counts, args):
-    for rank, (differences, versions, version) in enumerate(run_ranks(2, mismatch, folder, counts, args)):
-        assert max(differences, default=0.0) < 1e-5
-        assert versions == [2] * 3 * counts[rank] + [3] * 3 * counts[rank]
-        assert version == 3
+def test_engine_has_the_weights_of_the_actor_after_a_step(folder, args):
+    """Also where ranks have different numbers of prompts, or none."""
+    found = run_cases(2, mismatch, {counts: (folder, counts, args) for counts in ((3, 1), (0, 4), (0, 0))})
+    for counts, results in found.items():
+        for count, (differences, versions, version) in zip(counts, results, strict=True):
+            assert max(differences, default=0.0) < 1e-5
+            assert versions == [2] * 3 * count + [3] * 3 * count
+            assert version == 3
 
 
 def own_results(folder: str):
