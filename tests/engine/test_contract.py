@@ -1,4 +1,4 @@
-"""Every engine passes the contract, as replicas, each of which answers alone, and (vLLM, SGLang) cut over two ranks."""
+"""Every engine passes the contract, alone or as replicas that each answer alone, and (vLLM, SGLang) cut over two ranks."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -32,13 +32,13 @@ class Layout(NamedTuple):
 
 LONG = one_wrong_element_is_named, swapped_weights_are_named, later_syncs_verify_parts
 NOT_LONG = [case for case in CASES if case not in LONG]
-"""Without three that SGLang passes as replicas, and takes long for."""
+"""Without three that SGLang passes alone, and takes long for."""
 LAYOUTS = {
     "hf": Layout("hf", 1, 1),
     "hf-2-replicas": Layout("hf", 2, 1),
     "vllm-2-replicas": Layout("vllm", 2, 1),
     "vllm-tp2": Layout("vllm", 2, 2),
-    "sglang-2-replicas": Layout("sglang", 2, 1),
+    "sglang": Layout("sglang", 1, 1),  # test_sglang.py has engines beside each other
     "sglang-tp2": Layout("sglang", 2, 2, NOT_LONG),  # test_sglang.py has the other start, with a verification of its own
 }
 
