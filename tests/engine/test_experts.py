@@ -40,12 +40,12 @@ from ranks import run_ranks
 from tiny import BOS, EOS, PAD, VOCABULARY, byte_tokenizer
 from with_vllm import load_vllm
 
-pytest.importorskip("vllm", reason="vllm is not installed")
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _loaded() -> None:
+    pytest.importorskip("vllm", reason="vllm is not installed")
     load_vllm()
 
 PROMPTS = [[65, 66, 67], [100] * 20, [7]]

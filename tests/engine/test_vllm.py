@@ -22,12 +22,12 @@ from ranks import run_ranks
 from tiny import tiny_model
 from with_vllm import load_vllm
 
-pytest.importorskip("vllm", reason="vllm is not installed")
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _loaded() -> None:
+    pytest.importorskip("vllm", reason="vllm is not installed")
     load_vllm()
 
 

@@ -156,6 +156,7 @@ def log(tmp_path):
     logger.remove(sink)
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(inputs, finished, again, log):
     file = again / "checkpoints" / "step6" / "__1_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
