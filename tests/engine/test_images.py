@@ -248,7 +248,7 @@ IMPOSSIBLE: dict[str, list[tuple[Request, str]]] = {
         (Request([IMAGE], {"videos": [FILM]}), "has 0 images and 1 placeholders"),
         (Request([IMAGE + 1] * 3, {"videos": [FILM] * 3}), "3 videos, more than --limit_mm_video_per_prompt 2"),
         (Request([IMAGE + 1], {"videos": [FIRST]}), "has media that cannot be read: videos: a Image is none: give frames"),
-        (Request([IMAGE + 1], {"videos": [np.zeros((2, 4, 4))]}), "frames are .* of uint8, and these are .2, 4, 4. of float64"),
+        (Request([IMAGE + 1], {"videos": [np.zeros((2, 4, 4))]}), "frames must be .* uint8, and these are .2, 4, 4. of float64"),
     ],
     "audios": [
         (Request([IMAGE, 65]), "request 1 has 0 audios and 1 placeholders"),

@@ -2,6 +2,7 @@
 reward is turned in a real step, which must then report other numbers than without; a field that is not listed here fails too.
 """
 
+import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "kl_target": (KL, ["--kl_target=0.1"]),
     "kl_horizon": ([*KL, "--kl_target=0.1"], ["--kl_horizon=100"]),
     "reward": ([], ["--reward={folder}/reward.py:share_of_letters"]),
+    "reward_key": (["--reward={folder}/reward.py:share_of_ascii,{folder}/reward.py:share_of_letters"], ["--reward_key=task"]),
     "reward_model_coef": (["--reward_pretrain={folder}/model/scorer1"], ["--reward_model_coef=2"]),
     "overlong_buffer": ([], OVERLONG),
     "overlong_buffer_len": (OVERLONG, ["--overlong_buffer_len=5"]),
@@ -113,6 +115,8 @@ def numbers(tmp_path_factory) -> dict[str, tuple[dict[str, Any], dict[str, Any]]
     tiny_experts(folder / "experts")
     tokenizer.save_pretrained(rows.dense_scorer(str(folder / "model"), 1))
     (folder / "reward.py").open("a").write(OTHER_REWARD)
+    rows_of_data = [json.loads(line) | {"task": "share_of_letters"} for line in (folder / "train.jsonl").open()]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of_data))
     fields = list(TURNED)
     halves = fields[: len(fields) // 2], fields[len(fields) // 2 :]
     first, second = run_apart(every_step, [(inputs, str(folder), half) for half in halves], timeout=400)

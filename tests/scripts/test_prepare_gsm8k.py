@@ -76,7 +76,7 @@ def test_a_missing_split_is_named(run, tmp_path):
 
 
 def test_a_missing_folder_is_not_taken_for_a_hub_name(run):
-    with pytest.raises(SystemExit, match="no such folder"):
+    with pytest.raises(SystemExit, match="neither an existing folder nor a hub name"):
         run("no/such/folder")
 
 

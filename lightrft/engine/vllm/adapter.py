@@ -127,7 +127,8 @@ class VLLMEngine(LibraryEngine):
             except (ValueError, KeyError) as error:
                 if not (unknown := self._shim.weights.unknown):
                     raise
-                raise ValueError(f"{self.names.strangers(unknown, 'vllm')}. vLLM's message: {error!s:.300}") from error
+                message = self.names.unknown_weights_message(unknown, "vllm")
+                raise ValueError(f"{message}. vLLM's message: {error!s:.300}") from error
         if failures:
             raise failures[0]
 
