@@ -5,9 +5,20 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """Object that is imported when it is chosen."""
+
+    path: str
+    """`module:object`"""
+    requirement: str
+    """Optional package that the module needs, as pip installs it; empty if it needs none."""
 
 
 class Registry:
@@ -37,6 +48,10 @@ class Registry:
 
         return add
 
+    def register_deferred(self, name: str, path: str, requirement: str = "") -> None:
+        """Register `module:object` under a name; it is imported when it is chosen, and may need an optional package."""
+        self.register(name)(Deferred(path, requirement))
+
     def names(self) -> list[str]:
         return sorted(self._objects)
 
@@ -45,7 +60,8 @@ class Registry:
 
     def __getitem__(self, name: str) -> Any:
         if name in self._objects:
-            return self._objects[name]
+            found = self._objects[name]
+            return self._imported(name, found) if isinstance(found, Deferred) else found
         if ":" in name:
             return self._import(name)
         near = get_close_matches(name, self._objects, n=1)
@@ -56,6 +72,13 @@ class Registry:
             f"{self.flag} {name}: no {self.kind} of this name{hint} "
             f"Choices: {', '.join(self.names())}; for your own: {self.flag} module:object or {self.flag} file.py:object"
         )
+
+    def _imported(self, name: str, deferred: Deferred) -> Any:
+        module, _, attribute = deferred.path.partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"{self.flag} {name} needs {error.name}: pip install {deferred.requirement}") from error
 
     def _import(self, path: str) -> Any:
         source, _, attribute = path.rpartition(":")

@@ -30,6 +30,8 @@ EXTRAS = {
     "lora": {"peft": ">=0.18"},
     "http": {"httpx": ">=0.27", "tenacity": ">=9.0"},
     "track": {"wandb": ">=0.20"},
+    "math": {"math-verify": ">=0.9,<0.10"},
+    "json": {"jsonschema": ">=4.18"},
     "dev": {"pytest": ">=8.0", "hypothesis": ">=6.100", "ruff": ">=0.12", "pyright": ">=1.1.400"},
 }
 """Name of the extra -> packages that it installs: `pip install '.[vllm]'` in a clone."""

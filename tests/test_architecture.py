@@ -31,7 +31,8 @@ LAYERS = {
     "parallel": 0, "config": 0, "types": 0, "registry": 0, "versions": 0,
     "samples": -1,
 }  # fmt: skip
-OPTIONAL = {"deepspeed", "vllm", "sglang", "peft", "wandb", "flash_attn", "ray", "math_verify", "liger_kernel", "triton"}
+OPTIONAL = {"deepspeed", "vllm", "sglang", "peft", "wandb", "flash_attn", "ray", "math_verify", "jsonschema", "liger_kernel",
+            "triton"}  # fmt: skip
 OPTIONAL_ELSEWHERE = {"wandb": "observe/sinks.py", "peft": "models/lora.py"}
 """Exceptions to `only inside the file or folder named after it`, and there only inside a function."""
 LARGEST = 14

@@ -24,6 +24,8 @@ NEEDS_AN_EXTRA = {
     "lightrft.models.triton": "triton",
     "lightrft.roles.endpoint": "httpx",
     "lightrft.roles.remote_teacher": "httpx",
+    "lightrft.rewards.jsonschema": "jsonschema",
+    "lightrft.rewards.math_verify": "math_verify",
     "lightrft.rewards.remote": "httpx",
     "lightrft.strategy.deepspeed": "deepspeed",
 }

@@ -263,13 +263,14 @@ class RewardSection(Section):
     reward: CommaSeparated = CommaSeparated("exact_match")
     """Reward function: a name, module:function, file.py:function, or the http(s) address of a server. Several are separated by
     commas, or a list in YAML, each in the form NAME, NAME:WEIGHT or LABEL=NAME:WEIGHT; the reward is their weighted sum, and the
-    label names the metric of each."""
+    label names the metric of each. Built in are exact_match, number (also called gsm8k), math, choice, f1, format, length,
+    json_schema, code and none."""
     reward_key: str | None = None
     """Column that names the rewards of --reward for its row: a label, or a list of labels. Unset: all rewards score every row."""
     reward_workers: Annotated[int | None, NOT_NEGATIVE] = None
     """Number of worker processes of each rank that call the reward function while other responses are generated. 0: call it in
-    the rank's own process, when all responses are complete. Unset: 2, but 0 for exact_match, gsm8k and none, which take
-    microseconds."""
+    the rank's own process, when all responses are complete. Unset: 2, but 0 if none of the functions is
+    slow: exact_match, number, choice, f1, format, length and none take microseconds."""
     reward_memory_gb: Annotated[float, NOT_NEGATIVE] = 4.0
     """Memory in GB that a worker process may allocate for calls; 0: no limit."""
     reward_minutes: Annotated[float, POSITIVE] = 30.0

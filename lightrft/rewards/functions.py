@@ -13,6 +13,8 @@ Functions run in worker processes (worker.py), so this module imports neither to
 """
 
 import re
+import string
+from collections import Counter
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -24,12 +26,35 @@ from lightrft.samples import Sample
 Reward = Callable[..., list[float | list[float | None] | dict[str, float]]]
 rewards = Registry("reward", flag="--reward")
 
-FAST_REWARDS = frozenset({"exact_match", "gsm8k", "none"})
+FAST_REWARDS = frozenset({"choice", "exact_match", "f1", "format", "gsm8k", "length", "none", "number"})
 """Functions that take microseconds: a call of another process would take longer."""
 NUMBER = r"(?:(?<![\w)])[-\u2212])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 """Pattern of 1,234.5 and -3 and .5; the dash of 10-3 is no sign, and the commas of 1,2,3 do not join. U+2212 is a minus sign."""
 FRACTION = rf"(?<![\d/])({NUMBER})/(\d*[1-9]\d*)(?![\d/]|[.,]\d)|({NUMBER})"
 """Pattern of 1/2, or of a number alone: 1/2/2024 is a date."""
+
+JOINED = r"[ \t]*(?:(?:,[ \t]*)?\b(?i:or|and)\b|[,/;&])[ \t]*"
+ONE = (
+    r"[*_($]{0,3}(?![AI][ \t]+(?!(?i:because|since|as|or|and)\b)\w)"  # not the word A or I of a sentence
+    r"[A-J](?![^\W_]|['\u2019])[*_)$]{0,3}"
+)
+"""Pattern of a letter that a response chooses, such as B, (B) and **B**."""
+SEVERAL = rf"{ONE}(?:{JOINED}{ONE})*"
+CHOICE = re.compile(
+    rf"(?i:\banswer(?:[*_]{{0,2}}[ ]?:|[ ]is[ ]?:?))[*_]{{0,2}}[ \t]*(?i:option[ ]|choice[ ])?(?P<named>{SEVERAL})"
+    rf"|(?<![\w(])(?P<in_parentheses>\([A-J]\)(?:{JOINED}{ONE})*)"
+    rf"|^[ \t]*(?P<alone>{SEVERAL}|\(?[a-j]\)?)[.)]?[*_]{{0,2}}[ \t]*\r?$",
+    re.MULTILINE,
+)
+BOXED_CHOICE = re.compile(rf"({SEVERAL}|\(?[a-j]\)?)(?:[.:)].*|\s+[^\W_].*)?", re.DOTALL)
+LETTER = re.compile(r"(?<![^\W_])[A-Ja-j](?![^\W_])")
+LATEX = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|bf|rm)\b[ ]*|[{}$\\]")
+"""Pattern of what may surround a letter in LaTeX."""
+BRACES = re.compile(r"(?P<boxed>\\boxed[ ]*\{)|\\.|(?P<brace>[{}])", re.DOTALL)
+THINK_AND_ANSWER = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 @rewards.register("exact_match")
@@ -38,11 +63,52 @@ def exact_match(samples: list[Sample], label: list[str], **_: Any) -> list[float
     return [float(not sample.truncated and sample.text == str(right)) for sample, right in zip(samples, label, strict=True)]
 
 
-@rewards.register("gsm8k")
-def gsm8k(samples: list[Sample], label: list[str], **_: Any) -> list[float]:
+@rewards.register("number", "gsm8k")
+def number(samples: list[Sample], label: list[str], **_: Any) -> list[float]:
     """Return 1 if the last number of the response equals that of the label, else 0, also if there is no number."""
     pairs = [(_last_number(sample.text), _last_number(str(right))) for sample, right in zip(samples, label, strict=True)]
     return [float(answer is not None and answer == right) for answer, right in pairs]
+
+
+@rewards.register("choice")
+def choice(samples: list[Sample], label: list[str], **_: Any) -> list[float]:
+    r"""Return 1 if the last letter from A to J that the response chooses is the label, such as B, (B) or b, else 0.
+
+    A letter is chosen as `\boxed{B}`, `(B)`, `answer is B`, `Answer: B`, or on a line of its own. `(A) or (B)` chooses none.
+    Raises ValueError for a label that is no letter.
+    """
+    return [float(_chosen_letter(sample.text) == _letter(right)) for sample, right in zip(samples, label, strict=True)]
+
+
+@rewards.register("format")
+def think_and_answer(samples: list[Sample], **_: Any) -> list[float]:
+    """Return 1 if the response is <think>...</think><answer>...</answer> with each tag once, else 0.
+
+    Only whitespace may stand before, between and after the two parts. If the prompt ends with <think>, as some chat templates
+    end it, the response begins after that tag.
+    """
+    return [float(_is_think_and_answer(sample)) for sample in samples]
+
+
+@rewards.register("length")
+def length(samples: list[Sample], **_: Any) -> list[float]:
+    """Return the number of thousands of tokens of the response; with a negative weight it is a penalty."""
+    return [len(sample.token_ids) / 1000 for sample in samples]
+
+
+@rewards.register("f1")
+def f1(samples: list[Sample], label: list[str | list[str]], **_: Any) -> list[float]:
+    """Return the F1 score of the response's words as in SQuAD: without case, punctuation and articles.
+
+    The label is a text or a list of texts, of which the best counts. If the response has an <answer> tag, only the text of the
+    last one counts.
+    """
+    return [_best_f1(_tagged_answer(sample.text), right) for sample, right in zip(samples, label, strict=True)]
+
+
+rewards.register_deferred("math", "lightrft.rewards.math_verify:equal_in_mathematics", "math-verify")
+rewards.register_deferred("json_schema", "lightrft.rewards.jsonschema:satisfies_schema", "jsonschema")
+rewards.register_deferred("code", "lightrft.rewards.code:passes_tests")
 
 
 @rewards.register("none")
@@ -58,3 +124,60 @@ def _last_number(text: str) -> Fraction | None:
         return None
     numerator, denominator, number = (part.replace(",", "").replace("\u2212", "-") for part in numbers[-1])
     return Fraction(Decimal(numerator)) / Fraction(Decimal(denominator)) if denominator else Fraction(Decimal(number))
+
+
+def boxes(text: str) -> list[tuple[int, str]]:
+    r"""Return (position, content) of each complete `\boxed{...}`, with balanced braces, in the order of their beginnings."""
+    found, open_braces = [], []
+    for brace in BRACES.finditer(text):
+        if brace["boxed"] or brace["brace"] == "{":
+            open_braces.append(brace)
+        elif brace["brace"] and open_braces:
+            opening = open_braces.pop()
+            if opening["boxed"]:
+                found.append((opening.start(), text[opening.end() : brace.start()]))
+    return sorted(found)
+
+
+def _chosen_letter(text: str) -> str | None:
+    """Return the letter that the text chooses last, or None if it chooses none, or several in one place."""
+    places = [(found.start(), found[found.lastgroup]) for found in CHOICE.finditer(text)]
+    for position, content in boxes(text):
+        if found := BOXED_CHOICE.fullmatch(LATEX.sub("", content).strip()):
+            places.append((position, found[1]))
+    letters = {letter.upper() for letter in LETTER.findall(max(places)[1])} if places else set()
+    return letters.pop() if len(letters) == 1 else None
+
+
+def _letter(label: Any) -> str:
+    found = re.fullmatch(r"\s*\(?([A-Ja-j])\)?\s*", str(label))
+    if not found:
+        raise ValueError(f"the label {label!r:.80} is not a letter from A to J")
+    return found[1].upper()
+
+
+def _is_think_and_answer(sample: Sample) -> bool:
+    opened = "<think>" if sample.prompt.text.rstrip().endswith("<think>") else ""
+    text = opened + sample.text
+    return all(text.count(tag) == 1 for tag in TAGS) and THINK_AND_ANSWER.fullmatch(text) is not None
+
+
+def _tagged_answer(text: str) -> str:
+    """Return the text of the last <answer> tag, which may be unclosed; the whole text if there is none."""
+    return text.rpartition("<answer>")[2].partition("</answer>")[0] if "<answer>" in text else text
+
+
+def _best_f1(text: str, label: Any) -> float:
+    answers = label if isinstance(label, list | tuple) else [label]
+    return max((_f1(_words(text), _words(str(answer))) for answer in answers), default=0.0)
+
+
+def _f1(found: list[str], right: list[str]) -> float:
+    if not found or not right:
+        return float(found == right)
+    common = (Counter(found) & Counter(right)).total()
+    return 2 * common / (len(found) + len(right))
+
+
+def _words(text: str) -> list[str]:
+    return ARTICLES.sub(" ", text.lower().translate(NO_PUNCTUATION)).split()

@@ -1,0 +1,166 @@
+"""Tests of programs that responses contain, each run in a process of its own inside a sandbox.
+
+A run has no network, an empty environment, an empty folder, and limits of time, memory, processes and file size. bubblewrap also
+hides the files and processes of the machine. Without it, namespaces of the kernel (unshare) end all processes of a run and cut
+off its network, but the program reads and writes the files that the user may read and write, and the limit of processes does
+not hold for root.
+"""
+
+import json
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+from lightrft.samples import Sample
+
+SECONDS = 10
+"""Time limit of each run."""
+MEMORY = 1 << 30
+"""Number of bytes of address space of each process."""
+PROCESSES = 64
+FILE_SIZE = 16 << 20
+"""Largest size of a file in bytes, also of the output."""
+WITHOUT_SANDBOX = "LIGHTRFT_CODE_SANDBOX"
+"""Environment variable that permits runs without a sandbox, by the value `none`."""
+BLOCK = re.compile(r"^[ \t]*```(?:python|py)[ \t]*\r?\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+HARNESS = f"""
+import builtins, json, os, resource, sys, types
+for name, limit in [("AS", {MEMORY}), ("CPU", {SECONDS}), ("NPROC", {PROCESSES}), ("FSIZE", {FILE_SIZE}), ("CORE", 0)]:
+    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
+def run():
+    with os.fdopen(int(sys.argv.pop())) as file:
+        job = json.load(file)
+    sys.argv[:] = ["program.py"]
+    builtins.exit = builtins.quit = sys.exit
+    sys.modules[job["name"]] = module = types.ModuleType(job["name"])
+    scope = module.__dict__
+    exec(compile(job["program"], "program.py", "exec"), scope)
+    if job["tests"] is not None:
+        for number, test in enumerate(job["tests"]):
+            exec(compile(test, f"test {{number}}", "exec"), scope)
+        os.write(1, job["nonce"].encode())
+        os._exit(0)
+run()
+"""
+"""Program that sets the limits, then runs the one of the response. It writes the nonce if all asserts have passed: a program
+that exits before them cannot, and passes none."""
+
+
+def passes_tests(samples: list[Sample], tests: list[Any], **_: Any) -> list[float]:
+    """Return 1 if the last ```python block of the response, or the whole response, passes all tests, else 0.
+
+    The column `tests` has a list of asserts as texts, or {"inputs": [...], "outputs": [...]} with texts for standard input and
+    the output that is expected, which are compared without whitespace at the ends of lines; either may be JSON text. Raises
+    ValueError for other tests, or if the machine has no sandbox.
+    """
+    sandbox = find_sandbox()
+    return [float(_passes(_program(sample.text), _parsed(one), sandbox)) for sample, one in zip(samples, tests, strict=True)]
+
+
+@cache
+def find_sandbox() -> tuple[str, ...]:
+    """Return the command that begins a run, after it has run once. Raises ValueError if none of the known ones works."""
+    clock = (shutil.which("timeout") or "timeout", "--signal=KILL", str(SECONDS))
+    if os.environ.get(WITHOUT_SANDBOX) == "none":
+        return clock
+    for sandbox in (_bubblewrap(), _unshare("--mount", "--mount-proc"), _unshare()):
+        if sandbox and _works((*clock, *sandbox)):
+            return (*clock, *sandbox)
+    raise ValueError(
+        "code needs a sandbox, and neither bubblewrap nor unshare works on this machine: install bubblewrap (apt install "
+        f"bubblewrap) where user namespaces are permitted, or set {WITHOUT_SANDBOX}=none to run the programs of responses with "
+        "your rights and network"
+    )
+
+
+def _bubblewrap() -> tuple[str, ...]:
+    if not (path := shutil.which("bwrap")):
+        return ()
+    folders = ("/usr", "/bin", "/lib", "/lib64", sysconfig.get_config_var("prefix"), str(_python().parent.parent))
+    binds = [part for folder in dict.fromkeys(folders) for part in ("--ro-bind-try", folder, folder)]
+    alone = ("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv")
+    return (path, *alone, "--proc", "/proc", "--dev", "/dev", "--size", str(4 * FILE_SIZE), "--tmpfs", "/tmp", *binds,
+            "--chdir", "/tmp")  # fmt: skip
+
+
+def _unshare(*options: str) -> tuple[str, ...]:
+    path = shutil.which("unshare")
+    nobody = ("--user", "--map-user=65534", "--map-group=65534")
+    return (path, *nobody, "--net", "--ipc", "--pid", "--fork", "--kill-child", *options) if path else ()
+
+
+def _works(sandbox: tuple[str, ...]) -> bool:
+    return subprocess.run([*sandbox, str(_python()), "-I", "-S", "-c", ""], env={}, capture_output=True).returncode == 0
+
+
+def _python() -> Path:
+    """Return the interpreter outside of a virtual environment."""
+    return Path(sys.executable).resolve()
+
+
+def _program(text: str) -> str:
+    blocks = BLOCK.findall(text)
+    return blocks[-1] if blocks else text
+
+
+def _parsed(tests: Any) -> Any:
+    """Return the tests as a list of asserts, or as a dictionary with inputs and outputs."""
+    if isinstance(tests, str):
+        try:
+            tests = json.loads(tests)
+        except ValueError:
+            tests = [tests]
+    if isinstance(tests, list) and tests and all(isinstance(one, str) for one in tests):
+        return tests
+    if isinstance(tests, dict):
+        given, expected = tests.get("inputs"), tests.get("outputs")
+        if isinstance(given, list) and isinstance(expected, list) and 0 < len(given) == len(expected):
+            return tests
+    forms = 'a list of asserts nor {"inputs": [...], "outputs": [...]} of equal length'
+    raise ValueError(f"the column tests has {tests!r:.200}, which is neither {forms}")
+
+
+def _passes(program: str, tests: Any, sandbox: tuple[str, ...]) -> bool:
+    if isinstance(tests, list):
+        nonce = secrets.token_hex(16)
+        output = _run({"program": program, "name": "program", "tests": tests, "nonce": nonce}, "", sandbox)
+        return output is not None and output.endswith(nonce)
+    job = {"program": program, "name": "__main__", "tests": None}
+    pairs = zip(tests["inputs"], tests["outputs"], strict=True)
+    return all(_lines(_run(job, str(given), sandbox)) == _lines(str(expected)) for given, expected in pairs)
+
+
+def _run(job: dict[str, Any], given: str, sandbox: tuple[str, ...]) -> str | None:
+    """Return what a run writes to its standard output; None if it fails or takes too long."""
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        _file(json.dumps(job)) as source,
+        _file(given) as standard_input,
+        tempfile.TemporaryFile() as output,
+    ):
+        command = [*sandbox, str(_python()), "-I", "-S", "-c", HARNESS, str(source.fileno())]
+        done = subprocess.run(
+            command, stdin=standard_input, stdout=output, stderr=subprocess.DEVNULL, env={}, cwd=folder,
+            pass_fds=[source.fileno()],
+        )  # fmt: skip
+        output.seek(0)
+        return output.read(FILE_SIZE).decode(errors="replace") if done.returncode == 0 else None
+
+
+def _file(content: str) -> IO[bytes]:
+    file = tempfile.TemporaryFile()
+    file.write(content.encode(errors="surrogatepass"))
+    file.seek(0)
+    return file
+
+
+def _lines(output: str | None) -> list[str] | None:
+    return None if output is None else [line.rstrip() for line in output.rstrip().split("\n")]

@@ -1,0 +1,45 @@
+"""Check of responses against a JSON schema by the library jsonschema."""
+
+import json
+import re
+from typing import Any
+
+from jsonschema.validators import validator_for
+from referencing import Registry
+
+from lightrft.samples import Sample
+
+BLOCK = "```json"
+NO_REFERENCES: Registry = Registry()
+"""Registry that fetches no schema from elsewhere."""
+
+
+def satisfies_schema(samples: list[Sample], schema: list[Any] | None = None, **_: Any) -> list[float]:
+    """Return 1 if the response, or its last ```json block, is JSON that satisfies the schema, else 0.
+
+    The column `schema` has a dictionary, a boolean, or JSON text; null accepts any JSON. Raises SchemaError or ValueError if it
+    is not a schema.
+    """
+    schemas = schema or [None] * len(samples)
+    return [float(_satisfies(_candidate(sample.text), required)) for sample, required in zip(samples, schemas, strict=True)]
+
+
+def _candidate(text: str) -> str:
+    """Return the last ```json block, which ends at the next line that begins with ```; the whole text if there is none."""
+    _, begun, rest = text.rpartition(BLOCK)
+    return re.split(r"^[ \t]*```", rest, maxsplit=1, flags=re.MULTILINE)[0] if begun else text
+
+
+def _satisfies(text: str, schema: Any) -> bool:
+    schema = json.loads(schema) if isinstance(schema, str) else {} if schema is None else schema
+    validator = validator_for(schema)
+    validator.check_schema(schema)
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+        return validator(schema, registry=NO_REFERENCES).is_valid(value)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")

@@ -1,0 +1,46 @@
+"""Comparison of mathematical answers by the library math-verify, which limits its time with alarms of the main thread."""
+
+import logging
+import threading
+from typing import Any
+
+from math_verify import parse, verify
+from math_verify.errors import TimeoutException
+
+from lightrft.rewards.functions import boxes
+from lightrft.samples import Sample
+
+SECONDS = 3
+"""Time limit of each reading and of each comparison, of which an answer needs three."""
+LONGEST = 20_000
+"""Number of characters at the end of a response without a box that are searched for an answer."""
+
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it would log the text of each answer that takes too long
+
+
+def equal_in_mathematics(samples: list[Sample], label: list[Any], **_: Any) -> list[float]:
+    r"""Return 1 if the answer of the response equals the label as mathematics, else 0, also if that takes too long.
+
+    The answer is the last `\boxed{...}`; without one, what math-verify extracts, such as the text after "the answer is". The
+    label is a number or a text, such as 1/2, \frac{1}{2} and \boxed{0.5}.
+    """
+    return [float(_is_equal(sample.text, str(right))) for sample, right in zip(samples, label, strict=True)]
+
+
+def _is_equal(text: str, label: str) -> bool:
+    right, boxed = _content(label), boxes(text)
+    if boxed and boxed[-1][1].strip() == right:
+        return True
+    answer = rf"\boxed{{{boxed[-1][1]}}}" if boxed else text[-LONGEST:]
+    limit = SECONDS if threading.current_thread() is threading.main_thread() else None
+    try:
+        expected = parse(rf"\boxed{{{right}}}", parsing_timeout=limit)
+        return verify(expected, parse(answer, parsing_timeout=limit), timeout_seconds=limit)
+    except (TimeoutException, RecursionError):
+        return False
+
+
+def _content(label: str) -> str:
+    """Return the label without its box and its dollar signs."""
+    boxed = boxes(label)
+    return (boxed[-1][1] if boxed else label.strip().strip("$")).strip()
