@@ -528,10 +528,10 @@ class Config:
     def __getattr__(self, name: str) -> Any:
         """Return a field of any section, or an extra argument, by its flat name: `config.bf16` is `config.model.bf16`."""
         if not name.startswith("_"):  # private and special names would recurse while a copy is made
-            if name in (owners := section_of_field()):
-                return getattr(getattr(self, owners[name]), name)
             if name in self.__dict__.get("extra_args", {}):
                 return self.extra_args[name]
+            if name in (owners := section_of_field()):
+                return getattr(getattr(self, owners[name]), name)
         raise AttributeError(f"the configuration has no {name!r}, neither as a field nor in extra_args")
 
     @classmethod

@@ -11,7 +11,7 @@
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,6 +178,27 @@ class RewardFunction:
 def common_columns(samples: list[Sample]) -> set[str]:
     """Return the names of the columns that the prompts of all samples have."""
     return set.intersection(*(set(sample.prompt.columns) for sample in samples))
+
+
+def num_rewards(values: Any) -> int | None:
+    """Return the number of values, or None if they are no list.
+
+    The keys of a dictionary, the characters of a text and a set are not rewards.
+    """
+    if isinstance(values, str | bytes | Mapping | Set):
+        return None
+    try:
+        return len(values)
+    except TypeError:
+        return None
+
+
+def as_number(value: Any) -> float:
+    """Return a reward as a float, also from a tensor or an array with one element; NaN for what is not a number."""
+    try:
+        return math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError comes from a tensor with several elements
+        return math.nan
 
 
 async def _gathered(coroutines: list[Awaitable[Any]]) -> list[Any]:

@@ -3,7 +3,7 @@
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from lightrft.config.sections import RewardSection
 from lightrft.launch.heartbeat import code_position, exit_process
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
+from lightrft.rewards.conventions import as_number, num_rewards
 from lightrft.rewards.functions import FAST_REWARDS, rewards
 from lightrft.rewards.pool import CallFailed, Calls, InProcess, Processes, Result, out_of_time
 from lightrft.rewards.worker import Setup
@@ -174,7 +175,7 @@ class RewardRunner:
         return f"--reward {self.name}: {error}, for {responses} to the prompt {prompt}{error.hint}"
 
     def _set_all(self, samples: list[Sample], values: Any) -> None:
-        if _length(values) != len(samples):
+        if num_rewards(values) != len(samples):
             hint = "; to return parts of a reward, return a dictionary for each sample" if isinstance(values, Mapping) else ""
             raise CallFailed(f"{values!r:.200} is not a list of {len(samples)} rewards, one per sample{hint}")
         for sample, value in zip(samples, values, strict=True):
@@ -199,10 +200,7 @@ class RewardRunner:
         return [None if value is None else self._number(value, sample) for value in values]
 
     def _number(self, value: Any, sample: Sample) -> float:
-        try:
-            number = math.nan if isinstance(value, str | bytes) else float(value)
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError comes from a tensor with several elements
-            number = math.nan
+        number = as_number(value)
         if math.isfinite(number) and abs(number) <= LARGEST:
             return number
         problem = f"is larger than {LARGEST:g}" if math.isfinite(number) else "is not a finite number"
@@ -233,16 +231,3 @@ def importable_name(function: Any) -> str | None:
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     found = module != "__main__" and getattr(sys.modules.get(module), name, None) is function
     return f"{module}:{name}" if found else None
-
-
-def _length(values: Any) -> int | None:
-    """Return the number of values, or None if they are no list.
-
-    The keys of a dictionary, the characters of a text and a set are not rewards.
-    """
-    if isinstance(values, str | bytes | Mapping | Set):
-        return None
-    try:
-        return len(values)
-    except TypeError:
-        return None

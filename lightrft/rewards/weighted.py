@@ -6,7 +6,7 @@ from typing import Any
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import RewardTerm
-from lightrft.rewards.conventions import RewardFunction
+from lightrft.rewards.conventions import RewardFunction, as_number, num_rewards
 from lightrft.samples import Prompt, Sample
 
 
@@ -28,7 +28,7 @@ class WeightedRewards:
         for term, function in self.functions:
             chosen = [row for row, sample in enumerate(samples) if term.label in self._chosen(sample.prompt.columns)]
             values = function.judge([samples[row] for row in chosen]) if chosen else []
-            if not isinstance(values, Iterable) or isinstance(values, Mapping | str) or len(list(values)) != len(chosen):
+            if num_rewards(values) != len(chosen):
                 raise ValueError(f"{term.label} returned {values!r:.200}, not a list of {len(chosen)} rewards, one per sample")
             for row, value in zip(chosen, values, strict=True):
                 returned[row] += _weighted(term, value)
@@ -69,10 +69,7 @@ def _weighted(term: RewardTerm, value: Any) -> list[tuple[str, Any]]:
 
 
 def _number(term: RewardTerm, value: Any) -> float:
-    try:
-        number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError comes from a tensor with several elements
-        number = math.nan
+    number = as_number(value)
     if not math.isfinite(number):
         raise ValueError(f"{term.label} returned {value!r:.200}, which is not a finite number")
     return number

@@ -1,6 +1,7 @@
 """Checkpoints of a strategy: its models, their optimizers and schedules, and any other part of a run that has a state."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -25,8 +26,9 @@ Trained = tuple[nn.Module | None, Optimizer | None, LRScheduler | None]
 class Checkpoints:
     """Write and read checkpoints; one at a time may be written in the background. All ranks call every method together."""
 
-    def __init__(self, backend: Backend, memory: DeviceMemory):
-        self.backend, self.memory = backend, memory
+    def __init__(self, backend: Backend, memory: DeviceMemory, loaded: Callable[..., AbstractContextManager[bool]]):
+        """Set up checkpoints. `loaded` is a context with the given items on the device; it returns True if any was offloaded."""
+        self.backend, self.memory, self.loaded = backend, memory, loaded
         self._background: Background | None = None
 
     def save(
@@ -89,7 +91,7 @@ class Checkpoints:
         self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None, *, copy: bool
     ) -> dict[str, Any]:
         """Return the tensors to save; an offloaded model or optimizer is reloaded for as long as copying takes."""
-        with self.memory.loaded(model, optimizer) as reloaded:
+        with self.loaded(model, optimizer) as reloaded:
             tensors = self.backend.training(model, optimizer, scheduler).tensors()
             return manager.copied(tensors) if copy or reloaded else tensors
 

@@ -1,8 +1,5 @@
 """Models and optimizers of a run, each of them on the device or in host memory."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from torch import nn
 from torch.optim import Optimizer
 
@@ -58,38 +55,6 @@ class DeviceMemory:
         for item in items:
             if item in self.offloaded:
                 raise RuntimeError(is_offloaded(item))
-
-    @contextmanager
-    def loaded(self, *items: nn.Module | Optimizer | None) -> Iterator[bool]:
-        """Reload items for the duration of the context, and offload them again. Yields True if any had been offloaded."""
-        offloaded = [item for item in items if item in self.offloaded]
-        for item in offloaded:
-            self.reload(item)
-        yield bool(offloaded)
-        for item in offloaded:
-            if isinstance(item, nn.Module):
-                self.offload_model(item)
-            elif item is not None:
-                self.offload_optimizer(item)
-
-    @contextmanager
-    def emptied(self, *, restore: bool) -> Iterator[None]:
-        """Offload everything but models with gradients for the duration of the context; with `restore` load it back at the end.
-
-        Cached memory is released too. Items that were offloaded before stay so.
-        """
-        resident = [item for item in (*self.models, *self.optimizers) if item not in self.offloaded]
-        for model in self.models:
-            if not self.holds_gradients(model):
-                self.offload_model(model)
-        for optimizer in self.optimizers:
-            self.offload_optimizer(optimizer)
-        sync_and_clear_cache()
-        try:
-            yield
-        finally:
-            for item in resident if restore else ():
-                self.reload(item)
 
 
 def sync_and_clear_cache() -> None:

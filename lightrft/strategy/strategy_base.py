@@ -92,7 +92,7 @@ class StrategyBase(Backend):
         self._watchdog: Watchdog | SingleRankWatchdog | None = None
         self._phases = Phases()
         self._memory = DeviceMemory(self)
-        self._checkpoints = Checkpoints(self, self._memory)
+        self._checkpoints = Checkpoints(self, self._memory, self._loaded)
         self._host: EngineHost | None = None
         self._kept_awake = 0
         self._calls = 0
@@ -360,7 +360,7 @@ class StrategyBase(Backend):
         Both must have been prepared. Do not freeze `model_ema` before prepare(), so that it keeps float32, in which small updates
         are not lost.
         """
-        with self._memory.loaded(model, model_ema):
+        with self._loaded(model, model_ema):
             self.lerp(model, model_ema, 1 - beta)
 
     # -- device memory
@@ -453,8 +453,7 @@ class StrategyBase(Backend):
         config = self.config if args is None else as_config(args)
         check_strategy(config)
         section = config.engine if engine_type is None else replace(config.engine, engine_type=engine_type)
-        self._phases.enter(Phase.REFIT)
-        with self._memory.emptied(restore=not self.config.strategy.offload_idle):  # engines reserve a share of free memory
+        with self._emptied_device():  # vLLM and SGLang reserve a share of free memory at start
             self._host = EngineHost.build(config, section, mesh=self.mesh, dtype=self.dtype, device=self.device,
                                           seed=self.seed, from_stream=actor is not None)
         if actor is None:
@@ -648,7 +647,7 @@ class StrategyBase(Backend):
     def save_model(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path, dtype: torch.dtype | None = None
     ) -> Path:
-        """Write a Hugging Face folder that from_pretrained can load. Ranks write the stream in turn; none holds the whole model.
+        """Write a Hugging Face folder that from_pretrained can load. Ranks write its files, of at most 5 GB each, in turn.
 
         dtype None: bfloat16 with --bf16, else float32. An existing model in `folder` is replaced.
         """
@@ -713,6 +712,41 @@ class StrategyBase(Backend):
         untested = untested_versions(TENSOR_PARALLEL) if self.mesh.tp.size > 1 else []
         if untested and self.is_rank_0():
             logger.warning("--tp_size is not tested with {}: compare first steps with --tp_size 1", ", ".join(untested))
+
+    @contextmanager
+    def _loaded(self, *items: nn.Module | Optimizer | None) -> Iterator[bool]:
+        """Reload items for the duration of the context, and offload them again. Yields True if any had been offloaded."""
+        offloaded = [item for item in items if item in self._memory.offloaded]
+        for item in offloaded:
+            self._memory.reload(item)
+        yield bool(offloaded)
+        for item in offloaded:
+            if isinstance(item, nn.Module):
+                self.offload_model(item)
+            elif item is not None:
+                self.maybe_offload_optimizer(item)
+
+    @contextmanager
+    def _emptied_device(self) -> Iterator[None]:
+        """Enter REFIT with an empty device: inside, models and optimizers are in host memory, with or without --offload_idle.
+
+        A model with gradients stays. Cached memory is released too. Without --offload_idle everything that was on the device is
+        loaded back afterwards.
+        """
+        memory = self._memory
+        resident = [item for item in (*memory.models, *memory.optimizers) if item not in memory.offloaded]
+        self._phases.enter(Phase.REFIT)
+        for model in memory.models:
+            if not memory.holds_gradients(model):
+                self.offload_model(model)
+        for optimizer in memory.optimizers:
+            self.maybe_offload_optimizer(optimizer)
+        self.sync_and_clear_cache()
+        try:
+            yield
+        finally:
+            for item in resident if not self.config.strategy.offload_idle else ():
+                memory.reload(item)
 
     def _prepare(self, module: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> None:
         trained = any(parameter.requires_grad for parameter in module.parameters())

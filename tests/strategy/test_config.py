@@ -33,7 +33,9 @@ def test_defaults():
 
 
 def test_names_of_sections_that_strategies_do_not_read_belong_to_the_caller():
-    assert as_config({"use_wandb": "a key", "seed": None}).extra_args == {"use_wandb": "a key", "seed": None}
+    config = as_config({"use_wandb": "a key", "seed": None})
+    assert config.extra_args == {"use_wandb": "a key", "seed": None}
+    assert config.use_wandb == "a key" and config.seed is None, "not the defaults of fields that were never set"
 
 
 def test_unknown_attribute_and_unknown_kind_of_args():

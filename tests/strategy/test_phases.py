@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightrft.strategy import FSDPStrategy
 from lightrft.strategy.engine_host import EngineHost
 from lightrft.strategy.phases import Phase, PhaseError, Phases
 from ranks import run_ranks
@@ -116,6 +117,34 @@ def test_without_the_flag_they_leave_only_while_the_engine_is_built(folder):
     (phase, there, optimizer), *later = run_ranks(1, who_is_here, folder, False)[0]
     assert (phase, there, optimizer) == (REFIT, [False, False], False)
     assert {(*there, optimizer) for _, there, optimizer in later} == {(True, True, True)}
+
+
+class Keeping(FSDPStrategy):
+    """Models stay on the device."""
+
+    def offload_model(self, model):
+        pass
+
+
+def kept(folder: str) -> list[bool]:
+    """[actor before, while the engine is built, after], under a strategy that overrides the verb."""
+    made = Keeping(seed=1, args={"pretrain": folder, "engine_type": "hf", "prompt_max_len": 8, "generate_max_len": 8})
+    made.setup_distributed()
+    actor = made.prepare(load(folder))
+    seen = here(actor)
+
+    def build(*args, **kwargs):
+        seen.extend(here(actor))
+        return EngineHost.build(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightrft.strategy.strategy_base.EngineHost", SimpleNamespace(build=build))
+        made.setup_inference_engine(actor=actor)
+    return seen + here(actor)
+
+
+def test_the_engine_is_built_through_the_verbs_that_a_strategy_overrides(folder):
+    assert run_ranks(1, kept, folder) == [[True, True, True]]
 
 
 def determinism(flags: dict) -> list[bool]:
