@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -322,10 +323,11 @@ def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
     prompts = load_prompts(config.data, tokenizer, source="eval_data", row_problem=rewards.row_problem, measure=measure)
     rewards.check(prompts)
     rewards.models = build_model_rewards(config, strategy, tokenizer)
-    config.engine.enable_engine_sleep = rewards.models is not None  # otherwise nothing else needs the device
+    # The engine sleeps only for reward models: nothing else needs the device.
+    engine = replace(config.engine, enable_engine_sleep=rewards.models is not None)
     strategy.announce("start_engine")
     with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type}) with {config.model.pretrain}"):
-        strategy.setup_inference_engine(config, config.engine.engine_type)
+        strategy.setup_inference_engine(replace(config, engine=engine))
     return Evaluation(given, strategy, prompts, Sampler(strategy, tokenizer, config.rollout), rewards)
 
 
