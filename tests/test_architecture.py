@@ -18,7 +18,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = {
     "cli": 11,
     "trainer": 10,
-    "tools": 9,
+    "run": 9, "tools": 9,
     "rollout": 8,
     "rewards": 7,
     "roles": 6,

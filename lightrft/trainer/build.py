@@ -43,12 +43,12 @@ from lightrft.rollout.collector import Collector
 from lightrft.rollout.experience import ExperienceMaker
 from lightrft.rollout.media import Expander
 from lightrft.rollout.sampler import Sampler
+from lightrft.run.prepare import prepare_config
+from lightrft.run.run_folder import RunFolder
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import TrainingData
 from lightrft.trainer.evaluation import Evaluation
 from lightrft.trainer.ppo import PPOTrainer
-from lightrft.trainer.prepare import prepare_config
-from lightrft.trainer.run_folder import RunFolder
 from lightrft.trainer.sft import SFTTrainer
 from lightrft.trainer.supervised import PtxLoss
 from lightrft.types import Prompt
