@@ -2,8 +2,12 @@
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
+
+from lightrft.config.sections import REWARD_MODELS, ModelSection
 
 SERVER = ("http://", "https://")
 """Beginnings of the address of a server."""
@@ -37,6 +41,35 @@ def reward_terms(text: str) -> list[RewardTerm]:
     if repeated := {label for label in labels if labels.count(label) > 1}:
         raise ValueError(f"--reward {text}: two rewards are called {min(repeated)}; give them labels: LABEL=NAME:WEIGHT")
     return terms
+
+
+def reward_model_terms(section: ModelSection) -> list[tuple[str, RewardTerm]]:
+    """Return (flag, reward model) for the entries of both flags, each in the form PATH, PATH:WEIGHT or LABEL=PATH:WEIGHT.
+
+    Without a label a model has the name of its folder; a number tells those of one name apart. Raises ValueError for an empty
+    entry, or for two models with one label.
+    """
+    terms: list[tuple[str, RewardTerm]] = []
+    for flag, value in [(name, value) for name in REWARD_MODELS for value in getattr(section, name)]:
+        if not (parts := LABELLED.fullmatch(value.strip())):
+            raise ValueError(f"--{flag} has an empty entry: name reward models as PATH, PATH:WEIGHT or LABEL=PATH:WEIGHT")
+        found = WEIGHTED.fullmatch(parts["reference"])
+        path, weight = (found["name"], float(found["weight"])) if found else (parts["reference"], 1.0)
+        labels = {term.label for _, term in terms}
+        if parts["label"] in labels:
+            raise ValueError(f"--{flag}: two reward models are called {parts['label']}")
+        name = os.path.basename(path.rstrip("/"))
+        label = parts["label"] or (f"{name}_{len(terms)}" if name in labels else name)
+        terms.append((flag, RewardTerm(label, path, weight)))
+    return terms
+
+
+def chosen_labels(columns: Mapping[str, Any], key: str | None, everything: set[str]) -> set[str]:
+    """Return the labels of the rewards that score a row: those in its column `key`, or `everything` if `key` is None."""
+    if key is None:
+        return everything
+    value = columns.get(key)
+    return set(value) if isinstance(value, list | tuple) else {value} - {None}
 
 
 def _reward_term(text: str) -> RewardTerm:

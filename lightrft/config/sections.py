@@ -26,6 +26,9 @@ from lightrft.config.values import (
     typed_value,
 )
 
+REWARD_MODELS = ("reward_pretrain", "process_reward_pretrain")
+"""Fields that name reward models."""
+
 
 @dataclass
 class ModelSection(Section):
@@ -35,8 +38,12 @@ class ModelSection(Section):
     """Model that initialises the critic, with its value head if it has one (a reward model): a folder or hub name; empty:
     --pretrain."""
     reward_pretrain: list[str] = field(default_factory=list)
-    """Reward models: frozen models with one score as their head and the tokenizer of --pretrain, given as folders or hub names.
-    Their scores are added to the result of --reward; with --reward none they are the only reward."""
+    """Reward models: frozen models with one score as their head and the tokenizer of --pretrain, given as folders or hub names,
+    each in the form PATH, PATH:WEIGHT or LABEL=PATH:WEIGHT. Their scores are added to the result of --reward; with --reward none
+    they are the only reward."""
+    process_reward_pretrain: list[str] = field(default_factory=list)
+    """Process reward models, in the same form: their score at the end of each step of a response is the logit of the probability
+    that the step is correct. --step_separator ends a step, and --step_rewards makes rewards of the probabilities."""
     teacher_pretrain: str = ""
     """Teacher model for --distill_coef, frozen, with the tokenizer of --pretrain: a folder or hub name."""
     teacher_url: str = ""
@@ -118,6 +125,8 @@ class DataSection(Section):
     """Use only this number of rows from the beginning of each training data set."""
     max_eval_samples: Annotated[int | None, COUNT] = None
     """Use only this number of rows from the beginning of the held-out data."""
+    step_separator: str = "\n\n"
+    """Text that ends each step of a response for process reward models, and belongs to the step."""
     learned_turns: Literal["all", "last"] = "all"
     """Turns of the assistant in a conversation on which SFT and --pretrain_data train: all, or the last one."""
     bad_rows: Literal["fail", "skip"] = "fail"
@@ -266,7 +275,8 @@ class RewardSection(Section):
     label names the metric of each. Built in are exact_match, number (also called gsm8k), math, choice, f1, format, length,
     json_schema, code and none."""
     reward_key: str | None = None
-    """Column that names the rewards of --reward for its row: a label, or a list of labels. Unset: all rewards score every row."""
+    """Column that names the rewards and reward models for its row: a label, or a list of labels. Unset: all of them score every
+    row."""
     reward_workers: Annotated[int | None, NOT_NEGATIVE] = None
     """Number of worker processes of each rank that call the reward function while other responses are generated. 0: call it in
     the rank's own process, when all responses are complete. Unset: 2, but 0 if none of the functions is
@@ -284,7 +294,11 @@ class RewardSection(Section):
     """Time in minutes for which requests to a server of --reward or --teacher_url are repeated while it is unreachable or
     busy."""
     reward_model_coef: float = 1.0
-    """Coefficient of the scores of --reward_pretrain."""
+    """Coefficient of the scores of --reward_pretrain and of the rewards of --process_reward_pretrain."""
+    step_rewards: Literal["sum", "mean", "difference", "min"] = "mean"
+    """Rewards of the K steps of a response from the probabilities p that they are correct. sum: p, which rewards long responses;
+    mean: p / K; difference: the increase of p over the step before, so that their sum is the last p; min: only the least p, at
+    its step."""
     overlong_buffer: bool = False
     """Lower the reward of a response whose length is close to generate_max_len."""
     overlong_buffer_len: int | None = None
