@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from lightrft.config import Config, parse
+from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import ppo_trainer, sft_trainer
-from lightrft.trainer.prepare import prepare_config
 from ranks import run_ranks
 from scripts.prepare_quickstart import tiny_qwen3
 from with_vllm import load_vllm

@@ -18,7 +18,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = {
     "cli": 11,
     "trainer": 10,
-    "tools": 9,
+    "run": 9, "tools": 9,
     "rollout": 8,
     "rewards": 7,
     "roles": 6,
@@ -259,7 +259,7 @@ def test_the_pages_about_the_code_name_files_that_exist():
     assert absent == set()
 
 
-LONGEST_CHAIN = 14
+LONGEST_CHAIN = 12
 """Modules from a command down to the last one it needs; a smaller number is an achievement, a larger one a defect."""
 
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightrft.backends.offload import OffloadedOptimizer, OffloadedTensors, guard_model
 from lightrft.backends.optim import step
 from lightrft.checkpoint.hf_parameters import hf_parameters
-from lightrft.checkpoint.manager import ModelState
+from lightrft.checkpoint.model_state import ModelState
 from lightrft.config.sections import Config, sequence_layout
 from lightrft.models.recompute import recompute
 from lightrft.parallel.grad_norm import clip_gradients, global_grad_norm

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightrft.checkpoint.manager import ModelState, frozen_names
+from lightrft.checkpoint.model_state import ModelState, frozen_names
 from lightrft.checkpoint.zero_fragment import Fragment
 from lightrft.config.sections import StrategySection
 

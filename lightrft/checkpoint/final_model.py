@@ -13,6 +13,7 @@ from lightrft.checkpoint import manager
 from lightrft.checkpoint.atomic import CheckpointError, run_on_all_ranks
 from lightrft.checkpoint.hf_export import export_adapter, export_whole
 from lightrft.checkpoint.manifest import MANIFEST
+from lightrft.checkpoint.model_state import ModelState, frozen_names
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config, ModelSection
 from lightrft.models.heads import Actor, Scorer
@@ -52,9 +53,9 @@ def export_checkpoint(
     tokenizer = load_tokenizer(section)
     model = load_scorer(section, flag) if name == "critic" else load_model(section)
     model = freeze_parameters(model, section)
-    _check_base(model.name_or_path, identity, name, frozen=bool(manager.frozen_names(model)))
+    _check_base(model.name_or_path, identity, name, frozen=bool(frozen_names(model)))
     role = Scorer(model) if name == "critic" else Actor(model)
-    model_state = manager.ModelState(role, None, None, ALONE, torch.device("cpu"))
+    model_state = ModelState(role, None, None, ALONE, torch.device("cpu"))
     contents = manager.CheckpointState({name: model_state}, {}, ALONE, model_state.device)
     manager.load(contents, path, manifest.world_size, strict=True, module_only=True)
     if adapter_only:

@@ -11,58 +11,18 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from loguru import logger
-from torch import nn
-from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.checkpoint.atomic import naming, run_on_all_ranks, write_file, write_folder
 from lightrft.checkpoint.manifest import Manifest, manifest_steps, newest_intact, next_number, rotate, update_latest, whole
+from lightrft.checkpoint.model_state import ModelState
 from lightrft.checkpoint.random_states import random_states, set_random_states
 from lightrft.checkpoint.reader import CheckpointReader
 from lightrft.checkpoint.zero_fragment import LoadPlanner, SavePlanner
 from lightrft.parallel.collectives import Axis
 
 STATE, SCHEDULERS, PARTS, HF = "state.json", "schedulers.pt", "parts.pt", "hf"
-
-
-@dataclass(slots=True)
-class ModelState:
-    """State of one model in a checkpoint, with its optimizer and schedule."""
-
-    model: nn.Module
-    optimizer: Optimizer | None
-    scheduler: LRScheduler | None
-    world: Axis
-    device: torch.device
-
-    def tensors(self, *, module_only: bool = False) -> dict[str, Any]:
-        """Return the parameters under `model` and the optimizer's state by parameter under `optimizer`, in their current shards.
-
-        Frozen parameters of a trained model are left out, since they can be loaded from its --pretrain.
-        """
-        frozen = frozen_names(self.model)
-        values = sharded.get_model_state_dict(self.model)
-        state = {"model": {name: value for name, value in values.items() if name not in frozen}}
-        if self.optimizer is not None and not module_only:
-            state["optimizer"] = sharded.get_optimizer_state_dict(self.model, self.optimizer)
-        return state
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Apply a state that was read into tensors(). Parameters without optimizer state in it never had a gradient."""
-        lenient = sharded.StateDictOptions(strict=False)
-        sharded.set_model_state_dict(self.model, state["model"], options=lenient)
-        if "optimizer" in state:
-            sharded.set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=lenient)
-
-
-def frozen_names(model: nn.Module) -> set[str]:
-    """Return the names in a model's state_dict() that checkpoints leave out: frozen parameters, unless all are frozen."""
-    values = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, nn.Parameter)}
-    frozen = {name for name, value in values.items() if not value.requires_grad}
-    return set() if len(frozen) == len(values) else frozen
 
 
 @dataclass(slots=True)

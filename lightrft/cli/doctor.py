@@ -25,10 +25,10 @@ from lightrft.config.sections import (
 )
 from lightrft.engine.probe import MISMATCH
 from lightrft.models.load import load_tokenizer
+from lightrft.run.prepare import quiet_libraries
 from lightrft.strategy import get_strategy
 from lightrft.tools.checkup import Check, checkup
 from lightrft.tools.diagnosis import Diagnosis, diagnose
-from lightrft.trainer.prepare import quiet_libraries
 
 SHOWN = 8
 """Number of parts of the model to show, around the first that differs."""

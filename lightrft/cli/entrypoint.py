@@ -40,7 +40,7 @@ def enter(command: str, description: str | None, argv: Sequence[str] | None = No
 def _run(command: str, config: Config) -> int:
     """Run the command and return its exit code. All heavy imports begin here."""
     from lightrft.launch.rendezvous import end_with_launcher, tell_launcher
-    from lightrft.trainer.interruption import Interrupted
+    from lightrft.run.interruption import Interrupted
     from lightrft.trainer.run import run
 
     end_with_launcher(STARTED_BY)

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from lightrft.algorithms.truncation import Truncation
-from lightrft.config.sections import RolloutSection
-from lightrft.types import Expanded
+from lightrft.samples import Expanded
 
 MEDIA = {"images": "image", "videos": "video", "audios": "audio"}
 """Key of a medium in a request -> its name in placeholders, flags, and prompts for one engine."""
@@ -41,21 +40,6 @@ class Sampling:
     """Temperature of the first token only, for diversity: FIRE (Chen et al., arXiv 2410.21236). None: `temperature`."""
     banned_token_ids: tuple[int, ...] = ()
     """Tokens that are never sampled. Placeholders of images, videos and audio are always banned in addition."""
-
-    @classmethod
-    def of(cls, section: RolloutSection, **own: Any) -> Self:
-        """Build the sampling parameters from the flags, with `own` values overriding them."""
-        from_flags = {
-            "n": section.n_samples_per_prompt, "max_tokens": section.generate_max_len, "temperature": section.temperature,
-            "top_p": section.top_p, "top_k": section.top_k, "stop": tuple(section.stop),
-            "stop_token_ids": tuple(section.stop_token_ids), "first_token_temperature": section.first_token_temperature,
-        }  # fmt: skip
-        return cls(**from_flags | own)
-
-    @classmethod
-    def greedy(cls, section: RolloutSection, **own: Any) -> Self:
-        """Build parameters for one greedy response, with the flags' limits."""
-        return cls.of(section, **{"n": 1, "temperature": 0.0, "first_token_temperature": None} | own)
 
     @property
     def num_draws(self) -> int:

@@ -17,7 +17,7 @@ from lightrft.algorithms.objectives import Balanced, TokenGradients
 from lightrft.algorithms.reduce import Denominator
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.checkpoint.hf_parameters import hf_parameters, persistent_buffers, unwrap
-from lightrft.engine.base import Sampling
+from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models.heads import Actor
 from lightrft.models.lora import adapted_layers, adapters_off, fold_adapters, plain_name
 from lightrft.models.routers import Routers
@@ -166,7 +166,7 @@ class Policy(Role, PolicyNames):
         flat = flatten(batch, self.strategy.mesh.data).batch
         prompts = [ids.tolist() for ids in flat.input_ids.split(flat.lengths.tolist())]
         self._generations += 1
-        sampling = Sampling.of(
+        sampling = sampling_of(
             self.strategy.config, n=1, temperature=0.0 if greedy else self.temperature, first_token_temperature=None,
             top_p=self.truncation.top_p, top_k=self.truncation.top_k, banned_token_ids=self.truncation.banned,
             seed=self.strategy.seed * 1_000_003 + self._generations,

@@ -9,6 +9,7 @@ from lightrft.config.sections import RolloutSection
 from lightrft.data.images import opened
 from lightrft.data.loader import share_of
 from lightrft.engine.requests import Request, Sampling, derived_seed
+from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
 from lightrft.rollout.groups import GROWING, Group
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.types import Completion, Prompt, Sample
@@ -33,7 +34,7 @@ class Sampler:
         """
         pending = [each for group in groups for each in self._pending(group, seed, limit)]
         requests = [request for request, _, _ in pending]
-        finished = self.strategy.gather_and_generate(Sampling.of(self.section), requests=requests, as_completed=True)
+        finished = self.strategy.gather_and_generate(sampling_of(self.section), requests=requests, as_completed=True)
         for index, completions in finished:
             _, samples, group = pending[index]
             for sample, completion in zip(samples, completions, strict=True):
@@ -65,9 +66,9 @@ class Sampler:
         for places in [growing] if growing and first else [[place] for place in growing]:
             seeds = tuple(derived_seed(seed, group.number, place) for place in places)
             samples = [group.samples[place] for place in places]
-            yield self._request(samples[0], Sampling.of(self.section, n=len(samples)), seeds, limit), samples, group
+            yield self._request(samples[0], sampling_of(self.section, n=len(samples)), seeds, limit), samples, group
         if group.greedy is not None and group.greedy.finish_reason == GROWING:
-            yield self._request(group.greedy, Sampling.greedy(self.section), (), limit), [group.greedy], group
+            yield self._request(group.greedy, greedy_sampling(self.section), (), limit), [group.greedy], group
 
     def _request(self, sample: Sample, sampling: Sampling, seeds: tuple[int, ...], limit: int | None) -> Request:
         """Build the request that continues a response after its tokens."""

@@ -16,7 +16,6 @@ from lightrft.backends.base import Backend
 from lightrft.checkpoint import manager
 from lightrft.checkpoint.atomic import PART, run_on_all_ranks
 from lightrft.checkpoint.background import Background
-from lightrft.strategy.device_memory import DeviceMemory
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 Trained = tuple[nn.Module | None, Optimizer | None, LRScheduler | None]
@@ -26,9 +25,15 @@ Trained = tuple[nn.Module | None, Optimizer | None, LRScheduler | None]
 class Checkpoints:
     """Write and read checkpoints; one at a time may be written in the background. All ranks call every method together."""
 
-    def __init__(self, backend: Backend, memory: DeviceMemory, loaded: Callable[..., AbstractContextManager[bool]]):
-        """Set up checkpoints. `loaded` is a context with the given items on the device; it returns True if any was offloaded."""
-        self.backend, self.memory, self.loaded = backend, memory, loaded
+    def __init__(
+        self, backend: Backend, reload: Callable[[nn.Module | Optimizer | None], None],
+        loaded: Callable[..., AbstractContextManager[bool]],
+    ):  # fmt: skip
+        """Set up checkpoints. `reload` moves an offloaded item back to the device.
+
+        `loaded` is a context with the given items on the device; it returns True if any was offloaded.
+        """
+        self.backend, self.reload, self.loaded = backend, reload, loaded
         self._background: Background | None = None
 
     def save(
@@ -71,8 +76,8 @@ class Checkpoints:
             check(path, state["client"])
         wanted = {}
         for name, (module, optimizer, scheduler) in models.items():
-            self.memory.reload(module)
-            self.memory.reload(optimizer)
+            self.reload(module)
+            self.reload(optimizer)
             wanted[name] = module, optimizer if optimizers else None, scheduler if schedulers else None
         manager.load(self._contents(wanted, parts), path, manifest.world_size, strict=strict, module_only=module_only)
         return path, state

@@ -26,7 +26,7 @@ from lightrft.backends.offload import OffloadedTensors, guard_model, guard_optim
 from lightrft.backends.optim import follow, parameter_names
 from lightrft.backends.zero_state import Partitions, ZeroModelState, engine_config, local_shard, whole_shape
 from lightrft.checkpoint.hf_parameters import hf_parameters
-from lightrft.checkpoint.manager import ModelState
+from lightrft.checkpoint.model_state import ModelState
 from lightrft.config.errors import ConfigError
 from lightrft.config.validation import deepspeed_problems
 from lightrft.models.empty import empty_parameters, is_empty

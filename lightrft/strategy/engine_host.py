@@ -3,18 +3,15 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import Enum
-from typing import Self
 
 import torch
 from easydict import EasyDict
 from loguru import logger
 from torch import Tensor, nn
 
-from lightrft.config.sections import Config, EngineSection
 from lightrft.data.loader import share_of
-from lightrft.engine.base import Engine, Request, Sampling
-from lightrft.engine.build import build_engine
-from lightrft.engine.requests import derived_seed
+from lightrft.engine.base import Engine
+from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import occupied_memory, release_cached_memory
 from lightrft.parallel.mesh import Mesh
@@ -41,21 +38,6 @@ class EngineHost:
         """Model whose weights the engine received last; None: the engine keeps those of its folder, also while it sleeps."""
         self.memory: dict[str, float] = {}
         """Memory occupied before and after the last sleep: `memory/engine_awake_gb` and `memory/engine_asleep_gb`."""
-
-    @classmethod
-    def build(
-        cls, config: Config, section: EngineSection, *, mesh: Mesh, dtype: torch.dtype, device: torch.device, seed: int,
-        from_stream: bool,
-    ) -> Self:  # fmt: skip
-        """Build the engine of `section` on the ranks that share it; with `from_stream` its first weights are streamed."""
-        axis = mesh.engine(section.engine_tp_size)
-        engine = build_engine(
-            section, model_path=config.model.pretrain, dtype=dtype, device=device, axis=axis,
-            max_model_len=config.data.prompt_max_len + config.rollout.generate_max_len,
-            seed=derived_seed(seed, mesh.world.rank // axis.size) % 2**31,  # vLLM accepts 32 bits only
-            trust_remote_code=config.model.trust_remote_code, from_stream=from_stream,
-        )
-        return cls(engine, axis=axis, mesh=mesh, device=device, sleeps=section.enable_engine_sleep)
 
     @property
     def name(self) -> str:

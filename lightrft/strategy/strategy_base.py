@@ -37,7 +37,10 @@ from lightrft.checkpoint.manager import RetentionPolicy
 from lightrft.config.resolve import Arguments, as_config, check_strategy
 from lightrft.config.sections import OptimSection, sequence_layout
 from lightrft.data.loader import Order
-from lightrft.engine.base import Engine, Request, Sampling
+from lightrft.engine.base import Engine
+from lightrft.engine.build import build_engine
+from lightrft.engine.requests import Request, Sampling, derived_seed
+from lightrft.engine.sampling_parameters import sampling_from_dict
 from lightrft.launch.heartbeat import MARGIN, SingleRankWatchdog, Watchdog
 from lightrft.launch.rendezvous import adopt_node_size, join_process_group
 from lightrft.models.lora import merged
@@ -50,7 +53,6 @@ from lightrft.strategy.device_memory import DeviceMemory, sync_and_clear_cache
 from lightrft.strategy.engine_host import EngineHost, EngineStatus, as_dicts
 from lightrft.strategy.phases import Phase, Phases
 from lightrft.strategy.prompt_reader import PromptReader
-from lightrft.strategy.sampling_parameters import sampling_of
 from lightrft.types import Completion
 from lightrft.versions import TENSOR_PARALLEL, untested_versions
 
@@ -92,7 +94,7 @@ class StrategyBase(Backend):
         self._watchdog: Watchdog | SingleRankWatchdog | None = None
         self._phases = Phases()
         self._memory = DeviceMemory(self)
-        self._checkpoints = Checkpoints(self, self._memory, self._loaded)
+        self._checkpoints = Checkpoints(self, self._memory.reload, self._loaded)
         self._host: EngineHost | None = None
         self._kept_awake = 0
         self._calls = 0
@@ -454,8 +456,14 @@ class StrategyBase(Backend):
         check_strategy(config)
         section = config.engine if engine_type is None else replace(config.engine, engine_type=engine_type)
         with self._emptied_device():  # vLLM and SGLang reserve a share of free memory at start
-            self._host = EngineHost.build(config, section, mesh=self.mesh, dtype=self.dtype, device=self.device,
-                                          seed=self.seed, from_stream=actor is not None)
+            axis = self.mesh.engine(section.engine_tp_size)
+            engine = build_engine(
+                section, model_path=config.model.pretrain, dtype=self.dtype, device=self.device, axis=axis,
+                max_model_len=config.data.prompt_max_len + config.rollout.generate_max_len,
+                seed=derived_seed(self.seed, self.mesh.world.rank // axis.size) % 2**31,  # vLLM accepts 32 bits only
+                trust_remote_code=config.model.trust_remote_code, from_stream=actor is not None,
+            )  # fmt: skip
+        self._host = EngineHost(engine, axis=axis, mesh=self.mesh, device=self.device, sleeps=section.enable_engine_sleep)
         if actor is None:
             self.wakeup_inference_engine()
         else:
@@ -781,7 +789,7 @@ class StrategyBase(Backend):
         if isinstance(parameters, Sampling):
             return parameters
         self._calls += 1
-        return sampling_of(parameters, seed=self.seed * 1_000_003 + self._calls)
+        return sampling_from_dict(parameters, seed=self.seed * 1_000_003 + self._calls)
 
     def _reader(self) -> PromptReader:
         return PromptReader(self._engine_host().engine.vocabulary, special_tokens=not self.config.data.apply_chat_template)

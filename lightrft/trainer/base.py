@@ -27,13 +27,13 @@ from lightrft.observe.report import write_report
 from lightrft.observe.sinks import Observer
 from lightrft.observe.trace import Trace
 from lightrft.roles.policy import Policy
+from lightrft.run.health import Health
+from lightrft.run.interruption import Interrupted, Interruption
+from lightrft.run.resume_check import changed_settings, identity
+from lightrft.run.run_folder import RunFolder
+from lightrft.run.sample_rows import sample_rows
 from lightrft.strategy.checkpoints import NOTHING
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.trainer.health import Health
-from lightrft.trainer.interruption import Interrupted, Interruption
-from lightrft.trainer.resume_check import changed_settings, identity
-from lightrft.trainer.run_folder import RunFolder
-from lightrft.trainer.sample_rows import sample_rows
 from lightrft.types import Expand, Prompt, Sample
 from lightrft.versions import installed_versions
 

@@ -23,6 +23,7 @@ from lightrft.data.loader import Order
 from lightrft.data.prompts import load_prompts
 from lightrft.engine.model_info import placeholder_token_ids
 from lightrft.engine.requests import Sampling
+from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models.heads import Actor, Scorer, check_window
 from lightrft.models.load import check_vocabulary, load_model, load_scorer, load_tokenizer
 from lightrft.models.routers import Routers
@@ -42,12 +43,12 @@ from lightrft.rollout.collector import Collector
 from lightrft.rollout.experience import ExperienceMaker
 from lightrft.rollout.media import Expander
 from lightrft.rollout.sampler import Sampler
+from lightrft.run.prepare import prepare_config
+from lightrft.run.run_folder import RunFolder
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import TrainingData
 from lightrft.trainer.evaluation import Evaluation
 from lightrft.trainer.ppo import PPOTrainer
-from lightrft.trainer.prepare import prepare_config
-from lightrft.trainer.run_folder import RunFolder
 from lightrft.trainer.sft import SFTTrainer
 from lightrft.trainer.supervised import PtxLoss
 from lightrft.types import Prompt
@@ -70,7 +71,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     frozen = config.train.freezing_actor_steps
     if frozen >= steps:
         raise ConfigError(f"--freezing_actor_steps {frozen} leaves no step to train the actor: this run has {steps} steps")
-    sampling, reference = Sampling.of(config.rollout), needs_reference(algorithm)
+    sampling, reference = sampling_of(config.rollout), needs_reference(algorithm)
     with log_duration(strategy, f"loading {config.model.pretrain}"):
         policy = build_policy(config, strategy, updates=(steps - frozen) * updates, reference=reference, sampling=sampling)
     set_blank_image(policy, training_data.expand)

@@ -10,9 +10,9 @@ from lightrft.roles.role import Objective, Role
 from lightrft.rollout.collector import Collector
 from lightrft.rollout.experience import ExperienceMaker, Planned
 from lightrft.rollout.measure import measure_samples
+from lightrft.run.interruption import Interrupted
 from lightrft.trainer.base import Trainer
 from lightrft.trainer.evaluate import evaluate
-from lightrft.trainer.interruption import Interrupted
 from lightrft.trainer.supervised import PtxLoss
 from lightrft.types import Prompt
 

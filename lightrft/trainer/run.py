@@ -15,12 +15,12 @@ from lightrft.checkpoint.atomic import CheckpointError
 from lightrft.config.command_line import load
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
+from lightrft.run.interruption import Interrupted
+from lightrft.run.prepare import prepare_config, quiet_libraries
 from lightrft.strategy import get_strategy
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.build import evaluation, ppo_trainer, sft_trainer
-from lightrft.trainer.interruption import Interrupted
 from lightrft.trainer.ppo import PPOTrainer
-from lightrft.trainer.prepare import prepare_config, quiet_libraries
 from lightrft.trainer.sft import SFTTrainer
 
 T = TypeVar("T")

@@ -127,9 +127,9 @@ def _now() -> complex:
 def train(flags: list[str]) -> list[dict[str, float]]:
     """Run the trainer on this rank; returns one row per step."""
     from lightrft.config import parse
+    from lightrft.run.prepare import prepare_config
     from lightrft.strategy import get_strategy
     from lightrft.trainer.build import ppo_trainer
-    from lightrft.trainer.prepare import prepare_config
 
     config = prepare_config("train_ppo", parse(flags, "train_ppo"))
     strategy = get_strategy(config)

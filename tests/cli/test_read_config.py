@@ -4,7 +4,7 @@ import pytest
 from loguru import logger
 
 from lightrft.config import Config, ConfigError, parse
-from lightrft.trainer.prepare import prepare_config
+from lightrft.run.prepare import prepare_config
 
 RUNNABLE = ["--pretrain=some/model", "--prompt_data=train.jsonl"]
 

@@ -4,6 +4,7 @@ import pytest
 
 from lightrft.config import RolloutSection
 from lightrft.engine.requests import Sampling
+from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
 from lightrft.engine.stops import StopStrings
 from lightrft.types import Completion
 from tiny import EOS, byte_tokenizer
@@ -49,8 +50,8 @@ def test_asked_after_every_token_it_is_reached_at_the_same_one(tokenizer):
 
 def test_a_sampling_of_the_flags():
     section = RolloutSection(generate_max_len=9, top_p=0.5, top_k=4, stop=["a"], stop_token_ids=[1], first_token_temperature=3.0)
-    sampling = Sampling.of(section, seed=5)
+    sampling = sampling_of(section, seed=5)
     assert sampling == Sampling(8, 9, 1.0, 5, (1,), 0.5, 4, ("a",), 3.0)
-    greedy = Sampling.greedy(section)
+    greedy = greedy_sampling(section)
     assert (greedy.n, greedy.temperature, greedy.first_token_temperature, greedy.stop) == (1, 0.0, None, ("a",))
     assert greedy.resolved(()).truncation.active is False

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.config import Config
-from lightrft.engine.requests import Sampling
+from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models import logprobs
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
@@ -123,7 +123,7 @@ def build(folder: str, mode: str, layout: Layout) -> tuple[Config, Policy]:
     logprobs.HOST_CHUNK = layout.chunk
     strategy = get_strategy(config)
     strategy.setup_distributed()
-    return config, build_policy(config, strategy, updates=STEPS, reference=False, sampling=Sampling.of(config.rollout))
+    return config, build_policy(config, strategy, updates=STEPS, reference=False, sampling=sampling_of(config.rollout))
 
 
 def updated(config: Config, policy: Policy, layout: Layout, steps: int) -> list[list[float]]:

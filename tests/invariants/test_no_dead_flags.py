@@ -12,9 +12,9 @@ import torch
 from transformers import AutoTokenizer
 
 from lightrft.config import AlgorithmSection, RewardSection, parse
+from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import ppo_trainer
-from lightrft.trainer.prepare import prepare_config
 from ranks import run_apart
 from roles import rows
 from runs import PPO, prepare, repeatable, rows_of

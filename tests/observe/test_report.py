@@ -15,7 +15,7 @@ from lightrft.data.images import ImageFile
 from lightrft.observe.charts import Line, line_chart, nice_ticks, smoothed
 from lightrft.observe.report import write_report
 from lightrft.observe.sinks import JsonLines, readable
-from lightrft.trainer.sample_rows import sample_rows
+from lightrft.run.sample_rows import sample_rows
 from lightrft.types import Prompt, Sample
 
 ATTACK = "<script>alert(1)</script>"

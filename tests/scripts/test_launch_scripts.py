@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightrft.config import flags_without_effect, parse
-from lightrft.trainer.prepare import prepare_config
+from lightrft.run.prepare import prepare_config
 from runs import prepare, rows_of
 
 ROOT = Path(__file__).resolve().parents[2]

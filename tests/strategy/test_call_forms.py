@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from lightrft.engine.base import Sampling
+from lightrft.engine.sampling_parameters import sampling_from_dict
 from lightrft.strategy import EngineStatus, StrategyBase
 from lightrft.strategy.fsdp import FSDPStrategy
-from lightrft.strategy.sampling_parameters import sampling_of
 from ranks import run_ranks
 from strategy.test_engine import PROMPTS
 from strategy.training import load, rows, share_of_loss, strategy, tokens_learned
@@ -24,13 +24,13 @@ from strategy.training import load, rows, share_of_loss, strategy, tokens_learne
     ],
 )
 def test_sampling_parameters_as_a_dictionary(parameters, sampling):
-    assert sampling_of(parameters, seed=5) == sampling
+    assert sampling_from_dict(parameters, seed=5) == sampling
 
 
 @pytest.mark.parametrize("parameters", [{"min_p": 0.1}, {"temprature": 1.0}, {"repetition_penalty": 1.2}])
 def test_parameters_that_no_engine_here_has_are_refused(parameters):
     with pytest.raises(ValueError, match="cannot sample with"):
-        sampling_of(parameters, seed=5)
+        sampling_from_dict(parameters, seed=5)
 
 
 def seed_calls(folder: str, out: str) -> dict:

@@ -1,14 +1,13 @@
 """One at a time has the device, and what takes turns follows the table."""
 
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from lightrft.engine.build import build_engine
 from lightrft.strategy import FSDPStrategy
-from lightrft.strategy.engine_host import EngineHost
 from lightrft.strategy.phases import Phase, PhaseError, Phases
 from ranks import run_ranks
 from strategy.training import load, strategy
@@ -81,10 +80,10 @@ def who_is_here(folder: str, flag: bool):
 
     def build(*args, **kwargs):
         look()
-        return EngineHost.build(*args, **kwargs)
+        return build_engine(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightrft.strategy.strategy_base.EngineHost", SimpleNamespace(build=build))
+        patch.setattr("lightrft.strategy.strategy_base.build_engine", build)
         made.setup_inference_engine(actor=actor)
     look()
     with made.engine_awake(actor):
@@ -135,10 +134,10 @@ def kept(folder: str) -> list[bool]:
 
     def build(*args, **kwargs):
         seen.extend(here(actor))
-        return EngineHost.build(*args, **kwargs)
+        return build_engine(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightrft.strategy.strategy_base.EngineHost", SimpleNamespace(build=build))
+        patch.setattr("lightrft.strategy.strategy_base.build_engine", build)
         made.setup_inference_engine(actor=actor)
     return seen + here(actor)
 

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lightrft.config import Config, parse
 from lightrft.models.load import load_tokenizer
+from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import build_critic
-from lightrft.trainer.prepare import prepare_config
 from ranks import run_ranks
 from roles.rows import dense_scorer
 from runs import PPO, prepare, repeatable, train

@@ -9,10 +9,10 @@ import torch
 from loguru import logger
 
 from lightrft.config import Config, parse
+from lightrft.run.health import ENOUGH, Health
+from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import ppo_trainer
-from lightrft.trainer.health import ENOUGH, Health
-from lightrft.trainer.prepare import prepare_config
 from ranks import run_ranks
 from runs import PPO, prepare, rows_of, train
 

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from lightrft.parallel.collectives import Axis
-from lightrft.trainer.interruption import Interrupted, Interruption
+from lightrft.run.interruption import Interrupted, Interruption
 from ranks import exit_codes
 
 ALONE = Axis("world", 1, 0, None)

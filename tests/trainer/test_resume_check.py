@@ -9,7 +9,7 @@ from transformers import Qwen2_5_VLConfig, Qwen3Config, Qwen3ForCausalLM
 from lightrft.config import Config, ConfigError, section_of_field
 from lightrft.data.chats import Answer
 from lightrft.models.weight_files import NOT_THE_MODEL, weights_of
-from lightrft.trainer.resume_check import (
+from lightrft.run.resume_check import (
     FIXED,
     FIXED_BESIDE_FROZEN,
     NO_NUMBER_DEPENDS_ON,

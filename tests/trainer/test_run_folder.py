@@ -16,7 +16,7 @@ from loguru import logger
 from lightrft.checkpoint.manifest import Manifest
 from lightrft.config import Config, ConfigError
 from lightrft.parallel.collectives import Axis
-from lightrft.trainer.run_folder import RunFolder
+from lightrft.run.run_folder import RunFolder
 from ranks import run_ranks
 from strategy.training import fill_the_disk
 

@@ -1,10 +1,11 @@
-"""Conversion of sampling parameters as vLLM and SGLang name them."""
+"""Sampling parameters from the flags, and from dictionaries as vLLM and SGLang name them."""
 
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from lightrft.engine.base import Sampling
+from lightrft.config.sections import RolloutSection
+from lightrft.engine.requests import Sampling
 
 RENAMED = {"max_new_tokens": "max_tokens"}
 IGNORED = ("detokenize", "skip_special_tokens", "include_stop_str_in_output", "logprobs", "spaces_between_special_tokens")
@@ -14,7 +15,22 @@ NEUTRAL = {"min_p": (0, None), "repetition_penalty": (1, None), "presence_penalt
 """Parameters that no engine here supports, with the values that have no effect and are therefore accepted."""
 
 
-def sampling_of(parameters: Mapping[str, Any], seed: int) -> Sampling:
+def sampling_of(section: RolloutSection, **own: Any) -> Sampling:
+    """Build the sampling parameters from the flags, with `own` values overriding them."""
+    from_flags = {
+        "n": section.n_samples_per_prompt, "max_tokens": section.generate_max_len, "temperature": section.temperature,
+        "top_p": section.top_p, "top_k": section.top_k, "stop": tuple(section.stop),
+        "stop_token_ids": tuple(section.stop_token_ids), "first_token_temperature": section.first_token_temperature,
+    }  # fmt: skip
+    return Sampling(**from_flags | own)
+
+
+def greedy_sampling(section: RolloutSection, **own: Any) -> Sampling:
+    """Build parameters for one greedy response, with the flags' limits."""
+    return sampling_of(section, **{"n": 1, "temperature": 0.0, "first_token_temperature": None} | own)
+
+
+def sampling_from_dict(parameters: Mapping[str, Any], seed: int) -> Sampling:
     """Convert a dictionary of vLLM or SGLang sampling parameters to Sampling; `seed` is used if the dictionary has none.
 
     Raises ValueError for parameters that are unknown, or that would change sampling in a way that engines here do not support.
