@@ -32,7 +32,7 @@ LAYERS = {
     "samples": -1,
 }  # fmt: skip
 OPTIONAL = {"deepspeed", "vllm", "sglang", "peft", "wandb", "flash_attn", "ray", "math_verify", "jsonschema", "liger_kernel",
-            "triton"}  # fmt: skip
+            "triton", "reasoning_gym"}  # fmt: skip
 OPTIONAL_ELSEWHERE = {"wandb": "observe/sinks.py", "peft": "models/lora.py"}
 """Exceptions to `only inside the file or folder named after it`, and there only inside a function."""
 LARGEST = 14

@@ -651,3 +651,9 @@ def test_no_coefficient_no_reference_unless_it_is_to_be_measured(argv, line):
     resolve(config, "train_ppo", 2)
     assert f"divergence from a reference model: {line}" in summary(config, "train_ppo", 2)
     assert needs_reference(config.algorithm) is (line != "none")
+
+
+def test_a_former_value_of_a_flag_is_still_read():
+    config = parsed("--bad_rows", "fail")
+    assert config.data.bad_rows == "stop"
+    assert config.notices == ["--bad_rows fail is the old form of a flag: use --bad_rows stop"]

@@ -26,6 +26,7 @@ NEEDS_AN_EXTRA = {
     "lightrft.roles.remote_teacher": "httpx",
     "lightrft.rewards.jsonschema": "jsonschema",
     "lightrft.rewards.math_verify": "math_verify",
+    "lightrft.rewards.reasoning_gym": "reasoning_gym",
     "lightrft.rewards.remote": "httpx",
     "lightrft.strategy.deepspeed": "deepspeed",
 }

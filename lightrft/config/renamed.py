@@ -1,4 +1,4 @@
-"""Renamed flags: the old name still works in files, on the command line and from Python; the help omits it."""
+"""Renamed flags and values: the old name still works in files, on the command line and from Python; the help omits it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +24,10 @@ RENAMED = {
 }
 
 
+RENAMED_VALUES = {("bad_rows", "fail"): "stop"}
+"""Flag and its former value -> its current value."""
+
+
 def current_names(values: Mapping[str, Any], typed: Callable[[Any, Any], Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the values under the current names, and a notice for each old name; `typed` converts a value to a type."""
     found: dict[str, Any] = {name: value for name, value in values.items() if name not in RENAMED}
@@ -35,4 +39,8 @@ def current_names(values: Mapping[str, Any], typed: Callable[[Any, Any], Any]) -
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         notices.append(f"--{name} is the old name of a flag: use {known.flag}")
+    for name, former in RENAMED_VALUES:
+        if found.get(name) == former:
+            found[name] = RENAMED_VALUES[name, former]
+            notices.append(f"--{name} {former} is the old form of a flag: use --{name} {found[name]}")
     return found, notices

@@ -129,8 +129,9 @@ class DataSection(Section):
     """Text that ends each step of a response for process reward models, and belongs to the step."""
     learned_turns: Literal["all", "last"] = "all"
     """Turns of the assistant in a conversation on which SFT and --pretrain_data train: all, or the last one."""
-    bad_rows: Literal["fail", "skip"] = "fail"
-    """Handling of a malformed or too long row: fail stops with its file and line, skip omits it and reports the count."""
+    bad_rows: Literal["stop", "skip"] = "stop"
+    """Handling of a malformed or too long row: stop ends the run with its file and line before a model is loaded, skip omits it
+    and reports how many there are, and the first ones."""
 
 
 @dataclass

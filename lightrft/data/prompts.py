@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection
 from lightrft.data.images import IMAGES, ImageFile, image_files, with_parts
-from lightrft.data.readers import BadRows, DataError, read_rows
+from lightrft.data.readers import TASK, BadRows, DataError, read_rows, source_names
 from lightrft.types import Prompt
 
 RowProblem = Callable[[Prompt], str | None]
@@ -45,7 +45,9 @@ def load_prompts(
         keys = {"input_key": section.eval_input_key, "label_key": section.eval_label_key}
         section = replace(section, **{name: key for name, key in keys.items() if key is not None})
     given = getattr(section, source)
-    names = [given] if Path(given).exists() else given.split(",")
+    names = source_names(given)
+    if source == "eval_data":
+        _check_held_out(section, names)
     make = partial(make or make_prompt, section, tokenizer, measure=measure)
     parts = [_load(section, source, name, make=make, row_problem=row_problem) for name in names]
     if section.images_key and source != "pretrain_data" and not any(prompt.multi_modal for part in parts for prompt in part):
@@ -92,6 +94,14 @@ def _load(section: DataSection, source: str, name: str, *, make: Make, row_probl
     if not prompts:
         raise DataError(f"--{source} {name}: no usable row ({len(bad.reasons)} bad ones were skipped)")
     return prompts
+
+
+def _check_held_out(section: DataSection, names: list[str]) -> None:
+    """Raise DataError if tasks of reasoning-gym have the same rows in the training and the held-out data."""
+    if any(name.startswith(TASK) for name in names):
+        from lightrft.data.reasoning_gym.tasks import check_held_out
+
+        check_held_out(source_names(section.prompt_data), names, split=section.prompt_split, eval_split=section.eval_split)
 
 
 def _check_templates(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,6 +1,7 @@
 """Rows of a data set from files or the hub, each with its location, and the handling of bad rows."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,10 @@ from loguru import logger
 from lightrft.config.errors import ConfigError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
+TASK = "reasoning_gym:"
+"""Beginning of the name of a task of the package reasoning-gym."""
+SEPARATOR = re.compile(r",(?![^\[]*\])")
+"""Comma between two data sets; one inside of brackets belongs to an option of a task."""
 ROWS_AT_ONCE = 64
 
 
@@ -45,14 +50,23 @@ Row = tuple[str, dict[str, Any]]
 """Location of a row (`train.jsonl:12`) and its columns."""
 
 
+def source_names(sources: str) -> list[str]:
+    """Return the names of data sets that are joined by commas; a file or folder may have a comma in its name."""
+    return [sources] if Path(sources).expanduser().exists() else SEPARATOR.split(sources)
+
+
 def read_rows(source: str, split: str, bad: BadRows) -> Iterator[Row]:
-    """Yield the rows of a file, of the files of a folder, or of a data set on the hub.
+    """Yield the rows of a file, of the files of a folder, of a data set on the hub, or of a task of reasoning-gym.
 
     In a folder, the files whose names begin with the split are read, or its only file. Raise DataError for a source that does
     not exist or cannot be read.
     """
     path = Path(source).expanduser()
-    if path.is_file():
+    if source.startswith(TASK):
+        from lightrft.data.reasoning_gym.tasks import task_rows
+
+        yield from task_rows(source, split, bad.flag)
+    elif path.is_file():
         yield from _file_rows(path, bad)
     elif path.is_dir():
         for file in _files_of_split(path, split, bad.flag):

@@ -103,12 +103,13 @@ def f1(samples: list[Sample], label: list[str | list[str]], **_: Any) -> list[fl
     The label is a text or a list of texts, of which the best counts. If the response has an <answer> tag, only the text of the
     last one counts.
     """
-    return [_best_f1(_tagged_answer(sample.text), right) for sample, right in zip(samples, label, strict=True)]
+    return [_best_f1(tagged_answer(sample.text), right) for sample, right in zip(samples, label, strict=True)]
 
 
 rewards.register_deferred("math", "lightrft.rewards.math_verify:equal_in_mathematics", "math-verify")
 rewards.register_deferred("json_schema", "lightrft.rewards.jsonschema:satisfies_schema", "jsonschema")
 rewards.register_deferred("code", "lightrft.rewards.code:passes_tests")
+rewards.register_deferred("reasoning_gym", "lightrft.rewards.reasoning_gym:score_of_task", "reasoning-gym")
 
 
 @rewards.register("none")
@@ -162,7 +163,7 @@ def _is_think_and_answer(sample: Sample) -> bool:
     return all(text.count(tag) == 1 for tag in TAGS) and THINK_AND_ANSWER.fullmatch(text) is not None
 
 
-def _tagged_answer(text: str) -> str:
+def tagged_answer(text: str) -> str:
     """Return the text of the last <answer> tag, which may be unclosed; the whole text if there is none."""
     return text.rpartition("<answer>")[2].partition("</answer>")[0] if "<answer>" in text else text
 

@@ -260,6 +260,7 @@ def test_math_in_worker_processes_and_in_a_thread():
     [
         ("math", "math_verify", "math-verify"),
         ("json_schema", "jsonschema", "jsonschema"),
+        ("reasoning_gym", "reasoning_gym", "reasoning-gym"),
     ],
 )
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, name, package, install):
@@ -475,6 +476,7 @@ def test_code_in_worker_processes():
 
 
 def test_every_verifier_is_registered_and_slow_ones_run_in_workers():
-    names = {"exact_match", "number", "gsm8k", "math", "choice", "f1", "format", "length", "json_schema", "code", "none"}
+    names = {"exact_match", "number", "gsm8k", "math", "choice", "f1", "format", "length", "json_schema", "code", "none",
+             "reasoning_gym"}  # fmt: skip
     assert names <= set(rewards.names())
-    assert names - FAST_REWARDS == {"math", "json_schema", "code"}
+    assert names - FAST_REWARDS == {"math", "json_schema", "code", "reasoning_gym"}

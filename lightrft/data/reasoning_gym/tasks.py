@@ -1,0 +1,92 @@
+"""Tasks of the package reasoning-gym as data: `reasoning_gym:chain_sum?size=500&seed=1&max_terms=4`."""
+
+import json
+import os
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from lightrft.data.readers import TASK, DataError, Row
+
+SIZE = 500
+"""Number of rows of a task without `size`."""
+PROGRAM = "import sys; sys.path[:] = {path!r}; from lightrft.data.reasoning_gym.generator import main; main(sys.argv[1])"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A task with its options; row i is a function of `seed + i`, so tasks with near seeds share rows."""
+
+    name: str
+    size: int
+    seed: int
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the task's own, which its scorer may need too."""
+
+    @classmethod
+    def parse(cls, reference: str, split: str) -> Self:
+        """Read `reasoning_gym:NAME?option=value&option=value`; values are JSON, or else text. Without `seed`, the split has one.
+
+        Raise DataError for a size or a seed that is not a number.
+        """
+        name, _, query = reference.removeprefix(TASK).partition("?")
+        options = {key: _value(text) for key, _, text in (part.partition("=") for part in query.split("&") if part)}
+        size, seed = options.pop("size", SIZE), options.pop("seed", zlib.crc32(split.encode()))
+        for key, value, least in (("size", size, 1), ("seed", seed, 0)):
+            if type(value) is not int or value < least:
+                raise DataError(f"{reference}: {key}={value} is not a whole number of at least {least}")
+        return cls(name, size, seed, options)
+
+    def shares_rows(self, other: Self) -> bool:
+        """Return True if both have a row in common because of their seeds."""
+        near = self.seed < other.seed + other.size and other.seed < self.seed + self.size
+        return near and (self.name, self.options) == (other.name, other.options)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def task_rows(reference: str, split: str, flag: str) -> Iterator[Row]:
+    """Yield the rows of a task: `input` and `question`, `label` and `answer` (None without a single right one), and `metadata`.
+
+    A process of their own generates them, in which sets have one order and the global random numbers a seed: with those of
+    this process, some tasks would differ between ranks. Raise DataError for an unknown task or option.
+    """
+    task = Task.parse(reference, split)
+    program = PROGRAM.format(path=[str(folder) for folder in sys.path])
+    arguments = json.dumps({"name": task.name, "size": task.size, "seed": task.seed, "options": task.options})
+    command = [sys.executable, "-c", program, arguments]
+    environment = os.environ | {"PYTHONHASHSEED": "0"}
+    with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
+        try:
+            for number, line in enumerate(process.stdout or (), 1):
+                row = json.loads(line)
+                if "problem" in row:
+                    raise DataError(f"{flag} {reference}: {row['problem']}")
+                where = f"{TASK}{task.name} row {number}"
+                question, answer = row["question"], row["answer"]
+                yield where, {"input": question, "label": answer, "options": task.options, **row}
+            if process.wait():
+                raise DataError(f"{flag} {reference}: its generator ended with exit code {process.returncode}; see above")
+        finally:
+            process.kill()
+
+
+def check_held_out(training: list[str], held_out: list[str], *, split: str, eval_split: str) -> None:
+    """Raise DataError if a task of the held-out data has rows of the training data."""
+    tasks = [Task.parse(name, split) for name in training if name.startswith(TASK)]
+    for name in held_out:
+        task = Task.parse(name, eval_split) if name.startswith(TASK) else None
+        shared = [other for other in tasks if task and task.shares_rows(other)]
+        if shared:
+            raise DataError(
+                f"--eval_data {name}: some of its rows are in --prompt_data, because row i of a task is made from seed + i; "
+                f"set seed={shared[0].seed + shared[0].size}, or leave seed out of both"
+            )
