@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lightrft.config.sections import REWARD_MODELS, ModelSection
+from lightrft.config.values import nearest
 
 SERVER = ("http://", "https://")
 """Beginnings of the address of a server."""
@@ -84,6 +85,23 @@ def _reward_term(text: str) -> RewardTerm:
         raise ValueError(f"--reward {text}: the weight {weight!r} is not a number") from None
     label = parts["label"] or ("server" if name.startswith(SERVER) else name.rpartition(":")[2])
     return RewardTerm(label, name, number)
+
+
+TRACKERS = ("wandb", "mlflow", "swanlab", "trackio", "comet_ml")
+"""Trackers of --report_to, each the name of its package."""
+FILES = ("tensorboard", "jsonl", "none")
+"""Destinations of --report_to that need no further package; none is jsonl alone."""
+
+
+def report_names(text: str) -> list[str]:
+    """Return the destinations in the text of --report_to. Raises ValueError for an unknown or repeated one."""
+    names = [name.strip() for name in text.split(",")]
+    known = (*TRACKERS, *FILES)
+    if wrong := [name for name in names if name not in known]:
+        raise ValueError(f"--report_to {wrong[0]!r}: unknown{nearest(wrong[0], known)}; known are {', '.join(known)}")
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"--report_to {text}: {repeated[0]} is there twice")
+    return names
 
 
 def address_problem(flag: str, url: str, key: str) -> str:

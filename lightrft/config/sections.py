@@ -500,18 +500,18 @@ class TrainSection(Section):
 class ObserveSection(Section):
     logging_steps: Annotated[int, COUNT] = 1
     """Number of steps between reports of metrics."""
-    use_tensorboard: bool = True
-    """Write TensorBoard files to save_path/tensorboard."""
-    use_wandb: bool = False
-    """Send metrics to Weights & Biases."""
-    wandb_project: str = "lightrft"
-    """Project in Weights & Biases."""
-    wandb_org: str | None = None
-    """Team or user in Weights & Biases to which the project belongs; unset: your own."""
-    wandb_group: str | None = None
-    """Group of runs in Weights & Biases."""
-    wandb_run_name: str | None = None
-    """Name of the run in Weights & Biases."""
+    report_to: CommaSeparated = CommaSeparated("tensorboard")
+    """Destinations of metrics and samples, separated by commas, or a list in YAML: tensorboard (files in save_path/tensorboard),
+    wandb, mlflow, swanlab, trackio, comet_ml, and jsonl for the files metrics.jsonl and samples.jsonl, which are always
+    written."""
+    tracker_project: str = "lightrft"
+    """Project of the run in the trackers of --report_to; in MLflow the experiment."""
+    tracker_run_name: str | None = None
+    """Name of the run in the trackers of --report_to; unset: they choose one."""
+    tracker_org: str | None = None
+    """Team or user to which the project belongs, in Weights & Biases, SwanLab and Comet; unset: your own."""
+    tracker_group: str | None = None
+    """Group of runs in Weights & Biases, SwanLab and Trackio."""
     num_trajectories_to_save: Annotated[int, NOT_NEGATIVE] = 8
     """Number of samples of each step that are written to save_path/samples.jsonl, all samples of one prompt before those of the
     next; 0: none."""
@@ -564,7 +564,7 @@ class Config:
         """Set fields by their flat names; `source` begins the message of a ConfigError, such as the name of a file."""
         owners, types, problems = section_of_field(), field_types(), []
         try:
-            values, notices = current_names(values, typed_value)
+            values, notices = current_names(values, typed_value, self)
         except ValueError as error:
             raise ConfigError(f"{source}{error}") from error
         self.notices += notices

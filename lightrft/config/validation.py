@@ -10,7 +10,7 @@ from typing import Any
 from lightrft.config.commands import fields_read
 from lightrft.config.errors import ConfigError
 from lightrft.config.recipe import TEACHERS, algorithm_problems
-from lightrft.config.references import SERVER, address_problem, reward_model_terms, reward_terms
+from lightrft.config.references import SERVER, TRACKERS, address_problem, report_names, reward_model_terms, reward_terms
 from lightrft.config.sections import (
     REWARD_MODELS,
     Config,
@@ -60,9 +60,16 @@ def _missing_inputs(config: Config, command: str) -> list[str]:
     data_flag = "eval_data" if command == "evaluate" else "prompt_data"
     if not getattr(config.data, data_flag):
         problems.append(f"--{data_flag} is empty: set it to a JSONL or parquet file, a folder of them, or a hub name")
-    if config.observe.use_wandb and command != "evaluate" and find_spec("wandb") is None:
-        problems.append("--use_wandb needs the package wandb: pip install wandb")
-    return problems
+    return problems + (_tracker_problems(config.observe.report_to) if command != "evaluate" else [])
+
+
+def _tracker_problems(report_to: str) -> list[str]:
+    try:
+        names = report_names(report_to)
+    except ValueError as error:
+        return [str(error)]
+    absent = [name for name in names if name in TRACKERS and find_spec(name) is None]
+    return [f"--report_to {name} needs the package {name}: pip install {name}" for name in absent]
 
 
 def _address_problems(config: Config, command: str) -> list[str]:

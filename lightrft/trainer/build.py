@@ -17,7 +17,7 @@ from lightrft.algorithms.options import keywords
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.checkpoint.final_model import with_merged_pretrain
 from lightrft.config.errors import ConfigError
-from lightrft.config.references import reward_model_terms
+from lightrft.config.references import TRACKERS, report_names, reward_model_terms
 from lightrft.config.sections import Config, needs_critic, needs_reference
 from lightrft.data.conversations import load_examples
 from lightrft.data.loader import Order
@@ -30,9 +30,10 @@ from lightrft.models.load import check_vocabulary, load_model, load_scorer, load
 from lightrft.models.routers import Routers
 from lightrft.models.trainable import freeze_parameters
 from lightrft.observe.console import Console
-from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard, WandB
+from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard
 from lightrft.observe.text import duration
 from lightrft.observe.trace import Trace
+from lightrft.observe.trackers import Tracker
 from lightrft.parallel import device
 from lightrft.rewards.models import ModelRewards, ScoringModel
 from lightrft.rewards.runner import RewardRunner
@@ -358,9 +359,7 @@ def observation(config: Config, strategy: StrategyBase) -> tuple[Observer, Trace
 def _sinks(config: Config) -> list[Sink]:
     folder, observe = Path(config.train.save_path), config.observe
     sinks: list[Sink] = [Console(), JsonLines(folder)]
-    if observe.use_tensorboard:
+    names = report_names(observe.report_to)
+    if "tensorboard" in names:
         sinks.append(TensorBoard(folder))
-    if observe.use_wandb:
-        names = {"org": observe.wandb_org, "group": observe.wandb_group}
-        sinks.append(WandB(folder, observe.wandb_project, observe.wandb_run_name, **names))
-    return sinks
+    return [*sinks, *(Tracker(name, folder, observe) for name in names if name in TRACKERS)]
