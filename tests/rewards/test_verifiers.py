@@ -238,7 +238,7 @@ def test_math(text, label, reward):
 
 
 def test_math_that_takes_too_long_is_wrong(monkeypatch, capfd):
-    monkeypatch.setattr("lightrft.rewards.math_verify.SECONDS", 1)
+    monkeypatch.setattr("lightrft.rewards.verifiers.math_verify.SECONDS", 1)
     began = time.monotonic()
     assert judged("math", sample("\\boxed{9^{9^{9^9}}}", label="5"), sample("\\boxed{5}", label="5.0")) == [0.0, 1.0]
     assert time.monotonic() - began < 8
@@ -270,7 +270,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=rf"--reward {name} needs {package}\S*: pip install {install}$"):
         RewardRunner(name)
-    assert importlib.util.find_spec("lightrft.rewards.code"), "the others do not need it"
+    assert importlib.util.find_spec("lightrft.rewards.verifiers.code"), "the others do not need it"
 
 
 # -- json_schema
