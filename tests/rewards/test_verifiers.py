@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from lightrft.config import ConfigError, RewardSection
-from lightrft.rewards import code
 from lightrft.rewards.functions import FAST_REWARDS, rewards
 from lightrft.rewards.runner import RewardRunner
+from lightrft.rewards.verifiers import code
 from lightrft.samples import Prompt, Sample
 
 
