@@ -36,7 +36,7 @@ EXTRAS = {
     **{name.removesuffix("_ml"): {name: versions} for name, versions in TRACKERS.items()},
     "math": {"math-verify": ">=0.9,<0.10"},
     "json": {"jsonschema": ">=4.18"},
-    "reasoning_gym": {"reasoning-gym": ">=0.1.25,<0.2"},
+    "reasoning-gym": {"reasoning-gym": ">=0.1.25,<0.2"},
     "dev": {"pytest": ">=8.0", "hypothesis": ">=6.100", "ruff": ">=0.12", "pyright": ">=1.1.400"},
 }
 """Name of the extra -> packages that it installs: `pip install '.[vllm]'` in a clone."""

@@ -264,7 +264,7 @@ def test_math_in_worker_processes_and_in_a_thread():
     ],
 )
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, name, package, install):
-    monkeypatch.delitem(sys.modules, f"lightrft.rewards.{package}", raising=False)
+    monkeypatch.delitem(sys.modules, f"lightrft.rewards.verifiers.{package}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     for module in [module for module in sys.modules if module.startswith(f"{package}.")]:
         monkeypatch.setitem(sys.modules, module, None)
