@@ -1,0 +1,60 @@
+"""Load the data of a run: prompts, answers, and the number of steps that they allow."""
+
+from functools import partial
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config.errors import ConfigError
+from lightrft.config.sections import Config
+from lightrft.data.conversations import load_examples
+from lightrft.data.loader import Order
+from lightrft.data.prompts import load_prompts
+from lightrft.models.load import load_tokenizer
+from lightrft.rewards.runner import RewardRunner
+from lightrft.rollout.media import Expander
+from lightrft.trainer.base import TrainingData
+from lightrft.types import Prompt
+
+
+def load_training_data(config: Config, batch_size: int, *, rewards: RewardRunner | None = None) -> TrainingData:
+    """Load the training and held-out data with the columns that `rewards` needs; without rewards their answers are learned."""
+    tokenizer = load_tokenizer(config.model)
+    expand = load_expander(config, tokenizer, engine=rewards is not None)
+    if expand is not None:
+        expand.check_family()
+    load = (
+        partial(load_prompts, config.data, tokenizer, row_problem=rewards.row_problem, measure=expand and expand.measure)
+        if rewards
+        else partial(load_supervised, config, tokenizer, expand)
+    )
+    prompts, eval_prompts = load(), load(source="eval_data") if config.data.eval_data else []
+    return TrainingData(tokenizer, prompts, eval_prompts, total_steps(config, len(prompts), batch_size), expand)
+
+
+def load_expander(config: Config, tokenizer: PreTrainedTokenizerBase, *, engine: bool) -> Expander | None:
+    """Return the expander of prompts with images, of no more than an `engine` takes; None if all prompts are text.
+
+    The tokenizer gets the chat template of the processor, which contains the image placeholders.
+    """
+    if not config.data.images_key:
+        return None
+    expand = Expander(config.model, most=config.engine.limit_mm_image_per_prompt if engine else None)
+    try:
+        tokenizer.chat_template = expand.chat_template or tokenizer.chat_template
+    except ValueError as error:
+        raise ConfigError(f"--images_key: {error}; omit the flag to train the model on text") from error
+    return expand
+
+
+def load_supervised(
+    config: Config, tokenizer: PreTrainedTokenizerBase, expand: Expander | None, *, source: str = "prompt_data"
+) -> list[Prompt]:
+    longest, measure = config.train.max_tokens_per_microbatch, expand and expand.measure
+    return load_examples(config.data, tokenizer, source=source, longest=longest, measure=measure)
+
+
+def total_steps(config: Config, num_rows: int, batch_size: int) -> int:
+    """Return the number of whole batches in all passes over the data, at most --max_steps."""
+    Order.check(num_rows, batch_size)
+    steps = num_rows * config.train.num_episodes // batch_size
+    return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
