@@ -170,6 +170,7 @@ class JudgedBatch(Batch):
     margins: Tensor | None = per_sequence()  # [N] float32, difference of scores that a pair should have
     ties: Tensor | None = per_sequence()  # [N] bool, True if the answers of the pair are equally good
     heads: Tensor | None = per_sequence()  # [N] int64, head of the reward model that learns
+    desirable: Tensor | None = per_sequence()  # [N] bool, False for a bad answer
     reference: Tensor | None = per_sequence()  # [N] float32, sum of the reference's log-probs of the learned tokens
 
 

@@ -3,13 +3,15 @@
     python scripts/prepare_quickstart.py --out runs/quickstart/data --seed 0
 
 writes OUT/model (a Hugging Face folder), OUT/train.jsonl and OUT/test.jsonl, always the same for the same seed, and the same
-problems with judged answers: OUT/pairs/train.jsonl and test.jsonl, of a right and a wrong answer.
+problems with judged answers: OUT/pairs/train.jsonl and test.jsonl, of a right and a wrong answer, and
+OUT/answers/train.jsonl and test.jsonl, of single answers, half of them wrong.
 """
 
 import argparse
 import json
 import random
 import string
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -99,6 +101,15 @@ def pairs(problems: list[Problem], seed: int) -> list[Problem]:
     ]
 
 
+def judged_answers(problems: list[Problem], seed: int) -> list[dict[str, str | bool]]:
+    """One answer to each problem with its judgement: the right one, or for every other problem a wrong one."""
+    both = enumerate(pairs(problems, seed))
+    return [
+        {"prompt": pair["prompt"], "completion": pair["rejected" if place % 2 else "chosen"], "label": place % 2 == 0}
+        for place, pair in both
+    ]
+
+
 def _wrong(answer: str, answers: list[str], rng: random.Random) -> str:
     while True:
         place, other = rng.randrange(len(answer)), rng.choice(answers)
@@ -109,7 +120,7 @@ def _wrong(answer: str, answers: list[str], rng: random.Random) -> str:
 TASKS = {"addition": addition_problems, "sorting": sorting_problems}
 
 
-def write_jsonl(path: Path, rows: list[Problem]) -> None:
+def write_jsonl(path: Path, rows: Sequence[Mapping[str, str | bool]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -137,6 +148,7 @@ def main() -> None:
     write_jsonl(args.out / "test.jsonl", held_out)
     for split, problems in (("train", train), ("test", held_out)):
         write_jsonl(args.out / "pairs" / f"{split}.jsonl", pairs(problems, args.seed))
+        write_jsonl(args.out / "answers" / f"{split}.jsonl", judged_answers(problems, args.seed))
     tiny_qwen3(args.out / "model", args.seed)
     print(f"{args.out}: {len(train)} training and {len(held_out)} held-out problems, a random Qwen3 in {args.out / 'model'}")
 

@@ -7,9 +7,10 @@ from lightrft.config.sections import REWARD_MODELS, SECTIONS, PreferenceSection,
 COMMANDS: dict[str, set[str]] = {
     "train_ppo": set(SECTIONS) - {"preference"},
     "train_sft": {"model", "data", "strategy", "optim", "train", "observe"},
-    **{f"train_{kind}": {"model", "data", "preference", "strategy", "optim", "train", "observe"} for kind in ("rm", "dpo")},
+    **{command: {"model", "data", "preference", "strategy", "optim", "train", "observe"}
+       for command in ("train_rm", "train_dpo", "train_kto")},
     "evaluate": {"model", "data", "strategy", "engine", "rollout", "reward", "train"},
-}
+}  # fmt: skip
 """Command -> the sections that it reads."""
 
 PREFERENCES: dict[str, set[str]] = {
@@ -17,11 +18,9 @@ PREFERENCES: dict[str, set[str]] = {
                  "learn_scale"},
     "train_dpo": {"chosen_key", "rejected_key", "dpo_loss", "beta", "label_smoothing", "length_normalized", "sft_coef",
                   "precompute_reference"},
+    "train_kto": {"completion_key", "beta", "desirable_weight", "undesirable_weight"},
 }  # fmt: skip
 """Command that learns from judged answers -> the fields of the preference section that it reads."""
-
-OF_ONE_ANSWER = ("label_key", "eval_label_key", "reference_key")
-"""Fields of the data section about a single right answer."""
 
 OF_IMAGES = ("images_key", "media_root", "freeze_vision_tower")
 
@@ -62,7 +61,9 @@ def fields_read(command: str) -> set[str]:
         read -= {*ROLES, "critic_learning_rate"}
     if command in PREFERENCES:
         read -= {field.name for field in fields(PreferenceSection)} - PREFERENCES[command]
-        read -= {*OF_IMAGES, *OF_ONE_ANSWER}
+        read -= {*OF_IMAGES, "reference_key"}
+    if command in ("train_rm", "train_dpo"):
+        read -= {"label_key", "eval_label_key"}
     if command == "train_rm":
         read -= {"learned_turns", "save_adapter_only"}
     if command != "train_ppo":

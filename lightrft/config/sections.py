@@ -104,7 +104,7 @@ class DataSection(Section):
     folder of the data, and any path is allowed."""
     label_key: str = "label"
     """Column of the correct answer: reward functions receive it as `label`, and SFT trains on it. For SFT, a row that ends in an
-    answer needs none."""
+    answer needs none. For KTO it says whether the answer is good."""
     eval_input_key: str | None = None
     """Column of the prompt in --eval_data; unset: --input_key."""
     eval_label_key: str | None = None
@@ -431,6 +431,8 @@ class PreferenceSection(Section):
     """Column that is true for rows whose answers are equally good, for --rm_loss ties."""
     head_key: str | None = None
     """Column with the name of the head that learns from the row, one of --reward_heads."""
+    completion_key: str = "completion"
+    """Column of a single answer that is judged by its --label_key: a text, a list of chat messages, or a whole conversation."""
     rm_loss: Literal["sigmoid", "logexp", "ties"] = "sigmoid"
     """Loss of a reward model: sigmoid is Bradley-Terry, with the margin of --margin_key; logexp is log(1 + exp(rejected -
     chosen)), without margins; ties is Rao-Kupper, which also learns from rows of --tie_key."""
@@ -454,6 +456,10 @@ class PreferenceSection(Section):
     precompute_reference: bool = False
     """DPO: compute the log-probs of the reference once before training, with the model that training starts from, so that no
     second model is kept."""
+    desirable_weight: Annotated[float, NOT_NEGATIVE] = 1.0
+    """KTO: weight of the rows with a good answer."""
+    undesirable_weight: Annotated[float, NOT_NEGATIVE] = 1.0
+    """KTO: weight of the rows with a bad answer."""
 
 
 @dataclass

@@ -131,6 +131,12 @@ def _preference_problems(config: Config, command: str) -> list[str]:
             ),
             "--reward_heads contains a name twice": len(set(heads)) < len(heads),
         }
+    if command == "train_kto":
+        impossible |= {
+            "--train_batch_size must be at least 2: KTO compares each prompt with the answer to another one": (
+                config.train.train_batch_size < 2
+            ),
+        }
     if command == "train_dpo":
         impossible |= {
             "--label_smoothing must be below 0.5: above it the rejected answers would be preferred": (

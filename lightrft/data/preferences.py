@@ -1,4 +1,4 @@
-"""Rows of judged answers: pairs of a chosen and a rejected answer to one prompt."""
+"""Rows of judged answers: pairs of a chosen and a rejected answer to one prompt, or single answers that are good or bad."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +17,8 @@ from lightrft.types import JudgedBatch, Prompt, TokenIds
 
 CHOSEN, REJECTED, MARGIN, TIE, HEAD = "chosen", "rejected", "margin", "tie", "head"
 """Columns of a loaded pair, whatever their names in the data."""
+ANSWER, DESIRABLE = "answer", "desirable"
+"""Columns of a loaded single answer."""
 USUAL_PROMPT = "prompt"
 """Column of the prompt that is used if --input_key is not set and its column is missing."""
 
@@ -78,6 +80,60 @@ def pair_batch(pairs: Sequence[Prompt], rows: Sequence[int]) -> JudgedBatch:
         margins=torch.tensor([columns[MARGIN] for columns in both], dtype=torch.float32),
         ties=torch.tensor([columns[TIE] for columns in both], dtype=torch.bool),
         heads=torch.tensor([columns[HEAD] for columns in both], dtype=torch.int64),
+    )
+
+
+def load_answers(
+    section: DataSection, preference: PreferenceSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data",
+    longest: int,
+) -> list[Prompt]:  # fmt: skip
+    """Load prompts with an Answer that is good or bad, as load_prompts() does; above `longest` tokens a row is a bad row."""
+
+    def make(
+        section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, index: int, folder: Path = HERE,
+        measure: MediaTokenCounter | None = None,
+    ) -> Prompt:  # fmt: skip
+        answer = _column(row, preference.completion_key, "completion_key")
+        messages = as_messages(answer)
+        if messages and not is_answer(messages[0]):
+            last = max(place for place, message in enumerate(messages, 1) if not is_answer(message))
+            prompt, answer = messages[:last], messages[last:]
+        else:
+            prompt = prompt_column(section, row)
+        desirable = _bool(row, section.label_key, "label_key")
+        example = _example(section, tokenizer, prompt, answer, index)
+        columns = {ANSWER: answer_of(example, tokenizer), DESIRABLE: desirable}
+        return Prompt(index, example.text, example.token_ids, columns)
+
+    def problem(prompt: Prompt) -> str | None:
+        length = prompt.num_tokens + len(prompt.columns[ANSWER].token_ids)
+        return f"prompt and answer have {length} tokens, more than {longest}" if length > longest else None
+
+    return load_prompts(section, tokenizer, source=source, row_problem=problem, make=make)
+
+
+def mismatched(answers: Sequence[Prompt], max_tokens: int) -> list[Prompt]:
+    """Return each prompt with the answer to the next one, and the last with the first one's, cut to `max_tokens` in all."""
+    others = [*answers[1:], *answers[:1]]
+    return [_with_answer_of(prompt, other.columns[ANSWER], max_tokens) for prompt, other in zip(answers, others, strict=True)]
+
+
+def _with_answer_of(prompt: Prompt, answer: Answer, max_tokens: int) -> Prompt:
+    room = max_tokens - prompt.num_tokens
+    columns = {ANSWER: Answer(answer.token_ids[:room], answer.learned[:room]), DESIRABLE: False}
+    return Prompt(prompt.index, prompt.text, prompt.token_ids, columns)
+
+
+def judged_batch(answers: Sequence[Prompt], rows: Sequence[int]) -> JudgedBatch:
+    """Build the flat batch of single answers. `rows` are their indices in the whole batch."""
+    sequences = Sequences(
+        [[*prompt.token_ids, *prompt.columns[ANSWER].token_ids] for prompt in answers],
+        [[False] * len(prompt.token_ids) + prompt.columns[ANSWER].learned for prompt in answers],
+    )
+    return JudgedBatch(
+        **flat(sequences),
+        rows=torch.tensor(rows, dtype=torch.int64),
+        desirable=torch.tensor([prompt.columns[DESIRABLE] for prompt in answers], dtype=torch.bool),
     )
 
 
@@ -157,10 +213,14 @@ def _margin(preference: PreferenceSection, row: dict[str, Any]) -> float:
 def _tie(preference: PreferenceSection, row: dict[str, Any]) -> bool:
     if preference.tie_key is None:
         return False
-    tie = _column(row, preference.tie_key, "tie_key")
-    if tie not in (True, False):
-        raise ValueError(f"{preference.tie_key!r} (--tie_key) must be true or false, not {tie!r}")
-    return bool(tie)
+    return _bool(row, preference.tie_key, "tie_key")
+
+
+def _bool(row: dict[str, Any], name: str, flag: str) -> bool:
+    value = _column(row, name, flag)
+    if value not in (True, False):
+        raise ValueError(f"{name!r} (--{flag}) must be true or false, not {value!r}")
+    return bool(value)
 
 
 def _head(preference: PreferenceSection, row: dict[str, Any], heads: Sequence[str]) -> int:

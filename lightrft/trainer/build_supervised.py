@@ -1,10 +1,11 @@
 """Build the trainers that learn from given examples: supervised fine-tuning, reward models, preferences."""
 
 from collections.abc import Callable
+from functools import partial
 
 from lightrft.checkpoint.final_model import with_merged_pretrain
 from lightrft.config.sections import Config
-from lightrft.data.preferences import load_pairs
+from lightrft.data.preferences import load_answers, load_pairs
 from lightrft.models.load import head_names, load_tokenizer
 from lightrft.roles.role import Role
 from lightrft.run.observation import log_duration, observation
@@ -16,8 +17,10 @@ from lightrft.trainer.build_data import load_training_data, total_steps
 from lightrft.trainer.build_roles import build_policy, build_reward_model, set_blank_image
 from lightrft.trainer.supervised import SupervisedTrainer, Task
 from lightrft.trainer.tasks.dpo import DPOTask
+from lightrft.trainer.tasks.kto import KTOTask
 from lightrft.trainer.tasks.reward_model import RewardModelTask
 from lightrft.trainer.tasks.sft import SFTTask
+from lightrft.types import Prompt
 
 Learning = tuple[Role, Task, TrainingData]
 """The role that learns, what it learns, and from which data."""
@@ -37,7 +40,7 @@ def sft_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
 def rm_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
         heads = head_names(config.model, config.preference.reward_heads)
-        training_data = _load_pairs(config, heads)
+        training_data = _load_judged(config, partial(load_pairs, config.data, config.preference, heads=heads))
         with log_duration(strategy, f"loading {config.model.pretrain}"):
             role = build_reward_model(config, strategy, training_data.tokenizer, updates=training_data.total_steps, heads=heads)
         return role, RewardModelTask(role, config.preference, config.train, heads if len(heads) > 1 else []), training_data
@@ -47,7 +50,8 @@ def rm_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
 
 def dpo_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
-        training_data, live = _load_pairs(config), not config.preference.precompute_reference
+        training_data = _load_judged(config, partial(load_pairs, config.data, config.preference))
+        live = not config.preference.precompute_reference
         with log_duration(strategy, f"loading {config.model.pretrain}"):
             policy = build_policy(config, strategy, updates=training_data.total_steps, reference=live)
         task = DPOTask(policy, config.preference, config.train)
@@ -59,6 +63,16 @@ def dpo_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
         return policy, task, training_data
 
     return _trainer("train_dpo", config, strategy, build)
+
+
+def kto_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
+    def build(config: Config) -> Learning:
+        training_data = _load_judged(config, partial(load_answers, config.data, config.preference))
+        with log_duration(strategy, f"loading {config.model.pretrain}"):
+            policy = build_policy(config, strategy, updates=training_data.total_steps, reference=True)
+        return policy, KTOTask(policy, config.preference, config.train), training_data
+
+    return _trainer("train_kto", config, strategy, build)
 
 
 def _trainer(
@@ -75,14 +89,10 @@ def _trainer(
     )  # fmt: skip
 
 
-def _load_pairs(config: Config, heads: list[str] | None = None) -> TrainingData:
-    """Load pairs for training and evaluation."""
+def _load_judged(config: Config, load: Callable[..., list[Prompt]]) -> TrainingData:
+    """Load judged answers for training and evaluation; `load` is load_pairs() or load_answers() with its sections."""
     tokenizer, train = load_tokenizer(config.model), config.train
     longest = min(train.max_tokens_per_microbatch, train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch)
-
-    def load(source: str) -> list:
-        return load_pairs(config.data, config.preference, tokenizer, source=source, longest=longest, heads=heads or ())
-
-    pairs = load("prompt_data")
-    eval_pairs = load("eval_data") if config.data.eval_data else []
-    return TrainingData(tokenizer, pairs, eval_pairs, total_steps(config, len(pairs), config.train.train_batch_size))
+    rows = load(tokenizer, source="prompt_data", longest=longest)
+    eval_rows = load(tokenizer, source="eval_data", longest=longest) if config.data.eval_data else []
+    return TrainingData(tokenizer, rows, eval_rows, total_steps(config, len(rows), train.train_batch_size))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightrft.algorithms.preferences.dpo import DPOObjective, hinge, ipo, sigmoid
+from lightrft.algorithms.preferences.kto import KTOObjective, kto, reference_point
 from lightrft.algorithms.preferences.reward import RewardObjective, bradley_terry, log_exp, rao_kupper
 from lightrft.algorithms.reduce import Denominator
 from lightrft.config import PreferenceSection
@@ -38,6 +39,10 @@ def of(value: float) -> torch.Tensor:
         (ipo(of(3.0), of(1.0), 0.5), 1.0),
         (hinge(of(3.0), of(1.0), 0.25), 0.5),
         (hinge(of(3.0), of(1.0), 0.75), 0.0),
+        (kto(of(2.0), of(1) > 0, of(1.0), (3.0, 5.0)), 3 * (1 - 1 / (1 + math.exp(-1)))),
+        (kto(of(2.0), of(0) > 0, of(1.0), (3.0, 5.0)), 5 * (1 - 1 / (1 + math.exp(1)))),
+        (reference_point(torch.tensor([1.0, 4.0]))[None], 2.5),
+        (reference_point(torch.tensor([1.0, -4.0]))[None], 0.0),
     ],
 )
 def test_losses_by_hand(loss, expected):
@@ -50,6 +55,7 @@ def batch(lengths: list[int], learned: list[bool], **columns) -> JudgedBatch:
         "margins": torch.zeros(len(rows)),
         "ties": rows < 0,
         "heads": rows * 0,
+        "desirable": rows >= 0,
         "reference": torch.zeros(len(rows)),
     } | columns
     return JudgedBatch(
@@ -65,6 +71,7 @@ def test_an_empty_micro_batch_has_no_loss_and_zero_gradients():
     for objective, values in (
         (RewardObjective(PreferenceSection(), []), torch.ones(1, requires_grad=True)),
         (DPOObjective(PreferenceSection(sft_coef=1.0)), torch.ones(1, requires_grad=True)),
+        (KTOObjective(PreferenceSection(), torch.tensor(0.5)), torch.ones(1, requires_grad=True)),
     ):
         loss, report = objective(values, EMPTY, DENOMINATOR)
         loss.backward()

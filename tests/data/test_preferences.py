@@ -1,9 +1,12 @@
 """Pairs of answers from rows: texts, messages, whole conversations, and what is wrong with bad ones."""
 
+import json
+
 import pytest
 
 from lightrft.config import DataSection, PreferenceSection
-from lightrft.data.preferences import pair_batch, pair_maker, pair_sequences
+from lightrft.data.preferences import judged_batch, load_answers, mismatched, pair_batch, pair_maker, pair_sequences
+from lightrft.data.readers import DataError
 from scripts.prepare_quickstart import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -67,6 +70,43 @@ def test_columns_of_the_batch():
     assert batch.loss_mask.tolist() == [False, True, True] * 4
     assert batch.margins.tolist() == [0.5, 0.5, 2, 2] and batch.heads.tolist() == [1, 1, 0, 0]
     assert batch.ties.tolist() == [False, False, True, True]
+
+
+def answers(tmp_path, *rows: dict) -> list:
+    file = tmp_path / "answers.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_answers(DataSection(prompt_data=str(file), apply_chat_template=True), PreferenceSection(), TOKENIZER, longest=40)
+
+
+def test_forms_of_a_single_answer(tmp_path):
+    rows = [
+        {"prompt": "hi", "completion": "yes", "label": True},
+        {"prompt": [USER], "completion": [said("yes")], "label": True},
+        {"completion": [USER, said("yes")], "label": True},
+    ]
+    for loaded in answers(tmp_path, *rows):
+        assert TOKENIZER.decode(loaded.token_ids) == "user: hi\nassistant: "
+        assert TOKENIZER.decode(loaded.columns["answer"].token_ids) == "yes<|eos|>" and loaded.columns["desirable"] is True
+
+
+def test_mismatched_answers_are_those_of_the_next_prompt_and_are_cut(tmp_path):
+    """A prompt has 19 tokens and an answer 4, so that 22 leave out its end token."""
+    loaded = answers(tmp_path, *({"prompt": text, "completion": text * 3, "label": text == "b"} for text in "abc"))
+    batch = judged_batch(mismatched(loaded, 22), [0, 1, 2])
+    whole = [TOKENIZER.decode(ids) for ids in batch.input_ids.split(batch.lengths.tolist())]
+    assert whole == [f"user: {one}\nassistant: {other * 3}" for one, other in ("ab", "bc", "ca")]
+    assert batch.loss_mask.sum() == 9 and judged_batch(loaded, [0, 1, 2]).desirable.tolist() == [False, True, False]
+
+
+def test_bad_single_answers_are_named(tmp_path):
+    for row, message in (
+        ({"prompt": "a", "completion": "b", "label": "good"}, "1: 'label' (--label_key) must be true or false, not 'good'"),
+        ({"prompt": "a", "label": True}, "1: no column 'completion' (--completion_key); it has prompt, label"),
+        ({"prompt": "a", "completion": "b" * 40, "label": True}, "1: prompt and answer have 60 tokens, more than 40"),
+    ):
+        with pytest.raises(DataError) as error:
+            answers(tmp_path, row)
+        assert message in str(error.value)
 
 
 @pytest.mark.parametrize(

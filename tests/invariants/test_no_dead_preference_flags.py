@@ -25,6 +25,9 @@ TURNED: dict[str, tuple[str, list[str], list[str]]] = {
     "reward_heads": ("train_rm", [], HEADS),
     "head_key": ("train_rm", HEADS, ["--head_key=other"]),
     "learn_scale": ("train_rm", [], ["--learn_scale"]),
+    "completion_key": ("train_kto", [], ["--completion_key=worse"]),
+    "desirable_weight": ("train_kto", [], ["--desirable_weight=3"]),
+    "undesirable_weight": ("train_kto", [], ["--undesirable_weight=3"]),
     "dpo_loss": ("train_dpo", [], ["--dpo_loss=ipo"]),
     "beta": ("train_dpo", [], ["--beta=0.5"]),
     "label_smoothing": ("train_dpo", [], ["--label_smoothing=0.3"]),
@@ -58,7 +61,12 @@ def every_run(folder: str, given: list[str]) -> dict[str, list]:
 @pytest.mark.slow
 def test_a_field_changes_a_number(tmp_path):
     prepare(tmp_path)
-    turned = [row | {"better": row["chosen"] + "!", "worse": row["rejected"] + "!", "other": "a"} for row in PAIRS]
+    turned = [
+        row
+        | {"better": row["chosen"] + "!", "worse": row["rejected"] + "!", "other": "a"}
+        | {"completion": row["chosen"], "label": row["tie"]}
+        for row in PAIRS
+    ]
     data = write(turned, tmp_path / "pairs.jsonl")
     given = ["--fsdp", f"--pretrain={tmp_path}/model", f"--prompt_data={data}", *RUN]
     (found,) = run_ranks(1, every_run, str(tmp_path), given)
