@@ -1,7 +1,7 @@
 """Rows of a data set from files or the hub, each with its location, and the handling of bad rows."""
 
 import json
-import re
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +16,16 @@ from lightrft.config.errors import ConfigError
 SUFFIXES = (".jsonl", ".json", ".parquet")
 TASK = "reasoning_gym:"
 """Beginning of the name of a task of the package reasoning-gym."""
-SEPARATOR = re.compile(r",(?![^\[]*\])")
-"""Comma between two data sets; one inside of brackets belongs to an option of a task."""
 ROWS_AT_ONCE = 64
 
 
 class DataError(ConfigError):
     """Error for data that cannot be used; the message names the file and line."""
+
+
+def is_first_rank() -> bool:
+    """Return True on the rank that logs what all ranks find alike."""
+    return int(os.environ.get("RANK", 0)) == 0
 
 
 @dataclass
@@ -41,18 +44,13 @@ class BadRows:
         self.reasons.append(message)
 
     def report(self) -> None:
-        if self.reasons:
+        if self.reasons and is_first_rank():
             shown = "\n".join(f"  {reason}" for reason in self.reasons[:5])
             logger.warning(f"{len(self.reasons)} bad rows of {self.flag} skipped, the first:\n{shown}")
 
 
 Row = tuple[str, dict[str, Any]]
 """Location of a row (`train.jsonl:12`) and its columns."""
-
-
-def source_names(sources: str) -> list[str]:
-    """Return the names of data sets that are joined by commas; a file or folder may have a comma in its name."""
-    return [sources] if Path(sources).expanduser().exists() else SEPARATOR.split(sources)
 
 
 def read_rows(source: str, split: str, bad: BadRows) -> Iterator[Row]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config, needs_critic, needs_reference
 from lightrft.data.conversations import load_examples
 from lightrft.data.loader import Order
+from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import load_prompts
 from lightrft.engine.model_info import placeholder_token_ids
 from lightrft.engine.requests import Sampling
@@ -51,7 +53,6 @@ from lightrft.trainer.evaluation import Evaluation
 from lightrft.trainer.ppo import PPOTrainer
 from lightrft.trainer.sft import SFTTrainer
 from lightrft.trainer.supervised import PtxLoss
-from lightrft.types import Prompt
 
 ANY_TOKEN = Sampling()
 """Sampling that gives every token its own probability, for learning from given responses."""
@@ -63,7 +64,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     given, config = config, with_merged_pretrain(config, strategy.mesh.world)
     rewards = build_rewards(config, strategy)
     training_data = load_training_data(config, config.rollout.rollout_batch_size, rewards=rewards)
-    rewards.check(training_data.prompts + training_data.eval_prompts)
+    rewards.check(chain(training_data.prompts, training_data.eval_prompts))
     tokenizer, steps = training_data.tokenizer, training_data.total_steps
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     updates = samples // config.train.train_batch_size * config.train.max_epochs
@@ -149,8 +150,8 @@ def load_training_data(config: Config, batch_size: int, *, rewards: RewardRunner
         if rewards
         else partial(_load_examples, config, tokenizer, expand)
     )
-    prompts, eval_prompts = load(), load(source="eval_data") if config.data.eval_data else []
-    return TrainingData(tokenizer, prompts, eval_prompts, total_steps(config, len(prompts), batch_size), expand)
+    prompts, eval_prompts = load(), load(source="eval_data") if config.data.eval_data else PromptSet([])
+    return TrainingData(tokenizer, prompts, eval_prompts, total_steps(config, prompts.draws_of_epoch, batch_size), expand)
 
 
 def load_expander(config: Config, tokenizer: PreTrainedTokenizerBase, *, engine: bool) -> Expander | None:
@@ -170,17 +171,17 @@ def load_expander(config: Config, tokenizer: PreTrainedTokenizerBase, *, engine:
 
 def _load_examples(
     config: Config, tokenizer: PreTrainedTokenizerBase, expand: Expander | None, *, source: str = "prompt_data"
-) -> list[Prompt]:
+) -> PromptSet:
     longest, measure = config.train.max_tokens_per_microbatch, expand and expand.measure
     return load_examples(config.data, tokenizer, source=source, longest=longest, measure=measure)
 
 
 def collector(
-    config: Config, strategy: StrategyBase, prompts: list[Prompt], sampler: Sampler, rewards: RewardRunner
+    config: Config, strategy: StrategyBase, prompts: PromptSet, sampler: Sampler, rewards: RewardRunner
 ) -> Collector:
     greedy = "greedy_rewards" in keywords(estimators[config.algorithm.advantage_estimator])
     data, seed = strategy.mesh.data, config.train.seed
-    order = strategy.data_order(len(prompts))
+    order = prompts.order(strategy.data_order, seed)
     return Collector(sampler, rewards, prompts, section=config.rollout, data=data, seed=seed, greedy=greedy, order=order)
 
 
@@ -306,7 +307,7 @@ def build_ptx_loss(config: Config, policy: Policy, training_data: TrainingData) 
             f"--pretrain_data {config.data.pretrain_data}: {len(prompts)} rows do not fill one optimizer step of "
             f"--train_batch_size {config.train.train_batch_size}"
         )
-    given = {"expand": expand, "order": policy.strategy.data_order(len(prompts))}
+    given = {"expand": expand, "order": prompts.order(policy.strategy.data_order, config.train.seed)}
     return PtxLoss(policy, prompts, tokenizer, train=config.train, coefficient=config.algorithm.ptx_coef, **given)
 
 

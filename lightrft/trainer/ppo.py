@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightrft.algorithms.objectives import PolicyObjective, ValueObjective
+from lightrft.data.prompt_set import PromptSet
 from lightrft.engine.requests import derived_seed
 from lightrft.roles.critic import Critic
 from lightrft.roles.role import Objective, Role
@@ -14,7 +15,6 @@ from lightrft.run.interruption import Interrupted
 from lightrft.trainer.base import Trainer
 from lightrft.trainer.evaluate import evaluate
 from lightrft.trainer.supervised import PtxLoss
-from lightrft.types import Prompt
 
 
 class PPOTrainer(Trainer):
@@ -85,8 +85,8 @@ class PPOTrainer(Trainer):
             self.strategy.save_model(self.critic.module, self.tokenizer, self.folder / "critic")
 
     @property
-    def learned_rows(self) -> list[Prompt]:
-        return self.prompts + (self.ptx_loss.prompts if self.ptx_loss is not None else [])
+    def learned_rows(self) -> PromptSet:
+        return self.prompts + self.ptx_loss.prompts if self.ptx_loss is not None else self.prompts
 
     def _learn(self, role: Role, objective: Objective, planned: Planned, phase: str, ptx_loss: PtxLoss | None = None) -> None:
         """Take one optimizer step per minibatch and epoch. The targets of one role do not depend on the other's updates."""

@@ -14,7 +14,7 @@ class SFTTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.order = self.strategy.data_order(len(self.prompts))
+        self.order = self.prompts.order(self.strategy.data_order, self.config.train.seed)
 
     def step(self, number: int) -> None:
         with self.trace.phase("data"):

@@ -1,12 +1,14 @@
 """Supervised micro-batches of prompts with answers, and the loss on them that PPO adds to its own (PTX, InstructGPT)."""
 
+from collections.abc import Sequence
+
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.objectives import PtxObjective
 from lightrft.batching.planner import plan
 from lightrft.config.sections import TrainSection
 from lightrft.data.conversations import answer_of, supervised_batch
-from lightrft.data.loader import Order
+from lightrft.data.loader import Blend, Order
 from lightrft.parallel.collectives import Axis
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import LossTerm
@@ -19,13 +21,13 @@ class PtxLoss:
     def __init__(
         self,
         policy: Policy,
-        prompts: list[Prompt],
+        prompts: Sequence[Prompt],
         tokenizer: PreTrainedTokenizerBase,
         *,
         train: TrainSection,
         coefficient: float,
         expand: Expand | None = None,
-        order: Order | None = None,
+        order: Order | Blend | None = None,
     ):
         """Set up the batches. `expand` is for prompts with images; without `order` the seed determines the order of the rows.
 
@@ -54,7 +56,12 @@ class PtxLoss:
 
 
 def supervised_part(
-    prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, axis: Axis, train: TrainSection, *, expand: Expand | None = None
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    axis: Axis,
+    train: TrainSection,
+    *,
+    expand: Expand | None = None,
 ) -> tuple[Batch, list[list[int]]]:
     """Return this rank's balanced share of the prompts and answers of all ranks, and its micro-batches."""
     schedule = plan(

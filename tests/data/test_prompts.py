@@ -15,6 +15,7 @@ from loguru import logger
 from tokenizers.processors import TemplateProcessing
 
 from lightrft.config import DataSection
+from lightrft.data.loader import Order
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError
 from lightrft.types import Prompt, TokenIds
@@ -309,23 +310,32 @@ def test_several_data_sets_one_after_the_other(tmp_path):
     assert [prompt.text for prompt in load(several(tmp_path, 3, 4), max_samples=2)] == ["a0", "a1", "b0", "b1"]
 
 
+def test_probabilities_of_several_data_sets(tmp_path):
+    files = several(tmp_path, 3, 2).split(",")
+    weighted = ",".join(f"{file}:{weight}" for file, weight in zip(files, ("0.9", "0.3"), strict=True))
+    for prompts in (load(weighted), load(",".join(files), prompt_data_probs=[3, 1])):
+        assert [prompt.text for prompt in prompts] == ["a0", "a1", "a2", "b0", "b1"]
+        assert prompts.probabilities == pytest.approx([0.75, 0.25]) and prompts.draws_of_epoch == 8
+        assert f"{files[0]}: 3 rows with probability 0.75, each drawn 2 times in an epoch of 8 rows" in prompts.repetitions()
+        assert prompts.order(lambda count: Order(count, 0), 0).num_rows == 8
+    assert load(",".join(files)).probabilities == [] and load(f"{files[0]}:0.5").draws_of_epoch == 3
+
+
 @pytest.mark.parametrize(
-    ("counts", "shares", "expected"),
-    [((3, 2), [0.5, 0.5], (3, 3)), ((4, 2), [0.2, 0.8], (4, 16)), ((2, 6, 1), [1, 2, 1], (3, 6, 3)), ((3, 3), [7, 7], (3, 3))],
+    ("end", "options", "message"),
+    [
+        (":0.5", {}, "a.jsonl has no probability, and others have: write .*a.jsonl:NUMBER"),
+        (":0.5", {"prompt_data_probs": [1, 2]}, "has probabilities of its own, and --prompt_data_probs is set"),
+        ("", {"prompt_data_probs": [1.0]}, "--prompt_data_probs has 1 numbers, and --prompt_data has 2 data sets"),
+        ("", {"prompt_data_probs": [0.5, 0.0]}, "a probability must be above 0"),
+        (":0.5", {"held_out": True}, "--eval_data .*: held-out data are evaluated whole and have no probabilities"),
+        (",", {}, "has an empty name: separate data sets by one comma"),
+    ],
     ids=str,
 )
-def test_shares_of_several_data_sets(tmp_path, counts, shares, expected):
-    """Every row comes, and as often as any other of its data set, give or take one."""
-    texts = [prompt.text for prompt in load(several(tmp_path, *counts), prompt_data_probs=shares)]
-    for name, count, total in zip("abc", counts, expected, strict=False):
-        times = [texts.count(f"{name}{i}") for i in range(count)]
-        assert sum(times) == total and min(times) >= 1 and max(times) - min(times) <= 1
-
-
-@pytest.mark.parametrize("shares", [[1.0], [0.5, 0.0], [0.2, 0.3, 0.5]], ids=str)
-def test_shares_that_are_not_of_these_data_sets(tmp_path, shares):
-    with pytest.raises(DataError, match="--prompt_data_probs needs a number above 0 for each of the 2 data sets"):
-        load(several(tmp_path, 3, 2), prompt_data_probs=shares)
+def test_probabilities_that_cannot_be(tmp_path, end, options, message):
+    with pytest.raises(DataError, match=message):
+        load(several(tmp_path, 3, 2) + end, **options)
 
 
 def test_a_comma_in_a_name_and_a_missing_file(tmp_path):
