@@ -72,9 +72,10 @@ class ModelSection(Section):
 @dataclass
 class DataSection(Section):
     prompt_data: CommaSeparated = CommaSeparated("")
-    """Training data: a JSONL, JSON or parquet file, a folder of them, a hub name, or a task, reasoning_gym:NAME. Several are
-    separated by commas, or a list in YAML; each row is then drawn once in an epoch. In the form NAME:PROBABILITY, each row of a
-    batch is drawn from a data set with its probability."""
+    """Training data: a JSONL, JSON or parquet file, a folder of them or of Dataset.save_to_disk, a hub name, a task,
+    reasoning_gym:NAME, or rows of Python, module:object or file.py:object. Several are separated by commas, or a list in YAML;
+    each row is then drawn once in an epoch. In the form NAME:PROBABILITY, each row of a batch is drawn from a data set with its
+    probability."""
     prompt_data_probs: list[float] = field(default_factory=list)
     """Probability of each data set of --prompt_data, another form of NAME:PROBABILITY."""
     prompt_split: str = "train"
@@ -119,6 +120,9 @@ class DataSection(Section):
     """Use only this number of rows from the beginning of each training data set."""
     max_eval_samples: Annotated[int | None, COUNT] = None
     """Use only this number of rows from the beginning of the held-out data."""
+    deduplicate: Literal["none", "exact", "whitespace"] = "none"
+    """Omit rows of the training data with the prompt of an earlier row, in SFT with the same answer, and report their number:
+    exact compares texts as they are, whitespace takes all white space between words as equal."""
     learned_turns: Literal["all", "last"] = "all"
     """Turns of the assistant in a conversation on which SFT and --pretrain_data train: all, or the last one."""
     bad_rows: Literal["stop", "skip"] = "stop"

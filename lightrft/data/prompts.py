@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.references import data_problems, data_sources
 from lightrft.config.sections import DataSection
+from lightrft.data.duplicates import Duplicates
 from lightrft.data.images import IMAGES, ImageFile, image_files, with_parts
 from lightrft.data.prompt_set import DataPart, PromptSet
 from lightrft.data.readers import TASK, BadRows, DataError, is_first_rank, read_rows
@@ -50,11 +51,15 @@ def load_prompts(
     names = [given.name for given in data_sources(getattr(section, source))]
     if source == "eval_data":
         _check_held_out(section, names)
+    mode = "none" if source == "eval_data" else section.deduplicate
+    duplicates = Duplicates(mode, with_answer=make is not None)  # rows of another `make` are learned
     make = partial(make or make_prompt, section, tokenizer, measure=measure)
     for name, probability in zip(names, probabilities, strict=True):
         first = sum(len(part.prompts) for part in parts)
-        parts.append(DataPart(name, _load(section, source, name, first=first, make=make, row_problem=row_problem), probability))
+        given = {"make": make, "row_problem": row_problem, "duplicates": duplicates}
+        parts.append(DataPart(name, _load(section, source, name, first=first, **given), probability))
     prompts = PromptSet(parts)
+    duplicates.report(f"--{source}", len(prompts))
     if section.images_key and source != "pretrain_data" and not any(prompt.multi_modal for prompt in prompts):
         given = getattr(section, source)
         raise DataError(f"--images_key {section.images_key}: no row of --{source} {given} has an image in this column")
@@ -76,8 +81,16 @@ def _probabilities(section: DataSection, source: str) -> list[float | None]:
 
 
 def _load(
-    section: DataSection, source: str, name: str, *, first: int, make: Make, row_problem: RowProblem | None
+    section: DataSection,
+    source: str,
+    name: str,
+    *,
+    first: int,
+    make: Make,
+    row_problem: RowProblem | None,
+    duplicates: Duplicates,
 ) -> list[Prompt]:
+    """Load the usable prompts of one data set; the first has the index `first`."""
     split, most = SOURCES[source]
     limit = getattr(section, most) if most else None
     bad = BadRows(skip=section.bad_rows == "skip", flag=f"--{source}")
@@ -93,13 +106,14 @@ def _load(
         problem = row_problem(prompt) if row_problem else None
         if problem:
             bad.add(where, problem)
-            continue
-        prompts.append(prompt)
+        elif not duplicates.omits(prompt):
+            prompts.append(prompt)
         if len(prompts) == limit:
             break
     bad.report()
     if not prompts:
-        raise DataError(f"--{source} {name}: no usable row ({len(bad.reasons)} bad ones were skipped)")
+        others = f" and {duplicates.count} duplicates were omitted" if duplicates.count else ""
+        raise DataError(f"--{source} {name}: no usable row ({len(bad.reasons)} bad ones were skipped{others})")
     return prompts
 
 

@@ -41,7 +41,15 @@ def warnings():
     logger.remove(handler)
 
 
-def load(source: Path, **options):
+@pytest.fixture
+def infos():
+    messages: list[str] = []
+    handler = logger.add(messages.append, level="INFO", format="{message}")
+    yield messages
+    logger.remove(handler)
+
+
+def load(source: Path | str, **options):
     held_out = options.pop("held_out", False)
     row_problem = options.pop("row_problem", None)
     template = options.pop("template", None)
@@ -198,6 +206,87 @@ def test_sources_that_are_not_there(tmp_path):
                             ("data/absent.jsonl", "neither an existing"), ("absent", "neither an existing")]:  # fmt: skip
         with pytest.raises(DataError, match=f"--prompt_data {source}: {message}"):
             load(source)
+
+
+# -- folders of the datasets package, and rows of Python
+
+
+def test_folders_that_datasets_saved(tmp_path):
+    data = datasets.Dataset.from_list(ROWS)
+    data.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": data, "test": data.select([1])}).save_to_disk(tmp_path / "several")
+    for folder in ("one", "several"):
+        assert [(p.text, p.columns["label"]) for p in load(tmp_path / folder)] == [("1+1=", "2"), ("2+3=", "5")]
+    assert [p.text for p in load(tmp_path / "several", held_out=True)] == ["2+3="]
+    with pytest.raises(DataError, match="--prompt_data .*several: there is no split 'dev'; the data set has train, test"):
+        load(tmp_path / "several", prompt_split="dev")
+    with pytest.raises(DataError, match=r"--prompt_data: .*several\[train\] row 1: no column 'question'"):
+        load(tmp_path / "several", input_key="question")
+    next((tmp_path / "one").glob("*.arrow")).write_bytes(b"nothing")
+    with pytest.raises(DataError, match="--prompt_data .*one: it cannot be read as a folder of Dataset.save_to_disk"):
+        load(tmp_path / "one")
+
+
+def test_a_name_that_the_hub_does_not_have():
+    with pytest.raises(DataError, match="--prompt_data nobody/nothing: the hub's data set cannot be loaded: "):
+        load("nobody/nothing")
+
+
+PROGRAM = """
+import datasets
+ROWS = [{"input": "a"}, {"input": "b"}]
+DATA = datasets.Dataset.from_list(ROWS)
+NUMBER = 5
+def rows():
+    yield from ROWS
+def of_split(split, count=2):
+    return [{"input": split}] * count
+def breaks():
+    yield from ROWS
+    yield {"input": 1 / 0}
+def bad():
+    return [{"input": "a"}, ["b"]]
+"""
+
+
+def test_rows_of_python(tmp_path, monkeypatch):
+    (tmp_path / "my_rows.py").write_text(PROGRAM)
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "my_rows.py"
+    for reference in ("my_rows:ROWS", f"{file}:rows", f"{file}:DATA"):
+        assert [p.text for p in load(reference)] == ["a", "b"]
+    assert [p.text for p in load(f"{file}:of_split")] == ["train", "train"]
+    assert load(f"{file}:rows:0.5,{file}:of_split:0.5").probabilities == [0.5, 0.5]
+    wrong = {
+        "breaks": ": after row 2: ZeroDivisionError: division by zero",
+        "NUMBER": ": before the first row: TypeError",
+        "absent": " has no object 'absent'",
+        "bad": " row 2: not a JSON object but list",
+    }
+    for name, message in wrong.items():
+        with pytest.raises(DataError, match=f"--prompt_data:? .*my_rows.py.*{message}"):
+            load(f"{file}:{name}")
+    with pytest.raises(DataError, match="--prompt_data nowhere:rows: cannot import 'nowhere'"):
+        load("nowhere:rows")
+
+
+# -- duplicates
+
+
+def test_duplicates_are_omitted_and_counted(tmp_path, infos):
+    first = write_lines(tmp_path / "a.jsonl", *({"input": text, "label": "x"} for text in ("a b", "a b", "a\n b ", "c")))
+    second = write_lines(tmp_path / "b.jsonl", {"input": "c", "label": "y"}, {"input": "d"})
+    found = {mode: load(f"{first},{second}", deduplicate=mode) for mode in ("none", "exact", "whitespace")}
+    assert [p.text for p in found["exact"]] == ["a b", "a\n b ", "c", "d"] and len(found["none"]) == 6
+    assert [(p.index, p.text) for p in found["whitespace"]] == [(0, "a b"), (1, "c"), (2, "d")]
+    assert [message for message in infos if "duplicates" in message] == [
+        "--prompt_data: 2 duplicates omitted (--deduplicate exact), 4 rows are left\n",
+        "--prompt_data: 3 duplicates omitted (--deduplicate whitespace), 3 rows are left\n",
+    ]
+    assert len(load(first, deduplicate="exact", held_out=True)) == 4, "held-out data stay as they are"
+    assert [p.text for p in load(first, deduplicate="exact", max_samples=2)] == ["a b", "a\n b "]
+    with pytest.raises(DataError, match="a.jsonl: no usable row .0 bad ones were skipped and 6 duplicates were omitted"):
+        load(f"{first},{first}", deduplicate="whitespace")
 
 
 # -- columns and templates
