@@ -17,6 +17,7 @@ CORE = {
     "tensorboard": ">=2.15",
     "psutil": ">=5.9",
     "packaging": ">=23.0",
+    "accelerate": ">=1.12",
 }
 """Packages that are always required."""
 
@@ -24,15 +25,18 @@ ENGINES = {"vllm": ">=0.32,<0.33", "sglang": ">=0.5.21,<0.5.24"}
 """Tested versions of each engine, which pip installs. Other versions are accepted with a warning when the engine starts:
 version-dependent code is in the engine's shim."""
 
+TRACKERS = {"wandb": ">=0.20", "mlflow": ">=3.17", "swanlab": ">=0.10", "trackio": ">=0.43", "comet_ml": ">=3.58"}
+"""Trackers of --report_to."""
+
 EXTRAS = {
     **{name: {name: tested} for name, tested in ENGINES.items()},
     "deepspeed": {"deepspeed": ">=0.19.8"},
     "lora": {"peft": ">=0.18"},
     "http": {"httpx": ">=0.27", "tenacity": ">=9.0"},
-    "track": {"wandb": ">=0.20"},
+    **{name.removesuffix("_ml"): {name: versions} for name, versions in TRACKERS.items()},
     "math": {"math-verify": ">=0.9,<0.10"},
     "json": {"jsonschema": ">=4.18"},
-    "reasoning_gym": {"reasoning-gym": ">=0.1.25,<0.2"},
+    "reasoning-gym": {"reasoning-gym": ">=0.1.25,<0.2"},
     "dev": {"pytest": ">=8.0", "hypothesis": ">=6.100", "ruff": ">=0.12", "pyright": ">=1.1.400"},
 }
 """Name of the extra -> packages that it installs: `pip install '.[vllm]'` in a clone."""

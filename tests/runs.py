@@ -36,7 +36,7 @@ def prepare(folder: Path, rows: int = 24) -> list[str]:
         f"--prompt_data={folder / 'train.jsonl'}",
         f"--reward={folder / 'reward.py'}:share_of_ascii",
         "--prompt_max_len=8",
-        "--use_tensorboard=false",
+        "--report_to=jsonl",
     ]
 
 

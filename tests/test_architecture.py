@@ -31,9 +31,9 @@ LAYERS = {
     "parallel": 0, "config": 0, "types": 0, "registry": 0, "versions": 0,
     "samples": -1,
 }  # fmt: skip
-OPTIONAL = {"deepspeed", "vllm", "sglang", "peft", "wandb", "flash_attn", "ray", "math_verify", "jsonschema", "liger_kernel",
-            "triton", "reasoning_gym"}  # fmt: skip
-OPTIONAL_ELSEWHERE = {"wandb": "observe/sinks.py", "peft": "models/lora.py"}
+OPTIONAL = {"deepspeed", "vllm", "sglang", "peft", "flash_attn", "ray", "math_verify", "jsonschema", "liger_kernel", "triton",
+            "reasoning_gym", "wandb", "mlflow", "swanlab", "trackio", "comet_ml"}  # fmt: skip
+OPTIONAL_ELSEWHERE = {"peft": "models/lora.py", **dict.fromkeys(("mlflow", "trackio", "comet_ml"), "observe/trackers.py")}
 """Exceptions to `only inside the file or folder named after it`, and there only inside a function."""
 LARGEST = 14
 """Files of a room, those of the folders inside of it and its __init__.py not counted."""
@@ -228,8 +228,8 @@ def test_lets_right_imports_pass():
 
 def test_finds_optional_packages():
     assert optional_imports("def f():\n    import vllm.config", "lightrft/engine/hf.py")
-    assert optional_imports("import wandb", "lightrft/observe/sinks.py")
-    assert not optional_imports("def f():\n    import wandb", "lightrft/observe/sinks.py")
+    assert optional_imports("import mlflow", "lightrft/observe/trackers.py")
+    assert not optional_imports("def f():\n    import mlflow", "lightrft/observe/trackers.py")
     assert not optional_imports("from vllm import LLM", "lightrft/engine/vllm/shim.py")
     assert not optional_imports("from sglang.srt import utils", "lightrft/engine/sglang/shim.py")
     assert optional_imports("from vllm import LLM", "lightrft/engine/sglang/shim.py")

@@ -77,16 +77,39 @@ def test_forms_of_a_switch(argv, value):
     assert parsed(*argv).model.bf16 is value
 
 
-@pytest.mark.parametrize("argv", [["--no_use_tensorboard"], ["--use_tensorboard", "false"]])
+@pytest.mark.parametrize("argv", [["--no_verify_weight_sync"], ["--verify_weight_sync", "false"]])
 def test_forms_of_switching_off(argv):
     config = parse(argv)
-    assert config.observe.use_tensorboard is False and config.written == {"use_tensorboard"}
+    assert config.engine.verify_weight_sync is False and config.written == {"verify_weight_sync"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "report_to"),
+    [
+        (["--no_use_tensorboard"], "jsonl"),
+        (["--use_tensorboard", "true"], "tensorboard"),
+        (["--use_wandb"], "tensorboard,wandb"),
+        (["--use_tensorboard=false", "--use_wandb"], "jsonl,wandb"),
+        (["--report_to=mlflow,jsonl", "--use_wandb"], "mlflow,jsonl,wandb"),
+        (["--report_to=wandb", "--no_use_wandb"], "jsonl"),
+    ],
+)
+def test_the_former_switches_of_trackers_add_and_remove_destinations(argv, report_to):
+    config = parse(argv)
+    assert config.observe.report_to == report_to
+    assert [notice for notice in config.notices if "--report_to with or without" in notice]
+
+
+def test_the_former_switch_keeps_the_destinations_of_a_file(file):
+    path = file("observe:\n  report_to: [tensorboard, mlflow]\n  wandb_project: mine\n")
+    config = parse(["--config", path, "--use_tensorboard", "false"])
+    assert config.observe.report_to == "mlflow" and config.observe.tracker_project == "mine"
 
 
 def test_other_spellings_count_as_written():
     config = parse(["--eps-clip-low", "0.1", "--no-use-tensorboard", "--disable_engine_sleep"])
-    assert config.written == {"eps_clip_low", "use_tensorboard", "enable_engine_sleep"}
-    assert not config.observe.use_tensorboard and not config.engine.enable_engine_sleep
+    assert config.written == {"eps_clip_low", "report_to", "enable_engine_sleep"}
+    assert config.observe.report_to == "jsonl" and not config.engine.enable_engine_sleep
     config.expand({"eps_clip_low": 0.2})
     assert config.algorithm.eps_clip_low == 0.1
 
@@ -100,8 +123,8 @@ def test_a_file_gives_defaults_and_flags_override_it(file):
 
 
 def test_a_switch_of_the_file_can_be_switched_off(file):
-    path = file("strategy:\n  fsdp: true\nobserve:\n  use_tensorboard: false\n")
-    assert parsed("--config", path).strategy.fsdp and not parsed("--config", path).observe.use_tensorboard
+    path = file("strategy:\n  fsdp: true\nengine:\n  verify_weight_sync: false\n")
+    assert parsed("--config", path).strategy.fsdp and not parsed("--config", path).engine.verify_weight_sync
     assert not parsed("--config", path, "--fsdp", "false").strategy.fsdp
 
 
@@ -123,7 +146,7 @@ def test_text_of_a_file_may_begin_like_a_flag(file, text):
 
 
 def test_the_resolved_configuration_reads_back(tmp_path):
-    config = parsed("--seed", "3", "--no_use_tensorboard", "--input_template", "Q: {}\nA: ", "--adam_betas", "0.8", "0.9")
+    config = parsed("--seed", "3", "--no_verify_weight_sync", "--input_template", "Q: {}\nA: ", "--adam_betas", "0.8", "0.9")
     config.write(tmp_path / "deep" / "config.yaml")
     assert parsed("--config", str(tmp_path / "deep" / "config.yaml")) == config
 
@@ -231,7 +254,16 @@ def test_a_missing_folder(tmp_path):
 
 def test_a_missing_tracker_is_found_before_anything_heavy(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert "--use_wandb needs the package wandb: pip install wandb" in problems(*RUNNABLE, "--use_wandb")
+    assert "--report_to wandb needs the package wandb: pip install wandb" in problems(*RUNNABLE, "--report_to=jsonl,wandb")
+
+
+@pytest.mark.parametrize(
+    ("report_to", "message"),
+    [("wandbb", "--report_to 'wandbb': unknown; did you mean wandb?"), ("", "--report_to '': unknown; known are wandb, mlflow"),
+     ("jsonl,jsonl", "--report_to jsonl,jsonl: jsonl is there twice")],
+)  # fmt: skip
+def test_destinations_are_checked_before_anything_heavy(report_to, message):
+    assert message in problems(*RUNNABLE, "--report_to", report_to)
 
 
 def test_a_missing_folder_of_the_critic():
@@ -370,7 +402,9 @@ def test_sft_asks_nothing_about_rollouts():
         ("train_sft", ["--temperature", "0.5"], "--temperature has no effect in train_sft"),
         ("train_sft", ["--max_epochs", "3"], "--max_epochs has no effect in train_sft"),
         ("evaluate", ["--num_episodes", "3"], "--num_episodes has no effect in evaluate"),
-        ("evaluate", ["--use_wandb"], "--use_wandb has no effect in evaluate"),
+        ("evaluate", ["--report_to=jsonl"], "--report_to has no effect in evaluate"),
+        ("train_sft", ["--tracker_project=p"], "--tracker_project has no effect without --report_to comet_ml or mlflow or swan"),
+        ("train_sft", ["--tracker_org=o"], "--tracker_org has no effect without --report_to comet_ml or swanlab or wandb"),
         ("train_ppo", ["--init_kl_coef=0", "--kl_estimator=k2"], "--kl_estimator has no effect without --init_kl_coef"),
         ("train_ppo", ["--eval_steps", "5"], "--eval_steps has no effect without --eval_data"),
         ("train_ppo", ["--no_enable_engine_sleep", "--engine_sleep_level", "1"], "--engine_sleep_level has no effect without"),

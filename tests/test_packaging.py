@@ -24,9 +24,9 @@ NEEDS_AN_EXTRA = {
     "lightrft.models.triton": "triton",
     "lightrft.roles.endpoint": "httpx",
     "lightrft.roles.remote_teacher": "httpx",
-    "lightrft.rewards.jsonschema": "jsonschema",
-    "lightrft.rewards.math_verify": "math_verify",
-    "lightrft.rewards.reasoning_gym": "reasoning_gym",
+    "lightrft.rewards.verifiers.jsonschema": "jsonschema",
+    "lightrft.rewards.verifiers.math_verify": "math_verify",
+    "lightrft.rewards.verifiers.reasoning_gym": "reasoning_gym",
     "lightrft.rewards.remote": "httpx",
     "lightrft.strategy.deepspeed": "deepspeed",
 }

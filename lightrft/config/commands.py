@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from lightrft.config.sections import SECTIONS, RewardSection, TrainSection
+from lightrft.config.sections import REWARD_MODELS, SECTIONS, RewardSection, TrainSection
 
 COMMANDS: dict[str, set[str]] = {
     "train_ppo": set(SECTIONS),
@@ -28,10 +28,10 @@ OF_EVALUATION = ("seed", "save_path")
 """Fields of the training section that an evaluation reads."""
 REWARD_FIELDS = (
     "reward", "reward_key", "reward_workers", "reward_memory_gb", "reward_minutes", "reward_failure", "server_minutes",
-    "reward_model_coef",
+    "reward_model_coef", "step_rewards",
 )  # fmt: skip
 """Fields of the reward section that define a reward, not its use in training."""
-ROLES = ("critic_pretrain", "teacher_pretrain", "teacher_url", "reward_pretrain")
+ROLES = ("critic_pretrain", "teacher_pretrain", "teacher_url", *REWARD_MODELS, "step_separator")
 """Models in addition to the actor."""
 
 

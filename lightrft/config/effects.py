@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 from lightrft.config.commands import LORA, fields_read
 from lightrft.config.recipe import TEACHERS
+from lightrft.config.references import TRACKERS, report_names
 from lightrft.config.sections import Config, needs_critic, needs_reference, section_of_field
 
 CRITIC = ("critic_pretrain", "critic_learning_rate", "lambd", "value_clip")
@@ -20,6 +21,13 @@ FSDP = ("fsdp_cpu_offload", "reduce_gradients_once")
 
 OF_IMAGES = ("limit_mm_image_per_prompt", "freeze_vision_tower", "media_root")
 """Fields of prompts with images."""
+
+TRACKER_NAMES = {
+    **{name: set(TRACKERS) for name in ("tracker_project", "tracker_run_name")},
+    "tracker_org": {"wandb", "swanlab", "comet_ml"},
+    "tracker_group": {"wandb", "swanlab", "trackio"},
+}
+"""Fields of names in trackers -> the trackers that know them."""
 
 OF_CHECKPOINTS = ("ckpt_path", "max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt", "async_save")
 OF_FAST_ENGINES = ("engine_mem_util", "engine_kv_cache_gb", "engine_enforce_eager")
@@ -76,7 +84,9 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
         "partial_rollout": (rollout.over_sampling > 1 or rollout.dynamic_sampling, "--over_sampling"),
         "curriculum_rest": (bool(rollout.curriculum), "--curriculum"),
         "prompt_data_probs": (several, "several --prompt_data, joined by commas"),
-        "reward_model_coef": (bool(model.reward_pretrain), "--reward_pretrain"),
+        "reward_model_coef": (bool(model.reward_pretrain or model.process_reward_pretrain), "--reward_pretrain"),
+        **{name: (bool(model.process_reward_pretrain), "--process_reward_pretrain")
+           for name in ("step_rewards", "step_separator")},
         "overlong_buffer_len": (reward.overlong_buffer, "--overlong_buffer"),
         "overlong_buffer_penalty_factor": (reward.overlong_buffer, "--overlong_buffer"),
         "reward_running_norm_minus_mean": (reward.reward_running_norm, "--reward_running_norm"),
@@ -86,8 +96,8 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
         **{name: (bool(data.images_key), "--images_key") for name in OF_IMAGES},
         **{name: (bool(data.eval_data), "--eval_data") for name in ("eval_n_samples", "eval_steps", "eval_split",
                                                                     "max_eval_samples", "eval_input_key", "eval_label_key")},
-        "wandb_project": (observe.use_wandb, "--use_wandb"),
-        **{name: (observe.use_wandb, "--use_wandb") for name in ("wandb_run_name", "wandb_org", "wandb_group")},
+        **{name: (bool(known & set(report_names(observe.report_to))), f"--report_to {' or '.join(sorted(known))}")
+           for name, known in TRACKER_NAMES.items()},
         "eval_temperature": (rollout.eval_n_samples > 0, "--eval_n_samples"),
         "tp_sequence_parallel": (strategy.tp_size > 1, "--tp_size"),
         "sp_impl": (strategy.sp_size > 1 or strategy.cp_size > 1, "--sp_size"),

@@ -138,8 +138,8 @@ def _sampling(config: Config) -> dict[str, bool]:
         "--dynamic_sampling compares the responses to a prompt: set --n_samples_per_prompt 2 or more": (
             rollout.dynamic_sampling and rollout.n_samples_per_prompt == 1
         ),
-        "--dynamic_sampling needs rewards while the engine is awake, and the models of --reward_pretrain compute theirs while it "
+        "--dynamic_sampling needs rewards while the engine is awake, and reward models compute theirs while it "
         "sleeps: set only one, or serve the reward model and give the address of the server as --reward": (
-            rollout.dynamic_sampling and bool(config.model.reward_pretrain)
+            rollout.dynamic_sampling and bool(config.model.reward_pretrain or config.model.process_reward_pretrain)
         ),
     }

@@ -2,8 +2,13 @@
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
+
+from lightrft.config.sections import REWARD_MODELS, ModelSection
+from lightrft.config.values import nearest
 
 SERVER = ("http://", "https://")
 """Beginnings of the address of a server."""
@@ -39,6 +44,35 @@ def reward_terms(text: str) -> list[RewardTerm]:
     if repeated := {label for label in labels if labels.count(label) > 1}:
         raise ValueError(f"--reward {text}: two rewards are called {min(repeated)}; give them labels: LABEL=NAME:WEIGHT")
     return terms
+
+
+def reward_model_terms(section: ModelSection) -> list[tuple[str, RewardTerm]]:
+    """Return (flag, reward model) for the entries of both flags, each in the form PATH, PATH:WEIGHT or LABEL=PATH:WEIGHT.
+
+    Without a label a model has the name of its folder; a number tells those of one name apart. Raises ValueError for an empty
+    entry, or for two models with one label.
+    """
+    terms: list[tuple[str, RewardTerm]] = []
+    for flag, value in [(name, value) for name in REWARD_MODELS for value in getattr(section, name)]:
+        if not (parts := LABELLED.fullmatch(value.strip())):
+            raise ValueError(f"--{flag} has an empty entry: name reward models as PATH, PATH:WEIGHT or LABEL=PATH:WEIGHT")
+        found = WEIGHTED.fullmatch(parts["reference"])
+        path, weight = (found["name"], float(found["weight"])) if found else (parts["reference"], 1.0)
+        labels = {term.label for _, term in terms}
+        if parts["label"] in labels:
+            raise ValueError(f"--{flag}: two reward models are called {parts['label']}")
+        name = os.path.basename(path.rstrip("/"))
+        label = parts["label"] or (f"{name}_{len(terms)}" if name in labels else name)
+        terms.append((flag, RewardTerm(label, path, weight)))
+    return terms
+
+
+def chosen_labels(columns: Mapping[str, Any], key: str | None, everything: set[str]) -> set[str]:
+    """Return the labels of the rewards that score a row: those in its column `key`, or `everything` if `key` is None."""
+    if key is None:
+        return everything
+    value = columns.get(key)
+    return set(value) if isinstance(value, list | tuple) else {value} - {None}
 
 
 def _reward_term(text: str) -> RewardTerm:
@@ -97,6 +131,23 @@ def data_problems(flag: str, text: str, probabilities: list[float]) -> list[str]
     if min(weights + probabilities, default=1.0) <= 0:
         problems.append(f"--{flag}: a probability must be above 0: leave out data that are not to be drawn")
     return problems
+
+
+TRACKERS = ("wandb", "mlflow", "swanlab", "trackio", "comet_ml")
+"""Trackers of --report_to, each the name of its package."""
+FILES = ("tensorboard", "jsonl", "none")
+"""Destinations of --report_to that need no further package; none is jsonl alone."""
+
+
+def report_names(text: str) -> list[str]:
+    """Return the destinations in the text of --report_to. Raises ValueError for an unknown or repeated one."""
+    names = [name.strip() for name in text.split(",")]
+    known = (*TRACKERS, *FILES)
+    if wrong := [name for name in names if name not in known]:
+        raise ValueError(f"--report_to {wrong[0]!r}: unknown{nearest(wrong[0], known)}; known are {', '.join(known)}")
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"--report_to {text}: {repeated[0]} is there twice")
+    return names
 
 
 def address_problem(flag: str, url: str, key: str) -> str:

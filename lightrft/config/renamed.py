@@ -11,31 +11,53 @@ class Renamed:
 
     section: str
     kind: type
-    now: Callable[[Any], dict[str, Any]]
-    """Function from its value to the fields with the same meaning."""
+    now: Callable[[Any, dict[str, Any]], dict[str, Any]]
+    """Function from its value, and the fields that the same source sets, to the fields with the same meaning."""
     flag: str
     """Flag to write instead."""
+    reads: str = ""
+    """Field whose value `now` finds among the others, also if another source set it."""
+
+
+def _destination(name: str) -> Renamed:
+    """Return the former switch of a destination of metrics, which adds it to the others or removes it."""
+
+    def now(wanted: bool, others: dict[str, Any]) -> dict[str, Any]:
+        before = others["report_to"]
+        names = before.split(",") if isinstance(before, str) else before
+        rest = [each for each in names if each != name]
+        return {"report_to": ",".join([*rest, name] if wanted else rest or ["jsonl"])} if wanted != (name in names) else {}
+
+    return Renamed("observe", bool, now, f"--report_to with or without {name}", reads="report_to")
 
 
 RENAMED = {
     "reward_background": Renamed(
-        "reward", bool, lambda background: {} if background else {"reward_workers": 0}, "--reward_workers 0"
+        "reward", bool, lambda background, _: {} if background else {"reward_workers": 0}, "--reward_workers 0"
     ),
-}
+    "use_tensorboard": _destination("tensorboard"),
+    "use_wandb": _destination("wandb"),
+    **{f"wandb_{name}": Renamed("observe", str, lambda value, _, name=name: {f"tracker_{name}": value}, f"--tracker_{name}")
+       for name in ("project", "run_name", "org", "group")},
+}  # fmt: skip
 
 
 RENAMED_VALUES = {("bad_rows", "fail"): "stop"}
 """Flag and its former value -> its current value."""
 
 
-def current_names(values: Mapping[str, Any], typed: Callable[[Any, Any], Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values under the current names, and a notice for each old name; `typed` converts a value to a type."""
+def current_names(values: Mapping[str, Any], typed: Callable[[Any, Any], Any], config: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return the values under the current names, and a notice for each old name.
+
+    `typed` converts a value to a type, and `config` has the fields that were set before.
+    """
     found: dict[str, Any] = {name: value for name, value in values.items() if name not in RENAMED}
     notices = []
-    for name in values.keys() & RENAMED.keys():
+    for name in [name for name in RENAMED if name in values]:
         known = RENAMED[name]
+        before = {known.reads: getattr(config, known.reads)} if known.reads else {}
         try:
-            found |= known.now(typed(known.kind, values[name]))
+            found |= known.now(typed(known.kind, values[name]), before | found)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         notices.append(f"--{name} is the old name of a flag: use {known.flag}")

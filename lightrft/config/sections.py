@@ -26,6 +26,9 @@ from lightrft.config.values import (
     typed_value,
 )
 
+REWARD_MODELS = ("reward_pretrain", "process_reward_pretrain")
+"""Fields that name reward models."""
+
 
 @dataclass
 class ModelSection(Section):
@@ -35,8 +38,12 @@ class ModelSection(Section):
     """Model that initialises the critic, with its value head if it has one (a reward model): a folder or hub name; empty:
     --pretrain."""
     reward_pretrain: list[str] = field(default_factory=list)
-    """Reward models: frozen models with one score as their head and the tokenizer of --pretrain, given as folders or hub names.
-    Their scores are added to the result of --reward; with --reward none they are the only reward."""
+    """Reward models: frozen models with one score as their head and the tokenizer of --pretrain, given as folders or hub names,
+    each in the form PATH, PATH:WEIGHT or LABEL=PATH:WEIGHT. Their scores are added to the result of --reward; with --reward none
+    they are the only reward."""
+    process_reward_pretrain: list[str] = field(default_factory=list)
+    """Process reward models, in the same form: their score at the end of each step of a response is the logit of the probability
+    that the step is correct. --step_separator ends a step, and --step_rewards makes rewards of the probabilities."""
     teacher_pretrain: str = ""
     """Teacher model for --distill_coef, frozen, with the tokenizer of --pretrain: a folder or hub name."""
     teacher_url: str = ""
@@ -123,6 +130,8 @@ class DataSection(Section):
     deduplicate: Literal["none", "exact", "whitespace"] = "none"
     """Omit rows of the training data with the prompt of an earlier row, in SFT with the same answer, and report their number:
     exact compares texts as they are, whitespace takes all white space between words as equal."""
+    step_separator: str = "\n\n"
+    """Text that ends each step of a response for process reward models, and belongs to the step."""
     learned_turns: Literal["all", "last"] = "all"
     """Turns of the assistant in a conversation on which SFT and --pretrain_data train: all, or the last one."""
     bad_rows: Literal["stop", "skip"] = "stop"
@@ -272,7 +281,8 @@ class RewardSection(Section):
     label names the metric of each. Built in are exact_match, number (also called gsm8k), math, choice, f1, format, length,
     json_schema, code and none."""
     reward_key: str | None = None
-    """Column that names the rewards of --reward for its row: a label, or a list of labels. Unset: all rewards score every row."""
+    """Column that names the rewards and reward models for its row: a label, or a list of labels. Unset: all of them score every
+    row."""
     reward_workers: Annotated[int | None, NOT_NEGATIVE] = None
     """Number of worker processes of each rank that call the reward function while other responses are generated. 0: call it in
     the rank's own process, when all responses are complete. Unset: 2, but 0 if none of the functions is
@@ -290,7 +300,11 @@ class RewardSection(Section):
     """Time in minutes for which requests to a server of --reward or --teacher_url are repeated while it is unreachable or
     busy."""
     reward_model_coef: float = 1.0
-    """Coefficient of the scores of --reward_pretrain."""
+    """Coefficient of the scores of --reward_pretrain and of the rewards of --process_reward_pretrain."""
+    step_rewards: Literal["sum", "mean", "difference", "min"] = "mean"
+    """Rewards of the K steps of a response from the probabilities p that they are correct. sum: p, which rewards long responses;
+    mean: p / K; difference: the increase of p over the step before, so that their sum is the last p; min: only the least p, at
+    its step."""
     overlong_buffer: bool = False
     """Lower the reward of a response whose length is close to generate_max_len."""
     overlong_buffer_len: int | None = None
@@ -491,18 +505,18 @@ class TrainSection(Section):
 class ObserveSection(Section):
     logging_steps: Annotated[int, COUNT] = 1
     """Number of steps between reports of metrics."""
-    use_tensorboard: bool = True
-    """Write TensorBoard files to save_path/tensorboard."""
-    use_wandb: bool = False
-    """Send metrics to Weights & Biases."""
-    wandb_project: str = "lightrft"
-    """Project in Weights & Biases."""
-    wandb_org: str | None = None
-    """Team or user in Weights & Biases to which the project belongs; unset: your own."""
-    wandb_group: str | None = None
-    """Group of runs in Weights & Biases."""
-    wandb_run_name: str | None = None
-    """Name of the run in Weights & Biases."""
+    report_to: CommaSeparated = CommaSeparated("tensorboard")
+    """Destinations of metrics and samples, separated by commas, or a list in YAML: tensorboard (files in save_path/tensorboard),
+    wandb, mlflow, swanlab, trackio, comet_ml, and jsonl for the files metrics.jsonl and samples.jsonl, which are always
+    written."""
+    tracker_project: str = "lightrft"
+    """Project of the run in the trackers of --report_to; in MLflow the experiment."""
+    tracker_run_name: str | None = None
+    """Name of the run in the trackers of --report_to; unset: they choose one."""
+    tracker_org: str | None = None
+    """Team or user to which the project belongs, in Weights & Biases, SwanLab and Comet; unset: your own."""
+    tracker_group: str | None = None
+    """Group of runs in Weights & Biases, SwanLab and Trackio."""
     num_trajectories_to_save: Annotated[int, NOT_NEGATIVE] = 8
     """Number of samples of each step that are written to save_path/samples.jsonl, all samples of one prompt before those of the
     next; 0: none."""
@@ -555,7 +569,7 @@ class Config:
         """Set fields by their flat names; `source` begins the message of a ConfigError, such as the name of a file."""
         owners, types, problems = section_of_field(), field_types(), []
         try:
-            values, notices = current_names(values, typed_value)
+            values, notices = current_names(values, typed_value, self)
         except ValueError as error:
             raise ConfigError(f"{source}{error}") from error
         self.notices += notices

@@ -10,8 +10,17 @@ from typing import Any
 from lightrft.config.commands import fields_read
 from lightrft.config.errors import ConfigError
 from lightrft.config.recipe import TEACHERS, algorithm_problems
-from lightrft.config.references import SERVER, address_problem, data_problems, reward_terms
+from lightrft.config.references import (
+    SERVER,
+    TRACKERS,
+    address_problem,
+    data_problems,
+    report_names,
+    reward_model_terms,
+    reward_terms,
+)
 from lightrft.config.sections import (
+    REWARD_MODELS,
     Config,
     ModelSection,
     RolloutSection,
@@ -48,7 +57,11 @@ def _missing_inputs(config: Config, command: str) -> list[str]:
     if not config.model.pretrain:
         problems.append("--pretrain is empty: set it to a Hugging Face folder or hub name")
     models = [(name, getattr(config.model, name)) for name in ("pretrain", "critic_pretrain", "teacher_pretrain")]
-    for name, path in (*models, *(("reward_pretrain", each) for each in config.model.reward_pretrain)):
+    try:
+        models += [(flag, term.name) for flag, term in reward_model_terms(config.model)]
+    except ValueError as error:
+        problems.append(str(error))
+    for name, path in models:
         if path.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(path)):
             problems.append(f"--{name} {path}: no such folder")
     problems += _address_problems(config, command)
@@ -58,9 +71,16 @@ def _missing_inputs(config: Config, command: str) -> list[str]:
     for flag in ("prompt_data", "eval_data", "pretrain_data"):
         text, probabilities = getattr(config.data, flag), config.data.prompt_data_probs if flag == "prompt_data" else []
         problems += data_problems(flag, text, probabilities) if text and flag in fields_read(command) else []
-    if config.observe.use_wandb and command != "evaluate" and find_spec("wandb") is None:
-        problems.append("--use_wandb needs the package wandb: pip install wandb")
-    return problems
+    return problems + (_tracker_problems(config.observe.report_to) if command != "evaluate" else [])
+
+
+def _tracker_problems(report_to: str) -> list[str]:
+    try:
+        names = report_names(report_to)
+    except ValueError as error:
+        return [str(error)]
+    absent = [name for name in names if name in TRACKERS and find_spec(name) is None]
+    return [f"--report_to {name} needs the package {name}: pip install {name}" for name in absent]
 
 
 def _address_problems(config: Config, command: str) -> list[str]:
@@ -106,7 +126,7 @@ def _image_problems(config: Config) -> list[str]:
     divided = [f"--{name} {getattr(strategy, name)}" for name in ("tp_size", "sp_size", "cp_size") if getattr(strategy, name) > 1]
     if not config.data.images_key:
         return [] if model.freeze_vision_tower else ["--no_freeze_vision_tower needs --images_key: only images train the tower"]
-    others = [f"--{name}" for name in ("reward_pretrain", *TEACHERS) if getattr(model, name)]
+    others = [f"--{name}" for name in (*REWARD_MODELS, *TEACHERS) if getattr(model, name)]
     impossible = {
         f"--images_key does not support {' '.join(divided)}: remove it; --fsdp shards the model without it": divided,
         f"--images_key: the critic of --advantage_estimator {algorithm.advantage_estimator} does not support images; use grpo": (

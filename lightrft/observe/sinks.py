@@ -1,4 +1,4 @@
-"""Sinks for metrics and samples: the interface, the files, the trackers. The terminal is in console.py."""
+"""Sinks for metrics and samples: the interface and the files. The terminal is in console.py, trackers are in trackers.py."""
 
 import json
 import math
@@ -132,38 +132,6 @@ class TensorBoard(Sink):
 
     def close(self, status: str) -> None:
         self._writer.close()
-
-
-class WandB(Sink):
-    """Weights & Biases. A resumed run appends to the run whose id is in the folder; steps it repeats stay as they were."""
-
-    def __init__(self, folder: Path | str, project: str, name: str | None = None, *, org: str | None = None,
-                 group: str | None = None):  # fmt: skip
-        self._folder, self._names = Path(folder), {"project": project, "name": name, "entity": org, "group": group}
-
-    def start(self, config: dict[str, Any], total_steps: int, resume_step: int | None = None) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ImportError("--use_wandb needs the package wandb: pip install wandb") from error
-        self._folder.mkdir(parents=True, exist_ok=True)
-        known = self._folder / "wandb_run_id"
-        run_id = known.read_text() if resume_step is not None and known.exists() else None
-        self._run = wandb.init(**self._names, dir=str(self._folder), config=config, id=run_id, resume="allow" if run_id else None)
-        self._columns = wandb.Table
-        known.write_text(self._run.id)
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._run.log(metrics, step=step)
-
-    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        if rows := readable(rows):
-            columns = list(rows[0])
-            table = self._columns(columns=columns, data=[[str(row.get(column, "")) for column in columns] for row in rows])
-            self._run.log({"samples": table}, step=step)
-
-    def close(self, status: str) -> None:
-        self._run.finish(exit_code=0 if status == "finished" else 1)
 
 
 def readable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

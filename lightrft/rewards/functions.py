@@ -106,10 +106,10 @@ def f1(samples: list[Sample], label: list[str | list[str]], **_: Any) -> list[fl
     return [_best_f1(tagged_answer(sample.text), right) for sample, right in zip(samples, label, strict=True)]
 
 
-rewards.register_deferred("math", "lightrft.rewards.math_verify:equal_in_mathematics", "math-verify")
-rewards.register_deferred("json_schema", "lightrft.rewards.jsonschema:satisfies_schema", "jsonschema")
-rewards.register_deferred("code", "lightrft.rewards.code:passes_tests")
-rewards.register_deferred("reasoning_gym", "lightrft.rewards.reasoning_gym:score_of_task", "reasoning-gym")
+rewards.register_deferred("math", "lightrft.rewards.verifiers.math_verify:equal_in_mathematics", "math-verify")
+rewards.register_deferred("json_schema", "lightrft.rewards.verifiers.jsonschema:satisfies_schema", "jsonschema")
+rewards.register_deferred("code", "lightrft.rewards.verifiers.code:passes_tests")
+rewards.register_deferred("reasoning_gym", "lightrft.rewards.verifiers.reasoning_gym:score_of_task", "reasoning-gym")
 
 
 @rewards.register("none")

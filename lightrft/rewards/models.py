@@ -1,11 +1,14 @@
-"""Scores of reward models for whole responses, which are added to the rewards of the reward function."""
+"""Scores of reward models for whole responses, or for their steps, which are added to the rewards of the reward function."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from lightrft.config.references import chosen_labels
+from lightrft.rewards.steps import StepRewards, TokenRewards
 from lightrft.roles.padded import IDS, LENGTHS
 from lightrft.roles.reward_model import RewardModel
 from lightrft.types import Sample
@@ -14,24 +17,43 @@ FUNCTION = "function"
 """Name of the part of a reward that the reward function returned as one number."""
 
 
-class ModelRewards:
-    """Reward models that score prompt and response, as tokens; the score at the last token counts."""
+@dataclass(frozen=True)
+class ScoringModel:
+    """Reward model with the weight of its scores."""
 
-    def __init__(self, models: Mapping[str, RewardModel], coefficient: float = 1.0):
-        """Set up the models, by the name of their metric; scores are multiplied by `coefficient`."""
-        self.models, self.coefficient = models, coefficient
+    label: str
+    """Name of its metric, and of the model in the column --reward_key."""
+    model: RewardModel
+    weight: float = 1.0
+    steps: StepRewards | None = None
+    """Rewards of the steps of a response, for a process reward model; None: the score at the last token is the reward."""
+
+
+class ModelRewards:
+    """Reward models that score prompt and response, as tokens."""
+
+    def __init__(self, models: Sequence[ScoringModel], *, key: str | None = None):
+        """Set up the models. `key` is the column that names those of its row, by label; None: all models score every row."""
+        self.models, self.key = models, key
 
     def __call__(self, samples: list[Sample]) -> None:
-        """Add every model's score to the reward of each sample. All ranks call it together, with any number of samples.
+        """Add the scores of every model to the rewards of samples. All ranks call it together, with any number of samples.
 
         Raises ValueError, on all ranks, for a score that is not finite.
         """
-        batch = _batch(samples)
-        for name, model in self.models.items():
-            scores = self.coefficient * model.get_rewards(batch)
-            _check(name, scores, model)
-            for sample, score in zip(samples, scores.tolist(), strict=True):
-                _add(sample, name, score)
+        for each in self.models:
+            scored = [sample for sample in samples if each.label in chosen_labels(sample.prompt.columns, self.key, {each.label})]
+            batch = _batch(scored)
+            rows = each.model.get_scores(batch)
+            counts = [1 if each.steps is None else len(sample.token_ids) for sample in scored]
+            scores = [row[end - count : end] for row, end, count in zip(rows, batch[LENGTHS].tolist(), counts, strict=True)]
+            _check(each, scores)
+            for sample, row in zip(scored, scores, strict=True):
+                if each.steps is None:
+                    _add(sample, each.label, each.weight * row.item())
+                elif sample.token_ids:
+                    of_tokens = each.steps(sample.token_ids, row)
+                    _add_to_tokens(sample, each.label, [None if one is None else each.weight * one for one in of_tokens])
 
 
 def _batch(samples: list[Sample]) -> dict[str, Tensor]:
@@ -41,15 +63,27 @@ def _batch(samples: list[Sample]) -> dict[str, Tensor]:
     return {IDS: padded, LENGTHS: torch.tensor([len(row) for row in ids], dtype=torch.int64)}
 
 
-def _check(name: str, scores: Tensor, model: RewardModel) -> None:
-    wrong = model.strategy.mesh.data.sum((~scores.isfinite()).sum().float()[None])
-    if wrong:
-        raise ValueError(f"--reward_pretrain: {name} returned {int(wrong)} scores that are not finite")
+def _check(each: ScoringModel, scores: list[Tensor]) -> None:
+    wrong = torch.tensor([float(sum(not row.isfinite().all() for row in scores))])
+    if count := int(each.model.strategy.mesh.data.sum(wrong)):
+        raise ValueError(f"the reward model {each.label} returned scores that are not finite for {count} responses")
 
 
 def _add(sample: Sample, name: str, score: float) -> None:
+    """Add a score for the whole response to the reward, at the last token if tokens have rewards."""
     sample.reward_parts = (sample.reward_parts or {FUNCTION: sample.reward}) | {name: score}
     sample.reward += score
     if sample.token_rewards is not None:
         *before, last = sample.token_rewards
         sample.token_rewards = [*before, (last or 0.0) + score]
+
+
+def _add_to_tokens(sample: Sample, name: str, rewards: TokenRewards) -> None:
+    """Add rewards of tokens; a reward that was one number until now moves to the last token."""
+    before = sample.token_rewards or [*[None] * (len(rewards) - 1), sample.reward]
+    total = sum(value for value in rewards if value is not None)
+    sample.reward_parts = (sample.reward_parts or {FUNCTION: sample.reward}) | {name: total}
+    sample.reward += total
+    sample.token_rewards = [
+        None if old is None and new is None else (old or 0.0) + (new or 0.0) for old, new in zip(before, rewards, strict=True)
+    ]

@@ -3,7 +3,7 @@
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,16 +43,16 @@ class RewardRunner:
 
     def __init__(
         self, name: str, model_parallel: Axis | None = None, section: RewardSection | None = None, *, chat: bool = False,
-        fail: Callable[..., Any] | None = None,
+        fail: Callable[..., Any] | None = None, models: Sequence[str] = (),
     ):  # fmt: skip
         """Import the function. `model_parallel`: ranks with the same samples, of which the first calls the function for all.
 
         `section` has the limits. `chat`: prompts are chats. `fail` ends all ranks (StrategyBase.fail), for a call that hangs in
-        this process. Raises ValueError if there is no such function.
+        this process. `models` are the labels of reward models. Raises ValueError if there is no such function.
         """
         self.name, self.model_parallel = name, model_parallel or Axis("model_parallel", 1, 0, None)
         self.section, self.fail = section or RewardSection(), fail
-        setup = self._setup(chat)
+        setup = self._setup(chat, tuple(models))
         self.function = setup.function()
         self.models: Callable[[list[Sample]], None] | None = None
         """Reward models that score in addition to the function, while the engine sleeps: not all fit on the device at once."""
@@ -60,10 +60,11 @@ class RewardRunner:
         self._begun: list[tuple[list[Sample], Result]] = []
         self._calls = self._way_to_call(setup)
 
-    def _setup(self, chat: bool) -> Setup:
+    def _setup(self, chat: bool, models: tuple[str, ...]) -> Setup:
         section = self.section
         limits = {"seconds": 60 * section.reward_minutes, "patience": 60 * section.server_minutes}
-        return Setup(self.name, key=section.reward_key, chat=chat, memory=int(section.reward_memory_gb * 1e9), **limits)
+        memory = int(section.reward_memory_gb * 1e9)
+        return Setup(self.name, key=section.reward_key, models=models, chat=chat, memory=memory, **limits)
 
     def _way_to_call(self, setup: Setup) -> Calls:
         terms, workers = reward_terms(self.name), self.section.reward_workers

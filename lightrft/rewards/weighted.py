@@ -1,11 +1,11 @@
 """Several reward functions whose weighted sum is the reward, for all rows or chosen for each row by a column."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from lightrft.config.errors import ConfigError
-from lightrft.config.references import RewardTerm
+from lightrft.config.references import RewardTerm, chosen_labels
 from lightrft.rewards.conventions import RewardFunction, as_number, num_rewards
 from lightrft.samples import Prompt, Sample
 
@@ -13,10 +13,13 @@ from lightrft.samples import Prompt, Sample
 class WeightedRewards:
     """Reward functions with weights; they are called one after the other, as one function."""
 
-    def __init__(self, functions: list[tuple[RewardTerm, RewardFunction]], key: str | None = None):
-        """Set up the functions. `key` is the column that names those of its row, by label; None: all score every row."""
+    def __init__(self, functions: list[tuple[RewardTerm, RewardFunction]], key: str | None = None, models: Collection[str] = ()):
+        """Set up the functions. `key` is the column that names those of its row, by label; None: all score every row.
+
+        `models` are the labels of reward models, which that column may name, too.
+        """
         self.functions, self.key = functions, key
-        self.labels = {term.label for term, _ in functions}
+        self.labels = {term.label for term, _ in functions} | set(models)
 
     def judge(self, samples: list[Sample]) -> list[Any]:
         """Return the rewards of samples: a dictionary of weighted parts for each, or a list of numbers for its tokens.
@@ -53,10 +56,7 @@ class WeightedRewards:
         return next((f"{term.label}: {problem}" for term, problem in problems if problem), "")
 
     def _chosen(self, columns: Mapping[str, Any]) -> set[str]:
-        if self.key is None:
-            return self.labels
-        value = columns.get(self.key)
-        return set(value) if isinstance(value, list | tuple) else {value} - {None}
+        return chosen_labels(columns, self.key, self.labels)
 
 
 def _weighted(term: RewardTerm, value: Any) -> list[tuple[str, Any]]:

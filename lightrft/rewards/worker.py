@@ -42,6 +42,8 @@ class Setup:
     """Name of the function, or terms of several, as in --reward."""
     key: str | None = None
     """Column that names the rewards of a row, as in --reward_key."""
+    models: tuple[str, ...] = ()
+    """Labels of reward models, which that column may name, too."""
     chat: bool = False
     """True if prompts are chats."""
     memory: int = 0
@@ -55,7 +57,7 @@ class Setup:
         """Import the function, or all of them. Raises ValueError if one cannot be imported."""
         functions = [(term, self._function(term.name)) for term in reward_terms(self.name)]
         (term, function), *others = functions
-        return WeightedRewards(functions, self.key) if others or self.key or term.weight != 1 else function
+        return WeightedRewards(functions, self.key, self.models) if others or self.key or term.weight != 1 else function
 
     def _function(self, name: str) -> RewardFunction:
         found = _on_server(name, self.seconds, self.patience) if name.startswith(SERVER) else rewards[name]

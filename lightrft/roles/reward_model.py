@@ -20,10 +20,13 @@ class RewardModel(Role, ScorerNames):
 
     TRAIN_KEYS = (SAMPLE_MASK,)
 
+    def get_scores(self, batch: Mapping[str, Any], mbs: int | None = None) -> Tensor:
+        """Return the score at each token, [B, S] float32 on the host."""
+        return self._answer(batch, self.module, self.module, mbs)
+
     def get_rewards(self, batch: Mapping[str, Any], mbs: int | None = None) -> Tensor:
-        """Return the rewards, [B] float32 on the host."""
-        scores = self._answer(batch, self.module, self.module, mbs)
-        return scores.gather(1, batch[LENGTHS].cpu().long()[:, None] - 1)[:, 0]
+        """Return the rewards, [B] float32 on the host: the scores at the last tokens."""
+        return self.get_scores(batch, mbs).gather(1, batch[LENGTHS].cpu().long()[:, None] - 1)[:, 0]
 
     def forward(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
         """Return the scores [N]."""

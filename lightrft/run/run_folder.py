@@ -17,14 +17,15 @@ from lightrft.checkpoint.atomic import write_file
 from lightrft.checkpoint.manager import STATE
 from lightrft.checkpoint.manifest import LATEST, checkpoints
 from lightrft.config.errors import ConfigError
+from lightrft.config.references import TRACKERS
 from lightrft.config.sections import Config
 from lightrft.parallel.collectives import Axis
 
 LOCK, DESCRIPTION = ".lock", "run.json"
 RESULTS = ("metrics.jsonl", "samples.jsonl", "model", "model_ema", "critic")
 """Files and folders that only a run which has trained leaves."""
-BESIDE_RESULTS = (DESCRIPTION, "config.yaml", "report.html", "summary.json", "evaluation.json", "tensorboard", "wandb",
-                  "wandb_run_id")  # fmt: skip
+BESIDE_RESULTS = (DESCRIPTION, "config.yaml", "report.html", "summary.json", "evaluation.json", "tensorboard", "wandb", "swanlog",
+                  "comet", *(f"{name}_run_id" for name in TRACKERS))  # fmt: skip
 """Other files and folders of a run, which are moved together with its results."""
 PROBE_BYTES = 4096
 

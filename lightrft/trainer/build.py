@@ -18,6 +18,7 @@ from lightrft.algorithms.options import keywords
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.checkpoint.final_model import with_merged_pretrain
 from lightrft.config.errors import ConfigError
+from lightrft.config.references import TRACKERS, report_names, reward_model_terms
 from lightrft.config.sections import Config, needs_critic, needs_reference
 from lightrft.data.conversations import load_examples
 from lightrft.data.loader import Order
@@ -31,12 +32,14 @@ from lightrft.models.load import check_vocabulary, load_model, load_scorer, load
 from lightrft.models.routers import Routers
 from lightrft.models.trainable import freeze_parameters
 from lightrft.observe.console import Console
-from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard, WandB
+from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard
 from lightrft.observe.text import duration
 from lightrft.observe.trace import Trace
+from lightrft.observe.trackers import Tracker
 from lightrft.parallel import device
-from lightrft.rewards.models import ModelRewards
+from lightrft.rewards.models import ModelRewards, ScoringModel
 from lightrft.rewards.runner import RewardRunner
+from lightrft.rewards.steps import StepRewards
 from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
 from lightrft.roles.reward_model import RewardModel
@@ -284,18 +287,18 @@ def build_teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedT
 def build_model_rewards(
     config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase
 ) -> ModelRewards | None:
-    """Build the frozen models of --reward_pretrain, sharded like the reference; return None if there are none."""
-    models: dict[str, RewardModel] = {}
-    for name in config.model.reward_pretrain:
+    """Build the frozen reward models, sharded like the reference; return None if there are none."""
+    models = []
+    of_steps = StepRewards(tokenizer, config.data.step_separator, config.reward.step_rewards)
+    for flag, term in reward_model_terms(config.model):
         strategy.announce("load_reward_models")
-        check_vocabulary(config.model, "reward_pretrain", tokenizer, name=name)
+        check_vocabulary(config.model, flag, tokenizer, name=term.name)
         with strategy.init_model_context():
-            model = load_scorer(config.model, "reward_pretrain", name=name, new_head=False)
-            scorer = Scorer(model).requires_grad_(False)
-        short = Path(name).name
-        name = f"{short}_{len(models)}" if short in models else short
-        models[name] = RewardModel(strategy, strategy.prepare(scorer), **limits(config))
-    return ModelRewards(models, config.reward.reward_model_coef) if models else None
+            scorer = Scorer(load_scorer(config.model, flag, name=term.name, new_head=False)).requires_grad_(False)
+        model = RewardModel(strategy, strategy.prepare(scorer), **limits(config))
+        steps = of_steps if flag == "process_reward_pretrain" else None
+        models.append(ScoringModel(term.label, model, config.reward.reward_model_coef * term.weight, steps))
+    return ModelRewards(models, key=config.reward.reward_key) if models else None
 
 
 def build_ptx_loss(config: Config, policy: Policy, training_data: TrainingData) -> PtxLoss:
@@ -313,7 +316,10 @@ def build_ptx_loss(config: Config, policy: Policy, training_data: TrainingData) 
 
 def build_rewards(config: Config, strategy: StrategyBase) -> RewardRunner:
     chat = config.data.apply_chat_template
-    return RewardRunner(config.reward.reward, strategy.mesh.model_parallel, config.reward, chat=chat, fail=strategy.fail)
+    models = [term.label for _, term in reward_model_terms(config.model)]
+    return RewardRunner(
+        config.reward.reward, strategy.mesh.model_parallel, config.reward, chat=chat, fail=strategy.fail, models=models
+    )
 
 
 def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
@@ -354,9 +360,7 @@ def observation(config: Config, strategy: StrategyBase) -> tuple[Observer, Trace
 def _sinks(config: Config) -> list[Sink]:
     folder, observe = Path(config.train.save_path), config.observe
     sinks: list[Sink] = [Console(), JsonLines(folder)]
-    if observe.use_tensorboard:
+    names = report_names(observe.report_to)
+    if "tensorboard" in names:
         sinks.append(TensorBoard(folder))
-    if observe.use_wandb:
-        names = {"org": observe.wandb_org, "group": observe.wandb_group}
-        sinks.append(WandB(folder, observe.wandb_project, observe.wandb_run_name, **names))
-    return sinks
+    return [*sinks, *(Tracker(name, folder, observe) for name in names if name in TRACKERS)]

@@ -73,12 +73,13 @@ def test_openrlhf_is_understood():
         "reward": "http://host:5000/get_reward", "reward_running_norm": True, "reward_running_norm_minus_mean": True,
         "eps_clip_low": 0.1, "eps_clip_high": 0.3, "cp_size": 2, "entropy_coef": 0.01, "policy_loss": "gspo",
         "prompt_max_len": 1024, "generate_max_len": 2048, "max_tokens_per_microbatch": 8192, "lr_scheduler": "cosine",
-        "use_wandb": True, "wandb_group": "mine", "eval_data": "held_out.jsonl", "eval_n_samples": 4, "eval_temperature": 0.6,
+        "report_to": "tensorboard,wandb", "tracker_group": "mine",
+        "eval_data": "held_out.jsonl", "eval_n_samples": 4, "eval_temperature": 0.6,
         "rollout_correction": "tis", "rollout_correction_high": 3.0, "dynamic_sampling": True,
     }  # fmt: skip
     assert values(config, *expected) == expected
     assert os.environ.pop("WANDB_API_KEY") == "SECRET" and "SECRET" not in repr(config) + "".join(config.notices)
-    understood, left_out = config.notices
+    understood, left_out, *renamed = config.notices
     assert "--eps_clip_low_high is --eps_clip_low=0.1 --eps_clip_high=0.3" in understood
     assert "--ref_num_nodes, --ref_num_gpus_per_node, --colocate_all_models, --vllm_num_engines" in left_out
 
@@ -105,9 +106,9 @@ def test_the_scripts_of_models_with_images_are_understood():
 @pytest.mark.parametrize(
     ("argv", "field", "value"),
     [
-        (["--use_wandb", "true"], "use_wandb", True),
-        (["--use_wandb", ""], "use_wandb", False),
-        (["--use_tensorboard", "logs"], "use_tensorboard", True),
+        (["--use_wandb", "true"], "report_to", "tensorboard,wandb"),
+        (["--use_wandb", ""], "report_to", "tensorboard"),
+        (["--use_tensorboard", "logs"], "report_to", "tensorboard"),
         (["--reward_pretrain", '{"a": "one", "b": "two"}'], "reward_pretrain", ["one", "two"]),
         (["--reward_pretrain", "one,two"], "reward_pretrain", ["one", "two"]),
         (["--reward_clip", "0"], "reward_clip", None),

@@ -33,6 +33,8 @@ TEACHER = ["--teacher_pretrain={folder}/teacher", "--distill_coef=0.5"]
 CRITIC = ["--advantage_estimator=gae", "--critic_learning_rate=1e-3"]
 """What a flag needs beside it."""
 
+STEPS = ["--process_reward_pretrain={folder}/model/scorer1", "--step_separator=\N{REPLACEMENT CHARACTER}"]
+"""Random responses of bytes have several steps: bytes that are no text are decoded to this character."""
 TURNED: dict[str, tuple[list[str], list[str]]] = {
     "advantage_estimator": ([], ["--advantage_estimator=rloo"]),
     "policy_loss": ([], ["--policy_loss=sapo"]),
@@ -81,6 +83,7 @@ TURNED: dict[str, tuple[list[str], list[str]]] = {
     "reward": ([], ["--reward={folder}/reward.py:share_of_letters"]),
     "reward_key": (["--reward={folder}/reward.py:share_of_ascii,{folder}/reward.py:share_of_letters"], ["--reward_key=task"]),
     "reward_model_coef": (["--reward_pretrain={folder}/model/scorer1"], ["--reward_model_coef=2"]),
+    "step_rewards": (STEPS, ["--step_rewards=min"]),
     "overlong_buffer": ([], OVERLONG),
     "overlong_buffer_len": (OVERLONG, ["--overlong_buffer_len=5"]),
     "overlong_buffer_penalty_factor": (OVERLONG, ["--overlong_buffer_penalty_factor=3"]),

@@ -3,15 +3,13 @@
 import errno
 import io
 import json
-import sys
-from types import SimpleNamespace
 
 import pytest
 from loguru import logger
 from rich.console import Console as RichConsole
 
 from lightrft.observe.console import Console, sparkline
-from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard, WandB, encode_row, read_ends, read_rows
+from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard, encode_row, read_ends, read_rows
 
 
 def write_steps(folder, steps, resume_step=None):
@@ -104,39 +102,6 @@ def test_tensorboard_reads_its_files_and_a_resume_hides_the_repeated_steps(tmp_p
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     scalars = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert scalars == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0)]
-
-
-def test_a_missing_tracker_names_the_package_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match=r"pip install wandb"):
-        WandB(tmp_path, "project").start({}, 1)
-
-
-def test_wandb_continues_its_run(tmp_path, monkeypatch):
-    calls = []
-
-    class Run:
-        id = "abc"
-
-        def log(self, metrics, step):
-            calls.append((step, metrics))
-
-        def finish(self, exit_code):
-            calls.append(exit_code)
-
-    def init(**options):
-        calls.append((options["id"], options["resume"], options["config"]))
-        return Run()
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Table=lambda columns, data: (columns, data)))
-    for resume_step in (None, 2):
-        sink = WandB(tmp_path, "project")
-        sink.start({"seed": 1}, 5, resume_step)
-        sink.log(3, {"train/loss": 1.0})
-        sink.samples(3, [{"prompt": "a", "reward": 1.0}])
-        sink.close("finished")
-    assert [calls[0], calls[4]] == [(None, None, {"seed": 1}), ("abc", "allow", {"seed": 1})]
-    assert calls[1:4] == [(3, {"train/loss": 1.0}), (3, {"samples": (["prompt", "reward"], [["a", "1.0"]])}), 0]
 
 
 def test_the_observer_tells_all_and_closes_all_even_when_one_fails():

@@ -12,11 +12,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightrft.config import Config, RewardSection, validate
 from lightrft.rewards.functions import rewards
-from lightrft.rewards.models import ModelRewards
+from lightrft.rewards.models import ModelRewards, ScoringModel
 from lightrft.rewards.runner import RewardRunner
+from lightrft.rewards.steps import StepRewards
 from lightrft.roles import endpoint
 from lightrft.types import Prompt, Sample
 from ranks import run_ranks
@@ -26,6 +33,10 @@ from tiny import tiny_model
 SHAPES = [(3, 5), (1, 1), (7, 2), (4, 0), (2, 9)]
 """Tokens of prompt and response."""
 COEFFICIENT = 0.5
+ENDS = {0: (1, 4), 4: (3,)}
+"""Sample -> the places of the byte 10, a line end, in its response."""
+CHOSEN = [["steps"], "model0", ["model0", "steps"], "steps", ["steps"]]
+"""Models that score the samples where the column `models` chooses them."""
 
 
 def samples() -> list[Sample]:
@@ -34,7 +45,8 @@ def samples() -> list[Sample]:
     for number, shape in enumerate(SHAPES):
         prompt, response = (torch.randint(0, 256, (count,), generator=generator).tolist() for count in shape)
         text = f"{number}!"
-        asked = Prompt(number, f"{number}?", prompt, {"label": str(number)})
+        response = [10 if place in ENDS.get(number, ()) else token for place, token in enumerate(response)]
+        asked = Prompt(number, f"{number}?", prompt, {"label": str(number), "models": CHOSEN[number]})
         made.append(Sample(asked, number, response, [0.0] * len(response), text, "stop"))
     return made
 
@@ -56,12 +68,15 @@ def by_step(given: list[Sample], **_) -> list:
     return [kinds[sample.group](sample) for sample in given]
 
 
-def scored(folders: list[str], held: list[int]) -> list[tuple[float, dict, list | None]]:
+def scored(folders: list[str], held: list[int], key: str | None = None) -> list[tuple[float, dict, list | None]]:
     made = rows.strategy()
     rewards.register("by_step")(by_step)
     judge = RewardRunner("by_step", made.mesh.model_parallel, RewardSection(reward_workers=0))
-    models = {f"model{place}": rows.reward_model(made, folder, max_tokens=24) for place, folder in enumerate(folders)}
-    judge.models = ModelRewards(models, COEFFICIENT)
+    models = [rows.reward_model(made, folder, max_tokens=24) for folder in folders]
+    whole = [ScoringModel(f"model{place}", model, COEFFICIENT) for place, model in enumerate(models)]
+    of_lines = StepRewards(AutoTokenizer.from_pretrained(folders[0].rpartition("/")[0]), "\n", "sum")
+    steps = ScoringModel("steps", models[1], 2.0, of_lines)
+    judge.models = ModelRewards(whole if key is None else [whole[0], steps], key=key)
     mine = samples()[sum(held[: made.get_rank()]) : sum(held[: made.get_rank() + 1])]
     judge(mine)
     return [(sample.reward, sample.reward_parts, sample.token_rewards) for sample in mine]
@@ -93,6 +108,78 @@ def test_scores_are_added_to_what_the_function_says(folders, held):
             assert tokens == [pytest.approx(1.0 + sum(scores), abs=1e-4)]
         else:
             assert tokens is None
+
+
+@pytest.mark.slow
+def test_a_column_chooses_models_and_steps_get_rewards_of_their_own(folders):
+    found = [each for part in run_ranks(2, scored, folders, [2, 3], "models") for each in part]
+    outcome, process = (rows.plain_scorer(folder) for folder in folders)
+    function = [2.0, 1.0, 4.0, 0.0, 1.0]
+    for sample, chosen, (reward, parts, tokens), said in zip(samples(), CHOSEN, found, function, strict=True):
+        ids = torch.tensor([*sample.prompt.token_ids, *sample.token_ids])
+        with torch.no_grad():
+            last = COEFFICIENT * float(outcome(ids[None], use_cache=False).logits)
+            correct = rows.plain_scores(process, ids)[len(sample.prompt.token_ids) :].sigmoid()
+        expected = {"a": 1.0, "b": 3.0} if sample.group == 2 else {"function": said}
+        expected |= {"model0": last} if "model0" in chosen else {}
+        ends = sorted({*ENDS.get(sample.group, ()), len(sample.token_ids) - 1} - {-1})
+        if "steps" in chosen and ends:
+            expected["steps"] = 2 * float(correct[ends].sum())
+            own = {0: [None] * 4 + [2.0], 2: [None, 4.0 + last], 4: [1.0] + [None] * 8}[sample.group]
+            of_steps = [2 * float(correct[place]) if place in ends else None for place in range(len(own))]
+            pairs = zip(own, of_steps, strict=True)
+            assert tokens == [pytest.approx((a or 0) + (b or 0), abs=1e-4) if (a, b) != (None, None) else None for a, b in pairs]
+        assert (parts or {"function": reward}) == pytest.approx(expected, abs=1e-4)
+        assert reward == pytest.approx(sum(expected.values()), abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def merging_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with the tokens `.\n\n` and `\n\n`."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False, use_regex=False), ByteLevelDecoder()
+    text = ["Ab.\n\n", "Cd.\n\n", "E\n\n", "\n\nF", "\n\nG"]
+    trainer = BpeTrainer(vocab_size=280, initial_alphabet=ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator(text * 9, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("text", "separator", "steps"),
+    [
+        ("one.\n\ntwo\n\nthree", "\n\n", ["one.\n\n", "two\n\n", "three"]),
+        ("one.\n\ntwo.\n\n", "\n\n", ["one.\n\n", "two.\n\n"]),
+        ("one.\n\n\n\n\n\ntwo", "\n\n", ["one.\n\n\n\n\n\n", "two"]),
+        ("one\ntwo", "\n\n", ["one\ntwo"]),
+        ("one.\n\n \n", "\n\n", ["one.\n\n \n"]),
+        ("1 \N{CYRILLIC SMALL LETTER KA}\N{CYRILLIC SMALL LETTER I} 2", "\N{CYRILLIC SMALL LETTER KA}\N{CYRILLIC SMALL LETTER I}",
+         ["1 \N{CYRILLIC SMALL LETTER KA}\N{CYRILLIC SMALL LETTER I}", " 2"]),
+        ("", "\n\n", []),
+    ],
+)  # fmt: skip
+def test_steps_end_at_the_token_that_completes_the_separator(merging_tokenizer, text, separator, steps):
+    ids = merging_tokenizer.encode(text)
+    ends = StepRewards(merging_tokenizer, separator, "sum").ends(ids)
+    starts = [0, *(end + 1 for end in ends)][: len(ends)]
+    assert [merging_tokenizer.decode(ids[start : end + 1]) for start, end in zip(starts, ends, strict=True)] == steps
+
+
+@pytest.mark.parametrize(
+    ("form", "rewards"),
+    [
+        ("sum", [0.8, 0.2, 0.5]),
+        ("mean", [0.8 / 3, 0.2 / 3, 0.5 / 3]),
+        ("difference", [0.8, -0.6, 0.3]),
+        ("min", [None, 0.2, None]),
+    ],
+)
+def test_rewards_of_steps(merging_tokenizer, form, rewards):
+    ids = merging_tokenizer.encode("1\n\n2\n\n3")
+    scores = torch.logit(torch.tensor([0.1, 0.8, 0.1, 0.2, 0.5]))
+    found = StepRewards(merging_tokenizer, "\n\n", form)(ids, scores)
+    assert len(ids) == 5
+    expected = [None, rewards[0], None, rewards[1], rewards[2]]
+    assert [None if each is None else round(each, 5) for each in found] == [each and round(each, 5) for each in expected]
 
 
 # -- a server

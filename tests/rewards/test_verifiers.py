@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from lightrft.config import ConfigError, RewardSection
-from lightrft.rewards import code
 from lightrft.rewards.functions import FAST_REWARDS, rewards
 from lightrft.rewards.runner import RewardRunner
+from lightrft.rewards.verifiers import code
 from lightrft.samples import Prompt, Sample
 
 
@@ -238,7 +238,7 @@ def test_math(text, label, reward):
 
 
 def test_math_that_takes_too_long_is_wrong(monkeypatch, capfd):
-    monkeypatch.setattr("lightrft.rewards.math_verify.SECONDS", 1)
+    monkeypatch.setattr("lightrft.rewards.verifiers.math_verify.SECONDS", 1)
     began = time.monotonic()
     assert judged("math", sample("\\boxed{9^{9^{9^9}}}", label="5"), sample("\\boxed{5}", label="5.0")) == [0.0, 1.0]
     assert time.monotonic() - began < 8
@@ -264,13 +264,13 @@ def test_math_in_worker_processes_and_in_a_thread():
     ],
 )
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, name, package, install):
-    monkeypatch.delitem(sys.modules, f"lightrft.rewards.{package}", raising=False)
+    monkeypatch.delitem(sys.modules, f"lightrft.rewards.verifiers.{package}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     for module in [module for module in sys.modules if module.startswith(f"{package}.")]:
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=rf"--reward {name} needs {package}\S*: pip install {install}$"):
         RewardRunner(name)
-    assert importlib.util.find_spec("lightrft.rewards.code"), "the others do not need it"
+    assert importlib.util.find_spec("lightrft.rewards.verifiers.code"), "the others do not need it"
 
 
 # -- json_schema

@@ -93,10 +93,12 @@ def test_a_column_names_the_rewards_of_its_row(file):
 
 
 def test_a_row_that_names_no_reward_is_a_bad_row(file):
-    runner = RewardRunner(f"{file}:length,{file}:fine", section=RewardSection(reward_workers=0, reward_key="task"))
+    section = RewardSection(reward_workers=0, reward_key="task")
+    runner = RewardRunner(f"{file}:length,{file}:fine", section=section, models=["helpful"])
     for value, named in (("math", "math"), (None, "nothing"), (["fine", "math"], "math")):
         problem = runner.row_problem(sample("", task=value, label="x").prompt)
-        assert f"the column task (--reward_key) names {named}; the rewards are fine, length" in problem
+        assert f"the column task (--reward_key) names {named}; the rewards are fine, helpful, length" in problem
+    assert runner.row_problem(sample("", task="helpful").prompt) is None, "a reward model scores this row alone"
     assert "fine: the function needs label" in runner.row_problem(sample("", task="fine").prompt)
     assert runner.row_problem(sample("", task="length").prompt) is None, "a column that only other rewards need may be absent"
 

@@ -192,7 +192,7 @@ def test_tokens_are_counted_as_they_are_made(tmp_path):
 # -- a whole run
 
 COMMON = ["--fsdp", "--images_key=images", "--apply_chat_template", "--prompt_max_len=48", "--lr_scheduler=constant",
-          "--lr_warmup_ratio=0", "--max_tokens_per_microbatch=2048", "--use_tensorboard=false"]  # fmt: skip
+          "--lr_warmup_ratio=0", "--max_tokens_per_microbatch=2048", "--report_to=jsonl"]  # fmt: skip
 SFT = ["--train_batch_size=64", "--actor_learning_rate=2e-3", "--num_episodes=20", "--stop_loss=1"]
 GRPO = ["--rollout_batch_size=16", "--n_samples_per_prompt=16", "--generate_max_len=2", "--train_batch_size=256",
         "--num_episodes=99", "--max_steps=16", "--actor_learning_rate=2e-3", "--init_kl_coef=1e-4", "--eval_steps=16",
