@@ -54,7 +54,7 @@ def fields_read(command: str) -> set[str]:
     if command == "evaluate":
         read -= {field.name for field in fields(TrainSection)} - set(OF_EVALUATION)
         read -= {field.name for field in fields(RewardSection)} - set(REWARD_FIELDS)
-        read -= {*OF_THE_FINAL_MODEL, *COLLECTING, "teacher_pretrain", "teacher_url", "learned_turns"}
+        read -= {*OF_THE_FINAL_MODEL, *COLLECTING, "teacher_pretrain", "teacher_url", "learned_turns", "deduplicate"}
     if "rollout" in COMMANDS[command]:
         read -= {"stop_loss"}
     else:

@@ -1,4 +1,4 @@
-"""References in flags to servers and functions: checks of addresses and their keys, and lists of weighted rewards."""
+"""References in flags to servers, functions and data: checks of addresses and their keys, and lists of weighted names."""
 
 import os
 import re
@@ -14,6 +14,8 @@ SERVER = ("http://", "https://")
 """Beginnings of the address of a server."""
 LABELLED = re.compile(r"(?:(?P<label>[A-Za-z_]\w*)=)?(?P<reference>.+)")
 WEIGHTED = re.compile(r"(?P<name>.+):(?P<weight>-?(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?)")
+SEPARATOR = re.compile(r",(?![^\[]*\])")
+"""Comma between two data sets; one inside of brackets belongs to an option of a task."""
 ADDRESS = re.compile(r"(?P<name>https?://[^/:]+(?::\d+)?(?:/[^:]*)?)(?::(?P<weight>[^:/]+))?")
 
 
@@ -85,6 +87,50 @@ def _reward_term(text: str) -> RewardTerm:
         raise ValueError(f"--reward {text}: the weight {weight!r} is not a number") from None
     label = parts["label"] or ("server" if name.startswith(SERVER) else name.rpartition(":")[2])
     return RewardTerm(label, name, number)
+
+
+@dataclass(frozen=True, slots=True)
+class DataSource:
+    """One of the data sets of --prompt_data, in the form `NAME:PROBABILITY`."""
+
+    name: str
+    """A file, folder, hub name, task, module:object or file.py:object."""
+    weight: float | None = None
+    """Probability, up to a common factor."""
+
+
+def data_sources(text: str) -> list[DataSource]:
+    """Return the data sets of a flag, which are separated by commas: `math.jsonl:0.7,chat:0.3`.
+
+    The name of an existing file or folder may contain commas and colons.
+    """
+    if os.path.exists(os.path.expanduser(text)):
+        return [DataSource(text)]
+    return [_data_source(part.strip()) for part in SEPARATOR.split(text)]
+
+
+def _data_source(text: str) -> DataSource:
+    parts = None if os.path.exists(os.path.expanduser(text)) else WEIGHTED.fullmatch(text)
+    return DataSource(parts["name"], float(parts["weight"])) if parts else DataSource(text)
+
+
+def data_problems(flag: str, text: str, probabilities: list[float]) -> list[str]:
+    """Return the reasons why the data sets of a flag cannot be drawn from; `probabilities` are those of --prompt_data_probs."""
+    sources = data_sources(text)
+    weights = [source.weight for source in sources if source.weight is not None]
+    problems = [f"--{flag} {text} has an empty name: separate data sets by one comma"] if any(not s.name for s in sources) else []
+    if weights and probabilities:
+        problems.append(f"--{flag} {text} has probabilities of its own, and --prompt_data_probs is set: use one of them")
+    elif weights and len(weights) < len(sources):
+        without = next(source.name for source in sources if source.weight is None)
+        problems.append(f"--{flag}: {without} has no probability, and others have: write {without}:NUMBER")
+    elif probabilities and len(probabilities) != len(sources) > 1:
+        problems.append(f"--prompt_data_probs has {len(probabilities)} numbers, and --{flag} has {len(sources)} data sets")
+    if weights and flag == "eval_data":
+        problems.append(f"--eval_data {text}: held-out data are evaluated whole and have no probabilities")
+    if min(weights + probabilities, default=1.0) <= 0:
+        problems.append(f"--{flag}: a probability must be above 0: leave out data that are not to be drawn")
+    return problems
 
 
 TRACKERS = ("wandb", "mlflow", "swanlab", "trackio", "comet_ml")

@@ -78,18 +78,20 @@ class ModelSection(Section):
 
 @dataclass
 class DataSection(Section):
-    prompt_data: str = ""
-    """Training data: a JSONL, JSON or parquet file, a folder of them, or a hub name; several are joined by commas."""
+    prompt_data: CommaSeparated = CommaSeparated("")
+    """Training data: a JSONL, JSON or parquet file, a folder of them or of Dataset.save_to_disk, a hub name, a task,
+    reasoning_gym:NAME, or rows of Python, module:object or file.py:object. Several are separated by commas, or a list in YAML;
+    each row is then drawn once in an epoch. In the form NAME:PROBABILITY, each row of a batch is drawn from a data set with its
+    probability."""
     prompt_data_probs: list[float] = field(default_factory=list)
-    """Share of each data set in every pass over several data sets, in which every row occurs at least once; unset: each row
-    exactly once."""
+    """Probability of each data set of --prompt_data, another form of NAME:PROBABILITY."""
     prompt_split: str = "train"
     """Split of the training data."""
-    eval_data: str = ""
+    eval_data: CommaSeparated = CommaSeparated("")
     """Held-out data in the same form, for --eval_steps and the end of the run; empty: no evaluation."""
     eval_split: str = "test"
     """Split of the held-out data."""
-    pretrain_data: str = ""
+    pretrain_data: CommaSeparated = CommaSeparated("")
     """Prompts with answers for the supervised loss of --ptx_coef, in the same form; empty: none."""
     pretrain_split: str = "train"
     """Split of --pretrain_data."""
@@ -125,6 +127,9 @@ class DataSection(Section):
     """Use only this number of rows from the beginning of each training data set."""
     max_eval_samples: Annotated[int | None, COUNT] = None
     """Use only this number of rows from the beginning of the held-out data."""
+    deduplicate: Literal["none", "exact", "whitespace"] = "none"
+    """Omit rows of the training data with the prompt of an earlier row, in SFT with the same answer, and report their number:
+    exact compares texts as they are, whitespace takes all white space between words as equal."""
     step_separator: str = "\n\n"
     """Text that ends each step of a response for process reward models, and belongs to the step."""
     learned_turns: Literal["all", "last"] = "all"

@@ -10,7 +10,15 @@ from typing import Any
 from lightrft.config.commands import COMMANDS, PREFERENCES, fields_read
 from lightrft.config.errors import ConfigError
 from lightrft.config.recipe import TEACHERS, algorithm_problems
-from lightrft.config.references import SERVER, TRACKERS, address_problem, report_names, reward_model_terms, reward_terms
+from lightrft.config.references import (
+    SERVER,
+    TRACKERS,
+    address_problem,
+    data_problems,
+    report_names,
+    reward_model_terms,
+    reward_terms,
+)
 from lightrft.config.sections import (
     REWARD_MODELS,
     Config,
@@ -62,6 +70,9 @@ def _missing_inputs(config: Config, command: str) -> list[str]:
     data_flag = "eval_data" if command == "evaluate" else "prompt_data"
     if not getattr(config.data, data_flag):
         problems.append(f"--{data_flag} is empty: set it to a JSONL or parquet file, a folder of them, or a hub name")
+    for flag in ("prompt_data", "eval_data", "pretrain_data"):
+        text, probabilities = getattr(config.data, flag), config.data.prompt_data_probs if flag == "prompt_data" else []
+        problems += data_problems(flag, text, probabilities) if text and flag in fields_read(command) else []
     return problems + (_tracker_problems(config.observe.report_to) if command != "evaluate" else [])
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.sections import DataSection
 from lightrft.data.chats import Answer, as_messages, conversation_tokens, is_answer
 from lightrft.data.images import IMAGES
+from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import HERE, MediaTokenCounter, complete_chat, load_prompts, make_prompt, measured, row_images
 from lightrft.types import Batch, Expand, Prompt
 
@@ -23,7 +24,7 @@ COMPLETIONS = ("prompt", "completion")
 def load_examples(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data", longest: int,
     measure: MediaTokenCounter | None = None,
-) -> list[Prompt]:  # fmt: skip
+) -> PromptSet:  # fmt: skip
     """Load prompts with answers as load_prompts() does; rows without an answer or above `longest` tokens are bad rows, too."""
     problem = partial(answer_problem, tokenizer=tokenizer, longest=longest)
     return load_prompts(section, tokenizer, source=source, row_problem=problem, measure=measure, make=make_example)

@@ -9,6 +9,9 @@ import torch
 
 from lightrft.data.readers import DataError
 
+BLOCK = 4096
+"""Number of draws of a Blend that are made at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -30,6 +33,56 @@ class Order:
         line = torch.cat([torch.randperm(self.num_rows, generator=generator) for generator in generators])
         begin = first % self.num_rows
         return line[begin : begin + count].tolist()
+
+
+def draws_of_epoch(sizes: Sequence[int], probabilities: Sequence[float]) -> int:
+    """Return the number of draws after which every row has been drawn at least once on average: max n_i / p_i."""
+    return ceil(max(size / probability for size, probability in zip(sizes, probabilities, strict=True)) - 1e-9)
+
+
+class Blend:
+    """Endless sequence of the rows of several data sets, one after another in the numbers of rows.
+
+    Each draw is from data set i with probability p_i, independently of the others, and takes the next row in the order of that
+    data set. The draws are a function of the seed, made in blocks, so a position needs no history but the counts of the blocks
+    before it.
+    """
+
+    def __init__(self, orders: Sequence[Order], probabilities: Sequence[float], seed: int):
+        """Set up the sequence. The probabilities are divided by their sum."""
+        self.orders, self.seed = orders, seed
+        self.probabilities = torch.tensor(probabilities, dtype=torch.float64) / sum(probabilities)
+        sizes = [order.num_rows for order in orders]
+        self.num_rows = draws_of_epoch(sizes, self.probabilities.tolist())
+        """Number of draws in an epoch."""
+        self._offsets = [0, *accumulate(sizes)]
+        self._counts = [torch.zeros(len(orders), dtype=torch.int64)]
+        """Number of draws from each data set before each block."""
+
+    def rows(self, first: int, count: int) -> list[int]:
+        """Return `count` (at least 1) rows from position `first` on, counted from 0 over all epochs."""
+        block, before = divmod(first, BLOCK)
+        line = torch.cat([self._block(number) for number in range(block, (first + count - 1) // BLOCK + 1)])
+        drawn = self._counts_before(block) + torch.bincount(line[:before], minlength=len(self.orders))
+        line = line[before : before + count]
+        rows = torch.empty_like(line)
+        for source, order in enumerate(self.orders):
+            places = (line == source).nonzero()[:, 0]
+            if len(places):
+                taken = torch.tensor(order.rows(int(drawn[source]), len(places)))
+                rows[places] = taken + self._offsets[source]
+        return rows.tolist()
+
+    def _block(self, number: int) -> torch.Tensor:
+        """Return the data set of each draw of a block, [BLOCK] int64."""
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + number) % 2**63)
+        return torch.multinomial(self.probabilities, BLOCK, replacement=True, generator=generator)
+
+    def _counts_before(self, block: int) -> torch.Tensor:
+        while len(self._counts) <= block:
+            drawn = torch.bincount(self._block(len(self._counts) - 1), minlength=len(self.orders))
+            self._counts.append(self._counts[-1] + drawn)
+        return self._counts[block]
 
 
 def share_of(rank: int, size: int, count: int) -> range:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.config.sections import DataSection, PreferenceSection
 from lightrft.data.chats import Answer, Message, as_messages, is_answer
 from lightrft.data.conversations import answer_of, answer_problem, make_example
+from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import HERE, Make, MediaTokenCounter, load_prompts
 from lightrft.types import JudgedBatch, Prompt, TokenIds
 
@@ -33,7 +34,7 @@ class Sequences(NamedTuple):
 def load_pairs(
     section: DataSection, preference: PreferenceSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data",
     longest: int, heads: Sequence[str] = (),
-) -> list[Prompt]:  # fmt: skip
+) -> PromptSet:  # fmt: skip
     """Load prompts with a chosen and a rejected Answer, as load_prompts() does; above `longest` tokens a pair is a bad row."""
 
     def problem(prompt: Prompt) -> str | None:
@@ -86,7 +87,7 @@ def pair_batch(pairs: Sequence[Prompt], rows: Sequence[int]) -> JudgedBatch:
 def load_answers(
     section: DataSection, preference: PreferenceSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data",
     longest: int,
-) -> list[Prompt]:  # fmt: skip
+) -> PromptSet:  # fmt: skip
     """Load prompts with an Answer that is good or bad, as load_prompts() does; above `longest` tokens a row is a bad row."""
 
     def make(

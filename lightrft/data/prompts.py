@@ -4,15 +4,18 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.config.references import data_problems, data_sources
 from lightrft.config.sections import DataSection
+from lightrft.data.duplicates import Duplicates
 from lightrft.data.images import IMAGES, ImageFile, image_files, with_parts
-from lightrft.data.readers import TASK, BadRows, DataError, read_rows, source_names
+from lightrft.data.prompt_set import DataPart, PromptSet
+from lightrft.data.readers import TASK, BadRows, DataError, is_first_rank, read_rows
 from lightrft.types import Prompt
 
 RowProblem = Callable[[Prompt], str | None]
@@ -34,8 +37,8 @@ SOURCES = {
 def load_prompts(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data",
     row_problem: RowProblem | None = None, measure: MediaTokenCounter | None = None, make: Make | None = None,
-) -> list[Prompt]:  # fmt: skip
-    """Load all usable prompts of the data given by the field `source`, in file order; several data sets are concatenated.
+) -> PromptSet:  # fmt: skip
+    """Load all usable prompts of the data given by the field `source`, in file order; several data sets follow one another.
 
     Rows without the input column, and those with prompts longer than `prompt_max_len` tokens, are bad rows. `measure` returns the
     tokens that images add to the length; `make` is make_prompt() by default.
@@ -44,33 +47,50 @@ def load_prompts(
     if source == "eval_data":
         keys = {"input_key": section.eval_input_key, "label_key": section.eval_label_key}
         section = replace(section, **{name: key for name, key in keys.items() if key is not None})
-    given = getattr(section, source)
-    names = source_names(given)
+    parts, probabilities = [], _probabilities(section, source)
+    names = [given.name for given in data_sources(getattr(section, source))]
     if source == "eval_data":
         _check_held_out(section, names)
+    mode = "none" if source == "eval_data" else section.deduplicate
+    duplicates = Duplicates(mode, with_answer=make is not None)  # rows of another `make` are learned
     make = partial(make or make_prompt, section, tokenizer, measure=measure)
-    parts = [_load(section, source, name, make=make, row_problem=row_problem) for name in names]
-    if section.images_key and source != "pretrain_data" and not any(prompt.multi_modal for part in parts for prompt in part):
+    for name, probability in zip(names, probabilities, strict=True):
+        first = sum(len(part.prompts) for part in parts)
+        given = {"make": make, "row_problem": row_problem, "duplicates": duplicates}
+        parts.append(DataPart(name, _load(section, source, name, first=first, **given), probability))
+    prompts = PromptSet(parts)
+    duplicates.report(f"--{source}", len(prompts))
+    if section.images_key and source != "pretrain_data" and not any(prompt.multi_modal for prompt in prompts):
+        given = getattr(section, source)
         raise DataError(f"--images_key {section.images_key}: no row of --{source} {given} has an image in this column")
-    mixed = mixture(parts, section.prompt_data_probs if source == "prompt_data" else [])
-    return [replace(prompt, index=index) for index, prompt in enumerate(mixed)]
+    if is_first_rank():
+        for line in prompts.repetitions():
+            logger.info(f"--{source}: {line}")
+    return prompts
 
 
-def mixture(parts: list[list[Prompt]], shares: list[float]) -> list[Prompt]:
-    """Concatenate the parts; with shares, repeat rows of parts to match the shares.
-
-    Every row then occurs at least once, and the rows of the part that is largest relative to its share exactly once. Raise
-    DataError unless `shares` has one positive number for each part.
-    """
-    if not shares:
-        return [prompt for part in parts for prompt in part]
-    if len(shares) != len(parts) or min(shares) <= 0:
-        raise DataError(f"--prompt_data_probs needs a number above 0 for each of the {len(parts)} data sets of --prompt_data")
-    whole = max(len(part) / share for part, share in zip(parts, shares, strict=True))
-    return [prompt for part, share in zip(parts, shares, strict=True) for prompt in islice(cycle(part), round(share * whole))]
+def _probabilities(section: DataSection, source: str) -> list[float | None]:
+    """Return the probability of each data set; None for each if none are given. Raise DataError for impossible ones."""
+    text = getattr(section, source)
+    others = section.prompt_data_probs if source == "prompt_data" else []
+    if problems := data_problems(source, text, others):
+        raise DataError("; ".join(problems))
+    weights = [given.weight for given in data_sources(text)]
+    weights = others if others and len(weights) > 1 else weights
+    return [None if weight is None else weight / sum(filter(None, weights)) for weight in weights]
 
 
-def _load(section: DataSection, source: str, name: str, *, make: Make, row_problem: RowProblem | None) -> list[Prompt]:
+def _load(
+    section: DataSection,
+    source: str,
+    name: str,
+    *,
+    first: int,
+    make: Make,
+    row_problem: RowProblem | None,
+    duplicates: Duplicates,
+) -> list[Prompt]:
+    """Load the usable prompts of one data set; the first has the index `first`."""
     split, most = SOURCES[source]
     limit = getattr(section, most) if most else None
     bad = BadRows(skip=section.bad_rows == "skip", flag=f"--{source}")
@@ -79,20 +99,21 @@ def _load(section: DataSection, source: str, name: str, *, make: Make, row_probl
     prompts: list[Prompt] = []
     for where, row in read_rows(name, getattr(section, split), bad):
         try:
-            prompt = make(row, index=len(prompts), folder=folder)
+            prompt = make(row, index=first + len(prompts), folder=folder)
         except ValueError as error:
             bad.add(where, str(error))
             continue
         problem = row_problem(prompt) if row_problem else None
         if problem:
             bad.add(where, problem)
-            continue
-        prompts.append(prompt)
+        elif not duplicates.omits(prompt):
+            prompts.append(prompt)
         if len(prompts) == limit:
             break
     bad.report()
     if not prompts:
-        raise DataError(f"--{source} {name}: no usable row ({len(bad.reasons)} bad ones were skipped)")
+        others = f" and {duplicates.count} duplicates were omitted" if duplicates.count else ""
+        raise DataError(f"--{source} {name}: no usable row ({len(bad.reasons)} bad ones were skipped{others})")
     return prompts
 
 
@@ -101,7 +122,8 @@ def _check_held_out(section: DataSection, names: list[str]) -> None:
     if any(name.startswith(TASK) for name in names):
         from lightrft.data.reasoning_gym.tasks import check_held_out
 
-        check_held_out(source_names(section.prompt_data), names, split=section.prompt_split, eval_split=section.eval_split)
+        training = [given.name for given in data_sources(section.prompt_data)]
+        check_held_out(training, names, split=section.prompt_split, eval_split=section.eval_split)
 
 
 def _check_templates(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,28 +1,36 @@
 """Rows of a data set from files or the hub, each with its location, and the handling of bad rows."""
 
 import json
-import re
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 from loguru import logger
+from pyarrow import ArrowInvalid
 
 from lightrft.config.errors import ConfigError
+from lightrft.registry import Registry
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
+SAVED = ("state.json", "dataset_dict.json")
+"""Files by which a folder of Dataset.save_to_disk is known."""
 TASK = "reasoning_gym:"
 """Beginning of the name of a task of the package reasoning-gym."""
-SEPARATOR = re.compile(r",(?![^\[]*\])")
-"""Comma between two data sets; one inside of brackets belongs to an option of a task."""
 ROWS_AT_ONCE = 64
 
 
 class DataError(ConfigError):
     """Error for data that cannot be used; the message names the file and line."""
+
+
+def is_first_rank() -> bool:
+    """Return True on the rank that logs what all ranks find alike."""
+    return int(os.environ.get("RANK", 0)) == 0
 
 
 @dataclass
@@ -41,7 +49,7 @@ class BadRows:
         self.reasons.append(message)
 
     def report(self) -> None:
-        if self.reasons:
+        if self.reasons and is_first_rank():
             shown = "\n".join(f"  {reason}" for reason in self.reasons[:5])
             logger.warning(f"{len(self.reasons)} bad rows of {self.flag} skipped, the first:\n{shown}")
 
@@ -50,16 +58,12 @@ Row = tuple[str, dict[str, Any]]
 """Location of a row (`train.jsonl:12`) and its columns."""
 
 
-def source_names(sources: str) -> list[str]:
-    """Return the names of data sets that are joined by commas; a file or folder may have a comma in its name."""
-    return [sources] if Path(sources).expanduser().exists() else SEPARATOR.split(sources)
-
-
 def read_rows(source: str, split: str, bad: BadRows) -> Iterator[Row]:
-    """Yield the rows of a file, of the files of a folder, of a data set on the hub, or of a task of reasoning-gym.
+    """Yield the rows of a data set.
 
-    In a folder, the files whose names begin with the split are read, or its only file. Raise DataError for a source that does
-    not exist or cannot be read.
+    It is a file, a folder of files, a folder that `Dataset.save_to_disk` wrote, a name on the hub, a task of reasoning-gym, or
+    an object of Python, as module:object or file.py:object. In a folder of files, those whose names begin with the split are
+    read, or its only file. Raise DataError for a source that does not exist or cannot be read.
     """
     path = Path(source).expanduser()
     if source.startswith(TASK):
@@ -68,14 +72,57 @@ def read_rows(source: str, split: str, bad: BadRows) -> Iterator[Row]:
         yield from task_rows(source, split, bad.flag)
     elif path.is_file():
         yield from _file_rows(path, bad)
+    elif path.is_dir() and any((path / name).exists() for name in SAVED):
+        yield from _saved_rows(path, split, bad.flag)
     elif path.is_dir():
         for file in _files_of_split(path, split, bad.flag):
             yield from _file_rows(file, bad)
+    elif ":" in source:
+        yield from _object_rows(source, split, bad)
     elif path.suffix in SUFFIXES or source.count("/") != 1:
         raise DataError(f"{bad.flag} {source}: neither an existing file or folder nor a hub name (owner/name)")
     else:
-        for index, row in enumerate(_stored(load_dataset(source, split=split))):
-            yield f"{source}[{split}] row {index + 1}", row
+        yield from _hub_rows(source, split, bad.flag)
+
+
+def _saved_rows(folder: Path, split: str, flag: str) -> Iterator[Row]:
+    try:
+        found = load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError, ArrowInvalid) as error:
+        raise DataError(f"{flag} {folder}: it cannot be read as a folder of Dataset.save_to_disk ({error})") from error
+    if isinstance(found, DatasetDict):
+        if split not in found:
+            raise DataError(f"{flag} {folder}: there is no split {split!r}; the data set has {', '.join(map(str, found))}")
+        found = found[split]
+    yield from ((f"{folder}[{split}] row {number}", row) for number, row in enumerate(_stored(found), 1))
+
+
+def _hub_rows(name: str, split: str, flag: str) -> Iterator[Row]:
+    try:
+        found = load_dataset(name, split=split)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{flag} {name}: the hub's data set cannot be loaded: {str(error).splitlines()[0]}") from error
+    yield from ((f"{name}[{split}] row {number}", row) for number, row in enumerate(_stored(found), 1))
+
+
+def _object_rows(reference: str, split: str, bad: BadRows) -> Iterator[Row]:
+    """Yield the rows of an iterable, or of a function that returns one; its parameter `split`, if it has one, gets the split."""
+    try:
+        found = Registry("data set", flag=bad.flag)[reference]
+    except ValueError as error:
+        raise DataError(str(error)) from error
+    number = 0
+    try:
+        if callable(found):
+            found = found(**({"split": split} if "split" in signature(found).parameters else {}))
+        rows = _stored(found) if isinstance(found, Dataset) else found
+        for number, row in enumerate(rows, 1):
+            yield from _object(f"{reference} row {number}", row, bad)
+    except DataError:
+        raise
+    except Exception as error:  # of the user's own code
+        place = f"after row {number}" if number else "before the first row"
+        raise DataError(f"{bad.flag} {reference}: {place}: {type(error).__name__}: {error}") from error
 
 
 def _files_of_split(folder: Path, split: str, flag: str) -> list[Path]:

@@ -13,9 +13,7 @@ from lightrft.samples import Prompt, Sample
 class WeightedRewards:
     """Reward functions with weights; they are called one after the other, as one function."""
 
-    def __init__(
-        self, functions: list[tuple[RewardTerm, RewardFunction]], key: str | None = None, models: Collection[str] = ()
-    ):
+    def __init__(self, functions: list[tuple[RewardTerm, RewardFunction]], key: str | None = None, models: Collection[str] = ()):
         """Set up the functions. `key` is the column that names those of its row, by label; None: all score every row.
 
         `models` are the labels of reward models, which that column may name, too.

@@ -22,7 +22,7 @@ from loguru import logger
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import RolloutSection
-from lightrft.data.loader import Order, fair_share
+from lightrft.data.loader import Blend, Order, fair_share
 from lightrft.engine.requests import derived_seed
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
@@ -39,8 +39,8 @@ class Collector:
     """Collector of the samples of each step. A checkpoint has its position in the data, its carried groups, and its history."""
 
     def __init__(
-        self, sampler: Sampler, rewards: RewardRunner, prompts: list[Prompt], *, section: RolloutSection, data: Axis, seed: int,
-        greedy: bool = False, order: Order | None = None,
+        self, sampler: Sampler, rewards: RewardRunner, prompts: Sequence[Prompt], *, section: RolloutSection, data: Axis,
+        seed: int, greedy: bool = False, order: Order | Blend | None = None,
     ):  # fmt: skip
         """Set up the collector. With `greedy` each group also has the greedy response to its prompt.
 
@@ -144,7 +144,7 @@ class Collector:
 
     @property
     def _turn(self) -> int:
-        return self.place // len(self.prompts)
+        return self.place // self.order.num_rows
 
     def _begun(self, number: int, row: int) -> Group:
         return Group.begin(number, row, self.prompts[row], count=self.section.n_samples_per_prompt, greedy=self.greedy)

@@ -1,6 +1,6 @@
 """A prompt with its responses during generation, and the outcome that is kept until the prompt is drawn again."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -65,7 +65,7 @@ class Group:
         return {"number": self.number, "row": self.row, "responses": responses, "greedy": self.greedy is not None}
 
     @classmethod
-    def restored(cls, state: dict[str, Any], prompts: list[Prompt]) -> Self:
+    def restored(cls, state: dict[str, Any], prompts: Sequence[Prompt]) -> Self:
         count = len(state["responses"]) - state["greedy"]
         group = cls.begin(state["number"], state["row"], prompts[state["row"]], count=count, greedy=state["greedy"])
         for sample, values in zip(group.responses, state["responses"], strict=True):

@@ -1,6 +1,6 @@
 """Generate responses to prompts with the strategy's engine."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ class Sampler:
             if group.complete:
                 yield group
 
-    def answer(self, prompts: list[Prompt], *, seed: int) -> list[Group]:
+    def answer(self, prompts: Sequence[Prompt], *, seed: int) -> list[Group]:
         """Return the greedy response to each of this rank's prompts and --eval_n_samples others, from all ranks' prompts."""
         data, count = self.strategy.mesh.data, self.section.eval_n_samples
         local_rows = share_of(data.rank, data.size, len(prompts))

@@ -35,16 +35,18 @@ NUM_PIECES = 64
 
 
 def identity(
-    config: Config, model: PretrainedConfig, rows: Sequence[Any], weights: Mapping[str, str] = NOTHING
+    config: Config, model: PretrainedConfig, rows: Sequence[Any], weights: Mapping[str, str] = NOTHING, *,
+    probabilities: Sequence[float] = (),
 ) -> dict[str, Any]:
     """Return the identity of a run, in JSON's types.
 
     `rows` are dataclasses: the training data after templates, tokenizer and limits. `weights`: name of a model -> fingerprint of
-    the weights that it was built from.
+    the weights that it was built from. `probabilities`: those of the data sets that rows are drawn from.
     """
     pieces = [share_of(number, NUM_PIECES, len(rows)) for number in range(NUM_PIECES)]
     return _plain({
         "rows": len(rows),
+        "probabilities": probabilities,
         "pieces": [_digest(rows[piece.start : piece.stop]) for piece in pieces],
         "model": {name: value for name, value in model.to_dict().items() if name not in NOT_THE_MODEL},
         "weights": dict(weights),
@@ -63,6 +65,8 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     others = [f"the weights of the {name}'s base model have changed, and frozen parameters are not in the checkpoint"
               for name in _changes(before.get("weights", {}), now["weights"])]  # fmt: skip
     problems += others if partly else []
+    if before.get("probabilities", now["probabilities"]) != now["probabilities"]:
+        problems.append(f"the probabilities of the data sets were {before['probabilities']}, are {now['probabilities']}")
     if before["rows"] != now["rows"]:
         problems.append(f"the training data had {before['rows']} rows, has {now['rows']}")
     elif other := [number for number in range(NUM_PIECES) if before["pieces"][number] != now["pieces"][number]]:

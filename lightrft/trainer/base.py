@@ -20,6 +20,7 @@ import lightrft
 from lightrft.backends.optim import own_settings
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
+from lightrft.data.prompt_set import PromptSet
 from lightrft.models.weight_files import weights_of
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.pending_metrics import PendingMetrics
@@ -34,7 +35,7 @@ from lightrft.run.run_folder import RunFolder
 from lightrft.run.sample_rows import sample_rows
 from lightrft.strategy.checkpoints import NOTHING
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.types import Expand, Prompt, Sample
+from lightrft.types import Expand, Sample
 from lightrft.versions import installed_versions
 
 
@@ -43,8 +44,8 @@ class TrainingData:
     """Tokenized training and evaluation data of a run, its tokenizer, and the number of its steps."""
 
     tokenizer: PreTrainedTokenizerBase
-    prompts: list[Prompt]
-    eval_prompts: list[Prompt]
+    prompts: PromptSet
+    eval_prompts: PromptSet
     """Held-out prompts; empty without --eval_data."""
     total_steps: int
     expand: Expand | None = None
@@ -218,10 +219,11 @@ class Trainer(ABC):
         models = {name: self.strategy.unwrap_model(model) for name, (model, *_) in self.models.items()}
         known = {name: weights_of(model.name_or_path) for name, model in models.items()} if self.strategy.is_rank_0() else {}
         weights = {name: found for name, found in self.strategy.mesh.world.broadcast(known).items() if found}
-        return identity(self.config, models[self.role_name].config, self.learned_rows, weights)
+        config = models[self.role_name].config
+        return identity(self.config, config, self.learned_rows, weights, probabilities=self.prompts.probabilities)
 
     @property
-    def learned_rows(self) -> list[Prompt]:
+    def learned_rows(self) -> PromptSet:
         """Return all data that the parameters depend on."""
         return self.prompts
 

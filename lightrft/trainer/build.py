@@ -1,6 +1,7 @@
 """Build a trainer that is ready to run from a configuration. This module only connects the parts."""
 
 from dataclasses import replace
+from itertools import chain
 
 from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.kl import KLCoefficient
@@ -11,6 +12,7 @@ from lightrft.checkpoint.final_model import with_merged_pretrain
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import reward_model_terms
 from lightrft.config.sections import Config, needs_critic, needs_reference
+from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import load_prompts
 from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models.load import load_tokenizer
@@ -30,7 +32,6 @@ from lightrft.trainer.build_roles import build_critic, build_model_rewards, buil
 from lightrft.trainer.evaluation import Evaluation
 from lightrft.trainer.ppo import PPOTrainer
 from lightrft.trainer.tasks.sft import PtxLoss
-from lightrft.types import Prompt
 
 
 def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
@@ -39,7 +40,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     given, config = config, with_merged_pretrain(config, strategy.mesh.world)
     rewards = build_rewards(config, strategy)
     training_data = load_training_data(config, config.rollout.rollout_batch_size, rewards=rewards)
-    rewards.check(training_data.prompts + training_data.eval_prompts)
+    rewards.check(chain(training_data.prompts, training_data.eval_prompts))
     tokenizer, steps = training_data.tokenizer, training_data.total_steps
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     updates = samples // config.train.train_batch_size * config.train.max_epochs
@@ -94,11 +95,11 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
 
 
 def collector(
-    config: Config, strategy: StrategyBase, prompts: list[Prompt], sampler: Sampler, rewards: RewardRunner
+    config: Config, strategy: StrategyBase, prompts: PromptSet, sampler: Sampler, rewards: RewardRunner
 ) -> Collector:
     greedy = "greedy_rewards" in keywords(estimators[config.algorithm.advantage_estimator])
     data, seed = strategy.mesh.data, config.train.seed
-    order = strategy.data_order(len(prompts))
+    order = prompts.order(strategy.data_order, seed)
     return Collector(sampler, rewards, prompts, section=config.rollout, data=data, seed=seed, greedy=greedy, order=order)
 
 
@@ -111,7 +112,7 @@ def build_ptx_loss(config: Config, policy: Policy, training_data: TrainingData) 
             f"--pretrain_data {config.data.pretrain_data}: {len(prompts)} rows do not fill one optimizer step of "
             f"--train_batch_size {config.train.train_batch_size}"
         )
-    given = {"expand": expand, "order": policy.strategy.data_order(len(prompts))}
+    given = {"expand": expand, "order": prompts.order(policy.strategy.data_order, config.train.seed)}
     return PtxLoss(policy, prompts, tokenizer, train=config.train, coefficient=config.algorithm.ptx_coef, **given)
 
 

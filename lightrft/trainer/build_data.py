@@ -8,12 +8,12 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
 from lightrft.data.conversations import load_examples
 from lightrft.data.loader import Order
+from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import load_prompts
 from lightrft.models.load import load_tokenizer
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.media import Expander
 from lightrft.trainer.base import TrainingData
-from lightrft.types import Prompt
 
 
 def load_training_data(config: Config, batch_size: int, *, rewards: RewardRunner | None = None) -> TrainingData:
@@ -27,8 +27,8 @@ def load_training_data(config: Config, batch_size: int, *, rewards: RewardRunner
         if rewards
         else partial(load_supervised, config, tokenizer, expand)
     )
-    prompts, eval_prompts = load(), load(source="eval_data") if config.data.eval_data else []
-    return TrainingData(tokenizer, prompts, eval_prompts, total_steps(config, len(prompts), batch_size), expand)
+    prompts, eval_prompts = load(), load(source="eval_data") if config.data.eval_data else PromptSet([])
+    return TrainingData(tokenizer, prompts, eval_prompts, total_steps(config, prompts.draws_of_epoch, batch_size), expand)
 
 
 def load_expander(config: Config, tokenizer: PreTrainedTokenizerBase, *, engine: bool) -> Expander | None:
@@ -48,7 +48,7 @@ def load_expander(config: Config, tokenizer: PreTrainedTokenizerBase, *, engine:
 
 def load_supervised(
     config: Config, tokenizer: PreTrainedTokenizerBase, expand: Expander | None, *, source: str = "prompt_data"
-) -> list[Prompt]:
+) -> PromptSet:
     longest, measure = config.train.max_tokens_per_microbatch, expand and expand.measure
     return load_examples(config.data, tokenizer, source=source, longest=longest, measure=measure)
 

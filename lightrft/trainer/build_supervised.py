@@ -6,6 +6,7 @@ from functools import partial
 from lightrft.checkpoint.final_model import with_merged_pretrain
 from lightrft.config.sections import Config
 from lightrft.data.preferences import load_answers, load_pairs
+from lightrft.data.prompt_set import PromptSet
 from lightrft.models.load import head_names, load_tokenizer
 from lightrft.roles.role import Role
 from lightrft.run.observation import log_duration, observation
@@ -20,7 +21,6 @@ from lightrft.trainer.tasks.dpo import DPOTask
 from lightrft.trainer.tasks.kto import KTOTask
 from lightrft.trainer.tasks.reward_model import RewardModelTask
 from lightrft.trainer.tasks.sft import SFTTask
-from lightrft.types import Prompt
 
 Learning = tuple[Role, Task, TrainingData]
 """The role that learns, what it learns, and from which data."""
@@ -89,10 +89,10 @@ def _trainer(
     )  # fmt: skip
 
 
-def _load_judged(config: Config, load: Callable[..., list[Prompt]]) -> TrainingData:
+def _load_judged(config: Config, load: Callable[..., PromptSet]) -> TrainingData:
     """Load judged answers for training and evaluation; `load` is load_pairs() or load_answers() with its sections."""
     tokenizer, train = load_tokenizer(config.model), config.train
     longest = min(train.max_tokens_per_microbatch, train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch)
     rows = load(tokenizer, source="prompt_data", longest=longest)
-    eval_rows = load(tokenizer, source="eval_data", longest=longest) if config.data.eval_data else []
-    return TrainingData(tokenizer, rows, eval_rows, total_steps(config, len(rows), train.train_batch_size))
+    eval_rows = load(tokenizer, source="eval_data", longest=longest) if config.data.eval_data else PromptSet([])
+    return TrainingData(tokenizer, rows, eval_rows, total_steps(config, rows.draws_of_epoch, train.train_batch_size))

@@ -1,6 +1,7 @@
 """Evaluation as a run of its own: a model generates responses to held-out prompts, and they are scored."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from loguru import logger
@@ -18,7 +19,9 @@ from lightrft.types import Prompt
 class Evaluation:
     """Scores the greedy response to each prompt of --eval_data, and --eval_n_samples sampled ones."""
 
-    def __init__(self, config: Config, strategy: StrategyBase, prompts: list[Prompt], sampler: Sampler, rewards: RewardRunner):
+    def __init__(
+        self, config: Config, strategy: StrategyBase, prompts: Sequence[Prompt], sampler: Sampler, rewards: RewardRunner
+    ):
         self.config, self.strategy, self.prompts = config, strategy, prompts
         self.sampler, self.rewards = sampler, rewards
 

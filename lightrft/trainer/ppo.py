@@ -5,6 +5,7 @@ from typing import Any
 
 from lightrft.algorithms.objectives import PolicyObjective, ValueObjective
 from lightrft.config.sections import Config
+from lightrft.data.prompt_set import PromptSet
 from lightrft.engine.requests import derived_seed
 from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
@@ -17,7 +18,6 @@ from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import Trainer, TrainingData
 from lightrft.trainer.evaluate import evaluate
 from lightrft.trainer.tasks.sft import PtxLoss
-from lightrft.types import Prompt
 
 
 class PPOTrainer(Trainer):
@@ -93,8 +93,8 @@ class PPOTrainer(Trainer):
             self.strategy.save_model(self.critic.module, self.tokenizer, self.folder / "critic")
 
     @property
-    def learned_rows(self) -> list[Prompt]:
-        return self.prompts + (self.ptx_loss.prompts if self.ptx_loss is not None else [])
+    def learned_rows(self) -> PromptSet:
+        return self.prompts + self.ptx_loss.prompts if self.ptx_loss is not None else self.prompts
 
     def _learn(self, role: Role, objective: Objective, planned: Planned, phase: str, ptx_loss: PtxLoss | None = None) -> None:
         """Take one optimizer step per minibatch and epoch. The targets of one role do not depend on the other's updates."""

@@ -1,5 +1,6 @@
 """Training on given examples: each step takes rows of the data set, and a task turns them into a loss."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from lightrft.roles.role import LossTerm
@@ -10,7 +11,7 @@ from lightrft.types import Prompt
 class Task(Protocol):
     """What is learned from examples."""
 
-    def term(self, prompts: list[Prompt], *, max_tokens: int) -> LossTerm:
+    def term(self, prompts: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
         """Return this rank's share of the loss on all ranks' examples, in micro-batches of at most `max_tokens`.
 
         All ranks call it with the same examples, and all plan alike.
@@ -26,7 +27,7 @@ class SupervisedTrainer(Trainer):
         self.role_name = role_name
         super().__init__(*args, **kwargs)
         self.task = task
-        self.order = self.strategy.data_order(len(self.prompts))
+        self.order = self.prompts.order(self.strategy.data_order, self.config.train.seed)
 
     def step(self, number: int) -> None:
         train = self.config.train

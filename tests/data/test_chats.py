@@ -137,6 +137,12 @@ def test_bad_rows(tmp_path, case):
         load(tmp_path, good, row, **options)
 
 
+def test_a_duplicate_of_a_learned_row_has_the_same_answer(tmp_path):
+    other = [*CHAT[:3], ("assistant", "6")]
+    rows = [{"messages": messages(*chat)} for chat in (CHAT, other, CHAT)] + [{"input": "1", "label": text} for text in "223"]
+    assert len(load(tmp_path, *rows, deduplicate="exact")[0]) == 4
+
+
 def test_a_token_across_a_border_is_cut_there():
     merging = byte_tokenizer()
     model = json.loads(merging.backend_tokenizer.to_str())["model"]

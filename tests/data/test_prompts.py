@@ -15,6 +15,7 @@ from loguru import logger
 from tokenizers.processors import TemplateProcessing
 
 from lightrft.config import DataSection
+from lightrft.data.loader import Order
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError
 from lightrft.types import Prompt, TokenIds
@@ -40,7 +41,15 @@ def warnings():
     logger.remove(handler)
 
 
-def load(source: Path, **options):
+@pytest.fixture
+def infos():
+    messages: list[str] = []
+    handler = logger.add(messages.append, level="INFO", format="{message}")
+    yield messages
+    logger.remove(handler)
+
+
+def load(source: Path | str, **options):
     held_out = options.pop("held_out", False)
     row_problem = options.pop("row_problem", None)
     template = options.pop("template", None)
@@ -199,6 +208,87 @@ def test_sources_that_are_not_there(tmp_path):
             load(source)
 
 
+# -- folders of the datasets package, and rows of Python
+
+
+def test_folders_that_datasets_saved(tmp_path):
+    data = datasets.Dataset.from_list(ROWS)
+    data.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": data, "test": data.select([1])}).save_to_disk(tmp_path / "several")
+    for folder in ("one", "several"):
+        assert [(p.text, p.columns["label"]) for p in load(tmp_path / folder)] == [("1+1=", "2"), ("2+3=", "5")]
+    assert [p.text for p in load(tmp_path / "several", held_out=True)] == ["2+3="]
+    with pytest.raises(DataError, match="--prompt_data .*several: there is no split 'dev'; the data set has train, test"):
+        load(tmp_path / "several", prompt_split="dev")
+    with pytest.raises(DataError, match=r"--prompt_data: .*several\[train\] row 1: no column 'question'"):
+        load(tmp_path / "several", input_key="question")
+    next((tmp_path / "one").glob("*.arrow")).write_bytes(b"nothing")
+    with pytest.raises(DataError, match="--prompt_data .*one: it cannot be read as a folder of Dataset.save_to_disk"):
+        load(tmp_path / "one")
+
+
+def test_a_name_that_the_hub_does_not_have():
+    with pytest.raises(DataError, match="--prompt_data nobody/nothing: the hub's data set cannot be loaded: "):
+        load("nobody/nothing")
+
+
+PROGRAM = """
+import datasets
+ROWS = [{"input": "a"}, {"input": "b"}]
+DATA = datasets.Dataset.from_list(ROWS)
+NUMBER = 5
+def rows():
+    yield from ROWS
+def of_split(split, count=2):
+    return [{"input": split}] * count
+def breaks():
+    yield from ROWS
+    yield {"input": 1 / 0}
+def bad():
+    return [{"input": "a"}, ["b"]]
+"""
+
+
+def test_rows_of_python(tmp_path, monkeypatch):
+    (tmp_path / "my_rows.py").write_text(PROGRAM)
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "my_rows.py"
+    for reference in ("my_rows:ROWS", f"{file}:rows", f"{file}:DATA"):
+        assert [p.text for p in load(reference)] == ["a", "b"]
+    assert [p.text for p in load(f"{file}:of_split")] == ["train", "train"]
+    assert load(f"{file}:rows:0.5,{file}:of_split:0.5").probabilities == [0.5, 0.5]
+    wrong = {
+        "breaks": ": after row 2: ZeroDivisionError: division by zero",
+        "NUMBER": ": before the first row: TypeError",
+        "absent": " has no object 'absent'",
+        "bad": " row 2: not a JSON object but list",
+    }
+    for name, message in wrong.items():
+        with pytest.raises(DataError, match=f"--prompt_data:? .*my_rows.py.*{message}"):
+            load(f"{file}:{name}")
+    with pytest.raises(DataError, match="--prompt_data nowhere:rows: cannot import 'nowhere'"):
+        load("nowhere:rows")
+
+
+# -- duplicates
+
+
+def test_duplicates_are_omitted_and_counted(tmp_path, infos):
+    first = write_lines(tmp_path / "a.jsonl", *({"input": text, "label": "x"} for text in ("a b", "a b", "a\n b ", "c")))
+    second = write_lines(tmp_path / "b.jsonl", {"input": "c", "label": "y"}, {"input": "d"})
+    found = {mode: load(f"{first},{second}", deduplicate=mode) for mode in ("none", "exact", "whitespace")}
+    assert [p.text for p in found["exact"]] == ["a b", "a\n b ", "c", "d"] and len(found["none"]) == 6
+    assert [(p.index, p.text) for p in found["whitespace"]] == [(0, "a b"), (1, "c"), (2, "d")]
+    assert [message for message in infos if "duplicates" in message] == [
+        "--prompt_data: 2 duplicates omitted (--deduplicate exact), 4 rows are left\n",
+        "--prompt_data: 3 duplicates omitted (--deduplicate whitespace), 3 rows are left\n",
+    ]
+    assert len(load(first, deduplicate="exact", held_out=True)) == 4, "held-out data stay as they are"
+    assert [p.text for p in load(first, deduplicate="exact", max_samples=2)] == ["a b", "a\n b "]
+    with pytest.raises(DataError, match="a.jsonl: no usable row .0 bad ones were skipped and 6 duplicates were omitted"):
+        load(f"{first},{first}", deduplicate="whitespace")
+
+
 # -- columns and templates
 
 
@@ -309,23 +399,32 @@ def test_several_data_sets_one_after_the_other(tmp_path):
     assert [prompt.text for prompt in load(several(tmp_path, 3, 4), max_samples=2)] == ["a0", "a1", "b0", "b1"]
 
 
+def test_probabilities_of_several_data_sets(tmp_path):
+    files = several(tmp_path, 3, 2).split(",")
+    weighted = ",".join(f"{file}:{weight}" for file, weight in zip(files, ("0.9", "0.3"), strict=True))
+    for prompts in (load(weighted), load(",".join(files), prompt_data_probs=[3, 1])):
+        assert [prompt.text for prompt in prompts] == ["a0", "a1", "a2", "b0", "b1"]
+        assert prompts.probabilities == pytest.approx([0.75, 0.25]) and prompts.draws_of_epoch == 8
+        assert f"{files[0]}: 3 rows with probability 0.75, each drawn 2 times in an epoch of 8 rows" in prompts.repetitions()
+        assert prompts.order(lambda count: Order(count, 0), 0).num_rows == 8
+    assert load(",".join(files)).probabilities == [] and load(f"{files[0]}:0.5").draws_of_epoch == 3
+
+
 @pytest.mark.parametrize(
-    ("counts", "shares", "expected"),
-    [((3, 2), [0.5, 0.5], (3, 3)), ((4, 2), [0.2, 0.8], (4, 16)), ((2, 6, 1), [1, 2, 1], (3, 6, 3)), ((3, 3), [7, 7], (3, 3))],
+    ("end", "options", "message"),
+    [
+        (":0.5", {}, "a.jsonl has no probability, and others have: write .*a.jsonl:NUMBER"),
+        (":0.5", {"prompt_data_probs": [1, 2]}, "has probabilities of its own, and --prompt_data_probs is set"),
+        ("", {"prompt_data_probs": [1.0]}, "--prompt_data_probs has 1 numbers, and --prompt_data has 2 data sets"),
+        ("", {"prompt_data_probs": [0.5, 0.0]}, "a probability must be above 0"),
+        (":0.5", {"held_out": True}, "--eval_data .*: held-out data are evaluated whole and have no probabilities"),
+        (",", {}, "has an empty name: separate data sets by one comma"),
+    ],
     ids=str,
 )
-def test_shares_of_several_data_sets(tmp_path, counts, shares, expected):
-    """Every row comes, and as often as any other of its data set, give or take one."""
-    texts = [prompt.text for prompt in load(several(tmp_path, *counts), prompt_data_probs=shares)]
-    for name, count, total in zip("abc", counts, expected, strict=False):
-        times = [texts.count(f"{name}{i}") for i in range(count)]
-        assert sum(times) == total and min(times) >= 1 and max(times) - min(times) <= 1
-
-
-@pytest.mark.parametrize("shares", [[1.0], [0.5, 0.0], [0.2, 0.3, 0.5]], ids=str)
-def test_shares_that_are_not_of_these_data_sets(tmp_path, shares):
-    with pytest.raises(DataError, match="--prompt_data_probs needs a number above 0 for each of the 2 data sets"):
-        load(several(tmp_path, 3, 2), prompt_data_probs=shares)
+def test_probabilities_that_cannot_be(tmp_path, end, options, message):
+    with pytest.raises(DataError, match=message):
+        load(several(tmp_path, 3, 2) + end, **options)
 
 
 def test_a_comma_in_a_name_and_a_missing_file(tmp_path):

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from lightrft.config import ConfigError, DataSection, RewardSection
+from lightrft.config.references import data_sources
 from lightrft.data.conversations import load_examples
 from lightrft.data.prompts import load_prompts
-from lightrft.data.readers import BadRows, DataError, read_rows, source_names
+from lightrft.data.readers import BadRows, DataError, read_rows
 from lightrft.data.reasoning_gym import generator
 from lightrft.data.reasoning_gym.tasks import ReasoningTask
 from lightrft.rewards.runner import RewardRunner
@@ -44,8 +45,8 @@ def scores(*responses: tuple[str, dict]) -> list[float]:
 def test_names_with_options():
     task = ReasoningTask.parse('reasoning_gym:x?size=3&seed=7&n=2&flag=true&word=a&list=["+","-"]', "train")
     assert task == ReasoningTask("x", 3, 7, {"n": 2, "flag": True, "word": "a", "list": ["+", "-"]})
-    names = source_names('reasoning_gym:x?list=["+","-"],b.jsonl,reasoning_gym:y?n=1')
-    assert names == ['reasoning_gym:x?list=["+","-"]', "b.jsonl", "reasoning_gym:y?n=1"]
+    names = data_sources('reasoning_gym:x?list=["+","-"],b.jsonl,reasoning_gym:y?n=1')
+    assert [name.name for name in names] == ['reasoning_gym:x?list=["+","-"]', "b.jsonl", "reasoning_gym:y?n=1"]
     for wrong in ("size=0", "size=a", "seed=-1", "seed=1.5"):
         with pytest.raises(DataError, match=f"reasoning_gym:x.{wrong}: {wrong} is not a whole number of at least"):
             ReasoningTask.parse(f"reasoning_gym:x?{wrong}", "train")

@@ -141,3 +141,12 @@ def test_changed_weights_of_a_base_are_refused_or_said():
     assert changed_settings(before, now) == [], "all weights are in the checkpoint"
     del before["weights"]
     assert changed_settings(before, now) == [], "an older checkpoint"
+
+
+def test_rows_are_drawn_with_the_same_probabilities():
+    before, now = of(), of()
+    before["probabilities"], now["probabilities"] = [0.7, 0.3], [0.5, 0.5]
+    with pytest.raises(ConfigError, match=r"the probabilities of the data sets were .0.7, 0.3., are .0.5, 0.5."):
+        changed_settings(before, now)
+    del before["probabilities"]
+    assert changed_settings(before, now) == [], "a checkpoint of an older version has none"

@@ -1,5 +1,7 @@
 """Direct preference optimisation: the log-probs of two answers, relative to those of a reference model."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ class DPOTask:
         self._known: dict[int, Tensor] = {}
         """id() of a pair -> the reference's log-probs of both answers, [2] float32 on the host."""
 
-    def term(self, pairs: list[Prompt], *, max_tokens: int) -> LossTerm:
+    def term(self, pairs: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
         """Return this rank's share of the loss on all ranks' pairs, with the reference's log-probs of its answers."""
         strategy = self.policy.strategy
         batch, rows, local = local_pairs(pairs, strategy.mesh.data, self.train, max_tokens=max_tokens)
@@ -32,7 +34,7 @@ class DPOTask:
             batch.reference = sequence_sums(self.policy.reference_logprobs(batch, rows), batch)
         return LossTerm(batch, rows, self.objective, pair_denominator(pairs, strategy.device), self.policy.supervised)
 
-    def precompute(self, pairs: list[Prompt]) -> None:
+    def precompute(self, pairs: Sequence[Prompt]) -> None:
         """Keep the log-probs of the actor, which has not learned yet, as those of the reference. All ranks call it together."""
         if not pairs:
             return

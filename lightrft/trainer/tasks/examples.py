@@ -29,7 +29,7 @@ def plan_local_rows(sizes: list[int], axis: Axis, train: TrainSection, *, max_to
 
 
 def local_pairs(
-    pairs: list[Prompt], axis: Axis, train: TrainSection, *, max_tokens: int
+    pairs: Sequence[Prompt], axis: Axis, train: TrainSection, *, max_tokens: int
 ) -> tuple[JudgedBatch, MicroBatchIndices, list[int]]:
     """Return this rank's share of the pairs as a batch, its micro-batches, and the indices of its pairs.
 
@@ -42,7 +42,7 @@ def local_pairs(
     return batch, [[2 * pair + place for pair in members for place in (0, 1)] for members in micro_batches], local_rows
 
 
-def pair_denominator(pairs: list[Prompt], device: torch.device) -> Denominator:
+def pair_denominator(pairs: Sequence[Prompt], device: torch.device) -> Denominator:
     """Return the number of pairs, and of learned tokens in their chosen answers. All ranks know them without a collective."""
     chosen = Sequences(*(each[::2] for each in pair_sequences(pairs)))
     return known_denominator(sum(map(sum, chosen.learned)), len(pairs), device)

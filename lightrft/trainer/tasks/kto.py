@@ -22,7 +22,7 @@ class KTOTask:
     def __init__(self, policy: Policy, preference: PreferenceSection, train: TrainSection):
         self.policy, self.preference, self.train = policy, preference, train
 
-    def term(self, answers: list[Prompt], *, max_tokens: int) -> LossTerm:
+    def term(self, answers: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
         """Return this rank's share of the loss on all ranks' answers.
 
         The reference point is that of the whole step: every prompt with the answer to the next one, in the order of the step.

@@ -1,5 +1,7 @@
 """Reward models: the scores of two answers to one prompt, one of which is preferred."""
 
+from collections.abc import Sequence
+
 from lightrft.algorithms.preferences.reward import RewardObjective
 from lightrft.config.sections import PreferenceSection, TrainSection
 from lightrft.roles.reward_model import RewardModel
@@ -15,7 +17,7 @@ class RewardModelTask:
         """Set up the task. `heads` are the names of several heads."""
         self.role, self.train, self.objective = role, train, RewardObjective(preference, heads)
 
-    def term(self, pairs: list[Prompt], *, max_tokens: int) -> LossTerm:
+    def term(self, pairs: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
         """Return this rank's share of the loss on all ranks' pairs."""
         strategy = self.role.strategy
         batch, rows, _ = local_pairs(pairs, strategy.mesh.data, self.train, max_tokens=max_tokens)

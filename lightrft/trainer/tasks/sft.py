@@ -1,11 +1,13 @@
 """Supervised fine-tuning on prompts with answers, alone or as a loss that PPO adds to its own (PTX, InstructGPT)."""
 
+from collections.abc import Sequence
+
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.objectives import PtxObjective, sft
 from lightrft.config.sections import TrainSection
 from lightrft.data.conversations import answer_of, supervised_batch
-from lightrft.data.loader import Order
+from lightrft.data.loader import Blend, Order
 from lightrft.parallel.collectives import Axis
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import LossTerm
@@ -20,7 +22,7 @@ class SFTTask:
         """Set up the task. `expand` is for prompts with images."""
         self.policy, self.tokenizer, self.train, self.expand = policy, tokenizer, train, expand
 
-    def term(self, prompts: list[Prompt], *, max_tokens: int) -> LossTerm:
+    def term(self, prompts: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
         """Return this rank's share of the loss on all ranks' prompts; one collective."""
         data = self.policy.strategy.mesh.data
         batch, rows = supervised_part(prompts, self.tokenizer, data, self.train, max_tokens=max_tokens, expand=self.expand)
@@ -33,13 +35,13 @@ class PtxLoss:
     def __init__(
         self,
         policy: Policy,
-        prompts: list[Prompt],
+        prompts: Sequence[Prompt],
         tokenizer: PreTrainedTokenizerBase,
         *,
         train: TrainSection,
         coefficient: float,
         expand: Expand | None = None,
-        order: Order | None = None,
+        order: Order | Blend | None = None,
     ):
         """Set up the batches. `expand` is for prompts with images; without `order` the seed determines the order of the rows.
 
@@ -69,7 +71,7 @@ class PtxLoss:
 
 
 def supervised_part(
-    prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, axis: Axis, train: TrainSection, *, max_tokens: int,
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, axis: Axis, train: TrainSection, *, max_tokens: int,
     expand: Expand | None = None,
 ) -> tuple[Batch, list[list[int]]]:  # fmt: skip
     """Return this rank's balanced share of the prompts and answers of all ranks, and its micro-batches."""

@@ -1,0 +1,49 @@
+"""Omission of rows whose prompt has occurred before."""
+
+from hashlib import blake2b
+from typing import Any, Literal
+
+from loguru import logger
+
+from lightrft.data.images import IMAGES
+from lightrft.data.readers import is_first_rank
+from lightrft.types import Prompt
+
+
+class Duplicates:
+    """Prompts that have occurred, as digests of 16 bytes each.
+
+    Two rows are duplicates if their prompts have the same text, as templates render it, and the same images; rows that are
+    learned (`with_answer`) need the same answer, too. With "whitespace", all white space between words is equal, and that around
+    the text is ignored.
+    """
+
+    def __init__(self, mode: Literal["none", "exact", "whitespace"], *, with_answer: bool):
+        self.mode, self.with_answer = mode, with_answer
+        self.count = 0
+        """Number of rows that were omitted."""
+        self._seen: set[bytes] = set()
+
+    def omits(self, prompt: Prompt) -> bool:
+        """Return True if the prompt has occurred before; otherwise it has now."""
+        if self.mode == "none":
+            return False
+        images = [(image.name, image.source) for image in prompt.multi_modal.get(IMAGES, [])]
+        key = [self._text(prompt.text), images, self._answer(prompt.columns.get("label")) if self.with_answer else None]
+        digest = blake2b(repr(key).encode(), digest_size=16).digest()
+        if digest in self._seen:
+            self.count += 1
+            return True
+        self._seen.add(digest)
+        return False
+
+    def report(self, flag: str, num_rows: int) -> None:
+        """Log how many rows were omitted, on the first rank; `num_rows` are left."""
+        if self.mode != "none" and is_first_rank():
+            logger.info(f"{flag}: {self.count} duplicates omitted (--deduplicate {self.mode}), {num_rows} rows are left")
+
+    def _text(self, text: str) -> str:
+        return " ".join(text.split()) if self.mode == "whitespace" else text
+
+    def _answer(self, label: Any) -> Any:
+        return self._text(label) if isinstance(label, str) else label

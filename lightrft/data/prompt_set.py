@@ -1,0 +1,67 @@
+"""Prompts of one or several data sets as one sequence, and the order in which a run draws them."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Self
+
+from lightrft.data.loader import Blend, Order, draws_of_epoch
+from lightrft.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class DataPart:
+    """Prompts of one data set."""
+
+    name: str
+    prompts: Sequence[Prompt]
+    probability: float | None = None
+    """Probability with which a row is drawn from this data set; None if each row is drawn once in an epoch."""
+
+
+class PromptSet(Sequence[Prompt]):
+    """Prompts of all data sets, one after another. A slice is a list, a sum another set."""
+
+    def __init__(self, parts: list[DataPart]):
+        self.parts = parts
+        self._ends = list(accumulate(len(part.prompts) for part in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self[row] for row in range(*place.indices(len(self)))]
+        row = range(len(self))[place]
+        part = bisect_right(self._ends, row)
+        return self.parts[part].prompts[row - self._ends[part]]  # counted from the part's end
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(self.parts + other.parts)
+
+    @property
+    def probabilities(self) -> list[float]:
+        """Return the probability of each data set; empty if each row is drawn once in an epoch."""
+        given = [part.probability for part in self.parts if part.probability is not None]
+        return given if len(given) > 1 else []
+
+    @property
+    def draws_of_epoch(self) -> int:
+        """Return the number of rows that are drawn in an epoch."""
+        return draws_of_epoch([len(part.prompts) for part in self.parts], self.probabilities) if self.probabilities else len(self)
+
+    def order(self, data_order: Callable[[int], Order], seed: int) -> Order | Blend:
+        """Return the order of the rows; `data_order` returns that of a number of rows."""
+        if not self.probabilities:
+            return data_order(len(self))
+        return Blend([data_order(len(part.prompts)) for part in self.parts], self.probabilities, seed)
+
+    def repetitions(self) -> list[str]:
+        """Return a sentence for each data set of a blend: how often its rows are drawn in an epoch, on average."""
+        return [
+            f"{part.name}: {len(part.prompts)} rows with probability {probability:.4g}, each drawn "
+            f"{self.draws_of_epoch * probability / len(part.prompts):.3g} times in an epoch of {self.draws_of_epoch} rows"
+            for part, probability in zip(self.parts, self.probabilities or [None] * len(self.parts), strict=True)
+            if probability is not None
+        ]
