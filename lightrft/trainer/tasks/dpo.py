@@ -11,7 +11,7 @@ from lightrft.batching.redistribute import share
 from lightrft.config.sections import PreferenceSection, TrainSection
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import LossTerm
-from lightrft.trainer.tasks.examples import local_pairs, pair_denominator
+from lightrft.trainer.tasks.pairs import local_pairs, pair_denominator
 from lightrft.types import Prompt
 
 

@@ -6,7 +6,7 @@ from lightrft.algorithms.preferences.reward import RewardObjective
 from lightrft.config.sections import PreferenceSection, TrainSection
 from lightrft.roles.reward_model import RewardModel
 from lightrft.roles.role import LossTerm
-from lightrft.trainer.tasks.examples import local_pairs, pair_denominator
+from lightrft.trainer.tasks.pairs import local_pairs, pair_denominator
 from lightrft.types import Prompt
 
 
