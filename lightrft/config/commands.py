@@ -8,7 +8,7 @@ COMMANDS: dict[str, set[str]] = {
     "train_ppo": set(SECTIONS) - {"preference"},
     "train_sft": {"model", "data", "strategy", "optim", "train", "observe"},
     **{command: {"model", "data", "preference", "strategy", "optim", "train", "observe"}
-       for command in ("train_rm", "train_dpo", "train_kto")},
+       for command in ("train_rm", "train_dpo", "train_kto", "train_prm")},
     "evaluate": {"model", "data", "strategy", "engine", "rollout", "reward", "train"},
 }  # fmt: skip
 """Command -> the sections that it reads."""
@@ -19,6 +19,7 @@ PREFERENCES: dict[str, set[str]] = {
     "train_dpo": {"chosen_key", "rejected_key", "dpo_loss", "beta", "label_smoothing", "length_normalized", "sft_coef",
                   "precompute_reference"},
     "train_kto": {"completion_key", "beta", "desirable_weight", "undesirable_weight"},
+    "train_prm": {"completion_key", "step_separator"},
 }  # fmt: skip
 """Command that learns from judged answers -> the fields of the preference section that it reads."""
 
@@ -64,7 +65,7 @@ def fields_read(command: str) -> set[str]:
         read -= {*OF_IMAGES, "reference_key"}
     if command in ("train_rm", "train_dpo"):
         read -= {"label_key", "eval_label_key"}
-    if command == "train_rm":
+    if command in ("train_rm", "train_prm"):
         read -= {"learned_turns", "save_adapter_only"}
     if command != "train_ppo":
         read -= {"pretrain_data", "pretrain_split", *OF_SAMPLES}
