@@ -2,9 +2,9 @@
 
     python scripts/prepare_quickstart.py --out runs/quickstart/data --seed 0
 
-writes OUT/model (a Hugging Face folder), OUT/train.jsonl and OUT/test.jsonl, always the same for the same seed. The folders pairs,
-answers and steps of OUT contain the same problems, train.jsonl and test.jsonl, with judgements: pairs of a right and a wrong
-answer, single answers of which half are wrong, and these answers character by character.
+writes OUT/model (a Hugging Face folder), OUT/train.jsonl and OUT/test.jsonl, always the same for the same seed. The folders
+pairs, answers and steps of OUT contain the same problems, train.jsonl and test.jsonl, with judgements: pairs of a right and a
+wrong answer, single answers of which half are wrong, and these answers character by character.
 """
 
 import argparse

@@ -43,6 +43,11 @@ def sft_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
 def rm_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
         heads = head_names(config.model, config.preference.reward_heads)
+        if len(heads) > 1 and config.preference.head_key is None:
+            raise ConfigError(
+                f"--pretrain {config.model.pretrain} has {len(heads)} heads: set --head_key, the column that names "
+                "the head of a row"
+            )
         training_data = _load_judged(config, partial(load_pairs, config.data, config.preference, heads=heads))
         with log_duration(strategy, f"loading {config.model.pretrain}"):
             role = build_reward_model(config, strategy, training_data.tokenizer, updates=training_data.total_steps, heads=heads)
