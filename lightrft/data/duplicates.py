@@ -21,7 +21,7 @@ class Duplicates:
     def __init__(self, mode: Literal["none", "exact", "whitespace"], *, with_answer: bool):
         self.mode, self.with_answer = mode, with_answer
         self.count = 0
-        """Number of rows that were omitted."""
+        """Number of rows of the current data set that were omitted."""
         self._seen: set[bytes] = set()
 
     def omits(self, prompt: Prompt) -> bool:
@@ -38,9 +38,10 @@ class Duplicates:
         return False
 
     def report(self, flag: str, num_rows: int) -> None:
-        """Log how many rows were omitted, on the first rank; `num_rows` are left."""
+        """Log how many rows of a data set were omitted, on the first rank, and begin to count anew; `num_rows` are left."""
         if self.mode != "none" and is_first_rank():
             logger.info(f"{flag}: {self.count} duplicates omitted (--deduplicate {self.mode}), {num_rows} rows are left")
+        self.count = 0
 
     def _text(self, text: str) -> str:
         return " ".join(text.split()) if self.mode == "whitespace" else text

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     given, config = config, with_merged_pretrain(config, strategy.mesh.world)
     rewards = build_rewards(config, strategy)
     training_data = load_training_data(config, config.rollout.rollout_batch_size, rewards=rewards)
-    rewards.check(chain(training_data.prompts, training_data.eval_prompts))
+    rewards.check(training_data.prompts.examples + training_data.eval_prompts.examples)
     tokenizer, steps = training_data.tokenizer, training_data.total_steps
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     updates = samples // config.train.train_batch_size * config.train.max_epochs
@@ -148,11 +147,8 @@ def load_training_data(config: Config, batch_size: int, *, rewards: RewardRunner
     expand = load_expander(config, tokenizer, engine=rewards is not None)
     if expand is not None:
         expand.check_family()
-    load = (
-        partial(load_prompts, config.data, tokenizer, row_problem=rewards.row_problem, measure=expand and expand.measure)
-        if rewards
-        else partial(_load_examples, config, tokenizer, expand)
-    )
+    given = config, tokenizer, expand
+    load = partial(_load_prompts, *given, rewards) if rewards else partial(_load_examples, *given)
     prompts, eval_prompts = load(), load(source="eval_data") if config.data.eval_data else PromptSet([])
     return TrainingData(tokenizer, prompts, eval_prompts, total_steps(config, prompts.draws_of_epoch, batch_size), expand)
 
@@ -172,11 +168,36 @@ def load_expander(config: Config, tokenizer: PreTrainedTokenizerBase, *, engine:
     return expand
 
 
+def _load_prompts(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    expand: Expander | None,
+    rewards: RewardRunner,
+    *,
+    source: str = "prompt_data",
+) -> PromptSet:
+    return load_prompts(
+        config.data,
+        tokenizer,
+        source=source,
+        row_problem=rewards.row_problem,
+        measure=expand and expand.measure,
+        distinguishing=config.reward.reward_key,
+        requirements=[rewards.requirements, _limits_of_images(config)],
+    )
+
+
+def _limits_of_images(config: Config) -> Any:
+    """Return what the tokens of a prompt's images depend on; None without images."""
+    return [config.model.pretrain, config.engine.limit_mm_image_per_prompt] if config.data.images_key else None
+
+
 def _load_examples(
     config: Config, tokenizer: PreTrainedTokenizerBase, expand: Expander | None, *, source: str = "prompt_data"
 ) -> PromptSet:
     longest, measure = config.train.max_tokens_per_microbatch, expand and expand.measure
-    return load_examples(config.data, tokenizer, source=source, longest=longest, measure=measure)
+    requirements = _limits_of_images(config)
+    return load_examples(config.data, tokenizer, source=source, longest=longest, measure=measure, requirements=requirements)
 
 
 def collector(
@@ -327,9 +348,8 @@ def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
     given, config = config, with_merged_pretrain(config, strategy.mesh.world)
     tokenizer, rewards = load_tokenizer(config.model), build_rewards(config, strategy)
     expand = load_expander(config, tokenizer, engine=True)
-    measure = expand and expand.measure
-    prompts = load_prompts(config.data, tokenizer, source="eval_data", row_problem=rewards.row_problem, measure=measure)
-    rewards.check(prompts)
+    prompts = _load_prompts(config, tokenizer, expand, rewards, source="eval_data")
+    rewards.check(prompts.examples)
     rewards.models = build_model_rewards(config, strategy, tokenizer)
     # The engine sleeps only for reward models: nothing else needs the device.
     engine = replace(config.engine, enable_engine_sleep=rewards.models is not None)
