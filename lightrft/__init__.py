@@ -1,12 +1,12 @@
 """lightrft: reinforcement fine-tuning of language and vision-language models, one process per device.
 
-    lightrft.train_ppo(config="configs/quickstart.yaml", max_steps=20)      # also train_sft, evaluate; see lightrft.trainer.run
+    lightrft.train_ppo(config="configs/quickstart.yaml", max_steps=20)      # others: see lightrft.trainer.run
 """
 
 from typing import Any
 
 __version__ = "0.1.0"
-RUNS = ("evaluate", "train_ppo", "train_sft")
+RUNS = ("evaluate", "train_dpo", "train_kto", "train_ppo", "train_rm", "train_sft")
 
 
 def __getattr__(name: str) -> Any:

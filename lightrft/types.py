@@ -156,6 +156,24 @@ class Experience(Batch):
     marked: Tensor | None = per_token()  # [T] bool, tokens with a special treatment in the policy loss; see covariance.py
 
 
+@dataclass(slots=True)
+class JudgedBatch(Batch):
+    """Batch of given answers with a judgement: pairs, in which a chosen answer precedes the rejected one, or single answers.
+
+    Both sequences of a pair have its values. Two pairs with the names of their heads as numbers:
+
+        rows     0 1 2 3        chosen, rejected, chosen, rejected
+        margins  0.5 0.5 1 1    [N]
+        heads    0 0 2 2        [N]
+    """
+
+    margins: Tensor | None = per_sequence()  # [N] float32, difference of scores that a pair should have
+    ties: Tensor | None = per_sequence()  # [N] bool, True if the answers of the pair are equally good
+    heads: Tensor | None = per_sequence()  # [N] int64, head of the reward model that learns
+    desirable: Tensor | None = per_sequence()  # [N] bool, False for a bad answer
+    reference: Tensor | None = per_sequence()  # [N] float32, sum of the reference's log-probs of the learned tokens
+
+
 def to_device(value: Tensor, device: torch.device) -> Tensor:
     """Copy to the device without synchronizing; an accelerator copies asynchronously from pinned memory only."""
     if torch.accelerator.is_available() and value.device.type == "cpu" and device.type != "cpu":

@@ -2,13 +2,16 @@
 
     python scripts/prepare_quickstart.py --out runs/quickstart/data --seed 0
 
-writes OUT/model (a Hugging Face folder), OUT/train.jsonl and OUT/test.jsonl, always the same for the same seed.
+writes OUT/model (a Hugging Face folder), OUT/train.jsonl and OUT/test.jsonl, always the same for the same seed, and the same
+problems with judged answers: OUT/pairs/train.jsonl and test.jsonl, of a right and a wrong answer, and
+OUT/answers/train.jsonl and test.jsonl, of single answers, half of them wrong.
 """
 
 import argparse
 import json
 import random
 import string
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -88,10 +91,36 @@ def sorting_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
     return _split([{"input": f"{word}>", "label": "".join(sorted(word))} for word in words], seed)
 
 
+def pairs(problems: list[Problem], seed: int) -> list[Problem]:
+    """The right answer of each problem beside a wrong one, in which one character is that of another answer in its place."""
+    rng = random.Random(seed)
+    answers = [problem["label"] for problem in problems]
+    return [
+        {"prompt": problem["input"], "chosen": problem["label"], "rejected": _wrong(problem["label"], answers, rng)}
+        for problem in problems
+    ]
+
+
+def judged_answers(problems: list[Problem], seed: int) -> list[dict[str, str | bool]]:
+    """One answer to each problem with its judgement: the right one, or for every other problem a wrong one."""
+    both = enumerate(pairs(problems, seed))
+    return [
+        {"prompt": pair["prompt"], "completion": pair["rejected" if place % 2 else "chosen"], "label": place % 2 == 0}
+        for place, pair in both
+    ]
+
+
+def _wrong(answer: str, answers: list[str], rng: random.Random) -> str:
+    while True:
+        place, other = rng.randrange(len(answer)), rng.choice(answers)
+        if place < len(other) and other[place] != answer[place]:
+            return answer[:place] + other[place] + answer[place + 1 :]
+
+
 TASKS = {"addition": addition_problems, "sorting": sorting_problems}
 
 
-def write_jsonl(path: Path, rows: list[Problem]) -> None:
+def write_jsonl(path: Path, rows: Sequence[Mapping[str, str | bool]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -117,6 +146,9 @@ def main() -> None:
     train, held_out = TASKS[args.task](args.seed)
     write_jsonl(args.out / "train.jsonl", train)
     write_jsonl(args.out / "test.jsonl", held_out)
+    for split, problems in (("train", train), ("test", held_out)):
+        write_jsonl(args.out / "pairs" / f"{split}.jsonl", pairs(problems, args.seed))
+        write_jsonl(args.out / "answers" / f"{split}.jsonl", judged_answers(problems, args.seed))
     tiny_qwen3(args.out / "model", args.seed)
     print(f"{args.out}: {len(train)} training and {len(held_out)} held-out problems, a random Qwen3 in {args.out / 'model'}")
 

@@ -10,13 +10,10 @@ from lightrft.algorithms.correction import corrections, importance_ratios, kept_
 from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.options import keywords, options, resolve
 from lightrft.algorithms.policy_loss import PER_TOKEN, PolicyLoss, policy_losses
-from lightrft.algorithms.reduce import Denominator, TokenGradients, share_of_mean
+from lightrft.algorithms.reduce import Denominator, Report, TokenGradients, share_of_mean
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import AlgorithmSection
 from lightrft.types import Batch, Experience
-
-Report = dict[str, Tensor]
-"""Metric name -> [T] values, averaged over learned tokens, or the extreme for names ending in `_max` or `_min`."""
 
 
 def sft(logprobs: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tensor, Report]:

@@ -6,6 +6,7 @@ for every way of splitting the step.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,18 @@ Sum = Callable[[Tensor], Tensor]
 """Function that returns the sum of a tensor over all ranks."""
 TokenGradients = Callable[[Tensor, Tensor | None], tuple[Tensor | None, Tensor | None]]
 """(log-probs [T], entropy [T] or None) -> the gradients of an objective with respect to both."""
+
+
+class Weighted(NamedTuple):
+    """Values to report with weights of their own in the mean, of equal shape."""
+
+    values: Tensor
+    weight: Tensor
+
+
+Report = dict[str, Tensor | Weighted]
+"""Metric name -> values, which are averaged: [T] over learned tokens, or any shape with weights of their own. For names that end
+in `_max` or `_min` the extreme is reported."""
 
 
 @dataclass(frozen=True, slots=True)

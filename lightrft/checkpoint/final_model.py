@@ -12,12 +12,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lightrft.checkpoint import manager
 from lightrft.checkpoint.atomic import CheckpointError, run_on_all_ranks
 from lightrft.checkpoint.hf_export import export_adapter, export_whole
+from lightrft.checkpoint.hf_parameters import unwrap
 from lightrft.checkpoint.manifest import MANIFEST
 from lightrft.checkpoint.model_state import ModelState, frozen_names
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config, ModelSection
 from lightrft.models.heads import Actor, Scorer
-from lightrft.models.load import load_model, load_scorer, load_tokenizer
+from lightrft.models.load import head_names, load_model, load_reward_model, load_scorer, load_tokenizer
 from lightrft.models.lora import CONFIG as ADAPTER_CONFIG
 from lightrft.models.lora import WEIGHTS as ADAPTER_WEIGHTS
 from lightrft.models.lora import base_model_of_adapter, is_adapter_folder, merge_adapter
@@ -49,12 +50,10 @@ def export_checkpoint(
     if "settings" not in identity:
         raise ConfigError(f"{path} was not written by a run of lightrft, so its models are unknown")
     section, bf16 = _section(identity["settings"], pretrain, trust_remote_code)
-    flag = "critic_pretrain" if name == "critic" and section.critic_pretrain else "pretrain"
     tokenizer = load_tokenizer(section)
-    model = load_scorer(section, flag) if name == "critic" else load_model(section)
-    model = freeze_parameters(model, section)
+    role = _role(name, section, tokenizer, identity["settings"])
+    model = unwrap(role)
     _check_base(model.name_or_path, identity, name, frozen=bool(frozen_names(model)))
-    role = Scorer(model) if name == "critic" else Actor(model)
     model_state = ModelState(role, None, None, ALONE, torch.device("cpu"))
     contents = manager.CheckpointState({name: model_state}, {}, ALONE, model_state.device)
     manager.load(contents, path, manifest.world_size, strict=True, module_only=True)
@@ -101,6 +100,18 @@ def with_merged_pretrain(config: Config, world: Axis) -> Config:
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     return replace(config, model=replace(config.model, pretrain=str(folder)))
+
+
+def _role(name: str, section: ModelSection, tokenizer: PreTrainedTokenizerBase, settings: dict) -> Actor | Scorer:
+    """Return the role of a checkpoint's model, as the run built it."""
+    if name.startswith("reward_model"):
+        heads = head_names(section, settings["reward_heads"])
+        model = freeze_parameters(load_reward_model(section, heads, tokenizer), section)
+        return Scorer(model, num_heads=len(heads), learn_scale=settings["learn_scale"])
+    if name == "critic":
+        flag = "critic_pretrain" if section.critic_pretrain else "pretrain"
+        return Scorer(freeze_parameters(load_scorer(section, flag), section))
+    return Actor(freeze_parameters(load_model(section), section))
 
 
 def _section(settings: dict, pretrain: str, trust_remote_code: bool) -> tuple[ModelSection, bool]:

@@ -14,6 +14,8 @@ from lightrft.checkpoint.final_model import export_checkpoint, export_merged
 from lightrft.cli.entrypoint import USER_ERROR, set_up_logging
 from lightrft.models.lora import is_adapter_folder
 
+MODELS = ("actor", "ema", "critic", "reward_model", "reward_model_ema")
+
 
 def main(argv: list[str] | None = None) -> None:
     parser = _parser()
@@ -44,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("checkpoint", type=Path,
                         help="a checkpoint, a folder of checkpoints (the newest is used), or an adapter's folder")  # fmt: skip
     parser.add_argument("folder", type=Path, help="folder to write the model to")
-    parser.add_argument("--name", default="actor", choices=("actor", "ema", "critic"), help="model of the checkpoint to export")
+    parser.add_argument("--name", default="actor", choices=MODELS, help="model of the checkpoint to export")
     parser.add_argument("--pretrain", default="", help="folder of the run's --pretrain, or of the adapter's base model")
     parser.add_argument("--adapter_only", action="store_true", help="LoRA: write the adapter in peft's format, without merging")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with --pretrain")

@@ -8,6 +8,9 @@ from lightrft import __version__
 COMMANDS = {
     "train_ppo": "train a policy against a reward",
     "train_sft": "train a model on answers (supervised fine-tuning)",
+    "train_rm": "train a reward model on pairs of answers",
+    "train_dpo": "train a policy on pairs of answers (direct preference optimisation)",
+    "train_kto": "train a policy on single answers that are good or bad (KTO)",
     "evaluate": "evaluate greedy responses to held-out prompts",
     "export": "write a checkpoint or an adapter as a Hugging Face folder",
     "report": "write the report of a run",

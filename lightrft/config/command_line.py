@@ -34,6 +34,7 @@ GROUPS = {
     "rollout": "prompts and samples of a step, sampling parameters",
     "reward": "reward functions, reward models, reward shaping",
     "algorithm": "advantages, losses, divergence from the reference",
+    "preference": "pairs of answers, reward model training, DPO, KTO, steps",
     "optim": "learning rates and the optimizer",
     "train": "length of the run, batches, checkpoints",
     "observe": "metrics and their destinations",

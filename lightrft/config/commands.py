@@ -2,14 +2,27 @@
 
 from dataclasses import fields
 
-from lightrft.config.sections import REWARD_MODELS, SECTIONS, RewardSection, TrainSection
+from lightrft.config.sections import REWARD_MODELS, SECTIONS, PreferenceSection, RewardSection, TrainSection
 
 COMMANDS: dict[str, set[str]] = {
-    "train_ppo": set(SECTIONS),
+    "train_ppo": set(SECTIONS) - {"preference"},
     "train_sft": {"model", "data", "strategy", "optim", "train", "observe"},
+    **{command: {"model", "data", "preference", "strategy", "optim", "train", "observe"}
+       for command in ("train_rm", "train_dpo", "train_kto")},
     "evaluate": {"model", "data", "strategy", "engine", "rollout", "reward", "train"},
-}
+}  # fmt: skip
 """Command -> the sections that it reads."""
+
+PREFERENCES: dict[str, set[str]] = {
+    "train_rm": {"chosen_key", "rejected_key", "margin_key", "tie_key", "head_key", "rm_loss", "tie_threshold", "reward_heads",
+                 "learn_scale"},
+    "train_dpo": {"chosen_key", "rejected_key", "dpo_loss", "beta", "label_smoothing", "length_normalized", "sft_coef",
+                  "precompute_reference"},
+    "train_kto": {"completion_key", "beta", "desirable_weight", "undesirable_weight"},
+}  # fmt: skip
+"""Command that learns from judged answers -> the fields of the preference section that it reads."""
+
+OF_IMAGES = ("images_key", "media_root", "freeze_vision_tower")
 
 LORA = ("lora_alpha", "lora_dropout", "target_modules")
 """Fields of adapters, without effect if there are none."""
@@ -42,10 +55,17 @@ def fields_read(command: str) -> set[str]:
         read -= {field.name for field in fields(TrainSection)} - set(OF_EVALUATION)
         read -= {field.name for field in fields(RewardSection)} - set(REWARD_FIELDS)
         read -= {*OF_THE_FINAL_MODEL, *COLLECTING, "teacher_pretrain", "teacher_url", "learned_turns", "deduplicate"}
-    if command == "train_sft":
-        read -= {*OF_SAMPLES, *ROLES, "critic_learning_rate"}
-    else:
+    if "rollout" in COMMANDS[command]:
         read -= {"stop_loss"}
+    else:
+        read -= {*ROLES, "critic_learning_rate"}
+    if command in PREFERENCES:
+        read -= {field.name for field in fields(PreferenceSection)} - PREFERENCES[command]
+        read -= {*OF_IMAGES, "reference_key"}
+    if command in ("train_rm", "train_dpo"):
+        read -= {"label_key", "eval_label_key"}
+    if command == "train_rm":
+        read -= {"learned_turns", "save_adapter_only"}
     if command != "train_ppo":
         read -= {"pretrain_data", "pretrain_split", *OF_SAMPLES}
     return read

@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from lightrft.config.commands import LORA, fields_read
+from lightrft.config.commands import COMMANDS, LORA, fields_read
 from lightrft.config.recipe import TEACHERS
 from lightrft.config.references import TRACKERS, report_names
 from lightrft.config.sections import Config, needs_critic, needs_reference, section_of_field
@@ -67,8 +67,8 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
     """Return field -> (True if it has an effect, the flag that it needs for one)."""
     model, data, rollout, reward, algorithm = config.model, config.data, config.rollout, config.reward, config.algorithm
     strategy, train, observe = config.strategy, config.train, config.observe
-    correction, engine = bool(algorithm.rollout_correction), engine_name(config) if command != "train_sft" else ""
-    several = "," in data.prompt_data
+    correction, engine = bool(algorithm.rollout_correction), engine_name(config) if "engine" in COMMANDS[command] else ""
+    several, preference = "," in data.prompt_data, config.preference
     return {
         "gradient_checkpointing_policy": (model.gradient_checkpointing, "--gradient_checkpointing"),
         "kl_estimator": (needs_reference(algorithm), "--init_kl_coef"),
@@ -103,7 +103,8 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
         "sp_impl": (strategy.sp_size > 1 or strategy.cp_size > 1, "--sp_size"),
         "grad_accum_dtype": (model.bf16, "--bf16"),
         "ema_beta": (train.enable_ema, "--enable_ema"),
-        "learned_turns": (command == "train_sft" or bool(data.pretrain_data), "--pretrain_data"),
+        "learned_turns": (command != "train_ppo" or bool(data.pretrain_data), "--pretrain_data"),
+        "tie_threshold": (preference.rm_loss == "ties", "--rm_loss ties"),
         "system_prompt": (data.apply_chat_template, "--apply_chat_template"),
         "chat_template_kwargs": (data.apply_chat_template, "--apply_chat_template"),
         **{name: (train.save_steps > 0 or train.load_checkpoint, "--save_steps") for name in OF_CHECKPOINTS},

@@ -106,7 +106,7 @@ class DataSection(Section):
     folder of the data, and any path is allowed."""
     label_key: str = "label"
     """Column of the correct answer: reward functions receive it as `label`, and SFT trains on it. For SFT, a row that ends in an
-    answer needs none."""
+    answer needs none. For KTO it says whether the answer is good."""
     eval_input_key: str | None = None
     """Column of the prompt in --eval_data; unset: --input_key."""
     eval_label_key: str | None = None
@@ -428,6 +428,49 @@ class AlgorithmSection(Section):
 
 
 @dataclass
+class PreferenceSection(Section):
+    chosen_key: str = "chosen"
+    """Column of the preferred answer: a text, a list of chat messages, or a whole conversation that begins like the other one."""
+    rejected_key: str = "rejected"
+    """Column of the other answer, in the same form."""
+    margin_key: str | None = None
+    """Column of a number by which the score of the chosen answer should exceed the other one."""
+    tie_key: str | None = None
+    """Column that is true for rows whose answers are equally good, for --rm_loss ties."""
+    head_key: str | None = None
+    """Column with the name of the head that learns from the row, one of --reward_heads."""
+    completion_key: str = "completion"
+    """Column of a single answer that is judged by its --label_key: a text, a list of chat messages, or a whole conversation."""
+    rm_loss: Literal["sigmoid", "logexp", "ties"] = "sigmoid"
+    """Loss of a reward model: sigmoid is Bradley-Terry, with the margin of --margin_key; logexp is log(1 + exp(rejected -
+    chosen)), without margins; ties is Rao-Kupper, which also learns from rows of --tie_key."""
+    tie_threshold: Annotated[float, ABOVE_1] = 2.0
+    """Threshold theta of Rao-Kupper: at equal scores a tie has the probability (theta - 1) / (theta + 1)."""
+    reward_heads: list[str] = field(default_factory=list)
+    """Names of the heads of a reward model, each with a score of its own; unset: those of --pretrain, or one."""
+    learn_scale: bool = False
+    """Multiply each head's score by a positive factor that is learned with the model, and is not part of the exported model."""
+    dpo_loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    """Loss of DPO as a function of the difference of the pair's implicit rewards."""
+    beta: Annotated[float, POSITIVE] = 0.1
+    """DPO and KTO: factor of the log-ratio of policy and reference, which is the implicit reward; a larger value keeps the policy
+    closer to the reference."""
+    label_smoothing: Annotated[float, NOT_NEGATIVE] = 0.0
+    """DPO with the loss sigmoid: assumed share of rows in which the preference is the wrong way round (cDPO), below 0.5."""
+    length_normalized: bool = False
+    """DPO: use the mean log-prob of an answer's tokens instead of their sum."""
+    sft_coef: Annotated[float, NOT_NEGATIVE] = 0.0
+    """DPO: coefficient of the negative log-likelihood of the chosen answers, mean over their tokens."""
+    precompute_reference: bool = False
+    """DPO: compute the log-probs of the reference once before training, with the model that training starts from, so that no
+    second model is kept."""
+    desirable_weight: Annotated[float, NOT_NEGATIVE] = 1.0
+    """KTO: weight of the rows with a good answer."""
+    undesirable_weight: Annotated[float, NOT_NEGATIVE] = 1.0
+    """KTO: weight of the rows with a bad answer."""
+
+
+@dataclass
 class OptimSection(Section):
     actor_learning_rate: Annotated[float, NOT_NEGATIVE] = 1e-6
     """Peak learning rate."""
@@ -499,7 +542,7 @@ class TrainSection(Section):
     """End the run when the mean difference between the log-probs of engine and trainer in a step is larger than this; unset: only
     warn of a difference far above that of the previous steps."""
     stop_loss: float | None = None
-    """SFT: end the run when the loss of a step is below this."""
+    """Without samples of its own, as in SFT: end the run when the loss of a step is below this."""
     eval_steps: int = -1
     """Number of steps between evaluations on --eval_data, with one more at the end; -1: only at the end."""
 
@@ -536,6 +579,7 @@ class Config:
     rollout: RolloutSection = field(default_factory=RolloutSection)
     reward: RewardSection = field(default_factory=RewardSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    preference: PreferenceSection = field(default_factory=PreferenceSection)
     optim: OptimSection = field(default_factory=OptimSection)
     train: TrainSection = field(default_factory=TrainSection)
     observe: ObserveSection = field(default_factory=ObserveSection)

@@ -1,5 +1,6 @@
 """Summarise a run in a few lines: its algorithm, its layout, and the number of samples in a step."""
 
+from lightrft.config.commands import COMMANDS
 from lightrft.config.effects import engine_name
 from lightrft.config.sections import Config, needs_reference
 
@@ -8,7 +9,7 @@ def summary(config: Config, command: str, world_size: int) -> list[str]:
     """Return the lines that a run logs first: algorithm, divergence, layout, engine and the arithmetic of its batches."""
     lines = [_algorithm(config), _divergence(config)] if command == "train_ppo" else []
     lines.append(_layout(config, world_size))
-    if command != "train_sft":
+    if "engine" in COMMANDS[command]:
         lines.append(_engine(config, world_size))
     if command != "evaluate":
         lines.append(_batches(config, command))
@@ -49,7 +50,7 @@ def _engine(config: Config, world_size: int) -> str:
 def _batches(config: Config, command: str) -> str:
     train, rollout = config.train, config.rollout
     end = f"at most {train.max_tokens_per_microbatch} tokens in a micro-batch of one rank"
-    if command == "train_sft":
+    if command != "train_ppo":
         return f"step: {train.train_batch_size} rows, {end}"
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     updates = samples // train.train_batch_size * train.max_epochs

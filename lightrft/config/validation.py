@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lightrft.config.commands import fields_read
+from lightrft.config.commands import COMMANDS, PREFERENCES, fields_read
 from lightrft.config.errors import ConfigError
 from lightrft.config.recipe import TEACHERS, algorithm_problems
 from lightrft.config.references import (
@@ -40,6 +40,8 @@ def validate(config: Config, *, command: str, world_size: int) -> None:
         problems.append("--adam_betas takes two numbers, at least 0 and below 1")
     if command == "train_ppo":
         problems += algorithm_problems(config)
+    if command in PREFERENCES:
+        problems += _preference_problems(config, command)
     if config.train.overwrite and config.train.load_checkpoint:
         problems.append("--overwrite starts from the beginning and --load_checkpoint resumes: set only one")
     if command != "evaluate":
@@ -85,7 +87,7 @@ def _tracker_problems(report_to: str) -> list[str]:
 
 def _address_problems(config: Config, command: str) -> list[str]:
     asked = [("--teacher_url", config.model.teacher_url, "TEACHER_API_KEY")] if command == "train_ppo" else []
-    if command != "train_sft":
+    if "reward" in COMMANDS[command]:
         try:
             names = [term.name for term in reward_terms(config.reward.reward)]
         except ValueError as error:
@@ -117,6 +119,44 @@ def _sampling_problems(rollout: RolloutSection) -> list[str]:
         "--stop_token_ids must not contain a negative number": any(token < 0 for token in rollout.stop_token_ids),
         "--first_token_temperature must be above 0; omit it to use --temperature": first is not None and first <= 0,
     }
+    return [problem for problem, holds in impossible.items() if holds]
+
+
+def _preference_problems(config: Config, command: str) -> list[str]:
+    """Return the settings that training on judged answers cannot use, each with the solution."""
+    section, heads = config.preference, config.preference.reward_heads
+    impossible = {
+        f"--images_key: {command} learns from text only; omit the flag": bool(config.data.images_key),
+    }
+    if command == "train_rm":
+        impossible |= {
+            "--margin_key needs --rm_loss sigmoid or ties: logexp has no margin": (
+                section.rm_loss == "logexp" and section.margin_key is not None
+            ),
+            "--tie_key needs --rm_loss ties: the other losses cannot learn from ties": (
+                section.rm_loss != "ties" and section.tie_key is not None
+            ),
+            "--head_key needs the names of the heads: set --reward_heads": section.head_key is not None and not heads,
+            "--reward_heads with several names needs --head_key, the column that names the head of a row": (
+                len(heads) > 1 and section.head_key is None
+            ),
+            "--reward_heads contains a name twice": len(set(heads)) < len(heads),
+        }
+    if command == "train_kto":
+        impossible |= {
+            "--train_batch_size must be at least 2: KTO compares each prompt with the answer to another one": (
+                config.train.train_batch_size < 2
+            ),
+        }
+    if command == "train_dpo":
+        impossible |= {
+            "--label_smoothing must be below 0.5: above it the rejected answers would be preferred": (
+                section.label_smoothing >= 0.5
+            ),
+            f"--label_smoothing needs --dpo_loss sigmoid: {section.dpo_loss} has no probability to smooth": (
+                section.label_smoothing > 0 and section.dpo_loss != "sigmoid"
+            ),
+        }
     return [problem for problem, holds in impossible.items() if holds]
 
 

@@ -7,7 +7,7 @@ from loguru import logger
 
 from lightrft.data.images import IMAGES
 from lightrft.data.readers import is_first_rank
-from lightrft.types import Prompt
+from lightrft.types import Answer, Prompt
 
 
 class Duplicates:
@@ -29,7 +29,7 @@ class Duplicates:
         if self.mode == "none":
             return False
         images = [(image.name, image.source) for image in prompt.multi_modal.get(IMAGES, [])]
-        key = [self._text(prompt.text), images, self._answer(prompt.columns.get("label")) if self.with_answer else None]
+        key = [self._text(prompt.text), images, self._answers(prompt) if self.with_answer else None]
         digest = blake2b(repr(key).encode(), digest_size=16).digest()
         if digest in self._seen:
             self.count += 1
@@ -46,5 +46,8 @@ class Duplicates:
     def _text(self, text: str) -> str:
         return " ".join(text.split()) if self.mode == "whitespace" else text
 
-    def _answer(self, label: Any) -> Any:
-        return self._text(label) if isinstance(label, str) else label
+    def _answers(self, prompt: Prompt) -> list[Any]:
+        """Return all answers of the row: of a pair there are two."""
+        label = prompt.columns.get("label")
+        others = [value for value in prompt.columns.values() if isinstance(value, Answer)]
+        return [self._text(label), *others] if isinstance(label, str) else others

@@ -8,7 +8,7 @@ from math import ceil
 
 import torch
 
-from lightrft.data.readers import DataError
+from lightrft.config.errors import DataError
 
 BLOCK = 4096
 """Number of draws of a Blend that are made at once."""

@@ -11,13 +11,14 @@ from typing import Any
 from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.config.errors import DataError
 from lightrft.config.references import data_problems, data_sources
 from lightrft.config.sections import DataSection
 from lightrft.data.digests import cache_key
 from lightrft.data.duplicates import Duplicates
 from lightrft.data.images import IMAGES, ImageFile, image_files, with_parts
 from lightrft.data.prompt_set import DataPart, PromptSet
-from lightrft.data.readers import TASK, BadRows, DataError, is_first_rank, read_rows
+from lightrft.data.readers import TASK, BadRows, is_first_rank, read_rows
 from lightrft.data.stored import column_problem, stored
 from lightrft.types import Prompt
 
@@ -49,6 +50,8 @@ def load_prompts(
     is used again unless `requirements`, a JSON value that determines `row_problem` and `measure`, changes; `distinguishing` is a
     column for PromptSet.examples.
     """
+    if section.data_cache and requirements is None and not (make is row_problem is measure is None):
+        raise TypeError("load_prompts() needs `requirements` to recognise its file")
     _check_templates(section, tokenizer)
     if source == "eval_data":
         keys = {"input_key": section.eval_input_key, "label_key": section.eval_label_key}
@@ -64,7 +67,7 @@ def load_prompts(
     parts = [_usable(section, source, name, **given) for name in names]
     if section.data_cache:
         split, most = SOURCES[source]
-        limit, others = most and getattr(section, most), [requirements, make.__name__ if make else None, mode]
+        limit, others = most and getattr(section, most), [requirements, make.__qualname__ if make else None, mode]
         key = cache_key(section, names, getattr(section, split), limit, tokenizer, others)
         sets, digests = stored(Path(section.data_cache).expanduser(), key, parts, distinguishing=distinguishing)
         examples = [each.examples for each in sets]

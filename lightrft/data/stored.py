@@ -17,21 +17,21 @@ from typing import Any, overload
 import pyarrow as pa
 from loguru import logger
 
+from lightrft.config.errors import DataError
 from lightrft.data.digests import digests_of_pieces
 from lightrft.data.images import IMAGES, ImageFile
-from lightrft.data.readers import DataError, is_first_rank
+from lightrft.data.readers import is_first_rank
 from lightrft.types import Answer, Prompt, TokenIds
 
 SCHEMA = pa.schema({
     "text": pa.string(),
     "token_ids": pa.list_(pa.int32()),
     "columns": pa.string(),
-    "answer": pa.list_(pa.int32()),
-    "learned": pa.list_(pa.bool_()),
+    "answers": pa.list_(pa.struct({"name": pa.string(), "token_ids": pa.list_(pa.int32()), "learned": pa.list_(pa.bool_())})),
     "images": pa.list_(pa.struct({"name": pa.string(), "path": pa.string(), "content": pa.large_binary()})),
     "media_tokens": pa.int32(),
 })  # fmt: skip
-"""Columns of the file. `columns` is a JSON object; `answer` and `learned` are those of an Answer, else null."""
+"""Columns of the file. `columns` is a JSON object of the columns of the row that are no Answer."""
 ROWS_OF_BATCH = 1024
 """Number of rows in each record batch except the last."""
 
@@ -76,10 +76,10 @@ class StoredPrompts(Sequence[Prompt]):
 
     def _prompt(self, row: int) -> Prompt:
         batch, place = self._batches[row // ROWS_OF_BATCH], row % ROWS_OF_BATCH
-        text, token_ids, columns, answer, learned, images, media_tokens = (column[place] for column in batch.columns)
+        text, token_ids, columns, answers, images, media_tokens = (column[place] for column in batch.columns)
         values = json.loads(columns.as_py())
-        if answer.is_valid:
-            values["label"] = Answer(_token_ids(answer), learned.as_py())
+        for answer in answers:
+            values[answer["name"].as_py()] = Answer(_token_ids(answer["token_ids"]), answer["learned"].as_py())
         files = [ImageFile(each["name"], each["content"] or Path(each["path"])) for each in images.as_py() or ()]
         return Prompt(row, text.as_py(), _token_ids(token_ids), values, {IMAGES: files} if files else {}, media_tokens.as_py())
 
@@ -136,14 +136,12 @@ def _write(file: Path, parts: Sequence[Iterable[Prompt]], distinguishing: str | 
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:
-    label = prompt.columns.get("label")
-    answer = label if isinstance(label, Answer) else None
+    answers = {name: value for name, value in prompt.columns.items() if isinstance(value, Answer)}
     return {
         "text": prompt.text,
         "token_ids": prompt.token_ids,
-        "columns": json.dumps({name: value for name, value in prompt.columns.items() if not isinstance(value, Answer)}),
-        "answer": answer and answer.token_ids,
-        "learned": answer and answer.learned,
+        "columns": json.dumps({name: value for name, value in prompt.columns.items() if name not in answers}),
+        "answers": [{"name": name, **answer._asdict()} for name, answer in answers.items()],
         "images": [_image(image) for image in prompt.multi_modal.get(IMAGES, [])],
         "media_tokens": prompt.media_tokens,
     }

@@ -11,6 +11,7 @@ from lightrft.algorithms.reduce import TokenGradients
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.attention.layout import Layout
 from lightrft.config.errors import ConfigError
+from lightrft.models.empty import real_parameters
 from lightrft.models.logprobs import Upstream, token_logprobs, top_logprobs
 from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL, SequenceParallel, SequenceParallelModule
 from lightrft.types import Batch, Expanded, Features, append_sequence, concatenated_features, padded, to_device, unpadded
@@ -83,26 +84,36 @@ class Actor(SequenceParallelModule):
 
 
 class Scorer(SequenceParallelModule):
-    """Model with one score per token, used by critics and reward models."""
+    """Model with one score per token, used by critics and reward models; a reward model may have several heads."""
 
-    def __init__(self, model: PreTrainedModel):
-        """Raise ValueError unless `model` is a backbone with one linear layer of a single output."""
+    def __init__(self, model: PreTrainedModel, *, num_heads: int = 1, learn_scale: bool = False):
+        """Raise ValueError unless `model` is a backbone with one linear layer of `num_heads` outputs.
+
+        With `learn_scale`, the scores of each head are multiplied by a positive factor, at first 1, that is learned.
+        """
         super().__init__()
         heads = [name for name, child in model.named_children() if child is not model.base_model]
         linear = [name for name in heads if isinstance(getattr(model, name), nn.Linear)]
-        if len(heads) != 1 or linear != heads or getattr(model, heads[0]).out_features != 1:
+        if len(heads) != 1 or linear != heads or getattr(model, heads[0]).out_features != num_heads:
+            outputs = "one output" if num_heads == 1 else f"{num_heads} outputs"
             raise ValueError(
-                f"{type(model).__name__} has {', '.join(heads) or 'nothing'} above its backbone, not a head with one output"
+                f"{type(model).__name__} has {', '.join(heads) or 'nothing'} above its backbone, not a head with {outputs}"
             )
         self.scored_model, self.head = model, heads[0]
+        self.log_scale: nn.Parameter | None = None
+        if learn_scale:
+            with real_parameters():
+                self.log_scale = nn.Parameter(torch.zeros(num_heads))
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the head's output at each token: [T] float32, computed in float32."""
+        """Return the head's output at each token: [T] float32, computed in float32; [T, K] of K heads."""
         whole = pad_to_multiple(batch, self.sequence.multiple)
         hidden = hidden_states(self.scored_model, whole, self.sequence).float()
         head: nn.Linear = getattr(self.scored_model, self.head)
-        scores = F.linear(hidden, head.weight.float(), None if head.bias is None else head.bias.float())[:, 0]
-        scores = self.sequence.gather(scores)
+        scores = F.linear(hidden, head.weight.float(), None if head.bias is None else head.bias.float())
+        if self.log_scale is not None:
+            scores = scores * self.log_scale.float().exp()
+        scores = self.sequence.gather(scores[:, 0] if scores.shape[1] == 1 else scores)
         return (whole.shared.spread(scores) if whole.shared else scores)[: batch.num_tokens].clone()
 
     @property

@@ -2,7 +2,7 @@
 
 import logging
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,15 @@ from transformers import (
 from transformers.utils import cached_file
 
 from lightrft.attention.flat import ATTENTION
+from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ModelSection
 from lightrft.models.converted_files import ConvertedFiles
 from lightrft.models.empty import makes_empty, real_parameters
 from lightrft.models.lora import is_adapter_folder
 from lightrft.models.weight_files import WeightFiles, check_finite, is_backbone, missing_and_unexpected, stored_tensors
+
+SCORE = "score"
+"""Name of the only head of a reward model."""
 
 
 def load_model(section: ModelSection, flag: str = "pretrain") -> PreTrainedModel:
@@ -43,12 +47,46 @@ def load_model(section: ModelSection, flag: str = "pretrain") -> PreTrainedModel
     return _load(None, section, flag)
 
 
-def load_scorer(section: ModelSection, flag: str = "pretrain", *, name: str = "", new_head: bool = True) -> PreTrainedModel:
-    """Load a model with one score per token instead of logits. `name` selects one of several models given by `flag`.
+def load_scorer(
+    section: ModelSection, flag: str = "pretrain", *, name: str = "", new_head: bool = True, num_heads: int = 1
+) -> PreTrainedModel:
+    """Load a model with `num_heads` scores per token instead of logits. `name` selects one of several models given by `flag`.
 
     If the folder has no head, a new random one is created; without `new_head` that is an error like any missing weight.
     """
-    return _load(AutoModelForSequenceClassification, section, flag, name=name, new_head=new_head, num_labels=1)
+    return _load(AutoModelForSequenceClassification, section, flag, name=name, new_head=new_head, num_labels=num_heads)
+
+
+def stored_heads(section: ModelSection, flag: str = "pretrain", *, name: str = "") -> list[str]:
+    """Return the names of the scores of a model's head; empty for a model that generates. `name` is that of load_scorer()."""
+    name = name or getattr(section, flag)
+    config = AutoConfig.from_pretrained(_checked(name, f"--{flag} {name}"), trust_remote_code=section.trust_remote_code)
+    scores = any(each.endswith("ForSequenceClassification") for each in config.architectures or ())
+    return [config.id2label[place] for place in sorted(config.id2label)] if scores else []
+
+
+def head_names(section: ModelSection, given: Sequence[str]) -> list[str]:
+    """Return the names of the heads of a reward model that is trained: those `given`, of --pretrain, or a single one.
+
+    Raise ConfigError if --pretrain already has heads with other names.
+    """
+    stored = stored_heads(section)
+    named = [name for name in stored if not name.startswith("LABEL_")]  # those that transformers invents
+    if given and named and set(given) != set(named):
+        raise ConfigError(
+            f"--reward_heads {' '.join(given)}: the model in --pretrain has the heads {', '.join(named)}; omit the flag, or "
+            "start from a model without heads"
+        )
+    return named or list(given) or stored or [SCORE]
+
+
+def load_reward_model(section: ModelSection, heads: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Load --pretrain with a score for each of the named heads, which are new if it generates text."""
+    model = load_scorer(section, num_heads=len(heads))
+    model.config.id2label, model.config.label2id = dict(enumerate(heads)), {name: place for place, name in enumerate(heads)}
+    if model.config.pad_token_id is None:  # transformers finds the last token of padded rows by it
+        model.config.pad_token_id = tokenizer.pad_token_id
+    return model
 
 
 def _load(

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.reduce import TokenGradients
+from lightrft.algorithms.reduce import Report, TokenGradients
 from lightrft.roles.microbatch import MicroBatchIndices
-from lightrft.roles.role import Report, Role
+from lightrft.roles.role import Role
 from lightrft.types import Batch
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.balance import Balance
 from lightrft.algorithms.objectives import Balanced, TokenGradients
-from lightrft.algorithms.reduce import Denominator
+from lightrft.algorithms.reduce import Denominator, Report
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.checkpoint.hf_parameters import hf_parameters, persistent_buffers, unwrap
 from lightrft.engine.sampling_parameters import sampling_of
@@ -26,7 +26,7 @@ from lightrft.observe.profiler import Profiler
 from lightrft.roles.compatible_names import PolicyNames
 from lightrft.roles.microbatch import MicroBatchIndices, micro_batches
 from lightrft.roles.padded import IDS, flatten
-from lightrft.roles.role import Objective, Report, Role
+from lightrft.roles.role import Objective, Role
 from lightrft.strategy.phases import Phase
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.types import Batch, Completion, Routing
@@ -52,23 +52,21 @@ class Policy(Role, PolicyNames):
         scheduler: LRScheduler | None = None,
         *,
         reference: Actor | None = None,
-        average: Actor | None = None,
         temperature: float = 1.0,
         truncation: Truncation = ALL,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        **limits: Any,
+        **options: Any,
     ):
         """Set up the policy.
 
-        An actor with adapters may be its own `reference`, computed without the adapters. `average` is not frozen; it follows the
-        actor. All log-probs are those of the sampling distribution: at `temperature`, over the part of the vocabulary that
-        `truncation` leaves. `limits` are those of Role: max_tokens, max_logprob_tokens, batching.
+        An actor with adapters may be its own `reference`, computed without the adapters. All log-probs are those of the sampling
+        distribution: at `temperature`, over the part of the vocabulary that `truncation` leaves. `options` are those of Role:
+        average, max_tokens, max_logprob_tokens, batching.
         """
-        super().__init__(strategy, actor, optimizer, scheduler, **limits)
+        super().__init__(strategy, actor, optimizer, scheduler, **options)
         if reference is actor and not adapted_layers(actor.language_model):
             raise ValueError("an actor without adapters cannot be its own reference")
         self.reference = reference
-        self.average = average
         self.temperature, self.truncation = temperature, truncation
         self.tokenizer = tokenizer
         self.routers: Routers | None = None
@@ -145,11 +143,6 @@ class Policy(Role, PolicyNames):
     def supervised(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
         """Return log-probs of given answers, which were not sampled: at temperature 1, of all tokens, without their entropy."""
         return self.actor(batch, 1.0, entropy=False, gradients=gradients)[0], {}
-
-    def update_average(self, beta: float) -> None:
-        """Update the average, if there is one: average <- beta * average + (1 - beta) * actor."""
-        if self.average is not None:
-            self.strategy.moving_average(self.actor, self.average, beta)
 
     # -- generation
 

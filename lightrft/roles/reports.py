@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from lightrft.algorithms.reduce import Report, Weighted
 from lightrft.parallel.collectives import Axis
 
 
@@ -12,18 +13,19 @@ class MicroBatchReports:
     def __init__(self) -> None:
         self._rows: list[dict[str, Tensor]] = []
 
-    def add(self, report: dict[str, Tensor], weight: Tensor) -> None:
+    def add(self, report: Report, weight: Tensor) -> None:
         """Add means of the reports over `weight`, extremes for names in `_max` and `_min`, and the weight as `tokens`."""
         total = weight.sum(dtype=torch.float32)
         row = {"tokens": total}
-        for name, values in report.items():
+        for name, entry in report.items():
+            values, own = entry if isinstance(entry, Weighted) else (entry, weight)
             values = values.detach().float()
             if name.endswith("_max"):
-                row[name] = values.masked_fill(weight == 0, -torch.inf).amax()
+                row[name] = values.masked_fill(own == 0, -torch.inf).amax()
             elif name.endswith("_min"):
-                row[name] = values.masked_fill(weight == 0, torch.inf).amin()
+                row[name] = values.masked_fill(own == 0, torch.inf).amin()
             else:
-                row[name] = values.masked_fill(weight == 0, 0.0).mul(weight).sum() / total
+                row[name] = values.masked_fill(own == 0, 0.0).mul(own).sum() / own.sum(dtype=torch.float32)
         self._rows.append(row)
 
     def gather(self, axis: Axis) -> dict[str, list[float]]:

@@ -5,24 +5,25 @@ from typing import Any
 
 from torch import Tensor
 
-from lightrft.algorithms.reduce import TokenGradients, sequence_sums
+from lightrft.algorithms.reduce import Report, TokenGradients, sequence_sums
 from lightrft.roles.compatible_names import ScorerNames
 from lightrft.roles.padded import LENGTHS, SAMPLE_MASK
-from lightrft.roles.role import Report, Role
-from lightrft.types import Batch
+from lightrft.roles.role import Role
+from lightrft.types import Batch, JudgedBatch, to_device
 
 
 class RewardModel(Role, ScorerNames):
     """Reward model; its module is a models.heads.Scorer, read at the last token of each sequence.
 
-    Objectives of train() get scores [N], and their reports are [N]; they use the rows that are not masked.
+    Of several heads the mean counts. Objectives of train() get scores [N], and their reports are [N]; they use the rows that are
+    not masked.
     """
 
     TRAIN_KEYS = (SAMPLE_MASK,)
 
     def get_scores(self, batch: Mapping[str, Any], mbs: int | None = None) -> Tensor:
         """Return the score at each token, [B, S] float32 on the host."""
-        return self._answer(batch, self.module, self.module, mbs)
+        return self._answer(batch, self.module, lambda part: _mean(self.module(part)), mbs)
 
     def get_rewards(self, batch: Mapping[str, Any], mbs: int | None = None) -> Tensor:
         """Return the rewards, [B] float32 on the host: the scores at the last tokens."""
@@ -30,8 +31,23 @@ class RewardModel(Role, ScorerNames):
 
     def forward(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
         """Return the scores [N]."""
-        return self.module(batch)[batch.offsets[1:] - 1], {}
+        return _mean(self._last(batch)), {}
+
+    def scores_of_heads(self, batch: JudgedBatch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
+        """Return for each sequence the score of the head that `batch.heads` names: [N]."""
+        scores = self._last(batch)
+        return scores if scores.ndim == 1 else scores.gather(1, batch.heads[:, None])[:, 0], {}
 
     def weight(self, batch: Batch) -> Tensor:
         """Return [N] bool: True for rows with learned tokens."""
         return sequence_sums(batch.loss_mask.float(), batch) > 0
+
+    def _last(self, batch: Batch) -> Tensor:
+        """Return the scores of whole sequences, [N] or [N, heads]."""
+        scores = self.module(batch)
+        return scores[to_device(batch.offsets[1:] - 1, scores.device)]
+
+
+def _mean(scores: Tensor) -> Tensor:
+    """Return the mean over heads: [T] or [T, heads] -> [T]."""
+    return scores if scores.ndim == 1 else scores.mean(dim=1)

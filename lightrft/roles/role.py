@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightrft.algorithms.objectives import token_gradients
-from lightrft.algorithms.reduce import Denominator, TokenGradients
+from lightrft.algorithms.reduce import Denominator, Report, TokenGradients, Weighted
 from lightrft.batching.planner import Batching
 from lightrft.batching.redistribute import all_to_all, redistribute, regroup
 from lightrft.config.sections import TrainSection
@@ -23,7 +23,6 @@ from lightrft.strategy.phases import Phase
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.types import Batch, padded, per_token
 
-Report = dict[str, Tensor]
 Objective = Callable[[Tensor, Any, Denominator], tuple[Tensor, Report]]
 """(the role's values, batch, denominator) -> this micro-batch's share of the loss [], and reports by metric name."""
 ALL_MB_METRICS = "all_mb_metrics"
@@ -84,12 +83,15 @@ class Role(ABC):
         optimizer: Optimizer | None = None,
         scheduler: LRScheduler | None = None,
         *,
+        average: nn.Module | None = None,
         max_tokens: int = MAX_TOKENS,
         max_logprob_tokens: int | None = None,
         batching: Batching = "packed",
     ):
         self.strategy = strategy
         self.module, self.optimizer, self.scheduler = module, optimizer, scheduler
+        self.average = average
+        """Moving average of the parameters, which update_average() keeps up to date; it is not frozen."""
         self.max_tokens = max_tokens
         """Maximum number of tokens of one micro-batch on one rank; a longer row is an error."""
         self.max_logprob_tokens = max_logprob_tokens
@@ -178,14 +180,35 @@ class Role(ABC):
         ends in `_max` or `_min` are reduced by maximum or minimum.
         """
         terms = [LossTerm(batch, rows, objective, denominator, self.forward), *([extra_term] if extra_term else [])]
-        self.begin_train_step(objective, denominator, sum(len(term.rows) for term in terms))
+        return self.learn(terms, metrics)
+
+    def learn(self, terms: Sequence[LossTerm], metrics: Metrics) -> tuple[Tensor, Tensor]:
+        """Take one optimizer step on the sum of the terms; see update()."""
+        return self._run(terms, lambda name: name, metrics)
+
+    def measure(self, term: LossTerm, metrics: Metrics) -> Tensor:
+        """Compute a term without learning; return its global value []. Reports `train/NAME` become `eval/NAME`."""
+        return self._run([term], lambda name: name.replace("train/", "eval/", 1), metrics, eval_mode=True)[0]
+
+    def _run(
+        self, terms: Sequence[LossTerm], metric: Callable[[str], str], metrics: Metrics, *, eval_mode: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        first = terms[0]
+        count = sum(len(term.rows) for term in terms)
+        self.begin_train_step(first.objective, first.denominator, count, eval_mode=eval_mode)
         for term in terms:
             for micro_batch in micro_batches(term.batch, term.rows, self.strategy.device):
-                report, weight = self.train_microbatch(micro_batch, term), self.weight(micro_batch)
-                for name, values in report.items():
+                report = self.train_microbatch(micro_batch, term)
+                for name, entry in report.items():
+                    values, weight = entry if isinstance(entry, Weighted) else (entry, self.weight(micro_batch))
                     add = {"_max": metrics.max, "_min": metrics.min}.get(name[-4:], metrics.mean)
-                    add(name, values, weight)
+                    add(metric(name), values, weight)
         return self.finish_train_step()
+
+    def update_average(self, beta: float) -> None:
+        """Update the average, if there is one: average <- beta * average + (1 - beta) * the trained parameters."""
+        if self.average is not None:
+            self.strategy.moving_average(self.module, self.average, beta)
 
     def begin_train_step(
         self, objective: Objective, denominator: Denominator, num_microbatches: int, *, eval_mode: bool = False

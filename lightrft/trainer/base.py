@@ -27,7 +27,7 @@ from lightrft.observe.pending_metrics import PendingMetrics
 from lightrft.observe.report import write_report
 from lightrft.observe.sinks import Observer
 from lightrft.observe.trace import Trace
-from lightrft.roles.policy import Policy
+from lightrft.roles.role import Role
 from lightrft.run.health import Health
 from lightrft.run.interruption import Interrupted, Interruption
 from lightrft.run.resume_check import changed_settings, identity
@@ -55,11 +55,14 @@ class TrainingData:
 class Trainer(ABC):
     """Training loop that calls `step` from the first (or the resumed) step to the last. Steps count from 1."""
 
+    role_name = "actor"
+    """Name of the role's model in checkpoints."""
+
     def __init__(
         self,
         config: Config,
         strategy: StrategyBase,
-        policy: Policy,
+        role: Role,
         training_data: TrainingData,
         *,
         observer: Observer,
@@ -67,8 +70,11 @@ class Trainer(ABC):
         run_folder: RunFolder,
         parts: Mapping[str, Stateful] = NOTHING,
     ):
-        """Set up the trainer. `parts` are further objects with a state for checkpoints; see StrategyBase.save_ckpt()."""
-        self.config, self.strategy, self.policy = config, strategy, policy
+        """Set up the trainer of `role`, which learns.
+
+        `parts` are further objects with a state for checkpoints; see StrategyBase.save_ckpt().
+        """
+        self.config, self.strategy, self.role = config, strategy, role
         self.tokenizer, self.total_steps = training_data.tokenizer, training_data.total_steps
         self.prompts, self.eval_prompts, self.expand = training_data.prompts, training_data.eval_prompts, training_data.expand
         self.observer, self.trace = observer, trace
@@ -77,11 +83,11 @@ class Trainer(ABC):
         self.run_folder, self.folder = run_folder, run_folder.path
         self.health = Health(config, strategy.dtype, logs=strategy.is_rank_0())
         self.models: dict[str, tuple[nn.Module, Optimizer | None, LRScheduler | None]] = {
-            "actor": (policy.actor, policy.optimizer, policy.scheduler)
+            self.role_name: (role.module, role.optimizer, role.scheduler)
         }
         """Contents of a checkpoint, by name. A trainer with more models adds them."""
-        if policy.average is not None:
-            self.models["ema"] = (policy.average, None, None)
+        if role.average is not None:
+            self.models["ema" if self.role_name == "actor" else f"{self.role_name}_ema"] = (role.average, None, None)
         self.parts = {"unreported_metrics": PendingMetrics(self.metrics, strategy.mesh.world), **parts}
         self.done = 0
         """Number of steps whose updates are in the parameters."""
@@ -136,9 +142,9 @@ class Trainer(ABC):
         """Save the trained models as Hugging Face folders; all ranks call it."""
         adapter_only = self.config.train.save_adapter_only and self.config.model.lora_rank
         save = self.strategy.save_adapter if adapter_only else self.strategy.save_model
-        save(self.policy.actor, self.tokenizer, self.folder / "model")
-        if self.policy.average is not None:
-            save(self.policy.average, self.tokenizer, self.folder / "model_ema")
+        save(self.role.module, self.tokenizer, self.folder / "model")
+        if self.role.average is not None:
+            save(self.role.average, self.tokenizer, self.folder / "model_ema")
 
     def show(self, number: int, samples: list[Sample]) -> None:
         """Write some samples to the sinks, group by group, so that the responses to a prompt can be compared."""
@@ -174,7 +180,7 @@ class Trainer(ABC):
         saves = train.save_steps > 0 or train.load_checkpoint
         for number in range(self.done + 1, self.total_steps + 1):
             self.step(number)
-            self.policy.update_average(self.config.train.ema_beta)
+            self.role.update_average(self.config.train.ema_beta)
             self.done = number
             last = number == self.total_steps or self.enough()
             if self.config.data.eval_data and _due(number, train.eval_steps, last):
@@ -213,7 +219,8 @@ class Trainer(ABC):
         models = {name: self.strategy.unwrap_model(model) for name, (model, *_) in self.models.items()}
         known = {name: weights_of(model.name_or_path) for name, model in models.items()} if self.strategy.is_rank_0() else {}
         weights = {name: found for name, found in self.strategy.mesh.world.broadcast(known).items() if found}
-        return identity(self.config, models["actor"].config, self.learned_rows, weights, probabilities=self.prompts.probabilities)
+        config = models[self.role_name].config
+        return identity(self.config, config, self.learned_rows, weights, probabilities=self.prompts.probabilities)
 
     @property
     def learned_rows(self) -> PromptSet:
@@ -236,7 +243,7 @@ class Trainer(ABC):
             max_mem=train.max_ckpt_mem,
             client_state={"step": self.done, "run": self.run_folder.id, "identity": self.identity},
             parts=self.parts,
-            hf_model=self.policy.actor if train.save_hf_ckpt else None,
+            hf_model=self.role.module if train.save_hf_ckpt else None,
             tokenizer=self.tokenizer,
             async_save=train.async_save,
         )
@@ -275,7 +282,7 @@ class Trainer(ABC):
         self.strategy.print(f"saved step {self.done} in {self.checkpoints}; resume with the same command and --load_checkpoint")
 
     def _check_end(self) -> None:
-        scheduler = self.policy.scheduler
+        scheduler = self.role.scheduler
         self.health.check_end(taken=scheduler.last_epoch if scheduler else 0, skipped=self.strategy.skipped_steps)
 
     def _describe_run(self, status: str, seconds: float) -> None:

@@ -1,14 +1,6 @@
 """Build a trainer that is ready to run from a configuration. This module only connects the parts."""
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.kl import KLCoefficient
@@ -17,47 +9,27 @@ from lightrft.algorithms.options import keywords
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.checkpoint.final_model import with_merged_pretrain
 from lightrft.config.errors import ConfigError
-from lightrft.config.references import TRACKERS, report_names, reward_model_terms
+from lightrft.config.references import reward_model_terms
 from lightrft.config.sections import Config, needs_critic, needs_reference
-from lightrft.data.conversations import load_examples
-from lightrft.data.loader import Order
 from lightrft.data.prompt_set import PromptSet
-from lightrft.data.prompts import load_prompts
-from lightrft.engine.model_info import placeholder_token_ids
-from lightrft.engine.requests import Sampling
 from lightrft.engine.sampling_parameters import sampling_of
-from lightrft.models.heads import Actor, Scorer, check_window
-from lightrft.models.load import check_vocabulary, load_model, load_scorer, load_tokenizer
+from lightrft.models.load import load_tokenizer
 from lightrft.models.routers import Routers
-from lightrft.models.trainable import freeze_parameters
-from lightrft.observe.console import Console
-from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard
-from lightrft.observe.text import duration
-from lightrft.observe.trace import Trace
-from lightrft.observe.trackers import Tracker
-from lightrft.parallel import device
-from lightrft.rewards.models import ModelRewards, ScoringModel
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rewards.steps import StepRewards
-from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
-from lightrft.roles.reward_model import RewardModel
-from lightrft.roles.teacher import Teacher
 from lightrft.rollout.collector import Collector
 from lightrft.rollout.experience import ExperienceMaker
-from lightrft.rollout.media import Expander
 from lightrft.rollout.sampler import Sampler
+from lightrft.run.observation import log_duration, observation
 from lightrft.run.prepare import prepare_config
 from lightrft.run.run_folder import RunFolder
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import TrainingData
+from lightrft.trainer.build_data import load_expander, load_rewarded, load_supervised, load_training_data
+from lightrft.trainer.build_roles import build_critic, build_model_rewards, build_policy, build_teacher, set_blank_image
 from lightrft.trainer.evaluation import Evaluation
 from lightrft.trainer.ppo import PPOTrainer
-from lightrft.trainer.sft import SFTTrainer
-from lightrft.trainer.supervised import PtxLoss
-
-ANY_TOKEN = Sampling()
-"""Sampling that gives every token its own probability, for learning from given responses."""
+from lightrft.trainer.tasks.sft import PtxLoss
 
 
 def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
@@ -120,86 +92,6 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     )
 
 
-def sft_trainer(config: Config, strategy: StrategyBase) -> SFTTrainer:
-    prepare_config("train_sft", config)
-    run_folder = RunFolder.claim(config, strategy.mesh.world)
-    given, config = config, with_merged_pretrain(config, strategy.mesh.world)
-    training_data = load_training_data(config, config.train.train_batch_size)
-    with log_duration(strategy, f"loading {config.model.pretrain}"):
-        policy = build_policy(config, strategy, updates=training_data.total_steps, reference=False)
-    set_blank_image(policy, training_data.expand)
-    observer, trace = observation(config, strategy)
-    return SFTTrainer(given, strategy, policy, training_data, observer=observer, trace=trace, run_folder=run_folder)
-
-
-@contextmanager
-def log_duration(strategy: StrategyBase, what: str) -> Iterator[None]:
-    """Print on rank 0 what begins, and how long it took once it is done."""
-    began = time.perf_counter()
-    strategy.print(f"{what} ...")
-    yield
-    strategy.print(f"{what}: done after {duration(time.perf_counter() - began)}")
-
-
-def load_training_data(config: Config, batch_size: int, *, rewards: RewardRunner | None = None) -> TrainingData:
-    """Load the training and held-out data with the columns that `rewards` needs; without rewards their answers are learned."""
-    tokenizer = load_tokenizer(config.model)
-    expand = load_expander(config, tokenizer, engine=rewards is not None)
-    if expand is not None:
-        expand.check_family()
-    given = config, tokenizer, expand
-    load = partial(_load_prompts, *given, rewards) if rewards else partial(_load_examples, *given)
-    prompts, eval_prompts = load(), load(source="eval_data") if config.data.eval_data else PromptSet([])
-    return TrainingData(tokenizer, prompts, eval_prompts, total_steps(config, prompts.draws_of_epoch, batch_size), expand)
-
-
-def load_expander(config: Config, tokenizer: PreTrainedTokenizerBase, *, engine: bool) -> Expander | None:
-    """Return the expander of prompts with images, of no more than an `engine` takes; None if all prompts are text.
-
-    The tokenizer gets the chat template of the processor, which contains the image placeholders.
-    """
-    if not config.data.images_key:
-        return None
-    expand = Expander(config.model, most=config.engine.limit_mm_image_per_prompt if engine else None)
-    try:
-        tokenizer.chat_template = expand.chat_template or tokenizer.chat_template
-    except ValueError as error:
-        raise ConfigError(f"--images_key: {error}; omit the flag to train the model on text") from error
-    return expand
-
-
-def _load_prompts(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    expand: Expander | None,
-    rewards: RewardRunner,
-    *,
-    source: str = "prompt_data",
-) -> PromptSet:
-    return load_prompts(
-        config.data,
-        tokenizer,
-        source=source,
-        row_problem=rewards.row_problem,
-        measure=expand and expand.measure,
-        distinguishing=config.reward.reward_key,
-        requirements=[rewards.requirements, _limits_of_images(config)],
-    )
-
-
-def _limits_of_images(config: Config) -> Any:
-    """Return what the tokens of a prompt's images depend on; None without images."""
-    return [config.model.pretrain, config.engine.limit_mm_image_per_prompt] if config.data.images_key else None
-
-
-def _load_examples(
-    config: Config, tokenizer: PreTrainedTokenizerBase, expand: Expander | None, *, source: str = "prompt_data"
-) -> PromptSet:
-    longest, measure = config.train.max_tokens_per_microbatch, expand and expand.measure
-    requirements = _limits_of_images(config)
-    return load_examples(config.data, tokenizer, source=source, longest=longest, measure=measure, requirements=requirements)
-
-
 def collector(
     config: Config, strategy: StrategyBase, prompts: PromptSet, sampler: Sampler, rewards: RewardRunner
 ) -> Collector:
@@ -209,123 +101,10 @@ def collector(
     return Collector(sampler, rewards, prompts, section=config.rollout, data=data, seed=seed, greedy=greedy, order=order)
 
 
-def total_steps(config: Config, num_rows: int, batch_size: int) -> int:
-    """Return the number of whole batches in all passes over the data, at most --max_steps."""
-    Order.check(num_rows, batch_size)
-    steps = num_rows * config.train.num_episodes // batch_size
-    return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
-
-
-def build_policy(
-    config: Config, strategy: StrategyBase, *, updates: int, reference: bool, sampling: Sampling = ANY_TOKEN
-) -> Policy:
-    """Build the sharded actor with its optimizer and schedule over `updates` optimizer steps, and the frozen reference.
-
-    Log-probs are those of the distribution that `sampling` draws from.
-    """
-    optim = config.optim
-    strategy.announce("load_models")
-    with strategy.init_model_context():
-        actor = Actor(freeze_parameters(load_model(config.model), config.model))
-    if sampling is not ANY_TOKEN:  # an engine chooses rotary frequencies for the longest possible sequence
-        check_window(actor.language_model, config.data.prompt_max_len + config.rollout.generate_max_len)
-    optimizer = strategy.create_optimizer(actor, optim.actor_learning_rate, optim.adam_betas, optim.l2)
-    scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
-    drawn = sampling.resolved(placeholder_token_ids(actor.language_model.config)) if sampling is not ANY_TOKEN else sampling
-    actor, optimizer, scheduler = strategy.prepare((actor, optimizer, scheduler))
-    frozen = actor if reference and config.model.lora_rank else None
-    if reference and frozen is None:
-        with strategy.init_model_context():
-            frozen = Actor(load_model(config.model)).requires_grad_(False)
-        frozen = strategy.prepare(frozen)
-    average = None
-    if config.train.enable_ema:
-        with strategy.init_model_context():
-            average = Actor(freeze_parameters(load_model(config.model), config.model))
-        average = strategy.prepare(average)
-        if config.model.lora_rank:
-            strategy.moving_average(actor, average, 0.0)  # start from the actor's adapters, not from other random ones
-    return Policy(
-        strategy,
-        actor,
-        optimizer,
-        scheduler,
-        reference=frozen,
-        average=average,
-        temperature=drawn.temperature,
-        truncation=drawn.truncation,
-        **limits(config),
-    )
-
-
-def limits(config: Config) -> dict[str, Any]:
-    """Return the limits on a Role's micro-batches."""
-    train = config.train
-    return {
-        "max_tokens": train.max_tokens_per_microbatch,
-        "max_logprob_tokens": train.max_tokens_per_logprob_microbatch,
-        "batching": train.batching,
-    }
-
-
-def set_blank_image(policy: Policy, expand: Expander | None) -> None:
-    """Make the models process a blank image in micro-batches without images, where other micro-batches have some."""
-    for model in (policy.actor, policy.reference):
-        if expand is not None and model is not None:
-            model.blank = expand.blank
-
-
-def build_critic(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, *, updates: int) -> Critic:
-    """Build the sharded critic with its optimizer and schedule; it gets adapters as the actor does."""
-    optim = config.optim
-    if config.model.critic_pretrain:
-        check_vocabulary(config.model, "critic_pretrain", tokenizer)
-    strategy.announce("load_critic")
-    with strategy.init_model_context():
-        model = load_scorer(config.model, "critic_pretrain" if config.model.critic_pretrain else "pretrain")
-        scorer = Scorer(freeze_parameters(model, config.model))
-    optimizer = strategy.create_optimizer(scorer, optim.critic_learning_rate, optim.adam_betas, optim.l2)
-    scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
-    return Critic(strategy, *strategy.prepare((scorer, optimizer, scheduler)), **limits(config))
-
-
-def build_teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase) -> Teacher:
-    """Build a frozen model on the same devices, sharded like the reference, or a client of a teacher behind HTTP."""
-    strategy.announce("load_teacher")
-    if config.model.teacher_url:
-        try:
-            from lightrft.roles.remote_teacher import RemoteTeacher
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"--teacher_url needs {error.name}: pip install httpx tenacity") from error
-        patience = 60 * config.reward.server_minutes
-        return RemoteTeacher(config.model.teacher_url, tokenizer, strategy.mesh.model_parallel, patience=patience)
-    check_vocabulary(config.model, "teacher_pretrain", tokenizer)
-    with strategy.init_model_context():
-        model = Actor(load_model(config.model, "teacher_pretrain")).requires_grad_(False)
-    return Policy(strategy, strategy.prepare(model), temperature=config.rollout.temperature, **limits(config))
-
-
-def build_model_rewards(
-    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase
-) -> ModelRewards | None:
-    """Build the frozen reward models, sharded like the reference; return None if there are none."""
-    models = []
-    of_steps = StepRewards(tokenizer, config.data.step_separator, config.reward.step_rewards)
-    for flag, term in reward_model_terms(config.model):
-        strategy.announce("load_reward_models")
-        check_vocabulary(config.model, flag, tokenizer, name=term.name)
-        with strategy.init_model_context():
-            scorer = Scorer(load_scorer(config.model, flag, name=term.name, new_head=False)).requires_grad_(False)
-        model = RewardModel(strategy, strategy.prepare(scorer), **limits(config))
-        steps = of_steps if flag == "process_reward_pretrain" else None
-        models.append(ScoringModel(term.label, model, config.reward.reward_model_coef * term.weight, steps))
-    return ModelRewards(models, key=config.reward.reward_key) if models else None
-
-
 def build_ptx_loss(config: Config, policy: Policy, training_data: TrainingData) -> PtxLoss:
     """Build the supervised loss on --pretrain_data, which is added to the loss on the samples."""
     tokenizer, expand = training_data.tokenizer, training_data.expand
-    prompts = _load_examples(config, tokenizer, expand, source="pretrain_data")
+    prompts = load_supervised(config, tokenizer, expand, source="pretrain_data")
     if len(prompts) < config.train.train_batch_size:
         raise ConfigError(
             f"--pretrain_data {config.data.pretrain_data}: {len(prompts)} rows do not fill one optimizer step of "
@@ -348,7 +127,7 @@ def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
     given, config = config, with_merged_pretrain(config, strategy.mesh.world)
     tokenizer, rewards = load_tokenizer(config.model), build_rewards(config, strategy)
     expand = load_expander(config, tokenizer, engine=True)
-    prompts = _load_prompts(config, tokenizer, expand, rewards, source="eval_data")
+    prompts = load_rewarded(config, tokenizer, expand, rewards, source="eval_data")
     rewards.check(prompts.examples)
     rewards.models = build_model_rewards(config, strategy, tokenizer)
     # The engine sleeps only for reward models: nothing else needs the device.
@@ -357,30 +136,3 @@ def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
     with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type}) with {config.model.pretrain}"):
         strategy.setup_inference_engine(replace(config, engine=engine))
     return Evaluation(given, strategy, prompts, Sampler(strategy, tokenizer, config.rollout), rewards)
-
-
-def observation(config: Config, strategy: StrategyBase) -> tuple[Observer, Trace]:
-    """Build the observer, with sinks on rank 0 only, and a trace on every rank."""
-    observer = Observer(_sinks(config) if strategy.is_rank_0() else [])
-
-    def on_phase(path: str) -> None:
-        strategy.announce(path)
-        if path:
-            observer.phase(path)
-
-    trace = Trace(
-        peak_memory=partial(device.peak_memory, strategy.device),
-        memory_in_use=partial(device.memory_in_use, strategy.device),
-        synchronize=partial(device.synchronize, strategy.device),
-        on_phase=on_phase,
-    )
-    return observer, trace
-
-
-def _sinks(config: Config) -> list[Sink]:
-    folder, observe = Path(config.train.save_path), config.observe
-    sinks: list[Sink] = [Console(), JsonLines(folder)]
-    names = report_names(observe.report_to)
-    if "tensorboard" in names:
-        sinks.append(TensorBoard(folder))
-    return [*sinks, *(Tracker(name, folder, observe) for name in names if name in TRACKERS)]

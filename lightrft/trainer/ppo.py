@@ -4,17 +4,20 @@ from collections.abc import Callable
 from typing import Any
 
 from lightrft.algorithms.objectives import PolicyObjective, ValueObjective
+from lightrft.config.sections import Config
 from lightrft.data.prompt_set import PromptSet
 from lightrft.engine.requests import derived_seed
 from lightrft.roles.critic import Critic
+from lightrft.roles.policy import Policy
 from lightrft.roles.role import Objective, Role
 from lightrft.rollout.collector import Collector
 from lightrft.rollout.experience import ExperienceMaker, Planned
 from lightrft.rollout.measure import measure_samples
 from lightrft.run.interruption import Interrupted
-from lightrft.trainer.base import Trainer
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.trainer.base import Trainer, TrainingData
 from lightrft.trainer.evaluate import evaluate
-from lightrft.trainer.supervised import PtxLoss
+from lightrft.trainer.tasks.sft import PtxLoss
 
 
 class PPOTrainer(Trainer):
@@ -22,7 +25,11 @@ class PPOTrainer(Trainer):
 
     def __init__(
         self,
-        *args,
+        config: Config,
+        strategy: StrategyBase,
+        policy: Policy,
+        training_data: TrainingData,
+        *,
         collect: Collector,
         make_experience: ExperienceMaker,
         objective: PolicyObjective,
@@ -30,7 +37,8 @@ class PPOTrainer(Trainer):
         ptx_loss: PtxLoss | None = None,
         **kwargs,
     ):
-        super().__init__(*args, **kwargs)
+        super().__init__(config, strategy, policy, training_data, **kwargs)
+        self.policy = policy
         self.strategy.engine_clock = self.trace.phase
         self.ptx_loss = ptx_loss
         self.critic, self.value_objective = critic, ValueObjective(self.config.algorithm)

@@ -6,6 +6,7 @@
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,9 +20,11 @@ from lightrft.run.interruption import Interrupted
 from lightrft.run.prepare import prepare_config, quiet_libraries
 from lightrft.strategy import get_strategy
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.trainer.build import evaluation, ppo_trainer, sft_trainer
+from lightrft.trainer.base import Trainer
+from lightrft.trainer.build import evaluation, ppo_trainer
+from lightrft.trainer.build_supervised import dpo_trainer, kto_trainer, rm_trainer, sft_trainer
 from lightrft.trainer.ppo import PPOTrainer
-from lightrft.trainer.sft import SFTTrainer
+from lightrft.trainer.supervised import SupervisedTrainer
 
 T = TypeVar("T")
 USER_ERROR = 2
@@ -38,9 +41,24 @@ def train_ppo(config: Config | str | Path | None = None, **values: Any) -> PPOTr
     return run("train_ppo", configuration(config, values))
 
 
-def train_sft(config: Config | str | Path | None = None, **values: Any) -> SFTTrainer:
+def train_sft(config: Config | str | Path | None = None, **values: Any) -> SupervisedTrainer:
     """Fine-tune on the answers of a data set; see train_ppo()."""
     return run("train_sft", configuration(config, values))
+
+
+def train_rm(config: Config | str | Path | None = None, **values: Any) -> SupervisedTrainer:
+    """Train a reward model on pairs of answers; see train_ppo()."""
+    return run("train_rm", configuration(config, values))
+
+
+def train_dpo(config: Config | str | Path | None = None, **values: Any) -> SupervisedTrainer:
+    """Train a policy on pairs of answers by direct preference optimisation; see train_ppo()."""
+    return run("train_dpo", configuration(config, values))
+
+
+def train_kto(config: Config | str | Path | None = None, **values: Any) -> SupervisedTrainer:
+    """Train a policy on single answers that are good or bad (KTO); see train_ppo()."""
+    return run("train_kto", configuration(config, values))
 
 
 def evaluate(config: Config | str | Path | None = None, **values: Any) -> dict[str, float]:
@@ -70,16 +88,12 @@ def run(command: str, config: Config) -> Any:
         strategy.close()
 
 
-def _train_ppo(config: Config, strategy: StrategyBase) -> PPOTrainer:
-    trainer = _as_config_error(ppo_trainer, config, strategy)
+def _train(build: Callable[[Config, StrategyBase], Trainer], config: Config, strategy: StrategyBase) -> Trainer:
+    trainer = _as_config_error(build, config, strategy)
     trainer.fit()
     return trainer
 
 
-def _train_sft(config: Config, strategy: StrategyBase) -> SFTTrainer:
-    trainer = _as_config_error(sft_trainer, config, strategy)
-    trainer.fit()
-    return trainer
 
 
 def _evaluate(config: Config, strategy: StrategyBase) -> dict[str, float]:
@@ -87,8 +101,11 @@ def _evaluate(config: Config, strategy: StrategyBase) -> dict[str, float]:
 
 
 WORK: dict[str, Callable[[Config, StrategyBase], Any]] = {
-    "train_ppo": _train_ppo,
-    "train_sft": _train_sft,
+    "train_ppo": partial(_train, ppo_trainer),
+    "train_sft": partial(_train, sft_trainer),
+    "train_rm": partial(_train, rm_trainer),
+    "train_dpo": partial(_train, dpo_trainer),
+    "train_kto": partial(_train, kto_trainer),
     "evaluate": _evaluate,
 }
 

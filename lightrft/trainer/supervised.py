@@ -1,77 +1,53 @@
-"""Supervised micro-batches of prompts with answers, and the loss on them that PPO adds to its own (PTX, InstructGPT)."""
+"""Training on given examples: each step takes rows of the data set, and a task turns them into a loss."""
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
-from transformers import PreTrainedTokenizerBase
-
-from lightrft.algorithms.objectives import PtxObjective
-from lightrft.batching.planner import plan
-from lightrft.config.sections import TrainSection
-from lightrft.data.conversations import answer_of, supervised_batch
-from lightrft.data.loader import Blend, Order
-from lightrft.parallel.collectives import Axis
-from lightrft.roles.policy import Policy
 from lightrft.roles.role import LossTerm
-from lightrft.types import Batch, Expand, Prompt
+from lightrft.trainer.base import Trainer
+from lightrft.types import Prompt
 
 
-class PtxLoss:
-    """Supervised batches with as many rows as each optimizer step has samples, in an order of their own; saved in checkpoints."""
+class Task(Protocol):
+    """What is learned from examples."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        prompts: Sequence[Prompt],
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        train: TrainSection,
-        coefficient: float,
-        expand: Expand | None = None,
-        order: Order | Blend | None = None,
-    ):
-        """Set up the batches. `expand` is for prompts with images; without `order` the seed determines the order of the rows.
+    def term(self, prompts: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
+        """Return this rank's share of the loss on all ranks' examples, in micro-batches of at most `max_tokens`.
 
-        Raises DataError if there are too few rows.
+        All ranks call it with the same examples, and all plan alike.
         """
-        self.policy, self.prompts, self.tokenizer, self.train, self.expand = policy, prompts, tokenizer, train, expand
-        Order.check(len(prompts), train.train_batch_size)
-        self.order = order or Order(len(prompts), train.seed)
-        self.objective = PtxObjective(coefficient)
-        self.taken = 0
-
-    def next(self) -> LossTerm:
-        """Return the next batch with a denominator of its own: the mean over the answer tokens of all ranks; one collective."""
-        size = self.train.train_batch_size
-        prompts = [self.prompts[row] for row in self.order.rows(self.taken * size, size)]
-        self.taken += 1
-        data = self.policy.strategy.mesh.data
-        batch, rows = supervised_part(prompts, self.tokenizer, data, self.train, expand=self.expand)
-        return LossTerm(batch, rows, self.objective, self.policy.denominator(batch, rows, length=1), self.policy.supervised)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"taken": self.taken}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.taken = state["taken"]
+        ...
 
 
-def supervised_part(
-    prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
-    axis: Axis,
-    train: TrainSection,
-    *,
-    expand: Expand | None = None,
-) -> tuple[Batch, list[list[int]]]:
-    """Return this rank's balanced share of the prompts and answers of all ranks, and its micro-batches."""
-    schedule = plan(
-        [prompt.num_tokens + len(answer_of(prompt, tokenizer).token_ids) for prompt in prompts],
-        num_ranks=axis.size,
-        minibatch_size=len(prompts),
-        max_tokens=train.max_tokens_per_microbatch,
-        max_sequences=train.micro_train_batch_size,
-        batching=train.batching,
-    )
-    local_rows = schedule.rows(axis.rank)
-    batch = supervised_batch([prompts[row] for row in local_rows], tokenizer, local_rows, expand)
-    return batch, schedule.local(axis.rank)[0]
+class SupervisedTrainer(Trainer):
+    """Trainer whose step is one optimizer step over `train_batch_size` rows."""
+
+    def __init__(self, *args: Any, task: Task, role_name: str = "actor", **kwargs: Any):
+        """Set up the trainer of `task`. `role_name` is the name of the trained model in checkpoints."""
+        self.role_name = role_name
+        super().__init__(*args, **kwargs)
+        self.task = task
+        self.order = self.prompts.order(self.strategy.data_order, self.config.train.seed)
+
+    def step(self, number: int) -> None:
+        train = self.config.train
+        with self.trace.phase("data"):
+            rows = self.order.rows((number - 1) * train.train_batch_size, train.train_batch_size)
+            term = self.task.term([self.prompts[row] for row in rows], max_tokens=train.max_tokens_per_microbatch)
+        with self.trace.phase("train"):
+            self.metrics.mean("train/learning_rate", self.role.scheduler.get_last_lr()[0])
+            loss, norm = self.role.learn([term], self.metrics)
+        self.loss = float(loss)
+        self.metrics.mean("train/loss", loss)
+        self.metrics.mean("train/grad_norm", norm)
+        self.metrics.sum("train/tokens", term.batch.num_tokens)
+
+    def evaluate(self) -> None:
+        """Add the loss on the held-out rows, and the other metrics of the task, as `eval/*`."""
+        train = self.config.train
+        max_tokens = train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch
+        self.metrics.mean("eval/loss", self.role.measure(self.task.term(self.eval_prompts, max_tokens=max_tokens), self.metrics))
+
+    def enough(self) -> bool:
+        stop = self.config.train.stop_loss
+        return stop is not None and self.loss < stop

@@ -12,7 +12,7 @@ from lightrft.data.conversations import load_examples
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import BadRows, DataError, read_rows
 from lightrft.data.reasoning_gym import generator
-from lightrft.data.reasoning_gym.tasks import Task
+from lightrft.data.reasoning_gym.tasks import ReasoningTask
 from lightrft.rewards.runner import RewardRunner
 from lightrft.samples import Prompt, Sample
 from runs import PPO, prepare, train
@@ -43,13 +43,13 @@ def scores(*responses: tuple[str, dict]) -> list[float]:
 
 
 def test_names_with_options():
-    task = Task.parse('reasoning_gym:x?size=3&seed=7&n=2&flag=true&word=a&list=["+","-"]', "train")
-    assert task == Task("x", 3, 7, {"n": 2, "flag": True, "word": "a", "list": ["+", "-"]})
+    task = ReasoningTask.parse('reasoning_gym:x?size=3&seed=7&n=2&flag=true&word=a&list=["+","-"]', "train")
+    assert task == ReasoningTask("x", 3, 7, {"n": 2, "flag": True, "word": "a", "list": ["+", "-"]})
     names = data_sources('reasoning_gym:x?list=["+","-"],b.jsonl,reasoning_gym:y?n=1')
     assert [name.name for name in names] == ['reasoning_gym:x?list=["+","-"]', "b.jsonl", "reasoning_gym:y?n=1"]
     for wrong in ("size=0", "size=a", "seed=-1", "seed=1.5"):
         with pytest.raises(DataError, match=f"reasoning_gym:x.{wrong}: {wrong} is not a whole number of at least"):
-            Task.parse(f"reasoning_gym:x?{wrong}", "train")
+            ReasoningTask.parse(f"reasoning_gym:x?{wrong}", "train")
 
 
 def test_rows_of_training_are_not_held_out():
@@ -62,10 +62,11 @@ def test_rows_of_training_are_not_held_out():
         check("a.jsonl,reasoning_gym:x?size=10&seed=0", "reasoning_gym:x?seed=9&size=5")
     with pytest.raises(DataError, match="some of its rows are in --prompt_data"):
         check("reasoning_gym:x", "reasoning_gym:x", eval_split="train")
-    task = Task.parse("reasoning_gym:x", "train")
-    assert not task.shares_rows(Task.parse("reasoning_gym:x", "test")) and task.shares_rows(task)
-    assert not Task("x", 10, 0).shares_rows(Task("x", 10, 10)) and not Task("x", 9, 0).shares_rows(Task("y", 9, 0))
-    assert not Task("x", 9, 0).shares_rows(Task("x", 9, 0, {"n": 1}))
+    task = ReasoningTask.parse("reasoning_gym:x", "train")
+    assert not task.shares_rows(ReasoningTask.parse("reasoning_gym:x", "test")) and task.shares_rows(task)
+    assert not ReasoningTask("x", 10, 0).shares_rows(ReasoningTask("x", 10, 10))
+    assert not ReasoningTask("x", 9, 0).shares_rows(ReasoningTask("y", 9, 0))
+    assert not ReasoningTask("x", 9, 0).shares_rows(ReasoningTask("x", 9, 0, {"n": 1}))
 
 
 # -- rows and scores

@@ -10,7 +10,9 @@ import pytest
 from PIL import Image
 
 from lightrft.config import DataSection
+from lightrft.config.sections import PreferenceSection
 from lightrft.data.conversations import load_examples
+from lightrft.data.preferences import load_pairs
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError
@@ -70,6 +72,12 @@ def test_conversations_and_images(tmp_path):
     given = {"apply_chat_template": True, "template": TEMPLATE, "examples": True}
     expected, found = load(rows, **given), load(rows, tmp_path / "cache", **given)
     assert list(found) == list(expected) and found.digests == expected.digests
+    pairs = write(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": text, "rejected": "x"} for text in ("b", "c", "b")])
+    both = []
+    for cache in ("", tmp_path / "cache"):
+        section = DataSection(prompt_data=str(pairs), data_cache=str(cache), deduplicate="exact")
+        both.append(list(load_pairs(section, PreferenceSection(), byte_tokenizer(), longest=99)))
+    assert both[0] == both[1] and len(both[0]) == 2 and both[0][0].columns.keys() >= {"chosen", "rejected"}
     Image.new("RGB", (3, 4)).save(tmp_path / "a.png")
     image = {"bytes": (tmp_path / "a.png").read_bytes(), "path": None}
     rows = write(tmp_path / "paths.jsonl", [{"input": "a", "images": ["a.png"]}, {"input": "b"}])

@@ -8,7 +8,7 @@ from lightrft.algorithms.objectives import sft
 from lightrft.config import TrainSection
 from lightrft.data.loader import Order
 from lightrft.observe.metrics import Metrics
-from lightrft.trainer.supervised import PtxLoss
+from lightrft.trainer.tasks.sft import PtxLoss
 from lightrft.types import Prompt
 from ranks import run_ranks
 from roles import rows

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from lightrft.data.readers import TASK, DataError, Row
+from lightrft.config.errors import DataError
+from lightrft.data.readers import TASK, Row
 
 SIZE = 500
 """Number of rows of a task without `size`."""
@@ -17,7 +18,7 @@ PROGRAM = "import sys; sys.path[:] = {path!r}; from lightrft.data.reasoning_gym.
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ReasoningTask:
     """A task with its options; row i is a function of `seed + i`, so tasks with near seeds share rows."""
 
     name: str
@@ -59,7 +60,7 @@ def task_rows(reference: str, split: str, flag: str) -> Iterator[Row]:
     A process of their own generates them, in which sets have one order and the global random numbers a seed: with those of
     this process, some tasks would differ between ranks. Raise DataError for an unknown task or option.
     """
-    task = Task.parse(reference, split)
+    task = ReasoningTask.parse(reference, split)
     program = PROGRAM.format(path=[str(folder) for folder in sys.path])
     arguments = json.dumps({"name": task.name, "size": task.size, "seed": task.seed, "options": task.options})
     command = [sys.executable, "-c", program, arguments]
@@ -81,9 +82,9 @@ def task_rows(reference: str, split: str, flag: str) -> Iterator[Row]:
 
 def check_held_out(training: list[str], held_out: list[str], *, split: str, eval_split: str) -> None:
     """Raise DataError if a task of the held-out data has rows of the training data."""
-    tasks = [Task.parse(name, split) for name in training if name.startswith(TASK)]
+    tasks = [ReasoningTask.parse(name, split) for name in training if name.startswith(TASK)]
     for name in held_out:
-        task = Task.parse(name, eval_split) if name.startswith(TASK) else None
+        task = ReasoningTask.parse(name, eval_split) if name.startswith(TASK) else None
         shared = [other for other in tasks if task and task.shares_rows(other)]
         if shared:
             raise DataError(

@@ -1,0 +1,47 @@
+"""KTO: single answers that are desirable or not, compared with the divergence from the reference."""
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.reduce import Denominator, Report, Weighted, sequence_sums
+from lightrft.config.sections import PreferenceSection
+from lightrft.types import JudgedBatch
+
+
+def kto(rewards: Tensor, desirable: Tensor, divergence: Tensor, weights: tuple[float, float]) -> Tensor:
+    """Return w (1 - sigmoid(r - z)) for desirable answers and w (1 - sigmoid(z - r)) for others: [N].
+
+    `rewards` r [N] are beta log(p_policy / p_reference), `divergence` z [] is beta times that of the policy from the reference,
+    without a gradient; `weights` w are those of desirable and of other answers. Ethayarajh et al., arXiv 2402.01306, equation 8.
+    """
+    signs = torch.where(desirable, 1.0, -1.0)
+    return torch.where(desirable, weights[0], weights[1]) * torch.sigmoid(-signs * (rewards - divergence))
+
+
+def reference_point(log_ratios: Tensor) -> Tensor:
+    """Return max(0, mean of log(p_policy / p_reference)), [], over mismatched answers of all ranks [N] (section 4.1)."""
+    return log_ratios.mean().clamp(min=0)
+
+
+class KTOObjective:
+    """Mean of the loss of all answers of the optimizer step."""
+
+    def __init__(self, section: PreferenceSection, divergence: Tensor):
+        """Set up the objective of one step. `divergence` [] is its reference point."""
+        self.section, self.divergence = section, divergence
+
+    def __call__(self, logprobs: Tensor, batch: JudgedBatch, denominator: Denominator) -> tuple[Tensor, Report]:
+        """Compute the loss [] from log-probs [T]; `batch.reference` [N] are the sums of the reference's. Reports are [N]."""
+        section, good = self.section, batch.desirable
+        present = sequence_sums(batch.loss_mask.float(), batch) > 0  # an empty micro-batch has a sequence that is not learned
+        rewards = section.beta * (sequence_sums(torch.where(batch.loss_mask, logprobs, 0.0), batch) - batch.reference)
+        divergence = section.beta * self.divergence
+        losses = kto(rewards, good, divergence, (section.desirable_weight, section.undesirable_weight))
+        shown, desired, other = rewards.detach(), (present & good).float(), (present & ~good).float()
+        report = {
+            "train/reward_desirable": Weighted(shown, desired),
+            "train/reward_undesirable": Weighted(shown, other),
+            "train/accuracy": Weighted(((shown > divergence) == good).float(), present.float()),
+            "train/kl": Weighted(self.divergence.expand(len(shown)), present.float()),
+        }
+        return torch.where(present, losses, 0.0).sum() / denominator.sequences, report

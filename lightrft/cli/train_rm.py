@@ -1,0 +1,14 @@
+"""Train a reward model on pairs of answers, of which one is preferred.
+
+torchrun --nproc-per-node 2 -m lightrft.cli.train_rm --config configs/quickstart_rm.yaml
+"""
+
+from lightrft.cli.entrypoint import enter
+
+
+def main(argv: list[str] | None = None) -> None:
+    enter("train_rm", __doc__, argv)
+
+
+if __name__ == "__main__":
+    main()

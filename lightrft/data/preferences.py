@@ -1,0 +1,235 @@
+"""Rows of judged answers: pairs of a chosen and a rejected answer to one prompt, or single answers that are good or bad."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config.sections import DataSection, PreferenceSection
+from lightrft.data.chats import Message, as_messages, is_answer
+from lightrft.data.conversations import answer_of, answer_problem, make_example
+from lightrft.data.prompt_set import PromptSet
+from lightrft.data.prompts import HERE, Make, MediaTokenCounter, load_prompts
+from lightrft.types import Answer, JudgedBatch, Prompt, TokenIds
+
+CHOSEN, REJECTED, MARGIN, TIE, HEAD = "chosen", "rejected", "margin", "tie", "head"
+"""Columns of a loaded pair, whatever their names in the data."""
+ANSWER, DESIRABLE = "answer", "desirable"
+"""Columns of a loaded single answer."""
+USUAL_PROMPT = "prompt"
+"""Column of the prompt that is used if --input_key is not set and its column is missing."""
+
+
+class Sequences(NamedTuple):
+    """Sequences of a flat batch: token ids, and which of them are learned."""
+
+    token_ids: list[list[int]]
+    learned: list[list[bool]]
+
+
+def load_pairs(
+    section: DataSection, preference: PreferenceSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data",
+    longest: int, heads: Sequence[str] = (),
+) -> PromptSet:  # fmt: skip
+    """Load prompts with a chosen and a rejected Answer, as load_prompts() does; above `longest` tokens a pair is a bad row."""
+
+    def problem(prompt: Prompt) -> str | None:
+        length = sum(len(ids) for ids in pair_sequences([prompt]).token_ids)
+        return f"both answers with the prompt have {length} tokens, more than {longest}" if length > longest else None
+
+    return load_prompts(section, tokenizer, source=source, row_problem=problem, make=pair_maker(preference, heads),
+                        requirements=[longest, asdict(preference), list(heads)])  # fmt: skip
+
+
+def pair_maker(preference: PreferenceSection, heads: Sequence[str] = ()) -> Make:
+    """Return a function like make_prompt() that builds pairs from rows; `heads` are the names of several heads."""
+
+    def make_pair(
+        section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, index: int, folder: Path = HERE,
+        measure: MediaTokenCounter | None = None,
+    ) -> Prompt:  # fmt: skip
+        chosen = _column(row, preference.chosen_key, "chosen_key")
+        rejected = _column(row, preference.rejected_key, "rejected_key")
+        if chosen == rejected:
+            raise ValueError("the chosen and the rejected answer are the same")
+        prompt, chosen, rejected = _parts(section, row, chosen, rejected)
+        examples = [_example(section, tokenizer, prompt, answer, index) for answer in (chosen, rejected)]
+        judgement = {MARGIN: _margin(preference, row), TIE: _tie(preference, row), HEAD: _head(preference, row, heads)}
+        return _pair(*examples, tokenizer, judgement)
+
+    return make_pair
+
+
+def pair_sequences(pairs: Sequence[Prompt]) -> Sequences:
+    """Return the two sequences of each pair, the chosen answer before the rejected one."""
+    answers = [(pair, pair.columns[name]) for pair in pairs for name in (CHOSEN, REJECTED)]
+    return Sequences(
+        [[*pair.token_ids, *answer.token_ids] for pair, answer in answers],
+        [[False] * len(pair.token_ids) + answer.learned for pair, answer in answers],
+    )
+
+
+def pair_batch(pairs: Sequence[Prompt], rows: Sequence[int]) -> JudgedBatch:
+    """Build the flat batch of the pairs. `rows` are their indices in the whole batch."""
+    both = [pair.columns for pair in pairs for _ in (CHOSEN, REJECTED)]
+    return JudgedBatch(
+        **flat(pair_sequences(pairs)),
+        rows=torch.tensor([2 * row + place for row in rows for place in (0, 1)], dtype=torch.int64),
+        margins=torch.tensor([columns[MARGIN] for columns in both], dtype=torch.float32),
+        ties=torch.tensor([columns[TIE] for columns in both], dtype=torch.bool),
+        heads=torch.tensor([columns[HEAD] for columns in both], dtype=torch.int64),
+    )
+
+
+def load_answers(
+    section: DataSection, preference: PreferenceSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data",
+    longest: int,
+) -> PromptSet:  # fmt: skip
+    """Load prompts with an Answer that is good or bad, as load_prompts() does; above `longest` tokens a row is a bad row."""
+
+    def make(
+        section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, index: int, folder: Path = HERE,
+        measure: MediaTokenCounter | None = None,
+    ) -> Prompt:  # fmt: skip
+        answer = _column(row, preference.completion_key, "completion_key")
+        messages = as_messages(answer)
+        if messages and not is_answer(messages[0]):
+            last = max(place for place, message in enumerate(messages, 1) if not is_answer(message))
+            prompt, answer = messages[:last], messages[last:]
+        else:
+            prompt = prompt_column(section, row)
+        desirable = _bool(row, section.label_key, "label_key")
+        example = _example(section, tokenizer, prompt, answer, index)
+        columns = {ANSWER: answer_of(example, tokenizer), DESIRABLE: desirable}
+        return Prompt(index, example.text, example.token_ids, columns)
+
+    def problem(prompt: Prompt) -> str | None:
+        length = prompt.num_tokens + len(prompt.columns[ANSWER].token_ids)
+        return f"prompt and answer have {length} tokens, more than {longest}" if length > longest else None
+
+    requirements = [longest, asdict(preference)]
+    return load_prompts(section, tokenizer, source=source, row_problem=problem, make=make, requirements=requirements)
+
+
+def mismatched(answers: Sequence[Prompt], max_tokens: int) -> list[Prompt]:
+    """Return each prompt with the answer to the next one, and the last with the first one's, cut to `max_tokens` in all."""
+    others = [*answers[1:], *answers[:1]]
+    return [_with_answer_of(prompt, other.columns[ANSWER], max_tokens) for prompt, other in zip(answers, others, strict=True)]
+
+
+def _with_answer_of(prompt: Prompt, answer: Answer, max_tokens: int) -> Prompt:
+    room = max_tokens - prompt.num_tokens
+    columns = {ANSWER: Answer(answer.token_ids[:room], answer.learned[:room]), DESIRABLE: False}
+    return Prompt(prompt.index, prompt.text, prompt.token_ids, columns)
+
+
+def judged_batch(answers: Sequence[Prompt], rows: Sequence[int]) -> JudgedBatch:
+    """Build the flat batch of single answers. `rows` are their indices in the whole batch."""
+    sequences = Sequences(
+        [[*prompt.token_ids, *prompt.columns[ANSWER].token_ids] for prompt in answers],
+        [[False] * len(prompt.token_ids) + prompt.columns[ANSWER].learned for prompt in answers],
+    )
+    return JudgedBatch(
+        **flat(sequences),
+        rows=torch.tensor(rows, dtype=torch.int64),
+        desirable=torch.tensor([prompt.columns[DESIRABLE] for prompt in answers], dtype=torch.bool),
+    )
+
+
+def flat(sequences: Sequences) -> dict[str, torch.Tensor]:
+    """Return lengths [N], input_ids [T] and loss_mask [T] of the sequences; the first token of a sequence is never learned."""
+    masks = [[False, *learned[1:]] for learned in sequences.learned]
+    return {
+        "lengths": torch.tensor([len(ids) for ids in sequences.token_ids], dtype=torch.int64),
+        "input_ids": torch.tensor([token for ids in sequences.token_ids for token in ids], dtype=torch.int64),
+        "loss_mask": torch.tensor([value for mask in masks for value in mask], dtype=torch.bool),
+    }
+
+
+def prompt_column(section: DataSection, row: dict[str, Any]) -> Any:
+    """Return the prompt of a row: the column of --input_key, or `prompt` if that is unset. Raise ValueError without one."""
+    name = section.input_key
+    if name not in row and name == DataSection.input_key and USUAL_PROMPT in row:
+        name = USUAL_PROMPT
+    return _column(row, name, "input_key")
+
+
+def _parts(section: DataSection, row: dict[str, Any], chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """Return the prompt and both answers; of whole conversations the prompt is their common beginning."""
+    first, second = as_messages(chosen), as_messages(rejected)
+    if not first or not second or is_answer(first[0]) or is_answer(second[0]):
+        return prompt_column(section, row), first or chosen, second or rejected
+    count = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False)))
+    if not count or not is_answer(_next(first, count)) or not is_answer(_next(second, count)):
+        raise ValueError("both conversations must begin with the same messages, and then differ in a turn of the assistant")
+    return first[:count], first[count:], second[count:]
+
+
+def _next(messages: list[Message], count: int) -> Message:
+    return messages[count] if count < len(messages) else {}
+
+
+def _example(section: DataSection, tokenizer: PreTrainedTokenizerBase, prompt: Any, answer: Any, index: int) -> Prompt:
+    """Return the prompt with one Answer as its label. Raise ValueError if it cannot be learned."""
+    usual = replace(section, input_key="input", label_key="label")
+    example = make_example(usual, tokenizer, {"input": prompt, "label": answer}, index=index)
+    problem = answer_problem(example, tokenizer, longest=2**62)
+    if problem:
+        raise ValueError("one of the answers is empty, or neither text nor messages")
+    return example
+
+
+def _pair(chosen: Prompt, rejected: Prompt, tokenizer: PreTrainedTokenizerBase, judgement: dict[str, Any]) -> Prompt:
+    """Join two examples at their common prompt. A tokenizer may cut the end of the prompt differently before each answer."""
+    both = zip(chosen.token_ids, rejected.token_ids, strict=False)
+    shared = sum(1 for _ in takewhile(lambda tokens: tokens[0] == tokens[1], both))
+    if not shared:
+        raise ValueError("the prompt is empty")
+    answers = {}
+    for name, example in ((CHOSEN, chosen), (REJECTED, rejected)):
+        rest, answer = list(example.token_ids[shared:]), answer_of(example, tokenizer)
+        answers[name] = Answer(TokenIds([*rest, *answer.token_ids]), [False] * len(rest) + answer.learned)
+    return Prompt(chosen.index, chosen.text, chosen.token_ids[:shared], answers | judgement)
+
+
+def _column(row: dict[str, Any], name: str, flag: str) -> Any:
+    if name not in row:
+        raise ValueError(f"no column {name!r} (--{flag}); it has {', '.join(row) or 'none'}")
+    if row[name] is None or row[name] in ("", []):
+        raise ValueError(f"the column {name!r} (--{flag}) is empty")
+    return row[name]
+
+
+def _margin(preference: PreferenceSection, row: dict[str, Any]) -> float:
+    if preference.margin_key is None:
+        return 0.0
+    margin = _column(row, preference.margin_key, "margin_key")
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) < float("inf"):
+        raise ValueError(f"{preference.margin_key!r} (--margin_key) must be a finite number, not {margin!r}")
+    return float(margin)
+
+
+def _tie(preference: PreferenceSection, row: dict[str, Any]) -> bool:
+    if preference.tie_key is None:
+        return False
+    return _bool(row, preference.tie_key, "tie_key")
+
+
+def _bool(row: dict[str, Any], name: str, flag: str) -> bool:
+    value = _column(row, name, flag)
+    if value not in (True, False):
+        raise ValueError(f"{name!r} (--{flag}) must be true or false, not {value!r}")
+    return bool(value)
+
+
+def _head(preference: PreferenceSection, row: dict[str, Any], heads: Sequence[str]) -> int:
+    if preference.head_key is None:
+        return 0
+    head = _column(row, preference.head_key, "head_key")
+    if head not in heads:
+        raise ValueError(f"{preference.head_key!r} (--head_key) is {head!r}, not one of the heads {', '.join(heads)}")
+    return list(heads).index(head)

@@ -1,0 +1,53 @@
+"""Build what observes a run: the trace of its phases, and the sinks of its metrics."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from lightrft.config.references import TRACKERS, report_names
+from lightrft.config.sections import Config
+from lightrft.observe.console import Console
+from lightrft.observe.sinks import JsonLines, Observer, Sink, TensorBoard
+from lightrft.observe.text import duration
+from lightrft.observe.trace import Trace
+from lightrft.observe.trackers import Tracker
+from lightrft.parallel import device
+from lightrft.strategy.strategy_base import StrategyBase
+
+
+@contextmanager
+def log_duration(strategy: StrategyBase, what: str) -> Iterator[None]:
+    """Print on rank 0 what begins, and how long it took once it is done."""
+    began = time.perf_counter()
+    strategy.print(f"{what} ...")
+    yield
+    strategy.print(f"{what}: done after {duration(time.perf_counter() - began)}")
+
+
+def observation(config: Config, strategy: StrategyBase) -> tuple[Observer, Trace]:
+    """Build the observer, with sinks on rank 0 only, and a trace on every rank."""
+    observer = Observer(_sinks(config) if strategy.is_rank_0() else [])
+
+    def on_phase(path: str) -> None:
+        strategy.announce(path)
+        if path:
+            observer.phase(path)
+
+    trace = Trace(
+        peak_memory=partial(device.peak_memory, strategy.device),
+        memory_in_use=partial(device.memory_in_use, strategy.device),
+        synchronize=partial(device.synchronize, strategy.device),
+        on_phase=on_phase,
+    )
+    return observer, trace
+
+
+def _sinks(config: Config) -> list[Sink]:
+    folder, observe = Path(config.train.save_path), config.observe
+    sinks: list[Sink] = [Console(), JsonLines(folder)]
+    names = report_names(observe.report_to)
+    if "tensorboard" in names:
+        sinks.append(TensorBoard(folder))
+    return [*sinks, *(Tracker(name, folder, observe) for name in names if name in TRACKERS)]

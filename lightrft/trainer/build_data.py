@@ -1,0 +1,84 @@
+"""Load the data of a run: prompts, answers, and the number of steps that they allow."""
+
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config.errors import ConfigError
+from lightrft.config.sections import Config
+from lightrft.data.conversations import load_examples
+from lightrft.data.loader import Order
+from lightrft.data.prompt_set import PromptSet
+from lightrft.data.prompts import load_prompts
+from lightrft.models.load import load_tokenizer
+from lightrft.rewards.runner import RewardRunner
+from lightrft.rollout.media import Expander
+from lightrft.trainer.base import TrainingData
+
+
+def load_training_data(config: Config, batch_size: int, *, rewards: RewardRunner | None = None) -> TrainingData:
+    """Load the training and held-out data with the columns that `rewards` needs; without rewards their answers are learned."""
+    tokenizer = load_tokenizer(config.model)
+    expand = load_expander(config, tokenizer, engine=rewards is not None)
+    if expand is not None:
+        expand.check_family()
+    given = config, tokenizer, expand
+    load = partial(load_rewarded, *given, rewards) if rewards else partial(load_supervised, *given)
+    prompts, eval_prompts = load(), load(source="eval_data") if config.data.eval_data else PromptSet([])
+    return TrainingData(tokenizer, prompts, eval_prompts, total_steps(config, prompts.draws_of_epoch, batch_size), expand)
+
+
+def load_expander(config: Config, tokenizer: PreTrainedTokenizerBase, *, engine: bool) -> Expander | None:
+    """Return the expander of prompts with images, of no more than an `engine` takes; None if all prompts are text.
+
+    The tokenizer gets the chat template of the processor, which contains the image placeholders.
+    """
+    if not config.data.images_key:
+        return None
+    expand = Expander(config.model, most=config.engine.limit_mm_image_per_prompt if engine else None)
+    try:
+        tokenizer.chat_template = expand.chat_template or tokenizer.chat_template
+    except ValueError as error:
+        raise ConfigError(f"--images_key: {error}; omit the flag to train the model on text") from error
+    return expand
+
+
+def load_rewarded(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    expand: Expander | None,
+    rewards: RewardRunner,
+    *,
+    source: str = "prompt_data",
+) -> PromptSet:
+    """Load prompts with the columns that the rewards need."""
+    return load_prompts(
+        config.data,
+        tokenizer,
+        source=source,
+        row_problem=rewards.row_problem,
+        measure=expand and expand.measure,
+        distinguishing=config.reward.reward_key,
+        requirements=[rewards.requirements, _limits_of_images(config)],
+    )
+
+
+def _limits_of_images(config: Config) -> Any:
+    """Return what the tokens of a prompt's images depend on; None without images."""
+    return [config.model.pretrain, config.engine.limit_mm_image_per_prompt] if config.data.images_key else None
+
+
+def load_supervised(
+    config: Config, tokenizer: PreTrainedTokenizerBase, expand: Expander | None, *, source: str = "prompt_data"
+) -> PromptSet:
+    longest, measure = config.train.max_tokens_per_microbatch, expand and expand.measure
+    requirements = _limits_of_images(config)
+    return load_examples(config.data, tokenizer, source=source, longest=longest, measure=measure, requirements=requirements)
+
+
+def total_steps(config: Config, num_rows: int, batch_size: int) -> int:
+    """Return the number of whole batches in all passes over the data, at most --max_steps."""
+    Order.check(num_rows, batch_size)
+    steps = num_rows * config.train.num_episodes // batch_size
+    return steps if config.train.max_steps is None else min(steps, config.train.max_steps)

@@ -1,0 +1,154 @@
+"""Build the models of a run from its configuration: sharded, with optimizers and schedules where they learn."""
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config.errors import ConfigError
+from lightrft.config.references import reward_model_terms
+from lightrft.config.sections import Config
+from lightrft.engine.model_info import placeholder_token_ids
+from lightrft.engine.requests import Sampling
+from lightrft.models.heads import Actor, Scorer, check_window
+from lightrft.models.load import check_vocabulary, load_model, load_reward_model, load_scorer, stored_heads
+from lightrft.models.trainable import freeze_parameters
+from lightrft.rewards.models import ModelRewards, ScoringModel
+from lightrft.rewards.steps import StepRewards
+from lightrft.roles.critic import Critic
+from lightrft.roles.policy import Policy
+from lightrft.roles.reward_model import RewardModel
+from lightrft.roles.teacher import Teacher
+from lightrft.rollout.media import Expander
+from lightrft.strategy.strategy_base import StrategyBase
+
+ANY_TOKEN = Sampling()
+"""Sampling that gives every token its own probability, for learning from given responses."""
+
+
+def build_policy(
+    config: Config, strategy: StrategyBase, *, updates: int, reference: bool, sampling: Sampling = ANY_TOKEN
+) -> Policy:
+    """Build the sharded actor with its optimizer and schedule over `updates` optimizer steps, and the frozen reference.
+
+    Log-probs are those of the distribution that `sampling` draws from.
+    """
+    optim = config.optim
+    strategy.announce("load_models")
+    with strategy.init_model_context():
+        actor = Actor(freeze_parameters(load_model(config.model), config.model))
+    if sampling is not ANY_TOKEN:  # an engine chooses rotary frequencies for the longest possible sequence
+        check_window(actor.language_model, config.data.prompt_max_len + config.rollout.generate_max_len)
+    optimizer = strategy.create_optimizer(actor, optim.actor_learning_rate, optim.adam_betas, optim.l2)
+    scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
+    drawn = sampling.resolved(placeholder_token_ids(actor.language_model.config)) if sampling is not ANY_TOKEN else sampling
+    actor, optimizer, scheduler = strategy.prepare((actor, optimizer, scheduler))
+    frozen = actor if reference and config.model.lora_rank else None
+    if reference and frozen is None:
+        with strategy.init_model_context():
+            frozen = Actor(load_model(config.model)).requires_grad_(False)
+        frozen = strategy.prepare(frozen)
+    average = None
+    if config.train.enable_ema:
+        with strategy.init_model_context():
+            average = Actor(freeze_parameters(load_model(config.model), config.model))
+        average = strategy.prepare(average)
+        if config.model.lora_rank:
+            strategy.moving_average(actor, average, 0.0)  # start from the actor's adapters, not from other random ones
+    return Policy(
+        strategy,
+        actor,
+        optimizer,
+        scheduler,
+        reference=frozen,
+        average=average,
+        temperature=drawn.temperature,
+        truncation=drawn.truncation,
+        **limits(config),
+    )
+
+
+def limits(config: Config) -> dict[str, Any]:
+    """Return the limits on a Role's micro-batches."""
+    train = config.train
+    return {
+        "max_tokens": train.max_tokens_per_microbatch,
+        "max_logprob_tokens": train.max_tokens_per_logprob_microbatch,
+        "batching": train.batching,
+    }
+
+
+def set_blank_image(policy: Policy, expand: Expander | None) -> None:
+    """Make the models process a blank image in micro-batches without images, where other micro-batches have some."""
+    for model in (policy.actor, policy.reference):
+        if expand is not None and model is not None:
+            model.blank = expand.blank
+
+
+def build_critic(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, *, updates: int) -> Critic:
+    """Build the sharded critic with its optimizer and schedule; it gets adapters as the actor does."""
+    optim = config.optim
+    if config.model.critic_pretrain:
+        check_vocabulary(config.model, "critic_pretrain", tokenizer)
+    strategy.announce("load_critic")
+    with strategy.init_model_context():
+        model = load_scorer(config.model, "critic_pretrain" if config.model.critic_pretrain else "pretrain")
+        scorer = Scorer(freeze_parameters(model, config.model))
+    optimizer = strategy.create_optimizer(scorer, optim.critic_learning_rate, optim.adam_betas, optim.l2)
+    scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
+    return Critic(strategy, *strategy.prepare((scorer, optimizer, scheduler)), **limits(config))
+
+
+def build_teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase) -> Teacher:
+    """Build a frozen model on the same devices, sharded like the reference, or a client of a teacher behind HTTP."""
+    strategy.announce("load_teacher")
+    if config.model.teacher_url:
+        try:
+            from lightrft.roles.remote_teacher import RemoteTeacher
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"--teacher_url needs {error.name}: pip install httpx tenacity") from error
+        patience = 60 * config.reward.server_minutes
+        return RemoteTeacher(config.model.teacher_url, tokenizer, strategy.mesh.model_parallel, patience=patience)
+    check_vocabulary(config.model, "teacher_pretrain", tokenizer)
+    with strategy.init_model_context():
+        model = Actor(load_model(config.model, "teacher_pretrain")).requires_grad_(False)
+    return Policy(strategy, strategy.prepare(model), temperature=config.rollout.temperature, **limits(config))
+
+
+def build_model_rewards(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase) -> ModelRewards | None:
+    """Build the frozen reward models, sharded like the reference; return None if there are none."""
+    models = []
+    of_steps = StepRewards(tokenizer, config.data.step_separator, config.reward.step_rewards)
+    for flag, term in reward_model_terms(config.model):
+        strategy.announce("load_reward_models")
+        check_vocabulary(config.model, flag, tokenizer, name=term.name)
+        with strategy.init_model_context():
+            num_heads = len(stored_heads(config.model, flag, name=term.name)) or 1
+            model = load_scorer(config.model, flag, name=term.name, new_head=False, num_heads=num_heads)
+            scorer = Scorer(model, num_heads=num_heads).requires_grad_(False)
+        role = RewardModel(strategy, strategy.prepare(scorer), **limits(config))
+        steps = of_steps if flag == "process_reward_pretrain" else None
+        models.append(ScoringModel(term.label, role, config.reward.reward_model_coef * term.weight, steps))
+    return ModelRewards(models, key=config.reward.reward_key) if models else None
+
+
+def build_reward_model(
+    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, *, updates: int, heads: list[str]
+) -> RewardModel:
+    """Build the sharded reward model that learns, with a score for each of the named heads, its optimizer and its schedule."""
+    optim = config.optim
+    strategy.announce("load_models")
+    scorer = _empty_reward_model(config, strategy, tokenizer, heads)
+    optimizer = strategy.create_optimizer(scorer, optim.actor_learning_rate, optim.adam_betas, optim.l2)
+    scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
+    trained, average = strategy.prepare((scorer, optimizer, scheduler)), None
+    if config.train.enable_ema:
+        average = strategy.prepare(_empty_reward_model(config, strategy, tokenizer, heads))
+        strategy.moving_average(scorer, average, 0.0)  # start from the same new head
+    return RewardModel(strategy, *trained, average=average, **limits(config))
+
+
+def _empty_reward_model(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, heads: list[str]) -> Scorer:
+    with strategy.init_model_context():
+        model = load_reward_model(config.model, heads, tokenizer)
+        model, scaled = freeze_parameters(model, config.model), config.preference.learn_scale
+        return Scorer(model, num_heads=len(heads), learn_scale=scaled)

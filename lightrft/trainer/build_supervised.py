@@ -1,0 +1,98 @@
+"""Build the trainers that learn from given examples: supervised fine-tuning, reward models, preferences."""
+
+from collections.abc import Callable
+from functools import partial
+
+from lightrft.checkpoint.final_model import with_merged_pretrain
+from lightrft.config.sections import Config
+from lightrft.data.preferences import load_answers, load_pairs
+from lightrft.data.prompt_set import PromptSet
+from lightrft.models.load import head_names, load_tokenizer
+from lightrft.roles.role import Role
+from lightrft.run.observation import log_duration, observation
+from lightrft.run.prepare import prepare_config
+from lightrft.run.run_folder import RunFolder
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.trainer.base import TrainingData
+from lightrft.trainer.build_data import load_training_data, total_steps
+from lightrft.trainer.build_roles import build_policy, build_reward_model, set_blank_image
+from lightrft.trainer.supervised import SupervisedTrainer, Task
+from lightrft.trainer.tasks.dpo import DPOTask
+from lightrft.trainer.tasks.kto import KTOTask
+from lightrft.trainer.tasks.reward_model import RewardModelTask
+from lightrft.trainer.tasks.sft import SFTTask
+
+Learning = tuple[Role, Task, TrainingData]
+"""The role that learns, what it learns, and from which data."""
+
+
+def sft_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
+    def build(config: Config) -> Learning:
+        training_data = load_training_data(config, config.train.train_batch_size)
+        with log_duration(strategy, f"loading {config.model.pretrain}"):
+            policy = build_policy(config, strategy, updates=training_data.total_steps, reference=False)
+        set_blank_image(policy, training_data.expand)
+        return policy, SFTTask(policy, training_data.tokenizer, config.train, expand=training_data.expand), training_data
+
+    return _trainer("train_sft", config, strategy, build)
+
+
+def rm_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
+    def build(config: Config) -> Learning:
+        heads = head_names(config.model, config.preference.reward_heads)
+        training_data = _load_judged(config, partial(load_pairs, config.data, config.preference, heads=heads))
+        with log_duration(strategy, f"loading {config.model.pretrain}"):
+            role = build_reward_model(config, strategy, training_data.tokenizer, updates=training_data.total_steps, heads=heads)
+        return role, RewardModelTask(role, config.preference, config.train, heads if len(heads) > 1 else []), training_data
+
+    return _trainer("train_rm", config, strategy, build, role_name="reward_model")
+
+
+def dpo_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
+    def build(config: Config) -> Learning:
+        training_data = _load_judged(config, partial(load_pairs, config.data, config.preference))
+        live = not config.preference.precompute_reference
+        with log_duration(strategy, f"loading {config.model.pretrain}"):
+            policy = build_policy(config, strategy, updates=training_data.total_steps, reference=live)
+        task = DPOTask(policy, config.preference, config.train)
+        if not live:
+            strategy.announce("reference_logprobs")
+            with log_duration(strategy, "log-probs of the reference"):
+                task.precompute(training_data.prompts)
+                task.precompute(training_data.eval_prompts)
+        return policy, task, training_data
+
+    return _trainer("train_dpo", config, strategy, build)
+
+
+def kto_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
+    def build(config: Config) -> Learning:
+        training_data = _load_judged(config, partial(load_answers, config.data, config.preference))
+        with log_duration(strategy, f"loading {config.model.pretrain}"):
+            policy = build_policy(config, strategy, updates=training_data.total_steps, reference=True)
+        return policy, KTOTask(policy, config.preference, config.train), training_data
+
+    return _trainer("train_kto", config, strategy, build)
+
+
+def _trainer(
+    command: str, config: Config, strategy: StrategyBase, build: Callable[[Config], Learning], *, role_name: str = "actor"
+) -> SupervisedTrainer:
+    """Claim the run's folder, build what learns, and connect both. `build` gets the configuration with a merged --pretrain."""
+    prepare_config(command, config)
+    run_folder = RunFolder.claim(config, strategy.mesh.world)
+    role, task, training_data = build(with_merged_pretrain(config, strategy.mesh.world))
+    observer, trace = observation(config, strategy)
+    return SupervisedTrainer(
+        config, strategy, role, training_data, task=task, role_name=role_name,
+        observer=observer, trace=trace, run_folder=run_folder,
+    )  # fmt: skip
+
+
+def _load_judged(config: Config, load: Callable[..., PromptSet]) -> TrainingData:
+    """Load judged answers for training and evaluation; `load` is load_pairs() or load_answers() with its sections."""
+    tokenizer, train = load_tokenizer(config.model), config.train
+    longest = min(train.max_tokens_per_microbatch, train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch)
+    rows = load(tokenizer, source="prompt_data", longest=longest)
+    eval_rows = load(tokenizer, source="eval_data", longest=longest) if config.data.eval_data else PromptSet([])
+    return TrainingData(tokenizer, rows, eval_rows, total_steps(config, rows.draws_of_epoch, train.train_batch_size))

@@ -1,0 +1,46 @@
+"""Direct preference optimisation: the log-probs of two answers, relative to those of a reference model."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.preferences.dpo import DPOObjective
+from lightrft.algorithms.reduce import sequence_sums
+from lightrft.batching.redistribute import share
+from lightrft.config.sections import PreferenceSection, TrainSection
+from lightrft.roles.policy import Policy
+from lightrft.roles.role import LossTerm
+from lightrft.trainer.tasks.pairs import local_pairs, pair_denominator
+from lightrft.types import Prompt
+
+
+class DPOTask:
+    """Pairs of answers; the loss is the mean over all pairs of a step."""
+
+    def __init__(self, policy: Policy, preference: PreferenceSection, train: TrainSection):
+        self.policy, self.train, self.objective = policy, train, DPOObjective(preference)
+        self._known: dict[int, Tensor] = {}
+        """id() of a pair -> the reference's log-probs of both answers, [2] float32 on the host."""
+
+    def term(self, pairs: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
+        """Return this rank's share of the loss on all ranks' pairs, with the reference's log-probs of its answers."""
+        strategy = self.policy.strategy
+        batch, rows, local = local_pairs(pairs, strategy.mesh.data, self.train, max_tokens=max_tokens)
+        if self.policy.reference is None:
+            known = [self._known[id(pairs[place])] for place in local]
+            batch.reference = torch.cat([*known, torch.zeros(0)])
+        else:
+            batch.reference = sequence_sums(self.policy.reference_logprobs(batch, rows), batch)
+        return LossTerm(batch, rows, self.objective, pair_denominator(pairs, strategy.device), self.policy.supervised)
+
+    def precompute(self, pairs: Sequence[Prompt]) -> None:
+        """Keep the log-probs of the actor, which has not learned yet, as those of the reference. All ranks call it together."""
+        if not pairs:
+            return
+        data, train = self.policy.strategy.mesh.data, self.train
+        max_tokens = train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch
+        batch, rows, local = local_pairs(pairs, data, train, max_tokens=max_tokens)
+        sums = sequence_sums(self.policy.logprobs(batch, rows), batch).view(-1, 2)
+        places, known = share(data, torch.tensor(local, dtype=torch.int64)), share(data, sums)
+        self._known |= {id(pairs[place]): both for place, both in zip(places.tolist(), known, strict=True)}

@@ -1,0 +1,32 @@
+"""Division of an optimizer step's examples, which all ranks know, into ranks and micro-batches."""
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.reduce import Denominator
+from lightrft.batching.planner import plan
+from lightrft.config.sections import TrainSection
+from lightrft.parallel.collectives import Axis
+from lightrft.roles.microbatch import MicroBatchIndices
+
+
+def plan_local_rows(sizes: list[int], axis: Axis, train: TrainSection, *, max_tokens: int) -> tuple[list[int], MicroBatchIndices]:
+    """Plan examples of the given sizes in tokens over all ranks.
+
+    Return this rank's examples, as indices of `sizes`, and [m]: those of micro-batch m, as positions among them.
+    """
+    schedule = plan(
+        sizes,
+        num_ranks=axis.size,
+        minibatch_size=len(sizes),
+        max_tokens=max_tokens,
+        max_sequences=train.micro_train_batch_size,
+        batching=train.batching,
+    )
+    return schedule.rows(axis.rank), schedule.local(axis.rank)[0]
+
+
+def known_denominator(tokens: int, sequences: int, device: torch.device) -> Denominator:
+    """Return a denominator of counts that every rank knows."""
+    counts: Tensor = torch.tensor([tokens, sequences], dtype=torch.float32).to(device)
+    return Denominator(counts[0], counts[1], length=1)

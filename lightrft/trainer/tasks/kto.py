@@ -1,0 +1,49 @@
+"""KTO: log-probs of single answers relative to a reference, compared with those of mismatched answers."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lightrft.algorithms.preferences.kto import KTOObjective, reference_point
+from lightrft.algorithms.reduce import sequence_sums
+from lightrft.batching.redistribute import share
+from lightrft.config.sections import PreferenceSection, TrainSection
+from lightrft.data.preferences import judged_batch, mismatched
+from lightrft.roles.microbatch import MicroBatchIndices
+from lightrft.roles.policy import Policy
+from lightrft.roles.role import LossTerm
+from lightrft.trainer.tasks.examples import known_denominator, plan_local_rows
+from lightrft.types import JudgedBatch, Prompt
+
+
+class KTOTask:
+    """Single answers; the loss is the mean over all answers of a step."""
+
+    def __init__(self, policy: Policy, preference: PreferenceSection, train: TrainSection):
+        self.policy, self.preference, self.train = policy, preference, train
+
+    def term(self, answers: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
+        """Return this rank's share of the loss on all ranks' answers.
+
+        The reference point is that of the whole step: every prompt with the answer to the next one, in the order of the step.
+        """
+        divergence = reference_point(self._log_ratios(mismatched(answers, max_tokens), max_tokens))
+        batch, rows = self._local(answers, max_tokens)
+        batch.reference = sequence_sums(self.policy.reference_logprobs(batch, rows), batch)
+        device = self.policy.strategy.device
+        objective = KTOObjective(self.preference, divergence.to(device))
+        return LossTerm(batch, rows, objective, known_denominator(0, len(answers), device), self.policy.supervised)
+
+    def _log_ratios(self, answers: Sequence[Prompt], max_tokens: int) -> Tensor:
+        """Return log(p_policy / p_reference) of the answers of all ranks, [N] float32 on the host."""
+        batch, rows = self._local(answers, max_tokens)
+        ratios = self.policy.logprobs(batch, rows) - self.policy.reference_logprobs(batch, rows)
+        data = self.policy.strategy.mesh.data
+        places, known = share(data, batch.rows), share(data, sequence_sums(ratios, batch))
+        return known[places.argsort()]  # the same order, and sum, on any number of ranks
+
+    def _local(self, answers: Sequence[Prompt], max_tokens: int) -> tuple[JudgedBatch, MicroBatchIndices]:
+        lengths = [answer.num_tokens + len(answer.columns["answer"].token_ids) for answer in answers]
+        data = self.policy.strategy.mesh.data
+        local_rows, micro_batches = plan_local_rows(lengths, data, self.train, max_tokens=max_tokens)
+        return judged_batch([answers[row] for row in local_rows], local_rows), micro_batches

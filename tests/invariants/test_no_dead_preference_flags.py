@@ -1,0 +1,75 @@
+"""Why: a flag that is accepted and changes nothing is worse than one that is missing. Every field about judged answers is turned
+in two real steps, which must then report other numbers than without; a field that is not listed here fails too.
+"""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from lightrft.config import PreferenceSection
+from ranks import run_ranks
+from runs import prepare, repeatable, rows_of, run_here
+from trainer.judged import PAIRS, RUN, write
+
+HEADS = ["--reward_heads", "a", "b", "--head_key=head"]
+TIES = ["--rm_loss=ties", "--tie_key=tie"]
+TURNED: dict[str, tuple[str, list[str], list[str]]] = {
+    "chosen_key": ("train_rm", [], ["--chosen_key=better"]),
+    "rejected_key": ("train_rm", [], ["--rejected_key=worse"]),
+    "margin_key": ("train_rm", [], ["--margin_key=margin"]),
+    "tie_key": ("train_rm", ["--rm_loss=ties"], ["--tie_key=tie"]),
+    "tie_threshold": ("train_rm", TIES, ["--tie_threshold=3"]),
+    "rm_loss": ("train_rm", [], ["--rm_loss=ties"]),
+    "reward_heads": ("train_rm", [], HEADS),
+    "head_key": ("train_rm", HEADS, ["--head_key=other"]),
+    "learn_scale": ("train_rm", [], ["--learn_scale"]),
+    "completion_key": ("train_kto", [], ["--completion_key=worse"]),
+    "desirable_weight": ("train_kto", [], ["--desirable_weight=3"]),
+    "undesirable_weight": ("train_kto", [], ["--undesirable_weight=3"]),
+    "dpo_loss": ("train_dpo", [], ["--dpo_loss=ipo"]),
+    "beta": ("train_dpo", [], ["--beta=0.5"]),
+    "label_smoothing": ("train_dpo", [], ["--label_smoothing=0.3"]),
+    "length_normalized": ("train_dpo", [], ["--length_normalized"]),
+    "sft_coef": ("train_dpo", [], ["--sft_coef=1"]),
+}
+"""Field -> (command, flags of both runs, flags of the second)."""
+ONLY_WHERE_AND_WHEN = {"precompute_reference"}
+"""The same numbers from one model less: tests/trainer/test_dpo.py."""
+
+
+def test_every_field_is_turned():
+    assert set(TURNED) == {field.name for field in fields(PreferenceSection)} - ONLY_WHERE_AND_WHEN
+
+
+def every_run(folder: str, given: list[str]) -> dict[str, list]:
+    """The metrics of two steps without and with each field's flags."""
+    known: dict[str, list] = {}
+
+    def steps(command: str, flags: list[str]) -> list:
+        key = json.dumps([command, flags])
+        if key not in known:
+            path = f"{folder}/run{len(known)}"
+            run_here(command, [*given, *flags, f"--save_path={path}", "--max_steps=2"])
+            known[key] = repeatable(rows_of(Path(path)))
+        return known[key]
+
+    return {name: [steps(command, both), steps(command, [*both, *flags])] for name, (command, both, flags) in TURNED.items()}
+
+
+@pytest.mark.slow
+def test_a_field_changes_a_number(tmp_path):
+    prepare(tmp_path)
+    turned = [
+        row
+        | {"better": row["chosen"] + "!", "worse": row["rejected"] + "!", "other": "a"}
+        | {"completion": row["chosen"], "label": row["tie"]}
+        for row in PAIRS
+    ]
+    data = write(turned, tmp_path / "pairs.jsonl")
+    given = ["--fsdp", f"--pretrain={tmp_path}/model", f"--prompt_data={data}", *RUN]
+    (found,) = run_ranks(1, every_run, str(tmp_path), given)
+    for name, (before, after) in found.items():
+        shared = before[-1].keys() & after[-1].keys()
+        assert any(before[-1][metric] != after[-1][metric] for metric in shared), name

@@ -1,0 +1,114 @@
+"""train_dpo: the steps are those of a plain loop over the whole batch, in every layout, with any reference."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ranks import run_cases
+from runs import prepare, repeatable
+from trainer.judged import PAIRS, answer_logprobs, assert_equal, course, plain, write
+
+BETA, EPSILON, COEFFICIENT = 0.3, 0.2, 0.7
+CASES = {
+    "smoothed": [f"--label_smoothing={EPSILON}", f"--sft_coef={COEFFICIENT}"],
+    "ipo": ["--dpo_loss=ipo", "--length_normalized"],
+    "hinge": ["--dpo_loss=hinge"],
+}
+LAYOUTS = {
+    "fsdp": ["--fsdp"],
+    "alone": ["--fsdp", "--micro_train_batch_size=1", "--precompute_reference"],
+    "zero3": ["--fsdp=false", "--zero_stage=3", "--offload_idle"],
+    "zero2": ["--fsdp=false", "--zero_stage=2", "--precompute_reference"],
+    "sp": ["--fsdp", "--sp_size=2", "--max_tokens_per_logprob_microbatch=120"],
+    "tp": ["--fsdp", "--tp_size=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("inputs")
+    prepare(folder)
+    data = write(PAIRS, folder / "pairs.jsonl")
+    return [f"--pretrain={folder}/model", f"--prompt_data={data}", f"--beta={BETA}"]
+
+
+def plain_steps(folder: str, case: str, model: torch.nn.Module | None = None) -> tuple:
+    """The formulas once more, one pair at a time."""
+    model = model or AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    reference = copy.deepcopy(model).requires_grad_(False)
+
+    def log_ratio(model, row, name):
+        ours, theirs = (answer_logprobs(each, row["prompt"], row[name]) for each in (model, reference))
+        return (ours - theirs).mean() if case == "ipo" else (ours - theirs).sum()
+
+    def of_pair(model, row):
+        difference = log_ratio(model, row, "chosen") - log_ratio(model, row, "rejected")
+        if case == "ipo":
+            return (difference - 1 / (2 * BETA)) ** 2
+        if case == "hinge":
+            return (1 - BETA * difference).clamp(min=0)
+        right = torch.sigmoid(BETA * difference)
+        return -(1 - EPSILON) * torch.log(right) - EPSILON * torch.log(1 - right)
+
+    def of_step(model, rows):
+        loss = sum(of_pair(model, row) for row in rows) / len(rows)
+        if case == "smoothed":
+            loss -= COEFFICIENT * torch.cat([answer_logprobs(model, row["prompt"], row["chosen"]) for row in rows]).mean()
+        return loss
+
+    return plain(model, of_step, PAIRS)
+
+
+@pytest.fixture(scope="module")
+def expected(inputs) -> dict[str, tuple]:
+    return {case: plain_steps(inputs[0].partition("=")[2], case) for case in CASES}
+
+
+def test_steps_are_those_of_plain_torch(inputs, expected, tmp_path):
+    cases = {case: ("train_dpo", ["--fsdp", *inputs, *more], f"{tmp_path}/{case}") for case, more in CASES.items()}
+    for case, (found,) in run_cases(1, course, cases).items():
+        assert_equal(found, expected[case])
+
+
+@pytest.mark.slow
+def test_layouts_do_not_change_the_steps(inputs, expected, tmp_path):
+    flags = [*inputs, *CASES["smoothed"]]
+    cases = {name: ("train_dpo", [*layout, *flags], f"{tmp_path}/{name}") for name, layout in LAYOUTS.items()}
+    for by_rank in run_cases(2, course, cases).values():
+        for found in by_rank:
+            assert_equal(found, expected["smoothed"])
+
+
+def test_two_ranks_report_what_one_reports(inputs, tmp_path):
+    """On held-out pairs too, with the reference computed live and in advance."""
+    flags = [*inputs, *CASES["smoothed"], inputs[1].replace("prompt_data", "eval_data"), "--fsdp", "--eval_steps=1"]
+    (one,) = run_cases(1, course, {"live": ("train_dpo", [*flags, "--max_tokens_per_microbatch=400"], f"{tmp_path}/one")})["live"]
+    two = run_cases(2, course, {"known": ("train_dpo", [*flags, "--precompute_reference"], f"{tmp_path}/two")})["known"][0]
+    for first, second in zip(repeatable(one[0]), repeatable(two[0]), strict=True):
+        assert first == pytest.approx(second, rel=1e-4, abs=1e-6)
+    last = one[0][-1]
+    assert last["eval/margin"] == pytest.approx(last["eval/reward_chosen"] - last["eval/reward_rejected"], abs=1e-6)
+    assert last["eval/loss"] < one[0][0]["train/loss"] and last["eval/accuracy"] > 0.5
+
+
+@pytest.mark.slow
+def test_adapters_have_their_base_as_the_reference(inputs, tmp_path):
+    """Of the same adapters, a live reference and one of before the first step give the same numbers, which are DPO's: at the
+    first step the policy is the base, so that the loss is log 2; and a frozen copy beside it would see the same later."""
+    cases = {
+        name: ("train_dpo", [*inputs, "--lora_rank=4", "--actor_learning_rate=1e-2", "--precompute_reference=" + known, *layout],
+               f"{tmp_path}/{name}")
+        for name, known, layout in (("fsdp", "false", ["--fsdp"]), ("known", "true", ["--fsdp"]),
+                                    ("zero2", "false", ["--fsdp=false"]))
+    }  # fmt: skip
+    found = {name: by_rank[0] for name, by_rank in run_cases(2, course, cases).items()}
+    first, *_, last = found["fsdp"][0]
+    assert first["train/loss"] == pytest.approx(0.693147, rel=1e-5) and last["train/loss"] != pytest.approx(0.693147, rel=1e-3)
+    for other in ("known", "zero2"):
+        losses = [[row["train/loss"] for row in found[name][0]] for name in ("fsdp", other)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(inputs[0].partition("=")[2], dtype=torch.float32)
+    changed = [name for name, value in base.named_parameters() if not torch.equal(value, found["fsdp"][1][name])]
+    assert changed and all("proj" in name for name in changed)
