@@ -1,9 +1,9 @@
 """Prompts, completions of engines, and samples, in plain Python for processes that do not need torch."""
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 
 class TokenIds(array):
@@ -34,6 +34,16 @@ class TokenIds(array):
 
     def __repr__(self) -> str:
         return repr(self.tolist())
+
+
+class Answer(NamedTuple):
+    """Tokens of a conversation from its first learned token on.
+
+        Answer(token_ids=[52, 258, 60, 50, 62, 53, 258], learned=[True, True, False, False, False, True, True])
+    """
+
+    token_ids: Sequence[int]
+    learned: list[bool]
 
 
 @dataclass(slots=True)

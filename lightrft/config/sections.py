@@ -127,6 +127,9 @@ class DataSection(Section):
     """Use only this number of rows from the beginning of each training data set."""
     max_eval_samples: Annotated[int | None, COUNT] = None
     """Use only this number of rows from the beginning of the held-out data."""
+    data_cache: str = ""
+    """Folder for tokenized data in Arrow files that are mapped into memory and used again, for data larger than memory; empty:
+    every process tokenizes the data and holds them in memory."""
     deduplicate: Literal["none", "exact", "whitespace"] = "none"
     """Omit rows of the training data with the prompt of an earlier row, in SFT with the same answer, and report their number:
     exact compares texts as they are, whitespace takes all white space between words as equal."""

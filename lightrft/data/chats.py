@@ -1,16 +1,15 @@
 """Tokenization of multi-turn conversations, in which the turns of the assistant are learned."""
 
 import re
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from lightrft.config.sections import DataSection
 from lightrft.data.prompts import render_chat, template_variables
-from lightrft.types import TokenIds
+from lightrft.types import Answer, TokenIds
 
 Message = dict[str, Any]
 Text = tuple[str, bool]
@@ -22,16 +21,6 @@ ROLES = {
 """Names in ShareGPT's `from` -> roles of chat templates."""
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Tag with which a chat template marks the turns of the assistant."""
-
-
-class Answer(NamedTuple):
-    """Tokens of a conversation from its first learned token on.
-
-        Answer(token_ids=[52, 258, 60, 50, 62, 53, 258], learned=[True, True, False, False, False, True, True])
-    """
-
-    token_ids: Sequence[int]
-    learned: list[bool]
 
 
 def as_messages(value: Any) -> list[Message] | None:

@@ -9,11 +9,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection
-from lightrft.data.chats import Answer, as_messages, conversation_tokens, is_answer
+from lightrft.data.chats import as_messages, conversation_tokens, is_answer
 from lightrft.data.images import IMAGES
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import HERE, MediaTokenCounter, complete_chat, load_prompts, make_prompt, measured, row_images
-from lightrft.types import Batch, Expand, Prompt
+from lightrft.types import Answer, Batch, Expand, Prompt
 
 CHATS = ("messages", "conversations")
 """Columns with whole conversations, used if no other column is configured."""
@@ -23,11 +23,12 @@ COMPLETIONS = ("prompt", "completion")
 
 def load_examples(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data", longest: int,
-    measure: MediaTokenCounter | None = None,
+    measure: MediaTokenCounter | None = None, requirements: Any = None,
 ) -> PromptSet:  # fmt: skip
     """Load prompts with answers as load_prompts() does; rows without an answer or above `longest` tokens are bad rows, too."""
     problem = partial(answer_problem, tokenizer=tokenizer, longest=longest)
-    return load_prompts(section, tokenizer, source=source, row_problem=problem, measure=measure, make=make_example)
+    given = {"row_problem": problem, "measure": measure, "make": make_example, "requirements": [longest, requirements]}
+    return load_prompts(section, tokenizer, source=source, **given)
 
 
 def make_example(

@@ -7,7 +7,7 @@ from loguru import logger
 
 from lightrft.data.images import IMAGES
 from lightrft.data.readers import is_first_rank
-from lightrft.types import Prompt
+from lightrft.types import Answer, Prompt
 
 
 class Duplicates:
@@ -21,7 +21,7 @@ class Duplicates:
     def __init__(self, mode: Literal["none", "exact", "whitespace"], *, with_answer: bool):
         self.mode, self.with_answer = mode, with_answer
         self.count = 0
-        """Number of rows that were omitted."""
+        """Number of rows of the current data set that were omitted."""
         self._seen: set[bytes] = set()
 
     def omits(self, prompt: Prompt) -> bool:
@@ -29,7 +29,7 @@ class Duplicates:
         if self.mode == "none":
             return False
         images = [(image.name, image.source) for image in prompt.multi_modal.get(IMAGES, [])]
-        key = [self._text(prompt.text), images, self._answer(prompt.columns.get("label")) if self.with_answer else None]
+        key = [self._text(prompt.text), images, self._answers(prompt) if self.with_answer else None]
         digest = blake2b(repr(key).encode(), digest_size=16).digest()
         if digest in self._seen:
             self.count += 1
@@ -38,12 +38,16 @@ class Duplicates:
         return False
 
     def report(self, flag: str, num_rows: int) -> None:
-        """Log how many rows were omitted, on the first rank; `num_rows` are left."""
+        """Log how many rows of a data set were omitted, on the first rank, and begin to count anew; `num_rows` are left."""
         if self.mode != "none" and is_first_rank():
             logger.info(f"{flag}: {self.count} duplicates omitted (--deduplicate {self.mode}), {num_rows} rows are left")
+        self.count = 0
 
     def _text(self, text: str) -> str:
         return " ".join(text.split()) if self.mode == "whitespace" else text
 
-    def _answer(self, label: Any) -> Any:
-        return self._text(label) if isinstance(label, str) else label
+    def _answers(self, prompt: Prompt) -> list[Any]:
+        """Return all answers of the row: of a pair there are two."""
+        label = prompt.columns.get("label")
+        others = [value for value in prompt.columns.values() if isinstance(value, Answer)]
+        return [self._text(label), *others] if isinstance(label, str) else others

@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image, ImageOps
 
-from lightrft.data.readers import DataError
+from lightrft.config.errors import DataError
 
 IMAGES = "images"
 """Key of the images in prompts and requests."""

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from math import ceil
 
 import torch
 
-from lightrft.data.readers import DataError
+from lightrft.config.errors import DataError
 
 BLOCK = 4096
 """Number of draws of a Blend that are made at once."""
@@ -29,10 +30,15 @@ class Order:
     def rows(self, first: int, count: int) -> list[int]:
         """Return `count` (at least 1) rows from position `first` on, counted from 0 over all passes."""
         passes = range(first // self.num_rows, (first + count - 1) // self.num_rows + 1)
-        generators = [torch.Generator().manual_seed(self.seed + number) for number in passes]
-        line = torch.cat([torch.randperm(self.num_rows, generator=generator) for generator in generators])
+        line = torch.cat([_shuffled(self.num_rows, self.seed + number) for number in passes])
         begin = first % self.num_rows
         return line[begin : begin + count].tolist()
+
+
+@lru_cache(maxsize=2)
+def _shuffled(num_rows: int, seed: int) -> torch.Tensor:
+    """Return the rows of a pass, [num_rows] int64; large data take seconds to shuffle, and every batch asks for a pass."""
+    return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
 
 
 def draws_of_epoch(sizes: Sequence[int], probabilities: Sequence[float]) -> int:

@@ -1,7 +1,7 @@
 """Rows of judged answers: pairs of a chosen and a rejected answer to one prompt, or single answers that are good or bad."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,11 +10,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection, PreferenceSection
-from lightrft.data.chats import Answer, Message, as_messages, is_answer
+from lightrft.data.chats import Message, as_messages, is_answer
 from lightrft.data.conversations import answer_of, answer_problem, make_example
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import HERE, Make, MediaTokenCounter, load_prompts
-from lightrft.types import JudgedBatch, Prompt, TokenIds
+from lightrft.types import Answer, JudgedBatch, Prompt, TokenIds
 
 CHOSEN, REJECTED, MARGIN, TIE, HEAD = "chosen", "rejected", "margin", "tie", "head"
 """Columns of a loaded pair, whatever their names in the data."""
@@ -41,7 +41,8 @@ def load_pairs(
         length = sum(len(ids) for ids in pair_sequences([prompt]).token_ids)
         return f"both answers with the prompt have {length} tokens, more than {longest}" if length > longest else None
 
-    return load_prompts(section, tokenizer, source=source, row_problem=problem, make=pair_maker(preference, heads))
+    return load_prompts(section, tokenizer, source=source, row_problem=problem, make=pair_maker(preference, heads),
+                        requirements=[longest, asdict(preference), list(heads)])  # fmt: skip
 
 
 def pair_maker(preference: PreferenceSection, heads: Sequence[str] = ()) -> Make:
@@ -110,7 +111,8 @@ def load_answers(
         length = prompt.num_tokens + len(prompt.columns[ANSWER].token_ids)
         return f"prompt and answer have {length} tokens, more than {longest}" if length > longest else None
 
-    return load_prompts(section, tokenizer, source=source, row_problem=problem, make=make)
+    requirements = [longest, asdict(preference)]
+    return load_prompts(section, tokenizer, source=source, row_problem=problem, make=make, requirements=requirements)
 
 
 def mismatched(answers: Sequence[Prompt], max_tokens: int) -> list[Prompt]:

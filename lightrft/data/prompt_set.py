@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Self
 
+from lightrft.data.digests import digests_of_pieces
 from lightrft.data.loader import Blend, Order, draws_of_epoch
 from lightrft.types import Prompt
 
@@ -18,13 +19,16 @@ class DataPart:
     prompts: Sequence[Prompt]
     probability: float | None = None
     """Probability with which a row is drawn from this data set; None if each row is drawn once in an epoch."""
+    examples: Sequence[Prompt] | None = None
+    """Prompts with all sets of columns that occur; None for all prompts."""
 
 
 class PromptSet(Sequence[Prompt]):
     """Prompts of all data sets, one after another. A slice is a list, a sum another set."""
 
-    def __init__(self, parts: list[DataPart]):
-        self.parts = parts
+    def __init__(self, parts: list[DataPart], digests: list[str] | None = None):
+        """Set up the sequence. `digests` are those of its pieces, if they are known."""
+        self.parts, self._digests = parts, digests
         self._ends = list(accumulate(len(part.prompts) for part in parts))
 
     def __len__(self) -> int:
@@ -39,6 +43,16 @@ class PromptSet(Sequence[Prompt]):
 
     def __add__(self, other: Self) -> Self:
         return type(self)(self.parts + other.parts)
+
+    @property
+    def examples(self) -> list[Prompt]:
+        """Return a prompt of each kind, for checks that would take long on all of them."""
+        return [prompt for part in self.parts for prompt in (part.prompts if part.examples is None else part.examples)]
+
+    @property
+    def digests(self) -> list[str]:
+        """Return digests_of_pieces() of all rows."""
+        return digests_of_pieces(self) if self._digests is None else self._digests
 
     @property
     def probabilities(self) -> list[float]:

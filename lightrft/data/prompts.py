@@ -1,21 +1,25 @@
 """Prompts built from rows: template, chat template, tokens, and the limit on their length."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.config.errors import DataError
 from lightrft.config.references import data_problems, data_sources
 from lightrft.config.sections import DataSection
+from lightrft.data.digests import cache_key
 from lightrft.data.duplicates import Duplicates
 from lightrft.data.images import IMAGES, ImageFile, image_files, with_parts
 from lightrft.data.prompt_set import DataPart, PromptSet
-from lightrft.data.readers import TASK, BadRows, DataError, is_first_rank, read_rows
+from lightrft.data.readers import TASK, BadRows, is_first_rank, read_rows
+from lightrft.data.stored import column_problem, stored
 from lightrft.types import Prompt
 
 RowProblem = Callable[[Prompt], str | None]
@@ -37,32 +41,43 @@ SOURCES = {
 def load_prompts(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data",
     row_problem: RowProblem | None = None, measure: MediaTokenCounter | None = None, make: Make | None = None,
+    distinguishing: str | None = None, requirements: Any = None,
 ) -> PromptSet:  # fmt: skip
     """Load all usable prompts of the data given by the field `source`, in file order; several data sets follow one another.
 
     Rows without the input column, and those with prompts longer than `prompt_max_len` tokens, are bad rows. `measure` returns the
-    tokens that images add to the length; `make` is make_prompt() by default.
+    tokens that images add to the length; `make` is make_prompt() by default. With `data_cache` they are stored in a file, which
+    is used again unless `requirements`, a JSON value that determines `row_problem` and `measure`, changes; `distinguishing` is a
+    column for PromptSet.examples.
     """
+    if section.data_cache and requirements is None and not (make is row_problem is measure is None):
+        raise TypeError("load_prompts() needs `requirements` to recognise its file")
     _check_templates(section, tokenizer)
     if source == "eval_data":
         keys = {"input_key": section.eval_input_key, "label_key": section.eval_label_key}
         section = replace(section, **{name: key for name, key in keys.items() if key is not None})
-    parts, probabilities = [], _probabilities(section, source)
+    probabilities = _probabilities(section, source)
     names = [given.name for given in data_sources(getattr(section, source))]
     if source == "eval_data":
         _check_held_out(section, names)
     mode = "none" if source == "eval_data" else section.deduplicate
     duplicates = Duplicates(mode, with_answer=make is not None)  # rows of another `make` are learned
-    make = partial(make or make_prompt, section, tokenizer, measure=measure)
-    for name, probability in zip(names, probabilities, strict=True):
-        first = sum(len(part.prompts) for part in parts)
-        given = {"make": make, "row_problem": row_problem, "duplicates": duplicates}
-        parts.append(DataPart(name, _load(section, source, name, first=first, **given), probability))
-    prompts = PromptSet(parts)
-    duplicates.report(f"--{source}", len(prompts))
+    build, numbers = partial(make or make_prompt, section, tokenizer, measure=measure), count()
+    given = {"make": build, "row_problem": row_problem, "duplicates": duplicates, "numbers": numbers}
+    parts = [_usable(section, source, name, **given) for name in names]
+    if section.data_cache:
+        split, most = SOURCES[source]
+        limit, others = most and getattr(section, most), [requirements, make.__qualname__ if make else None, mode]
+        key = cache_key(section, names, getattr(section, split), limit, tokenizer, others)
+        sets, digests = stored(Path(section.data_cache).expanduser(), key, parts, distinguishing=distinguishing)
+        examples = [each.examples for each in sets]
+    else:
+        sets, digests, examples = [list(part) for part in parts], None, [None] * len(parts)
+    prompts = PromptSet([DataPart(*part) for part in zip(names, sets, probabilities, examples, strict=True)], digests)
     if section.images_key and source != "pretrain_data" and not any(prompt.multi_modal for prompt in prompts):
-        given = getattr(section, source)
-        raise DataError(f"--images_key {section.images_key}: no row of --{source} {given} has an image in this column")
+        raise DataError(
+            f"--images_key {section.images_key}: no row of --{source} {getattr(section, source)} has an image in this column"
+        )
     if is_first_rank():
         for line in prompts.repetitions():
             logger.info(f"--{source}: {line}")
@@ -80,41 +95,36 @@ def _probabilities(section: DataSection, source: str) -> list[float | None]:
     return [None if weight is None else weight / sum(filter(None, weights)) for weight in weights]
 
 
-def _load(
-    section: DataSection,
-    source: str,
-    name: str,
-    *,
-    first: int,
-    make: Make,
-    row_problem: RowProblem | None,
-    duplicates: Duplicates,
-) -> list[Prompt]:
-    """Load the usable prompts of one data set; the first has the index `first`."""
+def _usable(
+    section: DataSection, source: str, name: str, *, make: Make, row_problem: RowProblem | None, duplicates: Duplicates,
+    numbers: Iterator[int],
+) -> Iterator[Prompt]:  # fmt: skip
+    """Yield the usable prompts of one data set, with the next of the `numbers` as their indices."""
     split, most = SOURCES[source]
-    limit = getattr(section, most) if most else None
+    limit, kept = most and getattr(section, most), 0
     bad = BadRows(skip=section.bad_rows == "skip", flag=f"--{source}")
     place = Path(name).expanduser()
     folder = place.parent if place.is_file() else place
-    prompts: list[Prompt] = []
     for where, row in read_rows(name, getattr(section, split), bad):
         try:
-            prompt = make(row, index=first + len(prompts), folder=folder)
+            prompt = make(row, index=0, folder=folder)
         except ValueError as error:
             bad.add(where, str(error))
             continue
         problem = row_problem(prompt) if row_problem else None
+        problem = problem or (column_problem(prompt.columns) if section.data_cache else None)
         if problem:
             bad.add(where, problem)
         elif not duplicates.omits(prompt):
-            prompts.append(prompt)
-        if len(prompts) == limit:
-            break
+            prompt.index, kept = next(numbers), kept + 1
+            yield prompt
+            if kept == limit:
+                break
     bad.report()
-    if not prompts:
+    if not kept:
         others = f" and {duplicates.count} duplicates were omitted" if duplicates.count else ""
         raise DataError(f"--{source} {name}: no usable row ({len(bad.reasons)} bad ones were skipped{others})")
-    return prompts
+    duplicates.report(f"--{source} {name}", kept)
 
 
 def _check_held_out(section: DataSection, names: list[str]) -> None:

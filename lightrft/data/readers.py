@@ -13,7 +13,7 @@ from datasets.exceptions import DatasetGenerationError
 from loguru import logger
 from pyarrow import ArrowInvalid
 
-from lightrft.config.errors import ConfigError
+from lightrft.config.errors import DataError
 from lightrft.registry import Registry
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -22,10 +22,6 @@ SAVED = ("state.json", "dataset_dict.json")
 TASK = "reasoning_gym:"
 """Beginning of the name of a task of the package reasoning-gym."""
 ROWS_AT_ONCE = 64
-
-
-class DataError(ConfigError):
-    """Error for data that cannot be used; the message names the file and line."""
 
 
 def is_first_rank() -> bool:

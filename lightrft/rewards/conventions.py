@@ -103,6 +103,11 @@ class RewardFunction:
         columns = {name: [sample.prompt.columns[name] for sample in samples] for name in common_columns(samples)}
         return self(samples, **columns)
 
+    @property
+    def signatures(self) -> str:
+        """Return the signature as text, or those of several functions."""
+        return str(self.signature)
+
     def check(self, prompts: Iterable[Prompt]) -> None:
         """Raise ConfigError if the function cannot be called with the columns of these prompts."""
         for names in {frozenset(prompt.columns) for prompt in prompts}:

@@ -95,6 +95,11 @@ class RewardRunner:
         except ConfigError as error:
             raise ConfigError(f"--reward {self.name}: {error}") from error
 
+    @property
+    def requirements(self) -> str:
+        """Return a text on which row_problem() depends beside the columns."""
+        return f"{self.name} {self.section.reward_key} {self.function.signatures}"
+
     def row_problem(self, prompt: Prompt) -> str | None:
         """Return the reason why responses to this prompt cannot be scored: a required column is absent, or null."""
         problem = self.function.row_problem(prompt.columns)

@@ -37,6 +37,11 @@ class WeightedRewards:
                 returned[row] += _weighted(term, value)
         return [_combined(parts) for parts in returned]
 
+    @property
+    def signatures(self) -> str:
+        """Return the signatures of all functions as text."""
+        return " ".join(function.signatures for _, function in self.functions)
+
     def check(self, prompts: Iterable[Prompt]) -> None:
         """Raise ConfigError if a function cannot be called with the columns of the prompts that choose it."""
         prompts = list(prompts)

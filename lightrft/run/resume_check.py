@@ -1,6 +1,5 @@
 """Compare a checkpoint with the run that resumes from it: both need the same data, model and core settings."""
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -10,11 +9,11 @@ from transformers import PretrainedConfig
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import SECTIONS, Config
-from lightrft.data.images import ImageFile
+from lightrft.data.digests import NUM_PIECES
 from lightrft.data.loader import share_of
+from lightrft.data.prompt_set import PromptSet
 from lightrft.models.weight_files import NOT_THE_MODEL
 from lightrft.strategy.checkpoints import NOTHING
-from lightrft.types import TokenIds
 
 FIXED = ("seed", "rollout_batch_size", "n_samples_per_prompt", "train_batch_size", "max_epochs", "advantage_estimator")
 """Settings that determine the order of the data, the updates of a step, or the meaning of what is stored."""
@@ -25,29 +24,26 @@ TOWERS = ("vision_config", "audio_config")
 """Parts of a model's configuration that describe modules which are not trained."""
 NO_NUMBER_DEPENDS_ON = {
     *("save_path", "ckpt_path", "load_checkpoint", "save_steps", "max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt", "async_save"),
-    *("save_adapter_only", "overwrite", "mismatch_limit", "media_root", "precompute_reference"),
+    *("save_adapter_only", "overwrite", "mismatch_limit", "media_root", "precompute_reference", "data_cache"),
     *("eval_steps", "timeout_minutes", "arrival_minutes", "phase_minutes", "server_minutes", "reward_minutes",
        "reward_workers", "reward_memory_gb",
        *(field.name for field in fields(SECTIONS["observe"]))),
 }
-NUM_PIECES = 64
-"""Number of pieces of the data with a digest each, so that a change can be located."""
 
 
 def identity(
-    config: Config, model: PretrainedConfig, rows: Sequence[Any], weights: Mapping[str, str] = NOTHING, *,
+    config: Config, model: PretrainedConfig, rows: PromptSet, weights: Mapping[str, str] = NOTHING, *,
     probabilities: Sequence[float] = (),
 ) -> dict[str, Any]:
     """Return the identity of a run, in JSON's types.
 
-    `rows` are dataclasses: the training data after templates, tokenizer and limits. `weights`: name of a model -> fingerprint of
+    `rows` are the training data after templates, tokenizer and limits. `weights`: name of a model -> fingerprint of
     the weights that it was built from. `probabilities`: those of the data sets that rows are drawn from.
     """
-    pieces = [share_of(number, NUM_PIECES, len(rows)) for number in range(NUM_PIECES)]
     return _plain({
         "rows": len(rows),
         "probabilities": probabilities,
-        "pieces": [_digest(rows[piece.start : piece.stop]) for piece in pieces],
+        "pieces": rows.digests,
         "model": {name: value for name, value in model.to_dict().items() if name not in NOT_THE_MODEL},
         "weights": dict(weights),
         "command": config.command,
@@ -85,24 +81,6 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """Compare the keys that both have: versions of a package differ in their keys."""
     return {name: f"was {before[name]!r}, is {now[name]!r}" for name in now if name in before and before[name] != now[name]}
-
-
-def _digest(rows: Sequence[Any]) -> str:
-    """Return a digest of the content of the rows, the same in every process."""
-    found = hashlib.sha256()
-    for row in rows:
-        values = [getattr(row, field.name) for field in fields(row)]
-        found.update(json.dumps(values, sort_keys=True, default=_stable).encode())
-    return found.hexdigest()[:16]
-
-
-def _stable(value: Any) -> Any:
-    """Convert what JSON cannot: token ids and bytes by their content, others by their type, as a repr may contain an address."""
-    if isinstance(value, TokenIds):
-        return value.tolist()
-    if isinstance(value, ImageFile):
-        return json.dumps([value.name, value.source if isinstance(value.source, bytes) else ""], default=_stable)
-    return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else type(value).__name__
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,6 @@
 """Build a trainer that is ready to run from a configuration. This module only connects the parts."""
 
 from dataclasses import replace
-from itertools import chain
 
 from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.kl import KLCoefficient
@@ -13,7 +12,6 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.references import reward_model_terms
 from lightrft.config.sections import Config, needs_critic, needs_reference
 from lightrft.data.prompt_set import PromptSet
-from lightrft.data.prompts import load_prompts
 from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models.load import load_tokenizer
 from lightrft.models.routers import Routers
@@ -27,7 +25,7 @@ from lightrft.run.prepare import prepare_config
 from lightrft.run.run_folder import RunFolder
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import TrainingData
-from lightrft.trainer.build_data import load_expander, load_supervised, load_training_data
+from lightrft.trainer.build_data import load_expander, load_rewarded, load_supervised, load_training_data
 from lightrft.trainer.build_roles import build_critic, build_model_rewards, build_policy, build_teacher, set_blank_image
 from lightrft.trainer.evaluation import Evaluation
 from lightrft.trainer.ppo import PPOTrainer
@@ -40,7 +38,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     given, config = config, with_merged_pretrain(config, strategy.mesh.world)
     rewards = build_rewards(config, strategy)
     training_data = load_training_data(config, config.rollout.rollout_batch_size, rewards=rewards)
-    rewards.check(chain(training_data.prompts, training_data.eval_prompts))
+    rewards.check(training_data.prompts.examples + training_data.eval_prompts.examples)
     tokenizer, steps = training_data.tokenizer, training_data.total_steps
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     updates = samples // config.train.train_batch_size * config.train.max_epochs
@@ -129,9 +127,8 @@ def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
     given, config = config, with_merged_pretrain(config, strategy.mesh.world)
     tokenizer, rewards = load_tokenizer(config.model), build_rewards(config, strategy)
     expand = load_expander(config, tokenizer, engine=True)
-    measure = expand and expand.measure
-    prompts = load_prompts(config.data, tokenizer, source="eval_data", row_problem=rewards.row_problem, measure=measure)
-    rewards.check(prompts)
+    prompts = load_rewarded(config, tokenizer, expand, rewards, source="eval_data")
+    rewards.check(prompts.examples)
     rewards.models = build_model_rewards(config, strategy, tokenizer)
     # The engine sleeps only for reward models: nothing else needs the device.
     engine = replace(config.engine, enable_engine_sleep=rewards.models is not None)

@@ -1,6 +1,7 @@
 """Load the data of a run: prompts, answers, and the number of steps that they allow."""
 
 from functools import partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,11 +23,8 @@ def load_training_data(config: Config, batch_size: int, *, rewards: RewardRunner
     expand = load_expander(config, tokenizer, engine=rewards is not None)
     if expand is not None:
         expand.check_family()
-    load = (
-        partial(load_prompts, config.data, tokenizer, row_problem=rewards.row_problem, measure=expand and expand.measure)
-        if rewards
-        else partial(load_supervised, config, tokenizer, expand)
-    )
+    given = config, tokenizer, expand
+    load = partial(load_rewarded, *given, rewards) if rewards else partial(load_supervised, *given)
     prompts, eval_prompts = load(), load(source="eval_data") if config.data.eval_data else PromptSet([])
     return TrainingData(tokenizer, prompts, eval_prompts, total_steps(config, prompts.draws_of_epoch, batch_size), expand)
 
@@ -46,11 +44,37 @@ def load_expander(config: Config, tokenizer: PreTrainedTokenizerBase, *, engine:
     return expand
 
 
+def load_rewarded(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    expand: Expander | None,
+    rewards: RewardRunner,
+    *,
+    source: str = "prompt_data",
+) -> PromptSet:
+    """Load prompts with the columns that the rewards need."""
+    return load_prompts(
+        config.data,
+        tokenizer,
+        source=source,
+        row_problem=rewards.row_problem,
+        measure=expand and expand.measure,
+        distinguishing=config.reward.reward_key,
+        requirements=[rewards.requirements, _limits_of_images(config)],
+    )
+
+
+def _limits_of_images(config: Config) -> Any:
+    """Return what the tokens of a prompt's images depend on; None without images."""
+    return [config.model.pretrain, config.engine.limit_mm_image_per_prompt] if config.data.images_key else None
+
+
 def load_supervised(
     config: Config, tokenizer: PreTrainedTokenizerBase, expand: Expander | None, *, source: str = "prompt_data"
 ) -> PromptSet:
     longest, measure = config.train.max_tokens_per_microbatch, expand and expand.measure
-    return load_examples(config.data, tokenizer, source=source, longest=longest, measure=measure)
+    requirements = _limits_of_images(config)
+    return load_examples(config.data, tokenizer, source=source, longest=longest, measure=measure, requirements=requirements)
 
 
 def total_steps(config: Config, num_rows: int, batch_size: int) -> int:

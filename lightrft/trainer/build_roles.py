@@ -114,9 +114,7 @@ def build_teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedT
     return Policy(strategy, strategy.prepare(model), temperature=config.rollout.temperature, **limits(config))
 
 
-def build_model_rewards(
-    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase
-) -> ModelRewards | None:
+def build_model_rewards(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase) -> ModelRewards | None:
     """Build the frozen reward models, sharded like the reference; return None if there are none."""
     models = []
     of_steps = StepRewards(tokenizer, config.data.step_separator, config.reward.step_rewards)

@@ -7,9 +7,10 @@ import pytest
 from tokenizers import models, normalizers
 
 from lightrft.config import DataSection
-from lightrft.data.chats import Answer, _tokens
+from lightrft.data.chats import _tokens
 from lightrft.data.conversations import load_examples, supervised_batch
 from lightrft.data.readers import DataError
+from lightrft.types import Answer
 from tiny import EOS, byte_tokenizer
 
 ROLES = "{% for m in messages %}{% if m.role == 'assistant' %}a>"

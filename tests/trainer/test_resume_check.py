@@ -7,17 +7,17 @@ import pytest
 from transformers import Qwen2_5_VLConfig, Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.config import Config, ConfigError, section_of_field
-from lightrft.data.chats import Answer
+from lightrft.data.digests import digest
+from lightrft.data.prompt_set import DataPart, PromptSet
 from lightrft.models.weight_files import NOT_THE_MODEL, weights_of
 from lightrft.run.resume_check import (
     FIXED,
     FIXED_BESIDE_FROZEN,
     NO_NUMBER_DEPENDS_ON,
-    _digest,
     changed_settings,
     identity,
 )
-from lightrft.types import Prompt, TokenIds
+from lightrft.types import Answer, Prompt, TokenIds
 from tiny import tiny_model
 
 
@@ -30,7 +30,8 @@ def of(data: list[Prompt] | None = None, model: Qwen3Config | None = None, **set
     config, owners = Config(), section_of_field()
     for name, value in settings.items():
         setattr(getattr(config, owners[name]), name, value)
-    return json.loads(json.dumps(identity(config, model or Qwen3Config(), rows() if data is None else data)))
+    prompts = PromptSet([DataPart("", rows() if data is None else data)])
+    return json.loads(json.dumps(identity(config, model or Qwen3Config(), prompts)))
 
 
 def refusal(now: dict, before: dict | None = None) -> str:
@@ -43,7 +44,7 @@ def test_data_are_known_as_to_checkpoints_of_earlier_versions():
     """Written down when prompts and answers had lists of token ids."""
     data = [Prompt(i, f"{i}+1=", [i, 43, 151_643], {"label": str(i + 1)}) for i in range(3)]
     answer = Prompt(0, "a", [7], {"label": Answer(TokenIds([52, 258]), [True, False])})
-    assert (_digest(data), _digest([answer])) == ("a11e98a28f4d9b49", "9b60cce8bf0cff91")
+    assert (digest(data), digest([answer])) == ("a11e98a28f4d9b49", "9b60cce8bf0cff91")
 
 
 def test_every_name_is_a_setting():

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from lightrft.data.readers import TASK, DataError, Row
+from lightrft.config.errors import DataError
+from lightrft.data.readers import TASK, Row
 
 SIZE = 500
 """Number of rows of a task without `size`."""

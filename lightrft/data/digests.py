@@ -1,0 +1,80 @@
+"""Digests of data, for comparing those of two runs and for the names of cached files."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+import lightrft
+from lightrft.config.sections import DataSection
+from lightrft.data.images import ImageFile
+from lightrft.data.loader import share_of
+from lightrft.types import TokenIds
+from lightrft.versions import installed_version
+
+NUM_PIECES = 64
+"""Number of pieces of the data with a digest each, so that a change can be located."""
+OF_DATA_SETS = {
+    *("prompt_data", "prompt_data_probs", "prompt_split", "eval_data", "eval_split", "pretrain_data", "pretrain_split"),
+    *("max_samples", "max_eval_samples", "data_cache"),
+}
+"""Fields that do not change a row."""
+
+
+def digests_of_pieces(rows: Sequence[Any]) -> list[str]:
+    """Return the digest of each of NUM_PIECES consecutive parts of the rows."""
+    pieces = [share_of(number, NUM_PIECES, len(rows)) for number in range(NUM_PIECES)]
+    return [digest(rows[row] for row in piece) for piece in pieces]
+
+
+def digest(rows: Iterable[Any]) -> str:
+    """Return a digest of the content of rows, which are dataclasses; it is the same in every process."""
+    found = hashlib.sha256()
+    for row in rows:
+        values = [getattr(row, field.name) for field in fields(row)]
+        found.update(json.dumps(values, sort_keys=True, default=_stable).encode())
+    return found.hexdigest()[:16]
+
+
+def cache_key(
+    section: DataSection, names: list[str], split: str, limit: int | None, tokenizer: PreTrainedTokenizerBase, others: Any
+) -> str:
+    """Return a digest of what tokenized data depend on: the files with their times, tokenizer, fields, versions, and `others`."""
+    options = {name: value for name, value in asdict(section).items() if name not in OF_DATA_SETS}
+    versions = [lightrft.__version__, installed_version("reasoning-gym")]
+    content = [[_state(name) for name in names], split, limit, options, _state_of_tokenizer(tokenizer), versions, others]
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _state(name: str) -> Any:
+    """Return the name of a data set with sizes and times of its files; those of the program for an object of Python."""
+    path = Path(name).expanduser()
+    if not path.exists() and ":" in name:
+        module = name.rpartition(":")[0]
+        path = Path(module).expanduser()
+        with suppress(ImportError, ValueError):
+            found = None if module.endswith(".py") else find_spec(module)
+            path = Path(found.origin) if found and found.origin else path
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path] if path.is_file() else []
+    return [name, [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]]
+
+
+def _state_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:
+    fast = isinstance(tokenizer, PreTrainedTokenizerFast)
+    rules = tokenizer.backend_tokenizer.to_str() if fast else sorted(tokenizer.get_vocab().items())
+    return [type(tokenizer).__name__, rules, tokenizer.chat_template, tokenizer.special_tokens_map]
+
+
+def _stable(value: Any) -> Any:
+    """Convert what JSON cannot: token ids and bytes by their content, others by their type, as a repr may contain an address."""
+    if isinstance(value, TokenIds):
+        return value.tolist()
+    if isinstance(value, ImageFile):
+        return json.dumps([value.name, value.source if isinstance(value.source, bytes) else ""], default=_stable)
+    return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else type(value).__name__

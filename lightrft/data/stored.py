@@ -1,0 +1,172 @@
+"""Prompts in an Arrow file that is mapped into memory, for data that are larger than memory or slow to tokenize.
+
+One process of a machine writes the file, under another name until it is complete, while the others wait for its lock. It has
+Arrow's stream format, so `datasets.Dataset.from_file` opens it too.
+"""
+
+import fcntl
+import json
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import accumulate, islice, pairwise
+from pathlib import Path
+from typing import Any, overload
+
+import pyarrow as pa
+from loguru import logger
+
+from lightrft.config.errors import DataError
+from lightrft.data.digests import digests_of_pieces
+from lightrft.data.images import IMAGES, ImageFile
+from lightrft.data.readers import is_first_rank
+from lightrft.types import Answer, Prompt, TokenIds
+
+SCHEMA = pa.schema({
+    "text": pa.string(),
+    "token_ids": pa.list_(pa.int32()),
+    "columns": pa.string(),
+    "answers": pa.list_(pa.struct({"name": pa.string(), "token_ids": pa.list_(pa.int32()), "learned": pa.list_(pa.bool_())})),
+    "images": pa.list_(pa.struct({"name": pa.string(), "path": pa.string(), "content": pa.large_binary()})),
+    "media_tokens": pa.int32(),
+})  # fmt: skip
+"""Columns of the file. `columns` is a JSON object of the columns of the row that are no Answer."""
+ROWS_OF_BATCH = 1024
+"""Number of rows in each record batch except the last."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Facts about a file that would take a pass over its rows."""
+
+    sizes: list[int]
+    """Number of rows of each part."""
+    digests: list[str]
+    """Digests of pieces of all rows, as digests_of_pieces() returns them."""
+    examples: list[int]
+    """First row with each set of column names and value of the distinguishing column."""
+
+
+class StoredPrompts(Sequence[Prompt]):
+    """Rows `rows` of a file; a Prompt is built each time that it is needed. A slice is a list."""
+
+    def __init__(self, file: Path, rows: range, examples: Sequence[int] = ()):
+        """Open the file. `examples` are rows of each kind, of this and other parts."""
+        self.rows, self._examples = rows, examples
+        self._batches = pa.ipc.open_stream(pa.memory_map(str(file))).read_all().to_batches()
+
+    @property
+    def examples(self) -> list[Prompt]:
+        """Return a prompt of each kind."""
+        return [self._prompt(row) for row in self._examples if row in self.rows]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, place: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Prompt]: ...
+
+    def __getitem__(self, place: Any) -> Any:
+        rows = self.rows[place]
+        return [self._prompt(row) for row in rows] if isinstance(rows, range) else self._prompt(rows)
+
+    def _prompt(self, row: int) -> Prompt:
+        batch, place = self._batches[row // ROWS_OF_BATCH], row % ROWS_OF_BATCH
+        text, token_ids, columns, answers, images, media_tokens = (column[place] for column in batch.columns)
+        values = json.loads(columns.as_py())
+        for answer in answers:
+            values[answer["name"].as_py()] = Answer(_token_ids(answer["token_ids"]), answer["learned"].as_py())
+        files = [ImageFile(each["name"], each["content"] or Path(each["path"])) for each in images.as_py() or ()]
+        return Prompt(row, text.as_py(), _token_ids(token_ids), values, {IMAGES: files} if files else {}, media_tokens.as_py())
+
+
+def _token_ids(ids: pa.ListScalar) -> TokenIds:
+    found = TokenIds(())
+    array.frombytes(found, ids.values.to_numpy().tobytes())
+    return found
+
+
+def stored(
+    folder: Path, key: str, parts: Sequence[Iterable[Prompt]], *, distinguishing: str | None = None
+) -> tuple[list[StoredPrompts], list[str]]:
+    """Return the prompts of each part, and the digests of all, from the file of `key`, which is first written if it is not there.
+
+    The parts are iterated only then. `distinguishing` is a column whose values make rows different in kind. Raise DataError if
+    the folder cannot be written.
+    """
+    file, facts = folder / f"{key}.arrow", folder / f"{key}.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / f"{key}.lock"):
+            if file.exists():
+                if is_first_rank():
+                    logger.info("{}: the tokenized data are read from this file", file)
+            else:
+                new = file.with_suffix(".new")
+                facts.write_text(json.dumps(asdict(_write(new, parts, distinguishing))))
+                new.replace(file)
+        summary = Summary(**json.loads(facts.read_text()))
+    except OSError as error:
+        raise DataError(f"--data_cache {folder}: {error.strerror or error} ({error.filename or file})") from error
+    ends = [0, *accumulate(summary.sizes)]
+    return [StoredPrompts(file, range(start, end), summary.examples) for start, end in pairwise(ends)], summary.digests
+
+
+def _write(file: Path, parts: Sequence[Iterable[Prompt]], distinguishing: str | None) -> Summary:
+    """Write the prompts of all parts, and return what a reader needs to know of them."""
+    sizes, examples = [0] * len(parts), {}
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for number, part in enumerate(parts):
+            for prompt in part:
+                kind = number, tuple(sorted(prompt.columns)), repr(prompt.columns.get(distinguishing))
+                examples.setdefault(kind, sum(sizes))
+                sizes[number] += 1
+                yield _row(prompt)
+
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, SCHEMA) as writer:
+        given = rows()
+        while batch := list(islice(given, ROWS_OF_BATCH)):
+            writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=SCHEMA))
+    return Summary(sizes, digests_of_pieces(StoredPrompts(file, range(sum(sizes)))), sorted(examples.values()))
+
+
+def _row(prompt: Prompt) -> dict[str, Any]:
+    answers = {name: value for name, value in prompt.columns.items() if isinstance(value, Answer)}
+    return {
+        "text": prompt.text,
+        "token_ids": prompt.token_ids,
+        "columns": json.dumps({name: value for name, value in prompt.columns.items() if name not in answers}),
+        "answers": [{"name": name, **answer._asdict()} for name, answer in answers.items()],
+        "images": [_image(image) for image in prompt.multi_modal.get(IMAGES, [])],
+        "media_tokens": prompt.media_tokens,
+    }
+
+
+def _image(image: ImageFile) -> dict[str, Any]:
+    inside = isinstance(image.source, bytes)
+    return {"name": image.name, "path": None if inside else str(image.source), "content": image.source if inside else None}
+
+
+def column_problem(columns: dict[str, Any]) -> str | None:
+    """Return the reason why columns cannot be stored; None if they can."""
+    for name, value in columns.items():
+        if isinstance(value, Answer):
+            continue
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            return f"the column {name!r} cannot be stored as JSON with --data_cache: {error}; convert it, or leave it out"
+    return None
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Hold a lock among the processes that see the folder; it ends with its process in any case."""
+    with file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
