@@ -1,7 +1,7 @@
 """Answers in steps, each of which is judged, for process reward models."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,9 @@ def load_steps(
         length = prompt.num_tokens + len(prompt.columns[ANSWER].token_ids)
         return f"prompt and steps have {length} tokens, more than {longest}" if length > longest else None
 
-    return load_prompts(section, tokenizer, source=source, row_problem=problem, make=make)
+    return load_prompts(
+        section, tokenizer, source=source, row_problem=problem, make=make, requirements=[asdict(preference), longest]
+    )
 
 
 def step_batch(answers: Sequence[Prompt], rows: Sequence[int]) -> JudgedBatch:
