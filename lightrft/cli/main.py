@@ -12,6 +12,7 @@ COMMANDS = {
     "train_prm": "train a process reward model on answers whose steps are judged",
     "train_dpo": "train a policy on pairs of answers (direct preference optimisation)",
     "train_kto": "train a policy on single answers that are good or bad (KTO)",
+    "serve_reward": "serve reward models over HTTP",
     "evaluate": "evaluate greedy responses to held-out prompts",
     "export": "write a checkpoint or an adapter as a Hugging Face folder",
     "report": "write the report of a run",
@@ -24,7 +25,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="lightrft",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Reinforcement fine-tuning. For several processes: torchrun --nproc-per-node N -m lightrft.cli.COMMAND ...",
-        epilog="\n".join(f"  {command:<10} {meaning}" for command, meaning in COMMANDS.items()),
+        epilog="\n".join(f"  {command:<12} {meaning}" for command, meaning in COMMANDS.items()),
     )
     parser.add_argument("--version", action="version", version=f"lightrft {__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")

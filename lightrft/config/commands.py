@@ -2,13 +2,22 @@
 
 from dataclasses import fields
 
-from lightrft.config.sections import REWARD_MODELS, SECTIONS, PreferenceSection, RewardSection, TrainSection
+from lightrft.config.sections import (
+    REWARD_MODELS,
+    SECTIONS,
+    PreferenceSection,
+    RewardSection,
+    ServerSection,
+    StrategySection,
+    TrainSection,
+)
 
 COMMANDS: dict[str, set[str]] = {
-    "train_ppo": set(SECTIONS) - {"preference"},
+    "train_ppo": set(SECTIONS) - {"preference", "server"},
     "train_sft": {"model", "data", "strategy", "optim", "train", "observe"},
     **{command: {"model", "data", "preference", "strategy", "optim", "train", "observe"}
        for command in ("train_rm", "train_dpo", "train_kto", "train_prm")},
+    "serve_reward": {"model", "data", "strategy", "reward", "server"},
     "evaluate": {"model", "data", "strategy", "engine", "rollout", "reward", "train"},
 }  # fmt: skip
 """Command -> the sections that it reads."""
@@ -45,12 +54,16 @@ REWARD_FIELDS = (
     "reward_model_coef", "step_rewards",
 )  # fmt: skip
 """Fields of the reward section that define a reward, not its use in training."""
+SERVED = (*REWARD_MODELS, "bf16", "trust_remote_code", "step_separator", "step_rewards")
+"""Fields of the model, data and reward sections that serve_reward reads."""
 ROLES = ("critic_pretrain", "teacher_pretrain", "teacher_url", *REWARD_MODELS)
 """Models in addition to the actor."""
 
 
 def fields_read(command: str) -> set[str]:
     """Return the names of the fields that `command` reads in some configuration."""
+    if command == "serve_reward":
+        return {*SERVED, *(field.name for section in (StrategySection, ServerSection) for field in fields(section))}
     read = {field.name for section in COMMANDS[command] for field in fields(SECTIONS[section])}
     if command == "evaluate":
         read -= {field.name for field in fields(TrainSection)} - set(OF_EVALUATION)

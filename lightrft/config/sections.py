@@ -473,6 +473,14 @@ class PreferenceSection(Section):
 
 
 @dataclass
+class ServerSection(Section):
+    host: str = "127.0.0.1"
+    """Address at which serve_reward listens; 0.0.0.0: at every address of the machine."""
+    port: Annotated[int, NOT_NEGATIVE] = 8000
+    """Port at which serve_reward listens; 0: any free port, which is logged."""
+
+
+@dataclass
 class OptimSection(Section):
     actor_learning_rate: Annotated[float, NOT_NEGATIVE] = 1e-6
     """Peak learning rate."""
@@ -582,6 +590,7 @@ class Config:
     reward: RewardSection = field(default_factory=RewardSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     preference: PreferenceSection = field(default_factory=PreferenceSection)
+    server: ServerSection = field(default_factory=ServerSection)
     optim: OptimSection = field(default_factory=OptimSection)
     train: TrainSection = field(default_factory=TrainSection)
     observe: ObserveSection = field(default_factory=ObserveSection)

@@ -11,7 +11,7 @@ def summary(config: Config, command: str, world_size: int) -> list[str]:
     lines.append(_layout(config, world_size))
     if "engine" in COMMANDS[command]:
         lines.append(_engine(config, world_size))
-    if command != "evaluate":
+    if "optim" in COMMANDS[command]:
         lines.append(_batches(config, command))
     return lines
 

@@ -55,17 +55,12 @@ def validate(config: Config, *, command: str, world_size: int) -> None:
 
 
 def _missing_inputs(config: Config, command: str) -> list[str]:
-    problems = []
+    if command == "serve_reward":
+        named = config.model.reward_pretrain or config.model.process_reward_pretrain
+        return _model_problems(config) if named else ["--reward_pretrain is empty: name the reward model to serve"]
+    problems = _model_problems(config)
     if not config.model.pretrain:
-        problems.append("--pretrain is empty: set it to a Hugging Face folder or hub name")
-    models = [(name, getattr(config.model, name)) for name in ("pretrain", "critic_pretrain", "teacher_pretrain")]
-    try:
-        models += [(flag, term.name) for flag, term in reward_model_terms(config.model)]
-    except ValueError as error:
-        problems.append(str(error))
-    for name, path in models:
-        if path.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(path)):
-            problems.append(f"--{name} {path}: no such folder")
+        problems.insert(0, "--pretrain is empty: set it to a Hugging Face folder or hub name")
     problems += _address_problems(config, command)
     data_flag = "eval_data" if command == "evaluate" else "prompt_data"
     if not getattr(config.data, data_flag):
@@ -74,6 +69,20 @@ def _missing_inputs(config: Config, command: str) -> list[str]:
         text, probabilities = getattr(config.data, flag), config.data.prompt_data_probs if flag == "prompt_data" else []
         problems += data_problems(flag, text, probabilities) if text and flag in fields_read(command) else []
     return problems + (_tracker_problems(config.observe.report_to) if command != "evaluate" else [])
+
+
+def _model_problems(config: Config) -> list[str]:
+    """Return the models that are not where the flags say, or named wrongly."""
+    problems = []
+    models = [(name, getattr(config.model, name)) for name in ("pretrain", "critic_pretrain", "teacher_pretrain")]
+    try:
+        models += [(flag, term.name) for flag, term in reward_model_terms(config.model)]
+    except ValueError as error:
+        problems.append(str(error))
+    for name, path in models:
+        if path.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(path)):
+            problems.append(f"--{name} {path}: no such folder")
+    return problems
 
 
 def _tracker_problems(report_to: str) -> list[str]:

@@ -1,5 +1,6 @@
 """Build the models of a run from its configuration: sharded, with optimizers and schedules where they learn."""
 
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -10,7 +11,7 @@ from lightrft.config.sections import Config
 from lightrft.engine.model_info import placeholder_token_ids
 from lightrft.engine.requests import Sampling
 from lightrft.models.heads import Actor, Scorer, check_window
-from lightrft.models.load import check_vocabulary, load_model, load_reward_model, load_scorer, stored_heads
+from lightrft.models.load import check_vocabulary, load_model, load_reward_model, load_scorer, load_tokenizer, stored_heads
 from lightrft.models.trainable import freeze_parameters
 from lightrft.rewards.models import ModelRewards, ScoringModel
 from lightrft.rewards.steps import StepRewards
@@ -19,6 +20,7 @@ from lightrft.roles.policy import Policy
 from lightrft.roles.reward_model import RewardModel
 from lightrft.roles.teacher import Teacher
 from lightrft.rollout.media import Expander
+from lightrft.run.reward_server import ServedModel
 from lightrft.strategy.strategy_base import StrategyBase
 
 ANY_TOKEN = Sampling()
@@ -119,16 +121,33 @@ def build_model_rewards(config: Config, strategy: StrategyBase, tokenizer: PreTr
     models = []
     of_steps = StepRewards(tokenizer, config.data.step_separator, config.reward.step_rewards)
     for flag, term in reward_model_terms(config.model):
-        strategy.announce("load_reward_models")
         check_vocabulary(config.model, flag, tokenizer, name=term.name)
-        with strategy.init_model_context():
-            num_heads = len(stored_heads(config.model, flag, name=term.name)) or 1
-            model = load_scorer(config.model, flag, name=term.name, new_head=False, num_heads=num_heads)
-            scorer = Scorer(model, num_heads=num_heads).requires_grad_(False)
-        role = RewardModel(strategy, strategy.prepare(scorer), **limits(config))
+        role = _frozen_reward_model(config, strategy, flag, term.name)
         steps = of_steps if flag == "process_reward_pretrain" else None
         models.append(ScoringModel(term.label, role, config.reward.reward_model_coef * term.weight, steps))
     return ModelRewards(models, key=config.reward.reward_key) if models else None
+
+
+def build_served_models(config: Config, strategy: StrategyBase) -> list[ServedModel]:
+    """Build the frozen reward models with their own tokenizers, for texts."""
+    models = []
+    for flag, term in reward_model_terms(config.model):
+        tokenizer = load_tokenizer(replace(config.model, pretrain=term.name))
+        steps = None
+        if flag == "process_reward_pretrain":
+            steps = StepRewards(tokenizer, config.data.step_separator, config.reward.step_rewards)
+        role = _frozen_reward_model(config, strategy, flag, term.name)
+        models.append(ServedModel(term.label, role, tokenizer, term.weight, steps))
+    return models
+
+
+def _frozen_reward_model(config: Config, strategy: StrategyBase, flag: str, name: str) -> RewardModel:
+    strategy.announce("load_reward_models")
+    with strategy.init_model_context():
+        num_heads = len(stored_heads(config.model, flag, name=name)) or 1
+        model = load_scorer(config.model, flag, name=name, new_head=False, num_heads=num_heads)
+        scorer = Scorer(model, num_heads=num_heads).requires_grad_(False)
+    return RewardModel(strategy, strategy.prepare(scorer), **limits(config))
 
 
 def build_reward_model(

@@ -18,10 +18,12 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
 from lightrft.run.interruption import Interrupted
 from lightrft.run.prepare import prepare_config, quiet_libraries
+from lightrft.run.reward_server import RewardServer
 from lightrft.strategy import get_strategy
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import Trainer
 from lightrft.trainer.build import evaluation, ppo_trainer
+from lightrft.trainer.build_roles import build_served_models
 from lightrft.trainer.build_supervised import dpo_trainer, kto_trainer, prm_trainer, rm_trainer, sft_trainer
 from lightrft.trainer.ppo import PPOTrainer
 from lightrft.trainer.supervised import SupervisedTrainer
@@ -105,6 +107,11 @@ def _evaluate(config: Config, strategy: StrategyBase) -> dict[str, float]:
     return _as_config_error(evaluation, config, strategy).run()
 
 
+def _serve_reward(config: Config, strategy: StrategyBase) -> None:
+    models = _as_config_error(build_served_models, config, strategy)
+    _as_config_error(RewardServer, strategy, models, config.server).serve()
+
+
 WORK: dict[str, Callable[[Config, StrategyBase], Any]] = {
     "train_ppo": partial(_train, ppo_trainer),
     "train_sft": partial(_train, sft_trainer),
@@ -113,6 +120,7 @@ WORK: dict[str, Callable[[Config, StrategyBase], Any]] = {
     "train_dpo": partial(_train, dpo_trainer),
     "train_kto": partial(_train, kto_trainer),
     "evaluate": _evaluate,
+    "serve_reward": _serve_reward,
 }
 
 

@@ -1,0 +1,14 @@
+"""Serve trained reward models over HTTP, for --reward http://host:port of train_ppo and evaluate.
+
+lightrft serve_reward --reward_pretrain runs/quickstart/rm/model --port 8000
+"""
+
+from lightrft.cli.entrypoint import enter
+
+
+def main(argv: list[str] | None = None) -> None:
+    enter("serve_reward", __doc__, argv)
+
+
+if __name__ == "__main__":
+    main()
