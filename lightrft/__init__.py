@@ -6,7 +6,7 @@
 from typing import Any
 
 __version__ = "0.1.0"
-RUNS = ("evaluate", "train_dpo", "train_kto", "train_ppo", "train_rm", "train_sft")
+RUNS = ("evaluate", "train_dpo", "train_kto", "train_ppo", "train_prm", "train_rm", "train_sft")
 
 
 def __getattr__(name: str) -> Any:

@@ -171,6 +171,7 @@ class JudgedBatch(Batch):
     ties: Tensor | None = per_sequence()  # [N] bool, True if the answers of the pair are equally good
     heads: Tensor | None = per_sequence()  # [N] int64, head of the reward model that learns
     desirable: Tensor | None = per_sequence()  # [N] bool, False for a bad answer
+    targets: Tensor | None = per_token()  # [T] float32, label from 0 to 1 of the step that ends at a learned token
     reference: Tensor | None = per_sequence()  # [N] float32, sum of the reference's log-probs of the learned tokens
 
 

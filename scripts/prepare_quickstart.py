@@ -2,9 +2,9 @@
 
     python scripts/prepare_quickstart.py --out runs/quickstart/data --seed 0
 
-writes OUT/model (a Hugging Face folder), OUT/train.jsonl and OUT/test.jsonl, always the same for the same seed, and the same
-problems with judged answers: OUT/pairs/train.jsonl and test.jsonl, of a right and a wrong answer, and
-OUT/answers/train.jsonl and test.jsonl, of single answers, half of them wrong.
+writes OUT/model (a Hugging Face folder), OUT/train.jsonl and OUT/test.jsonl, always the same for the same seed. The folders
+pairs, answers and steps of OUT contain the same problems, train.jsonl and test.jsonl, with judgements: pairs of a right and a
+wrong answer, single answers of which half are wrong, and these answers character by character.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import random
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -101,13 +102,23 @@ def pairs(problems: list[Problem], seed: int) -> list[Problem]:
     ]
 
 
-def judged_answers(problems: list[Problem], seed: int) -> list[dict[str, str | bool]]:
+def judged_answers(problems: list[Problem], seed: int) -> list[dict[str, Any]]:
     """One answer to each problem with its judgement: the right one, or for every other problem a wrong one."""
     both = enumerate(pairs(problems, seed))
     return [
         {"prompt": pair["prompt"], "completion": pair["rejected" if place % 2 else "chosen"], "label": place % 2 == 0}
         for place, pair in both
     ]
+
+
+def judged_steps(problems: list[Problem], seed: int) -> list[dict[str, Any]]:
+    """The characters of the same answers as steps, each with its judgement."""
+    answers = zip(judged_answers(problems, seed), problems, strict=True)
+    return [
+        {"prompt": row["prompt"], "completions": list(row["completion"]),
+         "labels": [one == right for one, right in zip(row["completion"], problem["label"], strict=True)]}
+        for row, problem in answers
+    ]  # fmt: skip
 
 
 def _wrong(answer: str, answers: list[str], rng: random.Random) -> str:
@@ -120,7 +131,7 @@ def _wrong(answer: str, answers: list[str], rng: random.Random) -> str:
 TASKS = {"addition": addition_problems, "sorting": sorting_problems}
 
 
-def write_jsonl(path: Path, rows: Sequence[Mapping[str, str | bool]]) -> None:
+def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -149,6 +160,7 @@ def main() -> None:
     for split, problems in (("train", train), ("test", held_out)):
         write_jsonl(args.out / "pairs" / f"{split}.jsonl", pairs(problems, args.seed))
         write_jsonl(args.out / "answers" / f"{split}.jsonl", judged_answers(problems, args.seed))
+        write_jsonl(args.out / "steps" / f"{split}.jsonl", judged_steps(problems, args.seed))
     tiny_qwen3(args.out / "model", args.seed)
     print(f"{args.out}: {len(train)} training and {len(held_out)} held-out problems, a random Qwen3 in {args.out / 'model'}")
 

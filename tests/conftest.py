@@ -1,9 +1,11 @@
 """Every test runs offline and on one thread; `gpu` tests are skipped where there is no accelerator."""
 
 import os
+import tempfile
 from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+os.environ.setdefault("RESTARTED_RANKS", tempfile.mkstemp(prefix="restarted_ranks")[1])  # of all processes that share the tests
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # otherwise torch.cuda.is_available() makes CUDA unusable in forked ranks
 
 import pytest  # noqa: E402  (the environment comes first)

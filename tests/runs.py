@@ -10,7 +10,7 @@ from lightrft.config import Config, parse
 from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import ppo_trainer
-from lightrft.trainer.build_supervised import dpo_trainer, kto_trainer, rm_trainer, sft_trainer
+from lightrft.trainer.build_supervised import dpo_trainer, kto_trainer, prm_trainer, rm_trainer, sft_trainer
 from ranks import run_ranks
 from scripts.prepare_quickstart import tiny_qwen3
 from with_vllm import load_vllm
@@ -76,5 +76,5 @@ def run_here(entrypoint: str, flags: list[str], seed: int = 0) -> None:
 
 def build(entrypoint: str, config: Config, strategy: Any) -> Any:
     trainers = {"train_ppo": ppo_trainer, "train_sft": sft_trainer, "train_rm": rm_trainer, "train_dpo": dpo_trainer,
-                "train_kto": kto_trainer}  # fmt: skip
+                "train_kto": kto_trainer, "train_prm": prm_trainer}  # fmt: skip
     return trainers[entrypoint](config, strategy)

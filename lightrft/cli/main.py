@@ -9,6 +9,7 @@ COMMANDS = {
     "train_ppo": "train a policy against a reward",
     "train_sft": "train a model on answers (supervised fine-tuning)",
     "train_rm": "train a reward model on pairs of answers",
+    "train_prm": "train a process reward model on answers whose steps are judged",
     "train_dpo": "train a policy on pairs of answers (direct preference optimisation)",
     "train_kto": "train a policy on single answers that are good or bad (KTO)",
     "evaluate": "evaluate greedy responses to held-out prompts",

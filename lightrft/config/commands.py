@@ -8,7 +8,7 @@ COMMANDS: dict[str, set[str]] = {
     "train_ppo": set(SECTIONS) - {"preference"},
     "train_sft": {"model", "data", "strategy", "optim", "train", "observe"},
     **{command: {"model", "data", "preference", "strategy", "optim", "train", "observe"}
-       for command in ("train_rm", "train_dpo", "train_kto")},
+       for command in ("train_rm", "train_dpo", "train_kto", "train_prm")},
     "evaluate": {"model", "data", "strategy", "engine", "rollout", "reward", "train"},
 }  # fmt: skip
 """Command -> the sections that it reads."""
@@ -19,6 +19,7 @@ PREFERENCES: dict[str, set[str]] = {
     "train_dpo": {"chosen_key", "rejected_key", "dpo_loss", "beta", "label_smoothing", "length_normalized", "sft_coef",
                   "precompute_reference"},
     "train_kto": {"completion_key", "beta", "desirable_weight", "undesirable_weight"},
+    "train_prm": {"completion_key"},
 }  # fmt: skip
 """Command that learns from judged answers -> the fields of the preference section that it reads."""
 
@@ -44,7 +45,7 @@ REWARD_FIELDS = (
     "reward_model_coef", "step_rewards",
 )  # fmt: skip
 """Fields of the reward section that define a reward, not its use in training."""
-ROLES = ("critic_pretrain", "teacher_pretrain", "teacher_url", *REWARD_MODELS, "step_separator")
+ROLES = ("critic_pretrain", "teacher_pretrain", "teacher_url", *REWARD_MODELS)
 """Models in addition to the actor."""
 
 
@@ -59,12 +60,13 @@ def fields_read(command: str) -> set[str]:
         read -= {"stop_loss"}
     else:
         read -= {*ROLES, "critic_learning_rate"}
+        read -= {"step_separator"} if command != "train_prm" else set()
     if command in PREFERENCES:
         read -= {field.name for field in fields(PreferenceSection)} - PREFERENCES[command]
         read -= {*OF_IMAGES, "reference_key"}
     if command in ("train_rm", "train_dpo"):
         read -= {"label_key", "eval_label_key"}
-    if command == "train_rm":
+    if command in ("train_rm", "train_prm"):
         read -= {"learned_turns", "save_adapter_only"}
     if command != "train_ppo":
         read -= {"pretrain_data", "pretrain_split", *OF_SAMPLES}

@@ -85,8 +85,8 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
         "curriculum_rest": (bool(rollout.curriculum), "--curriculum"),
         "prompt_data_probs": (several, "several --prompt_data, joined by commas"),
         "reward_model_coef": (bool(model.reward_pretrain or model.process_reward_pretrain), "--reward_pretrain"),
-        **{name: (bool(model.process_reward_pretrain), "--process_reward_pretrain")
-           for name in ("step_rewards", "step_separator")},
+        "step_rewards": (bool(model.process_reward_pretrain), "--process_reward_pretrain"),
+        "step_separator": (bool(model.process_reward_pretrain) or command == "train_prm", "--process_reward_pretrain"),
         "overlong_buffer_len": (reward.overlong_buffer, "--overlong_buffer"),
         "overlong_buffer_penalty_factor": (reward.overlong_buffer, "--overlong_buffer"),
         "reward_running_norm_minus_mean": (reward.reward_running_norm, "--reward_running_norm"),

@@ -106,7 +106,7 @@ class DataSection(Section):
     folder of the data, and any path is allowed."""
     label_key: str = "label"
     """Column of the correct answer: reward functions receive it as `label`, and SFT trains on it. For SFT, a row that ends in an
-    answer needs none. For KTO it says whether the answer is good."""
+    answer needs none. For KTO it says whether the answer is good, and for train_prm whether each step is."""
     eval_input_key: str | None = None
     """Column of the prompt in --eval_data; unset: --input_key."""
     eval_label_key: str | None = None
@@ -134,7 +134,8 @@ class DataSection(Section):
     """Omit rows of the training data with the prompt of an earlier row, in SFT with the same answer, and report their number:
     exact compares texts as they are, whitespace takes all white space between words as equal."""
     step_separator: str = "\n\n"
-    """Text that ends each step of a response for process reward models, and belongs to the step."""
+    """Text that ends each step of an answer but the last for process reward models, and belongs to the step: they score a step at
+    its last token."""
     learned_turns: Literal["all", "last"] = "all"
     """Turns of the assistant in a conversation on which SFT and --pretrain_data train: all, or the last one."""
     bad_rows: Literal["stop", "skip"] = "stop"
@@ -439,8 +440,9 @@ class PreferenceSection(Section):
     """Column that is true for rows whose answers are equally good, for --rm_loss ties."""
     head_key: str | None = None
     """Column with the name of the head that learns from the row, one of --reward_heads."""
-    completion_key: str = "completion"
-    """Column of a single answer that is judged by its --label_key: a text, a list of chat messages, or a whole conversation."""
+    completion_key: str | None = None
+    """Column of a single answer that is judged by its --label_key: a text, a list of chat messages, or a whole conversation; for
+    train_prm a list of texts, the steps, and the label is a list, too. Unset: completion, or completions for train_prm."""
     rm_loss: Literal["sigmoid", "logexp", "ties"] = "sigmoid"
     """Loss of a reward model: sigmoid is Bradley-Terry, with the margin of --margin_key; logexp is log(1 + exp(rejected -
     chosen)), without margins; ties is Rao-Kupper, which also learns from rows of --tie_key."""

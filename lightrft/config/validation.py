@@ -128,6 +128,12 @@ def _preference_problems(config: Config, command: str) -> list[str]:
     impossible = {
         f"--images_key: {command} learns from text only; omit the flag": bool(config.data.images_key),
     }
+    if command in ("train_rm", "train_prm"):
+        impossible |= {
+            "--save_adapter_only: the head of a reward model is trained besides its adapters; omit the flag, which merges both": (
+                config.train.save_adapter_only and config.model.lora_rank > 0
+            ),
+        }
     if command == "train_rm":
         impossible |= {
             "--margin_key needs --rm_loss sigmoid or ties: logexp has no margin": (

@@ -20,8 +20,8 @@ CHOSEN, REJECTED, MARGIN, TIE, HEAD = "chosen", "rejected", "margin", "tie", "he
 """Columns of a loaded pair, whatever their names in the data."""
 ANSWER, DESIRABLE = "answer", "desirable"
 """Columns of a loaded single answer."""
-USUAL_PROMPT = "prompt"
-"""Column of the prompt that is used if --input_key is not set and its column is missing."""
+USUAL_PROMPT, USUAL_ANSWER = "prompt", "completion"
+"""Columns that are used if --input_key and --completion_key are not set; the first if its column is missing."""
 
 
 class Sequences(NamedTuple):
@@ -52,8 +52,8 @@ def pair_maker(preference: PreferenceSection, heads: Sequence[str] = ()) -> Make
         section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, index: int, folder: Path = HERE,
         measure: MediaTokenCounter | None = None,
     ) -> Prompt:  # fmt: skip
-        chosen = _column(row, preference.chosen_key, "chosen_key")
-        rejected = _column(row, preference.rejected_key, "rejected_key")
+        chosen = column(row, preference.chosen_key, "chosen_key")
+        rejected = column(row, preference.rejected_key, "rejected_key")
         if chosen == rejected:
             raise ValueError("the chosen and the rejected answer are the same")
         prompt, chosen, rejected = _parts(section, row, chosen, rejected)
@@ -95,7 +95,7 @@ def load_answers(
         section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], *, index: int, folder: Path = HERE,
         measure: MediaTokenCounter | None = None,
     ) -> Prompt:  # fmt: skip
-        answer = _column(row, preference.completion_key, "completion_key")
+        answer = column(row, preference.completion_key or USUAL_ANSWER, "completion_key")
         messages = as_messages(answer)
         if messages and not is_answer(messages[0]):
             last = max(place for place, message in enumerate(messages, 1) if not is_answer(message))
@@ -155,7 +155,7 @@ def prompt_column(section: DataSection, row: dict[str, Any]) -> Any:
     name = section.input_key
     if name not in row and name == DataSection.input_key and USUAL_PROMPT in row:
         name = USUAL_PROMPT
-    return _column(row, name, "input_key")
+    return column(row, name, "input_key")
 
 
 def _parts(section: DataSection, row: dict[str, Any], chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
@@ -196,7 +196,8 @@ def _pair(chosen: Prompt, rejected: Prompt, tokenizer: PreTrainedTokenizerBase, 
     return Prompt(chosen.index, chosen.text, chosen.token_ids[:shared], answers | judgement)
 
 
-def _column(row: dict[str, Any], name: str, flag: str) -> Any:
+def column(row: dict[str, Any], name: str, flag: str) -> Any:
+    """Return a column of a row. Raise ValueError with the flag that names it if it is missing or empty."""
     if name not in row:
         raise ValueError(f"no column {name!r} (--{flag}); it has {', '.join(row) or 'none'}")
     if row[name] is None or row[name] in ("", []):
@@ -207,7 +208,7 @@ def _column(row: dict[str, Any], name: str, flag: str) -> Any:
 def _margin(preference: PreferenceSection, row: dict[str, Any]) -> float:
     if preference.margin_key is None:
         return 0.0
-    margin = _column(row, preference.margin_key, "margin_key")
+    margin = column(row, preference.margin_key, "margin_key")
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) < float("inf"):
         raise ValueError(f"{preference.margin_key!r} (--margin_key) must be a finite number, not {margin!r}")
     return float(margin)
@@ -220,7 +221,7 @@ def _tie(preference: PreferenceSection, row: dict[str, Any]) -> bool:
 
 
 def _bool(row: dict[str, Any], name: str, flag: str) -> bool:
-    value = _column(row, name, flag)
+    value = column(row, name, flag)
     if value not in (True, False):
         raise ValueError(f"{name!r} (--{flag}) must be true or false, not {value!r}")
     return bool(value)
@@ -229,7 +230,7 @@ def _bool(row: dict[str, Any], name: str, flag: str) -> bool:
 def _head(preference: PreferenceSection, row: dict[str, Any], heads: Sequence[str]) -> int:
     if preference.head_key is None:
         return 0
-    head = _column(row, preference.head_key, "head_key")
+    head = column(row, preference.head_key, "head_key")
     if head not in heads:
         raise ValueError(f"{preference.head_key!r} (--head_key) is {head!r}, not one of the heads {', '.join(heads)}")
     return list(heads).index(head)

@@ -60,7 +60,11 @@ def load_scorer(
 def stored_heads(section: ModelSection, flag: str = "pretrain", *, name: str = "") -> list[str]:
     """Return the names of the scores of a model's head; empty for a model that generates. `name` is that of load_scorer()."""
     name = name or getattr(section, flag)
-    config = AutoConfig.from_pretrained(_checked(name, f"--{flag} {name}"), trust_remote_code=section.trust_remote_code)
+    given = f"--{flag} {name}"
+    try:
+        config = AutoConfig.from_pretrained(_checked(name, given), trust_remote_code=section.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(str(error) if str(error).startswith(given) else f"{given}: {error}") from error
     scores = any(each.endswith("ForSequenceClassification") for each in config.architectures or ())
     return [config.id2label[place] for place in sorted(config.id2label)] if scores else []
 

@@ -38,6 +38,10 @@ class RewardModel(Role, ScorerNames):
         scores = self._last(batch)
         return scores if scores.ndim == 1 else scores.gather(1, batch.heads[:, None])[:, 0], {}
 
+    def scores_of_tokens(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
+        """Return the score at each token, [T], of a model with one head: a process reward model is read after each step."""
+        return self.module(batch), {}
+
     def weight(self, batch: Batch) -> Tensor:
         """Return [N] bool: True for rows with learned tokens."""
         return sequence_sums(batch.loss_mask.float(), batch) > 0

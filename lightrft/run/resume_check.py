@@ -24,7 +24,7 @@ TOWERS = ("vision_config", "audio_config")
 """Parts of a model's configuration that describe modules which are not trained."""
 NO_NUMBER_DEPENDS_ON = {
     *("save_path", "ckpt_path", "load_checkpoint", "save_steps", "max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt", "async_save"),
-    *("save_adapter_only", "overwrite", "mismatch_limit", "media_root", "data_cache"),
+    *("save_adapter_only", "overwrite", "mismatch_limit", "media_root", "precompute_reference", "data_cache"),
     *("eval_steps", "timeout_minutes", "arrival_minutes", "phase_minutes", "server_minutes", "reward_minutes",
        "reward_workers", "reward_memory_gb",
        *(field.name for field in fields(SECTIONS["observe"]))),
@@ -46,6 +46,7 @@ def identity(
         "pieces": rows.digests,
         "model": {name: value for name, value in model.to_dict().items() if name not in NOT_THE_MODEL},
         "weights": dict(weights),
+        "command": config.command,
         "settings": {name: value for section in asdict(config).values() for name, value in section.items()},
     })  # fmt: skip
 
@@ -71,7 +72,8 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     if problems:
         raise ConfigError("\n".join(f"  - {problem}" for problem in problems))
     notices = [f"--{name} {change}" for name, change in settings.items() if name not in NO_NUMBER_DEPENDS_ON]
-    of_reference = now["settings"].get("use_kl_loss") or now["settings"].get("init_kl_coef")
+    of_reference = now.get("command") in ("train_dpo", "train_kto")
+    of_reference |= bool(now["settings"].get("use_kl_loss") or now["settings"].get("init_kl_coef"))
     return notices + (["the weights of --pretrain, the reference of the divergence, have changed"]
                       if others and of_reference else [])  # fmt: skip
 

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from functools import partial
 
 from lightrft.checkpoint.final_model import with_merged_pretrain
+from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
 from lightrft.data.preferences import load_answers, load_pairs
 from lightrft.data.prompt_set import PromptSet
+from lightrft.data.steps import load_steps
 from lightrft.models.load import head_names, load_tokenizer
 from lightrft.roles.role import Role
 from lightrft.run.observation import log_duration, observation
@@ -19,6 +21,7 @@ from lightrft.trainer.build_roles import build_policy, build_reward_model, set_b
 from lightrft.trainer.supervised import SupervisedTrainer, Task
 from lightrft.trainer.tasks.dpo import DPOTask
 from lightrft.trainer.tasks.kto import KTOTask
+from lightrft.trainer.tasks.process_reward import ProcessRewardTask
 from lightrft.trainer.tasks.reward_model import RewardModelTask
 from lightrft.trainer.tasks.sft import SFTTask
 
@@ -40,12 +43,30 @@ def sft_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
 def rm_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
     def build(config: Config) -> Learning:
         heads = head_names(config.model, config.preference.reward_heads)
+        if len(heads) > 1 and config.preference.head_key is None:
+            raise ConfigError(
+                f"--pretrain {config.model.pretrain} has {len(heads)} heads: set --head_key, the column that names "
+                "the head of a row"
+            )
         training_data = _load_judged(config, partial(load_pairs, config.data, config.preference, heads=heads))
         with log_duration(strategy, f"loading {config.model.pretrain}"):
             role = build_reward_model(config, strategy, training_data.tokenizer, updates=training_data.total_steps, heads=heads)
         return role, RewardModelTask(role, config.preference, config.train, heads if len(heads) > 1 else []), training_data
 
     return _trainer("train_rm", config, strategy, build, role_name="reward_model")
+
+
+def prm_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
+    def build(config: Config) -> Learning:
+        heads = head_names(config.model, [])
+        if len(heads) > 1:
+            raise ConfigError(f"--pretrain {config.model.pretrain} has {len(heads)} heads: train_prm needs a single one")
+        training_data = _load_judged(config, partial(load_steps, config.data, config.preference))
+        with log_duration(strategy, f"loading {config.model.pretrain}"):
+            role = build_reward_model(config, strategy, training_data.tokenizer, updates=training_data.total_steps, heads=heads)
+        return role, ProcessRewardTask(role, config.train), training_data
+
+    return _trainer("train_prm", config, strategy, build, role_name="reward_model")
 
 
 def dpo_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
@@ -90,7 +111,7 @@ def _trainer(
 
 
 def _load_judged(config: Config, load: Callable[..., PromptSet]) -> TrainingData:
-    """Load judged answers for training and evaluation; `load` is load_pairs() or load_answers() with its sections."""
+    """Load judged answers for training and evaluation; `load` is load_pairs() or another such function with its sections."""
     tokenizer, train = load_tokenizer(config.model), config.train
     longest = min(train.max_tokens_per_microbatch, train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch)
     rows = load(tokenizer, source="prompt_data", longest=longest)

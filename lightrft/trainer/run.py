@@ -22,7 +22,7 @@ from lightrft.strategy import get_strategy
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import Trainer
 from lightrft.trainer.build import evaluation, ppo_trainer
-from lightrft.trainer.build_supervised import dpo_trainer, kto_trainer, rm_trainer, sft_trainer
+from lightrft.trainer.build_supervised import dpo_trainer, kto_trainer, prm_trainer, rm_trainer, sft_trainer
 from lightrft.trainer.ppo import PPOTrainer
 from lightrft.trainer.supervised import SupervisedTrainer
 
@@ -59,6 +59,11 @@ def train_dpo(config: Config | str | Path | None = None, **values: Any) -> Super
 def train_kto(config: Config | str | Path | None = None, **values: Any) -> SupervisedTrainer:
     """Train a policy on single answers that are good or bad (KTO); see train_ppo()."""
     return run("train_kto", configuration(config, values))
+
+
+def train_prm(config: Config | str | Path | None = None, **values: Any) -> SupervisedTrainer:
+    """Train a process reward model on answers whose steps are judged; see train_ppo()."""
+    return run("train_prm", configuration(config, values))
 
 
 def evaluate(config: Config | str | Path | None = None, **values: Any) -> dict[str, float]:
@@ -104,6 +109,7 @@ WORK: dict[str, Callable[[Config, StrategyBase], Any]] = {
     "train_ppo": partial(_train, ppo_trainer),
     "train_sft": partial(_train, sft_trainer),
     "train_rm": partial(_train, rm_trainer),
+    "train_prm": partial(_train, prm_trainer),
     "train_dpo": partial(_train, dpo_trainer),
     "train_kto": partial(_train, kto_trainer),
     "evaluate": _evaluate,

@@ -28,6 +28,7 @@ TURNED: dict[str, tuple[str, list[str], list[str]]] = {
     "completion_key": ("train_kto", [], ["--completion_key=worse"]),
     "desirable_weight": ("train_kto", [], ["--desirable_weight=3"]),
     "undesirable_weight": ("train_kto", [], ["--undesirable_weight=3"]),
+    "step_separator": ("train_prm", [], ["--step_separator=;"]),
     "dpo_loss": ("train_dpo", [], ["--dpo_loss=ipo"]),
     "beta": ("train_dpo", [], ["--beta=0.5"]),
     "label_smoothing": ("train_dpo", [], ["--label_smoothing=0.3"]),
@@ -40,7 +41,8 @@ ONLY_WHERE_AND_WHEN = {"precompute_reference"}
 
 
 def test_every_field_is_turned():
-    assert set(TURNED) == {field.name for field in fields(PreferenceSection)} - ONLY_WHERE_AND_WHEN
+    of_data = {"step_separator"}
+    assert set(TURNED) - of_data == {field.name for field in fields(PreferenceSection)} - ONLY_WHERE_AND_WHEN
 
 
 def every_run(folder: str, given: list[str]) -> dict[str, list]:
@@ -51,7 +53,8 @@ def every_run(folder: str, given: list[str]) -> dict[str, list]:
         key = json.dumps([command, flags])
         if key not in known:
             path = f"{folder}/run{len(known)}"
-            run_here(command, [*given, *flags, f"--save_path={path}", "--max_steps=2"])
+            data = [f"--prompt_data={folder}/steps.jsonl"] if command == "train_prm" else []
+            run_here(command, [*given, *data, *flags, f"--save_path={path}", "--max_steps=2"])
             known[key] = repeatable(rows_of(Path(path)))
         return known[key]
 
@@ -64,10 +67,11 @@ def test_a_field_changes_a_number(tmp_path):
     turned = [
         row
         | {"better": row["chosen"] + "!", "worse": row["rejected"] + "!", "other": "a"}
-        | {"completion": row["chosen"], "label": row["tie"]}
+        | {"completion": row["chosen"], "label": row["tie"], "completions": ["a", row["chosen"]], "labels": [True, row["tie"]]}
         for row in PAIRS
     ]
     data = write(turned, tmp_path / "pairs.jsonl")
+    write([{name: row[name] for name in ("prompt", "completions", "labels")} for row in turned], tmp_path / "steps.jsonl")
     given = ["--fsdp", f"--pretrain={tmp_path}/model", f"--prompt_data={data}", *RUN]
     (found,) = run_ranks(1, every_run, str(tmp_path), given)
     for name, (before, after) in found.items():

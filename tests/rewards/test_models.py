@@ -20,6 +20,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightrft.config import Config, RewardSection, validate
+from lightrft.data.step_ends import StepEnds
 from lightrft.rewards.functions import rewards
 from lightrft.rewards.models import ModelRewards, ScoringModel
 from lightrft.rewards.runner import RewardRunner
@@ -159,7 +160,7 @@ def merging_tokenizer() -> PreTrainedTokenizerFast:
 )  # fmt: skip
 def test_steps_end_at_the_token_that_completes_the_separator(merging_tokenizer, text, separator, steps):
     ids = merging_tokenizer.encode(text)
-    ends = StepRewards(merging_tokenizer, separator, "sum").ends(ids)
+    ends = StepEnds(merging_tokenizer, separator)(ids)
     starts = [0, *(end + 1 for end in ends)][: len(ends)]
     assert [merging_tokenizer.decode(ids[start : end + 1]) for start, end in zip(starts, ends, strict=True)] == steps
 

@@ -15,7 +15,7 @@ from lightrft.run.prepare import prepare_config
 from runs import prepare, rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
-RUNS = sorted(path.name for path in ROOT.glob("scripts/run_*.sh"))
+RUNS = sorted(path.name for path in ROOT.glob("scripts/run_*.sh") if path.stem != "run_pipeline")
 TORCHRUN = f"""#!{sys.executable}
 import json, sys
 with open("{{log}}", "a") as log:

@@ -82,10 +82,11 @@ def test_layouts_do_not_change_the_steps(inputs, expected, tmp_path):
 
 
 def test_two_ranks_report_what_one_reports(inputs, tmp_path):
-    """On held-out pairs too, with the reference computed live and in advance."""
+    """On held-out pairs too, with the reference computed live and in advance; the latter with data from a file."""
     flags = [*inputs, *CASES["smoothed"], inputs[1].replace("prompt_data", "eval_data"), "--fsdp", "--eval_steps=1"]
     (one,) = run_cases(1, course, {"live": ("train_dpo", [*flags, "--max_tokens_per_microbatch=400"], f"{tmp_path}/one")})["live"]
-    two = run_cases(2, course, {"known": ("train_dpo", [*flags, "--precompute_reference"], f"{tmp_path}/two")})["known"][0]
+    known = [*flags, "--precompute_reference", f"--data_cache={tmp_path}/cache"]
+    two = run_cases(2, course, {"known": ("train_dpo", known, f"{tmp_path}/two")})["known"][0]
     for first, second in zip(repeatable(one[0]), repeatable(two[0]), strict=True):
         assert first == pytest.approx(second, rel=1e-4, abs=1e-6)
     last = one[0][-1]

@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ranks import run_cases
 from runs import prepare, repeatable, train
+from trainer.judged import PAIRS, answer_logprobs, assert_equal, course, plain, write
 
 SFT = ["--train_batch_size=8", "--num_episodes=20", "--actor_learning_rate=3e-3", "--lr_scheduler=constant"]
 
@@ -75,3 +77,41 @@ def test_conversations_are_learned_turn_by_turn(inputs, tmp_path):
         logprobs = logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0][torch.tensor(learned[1:])]
         total, count = total - logprobs.sum().item(), count + len(logprobs)
     assert found[0]["eval/loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+LAYOUTS = {
+    "fsdp": ["--fsdp"],
+    "zero2": ["--fsdp=false", "--zero_stage=2", "--micro_train_batch_size=1"],
+    "zero3": ["--fsdp=false", "--zero_stage=3"],
+    "sp": ["--fsdp", "--sp_size=2"],
+    "tp": ["--fsdp", "--tp_size=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def answers(inputs, tmp_path_factory) -> tuple[list[str], tuple]:
+    """Flags, and three steps in plain torch over the whole batch: the mean over all tokens of all answers."""
+    folder = next(flag for flag in inputs if "pretrain=" in flag).partition("=")[2]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+    def loss(model, rows):
+        return -torch.cat([answer_logprobs(model, row["prompt"], row["chosen"]) for row in rows]).mean()
+
+    data = write(PAIRS, tmp_path_factory.mktemp("answers") / "answers.jsonl")
+    flags = [f"--pretrain={folder}", f"--prompt_data={data}", "--input_key=prompt", "--label_key=chosen"]
+    return flags, plain(model, loss, PAIRS)
+
+
+def test_steps_are_those_of_plain_torch(answers, tmp_path):
+    flags, expected = answers
+    ((found,),) = run_cases(1, course, {"": ("train_sft", ["--fsdp", *flags], f"{tmp_path}/run")}).values()
+    assert_equal(found, expected)
+
+
+@pytest.mark.slow
+def test_layouts_do_not_change_the_steps(answers, tmp_path):
+    flags, expected = answers
+    cases = {name: ("train_sft", [*layout, *flags], f"{tmp_path}/{name}") for name, layout in LAYOUTS.items()}
+    for by_rank in run_cases(2, course, cases).values():
+        for found in by_rank:
+            assert_equal(found, expected)

@@ -1,5 +1,6 @@
 """Direct preference optimisation: the log-probs of two answers, relative to those of a reference model."""
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ from lightrft.algorithms.preferences.dpo import DPOObjective
 from lightrft.algorithms.reduce import sequence_sums
 from lightrft.batching.redistribute import share
 from lightrft.config.sections import PreferenceSection, TrainSection
+from lightrft.data.preferences import CHOSEN, REJECTED
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import LossTerm
 from lightrft.trainer.tasks.pairs import local_pairs, pair_denominator
@@ -20,15 +22,15 @@ class DPOTask:
 
     def __init__(self, policy: Policy, preference: PreferenceSection, train: TrainSection):
         self.policy, self.train, self.objective = policy, train, DPOObjective(preference)
-        self._known: dict[int, Tensor] = {}
-        """id() of a pair -> the reference's log-probs of both answers, [2] float32 on the host."""
+        self._known: dict[bytes, Tensor] = {}
+        """Digest of a pair -> the reference's log-probs of both answers, [2] float32 on the host."""
 
     def term(self, pairs: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
         """Return this rank's share of the loss on all ranks' pairs, with the reference's log-probs of its answers."""
         strategy = self.policy.strategy
         batch, rows, local = local_pairs(pairs, strategy.mesh.data, self.train, max_tokens=max_tokens)
         if self.policy.reference is None:
-            known = [self._known[id(pairs[place])] for place in local]
+            known = [self._known[_digest(pairs[place])] for place in local]
             batch.reference = torch.cat([*known, torch.zeros(0)])
         else:
             batch.reference = sequence_sums(self.policy.reference_logprobs(batch, rows), batch)
@@ -43,4 +45,10 @@ class DPOTask:
         batch, rows, local = local_pairs(pairs, data, train, max_tokens=max_tokens)
         sums = sequence_sums(self.policy.logprobs(batch, rows), batch).view(-1, 2)
         places, known = share(data, torch.tensor(local, dtype=torch.int64)), share(data, sums)
-        self._known |= {id(pairs[place]): both for place, both in zip(places.tolist(), known, strict=True)}
+        self._known |= {_digest(pairs[place]): both for place, both in zip(places.tolist(), known, strict=True)}
+
+
+def _digest(pair: Prompt) -> bytes:
+    """Return a digest of the tokens of a pair, which may be built anew each time that it is needed."""
+    tokens = [pair.token_ids, *(pair.columns[name].token_ids for name in (CHOSEN, REJECTED))]
+    return hashlib.blake2b(repr([list(ids) for ids in tokens]).encode(), digest_size=16).digest()

@@ -1,0 +1,14 @@
+"""Train a process reward model on answers whose steps are judged, each as right or wrong.
+
+torchrun --nproc-per-node 2 -m lightrft.cli.train_prm --config configs/quickstart_prm.yaml
+"""
+
+from lightrft.cli.entrypoint import enter
+
+
+def main(argv: list[str] | None = None) -> None:
+    enter("train_prm", __doc__, argv)
+
+
+if __name__ == "__main__":
+    main()

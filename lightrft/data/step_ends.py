@@ -1,0 +1,50 @@
+"""Ends of the steps of an answer, the same in the training of a process reward model and in the responses that it scores."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config.errors import ConfigError
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""Text of a token that is only a part of a character."""
+BYTES_OF_A_CHARACTER = 4
+"""Maximum number of bytes of a character, and therefore of tokens per character, since a token has at least one byte."""
+
+
+class StepEnds:
+    """Search for the tokens that complete a separator, however its text is divided into tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, separator: str):
+        """Set up the search. Raise ConfigError for an empty separator."""
+        if not separator:
+            raise ConfigError("--step_separator is empty, so no step would have an end")
+        self.tokenizer, self.separator = tokenizer, separator
+        self.window = BYTES_OF_A_CHARACTER * len(separator)
+        self._may_end: dict[int, bool] = {}
+
+    def __call__(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the index of the last token of each step: one that completes a separator, or the last of all.
+
+        A step that would consist of spaces belongs to the one before it.
+        """
+        ends: list[int] = []
+        start = 0
+        for place, token in enumerate(token_ids):
+            if place < len(token_ids) - 1 and not self._ends_separator(token, token_ids[max(start, place - self.window) : place]):
+                continue
+            if ends and not self._text(token_ids[start : place + 1]).strip():
+                ends[-1] = place
+            else:
+                ends.append(place)
+            start = place + 1
+        return ends
+
+    def _ends_separator(self, token: int, before: Sequence[int]) -> bool:
+        if token not in self._may_end:
+            text = self._text([token])
+            self._may_end[token] = self.separator[-1] in text or INCOMPLETE in text
+        return self._may_end[token] and self.separator in self._text([*before, token])
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
