@@ -26,6 +26,7 @@ from lightrft.config import (
     section_of_field,
     summary,
 )
+from lightrft.config.references import DataSource, data_sources
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 RUNNABLE = ["--pretrain", "some/model", "--prompt_data", "train.jsonl"]
@@ -691,3 +692,12 @@ def test_a_former_value_of_a_flag_is_still_read():
     config = parsed("--bad_rows", "fail")
     assert config.data.bad_rows == "stop"
     assert config.notices == ["--bad_rows fail is the old form of a flag: use --bad_rows stop"]
+
+
+def test_data_sets_may_be_a_list(tmp_path):
+    (tmp_path / "run.yaml").write_text("data:\n  prompt_data: [a.jsonl:0.7, 'b:rows:0.3']\n")
+    config = parsed("--config", str(tmp_path / "run.yaml"))
+    assert config.data.prompt_data == "a.jsonl:0.7,b:rows:0.3"
+    assert data_sources(config.data.prompt_data) == [DataSource("a.jsonl", 0.7), DataSource("b:rows", 0.3)]
+    message = "--prompt_data: b has no probability, and others have: write b:NUMBER"
+    assert message in problems("--pretrain", str(tmp_path), "--prompt_data", "a:0.7,b")

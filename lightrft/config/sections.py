@@ -283,7 +283,7 @@ class RewardSection(Section):
     """Reward function: a name, module:function, file.py:function, or the http(s) address of a server. Several are separated by
     commas, or a list in YAML, each in the form NAME, NAME:WEIGHT or LABEL=NAME:WEIGHT; the reward is their weighted sum, and the
     label names the metric of each. Built in are exact_match, number (also called gsm8k), math, choice, f1, format, length,
-    json_schema, code and none."""
+    json_schema, code, reasoning_gym and none."""
     reward_key: str | None = None
     """Column that names the rewards and reward models for its row: a label, or a list of labels. Unset: all of them score every
     row."""

@@ -14,6 +14,7 @@ from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any, overload
 
+import numpy as np
 import pyarrow as pa
 from loguru import logger
 
@@ -120,31 +121,47 @@ def _write(file: Path, parts: Sequence[Iterable[Prompt]], distinguishing: str | 
     """Write the prompts of all parts, and return what a reader needs to know of them."""
     sizes, examples = [0] * len(parts), {}
 
-    def rows() -> Iterator[dict[str, Any]]:
+    def counted() -> Iterator[Prompt]:
         for number, part in enumerate(parts):
             for prompt in part:
                 kind = number, tuple(sorted(prompt.columns)), repr(prompt.columns.get(distinguishing))
                 examples.setdefault(kind, sum(sizes))
                 sizes[number] += 1
-                yield _row(prompt)
+                yield prompt
 
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, SCHEMA) as writer:
-        given = rows()
-        while batch := list(islice(given, ROWS_OF_BATCH)):
-            writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=SCHEMA))
+        prompts = counted()
+        while batch := list(islice(prompts, ROWS_OF_BATCH)):
+            writer.write_batch(_batch(batch))
     return Summary(sizes, digests_of_pieces(StoredPrompts(file, range(sum(sizes)))), sorted(examples.values()))
 
 
-def _row(prompt: Prompt) -> dict[str, Any]:
-    answers = {name: value for name, value in prompt.columns.items() if isinstance(value, Answer)}
-    return {
-        "text": prompt.text,
-        "token_ids": prompt.token_ids,
-        "columns": json.dumps({name: value for name, value in prompt.columns.items() if name not in answers}),
-        "answers": [{"name": name, **answer._asdict()} for name, answer in answers.items()],
-        "images": [_image(image) for image in prompt.multi_modal.get(IMAGES, [])],
-        "media_tokens": prompt.media_tokens,
+def _batch(prompts: list[Prompt]) -> pa.RecordBatch:
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    ids = np.concatenate([np.array(prompt.token_ids, dtype=np.int32) for prompt in prompts])
+    columns = {
+        "text": [prompt.text for prompt in prompts],
+        "token_ids": pa.ListArray.from_arrays(np.cumsum([0, *lengths], dtype=np.int32), ids),
+        "columns": [json.dumps(_plain_columns(prompt)) for prompt in prompts],
+        "answers": [_answers(prompt) for prompt in prompts],
+        "images": [[_image(image) for image in prompt.multi_modal.get(IMAGES, [])] for prompt in prompts],
+        "media_tokens": [prompt.media_tokens for prompt in prompts],
     }
+    return pa.RecordBatch.from_arrays(
+        [_array(values, SCHEMA.field(name).type) for name, values in columns.items()], schema=SCHEMA
+    )
+
+
+def _array(values: Any, kind: pa.DataType) -> pa.Array:
+    return values if isinstance(values, pa.Array) else pa.array(values, type=kind)
+
+
+def _plain_columns(prompt: Prompt) -> dict[str, Any]:
+    return {name: value for name, value in prompt.columns.items() if not isinstance(value, Answer)}
+
+
+def _answers(prompt: Prompt) -> list[dict[str, Any]]:
+    return [{"name": name, **value._asdict()} for name, value in prompt.columns.items() if isinstance(value, Answer)]
 
 
 def _image(image: ImageFile) -> dict[str, Any]:

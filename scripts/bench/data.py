@@ -103,7 +103,7 @@ def main() -> None:
         tiny_qwen3(folder / "model", seed=0)
         write_rows(folder / "rows.jsonl", args.rows, args.tokens)
         for way in WAYS:
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
+            with multiprocessing.get_context("fork").Pool(1) as pool:
                 result[way] = pool.apply(measured, (way, folder, min(args.drawn, args.rows)))
             print(way, result[way], flush=True)
         result["file_bytes_per_row"] = round(next((folder / "cache").glob("*.arrow")).stat().st_size / args.rows)
