@@ -8,7 +8,7 @@ from lightrft import __version__
 COMMANDS = {
     "train_ppo": "train a policy against a reward",
     "train_sft": "train a model on answers (supervised fine-tuning)",
-    "evaluate": "evaluate greedy responses to held-out prompts",
+    "evaluate": "evaluate a model, a run or a checkpoint on held-out prompts and benchmarks",
     "export": "write a checkpoint or an adapter as a Hugging Face folder",
     "report": "write the report of a run",
     "doctor": "check this machine, and compare engine and trainer on a model",

@@ -10,7 +10,7 @@ from typing import Any
 from lightrft.config.commands import fields_read
 from lightrft.config.errors import ConfigError
 from lightrft.config.recipe import TEACHERS, algorithm_problems
-from lightrft.config.references import SERVER, TRACKERS, address_problem, report_names, reward_terms
+from lightrft.config.references import SERVER, TRACKERS, address_problem, eval_sources, report_names, reward_terms
 from lightrft.config.sections import (
     Config,
     ModelSection,
@@ -52,6 +52,12 @@ def _missing_inputs(config: Config, command: str) -> list[str]:
         if path.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(path)):
             problems.append(f"--{name} {path}: no such folder")
     problems += _address_problems(config, command)
+    try:
+        sources = eval_sources(config.data.eval_data)
+    except ValueError as error:
+        return [*problems, str(error)]
+    if command == "train_sft" and any(each.name for each in sources):
+        problems.append("--eval_data NAME=SOURCE: train_sft computes the loss of one set; give files without names")
     data_flag = "eval_data" if command == "evaluate" else "prompt_data"
     if not getattr(config.data, data_flag):
         problems.append(f"--{data_flag} is empty: set it to a JSONL or parquet file, a folder of them, or a hub name")

@@ -15,10 +15,12 @@ from lightrft.algorithms.kl import KLCoefficient
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.algorithms.options import keywords
 from lightrft.algorithms.shaping import RewardShaper
-from lightrft.checkpoint.final_model import with_merged_pretrain
+from lightrft.checkpoint.final_model import with_merged_pretrain, with_model_of_run
 from lightrft.config.errors import ConfigError
-from lightrft.config.references import TRACKERS, report_names
+from lightrft.config.references import TRACKERS, eval_sources, report_names
 from lightrft.config.sections import Config, needs_critic, needs_reference
+from lightrft.config.values import CommaSeparated
+from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.conversations import load_examples
 from lightrft.data.loader import Order
 from lightrft.data.prompts import load_prompts
@@ -46,6 +48,7 @@ from lightrft.rollout.media import Expander
 from lightrft.rollout.sampler import Sampler
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import TrainingData
+from lightrft.trainer.evaluate import HeldOut
 from lightrft.trainer.evaluation import Evaluation
 from lightrft.trainer.ppo import PPOTrainer
 from lightrft.trainer.prepare import prepare_config
@@ -64,7 +67,8 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     given, config = config, with_merged_pretrain(config, strategy.mesh.world)
     rewards = build_rewards(config, strategy)
     training_data = load_training_data(config, config.rollout.rollout_batch_size, rewards=rewards)
-    rewards.check(training_data.prompts + training_data.eval_prompts)
+    rewards.check(training_data.prompts)
+    eval_sets = build_eval_sets(config, strategy, training_data.tokenizer, training_data.expand, rewards)
     tokenizer, steps = training_data.tokenizer, training_data.total_steps
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     updates = samples // config.train.train_batch_size * config.train.max_epochs
@@ -114,6 +118,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         objective=PolicyObjective(algorithm, kl_coefficient),
         critic=critic,
         ptx_loss=ptx_loss,
+        eval_sets=eval_sets,
         parts=parts | ({"mixin": ptx_loss} if ptx_loss else {}),
     )
 
@@ -140,7 +145,7 @@ def log_duration(strategy: StrategyBase, what: str) -> Iterator[None]:
 
 
 def load_training_data(config: Config, batch_size: int, *, rewards: RewardRunner | None = None) -> TrainingData:
-    """Load the training and held-out data with the columns that `rewards` needs; without rewards their answers are learned."""
+    """Load the training data with the columns that `rewards` needs; without rewards, the held-out data too, and answers."""
     tokenizer = load_tokenizer(config.model)
     expand = load_expander(config, tokenizer, engine=rewards is not None)
     if expand is not None:
@@ -150,7 +155,8 @@ def load_training_data(config: Config, batch_size: int, *, rewards: RewardRunner
         if rewards
         else partial(_load_examples, config, tokenizer, expand)
     )
-    prompts, eval_prompts = load(), load(source="eval_data") if config.data.eval_data else []
+    prompts = load()
+    eval_prompts = load(source="eval_data") if config.data.eval_data and rewards is None else []
     return TrainingData(tokenizer, prompts, eval_prompts, total_steps(config, len(prompts), batch_size), expand)
 
 
@@ -316,21 +322,43 @@ def build_rewards(config: Config, strategy: StrategyBase) -> RewardRunner:
     return RewardRunner(config.reward.reward, strategy.mesh.model_parallel, config.reward, chat=chat, fail=strategy.fail)
 
 
+def build_eval_sets(
+    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, expand: Expander | None, rewards: RewardRunner
+) -> list[HeldOut]:
+    """Load the sets of --eval_data: those of benchmarks are scored by their verifiers, the others by `rewards`."""
+    verifiers: dict[str, RewardRunner] = {}
+    sets = []
+    for each in eval_sources(config.data.eval_data):
+        runner, section, options = rewards, config.data, {"measure": expand and expand.measure}
+        if each.benchmark:
+            benchmark = benchmarks[each.benchmark]
+            if benchmark.reward not in verifiers:
+                scoring = replace(config.reward, reward=CommaSeparated(benchmark.reward), reward_key=None)
+                verifiers[benchmark.reward] = build_rewards(replace(config, reward=scoring), strategy)
+            runner, section, options = verifiers[benchmark.reward], with_own_columns(section), {"make": benchmark.make}
+        section = replace(section, eval_data=CommaSeparated(each.source))
+        prompts = load_prompts(section, tokenizer, source="eval_data", row_problem=runner.row_problem, **options)
+        runner.check(prompts)
+        sets.append(HeldOut(each.name, prompts, runner))
+    return sets
+
+
 def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
-    """Load the held-out prompts, start an engine with the weights of `pretrain`, and load the models of the rewards."""
-    given, config = config, with_merged_pretrain(config, strategy.mesh.world)
+    """Load the held-out prompts, start an engine with the weights of `pretrain`, and load the models of the rewards.
+
+    `pretrain` may also be a run's folder or a checkpoint.
+    """
+    given, config = config, with_merged_pretrain(with_model_of_run(config, strategy.mesh.world), strategy.mesh.world)
     tokenizer, rewards = load_tokenizer(config.model), build_rewards(config, strategy)
-    expand = load_expander(config, tokenizer, engine=True)
-    measure = expand and expand.measure
-    prompts = load_prompts(config.data, tokenizer, source="eval_data", row_problem=rewards.row_problem, measure=measure)
-    rewards.check(prompts)
-    rewards.models = build_model_rewards(config, strategy, tokenizer)
+    sets = build_eval_sets(config, strategy, tokenizer, load_expander(config, tokenizer, engine=True), rewards)
+    if any(each.rewards is rewards for each in sets):
+        rewards.models = build_model_rewards(config, strategy, tokenizer)
     # The engine sleeps only for reward models: nothing else needs the device.
     engine = replace(config.engine, enable_engine_sleep=rewards.models is not None)
     strategy.announce("start_engine")
     with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type}) with {config.model.pretrain}"):
         strategy.setup_inference_engine(replace(config, engine=engine))
-    return Evaluation(given, strategy, prompts, Sampler(strategy, tokenizer, config.rollout), rewards)
+    return Evaluation(given, strategy, sets, Sampler(strategy, tokenizer, config.rollout))
 
 
 def observation(config: Config, strategy: StrategyBase) -> tuple[Observer, Trace]:

@@ -1,6 +1,6 @@
 """PPO and its family: generate samples, score them, estimate advantages, update."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightrft.algorithms.objectives import PolicyObjective, ValueObjective
@@ -11,7 +11,7 @@ from lightrft.rollout.collector import Collector
 from lightrft.rollout.experience import ExperienceMaker, Planned
 from lightrft.rollout.measure import measure_samples
 from lightrft.trainer.base import Trainer
-from lightrft.trainer.evaluate import evaluate
+from lightrft.trainer.evaluate import HeldOut, evaluate
 from lightrft.trainer.interruption import Interrupted
 from lightrft.trainer.supervised import PtxLoss
 from lightrft.types import Prompt
@@ -28,6 +28,7 @@ class PPOTrainer(Trainer):
         objective: PolicyObjective,
         critic: Critic | None = None,
         ptx_loss: PtxLoss | None = None,
+        eval_sets: Sequence[HeldOut] = (),
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
@@ -37,6 +38,7 @@ class PPOTrainer(Trainer):
         if critic is not None:
             self.models["critic"] = (critic.module, critic.optimizer, critic.scheduler)
         self.collect, self.make_experience, self.objective = collect, make_experience, objective
+        self.eval_sets = eval_sets
 
     def step(self, number: int) -> None:
         begun = self.collect.begin(), self.metrics.state_dict(), self.strategy.weight_version
@@ -74,10 +76,12 @@ class PPOTrainer(Trainer):
         """
         version = self.strategy.weight_version
         with self.strategy.engine_awake(self.policy.actor):
-            seed = derived_seed(self.config.train.seed, "evaluation", self.done)
-            groups = self.collect.sampler.answer(self.eval_prompts, seed=seed)
+            seed, answer = self.config.train.seed, self.collect.sampler.answer
+            answered = [answer(each.prompts, seed=derived_seed(seed, "evaluation", self.done, *each.seed_parts))
+                        for each in self.eval_sets]  # fmt: skip
         self.strategy.engine_lags(version)
-        evaluate(groups, self.collect.rewards, self.metrics, self.strategy.mesh.data)
+        for each, groups in zip(self.eval_sets, answered, strict=True):
+            evaluate(each, groups, self.metrics, self.strategy.mesh.data)
 
     def save_models(self) -> None:
         super().save_models()
