@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -54,7 +55,7 @@ class Evaluation:
         self._write_responses(answered)
         if strategy.is_rank_0():
             (self.folder / "evaluation.json").write_text(json.dumps(result, indent=2) + "\n")
-            Console().print(table(self.config.model.pretrain, self.sets, found))
+            Console(width=None if sys.stdout.isatty() else 130).print(table(self.config.model.pretrain, self.sets, found))
             logger.info("numbers: {}, responses: {}", self.folder / "evaluation.json", self.folder / "responses.jsonl")
         return result
 

@@ -11,11 +11,12 @@ from lightrft.config.references import EvalSource, eval_sources
 from lightrft.trainer.run import run
 from ranks import run_ranks
 from runs import PPO, prepare, train
+from with_vllm import load_vllm
 
 QUESTIONS = [{"question": f"{i} + {i}?", "answer": f"It is\n#### {2 * i}"} for i in range(7)]
 CHOICES = [{"Question": f"{i}?", "Correct Answer": "yes", **{f"Incorrect Answer {n}": f"no {n}" for n in (1, 2, 3)}}
            for i in range(5)]  # fmt: skip
-SAMPLED = ["--eval_n_samples=3", "--engine_type=hf", "--generate_max_len=5"]
+SAMPLED = ["--eval_n_samples=3", "--engine_type=hf", "--generate_max_len=5", "--prompt_max_len=200"]
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -39,7 +40,7 @@ def evaluate_here(flags: list[str]) -> dict[str, float]:
 
 def evaluated(ranks: int, flags: list[str], save_path: Path) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Evaluate on forked ranks; returns the numbers, those of all ranks, and the responses."""
-    returned = run_ranks(ranks, evaluate_here, [*flags, *SAMPLED, f"--save_path={save_path}"])
+    returned = run_ranks(ranks, evaluate_here, [*SAMPLED, *flags, f"--save_path={save_path}"])
     numbers = json.loads((save_path / "evaluation.json").read_text())
     assert returned == [numbers] * ranks
     return numbers, [json.loads(line) for line in (save_path / "responses.jsonl").read_text().splitlines()]
@@ -54,6 +55,14 @@ def one_rank(inputs, tmp_path_factory):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_numbers_and_responses_do_not_depend_on_the_ranks(inputs, one_rank, tmp_path, ranks):
     assert evaluated(ranks, inputs[1], tmp_path) == one_rank
+
+
+@pytest.mark.slow
+def test_engines_give_the_same_greedy_responses(inputs, one_rank, tmp_path):
+    load_vllm()
+    vllm = ["--engine_type=vllm", "--engine_kv_cache_gb=0.2"]
+    _, rows = evaluated(1, [*inputs[1], *vllm], tmp_path)
+    assert [row for row in rows if row["sample"] == "greedy"] == [row for row in one_rank[1] if row["sample"] == "greedy"]
 
 
 @pytest.mark.slow
