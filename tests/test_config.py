@@ -394,6 +394,11 @@ def test_sft_asks_nothing_about_rollouts():
     check(*RUNNABLE, "--rollout_batch_size", "10", "--train_batch_size", "7", command="train_sft", world_size=2)
 
 
+def test_sft_computes_the_loss_of_one_held_out_set():
+    assert "train_sft computes the loss of one set" in problems(*RUNNABLE, "--eval_data=gsm8k=x", command="train_sft")
+    assert "a:gsm9k: unknown format; did you mean gsm8k?" in problems(*RUNNABLE, "--eval_data=a:gsm9k=x")
+
+
 # -- flags without effect
 
 
@@ -404,6 +409,8 @@ def test_sft_asks_nothing_about_rollouts():
         ("train_sft", ["--max_epochs", "3"], "--max_epochs has no effect in train_sft"),
         ("evaluate", ["--num_episodes", "3"], "--num_episodes has no effect in evaluate"),
         ("evaluate", ["--report_to=jsonl"], "--report_to has no effect in evaluate"),
+        ("evaluate", ["--eval_data=gsm8k=x", "--reward=math"], "--reward has no effect without --eval_data in other formats"),
+        ("evaluate", ["--eval_data=a:aime=x", "--eval_label_key=k"], "--eval_label_key has no effect without --eval_data in"),
         ("train_sft", ["--tracker_project=p"], "--tracker_project has no effect without --report_to comet_ml or mlflow or swan"),
         ("train_sft", ["--tracker_org=o"], "--tracker_org has no effect without --report_to comet_ml or swanlab or wandb"),
         ("train_ppo", ["--init_kl_coef=0", "--kl_estimator=k2"], "--kl_estimator has no effect without --init_kl_coef"),

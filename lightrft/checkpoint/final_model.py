@@ -13,7 +13,7 @@ from lightrft.checkpoint import manager
 from lightrft.checkpoint.atomic import CheckpointError, run_on_all_ranks
 from lightrft.checkpoint.hf_export import export_adapter, export_whole
 from lightrft.checkpoint.hf_parameters import unwrap
-from lightrft.checkpoint.manifest import MANIFEST
+from lightrft.checkpoint.manifest import MANIFEST, Manifest
 from lightrft.checkpoint.model_state import ModelState, frozen_names
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config, ModelSection
@@ -29,6 +29,8 @@ from lightrft.parallel.collectives import Axis
 ALONE = Axis("export", 1, 0, None)
 MERGED, SOURCE = "merged_pretrain", "merged_from.json"
 """Folder of a run that contains its base model merged with an adapter, and the file in it that identifies both."""
+EXPORTED, CHECKPOINT_SOURCE = "exported_pretrain", "exported_from.json"
+"""Folder of an evaluation with the model of a checkpoint, and the file in it that identifies the checkpoint."""
 
 
 def export_checkpoint(
@@ -41,8 +43,7 @@ def export_checkpoint(
     parameters come from the run's --pretrain, or from `pretrain`. This process loads the whole model, in float32.
     Raises ConfigError (a ValueError) or CheckpointError (a RuntimeError) if something is missing or does not match.
     """
-    tag = path.name if (path / MANIFEST).is_file() else None
-    found = manager.find(path.parent if tag else path, tag, ALONE)
+    found = _checkpoint(path)
     if found is None:
         raise ConfigError(f"{path} is not a checkpoint of a run, and contains none")
     manifest, path, state = found
@@ -112,6 +113,42 @@ def _role(name: str, section: ModelSection, tokenizer: PreTrainedTokenizerBase, 
         flag = "critic_pretrain" if section.critic_pretrain else "pretrain"
         return Scorer(freeze_parameters(load_scorer(section, flag), section))
     return Actor(freeze_parameters(load_model(section), section))
+def with_model_of_run(config: Config, world: Axis) -> Config:
+    """Return the configuration with the model of --pretrain where that is a run's folder or a checkpoint; all ranks call this.
+
+    The model of a complete run is its folder `model`. That of a checkpoint, or of the newest one of a run without a final model,
+    is written by rank 0 to --save_path/exported_pretrain unless it is there.
+    """
+    given = Path(config.model.pretrain).expanduser()
+    if not given.is_dir() or (given / "config.json").is_file() or is_adapter_folder(given):
+        return config
+    if (given / "model").is_dir():
+        return replace(config, model=replace(config.model, pretrain=str(given / "model")))
+    folder = Path(config.train.save_path) / EXPORTED
+
+    def export() -> None:
+        found = _checkpoint(given / "checkpoints" if (given / "checkpoints").is_dir() else given)
+        if found is None:
+            raise ConfigError(f"{given} is neither a model's folder, nor that of a run, nor a checkpoint: no config.json in it")
+        digest = hashlib.sha256((found[1] / MANIFEST).read_bytes()).hexdigest()
+        source, known = {"checkpoint": str(found[1].resolve()), "manifest": digest}, folder / CHECKPOINT_SOURCE
+        if known.is_file() and json.loads(known.read_text()) == source:
+            return
+        logger.info("exporting the model of {} to {}", found[1], folder)
+        export_checkpoint(found[1], folder, trust_remote_code=config.model.trust_remote_code)
+        known.write_text(json.dumps(source, indent=2) + "\n")
+
+    try:
+        run_on_all_ranks(world, f"--pretrain {given}", lambda: export() if world.rank == 0 else None)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    return replace(config, model=replace(config.model, pretrain=str(folder)))
+
+
+def _checkpoint(path: Path) -> tuple[Manifest, Path, dict] | None:
+    """Return the manifest, the path and the state of a checkpoint, or of the newest complete one in a folder; None without."""
+    tag = path.name if (path / MANIFEST).is_file() else None
+    return manager.find(path.parent if tag else path, tag, ALONE)
 
 
 def _section(settings: dict, pretrain: str, trust_remote_code: bool) -> tuple[ModelSection, bool]:

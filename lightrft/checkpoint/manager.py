@@ -154,7 +154,8 @@ def _read_tensors(contents: CheckpointState, path: Path, *, strict: bool, module
         _check_tensors(state["model"], f"{name}.model.", saved, strict)
         if "optimizer" in state:
             _forget_untouched(state["optimizer"]["state"], f"{name}.optimizer.state.", saved)
-    dcp.load(states, storage_reader=reader, planner=LoadPlanner())
+    world = contents.world  # not every rank of the process group may be here: rank 0 alone exports a checkpoint
+    dcp.load(states, storage_reader=reader, planner=LoadPlanner(), process_group=world.group, no_dist=world.size == 1)
     for name, model in contents.models.items():
         model.restore(states[name])
 

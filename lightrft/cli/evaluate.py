@@ -1,4 +1,4 @@
-"""Evaluate a model's greedy responses to held-out prompts; write save_path/evaluation.json.
+"""Evaluate a model, a run or a checkpoint on held-out prompts and benchmarks; write evaluation.json and responses.jsonl.
 
 python -m lightrft.cli.evaluate --fsdp --pretrain runs/quickstart/model --eval_data runs/quickstart/data/test.jsonl
 """

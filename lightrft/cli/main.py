@@ -13,7 +13,7 @@ COMMANDS = {
     "train_dpo": "train a policy on pairs of answers (direct preference optimisation)",
     "train_kto": "train a policy on single answers that are good or bad (KTO)",
     "serve_reward": "serve reward models over HTTP",
-    "evaluate": "evaluate greedy responses to held-out prompts",
+    "evaluate": "evaluate a model, a run or a checkpoint on held-out prompts and benchmarks",
     "export": "write a checkpoint or an adapter as a Hugging Face folder",
     "report": "write the report of a run",
     "doctor": "check this machine, and compare engine and trainer on a model",

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 from lightrft.config.commands import COMMANDS, LORA, fields_read
 from lightrft.config.recipe import TEACHERS
-from lightrft.config.references import TRACKERS, report_names
+from lightrft.config.references import TRACKERS, eval_sources, report_names
 from lightrft.config.sections import Config, needs_critic, needs_reference, section_of_field
 
 CRITIC = ("critic_pretrain", "critic_learning_rate", "lambd", "value_clip")
@@ -21,6 +21,9 @@ FSDP = ("fsdp_cpu_offload", "reduce_gradients_once")
 
 OF_IMAGES = ("limit_mm_image_per_prompt", "freeze_vision_tower", "media_root")
 """Fields of prompts with images."""
+
+REWARDS = ("reward", "reward_key", "reward_pretrain")
+"""Fields of the rewards that score data in columns of the user's own."""
 
 TRACKER_NAMES = {
     **{name: set(TRACKERS) for name in ("tracker_project", "tracker_run_name")},
@@ -69,6 +72,8 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
     strategy, train, observe = config.strategy, config.train, config.observe
     correction, engine = bool(algorithm.rollout_correction), engine_name(config) if "engine" in COMMANDS[command] else ""
     several, preference = "," in data.prompt_data, config.preference
+    own_columns = "reward" not in COMMANDS[command] or not all(each.benchmark for each in eval_sources(data.eval_data))
+    scored = own_columns or command == "train_ppo"
     return {
         "gradient_checkpointing_policy": (model.gradient_checkpointing, "--gradient_checkpointing"),
         "kl_estimator": (needs_reference(algorithm), "--init_kl_coef"),
@@ -84,7 +89,7 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
         "partial_rollout": (rollout.over_sampling > 1 or rollout.dynamic_sampling, "--over_sampling"),
         "curriculum_rest": (bool(rollout.curriculum), "--curriculum"),
         "prompt_data_probs": (several, "several --prompt_data, joined by commas"),
-        "reward_model_coef": (bool(model.reward_pretrain or model.process_reward_pretrain), "--reward_pretrain"),
+        "reward_model_coef": (scored and bool(model.reward_pretrain or model.process_reward_pretrain), "--reward_pretrain"),
         "step_rewards": (bool(model.process_reward_pretrain), "--process_reward_pretrain"),
         "step_separator": (bool(model.process_reward_pretrain) or command == "train_prm", "--process_reward_pretrain"),
         "overlong_buffer_len": (reward.overlong_buffer, "--overlong_buffer"),
@@ -95,7 +100,10 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
         "limit_mm_audio_per_prompt": (False, "audio clips, which prompts cannot contain yet"),
         **{name: (bool(data.images_key), "--images_key") for name in OF_IMAGES},
         **{name: (bool(data.eval_data), "--eval_data") for name in ("eval_n_samples", "eval_steps", "eval_split",
-                                                                    "max_eval_samples", "eval_input_key", "eval_label_key")},
+                                                                    "max_eval_samples")},
+        **{name: (bool(data.eval_data) and own_columns, "--eval_data in other formats than those of benchmarks")
+           for name in ("eval_input_key", "eval_label_key")},
+        **{name: (scored, "--eval_data in other formats than those of benchmarks") for name in REWARDS},
         **{name: (bool(known & set(report_names(observe.report_to))), f"--report_to {' or '.join(sorted(known))}")
            for name, known in TRACKER_NAMES.items()},
         "eval_temperature": (rollout.eval_n_samples > 0, "--eval_n_samples"),

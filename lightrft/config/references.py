@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 from lightrft.config.sections import REWARD_MODELS, ModelSection
 from lightrft.config.values import nearest
 
+REWARD_KEY = "REWARD_API_KEY"
+"""Environment variable with the key of servers of rewards."""
 SERVER = ("http://", "https://")
 """Beginnings of the address of a server."""
 LABELLED = re.compile(r"(?:(?P<label>[A-Za-z_]\w*)=)?(?P<reference>.+)")
@@ -148,6 +150,53 @@ def report_names(text: str) -> list[str]:
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"--report_to {text}: {repeated[0]} is there twice")
     return names
+
+
+BENCHMARKS = ("gsm8k", "math500", "aime", "gpqa")
+"""Formats of --eval_data with columns, instruction and verifier of their own."""
+NAMED_SET = re.compile(r"(?P<name>[A-Za-z][\w.-]*)(?::(?P<benchmark>\w+))?=(?P<source>.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSource:
+    """One set of --eval_data, in the form `NAME:BENCHMARK=SOURCE`."""
+
+    name: str
+    """Name of its metrics; empty for data without a name, of which there is one set."""
+    source: str
+    benchmark: str = ""
+    """One of BENCHMARKS; empty: the columns of --eval_input_key and --eval_label_key, scored by --reward."""
+
+
+def eval_sources(text: str) -> list[EvalSource]:
+    """Return the sets of --eval_data: `gsm8k=test.jsonl,aime24:aime=2024.jsonl,own=held_out.jsonl`, or one without a name.
+
+    A name that is a benchmark's needs no format. Raises ValueError for an unknown format, and for names that not all or several
+    sets have.
+    """
+    if not text or os.path.exists(os.path.expanduser(text)):
+        return [EvalSource("", text)] if text else []
+    parts = text.split(",")
+    named = [NAMED_SET.fullmatch(part.strip()) for part in parts]
+    if not any(named):
+        return [EvalSource("", text)]
+    if not all(named):
+        raise ValueError(f"--eval_data {parts[named.index(None)]}: name every set, as NAME=SOURCE, or none")
+    found = [EvalSource(each["name"], each["source"], _benchmark(each["name"], each["benchmark"])) for each in named if each]
+    names = [each.name for each in found]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(
+            f"--eval_data: two sets are called {repeated[0]}; a name may be followed by its format: NAME:BENCHMARK=SOURCE"
+        )
+    return found
+
+
+def _benchmark(name: str, given: str | None) -> str:
+    if given is not None and given not in BENCHMARKS:
+        raise ValueError(
+            f"--eval_data {name}:{given}: unknown format{nearest(given, BENCHMARKS)}; known are {', '.join(BENCHMARKS)}"
+        )
+    return given or (name if name in BENCHMARKS else "")
 
 
 def address_problem(flag: str, url: str, key: str) -> str:

@@ -88,7 +88,9 @@ class DataSection(Section):
     prompt_split: str = "train"
     """Split of the training data."""
     eval_data: CommaSeparated = CommaSeparated("")
-    """Held-out data in the same form, for --eval_steps and the end of the run; empty: no evaluation."""
+    """Held-out data in the same form, for --eval_steps and the end of the run; empty: no evaluation. Several sets with numbers of
+    their own are NAME=SOURCE, separated by commas or a list in YAML. Sets called gsm8k, math500, aime or gpqa, or
+    NAME:BENCHMARK=SOURCE, have the benchmark's columns, instruction and verifier (docs/evaluation.md)."""
     eval_split: str = "test"
     """Split of the held-out data."""
     pretrain_data: CommaSeparated = CommaSeparated("")

@@ -11,10 +11,12 @@ from lightrft.config.commands import COMMANDS, PREFERENCES, fields_read
 from lightrft.config.errors import ConfigError
 from lightrft.config.recipe import TEACHERS, algorithm_problems
 from lightrft.config.references import (
+    REWARD_KEY,
     SERVER,
     TRACKERS,
     address_problem,
     data_problems,
+    eval_sources,
     report_names,
     reward_model_terms,
     reward_terms,
@@ -62,11 +64,18 @@ def _missing_inputs(config: Config, command: str) -> list[str]:
     if not config.model.pretrain:
         problems.insert(0, "--pretrain is empty: set it to a Hugging Face folder or hub name")
     problems += _address_problems(config, command)
+    try:
+        sources = eval_sources(config.data.eval_data)
+    except ValueError as error:
+        return [*problems, str(error)]
+    if command.startswith("train_") and command != "train_ppo" and any(each.name for each in sources):
+        problems.append(f"--eval_data NAME=SOURCE: {command} computes the loss of one set; give files without names")
     data_flag = "eval_data" if command == "evaluate" else "prompt_data"
     if not getattr(config.data, data_flag):
         problems.append(f"--{data_flag} is empty: set it to a JSONL or parquet file, a folder of them, or a hub name")
-    for flag in ("prompt_data", "eval_data", "pretrain_data"):
-        text, probabilities = getattr(config.data, flag), config.data.prompt_data_probs if flag == "prompt_data" else []
+    texts = [("prompt_data", config.data.prompt_data), ("pretrain_data", config.data.pretrain_data)]
+    for flag, text in (*texts, *(("eval_data", each.source) for each in sources)):
+        probabilities = config.data.prompt_data_probs if flag == "prompt_data" else []
         problems += data_problems(flag, text, probabilities) if text and flag in fields_read(command) else []
     return problems + (_tracker_problems(config.observe.report_to) if command != "evaluate" else [])
 
@@ -101,7 +110,7 @@ def _address_problems(config: Config, command: str) -> list[str]:
             names = [term.name for term in reward_terms(config.reward.reward)]
         except ValueError as error:
             return [str(error)]
-        asked += [("--reward", name, "REWARD_API_KEY") for name in names if name.startswith(SERVER)]
+        asked += [("--reward", name, REWARD_KEY) for name in names if name.startswith(SERVER)]
     return [problem for flag, url, key in asked if url and (problem := address_problem(flag, url, key))]
 
 

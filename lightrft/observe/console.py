@@ -1,6 +1,7 @@
 """Terminal output: a live view on a terminal, one line per step elsewhere."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console as RichConsole
@@ -43,6 +44,13 @@ HEADLINES = {
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
+def headlines(names: Iterable[str]) -> dict[str, str]:
+    """Return the names of metrics that the terminal shows, each with its label: HEADLINES, then the sets of --eval_data."""
+    names = list(names)
+    sets = {name: name.split("/")[1] for name in names if re.fullmatch("eval/[^/]+/reward", name)}
+    return {name: label for name, label in HEADLINES.items() if name in names} | sets
+
+
 class Console(Sink):
     """Terminal sink: phase, progress, time left, every headline metric with its course, and the latest sample.
 
@@ -69,9 +77,8 @@ class Console(Sink):
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._progress.update(self._task, completed=step)
-        for name in HEADLINES:
-            if name in metrics:
-                self._history.setdefault(name, []).append(metrics[name])
+        for name in headlines(metrics):
+            self._history.setdefault(name, []).append(metrics[name])
         if self._live:
             self._live.update(self._view(), refresh=True)
         else:
@@ -95,7 +102,7 @@ class Console(Sink):
         """Return a line like `step  12/300  reward 0.412     length 18.3 ...  left 3 min 05 s`, with aligned metrics."""
         width = len(str(self._total))
         cells = [f"step {step:>{width}}/{self._total}"]
-        cells += [f"{label} {short(metrics[name]):<8}" for name, label in HEADLINES.items() if name in metrics]
+        cells += [f"{label} {short(metrics[name]):<8}" for name, label in headlines(metrics).items()]
         left = self._progress.tasks[0].time_remaining
         if left:
             cells.append(f"left {duration(left)}")
@@ -108,9 +115,9 @@ class Console(Sink):
         table.add_column(justify="right", style="bold")
         table.add_column(style="cyan", no_wrap=True)
         table.add_column(style="dim", no_wrap=True)
-        for name, label in HEADLINES.items():
-            if values := self._history.get(name):
-                table.add_row(label, short(values[-1]), sparkline(values), f"from {short(values[0])}" if len(values) > 1 else "")
+        for name, label in headlines(self._history).items():
+            values = self._history[name]
+            table.add_row(label, short(values[-1]), sparkline(values), f"from {short(values[0])}" if len(values) > 1 else "")
         return Group(self._progress, table, *([self._sample_line()] if self._sample else []))
 
     def _sample_line(self) -> Text:

@@ -7,6 +7,7 @@ shares, `*_s` seconds, `*_gb` GB.
 """
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -179,7 +180,9 @@ def _measured(history: History) -> list[tuple[str, str, str, str]]:
 
 
 def _curves(history: History) -> str:
-    cards = "".join(_card(chart, history) for chart in CHARTS)
+    sets = {name: name.split("/")[1] for name in history if re.fullmatch("eval/[^/]+/reward", name)}
+    held_out = Chart("Held-out sets", "mean reward of greedy responses", sets, look="marked")
+    cards = "".join(_card(chart, history) for chart in (*CHARTS, held_out))
     if not cards:
         return "<p>No step has been finished yet.</p>"
     return f'<h2>Metrics by step</h2><div class="charts">{cards}</div>'

@@ -44,6 +44,8 @@ class Package:
     run_id: Callable[[Any], str]
     samples: Callable[[Any, list[dict[str, str]], int], None]
     finish: Callable[[Any, str], None]
+    takes_changes: bool = True
+    """False if the configuration of a run cannot be changed when it is resumed."""
 
 
 class Tracker(Sink):
@@ -102,7 +104,8 @@ class Tracker(Sink):
             self._tracker = LOGGER_TYPE_TO_CLASS[self._name](section.tracker_project, **options)
             self._tracker.main_process_only = False  # only rank 0 has trackers
             self._tracker.start()
-        self._tracker.store_init_configuration(config)
+        if run_id is None or self._package.takes_changes:
+            self._tracker.store_init_configuration(config)
         return self._package.run_id(self._tracker.tracker)
 
     def _attempt(self, call: Callable[[], Any]) -> Future:
@@ -250,7 +253,7 @@ PACKAGES = {
     "wandb": Package(
         _wandb, lambda run: run.id, _wandb_samples, lambda tracker, status: tracker.tracker.finish(int(status != "finished"))
     ),
-    "mlflow": Package(_mlflow, lambda run: run.info.run_id, _mlflow_samples, _finish_mlflow),
+    "mlflow": Package(_mlflow, lambda run: run.info.run_id, _mlflow_samples, _finish_mlflow, takes_changes=False),
     "swanlab": Package(
         _swanlab, lambda run: run.id, _swanlab_samples, lambda tracker, status: tracker.tracker.finish(EXIT_STATES[status][1])
     ),

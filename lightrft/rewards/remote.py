@@ -7,10 +7,9 @@ There is one request for each prompt, with all its responses; a reward is anythi
 
 from typing import Any
 
+from lightrft.config.references import REWARD_KEY
 from lightrft.roles.endpoint import Endpoint
 from lightrft.samples import Sample
-
-KEY = "REWARD_API_KEY"
 
 
 class RemoteReward:
@@ -18,7 +17,7 @@ class RemoteReward:
 
     def __init__(self, url: str, *, seconds: float, patience: float):
         """Connect to the server. A request takes at most `seconds`, and the server may be away for `patience` seconds."""
-        self._server = Endpoint("--reward", url, KEY, seconds=seconds, patience=patience)
+        self._server = Endpoint("--reward", url, REWARD_KEY, seconds=seconds, patience=patience)
 
     def __call__(self, samples: list[Sample], label: list[Any] | None = None, **_: Any) -> list[Any]:
         prompts, responses = [sample.prompt.text for sample in samples], [sample.text for sample in samples]

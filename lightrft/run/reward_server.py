@@ -19,9 +19,9 @@ from loguru import logger
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.config.references import REWARD_KEY
 from lightrft.config.sections import ServerSection
 from lightrft.data.loader import share_of
-from lightrft.rewards.remote import KEY
 from lightrft.rewards.steps import StepRewards
 from lightrft.roles.padded import IDS, LENGTHS
 from lightrft.roles.reward_model import RewardModel
@@ -156,9 +156,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        key = os.environ.get(KEY)
+        key = os.environ.get(REWARD_KEY)
         if key and self.headers.get("Authorization") != f"Bearer {key}":
-            return self._send(401, {"error": f"the request needs the key of the server's {KEY}"})
+            return self._send(401, {"error": f"the request needs the key of the server's {REWARD_KEY}"})
         try:
             texts = _texts(json.loads(body))
         except ValueError as error:

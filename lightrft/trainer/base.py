@@ -46,7 +46,7 @@ class TrainingData:
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSet
     eval_prompts: PromptSet
-    """Held-out prompts; empty without --eval_data."""
+    """Held-out prompts with answers of supervised training; empty without --eval_data, and where responses are generated."""
     total_steps: int
     expand: Expand | None = None
     """Function that expands prompts with images for the model; None if all prompts are text."""

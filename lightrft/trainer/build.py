@@ -2,16 +2,21 @@
 
 from dataclasses import replace
 
+from transformers import PreTrainedTokenizerBase
+
 from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.kl import KLCoefficient
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.algorithms.options import keywords
 from lightrft.algorithms.shaping import RewardShaper
-from lightrft.checkpoint.final_model import with_merged_pretrain
+from lightrft.checkpoint.final_model import with_merged_pretrain, with_model_of_run
 from lightrft.config.errors import ConfigError
-from lightrft.config.references import reward_model_terms
+from lightrft.config.references import eval_sources, reward_model_terms
 from lightrft.config.sections import Config, needs_critic, needs_reference
+from lightrft.config.values import CommaSeparated
+from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.prompt_set import PromptSet
+from lightrft.data.prompts import load_prompts
 from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models.load import load_tokenizer
 from lightrft.models.routers import Routers
@@ -19,6 +24,7 @@ from lightrft.rewards.runner import RewardRunner
 from lightrft.roles.policy import Policy
 from lightrft.rollout.collector import Collector
 from lightrft.rollout.experience import ExperienceMaker
+from lightrft.rollout.media import Expander
 from lightrft.rollout.sampler import Sampler
 from lightrft.run.observation import log_duration, observation
 from lightrft.run.prepare import prepare_config
@@ -27,6 +33,7 @@ from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import TrainingData
 from lightrft.trainer.build_data import load_expander, load_rewarded, load_supervised, load_training_data
 from lightrft.trainer.build_roles import build_critic, build_model_rewards, build_policy, build_teacher, set_blank_image
+from lightrft.trainer.evaluate import HeldOut
 from lightrft.trainer.evaluation import Evaluation
 from lightrft.trainer.ppo import PPOTrainer
 from lightrft.trainer.tasks.sft import PtxLoss
@@ -38,7 +45,8 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     given, config = config, with_merged_pretrain(config, strategy.mesh.world)
     rewards = build_rewards(config, strategy)
     training_data = load_training_data(config, config.rollout.rollout_batch_size, rewards=rewards)
-    rewards.check(training_data.prompts.examples + training_data.eval_prompts.examples)
+    rewards.check(training_data.prompts.examples)
+    eval_sets = build_eval_sets(config, strategy, training_data.tokenizer, training_data.expand, rewards)
     tokenizer, steps = training_data.tokenizer, training_data.total_steps
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     updates = samples // config.train.train_batch_size * config.train.max_epochs
@@ -88,6 +96,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         objective=PolicyObjective(algorithm, kl_coefficient),
         critic=critic,
         ptx_loss=ptx_loss,
+        eval_sets=eval_sets,
         parts=parts | ({"mixin": ptx_loss} if ptx_loss else {}),
     )
 
@@ -122,17 +131,45 @@ def build_rewards(config: Config, strategy: StrategyBase) -> RewardRunner:
     )
 
 
+def build_eval_sets(
+    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, expand: Expander | None, rewards: RewardRunner
+) -> list[HeldOut]:
+    """Load the sets of --eval_data: those of benchmarks are scored by their verifiers, the others by `rewards`."""
+    verifiers: dict[str, RewardRunner] = {}
+    sets = []
+    for each in eval_sources(config.data.eval_data):
+        section = replace(config.data, eval_data=CommaSeparated(each.source))
+        if not each.benchmark:
+            prompts = load_rewarded(replace(config, data=section), tokenizer, expand, rewards, source="eval_data")
+            rewards.check(prompts.examples)
+            sets.append(HeldOut(each.name, prompts, rewards))
+            continue
+        benchmark = benchmarks[each.benchmark]
+        if benchmark.reward not in verifiers:
+            scoring = replace(config.reward, reward=CommaSeparated(benchmark.reward), reward_key=None)
+            verifiers[benchmark.reward] = build_rewards(replace(config, reward=scoring), strategy)
+        verifier = verifiers[benchmark.reward]
+        prompts = load_prompts(
+            with_own_columns(section), tokenizer, source="eval_data", row_problem=verifier.row_problem, make=benchmark.make,
+            requirements=[each.benchmark, verifier.requirements],
+        )  # fmt: skip
+        sets.append(HeldOut(each.name, prompts, verifier))
+    return sets
+
+
 def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
-    """Load the held-out prompts, start an engine with the weights of `pretrain`, and load the models of the rewards."""
-    given, config = config, with_merged_pretrain(config, strategy.mesh.world)
+    """Load the held-out prompts, start an engine with the weights of `pretrain`, and load the models of the rewards.
+
+    `pretrain` may also be a run's folder or a checkpoint.
+    """
+    given, config = config, with_merged_pretrain(with_model_of_run(config, strategy.mesh.world), strategy.mesh.world)
     tokenizer, rewards = load_tokenizer(config.model), build_rewards(config, strategy)
-    expand = load_expander(config, tokenizer, engine=True)
-    prompts = load_rewarded(config, tokenizer, expand, rewards, source="eval_data")
-    rewards.check(prompts.examples)
-    rewards.models = build_model_rewards(config, strategy, tokenizer)
+    sets = build_eval_sets(config, strategy, tokenizer, load_expander(config, tokenizer, engine=True), rewards)
+    if any(each.rewards is rewards for each in sets):
+        rewards.models = build_model_rewards(config, strategy, tokenizer)
     # The engine sleeps only for reward models: nothing else needs the device.
     engine = replace(config.engine, enable_engine_sleep=rewards.models is not None)
     strategy.announce("start_engine")
     with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type}) with {config.model.pretrain}"):
         strategy.setup_inference_engine(replace(config, engine=engine))
-    return Evaluation(given, strategy, prompts, Sampler(strategy, tokenizer, config.rollout), rewards)
+    return Evaluation(given, strategy, sets, Sampler(strategy, tokenizer, config.rollout))

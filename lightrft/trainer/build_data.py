@@ -18,14 +18,15 @@ from lightrft.trainer.base import TrainingData
 
 
 def load_training_data(config: Config, batch_size: int, *, rewards: RewardRunner | None = None) -> TrainingData:
-    """Load the training and held-out data with the columns that `rewards` needs; without rewards their answers are learned."""
+    """Load the training data with the columns that `rewards` needs; without rewards also held-out data, with answers to learn."""
     tokenizer = load_tokenizer(config.model)
     expand = load_expander(config, tokenizer, engine=rewards is not None)
     if expand is not None:
         expand.check_family()
     given = config, tokenizer, expand
     load = partial(load_rewarded, *given, rewards) if rewards else partial(load_supervised, *given)
-    prompts, eval_prompts = load(), load(source="eval_data") if config.data.eval_data else PromptSet([])
+    held_out = config.data.eval_data and rewards is None
+    prompts, eval_prompts = load(), load(source="eval_data") if held_out else PromptSet([])
     return TrainingData(tokenizer, prompts, eval_prompts, total_steps(config, prompts.draws_of_epoch, batch_size), expand)
 
 

@@ -1,42 +1,49 @@
-"""Held-out evaluation: the score of the greedy response to every prompt, and pass@k over sampled responses."""
+"""Held-out evaluation: the scores of the greedy and the sampled responses to the prompts of a set."""
 
-import torch
+from dataclasses import dataclass
 
-from lightrft.algorithms.advantage import RIGHT, share_of_draws
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.groups import Group
+from lightrft.rollout.scores import Estimate, PromptScores, estimates
+from lightrft.types import Prompt
 
 
-def evaluate(groups: list[Group], rewards: RewardRunner, metrics: Metrics, data: Axis) -> None:
-    """Add `eval/*` metrics of all ranks' groups, which Sampler.answer() generated. The engine should be asleep.
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """One set of --eval_data and the rewards that score its responses."""
 
-    `eval/accuracy` is reported if all rewards, over all ranks, are 0 or 1: it is then the mean reward, which is a share.
+    name: str
+    """Name of its metrics, eval/NAME/...; empty for data without a name."""
+    prompts: list[Prompt]
+    rewards: RewardRunner
+
+    @property
+    def prefix(self) -> str:
+        """Return the beginning of the names of its numbers: empty or `NAME/`."""
+        return f"{self.name}/" if self.name else ""
+
+    @property
+    def seed_parts(self) -> tuple[str, ...]:
+        """Return what distinguishes its seed from that of other sets."""
+        return (self.name,) if self.name else ()
+
+
+def evaluate(held_out: HeldOut, groups: list[Group], metrics: Metrics, data: Axis) -> dict[str, Estimate]:
+    """Score this rank's groups, which Sampler.answer() generated, and return the estimates over those of all ranks.
+
+    Their means become metrics `eval/...`, or `eval/NAME/...` of a set with a name. The engine should be asleep if reward models
+    score. All ranks call it; the numbers do not depend on how many there are, to the last bit.
     """
-    responses = [sample for group in groups for sample in group.responses]
     for group in groups:
-        rewards.begin(group.responses)
-    rewards.finish(responses)
-    rewards.count_failures("eval/reward_failures", metrics)
-    right_or_wrong = all(data.gather(all(sample.reward in (0, 1) for sample in responses)))
-    for group in groups:
-        metrics.mean("eval/reward", group.greedy.reward)
-        if right_or_wrong:
-            metrics.mean("eval/accuracy", group.greedy.reward)
-        metrics.mean("eval/response_length", len(group.greedy.token_ids))
-        metrics.mean("eval/truncated", float(group.greedy.truncated))
-        for k, share in pass_at_k(group).items():
-            metrics.mean(f"eval/pass_at_{k}", share)
-    metrics.sum("eval/num_samples", len(groups))
-
-
-def pass_at_k(group: Group) -> dict[int, float]:
-    """Return k -> share of draws of k of the n samples with a right one: 1 - C(wrong, k) / C(n, k); k is 1, 2, 4, ... n.
-
-    The estimate is unbiased: Chen et al., arXiv 2107.03374, equation 1.
-    """
-    count, wrong = len(group.samples), sum(sample.reward <= RIGHT for sample in group.samples)
-    powers = {2**power for power in range(count.bit_length())}
-    wrong, whole = torch.tensor([float(wrong)]), torch.tensor([float(count)])
-    return {k: 1 - float(share_of_draws(wrong, whole, k)) for k in sorted({*powers, count}) if 0 < k <= count}
+        held_out.rewards.begin(group.responses)
+    held_out.rewards.finish([sample for group in groups for sample in group.responses])
+    gathered = data.gather([PromptScores.of(group) for group in groups])
+    found = estimates(sorted((one for part in gathered for one in part), key=lambda one: one.index))
+    held_out.rewards.count_failures(f"eval/{held_out.prefix}reward_failures", metrics)
+    if data.rank == 0:  # the numbers of one rank are the same mean again
+        for name, value in found.items():
+            metrics.mean(f"eval/{held_out.prefix}{name}", value.mean)
+        metrics.sum(f"eval/{held_out.prefix}num_samples", len(held_out.prompts))
+    return found

@@ -1,6 +1,6 @@
 """PPO and its family: generate samples, score them, estimate advantages, update."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightrft.algorithms.objectives import PolicyObjective, ValueObjective
@@ -16,7 +16,7 @@ from lightrft.rollout.measure import measure_samples
 from lightrft.run.interruption import Interrupted
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import Trainer, TrainingData
-from lightrft.trainer.evaluate import evaluate
+from lightrft.trainer.evaluate import HeldOut, evaluate
 from lightrft.trainer.tasks.sft import PtxLoss
 
 
@@ -35,6 +35,7 @@ class PPOTrainer(Trainer):
         objective: PolicyObjective,
         critic: Critic | None = None,
         ptx_loss: PtxLoss | None = None,
+        eval_sets: Sequence[HeldOut] = (),
         **kwargs,
     ):
         super().__init__(config, strategy, policy, training_data, **kwargs)
@@ -45,6 +46,7 @@ class PPOTrainer(Trainer):
         if critic is not None:
             self.models["critic"] = (critic.module, critic.optimizer, critic.scheduler)
         self.collect, self.make_experience, self.objective = collect, make_experience, objective
+        self.eval_sets = eval_sets
 
     def step(self, number: int) -> None:
         begun = self.collect.begin(), self.metrics.state_dict(), self.strategy.weight_version
@@ -82,10 +84,12 @@ class PPOTrainer(Trainer):
         """
         version = self.strategy.weight_version
         with self.strategy.engine_awake(self.policy.actor):
-            seed = derived_seed(self.config.train.seed, "evaluation", self.done)
-            groups = self.collect.sampler.answer(self.eval_prompts, seed=seed)
+            seed, answer = self.config.train.seed, self.collect.sampler.answer
+            answered = [answer(each.prompts, seed=derived_seed(seed, "evaluation", self.done, *each.seed_parts))
+                        for each in self.eval_sets]  # fmt: skip
         self.strategy.engine_lags(version)
-        evaluate(groups, self.collect.rewards, self.metrics, self.strategy.mesh.data)
+        for each, groups in zip(self.eval_sets, answered, strict=True):
+            evaluate(each, groups, self.metrics, self.strategy.mesh.data)
 
     def save_models(self) -> None:
         super().save_models()

@@ -199,6 +199,18 @@ def test_a_reward_is_no_share_and_what_concerns_the_run_is_said(tmp_path):
     assert "nothing <learned>" in text and "c0ffee" not in text
 
 
+def test_the_sets_of_an_evaluation_share_a_chart(tmp_path):
+    sink = JsonLines(tmp_path)
+    sink.start({}, 2)
+    for step in (1, 2):
+        sink.log(step, {"eval/gsm8k/reward": step / 4, "eval/own/reward": step / 8, "eval/own/truncated": 0.0})
+    sink.close("finished")
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    chart = page.text[page.text.index("Held-out sets") :]
+    assert chart.startswith("Held-out sets mean reward of greedy responses0.5")
+    assert chart.index("gsm8kown") < chart.index("truncated")
+
+
 def test_a_supervised_run(tmp_path):
     sink = JsonLines(tmp_path)
     sink.start({}, 3)

@@ -148,6 +148,11 @@ def test_console_without_a_terminal_prints_one_aligned_line_per_step():
     assert "left" in second and last.startswith("finished after")
 
 
+def test_console_shows_the_sets_of_an_evaluation_by_name():
+    line = run_console(False, [{"eval/gsm8k/reward": 0.5, "eval/gsm8k/truncated": 1.0, "train/loss": 2.5}]).splitlines()[0]
+    assert line == "step  1/12  loss 2.5       gsm8k 0.5"
+
+
 def test_console_shows_what_a_supervised_run_has():
     line = run_console(False, [{"train/loss": 2.5, "some/other": 1.0}]).splitlines()[0]
     assert line == "step  1/12  loss 2.5"

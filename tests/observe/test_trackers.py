@@ -38,7 +38,7 @@ def run_twice(name: str, folder: str) -> list[str]:
     ids, section = [], ObserveSection(tracker_project="project", tracker_run_name="name")
     for resume_step, steps in ((None, (1, 2)), (1, (2, 3))):
         sink = Tracker(name, folder, section)
-        sink.start(CONFIG, 3, resume_step)
+        sink.start(CONFIG if resume_step is None else CONFIG | {"train": {"seed": 2}}, 3, resume_step)
         for step in steps:
             sink.log(step, {"train/loss": 0.5 * step, "train/kl": float("nan")})
             sink.samples(step, ROWS)

@@ -1,42 +1,154 @@
-"""pass@k by counting all draws."""
+"""Evaluations of models, runs and checkpoints, whose numbers and files are the same on any number of ranks."""
 
-from itertools import combinations
-from types import SimpleNamespace
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lightrft.config import RewardSection
-from lightrft.observe.metrics import Metrics
-from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.groups import Group
-from lightrft.trainer.evaluate import evaluate, pass_at_k
-from lightrft.types import Prompt
+from lightrft.config import ConfigError, parse
+from lightrft.config.references import EvalSource, eval_sources
+from lightrft.trainer.run import run
+from ranks import run_ranks
+from runs import PPO, prepare, train
+from with_vllm import load_vllm
+
+QUESTIONS = [{"question": f"{i} + {i}?", "answer": f"It is\n#### {2 * i}"} for i in range(7)]
+CHOICES = [{"Question": f"{i}?", "Correct Answer": "yes", **{f"Incorrect Answer {n}": f"no {n}" for n in (1, 2, 3)}}
+           for i in range(5)]  # fmt: skip
+SAMPLED = ["--eval_n_samples=3", "--engine_type=hf", "--generate_max_len=5", "--prompt_max_len=200"]
 
 
-@pytest.mark.parametrize("rewards", [[1, 0, 0, 0, 1, 0], [0, 0, 0], [1, 1], [1], [0, 1, 0.5, 0, 0, 0, 0, 0], []], ids=str)
-def test_pass_at_k_is_the_share_of_draws(rewards):
-    group = Group.begin(0, 0, Prompt(0, "", [1]), count=len(rewards), greedy=True)
-    for sample, reward in zip(group.samples, rewards, strict=True):
-        sample.reward = reward
-    found = pass_at_k(group)
-    assert set(found) == {k for k in (1, 2, 4, 8, len(rewards)) if 0 < k <= len(rewards)}
-    for k, share in found.items():
-        draws = [any(reward > 0.5 for reward in draw) for draw in combinations(rewards, k)]
-        assert share == pytest.approx(sum(draws) / len(draws))
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
-def of_row(samples, value, **columns):
-    return value
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> tuple[Path, list[str]]:
+    """A folder, and the flags of an evaluation of three sets: two benchmarks, and one in columns of its own."""
+    folder = tmp_path_factory.mktemp("inputs")
+    flags = prepare(folder, rows=9)
+    sets = f"gsm8k={jsonl(folder / 'gsm8k.jsonl', QUESTIONS)},hard:gpqa={jsonl(folder / 'gpqa.jsonl', CHOICES)}"
+    kept = [flag for flag in flags if not flag.startswith(("--prompt", "--report_to"))]
+    return folder, [*kept, f"--eval_data={sets},own={folder / 'train.jsonl'}"]
 
 
-@pytest.mark.parametrize("mine, others, accuracy", [
-    ([1.0, 0.0], True, 0.5), ([1.0, 0.5], True, None), ([1.0, 0.0], False, None), ([0.0, 7.0], True, None), ([], True, None),
-])
-def test_a_mean_reward_is_an_accuracy_where_all_rewards_of_all_ranks_say_right_or_wrong(mine, others, accuracy):
-    groups = [Group.begin(0, 0, Prompt(0, "", [1], {"value": reward}), count=0, greedy=True) for reward in mine]
-    rewards = RewardRunner(f"{__name__}:of_row", section=RewardSection(reward_workers=0))
-    metrics, ranks = Metrics(), SimpleNamespace(gather=lambda value: [value, others])
-    evaluate(groups, rewards, metrics, ranks)
-    row = metrics.reduce(SimpleNamespace(gather=lambda value: [value]))
-    assert row.get("eval/reward") == (sum(mine) / len(mine) if mine else None)
-    assert row.get("eval/accuracy") == accuracy
+def evaluate_here(flags: list[str]) -> dict[str, float]:
+    return run("evaluate", parse(flags, "evaluate"))
+
+
+def evaluated(ranks: int, flags: list[str], save_path: Path) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Evaluate on forked ranks; returns the numbers, those of all ranks, and the responses."""
+    returned = run_ranks(ranks, evaluate_here, [*SAMPLED, *flags, f"--save_path={save_path}"])
+    numbers = json.loads((save_path / "evaluation.json").read_text())
+    assert returned == [numbers] * ranks
+    return numbers, [json.loads(line) for line in (save_path / "responses.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def one_rank(inputs, tmp_path_factory):
+    return evaluated(1, inputs[1], tmp_path_factory.mktemp("one"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_numbers_and_responses_do_not_depend_on_the_ranks(inputs, one_rank, tmp_path, ranks):
+    assert evaluated(ranks, inputs[1], tmp_path) == one_rank
+
+
+@pytest.mark.slow
+def test_engines_give_the_same_greedy_responses(inputs, one_rank, tmp_path):
+    load_vllm()
+    vllm = ["--engine_type=vllm", "--engine_kv_cache_gb=0.2"]
+    _, rows = evaluated(1, [*inputs[1], *vllm], tmp_path)
+    assert [row for row in rows if row["sample"] == "greedy"] == [row for row in one_rank[1] if row["sample"] == "greedy"]
+
+
+@pytest.mark.slow
+def test_every_response_is_there_once_and_the_numbers_are_theirs(one_rank):
+    numbers, rows = one_rank
+    counts = {"gsm8k": 7, "hard": 5, "own": 9}
+    assert [(row["set"], row["row"], row["sample"]) for row in rows] == [
+        (name, row, sample) for name, count in counts.items() for row in range(count) for sample in ("greedy", 0, 1, 2)
+    ]
+    for name, count in counts.items():
+        of_set = [row for row in rows if row["set"] == name]
+        greedy = [row["reward"] for row in of_set if row["sample"] == "greedy"]
+        sampled = [row["reward"] for row in of_set if row["sample"] != "greedy"]
+        assert numbers[f"{name}/num_samples"] == count
+        assert numbers[f"{name}/reward"] == pytest.approx(sum(greedy) / count)
+        assert numbers[f"{name}/avg_at_3"] == pytest.approx(sum(sampled) / (3 * count))
+        assert numbers[f"{name}/reward_low"] <= numbers[f"{name}/reward"] <= numbers[f"{name}/reward_high"]
+        assert {f"{name}/pass_at_{k}" for k in (1, 2, 3)} <= numbers.keys()
+    assert "gsm8k/accuracy" in numbers and "own/accuracy" not in numbers, "a verifier says right or wrong, the reward does not"
+    assert 0 < numbers["own/avg_at_3"] < 1
+    row = rows[0]
+    assert row["prompt"].startswith("0 + 0?\n\nReason step by step") and row["label"] == "0"
+    assert row["finish_reason"] in ("stop", "length") and row["length"] == len(row["response_token_ids"]) <= 5
+
+
+@pytest.mark.slow
+def test_a_run_and_its_checkpoint_are_evaluated_without_an_export(inputs, tmp_path):
+    """The final model of a run, by the run's folder; and a checkpoint, which is the same model, of a run without one."""
+    folder, flags = inputs
+    adapters = ["--lora_rank=4", "--actor_learning_rate=1e-2"]
+    train("train_ppo", 2, [*prepare(folder, rows=9), *PPO, *adapters, "--max_steps=2", "--save_steps=1"], tmp_path / "run")
+    others = [flag for flag in flags if not flag.startswith("--pretrain")]
+    found = {}
+    for name, pretrain in {"model": "run/model", "run": "run", "checkpoint": "run/checkpoints/step2"}.items():
+        found[name] = evaluated(1, [*others, f"--pretrain={tmp_path / pretrain}"], tmp_path / name)
+    (tmp_path / "run" / "model").rename(tmp_path / "elsewhere")
+    found["newest"] = evaluated(2, [*others, f"--pretrain={tmp_path / 'run'}"], tmp_path / "newest")
+    found["first"] = evaluated(1, [*others, f"--pretrain={tmp_path / 'run/checkpoints/step1'}"], tmp_path / "newest")
+    assert found["model"] == found["run"] == found["checkpoint"] == found["newest"]
+    assert found["first"][1] != found["model"][1], "the exported model of another checkpoint is not used again"
+
+
+@pytest.mark.slow
+def test_training_reports_every_set(inputs, tmp_path):
+    folder, flags = inputs
+    often = ["--eval_n_samples=2", "--eval_steps=1", "--max_steps=2", "--prompt_max_len=200", "--max_tokens_per_microbatch=256"]
+    rows = train("train_ppo", 2, [*prepare(folder, rows=9), *PPO, flags[-1], *often], tmp_path)
+    for row in rows:
+        assert row["eval/gsm8k/num_samples"] == 7 and row["eval/hard/num_samples"] == 5 and row["eval/own/num_samples"] == 9
+        assert {"eval/gsm8k/accuracy", "eval/hard/pass_at_2", "eval/own/avg_at_2"} <= row.keys()
+        assert "eval/own/accuracy" not in row and "eval/reward" not in row
+
+
+def test_a_folder_that_is_neither_model_nor_run(inputs, tmp_path):
+    flags = [flag for flag in inputs[1] if not flag.startswith("--pretrain")]
+    with pytest.raises(ConfigError, match="is neither a model's folder, nor that of a run, nor a checkpoint"):
+        evaluate_here([*flags, *SAMPLED, f"--pretrain={tmp_path}", f"--save_path={tmp_path / 'out'}"])
+
+
+# -- names of sets
+
+
+@pytest.mark.parametrize(
+    ("text", "sources"),
+    [
+        ("", []),
+        ("a.jsonl,b.jsonl", [EvalSource("", "a.jsonl,b.jsonl")]),
+        ("owner/name", [EvalSource("", "owner/name")]),
+        ("data/a=b.jsonl", [EvalSource("", "data/a=b.jsonl")]),
+        ("gsm8k=openai/gsm8k, own=b", [EvalSource("gsm8k", "openai/gsm8k", "gsm8k"), EvalSource("own", "b")]),
+        ("aime24:aime=a,aime-25:aime=b", [EvalSource("aime24", "a", "aime"), EvalSource("aime-25", "b", "aime")]),
+    ],
+)
+def test_forms_of_held_out_data(text, sources):
+    assert eval_sources(text) == sources
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a=x,y.jsonl", "--eval_data y.jsonl: name every set, as NAME=SOURCE, or none"),
+        ("a=x,a=y", "--eval_data: two sets are called a"),
+        ("a:gsm9k=x", "--eval_data a:gsm9k: unknown format; did you mean gsm8k?; known are gsm8k, math500"),
+    ],
+)
+def test_forms_that_are_errors(text, message):
+    with pytest.raises(ValueError) as error:
+        eval_sources(text)
+    assert message in str(error.value)

@@ -1,0 +1,101 @@
+"""Benchmarks in the columns in which they are published: the prompt, the right answer and the verifier of each.
+
+Each has its instruction, which asks for the answer in the form that its verifier reads. Names are those of --eval_data.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.config.sections import DataSection
+from lightrft.data.prompts import Make, make_prompt
+from lightrft.types import Prompt
+
+INPUT, LABEL = "input", "label"
+"""Columns that a benchmark adds to its rows: the prompt and the right answer."""
+LETTERS = "ABCD"
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """Format of a benchmark's rows and answers."""
+
+    read: Callable[[dict[str, Any]], tuple[str, str]]
+    """Function of a row that returns the question and the right answer, and raises ValueError for a bad row."""
+    instruction: str
+    """Text after the question."""
+    reward: str
+    """Name of the verifier among the rewards; it gives 1 to a right response and 0 to another."""
+
+    @property
+    def make(self) -> Make:
+        """Return the function that builds a prompt from a row, as make_prompt() does."""
+        return partial(_make_prompt, self)
+
+
+def with_own_columns(section: DataSection) -> DataSection:
+    """Return the section for prompts of a benchmark: its own columns and instruction; chat template and limits as for others."""
+    keys = {"eval_input_key": INPUT, "eval_label_key": LABEL, "reference_key": None, "images_key": None}
+    return replace(section, **keys, input_template=None)
+
+
+def _make_prompt(
+    benchmark: Benchmark, section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **options: Any
+) -> Prompt:
+    question, answer = benchmark.read(row)
+    return make_prompt(section, tokenizer, row | {INPUT: f"{question}\n\n{benchmark.instruction}", LABEL: answer}, **options)
+
+
+def _text(row: dict[str, Any], *names: str) -> str:
+    """Return the text of the first of these columns that the row has."""
+    value = next((row[name] for name in names if row.get(name) is not None), None)
+    if value is None or not str(value).strip():
+        raise ValueError(f"no column {' or '.join(map(repr, names))} with a text; it has {', '.join(row) or 'none'}")
+    return str(value).strip()
+
+
+def _gsm8k(row: dict[str, Any]) -> tuple[str, str]:
+    _, marker, answer = _text(row, "answer").rpartition("####")
+    if not marker or not re.search(r"\d", answer):
+        raise ValueError("the answer does not end with #### and a number")
+    return _text(row, "question"), answer.strip().replace(",", "")
+
+
+def _math500(row: dict[str, Any]) -> tuple[str, str]:
+    return _text(row, "problem"), _text(row, "answer")
+
+
+def _aime(row: dict[str, Any]) -> tuple[str, str]:
+    answer = _text(row, "answer", "Answer")
+    if not re.fullmatch(r"\d{1,3}", answer):
+        raise ValueError(f"the answer {answer!r} is not an integer from 0 to 999")
+    return _text(row, "problem", "Problem"), str(int(answer))
+
+
+def _gpqa(row: dict[str, Any]) -> tuple[str, str]:
+    """Order the options by a hash of each with the question: the same order in every run, on any rank, for any other rows."""
+    question, right = _text(row, "Question"), _text(row, "Correct Answer")
+    options = [right, *(_text(row, f"Incorrect Answer {number}") for number in (1, 2, 3))]
+    if options.count(right) > 1:
+        raise ValueError("an incorrect answer equals the correct one")
+    options.sort(key=lambda option: hashlib.sha256(f"{question}\n{option}".encode()).digest())
+    listed = "\n".join(f"({letter}) {option}" for letter, option in zip(LETTERS, options, strict=True))
+    return f"{question}\n\n{listed}", LETTERS[options.index(right)]
+
+
+BOXED = "Reason step by step, and write the final answer as \\boxed{answer}."
+benchmarks = {
+    "gsm8k": Benchmark(_gsm8k, "Reason step by step, and write the final answer, a number, after ####.", "number"),
+    "math500": Benchmark(_math500, BOXED, "math"),
+    "aime": Benchmark(_aime, BOXED, "math"),
+    "gpqa": Benchmark(
+        _gpqa, "Reason step by step, and end with `Answer: X`, where X is the letter of the right answer.", "choice"
+    ),
+}
+"""Name of a format -> the benchmark. GSM8K has the columns question and answer; MATH-500 problem and answer; AIME problem and
+answer, or Problem and Answer; GPQA Question, Correct Answer and Incorrect Answer 1 to 3."""

@@ -1,0 +1,112 @@
+"""Scores of an evaluation: means over its prompts with 95 % confidence intervals.
+
+A prompt is one independent observation, and its samples are a cluster: the estimate of a prompt, such as the share of its right
+samples, is computed first, and the interval is that of the mean of these estimates. Prompts count as draws from all prompts
+of their kind.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import torch
+
+from lightrft.algorithms.advantage import RIGHT, share_of_draws
+from lightrft.rollout.groups import Group
+
+Z = 1.959963984540054
+"""Quantile of the normal distribution for intervals of 95 %."""
+
+UNSEEN = 0.5
+"""Distance from the mean of a value that may be missing; see estimate()."""
+
+
+class Estimate(NamedTuple):
+    """A mean over prompts and its confidence interval; NaN where one prompt cannot tell."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """The numbers of one prompt, which all ranks exchange."""
+
+    index: int
+    greedy: float
+    """Reward of the greedy response."""
+    samples: tuple[float, ...]
+    """Rewards of the sampled responses."""
+    length: int
+    """Number of tokens of the greedy response."""
+    truncated: bool
+    """True if the greedy response reached --generate_max_len."""
+
+    @classmethod
+    def of(cls, group: Group) -> Self:
+        """Take the numbers of a group with a greedy response, whose rewards are set."""
+        greedy, samples = group.greedy, tuple(sample.reward for sample in group.samples)
+        return cls(greedy.prompt.index, greedy.reward, samples, len(greedy.token_ids), greedy.truncated)
+
+
+def estimates(scores: Sequence[PromptScores]) -> dict[str, Estimate]:
+    """Return each mean over the prompts by name; the order of `scores` does not matter.
+
+    reward: of the greedy responses; accuracy: the same number if every reward of the set is 0 or 1; avg_at_N: of the N samples of
+    a prompt; pass_at_k: see pass_at_k(); response_length, truncated: of the greedy responses.
+    """
+    found: dict[str, Callable[[PromptScores], float]] = {"reward": lambda one: one.greedy}
+    if all(reward in (0, 1) for one in scores for reward in (one.greedy, *one.samples)):
+        found["accuracy"] = found["reward"]
+    if count := len(scores[0].samples):
+        found[f"avg_at_{count}"] = lambda one: math.fsum(one.samples) / count
+    found |= {f"pass_at_{k}": lambda one, k=k: pass_at_k(one.samples, k) for k in draws(count)}
+    found |= {"response_length": lambda one: float(one.length), "truncated": lambda one: float(one.truncated)}
+    return {name: estimate([value(one) for one in scores]) for name, value in found.items()}
+
+
+def draws(count: int) -> list[int]:
+    """Return the k of pass@k for `count` samples: 1, 2, 4, ... and `count`."""
+    return sorted({2**power for power in range(count.bit_length())} | {count}) if count else []
+
+
+def pass_at_k(rewards: Sequence[float], k: int) -> float:
+    """Return the share of draws of k of the n rewards with a right one: 1 - C(wrong, k) / C(n, k).
+
+    The estimate is unbiased: Chen et al., arXiv 2107.03374, equation 1.
+    """
+    wrong = sum(reward <= RIGHT for reward in rewards)
+    return 1 - float(share_of_draws(torch.tensor([float(wrong)]), torch.tensor([float(len(rewards))]), k))
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Return the mean of independent values with its interval of 95 %.
+
+    For values between 0 and 1 it is the score interval of Wilson (1927) at the effective sample size mean * (1 - mean) / error^2,
+    as in surveys of clusters (Korn and Graubard, 1998): it stays within 0 and 1, and has a width where all values are equal. The
+    error is that of the mean, where the sum of squares counts one value more, at a distance of UNSEEN, for rare values that are
+    not among the others. For other values it is mean +- t * error; t is the quantile of Student's distribution.
+    """
+    count = len(values)
+    mean = math.fsum(values) / count
+    if count == 1:
+        return Estimate(mean, math.nan, math.nan)
+    squares, t = math.fsum((value - mean) ** 2 for value in values), student_quantile(count - 1)
+    if not all(0 <= value <= 1 for value in values):
+        half = t * math.sqrt(squares / (count - 1) / count)
+        return Estimate(mean, mean - half, mean + half)
+    size = max(mean * (1 - mean) * (count - 1) * count / (squares + UNSEEN**2), count - 1)
+    scale = 1 + t**2 / size
+    center = (mean + t**2 / (2 * size)) / scale
+    half = t / scale * math.sqrt(mean * (1 - mean) / size + t**2 / (4 * size**2))
+    return Estimate(mean, min(max(center - half, 0.0), mean), max(min(center + half, 1.0), mean))
+
+
+def student_quantile(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's distribution, by the expansion of Cornish and Fisher; exact to 0.5 % from 4 on."""
+    first = (Z**3 + Z) / 4
+    second = (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96
+    third = (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384
+    return Z + first / freedom + second / freedom**2 + third / freedom**3
