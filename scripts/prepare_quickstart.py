@@ -4,7 +4,7 @@
 
 writes OUT/model (a Hugging Face folder), OUT/train.jsonl and OUT/test.jsonl, always the same for the same seed. The folders
 pairs, answers and steps of OUT contain the same problems, train.jsonl and test.jsonl, with judgements: pairs of a right and a
-wrong answer, single answers of which half are wrong, and these answers character by character.
+wrong answer, single answers of which half are wrong, and wrong answers character by character.
 """
 
 import argparse
@@ -112,12 +112,11 @@ def judged_answers(problems: list[Problem], seed: int) -> list[dict[str, Any]]:
 
 
 def judged_steps(problems: list[Problem], seed: int) -> list[dict[str, Any]]:
-    """The characters of the same answers as steps, each with its judgement."""
-    answers = zip(judged_answers(problems, seed), problems, strict=True)
+    """The characters of the wrong answers as steps, each with its judgement."""
     return [
-        {"prompt": row["prompt"], "completions": list(row["completion"]),
-         "labels": [one == right for one, right in zip(row["completion"], problem["label"], strict=True)]}
-        for row, problem in answers
+        {"prompt": pair["prompt"], "completions": list(pair["rejected"]),
+         "labels": [one == right for one, right in zip(pair["rejected"], pair["chosen"], strict=True)]}
+        for pair in pairs(problems, seed)
     ]  # fmt: skip
 
 

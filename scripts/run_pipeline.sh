@@ -48,12 +48,14 @@ run train_sft quickstart_sft.yaml sft 600 --pretrain "$out/data/model" --prompt_
 evaluate "$out/sft/model" eval_after_sft
 
 phase "3 of 6: a reward model, from the model after SFT"
-run train_rm quickstart_rm.yaml rm 400 --pretrain "$out/sft/model" --prompt_data "$out/data/pairs" --eval_data "$out/data/pairs"
+run train_rm quickstart_rm.yaml rm 1500 --pretrain "$out/sft/model" --prompt_data "$out/data/pairs" \
+    --eval_data "$out/data/pairs" --num_episodes 20
 
-phase "4 of 6: PPO with the reward model as the only reward"
-run train_ppo quickstart.yaml ppo 30 --pretrain "$out/sft/model" --prompt_data "$out/data/train.jsonl" \
+# A few small steps close to the model after SFT: more would find what the reward model judges wrongly.
+phase "4 of 6: PPO (GRPO) with the reward model as the only reward"
+run train_ppo quickstart.yaml ppo 15 --pretrain "$out/sft/model" --prompt_data "$out/data/train.jsonl" \
     --eval_data "$out/data/test.jsonl" --engine_type hf --micro_rollout_batch_size 512 --reward none \
-    --reward_pretrain "$out/rm/model" --advantage_estimator ppo --critic_pretrain "$out/rm/model" --critic_learning_rate 3e-4 \
+    --reward_pretrain "$out/rm/model" --actor_learning_rate 3e-4 --init_kl_coef 0.1 \
     --eval_steps=-1 --save_steps=-1 ${small:+--rollout_batch_size 8 --train_batch_size 64}
 evaluate "$out/ppo/model" eval_after_ppo
 

@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scripts.prepare_quickstart import TASKS, addition_problems, byte_tokenizer, sorting_problems, tiny_qwen3
+from scripts.prepare_quickstart import (
+    TASKS,
+    addition_problems,
+    byte_tokenizer,
+    judged_answers,
+    judged_steps,
+    pairs,
+    sorting_problems,
+    tiny_qwen3,
+)
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_quickstart.py"
 TOKENIZER = byte_tokenizer()
@@ -91,3 +100,14 @@ def test_command_writes_everything(tmp_path):
     for name, problems in (("train", train), ("test", held_out)):
         assert [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()] == problems
     assert (tmp_path / "model" / "config.json").exists() and (tmp_path / "model" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_judged_answers_are_right_but_for_one_character(task):
+    problems = TASKS[task](0)[1]
+    made = zip(problems, pairs(problems, 0), judged_answers(problems, 0), judged_steps(problems, 0), strict=True)
+    for problem, pair, answer, steps in made:
+        different = [one != other for one, other in zip(pair["chosen"], pair["rejected"], strict=True)]
+        assert pair["prompt"] == problem["input"] and pair["chosen"] == problem["label"] and sum(different) == 1
+        assert answer["label"] is (answer["completion"] == problem["label"])
+        assert "".join(steps["completions"]) == pair["rejected"] and steps["labels"] == [not one for one in different]
