@@ -4,6 +4,7 @@ Both kinds have `begin(samples)`, which returns an object whose result() is what
 call that raises, dies, or takes too long; whatever a worker does, every call gets a result.
 """
 
+import math
 import os
 import pickle
 import re
@@ -185,9 +186,9 @@ class Processes:
         while not self._closed:
             self._hand_out()
             busy = [worker for worker in self._pool if worker.call]
-            left = min((worker.began + self.limit - time.monotonic() for worker in busy), default=None)
+            left = min((worker.began + self.limit - time.monotonic() for worker in busy), default=math.inf)
             sockets = [worker.socket for worker in self._pool]
-            ready = wait([self._wake_receive, *sockets], None if left is None else max(left, 0.0))
+            ready = wait([self._wake_receive, *sockets], None if left == math.inf else max(left, 0.0))
             if self._wake_receive in ready:
                 os.read(self._wake_receive, LARGEST_STACK)
             for worker in list(self._pool):

@@ -35,13 +35,12 @@ class Endpoint:
         self.url, self.named, self.seconds, self.patience = url.rstrip("/"), f"{flag} {url.rstrip('/')}", seconds, patience
         secret = os.environ.get(key, "")
         user, separator, password = secret.partition(":")
-        self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=CONNECT),  # a slow trickle of bytes would never exceed other limits
-            headers={"Authorization": f"Bearer {secret}"} if secret and not separator else {},
-            auth=httpx.BasicAuth(user, password) if separator else None,
-        )
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True).start()
+        self._settings = {
+            "timeout": httpx.Timeout(None, connect=CONNECT),  # a slow trickle of bytes would never exceed other limits
+            "headers": {"Authorization": f"Bearer {secret}"} if secret and not separator else {},
+            "auth": httpx.BasicAuth(user, password) if separator else None,
+        }
+        self._process, self._lock = 0, threading.Lock()
 
     def ask(self, method: str, path: str = "", request: Any = None) -> Any:
         """Return the answer to `request` at `path` below the address. Several threads may call this at once."""
@@ -66,6 +65,9 @@ class Endpoint:
             raise ValueError(f"{self.named}: {route}: {type(error).__name__}: {error}{_duration(began)}") from error
 
     def _ask_once(self, method: str, path: str, request: Any) -> Any:
+        with self._lock:
+            if self._process != os.getpid():  # a fork has no threads
+                self._connect()
         answer = self._answer(method, f"{self.url}/{path}" if path else self.url, request)
         response = asyncio.run_coroutine_threadsafe(answer, self._loop).result()
         response.raise_for_status()
@@ -73,6 +75,11 @@ class Endpoint:
             return response.json()
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.named} did not respond with JSON: {response.text[:300]}") from error
+
+    def _connect(self) -> None:
+        self._process, self._client = os.getpid(), httpx.AsyncClient(**self._settings)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True).start()
 
     async def _answer(self, method: str, url: str, request: Any) -> httpx.Response:
         async with asyncio.timeout(self.seconds):

@@ -225,6 +225,13 @@ def test_a_server_is_a_reward_function(address, monkeypatch):
     assert Lengths.said == [("/get_reward", request, "Bearer secret")]
 
 
+def test_worker_processes_ask_it_too(address):
+    given = samples()[:2]
+    runner(address, reward_workers=2)(given)
+    runner(address, reward_workers=1)(given)
+    assert [sample.reward for sample in given] == [2, 2]
+
+
 def test_a_key_of_user_and_password(address, monkeypatch):
     monkeypatch.setenv("REWARD_API_KEY", "me:secret")
     runner(address)(samples()[:2])
