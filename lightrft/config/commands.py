@@ -49,9 +49,10 @@ OF_SAMPLES = ("max_epochs", "freezing_actor_steps", "num_trajectories_to_save", 
 OF_THE_FINAL_MODEL = ("lora_rank", *LORA, "freeze_prefix", "freeze_vision_tower", "critic_pretrain")
 OF_EVALUATION = ("seed", "save_path")
 """Fields of the training section that an evaluation reads."""
+JUDGE_FIELDS = ("judge_url", "judge_model", "judge_template", "judge_pattern", "judge_range", "judge_max_tokens")
 REWARD_FIELDS = (
     "reward", "reward_key", "reward_workers", "reward_memory_gb", "reward_minutes", "reward_failure", "server_minutes",
-    "reward_model_coef", "step_rewards",
+    "reward_model_coef", "step_rewards", *JUDGE_FIELDS,
 )  # fmt: skip
 """Fields of the reward section that define a reward, not its use in training."""
 SERVED = (*REWARD_MODELS, "bf16", "trust_remote_code", "step_separator", "step_rewards")

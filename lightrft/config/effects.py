@@ -2,9 +2,9 @@
 
 from importlib.util import find_spec
 
-from lightrft.config.commands import COMMANDS, LORA, fields_read
+from lightrft.config.commands import COMMANDS, JUDGE_FIELDS, LORA, fields_read
 from lightrft.config.recipe import TEACHERS
-from lightrft.config.references import TRACKERS, eval_sources, report_names
+from lightrft.config.references import JUDGE, TRACKERS, eval_sources, report_names, reward_terms
 from lightrft.config.sections import Config, needs_critic, needs_reference, section_of_field
 
 CRITIC = ("critic_pretrain", "critic_learning_rate", "lambd", "value_clip")
@@ -90,6 +90,7 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
         "curriculum_rest": (bool(rollout.curriculum), "--curriculum"),
         "prompt_data_probs": (several, "several --prompt_data, joined by commas"),
         "reward_model_coef": (scored and bool(model.reward_pretrain or model.process_reward_pretrain), "--reward_pretrain"),
+        **{name: (JUDGE in [term.name for term in reward_terms(reward.reward)], "--reward judge") for name in JUDGE_FIELDS},
         "step_rewards": (bool(model.process_reward_pretrain), "--process_reward_pretrain"),
         "step_separator": (bool(model.process_reward_pretrain) or command == "train_prm", "--process_reward_pretrain"),
         "overlong_buffer_len": (reward.overlong_buffer, "--overlong_buffer"),

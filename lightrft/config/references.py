@@ -12,6 +12,10 @@ from lightrft.config.values import nearest
 
 REWARD_KEY = "REWARD_API_KEY"
 """Environment variable with the key of servers of rewards."""
+JUDGE = "judge"
+"""Name of the reward that a language model at --judge_url gives."""
+JUDGE_KEY = "JUDGE_API_KEY"
+"""Environment variable with the key of that server."""
 SERVER = ("http://", "https://")
 """Beginnings of the address of a server."""
 LABELLED = re.compile(r"(?:(?P<label>[A-Za-z_]\w*)=)?(?P<reference>.+)")

@@ -285,7 +285,7 @@ class RewardSection(Section):
     """Reward function: a name, module:function, file.py:function, or the http(s) address of a server. Several are separated by
     commas, or a list in YAML, each in the form NAME, NAME:WEIGHT or LABEL=NAME:WEIGHT; the reward is their weighted sum, and the
     label names the metric of each. Built in are exact_match, number (also called gsm8k), math, choice, f1, format, length,
-    json_schema, code, reasoning_gym and none."""
+    json_schema, code, reasoning_gym, judge and none."""
     reward_key: str | None = None
     """Column that names the rewards and reward models for its row: a label, or a list of labels. Unset: all of them score every
     row."""
@@ -302,9 +302,23 @@ class RewardSection(Section):
     """Handling of a call that raises, dies, takes too long, or does not return a finite number for each response. stop: end the
     run. zero: repeat the call for each response alone, and give 0 to those that fail again. drop: do not train on any response to
     the prompt."""
+    judge_url: str = ""
+    """Address of the language model of --reward judge: an OpenAI-compatible server, such as http://host:8000/v1. The environment
+    variable JUDGE_API_KEY contains its key, if it needs one."""
+    judge_model: str = ""
+    """Name of the judge's model on its server."""
+    judge_template: str = ""
+    """File with the text that the judge gets, with {prompt}, {response} and any column of the data, such as {label}. Empty: a
+    request to rate the response."""
+    judge_pattern: str = r"(?i)score\W{0,9}?(-?\d+(?:\.\d+)?)"
+    """Regular expression with one group, the score; the last match in the judge's reply counts."""
+    judge_range: list[float] = field(default_factory=lambda: [0.0, 10.0])
+    """Lowest and highest score of the judge; the reward is 0 at the lowest and 1 at the highest one."""
+    judge_max_tokens: Annotated[int, COUNT] = 1024
+    """Maximum length of the judge's reply in tokens."""
     server_minutes: Annotated[float, POSITIVE] = 5.0
-    """Time in minutes for which requests to a server of --reward or --teacher_url are repeated while it is unreachable or
-    busy."""
+    """Time in minutes for which requests to a server of --reward, --judge_url or --teacher_url are repeated while it is
+    unreachable or busy."""
     reward_model_coef: float = 1.0
     """Coefficient of the scores of --reward_pretrain and of the rewards of --process_reward_pretrain."""
     step_rewards: Literal["sum", "mean", "difference", "min"] = "mean"

@@ -11,6 +11,8 @@ from lightrft.config.commands import COMMANDS, PREFERENCES, fields_read
 from lightrft.config.errors import ConfigError
 from lightrft.config.recipe import TEACHERS, algorithm_problems
 from lightrft.config.references import (
+    JUDGE,
+    JUDGE_KEY,
     REWARD_KEY,
     SERVER,
     TRACKERS,
@@ -25,6 +27,7 @@ from lightrft.config.sections import (
     REWARD_MODELS,
     Config,
     ModelSection,
+    RewardSection,
     RolloutSection,
     StrategySection,
     field_bounds,
@@ -104,6 +107,7 @@ def _tracker_problems(report_to: str) -> list[str]:
 
 
 def _address_problems(config: Config, command: str) -> list[str]:
+    problems: list[str] = []
     asked = [("--teacher_url", config.model.teacher_url, "TEACHER_API_KEY")] if command == "train_ppo" else []
     if "reward" in COMMANDS[command]:
         try:
@@ -111,7 +115,17 @@ def _address_problems(config: Config, command: str) -> list[str]:
         except ValueError as error:
             return [str(error)]
         asked += [("--reward", name, REWARD_KEY) for name in names if name.startswith(SERVER)]
-    return [problem for flag, url, key in asked if url and (problem := address_problem(flag, url, key))]
+        if JUDGE in names:
+            asked.append(("--judge_url", config.reward.judge_url, JUDGE_KEY))
+            problems = _judge_problems(config.reward)
+    return problems + [problem for flag, url, key in asked if url and (problem := address_problem(flag, url, key))]
+
+
+def _judge_problems(reward: RewardSection) -> list[str]:
+    problems = [f"--reward judge needs --{name}" for name in ("judge_url", "judge_model") if not getattr(reward, name)]
+    if len(reward.judge_range) != 2 or reward.judge_range[0] >= reward.judge_range[1]:
+        problems.append("--judge_range takes two numbers, the lowest and the highest score")
+    return problems
 
 
 def range_problems(config: Config, read: Collection[str]) -> list[str]:

@@ -10,13 +10,14 @@ from typing import Any
 from loguru import logger
 
 from lightrft.config.errors import ConfigError
-from lightrft.config.references import SERVER, RewardTerm, reward_terms
+from lightrft.config.references import JUDGE, SERVER, RewardTerm, reward_terms
 from lightrft.config.sections import RewardSection
 from lightrft.launch.heartbeat import code_position, exit_process
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.conventions import as_number, num_rewards
 from lightrft.rewards.functions import FAST_REWARDS, rewards
+from lightrft.rewards.judge_settings import JudgeSettings
 from lightrft.rewards.pool import CallFailed, Calls, InProcess, Processes, Result, out_of_time
 from lightrft.rewards.worker import Setup
 from lightrft.types import Prompt, Sample
@@ -63,8 +64,8 @@ class RewardRunner:
     def _setup(self, chat: bool, models: tuple[str, ...]) -> Setup:
         section = self.section
         limits = {"seconds": 60 * section.reward_minutes, "patience": 60 * section.server_minutes}
-        memory = int(section.reward_memory_gb * 1e9)
-        return Setup(self.name, key=section.reward_key, models=models, chat=chat, memory=memory, **limits)
+        memory, judge = int(section.reward_memory_gb * 1e9), JudgeSettings.of(section)
+        return Setup(self.name, key=section.reward_key, models=models, chat=chat, memory=memory, judge=judge, **limits)
 
     def _way_to_call(self, setup: Setup) -> Calls:
         terms, workers = reward_terms(self.name), self.section.reward_workers
@@ -83,7 +84,7 @@ class RewardRunner:
 
     def _limit(self, names: list[str]) -> float | None:
         """Return the time limit of a call in seconds; None for servers, whose requests have limits of their own."""
-        on_server = [name.startswith(SERVER) for name in names]
+        on_server = [name.startswith(SERVER) or name == JUDGE for name in names]
         if all(on_server):
             return None
         return 60 * (self.section.reward_minutes + any(on_server) * self.section.server_minutes)
@@ -224,7 +225,8 @@ def importable_terms(terms: list[RewardTerm]) -> str | None:
     """Return the terms with names that another process can import, else None."""
     found = []
     for term in terms:
-        by_path = term.name.startswith(SERVER) or (":" in term.name and not term.name.startswith("__main__:"))
+        elsewhere = term.name == JUDGE or term.name.startswith(SERVER)
+        by_path = elsewhere or (":" in term.name and not term.name.startswith("__main__:"))
         name = term.name if by_path else importable_name(rewards[term.name])
         if name is None:
             return None

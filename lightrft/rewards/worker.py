@@ -14,6 +14,7 @@ import resource
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import dropwhile
 from multiprocessing import Pipe
@@ -21,9 +22,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 
-from lightrft.config.references import SERVER, reward_terms
+from lightrft.config.references import JUDGE, SERVER, reward_terms
 from lightrft.rewards.conventions import RewardFunction
 from lightrft.rewards.functions import Reward, rewards
+from lightrft.rewards.judge_settings import JudgeSettings
 from lightrft.rewards.weighted import WeightedRewards
 
 FORK = 0
@@ -52,6 +54,8 @@ class Setup:
     """Longest time of a request to a server, in seconds."""
     patience: float = 0.0
     """Longest time that a server may be away, in seconds."""
+    judge: JudgeSettings | None = None
+    """Settings of the reward `judge`."""
 
     def function(self) -> RewardFunction | WeightedRewards:
         """Import the function, or all of them. Raises ValueError if one cannot be imported."""
@@ -60,7 +64,11 @@ class Setup:
         return WeightedRewards(functions, self.key, self.models) if others or self.key or term.weight != 1 else function
 
     def _function(self, name: str) -> RewardFunction:
-        found = _on_server(name, self.seconds, self.patience) if name.startswith(SERVER) else rewards[name]
+        limits = {"seconds": self.seconds, "patience": self.patience}
+        if name == JUDGE and self.judge is not None:
+            found = _with_http(name, lambda: _judge(self.judge, **limits))
+        else:
+            found = _with_http(name, lambda: _on_server(name, **limits)) if name.startswith(SERVER) else rewards[name]
         return RewardFunction(found, chat=self.chat)
 
 
@@ -131,12 +139,24 @@ def place(error: BaseException) -> str:
     return f", at {own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else ""
 
 
-def _on_server(url: str, seconds: float, patience: float) -> Reward:
+def _with_http(name: str, build: Callable[[], Reward]) -> Reward:
+    """Return what `build` returns; raise ValueError with the command that installs a missing package."""
     try:
-        from lightrft.rewards.remote import RemoteReward
+        return build()
     except ModuleNotFoundError as error:
-        raise ValueError(f"--reward {url} needs {error.name}: pip install httpx tenacity") from error
-    return RemoteReward(url, seconds=seconds, patience=patience)
+        raise ValueError(f"--reward {name} needs {error.name}: pip install httpx tenacity") from error
+
+
+def _on_server(url: str, **limits: float) -> Reward:
+    from lightrft.rewards.remote import RemoteReward
+
+    return RemoteReward(url, **limits)
+
+
+def _judge(settings: JudgeSettings, **limits: float) -> Reward:
+    from lightrft.rewards.judge import Judge
+
+    return Judge(settings, **limits)
 
 
 def _end_with_parent() -> None:

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from lightrft.config import AlgorithmSection, RewardSection, parse
+from lightrft.config.commands import JUDGE_FIELDS
 from lightrft.run.prepare import prepare_config
 from lightrft.strategy import get_strategy
 from lightrft.trainer.build import ppo_trainer
@@ -105,6 +106,7 @@ def share_of_letters(samples, label, **columns):
 def test_every_field_is_turned():
     names = {field.name for section in (AlgorithmSection, RewardSection) for field in fields(section)}
     where_and_how_long = {"reward_workers", "reward_memory_gb", "reward_minutes", "reward_failure", "server_minutes"}
+    where_and_how_long |= set(JUDGE_FIELDS)  # tests/rewards/test_judge.py
     reported = {"measure_kl"}  # a metric more, and no other number
     assert set(TURNED) == names - where_and_how_long - reported, "those say where and how long a reward is asked"
 

@@ -1,0 +1,112 @@
+"""--reward judge: scores from the replies of a language model on an OpenAI-compatible server."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from lightrft.config import Config, ConfigError, RewardSection, validate
+from lightrft.rewards.judge import filled
+from lightrft.rewards.runner import RewardRunner
+from lightrft.types import Prompt, Sample
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Replies with the texts of `replies` in turn, for each text that it is asked to judge; `requests` are all requests."""
+
+    replies: list[str]
+    requests: list[tuple[str, str | None, dict]]
+    lock = threading.Lock()
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.lock:
+            before = sum(other["messages"] == request["messages"] for _, _, other in type(self).requests)
+            type(self).requests.append((self.path, self.headers["Authorization"], request))
+        reply = self.replies[min(before, len(self.replies) - 1)]
+        body = json.dumps({"choices": [{"message": {"role": "assistant", "content": reply}}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "secret")
+    Handler.replies, Handler.requests = [], []
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=listening.serve_forever, args=(0.01,), daemon=True).start()
+    yield {"judge_url": f"http://127.0.0.1:{listening.server_port}/v1", "judge_model": "m"}
+    listening.shutdown()
+    listening.server_close()
+
+
+def judged(server: dict, *replies: str, responses: tuple[str, ...] = ("four", "five"), reward: str = "judge", **settings) -> list:
+    Handler.replies = list(replies)
+    samples = [Sample(Prompt(0, "2+2?", [1], {"label": "4"}), 0, [1], [0.0], text, "stop") for text in responses]
+    RewardRunner(reward, section=RewardSection(**server | {"reward_workers": 0} | settings))(samples)
+    return [sample.reward for sample in samples]
+
+
+@pytest.mark.parametrize(
+    ("reply", "reward"),
+    [
+        ("Fine.\nScore: 7", 0.7),
+        ("Score: 3 at first. But no.\n**Score:** 8.5", 0.85),
+        ("The score is 10/10.", None),
+        ("score = 10", 1.0),
+        ("Score: 0", 0.0),
+        ("Score: 4\nScore: 11", 0.4),
+        ("Score: -1", None),
+        ("good", None),
+        ("", None),
+    ],
+)
+def test_the_last_score_within_the_range_counts(server, reply, reward):
+    if reward is None:
+        with pytest.raises(ConfigError, match="no score from 0 to 10 .* in 3 replies of the judge"):
+            judged(server, reply)
+    else:
+        assert judged(server, reply) == [pytest.approx(reward)] * 2
+
+
+def test_the_request_and_a_second_one_when_the_reply_has_no_score(server, tmp_path):
+    (tmp_path / "template.txt").write_text('{"a": {label}} {prompt} {response} {unknown}')
+    settings = {"judge_template": str(tmp_path / "template.txt"), "judge_pattern": r"<(\\d+)>".replace("\\\\", "\\")}
+    found = judged(server, "?", "<3>", responses=("{prompt}",), judge_range=[1.0, 5.0], judge_max_tokens=9, **settings)
+    assert found == [0.5]
+    message = {"role": "user", "content": '{"a": 4} 2+2? {prompt} {unknown}'}
+    common = {"model": "m", "messages": [message], "max_tokens": 9}
+    expected = [("/v1/chat/completions", "Bearer secret", common | {"temperature": warm}) for warm in (0.0, 1.0)]
+    assert Handler.requests == expected
+
+
+def test_beside_another_reward_and_from_worker_processes(server):
+    found = judged(server, "Score: 5", reward="judge:0.5,exact_match", responses=("4", "five"), reward_workers=1)
+    assert found == [1.25, 0.25]
+
+
+def test_a_failed_judgement_costs_its_own_response_alone(server):
+    Handler.replies = ["none"]
+    assert judged(server, "none", reward_failure="zero") == [0.0, 0.0]
+
+
+def test_texts_are_inserted_once():
+    assert filled("{a} {b} {c}", {"a": "{b}", "b": "{a}"}) == "{b} {a} {c}"
+
+
+def test_mistakes_are_named_before_the_run():
+    config = Config.of(reward="judge", judge_range=[3.0, 3.0])
+    with pytest.raises(ConfigError) as error:
+        validate(config, command="train_ppo", world_size=1)
+    for says in ("--reward judge needs --judge_url", "--reward judge needs --judge_model", "--judge_range takes two numbers"):
+        assert says in str(error.value)
+    for wrong, says in (({"judge_pattern": "("}, "--judge_pattern"), ({"judge_pattern": "x"}, "0 groups instead of one"),
+                        ({"judge_template": "/nowhere"}, "--judge_template /nowhere: No such file")):  # fmt: skip
+        with pytest.raises(ValueError, match=says):
+            RewardRunner("judge", section=RewardSection(judge_url="http://127.0.0.1:1/v1", judge_model="m", **wrong))
