@@ -17,6 +17,7 @@ from lightrft.config.values import CommaSeparated
 from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import load_prompts
+from lightrft.data.readers import TASK
 from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models.load import load_tokenizer
 from lightrft.models.routers import Routers
@@ -134,26 +135,28 @@ def build_rewards(config: Config, strategy: StrategyBase) -> RewardRunner:
 def build_eval_sets(
     config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, expand: Expander | None, rewards: RewardRunner
 ) -> list[HeldOut]:
-    """Load the sets of --eval_data: those of benchmarks are scored by their verifiers, the others by `rewards`."""
-    verifiers: dict[str, RewardRunner] = {}
+    """Load the sets of --eval_data.
+
+    Benchmarks are scored by their verifiers, named sets of reasoning-gym by the scorers of their tasks, the others by `rewards`.
+    """
+    runners = {"": rewards}
     sets = []
     for each in eval_sources(config.data.eval_data):
-        section = replace(config.data, eval_data=CommaSeparated(each.source))
-        if not each.benchmark:
-            prompts = load_rewarded(replace(config, data=section), tokenizer, expand, rewards, source="eval_data")
-            rewards.check(prompts.examples)
-            sets.append(HeldOut(each.name, prompts, rewards))
-            continue
-        benchmark = benchmarks[each.benchmark]
-        if benchmark.reward not in verifiers:
-            scoring = replace(config.reward, reward=CommaSeparated(benchmark.reward), reward_key=None)
-            verifiers[benchmark.reward] = build_rewards(replace(config, reward=scoring), strategy)
-        verifier = verifiers[benchmark.reward]
-        prompts = load_prompts(
-            with_own_columns(section), tokenizer, source="eval_data", row_problem=verifier.row_problem, make=benchmark.make,
-            requirements=[each.benchmark, verifier.requirements],
-        )  # fmt: skip
-        sets.append(HeldOut(each.name, prompts, verifier))
+        benchmark = benchmarks[each.benchmark] if each.benchmark else None
+        name = benchmark.reward if benchmark else "reasoning_gym" if each.name and each.source.startswith(TASK) else ""
+        if name not in runners:
+            scoring = replace(config.reward, reward=CommaSeparated(name), reward_key=None)
+            runners[name] = build_rewards(replace(config, reward=scoring), strategy)
+        runner, section = runners[name], replace(config.data, eval_data=CommaSeparated(each.source))
+        if benchmark:
+            prompts = load_prompts(
+                with_own_columns(section), tokenizer, source="eval_data", row_problem=runner.row_problem, make=benchmark.make,
+                requirements=[each.benchmark, runner.requirements],
+            )  # fmt: skip
+        else:
+            prompts = load_rewarded(replace(config, data=section), tokenizer, expand, runner, source="eval_data")
+            runner.check(prompts.examples)
+        sets.append(HeldOut(each.name, prompts, runner))
     return sets
 
 

@@ -1,5 +1,6 @@
 """Held-out evaluation: the scores of the greedy and the sampled responses to the prompts of a set."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightrft.observe.metrics import Metrics
@@ -16,7 +17,7 @@ class HeldOut:
 
     name: str
     """Name of its metrics, eval/NAME/...; empty for data without a name."""
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
     rewards: RewardRunner
 
     @property

@@ -26,10 +26,11 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> tuple[Path, list[str]]:
-    """A folder, and the flags of an evaluation of three sets: two benchmarks, and one in columns of its own."""
+    """A folder, and the flags of an evaluation of four sets: two benchmarks, a task, and one in columns of its own."""
     folder = tmp_path_factory.mktemp("inputs")
     flags = prepare(folder, rows=9)
     sets = f"gsm8k={jsonl(folder / 'gsm8k.jsonl', QUESTIONS)},hard:gpqa={jsonl(folder / 'gpqa.jsonl', CHOICES)}"
+    sets += ",gym=reasoning_gym:chain_sum?size=4"
     kept = [flag for flag in flags if not flag.startswith(("--prompt", "--report_to"))]
     return folder, [*kept, f"--eval_data={sets},own={folder / 'train.jsonl'}"]
 
@@ -68,7 +69,7 @@ def test_engines_give_the_same_greedy_responses(inputs, one_rank, tmp_path):
 @pytest.mark.slow
 def test_every_response_is_there_once_and_the_numbers_are_theirs(one_rank):
     numbers, rows = one_rank
-    counts = {"gsm8k": 7, "hard": 5, "own": 9}
+    counts = {"gsm8k": 7, "hard": 5, "gym": 4, "own": 9}
     assert [(row["set"], row["row"], row["sample"]) for row in rows] == [
         (name, row, sample) for name, count in counts.items() for row in range(count) for sample in ("greedy", 0, 1, 2)
     ]
@@ -81,7 +82,8 @@ def test_every_response_is_there_once_and_the_numbers_are_theirs(one_rank):
         assert numbers[f"{name}/avg_at_3"] == pytest.approx(sum(sampled) / (3 * count))
         assert numbers[f"{name}/reward_low"] <= numbers[f"{name}/reward"] <= numbers[f"{name}/reward_high"]
         assert {f"{name}/pass_at_{k}" for k in (1, 2, 3)} <= numbers.keys()
-    assert "gsm8k/accuracy" in numbers and "own/accuracy" not in numbers, "a verifier says right or wrong, the reward does not"
+    assert {"gsm8k/accuracy", "gym/reward"} <= numbers.keys()
+    assert "own/accuracy" not in numbers, "a verifier says right or wrong, the reward does not"
     assert 0 < numbers["own/avg_at_3"] < 1
     row = rows[0]
     assert row["prompt"].startswith("0 + 0?\n\nReason step by step") and row["label"] == "0"
@@ -111,7 +113,8 @@ def test_training_reports_every_set(inputs, tmp_path):
     often = ["--eval_n_samples=2", "--eval_steps=1", "--max_steps=2", "--prompt_max_len=200", "--max_tokens_per_microbatch=256"]
     rows = train("train_ppo", 2, [*prepare(folder, rows=9), *PPO, flags[-1], *often], tmp_path)
     for row in rows:
-        assert row["eval/gsm8k/num_samples"] == 7 and row["eval/hard/num_samples"] == 5 and row["eval/own/num_samples"] == 9
+        assert row["eval/gsm8k/num_samples"] == 7 and row["eval/hard/num_samples"] == 5
+        assert row["eval/gym/num_samples"] == 4 and row["eval/own/num_samples"] == 9
         assert {"eval/gsm8k/accuracy", "eval/hard/pass_at_2", "eval/own/avg_at_2"} <= row.keys()
         assert "eval/own/accuracy" not in row and "eval/reward" not in row
 
