@@ -14,6 +14,8 @@ REWARD_KEY = "REWARD_API_KEY"
 """Environment variable with the key of servers of rewards."""
 JUDGE = "judge"
 """Name of the reward that a language model at --judge_url gives."""
+ENGINE = "engine"
+"""Value of --judge_url: the model that is trained judges its own responses."""
 JUDGE_KEY = "JUDGE_API_KEY"
 """Environment variable with the key of that server."""
 SERVER = ("http://", "https://")

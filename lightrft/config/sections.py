@@ -304,7 +304,7 @@ class RewardSection(Section):
     the prompt."""
     judge_url: str = ""
     """Address of the language model of --reward judge: an OpenAI-compatible server, such as http://host:8000/v1. The environment
-    variable JUDGE_API_KEY contains its key, if it needs one."""
+    variable JUDGE_API_KEY contains its key, if it needs one. engine: the model that is trained judges its own responses."""
     judge_model: str = ""
     """Name of the judge's model on its server."""
     judge_template: str = ""
@@ -694,6 +694,17 @@ def field_bounds() -> dict[str, Bound]:
     """Return field name -> range of its values, for the fields that have one."""
     hints = {name: kind for cls in SECTIONS.values() for name, kind in get_type_hints(cls, include_extras=True).items()}
     return {name: kind.__metadata__[0] for name, kind in hints.items() if get_origin(kind) is Annotated}
+
+
+JUDGE_PROMPT_TOKENS = 2048
+"""Number of tokens for what a judge in the engine reads beside prompt and response: the template, and columns of the data."""
+
+
+def longest_sequence(config: Config) -> int:
+    """Return the largest number of tokens of a prompt with its response in the engine."""
+    length = config.data.prompt_max_len + config.rollout.generate_max_len
+    judges = config.reward.judge_url == "engine"
+    return length + judges * (JUDGE_PROMPT_TOKENS + config.reward.judge_max_tokens)
 
 
 def sequence_layout(strategy: StrategySection) -> tuple[int, str]:

@@ -11,6 +11,7 @@ from lightrft.config.commands import COMMANDS, PREFERENCES, fields_read
 from lightrft.config.errors import ConfigError
 from lightrft.config.recipe import TEACHERS, algorithm_problems
 from lightrft.config.references import (
+    ENGINE,
     JUDGE,
     JUDGE_KEY,
     REWARD_KEY,
@@ -116,13 +117,15 @@ def _address_problems(config: Config, command: str) -> list[str]:
             return [str(error)]
         asked += [("--reward", name, REWARD_KEY) for name in names if name.startswith(SERVER)]
         if JUDGE in names:
-            asked.append(("--judge_url", config.reward.judge_url, JUDGE_KEY))
+            if config.reward.judge_url != ENGINE:
+                asked.append(("--judge_url", config.reward.judge_url, JUDGE_KEY))
             problems = _judge_problems(config.reward)
     return problems + [problem for flag, url, key in asked if url and (problem := address_problem(flag, url, key))]
 
 
 def _judge_problems(reward: RewardSection) -> list[str]:
-    problems = [f"--reward judge needs --{name}" for name in ("judge_url", "judge_model") if not getattr(reward, name)]
+    needed = ("judge_url",) if reward.judge_url == ENGINE else ("judge_url", "judge_model")
+    problems = [f"--reward judge needs --{name}" for name in needed if not getattr(reward, name)]
     if len(reward.judge_range) != 2 or reward.judge_range[0] >= reward.judge_range[1]:
         problems.append("--judge_range takes two numbers, the lowest and the highest score")
     return problems

@@ -1,9 +1,29 @@
-"""Settings of the language model that judges responses (judge.py)."""
+"""What a language model is asked about a response, and how its reply is read: the reward `judge`."""
 
+import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, Self
 
+from lightrft.config.references import ENGINE
 from lightrft.config.sections import RewardSection
+from lightrft.samples import Sample
+
+TEMPLATE = """Judge a response to a prompt. Rate how correct, helpful and complete it is, from {low} (worst) to {high} (best).
+
+[Prompt]
+{prompt}
+
+[Response]
+{response}
+
+Explain your judgement in a few sentences. Then write the rating on a line of its own, in this form:
+Score: NUMBER"""
+ATTEMPTS = 3
+"""Number of replies to ask for, until one contains a score; the first one is greedy."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +44,64 @@ class JudgeSettings:
         return cls(section.judge_url, section.judge_model, section.judge_template, section.judge_pattern, low, high,
                    section.judge_max_tokens)  # fmt: skip
 
-    def request(self, text: str, *, temperature: float) -> dict[str, Any]:
-        """Return the request for a chat completion."""
-        messages = [{"role": "user", "content": text}]
-        return {"model": self.model, "messages": messages, "temperature": temperature, "max_tokens": self.max_tokens}
+    @property
+    def in_engine(self) -> bool:
+        """Return True if the model that is trained judges its own responses."""
+        return self.url == ENGINE
+
+    def check(self) -> None:
+        """Raise ValueError for a template without {response}, or a pattern without one group."""
+        _template(self.template)
+        _compiled(self.pattern)
+
+    def text(self, sample: Sample, columns: Mapping[str, Any]) -> str:
+        """Return the text that asks for a score of the sample; `columns` are those of its row."""
+        own = {"prompt": sample.prompt.text, "response": sample.text, "low": f"{self.low:g}", "high": f"{self.high:g}"}
+        return filled(_template(self.template), {**columns, **own})
+
+    def score(self, reply: str) -> float | None:
+        """Return the last score of a reply, scaled to 0 to 1; None if there is none within the range."""
+        for found in reversed(list(_compiled(self.pattern).finditer(reply))):
+            try:
+                score = float(found[1])
+            except (TypeError, ValueError):
+                continue
+            if math.isfinite(score) and self.low <= score <= self.high:
+                return (score - self.low) / (self.high - self.low)
+        return None
+
+    def no_score(self, reply: str) -> str:
+        """Return a message for a response that no reply scores; `reply` is the last one."""
+        return (
+            f"no score from {self.low:g} to {self.high:g} (--judge_pattern, --judge_range) in {ATTEMPTS} replies of the judge, "
+            f"the last of which is {reply!r:.300}"
+        )
+
+
+def filled(template: str, values: Mapping[str, Any]) -> str:
+    """Replace each {name} of `values` once; other braces, and those of inserted texts, stay as they are."""
+    names = "|".join(map(re.escape, values))
+    return re.sub(rf"\{{({names})\}}", lambda found: str(values[found[1]]), template)
+
+
+@lru_cache
+def _template(path: str) -> str:
+    if not path:
+        return TEMPLATE
+    try:
+        template = Path(path).expanduser().read_text()
+    except OSError as error:
+        raise ValueError(f"--judge_template {path}: {error.strerror or error}") from error
+    if "{response}" not in template:
+        raise ValueError(f"--judge_template {path} lacks {{response}}, the place of the response")
+    return template
+
+
+def _compiled(pattern: str) -> re.Pattern:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"--judge_pattern {pattern}: {error}") from error
+    if compiled.groups != 1:
+        raise ValueError(f"--judge_pattern {pattern} has {compiled.groups} groups instead of one, the score")
+    return compiled

@@ -50,7 +50,7 @@ class ModelRewards:
             _check(each, scores)
             for sample, row in zip(scored, scores, strict=True):
                 if each.steps is None:
-                    _add(sample, each.label, each.weight * row.item())
+                    add_score(sample, each.label, each.weight * row.item())
                 elif sample.token_ids:
                     of_tokens = each.steps(sample.token_ids, row)
                     _add_to_tokens(sample, each.label, [None if one is None else each.weight * one for one in of_tokens])
@@ -69,7 +69,7 @@ def _check(each: ScoringModel, scores: list[Tensor]) -> None:
         raise ValueError(f"the reward model {each.label} returned scores that are not finite for {count} responses")
 
 
-def _add(sample: Sample, name: str, score: float) -> None:
+def add_score(sample: Sample, name: str, score: float) -> None:
     """Add a score for the whole response to the reward, at the last token if tokens have rewards."""
     sample.reward_parts = (sample.reward_parts or {FUNCTION: sample.reward}) | {name: score}
     sample.reward += score

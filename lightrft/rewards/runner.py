@@ -5,7 +5,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from loguru import logger
 
@@ -34,6 +34,17 @@ WORKERS = 2
 """Number of worker processes of a rank if --reward_workers is unset."""
 
 
+class LaterJudge(Protocol):
+    """A judge that scores in addition to the function, in the engine; see engine_judge.py."""
+
+    data: Axis
+    """Ranks with different samples."""
+
+    def ask(self, samples: Sequence[Sample]) -> None: ...
+
+    def add(self, samples: Sequence[Sample]) -> list[tuple[Sample, str]]: ...
+
+
 class RewardRunner:
     """Calls a reward function for the samples of each prompt, and checks what it returns.
 
@@ -57,6 +68,8 @@ class RewardRunner:
         self.function = setup.function()
         self.models: Callable[[list[Sample]], None] | None = None
         """Reward models that score in addition to the function, while the engine sleeps: not all fit on the device at once."""
+        self.judge: LaterJudge | None = None
+        """The judge of --judge_url engine, which scores in addition to the function."""
         self._failures = self._in_a_row = 0
         self._begun: list[tuple[list[Sample], Result]] = []
         self._calls = self._way_to_call(setup)
@@ -130,8 +143,28 @@ class RewardRunner:
                 one.reward, one.reward_parts, one.token_rewards, one.masked = value
         if failure:
             raise failure
+        if self.judge is not None:
+            self._judge(self.judge, samples)
         if self.models is not None:
             self.models(samples)
+
+    def ask_judge(self, samples: list[Sample]) -> None:
+        """Let the judge in the engine, if there is one, read samples while the engine is awake. All ranks call it together."""
+        if self.judge is not None:
+            self.judge.ask(samples)
+
+    def _judge(self, judge: LaterJudge, samples: list[Sample]) -> None:
+        """Add the judge's scores, and treat responses without one as --reward_failure requires."""
+        failed = judge.add(samples)
+        messages = [self._described(CallFailed(message, sample), [sample]) for sample, message in failed[:LOGGED]]
+        everyone = [message for part in judge.data.gather(messages) for message in part]
+        if everyone and self.section.reward_failure == "stop":
+            raise ConfigError(everyone[0])
+        for message in messages:
+            logger.warning(message)
+        self._failures += len(failed)
+        for sample, _ in failed:
+            sample.masked |= self.section.reward_failure == "drop"
 
     def count_failures(self, name: str, metrics: Metrics) -> None:
         """Add the number of samples without a reward of their own since the last call, unless a failure ends the run."""

@@ -35,7 +35,7 @@ from lightrft.checkpoint.hf_export import export, export_adapter
 from lightrft.checkpoint.hf_parameters import persistent_buffers, unwrap
 from lightrft.checkpoint.manager import RetentionPolicy
 from lightrft.config.resolve import Arguments, as_config, check_strategy
-from lightrft.config.sections import OptimSection, sequence_layout
+from lightrft.config.sections import OptimSection, longest_sequence, sequence_layout
 from lightrft.data.loader import Order
 from lightrft.engine.base import Engine
 from lightrft.engine.build import build_engine
@@ -459,7 +459,7 @@ class StrategyBase(Backend):
             axis = self.mesh.engine(section.engine_tp_size)
             engine = build_engine(
                 section, model_path=config.model.pretrain, dtype=self.dtype, device=self.device, axis=axis,
-                max_model_len=config.data.prompt_max_len + config.rollout.generate_max_len,
+                max_model_len=longest_sequence(config),
                 seed=derived_seed(self.seed, self.mesh.world.rank // axis.size) % 2**31,  # vLLM accepts 32 bits only
                 trust_remote_code=config.model.trust_remote_code, from_stream=actor is not None,
             )  # fmt: skip

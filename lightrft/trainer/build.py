@@ -11,7 +11,7 @@ from lightrft.algorithms.options import keywords
 from lightrft.algorithms.shaping import RewardShaper
 from lightrft.checkpoint.final_model import with_merged_pretrain, with_model_of_run
 from lightrft.config.errors import ConfigError
-from lightrft.config.references import eval_sources, reward_model_terms
+from lightrft.config.references import ENGINE, JUDGE, eval_sources, reward_model_terms, reward_terms
 from lightrft.config.sections import Config, needs_critic, needs_reference
 from lightrft.config.values import CommaSeparated
 from lightrft.data.benchmarks import benchmarks, with_own_columns
@@ -21,6 +21,7 @@ from lightrft.data.readers import TASK
 from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models.load import load_tokenizer
 from lightrft.models.routers import Routers
+from lightrft.rewards.engine_judge import EngineJudge
 from lightrft.rewards.runner import RewardRunner
 from lightrft.roles.policy import Policy
 from lightrft.rollout.collector import Collector
@@ -125,11 +126,20 @@ def build_ptx_loss(config: Config, policy: Policy, training_data: TrainingData) 
 
 
 def build_rewards(config: Config, strategy: StrategyBase) -> RewardRunner:
-    chat = config.data.apply_chat_template
-    models = [term.label for _, term in reward_model_terms(config.model)]
-    return RewardRunner(
-        config.reward.reward, strategy.mesh.model_parallel, config.reward, chat=chat, fail=strategy.fail, models=models
-    )
+    """Build what calls the rewards of --reward; a judge in the engine is not called with the functions."""
+    labels = [term.label for _, term in reward_model_terms(config.model)]
+    terms = reward_terms(config.reward.reward)
+    judges = [term for term in terms if term.name == JUDGE] if config.reward.judge_url == ENGINE else []
+    name = config.reward.reward
+    if judges:
+        name = ",".join(str(term) for term in terms if term not in judges) or "none"
+    runner = RewardRunner(
+        name, strategy.mesh.model_parallel, config.reward, chat=config.data.apply_chat_template, fail=strategy.fail,
+        models=labels + [term.label for term in judges],
+    )  # fmt: skip
+    if judges:
+        runner.judge = EngineJudge(judges[0], config, strategy, load_tokenizer(config.model))
+    return runner
 
 
 def build_eval_sets(

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import reward_model_terms
-from lightrft.config.sections import Config
+from lightrft.config.sections import Config, longest_sequence
 from lightrft.engine.model_info import placeholder_token_ids
 from lightrft.engine.requests import Sampling
 from lightrft.models.heads import Actor, Scorer, check_window
@@ -39,7 +39,7 @@ def build_policy(
     with strategy.init_model_context():
         actor = Actor(freeze_parameters(load_model(config.model), config.model))
     if sampling is not ANY_TOKEN:  # an engine chooses rotary frequencies for the longest possible sequence
-        check_window(actor.language_model, config.data.prompt_max_len + config.rollout.generate_max_len)
+        check_window(actor.language_model, longest_sequence(config))
     optimizer = strategy.create_optimizer(actor, optim.actor_learning_rate, optim.adam_betas, optim.l2)
     scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
     drawn = sampling.resolved(placeholder_token_ids(actor.language_model.config)) if sampling is not ANY_TOKEN else sampling

@@ -31,6 +31,12 @@ class HeldOut:
         return (self.name,) if self.name else ()
 
 
+def ask_judges(sets: Sequence[HeldOut], answered: Sequence[list[Group]]) -> None:
+    """Let judges in the engine read the responses while it is awake. All ranks call it."""
+    for each, groups in zip(sets, answered, strict=True):
+        each.rewards.ask_judge([sample for group in groups for sample in group.responses])
+
+
 def evaluate(held_out: HeldOut, groups: list[Group], metrics: Metrics, data: Axis) -> dict[str, Estimate]:
     """Score this rank's groups, which Sampler.answer() generated, and return the estimates over those of all ranks.
 

@@ -24,7 +24,7 @@ from lightrft.rollout.sampler import Sampler
 from lightrft.rollout.scores import Estimate
 from lightrft.run.sample_rows import sample_rows
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.trainer.evaluate import HeldOut, evaluate
+from lightrft.trainer.evaluate import HeldOut, ask_judges, evaluate
 
 AT_ONCE = 64
 """Number of prompts whose responses travel to rank 0 at once, to be written."""
@@ -48,6 +48,7 @@ class Evaluation:
         with strategy.engine_awake():
             answered = [self.sampler.answer(each.prompts, seed=derived_seed(seed, "evaluation", *each.seed_parts))
                         for each in self.sets]  # fmt: skip
+            ask_judges(self.sets, answered)
         data, metrics = strategy.mesh.data, Metrics()
         found = [evaluate(each, groups, metrics, data) for each, groups in zip(self.sets, answered, strict=True)]
         result = {name.removeprefix("eval/"): value for name, value in metrics.reduce(data).items()}

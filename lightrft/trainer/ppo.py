@@ -16,7 +16,7 @@ from lightrft.rollout.measure import measure_samples
 from lightrft.run.interruption import Interrupted
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import Trainer, TrainingData
-from lightrft.trainer.evaluate import HeldOut, evaluate
+from lightrft.trainer.evaluate import HeldOut, ask_judges, evaluate
 from lightrft.trainer.tasks.sft import PtxLoss
 
 
@@ -52,6 +52,7 @@ class PPOTrainer(Trainer):
         begun = self.collect.begin(), self.metrics.state_dict(), self.strategy.weight_version
         with self.trace.phase("generate"), self.strategy.engine_awake(self.policy.actor):
             groups = self.collect(number, self.metrics)
+            self.collect.rewards.ask_judge([sample for group in groups for sample in group.responses])
         with self.trace.phase("reward"):
             samples = self.collect.rewarded(groups, self.metrics)
         self._safe_point(*begun)
@@ -87,6 +88,7 @@ class PPOTrainer(Trainer):
             seed, answer = self.config.train.seed, self.collect.sampler.answer
             answered = [answer(each.prompts, seed=derived_seed(seed, "evaluation", self.done, *each.seed_parts))
                         for each in self.eval_sets]  # fmt: skip
+            ask_judges(self.eval_sets, answered)
         self.strategy.engine_lags(version)
         for each, groups in zip(self.eval_sets, answered, strict=True):
             evaluate(each, groups, self.metrics, self.strategy.mesh.data)

@@ -5,11 +5,18 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrft.config import Config, ConfigError, RewardSection, validate
-from lightrft.rewards.judge import filled
+from lightrft.config.references import RewardTerm
+from lightrft.rewards.engine_judge import EngineJudge
+from lightrft.rewards.judge_settings import JudgeSettings, filled
 from lightrft.rewards.runner import RewardRunner
+from lightrft.strategy import get_strategy
 from lightrft.types import Prompt, Sample
+from ranks import run_ranks
+from runs import PPO, prepare, train
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -110,3 +117,51 @@ def test_mistakes_are_named_before_the_run():
                         ({"judge_template": "/nowhere"}, "--judge_template /nowhere: No such file")):  # fmt: skip
         with pytest.raises(ValueError, match=says):
             RewardRunner("judge", section=RewardSection(judge_url="http://127.0.0.1:1/v1", judge_model="m", **wrong))
+
+
+# -- the judge in the engine
+
+DIGIT = {"judge_url": "engine", "judge_pattern": r"([0-9])", "judge_range": [0.0, 9.0], "judge_max_tokens": 24}
+"""A model of random weights writes a digit now and then."""
+
+
+def in_engine(folder: str) -> list[tuple[str, float, dict]]:
+    """(prompt, reward, parts) of this rank's samples; the first rank has one more than the second."""
+    values = {"pretrain": folder, "engine_type": "hf", "prompt_max_len": 8, "generate_max_len": 8, "reward": "judge:2"}
+    config = Config.of(**values, **DIGIT, reward_failure="zero")
+    strategy = get_strategy(config)
+    strategy.setup_distributed()
+    strategy.setup_inference_engine()
+    prompts = [Prompt(row, f"{row}?", [1], {}) for row in range(24)][strategy.get_rank() :: strategy.mesh.world.size]
+    samples = [Sample(prompt, 0, [1], [0.0], "yes", "stop") for prompt in prompts]
+    runner = RewardRunner("none", section=config.reward)
+    runner.judge = EngineJudge(RewardTerm("judge", "judge", 2.0), config, strategy, AutoTokenizer.from_pretrained(folder))
+    runner.ask_judge(samples[:1])
+    runner(samples)
+    return [(sample.prompt.text, sample.reward, sample.reward_parts) for sample in samples]
+
+
+@pytest.mark.slow
+def test_the_engine_judges_as_transformers_generates(tmp_path):
+    flags = prepare(tmp_path)
+    folder = str(tmp_path / "model")
+    one, two = (dict((text, rest) for part in run_ranks(ranks, in_engine, folder) for text, *rest in part) for ranks in (1, 2))
+    assert one == two and len(one) == 24
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+    compared = 0
+    for text, (reward, parts) in one.items():
+        asked = JudgeSettings.of(RewardSection(**DIGIT)).text(Sample(Prompt(0, text, [1], {}), 0, [], [], "yes", "stop"), {})
+        chat = tokenizer.apply_chat_template([{"role": "user", "content": asked}], tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(chat, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        reply = model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
+        digits = [each for each in tokenizer.decode(reply, skip_special_tokens=True) if each in "0123456789"]
+        if digits:
+            compared += 1
+            assert reward == pytest.approx(2 * int(digits[-1]) / 9) and parts["judge"] == pytest.approx(reward)
+    assert compared
+    kept = [flag for flag in flags if not flag.startswith("--reward")]
+    judge = ["--reward=judge", *(f"--{name}={value}" for name, value in DIGIT.items() if name != "judge_range"), "--judge_range",
+             "0", "9", "--reward_failure=drop", "--max_steps=1"]  # fmt: skip
+    (row,) = train("train_ppo", 2, [*kept, *PPO, *judge], tmp_path / "run")
+    scored = 1 - row["rollout/reward_failures"] / 32
+    assert row["rollout/reward"] == pytest.approx(scored * row["rollout/reward_of_judge"]) and row["rollout/staleness_max"] == 0
