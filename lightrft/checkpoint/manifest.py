@@ -17,9 +17,9 @@ from loguru import logger
 
 from lightrft.checkpoint.atomic import PART, CheckpointError, remove_folder, replace_file, run_on_all_ranks, write_file
 from lightrft.parallel.collectives import Axis
+from lightrft.parallel.device import GB
 
 MANIFEST, LATEST = "manifest.json", "latest"
-GB = 1e9
 
 
 @dataclass

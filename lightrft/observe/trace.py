@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-GB = 1e9
+from lightrft.parallel.device import GB
 
 
 def _nothing() -> None:

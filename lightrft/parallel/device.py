@@ -8,6 +8,9 @@ import psutil
 import torch
 from torch import Tensor
 
+GB = 1e9
+"""Bytes of a gigabyte, in every message and metric."""
+
 
 def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))

@@ -90,6 +90,7 @@ class RewardServer:
     def serve(self) -> None:
         """Answer requests; raise Interrupted on all ranks when one of them is asked to stop."""
         interruption = Interruption(self.strategy.mesh.world)
+        self.strategy.announce("")
         if self._http is not None:
             threading.Thread(target=self._http.serve_forever, name="reward-server", daemon=True).start()
             host, port = self._http.server_address[:2]
@@ -115,7 +116,7 @@ class RewardServer:
         for asked, answer in waiting:
             answer.set_result(rewards[: len(asked)])
             rewards = rewards[len(asked) :]
-        self.strategy.announce("wait")
+        self.strategy.announce("")  # waiting has no time limit
 
     def _take(self) -> list[tuple[list[Text], "Future[list[Reward]]"]]:
         try:

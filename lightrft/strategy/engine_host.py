@@ -13,11 +13,10 @@ from lightrft.data.loader import share_of
 from lightrft.engine.base import Engine
 from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.device import occupied_memory, release_cached_memory
+from lightrft.parallel.device import GB, occupied_memory, release_cached_memory
 from lightrft.parallel.mesh import Mesh
 from lightrft.types import Completion
 
-GB = 1e9
 Weights = Callable[[], Iterator[tuple[str, Tensor]]]
 """Function that starts one weight stream of (name, full tensor)."""
 

@@ -45,7 +45,7 @@ from lightrft.launch.heartbeat import MARGIN, SingleRankWatchdog, Watchdog
 from lightrft.launch.rendezvous import adopt_node_size, join_process_group
 from lightrft.models.lora import merged
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.device import current_device, host_cores, memory_in_use, peak_memory, select_device
+from lightrft.parallel.device import GB, current_device, host_cores, memory_in_use, peak_memory, select_device
 from lightrft.parallel.mesh import Mesh, world_axis
 from lightrft.strategy.checkpoints import NOTHING, Checkpoints, Trained, hf_folder, next_tag
 from lightrft.strategy.dataloader import ResumableBatchSampler
@@ -56,7 +56,6 @@ from lightrft.strategy.prompt_reader import PromptReader
 from lightrft.types import Completion
 from lightrft.versions import TENSOR_PARALLEL, untested_versions
 
-GB = 1e9
 Models = nn.Module | Mapping[str, Any]
 """One model, or several by name: {"actor": (actor, optimizer, scheduler), "ema": ema}, each as prepare() takes it."""
 _ACTORS: WeakSet[nn.Module] = WeakSet()

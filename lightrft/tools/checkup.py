@@ -10,10 +10,9 @@ import psutil
 import torch
 
 from lightrft.launch.rendezvous import loopback_problem
-from lightrft.parallel.device import current_device, free_memory
+from lightrft.parallel.device import GB, current_device, free_memory
 from lightrft.versions import CORE, ENGINES, EXTRAS, installed_version, untested_versions, version_problems
 
-GB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
 PORT = 29500
 """Port at which the processes of torchrun meet by default."""
