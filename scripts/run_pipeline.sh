@@ -31,7 +31,8 @@ run() {
     shift 4
     [[ -n $small ]] && steps=2
     torchrun --standalone --nproc-per-node "${NPROC:-2}" -m "lightrft.cli.$command" --config "configs/$config" \
-        --max_steps "$steps" --seed "$seed" --save_path "$out/$name" --overwrite "$@"
+        --max_steps "$steps" --seed "$seed" --save_path "$out/$name" --overwrite \
+        ${small:+--max_samples 128 --max_eval_samples 16} "$@"
 }
 
 # Share of right answers to held-out problems.
