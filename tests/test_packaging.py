@@ -27,6 +27,7 @@ NEEDS_AN_EXTRA = {
     "lightrft.rewards.verifiers.jsonschema": "jsonschema",
     "lightrft.rewards.verifiers.math_verify": "math_verify",
     "lightrft.rewards.verifiers.reasoning_gym": "reasoning_gym",
+    "lightrft.rewards.judge": "httpx",
     "lightrft.rewards.remote": "httpx",
     "lightrft.strategy.deepspeed": "deepspeed",
 }
