@@ -149,7 +149,7 @@ def test_one_rank_writes_the_tokenizer(folder, tmp_path):
 
 
 def peak_of_export(folder: str, target: Path):
-    hf_export.MAX_SHARD_BYTES = 30_000_000
+    hf_export.MAX_SHARD_BYTES = 10_000_000
     made = strategy(weight_sync_bucket_mb=1, bf16=True)
     with made.init_model_context():
         model = load_model(ModelSection(pretrain=folder))
