@@ -21,6 +21,7 @@ def beside() -> None:
     time.sleep(60)
 
 
+@pytest.mark.slow
 def test_one_hang_is_forgiven_and_a_second_one_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "_native_stacks", lambda pid: "")  # a debugger takes ten seconds
     monkeypatch.setenv(ranks.RESTARTS, str(tmp_path / "restarts"))

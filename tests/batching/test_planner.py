@@ -177,6 +177,7 @@ def test_a_row_without_tokens():
         plan([3, 1, 0], num_ranks=1, minibatch_size=3, max_tokens=10)
 
 
+@pytest.mark.slow
 def test_every_process_makes_the_same_plan():
     """Another interpreter, with another seed of its string hashes, plans the same."""
     program = (

@@ -180,6 +180,7 @@ def right(samples, **columns):
 """
 
 
+@pytest.mark.slow
 def test_many_calls_never_make_their_caller_wait_for_the_import(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW_IMPORT)
     made = RewardRunner(f"{tmp_path}/slow.py:right", section=RewardSection(reward_workers=1))

@@ -245,6 +245,7 @@ def test_math_that_takes_too_long_is_wrong(monkeypatch, capfd):
     assert "9^9" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_math_in_worker_processes_and_in_a_thread():
     samples = [sample("\\boxed{\\frac{1}{2}}", label="0.5"), sample("\\boxed{2}", label="0.5")]
     assert judged("math", *samples, workers=1) == [1.0, 0.0]

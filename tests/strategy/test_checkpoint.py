@@ -358,6 +358,7 @@ def disk_full(folder, root, bad_rank, limit):
     return raised, left, path.name, found, sorted(path.name for path in root.iterdir())
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_checkpoint_before(folder, tmp_path):
     cases = (0, 100_000), (1, 100_000), (0, 20_000), (0, 1_000), (1, 1_000)
     roots = {case: tmp_path / str(case) for case in cases}

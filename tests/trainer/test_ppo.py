@@ -12,6 +12,7 @@ def inputs(tmp_path_factory):
     return prepare(tmp_path_factory.mktemp("inputs"))
 
 
+@pytest.mark.slow
 def test_reward_rises_in_twenty_steps(inputs, tmp_path):
     rows = train("train_ppo", 2, [*inputs, *PPO, "--max_steps=20", "--seed=7"], tmp_path)
     assert [row["step"] for row in rows] == list(range(1, 21))
