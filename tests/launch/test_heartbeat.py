@@ -140,6 +140,7 @@ def test_a_phase_that_never_ends_on_any_rank(tmp_path, world_size):
         assert "test_heartbeat.py:" in said and "(together)" in said
 
 
+@pytest.mark.slow
 def test_a_program_that_says_nothing_has_no_phases(tmp_path):
     assert exit_codes(2, together, tmp_path, "") == [0, 0]
 

@@ -86,6 +86,7 @@ def results(folder) -> dict[str, list[Passed]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["data", "replicas"])
 def test_data_ranks_draw_differently(results, layout):
     assert same(results[layout]) == [False, True, True]
