@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -81,23 +82,67 @@ def with_merged_pretrain(config: Config, world: Axis) -> Config:
 
     A --pretrain that contains only an adapter becomes --save_path/merged_pretrain, which rank 0 writes unless it exists.
     """
-    adapter = config.model.pretrain
-    if not is_adapter_folder(Path(adapter).expanduser()):
+    adapter = str(Path(config.model.pretrain).expanduser())
+    if not is_adapter_folder(Path(adapter)):
         return config
-    adapter, folder = str(Path(adapter).expanduser()), Path(config.train.save_path) / MERGED
 
-    def merge() -> None:
+    def source() -> dict[str, str | None]:
         base = base_model_of_adapter(adapter)
-        source = {"adapter": _digest(adapter), "base": base, "weights": weights_of(base)}
-        known = folder / SOURCE
-        if known.is_file() and json.loads(known.read_text()) == source:
-            return
-        logger.info("merging the adapter {} into {}, in {}", adapter, source["base"], folder)
+        return {"adapter": _digest(adapter), "base": base, "weights": weights_of(base)}
+
+    def write(folder: Path) -> None:
+        logger.info("merging the adapter {} into its base model, in {}", adapter, folder)
         export_merged(adapter, folder, trust_remote_code=config.model.trust_remote_code)
-        known.write_text(json.dumps(source, indent=2) + "\n")
+
+    return _with_written_pretrain(config, world, MERGED, SOURCE, source, write)
+
+
+def with_model_of_run(config: Config, world: Axis) -> Config:
+    """Return the configuration with the model of --pretrain where that is a run's folder or a checkpoint; all ranks call this.
+
+    The model of a complete run is its folder `model`. That of a checkpoint, or of the newest one of a run without a final model,
+    is written by rank 0 to --save_path/exported_pretrain unless it is there.
+    """
+    given = Path(config.model.pretrain).expanduser()
+    if not given.is_dir() or (given / "config.json").is_file() or is_adapter_folder(given):
+        return config
+    if (given / "model").is_dir():
+        return replace(config, model=replace(config.model, pretrain=str(given / "model")))
+
+    def newest() -> Path:
+        found = _checkpoint(given / "checkpoints" if (given / "checkpoints").is_dir() else given)
+        if found is None:
+            raise ConfigError(f"{given} is neither a model's folder, nor that of a run, nor a checkpoint: no config.json in it")
+        return found[1]
+
+    def source() -> dict[str, str | None]:
+        checkpoint = newest()
+        digest = hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
+        return {"checkpoint": str(checkpoint.resolve()), "manifest": digest}
+
+    def write(folder: Path) -> None:
+        checkpoint = newest()
+        logger.info("exporting the model of {} to {}", checkpoint, folder)
+        export_checkpoint(checkpoint, folder, trust_remote_code=config.model.trust_remote_code)
+
+    return _with_written_pretrain(config, world, EXPORTED, CHECKPOINT_SOURCE, source, write)
+
+
+def _with_written_pretrain(
+    config: Config, world: Axis, folder_name: str, source_name: str, source: Callable[[], dict[str, str | None]],
+    write: Callable[[Path], None],
+) -> Config:  # fmt: skip
+    """Return the configuration with a folder of --save_path as --pretrain, which rank 0 writes unless it has the same source."""
+    folder = Path(config.train.save_path) / folder_name
+
+    def write_once() -> None:
+        known, identity = folder / source_name, source()
+        if not (known.is_file() and json.loads(known.read_text()) == identity):
+            write(folder)
+            known.write_text(json.dumps(identity, indent=2) + "\n")
 
     try:
-        run_on_all_ranks(world, f"--pretrain {adapter}", lambda: merge() if world.rank == 0 else None)
+        run_on_all_ranks(world, f"--pretrain {config.model.pretrain}", lambda: write_once() if world.rank == 0 else None)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     return replace(config, model=replace(config.model, pretrain=str(folder)))
@@ -113,36 +158,6 @@ def _role(name: str, section: ModelSection, tokenizer: PreTrainedTokenizerBase, 
         flag = "critic_pretrain" if section.critic_pretrain else "pretrain"
         return Scorer(freeze_parameters(load_scorer(section, flag), section))
     return Actor(freeze_parameters(load_model(section), section))
-def with_model_of_run(config: Config, world: Axis) -> Config:
-    """Return the configuration with the model of --pretrain where that is a run's folder or a checkpoint; all ranks call this.
-
-    The model of a complete run is its folder `model`. That of a checkpoint, or of the newest one of a run without a final model,
-    is written by rank 0 to --save_path/exported_pretrain unless it is there.
-    """
-    given = Path(config.model.pretrain).expanduser()
-    if not given.is_dir() or (given / "config.json").is_file() or is_adapter_folder(given):
-        return config
-    if (given / "model").is_dir():
-        return replace(config, model=replace(config.model, pretrain=str(given / "model")))
-    folder = Path(config.train.save_path) / EXPORTED
-
-    def export() -> None:
-        found = _checkpoint(given / "checkpoints" if (given / "checkpoints").is_dir() else given)
-        if found is None:
-            raise ConfigError(f"{given} is neither a model's folder, nor that of a run, nor a checkpoint: no config.json in it")
-        digest = hashlib.sha256((found[1] / MANIFEST).read_bytes()).hexdigest()
-        source, known = {"checkpoint": str(found[1].resolve()), "manifest": digest}, folder / CHECKPOINT_SOURCE
-        if known.is_file() and json.loads(known.read_text()) == source:
-            return
-        logger.info("exporting the model of {} to {}", found[1], folder)
-        export_checkpoint(found[1], folder, trust_remote_code=config.model.trust_remote_code)
-        known.write_text(json.dumps(source, indent=2) + "\n")
-
-    try:
-        run_on_all_ranks(world, f"--pretrain {given}", lambda: export() if world.rank == 0 else None)
-    except CheckpointError as error:
-        raise ConfigError(str(error)) from error
-    return replace(config, model=replace(config.model, pretrain=str(folder)))
 
 
 def _checkpoint(path: Path) -> tuple[Manifest, Path, dict] | None:

@@ -17,7 +17,7 @@ COMMANDS: dict[str, set[str]] = {
     "train_sft": {"model", "data", "strategy", "optim", "train", "observe"},
     **{command: {"model", "data", "preference", "strategy", "optim", "train", "observe"}
        for command in ("train_rm", "train_dpo", "train_kto", "train_prm")},
-    "serve_reward": {"model", "data", "strategy", "reward", "server"},
+    "serve_reward": {"model", "data", "strategy", "reward", "train", "server"},
     "evaluate": {"model", "data", "strategy", "engine", "rollout", "reward", "train"},
 }  # fmt: skip
 """Command -> the sections that it reads."""
@@ -55,8 +55,8 @@ REWARD_FIELDS = (
     "reward_model_coef", "step_rewards", *JUDGE_FIELDS,
 )  # fmt: skip
 """Fields of the reward section that define a reward, not its use in training."""
-SERVED = (*REWARD_MODELS, "bf16", "trust_remote_code", "step_separator", "step_rewards")
-"""Fields of the model, data and reward sections that serve_reward reads."""
+SERVED = (*REWARD_MODELS, "bf16", "trust_remote_code", "step_separator", "step_rewards", "max_tokens_per_microbatch")
+"""Fields of the model, data, reward and train sections that serve_reward reads."""
 ROLES = ("critic_pretrain", "teacher_pretrain", "teacher_url", *REWARD_MODELS)
 """Models in addition to the actor."""
 

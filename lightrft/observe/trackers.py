@@ -37,7 +37,7 @@ EXIT_STATES = {"finished": ("FINISHED", "success"), "interrupted": ("KILLED", "a
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """What differs between the packages; `tracker` is a tracker of accelerate, and `tracker.tracker` the package's own run."""
+    """Differences between the packages; `tracker` is a tracker of accelerate, and `tracker.tracker` the package's own run."""
 
     options: Callable[[ObserveSection, Path, str | None], dict[str, Any]]
     """Function of the section, the run's folder and the id of the run to continue; returns the options of the start."""

@@ -1,4 +1,4 @@
-"""What a language model is asked about a response, and how its reply is read: the reward `judge`."""
+"""Requests to a language model that judges responses, and the reading of its replies: the reward `judge`."""
 
 import math
 import re
@@ -28,7 +28,7 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """Where the judge is, what it is asked, and how its reply is read: the fields of the configuration."""
+    """Address of the judge, its template, and the pattern of its score: the fields of the configuration."""
 
     url: str
     model: str

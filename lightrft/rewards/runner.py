@@ -156,7 +156,7 @@ class RewardRunner:
     def _judge(self, judge: LaterJudge, samples: list[Sample]) -> None:
         """Add the judge's scores, and treat responses without one as --reward_failure requires."""
         failed = judge.add(samples)
-        messages = [self._described(CallFailed(message, sample), [sample]) for sample, message in failed[:LOGGED]]
+        messages = [self._described(CallFailed(message, sample), [sample], name=JUDGE) for sample, message in failed[:LOGGED]]
         everyone = [message for part in judge.data.gather(messages) for message in part]
         if everyone and self.section.reward_failure == "stop":
             raise ConfigError(everyone[0])
@@ -208,11 +208,11 @@ class RewardRunner:
             sample.masked |= self.section.reward_failure == "drop"
         return len(failed) < len(samples)
 
-    def _described(self, error: CallFailed, samples: list[Sample]) -> str:
+    def _described(self, error: CallFailed, samples: list[Sample], *, name: str = "") -> str:
         sample = error.sample or samples[0]
         responses = f"the response {sample.text!r:.200}" if error.sample or len(samples) == 1 else f"{len(samples)} responses"
         prompt = f"{sample.prompt.text!r:.200} (row {sample.prompt.index})"
-        return f"--reward {self.name}: {error}, for {responses} to the prompt {prompt}{error.hint}"
+        return f"--reward {name or self.name}: {error}, for {responses} to the prompt {prompt}{error.hint}"
 
     def _set_all(self, samples: list[Sample], values: Any) -> None:
         if num_rewards(values) != len(samples):

@@ -3,6 +3,8 @@
 All ranks compute: rank 0 receives the requests, collects those that wait, and sends them to the others.
 """
 
+import base64
+import hmac
 import json
 import math
 import os
@@ -47,6 +49,12 @@ class ServedModel:
     steps: StepRewards | None = None
     """Rewards of the steps of a response, whose sum is the reward, for a process reward model."""
 
+    def problem(self, texts: Sequence[Text]) -> str:
+        """Return the reason why a text cannot be scored; empty if all can."""
+        longest = max((sum(map(len, self._tokens(*text))) for text in texts), default=0)
+        most = self.model.max_tokens
+        return f"a text has {longest} tokens, more than --max_tokens_per_microbatch {most} here" if longest > most else ""
+
     def scores(self, texts: Sequence[Text]) -> list[float]:
         """Return the weighted reward of each text. All ranks call it together, with any number of texts."""
         tokens = [self._tokens(*text) for text in texts]
@@ -81,7 +89,7 @@ class RewardServer:
         self._http, problem = None, ""
         if strategy.is_rank_0():
             try:
-                self._http = _Listener((section.host, section.port), self._waiting)
+                self._http = _Listener((section.host, section.port), self._waiting, models)
             except OSError as error:
                 problem = f"--host {section.host} --port {section.port}: {error.strerror or error}"
         if problem := strategy.mesh.world.broadcast(problem):
@@ -143,9 +151,12 @@ class _Listener(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], waiting: "queue.Queue[tuple[list[Text], Future[list[Reward]]]]"):
+    def __init__(
+        self, address: tuple[str, int], waiting: "queue.Queue[tuple[list[Text], Future[list[Reward]]]]",
+        models: Sequence[ServedModel],
+    ):  # fmt: skip
         super().__init__(address, _Handler)
-        self.waiting = waiting
+        self.waiting, self.models, self.authorization = waiting, models, authorization(os.environ.get(REWARD_KEY, ""))
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -157,13 +168,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        key = os.environ.get(REWARD_KEY)
-        if key and self.headers.get("Authorization") != f"Bearer {key}":
+        expected, given = self.server.authorization, self.headers.get("Authorization", "")
+        if expected and not hmac.compare_digest(given.encode(), expected.encode()):
             return self._send(401, {"error": f"the request needs the key of the server's {REWARD_KEY}"})
         try:
             texts = _texts(json.loads(body))
         except ValueError as error:
             return self._send(400, {"error": str(error)})
+        if problem := next(filter(None, (each.problem(texts) for each in self.server.models)), ""):
+            return self._send(400, {"error": problem})
         answer: Future[list[Reward]] = Future()
         self.server.waiting.put((texts, answer))
         self._send(200, {"rewards": answer.result() if texts else []})
@@ -178,6 +191,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *args: Any) -> None:
         """Log nothing: a run sends thousands of requests."""
+
+
+def authorization(key: str) -> str:
+    """Return the header that a client sends with a key, or with `user:password`; empty without a key."""
+    if not key:
+        return ""
+    return f"Basic {base64.b64encode(key.encode()).decode()}" if ":" in key else f"Bearer {key}"
 
 
 def _texts(request: Any) -> list[Text]:

@@ -9,7 +9,7 @@ from lightrft.types import Prompt
 
 
 class Task(Protocol):
-    """What is learned from examples."""
+    """Loss on examples that a trainer minimises."""
 
     def term(self, prompts: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
         """Return this rank's share of the loss on all ranks' examples, in micro-batches of at most `max_tokens`.

@@ -58,8 +58,8 @@ def whole(prompt: str, response: str) -> torch.Tensor:
     return torch.tensor([*prompt.encode(), *response.encode(), EOS])
 
 
-def post(address: str, content: object, key: str = "") -> tuple[int, dict]:
-    request = urllib.request.Request(address, json.dumps(content).encode(), {"Authorization": f"Bearer {key}"})
+def post(address: str, content: object) -> tuple[int, dict]:
+    request = urllib.request.Request(address, json.dumps(content).encode())
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.load(answer)
@@ -70,8 +70,8 @@ def post(address: str, content: object, key: str = "") -> tuple[int, dict]:
 @pytest.mark.slow
 def test_several_models_on_two_ranks_answer_a_run(folders, monkeypatch):
     flags = ["--fsdp", "--step_rewards=sum", "--reward_pretrain", f"good={folders[0]}:0.5"]
-    with server(2, *flags, f"--process_reward_pretrain=steps={folders[1]}", key="secret") as (address, process):
-        monkeypatch.setenv("REWARD_API_KEY", "secret")
+    with server(2, *flags, f"--process_reward_pretrain=steps={folders[1]}", key="me:secret") as (address, process):
+        monkeypatch.setenv("REWARD_API_KEY", "me:secret")
         samples = [Sample(Prompt(0, prompt, [1], {}), 0, [1], [0.0], response, "stop") for prompt, response in TEXTS]
         RewardRunner(address, section=RewardSection(reward_workers=0))(samples)
         outcome, process_model = (rows.plain_scorer(folder) for folder in folders)
@@ -89,8 +89,10 @@ def test_several_models_on_two_ranks_answer_a_run(folders, monkeypatch):
 
 @pytest.mark.slow
 def test_bad_requests_are_answered_and_the_server_goes_on(folders):
-    with server(1, "--fsdp", "--reward_pretrain", folders[0]) as (address, process):
+    with server(1, "--fsdp", "--max_tokens_per_microbatch=200", "--reward_pretrain", folders[0]) as (address, process):
         assert json.load(urllib.request.urlopen(address))["status"] == "ready"
+        status, answer = post(address, {"query": ["ab", "a" * 300]})
+        assert status == 400 and "a text has 301 tokens, more than --max_tokens_per_microbatch 200" in answer["error"]
         for content in ([], {"prompts": ["a"]}, {"prompts": ["a"], "responses": []}, {"query": [1]}):
             status, answer = post(address, content)
             assert status == 400 and "the request" in answer["error"]

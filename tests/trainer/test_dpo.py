@@ -81,10 +81,11 @@ def test_layouts_do_not_change_the_steps(inputs, expected, tmp_path):
             assert_equal(found, expected["smoothed"])
 
 
-def test_two_ranks_report_what_one_reports(inputs, tmp_path):
+def test_two_ranks_report_what_one_reports(inputs, tmp_path, monkeypatch):
     """On held-out pairs too, with the reference computed live and in advance; the latter with data from a file."""
     flags = [*inputs, *CASES["smoothed"], inputs[1].replace("prompt_data", "eval_data"), "--fsdp", "--eval_steps=1"]
     (one,) = run_cases(1, course, {"live": ("train_dpo", [*flags, "--max_tokens_per_microbatch=400"], f"{tmp_path}/one")})["live"]
+    monkeypatch.setattr("lightrft.trainer.tasks.dpo.PAIRS_AT_ONCE", 5)  # three parts
     known = [*flags, "--precompute_reference", f"--data_cache={tmp_path}/cache"]
     two = run_cases(2, course, {"known": ("train_dpo", known, f"{tmp_path}/two")})["known"][0]
     for first, second in zip(repeatable(one[0]), repeatable(two[0]), strict=True):

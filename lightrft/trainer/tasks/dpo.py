@@ -16,6 +16,9 @@ from lightrft.roles.role import LossTerm
 from lightrft.trainer.tasks.pairs import local_pairs, pair_denominator
 from lightrft.types import Prompt
 
+PAIRS_AT_ONCE = 1024
+"""Number of pairs whose reference log-probs are computed together: data may be larger than memory."""
+
 
 class DPOTask:
     """Pairs of answers; the loss is the mean over all pairs of a step."""
@@ -38,14 +41,14 @@ class DPOTask:
 
     def precompute(self, pairs: Sequence[Prompt]) -> None:
         """Keep the log-probs of the actor, which has not learned yet, as those of the reference. All ranks call it together."""
-        if not pairs:
-            return
         data, train = self.policy.strategy.mesh.data, self.train
         max_tokens = train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch
-        batch, rows, local = local_pairs(pairs, data, train, max_tokens=max_tokens)
-        sums = sequence_sums(self.policy.logprobs(batch, rows), batch).view(-1, 2)
-        places, known = share(data, torch.tensor(local, dtype=torch.int64)), share(data, sums)
-        self._known |= {_digest(pairs[place]): both for place, both in zip(places.tolist(), known, strict=True)}
+        for start in range(0, len(pairs), PAIRS_AT_ONCE):
+            part = pairs[start : start + PAIRS_AT_ONCE]
+            batch, rows, local = local_pairs(part, data, train, max_tokens=max_tokens)
+            sums = sequence_sums(self.policy.logprobs(batch, rows), batch).view(-1, 2)
+            places, known = share(data, torch.tensor(local, dtype=torch.int64)), share(data, sums)
+            self._known |= {_digest(part[place]): both.clone() for place, both in zip(places.tolist(), known, strict=True)}
 
 
 def _digest(pair: Prompt) -> bytes:
