@@ -1,14 +1,15 @@
 """A small OpenAI-compatible server for one test: a real model that scores the tokens of prompts, in a process of its own."""
 
-import json
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from json_server import JsonHandler
 
 
 @contextmanager
@@ -35,7 +36,7 @@ def _serve(server: ThreadingHTTPServer, folder: str, busy: int, short: bool, key
     server.serve_forever()
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(JsonHandler):
     model: Any
     tokenizer: Any
     busy: int
@@ -46,7 +47,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer({"data": [{"id": "teacher"}]} if self.path == "/v1/models" else None)
 
     def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        request = self.read_json()
         asked = {"model": "teacher", "echo": True, "logprobs": 1, "max_tokens": 0, "temperature": 1.0}
         right = self.path == "/v1/completions" and request == asked | {"prompt": request["prompt"]}
         self._answer(self._score(request["prompt"]) if right else None)
@@ -63,11 +64,4 @@ class Handler(BaseHTTPRequestHandler):
         cls.busy -= 1
         right = not cls.key or self.headers["Authorization"] == f"Bearer {cls.key}"
         code = 503 if cls.busy >= 0 else 401 if not right else 200 if content else 400
-        body = json.dumps(content if code == 200 else {"error": "not so"}).encode()
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        """Quiet."""
+        self.send_json(content if code == 200 else {"error": "not so"}, code)

@@ -1,13 +1,12 @@
 """--reward judge: scores from the replies of a language model on an OpenAI-compatible server."""
 
-import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from json_server import JsonHandler, listening
 from lightrft.config import Config, ConfigError, RewardSection, validate
 from lightrft.config.references import RewardTerm
 from lightrft.rewards.engine_judge import EngineJudge
@@ -19,7 +18,7 @@ from ranks import run_ranks
 from runs import PPO, prepare, train
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(JsonHandler):
     """Replies with the texts of `replies` in turn, for each text that it is asked to judge; `requests` are all requests."""
 
     replies: list[str]
@@ -27,30 +26,20 @@ class Handler(BaseHTTPRequestHandler):
     lock = threading.Lock()
 
     def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        request = self.read_json()
         with self.lock:
             before = sum(other["messages"] == request["messages"] for _, _, other in type(self).requests)
             type(self).requests.append((self.path, self.headers["Authorization"], request))
         reply = self.replies[min(before, len(self.replies) - 1)]
-        body = json.dumps({"choices": [{"message": {"role": "assistant", "content": reply}}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_) -> None:
-        """Quiet."""
+        self.send_json({"choices": [{"message": {"role": "assistant", "content": reply}}]})
 
 
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "secret")
     Handler.replies, Handler.requests = [], []
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=listening.serve_forever, args=(0.01,), daemon=True).start()
-    yield {"judge_url": f"http://127.0.0.1:{listening.server_port}/v1", "judge_model": "m"}
-    listening.shutdown()
-    listening.server_close()
+    with listening(Handler) as address:
+        yield {"judge_url": f"{address}/v1", "judge_model": "m"}
 
 
 def judged(server: dict, *replies: str, responses: tuple[str, ...] = ("four", "five"), reward: str = "judge", **settings) -> list:

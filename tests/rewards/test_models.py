@@ -1,14 +1,12 @@
 """Rewards that other models give: a reward model beside the actor, and a server."""
 
 import base64
-import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from json_server import JsonHandler, listening
 from lightrft.config import Config, RewardSection, validate
 from lightrft.data.step_ends import StepEnds
 from lightrft.rewards.functions import rewards
@@ -186,34 +185,23 @@ def test_rewards_of_steps(merging_tokenizer, form, rewards):
 # -- a server
 
 
-class Lengths(BaseHTTPRequestHandler):
+class Lengths(JsonHandler):
     """Rewards a response by its length; `said` are the requests, `answer` what it says instead."""
 
     said: list
     answer: object = None
 
     def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        request = self.read_json()
         type(self).said.append((self.path, request, self.headers["Authorization"]))
-        answer = {"rewards": [len(text) for text in request["responses"]]} if self.answer is None else self.answer
-        body = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_) -> None:
-        """Quiet."""
+        self.send_json({"rewards": [len(text) for text in request["responses"]]} if self.answer is None else self.answer)
 
 
 @pytest.fixture
 def address():
     Lengths.said, Lengths.answer = [], None
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Lengths)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/get_reward"
-    server.shutdown()
-    server.server_close()
+    with listening(Lengths) as address:
+        yield f"{address}/get_reward"
 
 
 def test_a_server_is_a_reward_function(address, monkeypatch):
@@ -262,15 +250,15 @@ def test_addresses_and_keys_are_checked_before_anything_else(monkeypatch, url, k
 @contextmanager
 def strange_server(behave: Callable[[socket.socket], None]) -> Iterator[str]:
     """Its URL; `behave` is called with each connection."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+    with socket.create_server(("127.0.0.1", 0)) as accepting:
 
         def serve() -> None:
             with suppress(OSError):
                 while True:
-                    threading.Thread(target=behave, args=(listening.accept()[0],), daemon=True).start()
+                    threading.Thread(target=behave, args=(accepting.accept()[0],), daemon=True).start()
 
         threading.Thread(target=serve, daemon=True).start()
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}/x"
+        yield f"http://127.0.0.1:{accepting.getsockname()[1]}/x"
 
 
 def drip(connection: socket.socket, begin: bytes, byte: bytes) -> None:

@@ -21,8 +21,15 @@ PAIRS = [
 ]  # fmt: skip
 RUN = [
     f"--train_batch_size={BATCH}", f"--max_steps={STEPS}", f"--actor_learning_rate={RATE}", "--lr_scheduler=constant", "--l2=0",
-    "--lr_warmup_ratio=0", "--max_tokens_per_microbatch=80", "--use_tensorboard=false", f"--seed={SEED}", "--max_norm=0.5",
+    "--lr_warmup_ratio=0", "--max_tokens_per_microbatch=80", "--report_to=jsonl", f"--seed={SEED}", "--max_norm=0.5",
 ]  # fmt: skip
+LAYOUTS = {
+    "fsdp": ["--fsdp", "--max_tokens_per_microbatch=40"],
+    "zero3": ["--fsdp=false", "--zero_stage=3"],
+    "sp": ["--fsdp", "--sp_size=2"],
+    "tp": ["--fsdp", "--tp_size=2"],
+}
+"""Flags of two ranks that divide answers in different ways."""
 
 
 def write(rows: list[dict[str, Any]], file: Path) -> str:

@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from ranks import run_cases, run_ranks
 from runs import prepare, repeatable
 from tiny import EOS
-from trainer.judged import ANSWERS, RUN, assert_equal, course, plain, write
+from trainer.judged import ANSWERS, LAYOUTS, RUN, assert_equal, course, plain, write
 
 ROWS = [
     {"prompt": "abcdefgh"[: 2 + place % 5] + "?", "completions": ["so", answer, "yes"][: 1 + place % 3],
@@ -16,12 +16,6 @@ ROWS = [
     for place, answer in enumerate(ANSWERS)
 ]  # fmt: skip
 SEPARATOR = "; "
-LAYOUTS = {
-    "fsdp": ["--fsdp", "--max_tokens_per_microbatch=40"],
-    "zero3": ["--fsdp=false", "--zero_stage=3"],
-    "sp": ["--fsdp", "--sp_size=2"],
-    "tp": ["--fsdp", "--tp_size=2"],
-}
 
 
 @pytest.fixture(scope="module")
