@@ -201,11 +201,11 @@ def concatenated_features(features: Sequence[Features]) -> Features:
 def _stacked(tensors: list[Tensor]) -> Tensor:
     """Concatenate along the first dimension and pad all others to the largest size."""
     shape = [sum(map(len, tensors)), *(max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True))]
-    whole, start = tensors[0].new_zeros(shape), 0
+    result, start = tensors[0].new_zeros(shape), 0
     for tensor in tensors:
-        whole[(slice(start, start + len(tensor)), *map(slice, tensor.shape[1:]))] = tensor
+        result[(slice(start, start + len(tensor)), *map(slice, tensor.shape[1:]))] = tensor
         start += len(tensor)
-    return whole
+    return result
 
 
 def unpadded(values: Tensor, lengths: Tensor) -> Tensor:

@@ -57,5 +57,5 @@ def kept_sequences(
     for the bound in MASK_BOUNDS.
     """
     measure = importance_ratios(old_logprobs, engine_logprobs, batch, level)
-    least, most = (bound if given is None else given for given, bound in zip((low, high), MASK_BOUNDS[level], strict=True))
+    least, most = (bound if value is None else value for value, bound in zip((low, high), MASK_BOUNDS[level], strict=True))
     return (measure >= least) & (measure <= most)

@@ -64,11 +64,11 @@ def token_gradients(
                 return None
 
     def gradients(logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        given = [value.detach().requires_grad_() for value in (logprobs, entropy) if value is not None]
-        batch.entropy = None if entropy is None else given[1]
+        inputs = [value.detach().requires_grad_() for value in (logprobs, entropy) if value is not None]
+        batch.entropy = None if entropy is None else inputs[1]
         with torch.enable_grad():
-            loss, _ = objective(given[0], batch, denominator)
-        found = torch.autograd.grad(loss, given, allow_unused=True)
+            loss, _ = objective(inputs[0], batch, denominator)
+        found = torch.autograd.grad(loss, inputs, allow_unused=True)
         return found[0], None if entropy is None else found[1]
 
     return gradients
@@ -163,12 +163,12 @@ class PolicyObjective:
             raise ValueError(f"the policy gradient needs {', '.join(lacking)} in the batch")
 
     def _losses(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Experience) -> tuple[Tensor, Report]:
-        given = options(self.policy_loss, self.section, batch=batch, marked=batch.marked)
-        made = self.policy_loss(logprobs, old_logprobs, advantages, **given)
+        arguments = options(self.policy_loss, self.section, batch=batch, marked=batch.marked)
+        result = self.policy_loss(logprobs, old_logprobs, advantages, **arguments)
         flag = f"--policy_loss {self.section.policy_loss}"
-        if not isinstance(made, tuple) or len(made) != 2:
+        if not isinstance(result, tuple) or len(result) != 2:
             raise ConfigError(f"{flag} must return a pair: the losses of tokens, and a dictionary to report")
-        losses, report = made
+        losses, report = result
         for name, values in report.items():
             _of_tokens(f"{flag}: the reported {name!r}", values, logprobs)
         return _of_tokens(f"{flag}: its loss", losses, logprobs), report

@@ -37,8 +37,8 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, total: Sum
     pairs = torch.stack([returns[mask], returns[mask] - values[mask]]).double()
     count, *sums = total(torch.cat([mask.sum(dtype=torch.float64)[None], pairs.sum(1)]))
     means = torch.stack(sums) / count
-    whole, unexplained = total((pairs - means[:, None]).square().sum(1))
-    return 1 - unexplained / whole
+    total_variance, unexplained = total((pairs - means[:, None]).square().sum(1))
+    return 1 - unexplained / total_variance
 
 
 def distill(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:

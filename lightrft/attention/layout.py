@@ -63,9 +63,9 @@ class Selection:
         """Return the sum of values [n, ...] for every row, in float32 and the shape of `total`; it may be `values` itself."""
         if self.consecutive and len(values) == len(total):
             return values.float()
-        whole = torch.zeros_like(total, dtype=torch.float32)
-        self.add_to(whole, values)
-        return whole
+        sums = torch.zeros_like(total, dtype=torch.float32)
+        self.add_to(sums, values)
+        return sums
 
     def add_to(self, total: Tensor, values: Tensor) -> None:
         """Add values [n, ...] to the selected rows of `total`, in place. A row that occurs several times gets the sum of all.

@@ -141,8 +141,8 @@ def _sizes(part: Part, lengths: list[int]) -> list[int]:
 
 def _flat(blocks: list[Tensor], part: Part) -> Tensor:
     """Return values in blocks in the token order of the part."""
-    whole = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
-    return whole.index_select(0, part.blocks.places) if part.causal and part.blocks.places is not None else whole
+    values = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+    return values.index_select(0, part.blocks.places) if part.causal and part.blocks.places is not None else values
 
 
 def window_mask(size: int, window: int, device: torch.device, num_keys: int | None = None) -> Tensor:

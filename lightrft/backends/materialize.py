@@ -67,12 +67,12 @@ def one_by_one(module: nn.Module, dtype: torch.dtype, world: Axis) -> Iterator[n
         if not parameter.is_meta:
             parameter.data = parameter.data.to(dtype)
         else:
-            made = nn.Parameter(room[: parameter.numel()].view(parameter.shape), requires_grad=parameter.requires_grad)
+            materialized = nn.Parameter(room[: parameter.numel()].view(parameter.shape), requires_grad=parameter.requires_grad)
             if world.rank == 0:
-                source.read(parameter, made.data)
+                source.read(parameter, materialized.data)
             for part, name in places[parameter]:
-                part.register_parameter(name, made)
-            parameter = made
+                part.register_parameter(name, materialized)
+            parameter = materialized
         yield parameter
 
 

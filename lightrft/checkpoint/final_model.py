@@ -103,16 +103,16 @@ def with_model_of_run(config: Config, world: Axis) -> Config:
     The model of a complete run is its folder `model`. That of a checkpoint, or of the newest one of a run without a final model,
     is written by rank 0 to --save_path/exported_pretrain unless it is there.
     """
-    given = Path(config.model.pretrain).expanduser()
-    if not given.is_dir() or (given / "config.json").is_file() or is_adapter_folder(given):
+    path = Path(config.model.pretrain).expanduser()
+    if not path.is_dir() or (path / "config.json").is_file() or is_adapter_folder(path):
         return config
-    if (given / "model").is_dir():
-        return replace(config, model=replace(config.model, pretrain=str(given / "model")))
+    if (path / "model").is_dir():
+        return replace(config, model=replace(config.model, pretrain=str(path / "model")))
 
     def newest() -> Path:
-        found = _checkpoint(given / "checkpoints" if (given / "checkpoints").is_dir() else given)
+        found = _checkpoint(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
         if found is None:
-            raise ConfigError(f"{given} is neither a model's folder, nor that of a run, nor a checkpoint: no config.json in it")
+            raise ConfigError(f"{path} is neither a model's folder, nor that of a run, nor a checkpoint: no config.json in it")
         return found[1]
 
     def source() -> dict[str, str | None]:
@@ -136,10 +136,10 @@ def _with_written_pretrain(
     folder = Path(config.train.save_path) / folder_name
 
     def write_once() -> None:
-        known, identity = folder / source_name, source()
-        if not (known.is_file() and json.loads(known.read_text()) == identity):
+        record, identity = folder / source_name, source()
+        if not (record.is_file() and json.loads(record.read_text()) == identity):
             write(folder)
-            known.write_text(json.dumps(identity, indent=2) + "\n")
+            record.write_text(json.dumps(identity, indent=2) + "\n")
 
     try:
         run_on_all_ranks(world, f"--pretrain {config.model.pretrain}", lambda: write_once() if world.rank == 0 else None)
@@ -168,8 +168,8 @@ def _checkpoint(path: Path) -> tuple[Manifest, Path, dict] | None:
 
 def _section(settings: dict, pretrain: str, trust_remote_code: bool) -> tuple[ModelSection, bool]:
     """Return the run's model section and its bf16; trust_remote_code comes from the caller, not from the checkpoint."""
-    known = {field.name: settings[field.name] for field in fields(ModelSection) if field.name in settings}
-    section = ModelSection(**known | {"trust_remote_code": trust_remote_code} | ({"pretrain": pretrain} if pretrain else {}))
+    model = {field.name: settings[field.name] for field in fields(ModelSection) if field.name in settings}
+    section = ModelSection(**model | {"trust_remote_code": trust_remote_code} | ({"pretrain": pretrain} if pretrain else {}))
     if is_adapter_folder(section.pretrain):
         section.pretrain = str(Path(settings["save_path"]) / MERGED)
     if not Path(section.pretrain).expanduser().is_dir() and section.pretrain.startswith((".", "/", "~")):

@@ -57,8 +57,8 @@ def manifest_steps(manifest: Manifest, world: Axis) -> list[Callable[[Path], Non
         names.extend(sorted(path.relative_to(part).as_posix() for path in files) if world.rank == 0 else ())
 
     def measure(part: Path) -> None:
-        mine = world.broadcast(names)[world.rank :: world.size]
-        measured.update({name: _measure(part / name) for name in mine})
+        local_names = world.broadcast(names)[world.rank :: world.size]
+        measured.update({name: _measure(part / name) for name in local_names})
 
     def write(part: Path) -> None:
         for share in world.gather(measured):

@@ -65,8 +65,8 @@ class SavePlanner(DefaultSavePlanner):
     """Torch's planner with support for fragments."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        whole = self.state_dict[index.fqn]
-        return whole.parts()[tuple(index.offset)] if isinstance(whole, Fragment) else super().lookup_object(index)
+        value = self.state_dict[index.fqn]
+        return value.parts()[tuple(index.offset)] if isinstance(value, Fragment) else super().lookup_object(index)
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -81,8 +81,8 @@ class LoadPlanner(DefaultLoadPlanner):
         self.state_dict |= {name: value for name, value in flat.items() if isinstance(value, Fragment)}
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        whole = self.state_dict[index.fqn]
-        return whole.parts()[tuple(index.offset)] if isinstance(whole, Fragment) else super().lookup_tensor(index)
+        value = self.state_dict[index.fqn]
+        return value.parts()[tuple(index.offset)] if isinstance(value, Fragment) else super().lookup_tensor(index)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = torch.load(value, weights_only=True)

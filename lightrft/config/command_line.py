@@ -72,10 +72,10 @@ def load(file: str | Path) -> Config:
 
 def _values_of_flags(arguments: list[str], problems: list[str]) -> dict[str, Any]:
     """Return field name -> value; raise ConfigError with the unknown flags, and with the `problems` that were found before."""
-    known = section_of_field()
+    sections = section_of_field()
     names = [token.partition("=")[0] for token in arguments if token.startswith("--")]
     switches = {f"--no_{name}" for name, kind in field_types().items() if kind is bool}
-    flags = {f"--{name}" for name in known} | switches
+    flags = {f"--{name}" for name in sections} | switches
     before = {f"--{name}" for name in RENAMED} | {f"--no_{name}" for name, old in RENAMED.items() if old.kind is bool}
     unknown = [f"unknown flag {name}{_meant(name, flags - switches)}" for name in names if name not in flags | before]
     if unknown or problems:
@@ -217,8 +217,8 @@ def _explained(name: str) -> str:
     default = next(field for field in fields(section) if field.name == name)
     value = default.default if default.default is not MISSING else default.default_factory()  # type: ignore[misc]
     shown = " ".join(map(str, value)) if isinstance(value, list) else value
-    known = f" Choices: {', '.join(PRESETS)}." if name == "advantage_estimator" else ""
-    end = known + ("" if value in (None, "", [], False) else f" Default: {shown}.")
+    presets = f" Choices: {', '.join(PRESETS)}." if name == "advantage_estimator" else ""
+    end = presets + ("" if value in (None, "", [], False) else f" Default: {shown}.")
     meaning = textwrap.fill(field_docs(section)[name] + end, 118, initial_indent="      ", subsequent_indent="      ")
     return f"  --{name}{_form(kind)}\n{meaning}\n"
 

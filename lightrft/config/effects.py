@@ -105,8 +105,8 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
         **{name: (bool(data.eval_data) and own_columns, "--eval_data in other formats than those of benchmarks")
            for name in ("eval_input_key", "eval_label_key")},
         **{name: (scored, "--eval_data in other formats than those of benchmarks") for name in REWARDS},
-        **{name: (bool(known & set(report_names(observe.report_to))), f"--report_to {' or '.join(sorted(known))}")
-           for name, known in TRACKER_NAMES.items()},
+        **{name: (bool(tracker & set(report_names(observe.report_to))), f"--report_to {' or '.join(sorted(tracker))}")
+           for name, tracker in TRACKER_NAMES.items()},
         "eval_temperature": (rollout.eval_n_samples > 0, "--eval_n_samples"),
         "tp_sequence_parallel": (strategy.tp_size > 1, "--tp_size"),
         "sp_impl": (strategy.sp_size > 1 or strategy.cp_size > 1, "--sp_size"),

@@ -239,11 +239,11 @@ def translated(tokens: list[str]) -> Translation:
     The translations of switches come first, so that a flag of this program takes precedence over them.
     """
     result, first, groups = Translation(), [], _groups(tokens)
-    given = {name: values for name, values in groups}
+    values_of = {name: values for name, values in groups}
     for name, values in groups:
-        _translate(name, values, given, result, first)
+        _translate(name, values, values_of, result, first)
     result.flags = first + result.flags
-    unused = [name for name in given if name in IGNORED]
+    unused = [name for name in values_of if name in IGNORED]
     reasons = {reason: [f"--{name}" for name in unused if IGNORED[name] == reason] for reason in IGNORED.values()}
     left_out = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items() if names]
     result.notices = [f"translated flags of other tools: {'; '.join(result.notices)}"] if result.notices else []
@@ -266,13 +266,13 @@ def _translate(name: str, values: list[str], given: dict[str, list[str]], result
             result.notices.append(f"--{name} is {' '.join(SWITCHES[name])}")
     elif name in SPECIAL:
         try:
-            said = SPECIAL[name](values, given)
+            flags = SPECIAL[name](values, given)
         except ConfigError as error:
             result.refused.append(f"--{name}: {error}")
             return
-        first += said
-        if said and name not in (said[0][2:], "remote_rm_url"):
-            result.notices.append(f"--{name} is {' '.join(said)}")
+        first += flags
+        if flags and name not in (flags[0][2:], "remote_rm_url"):
+            result.notices.append(f"--{name} is {' '.join(flags)}")
     elif name in RENAMED:
         result.flags += [f"--{RENAMED[name]}", *values]
         result.notices.append(f"--{name} is --{RENAMED[name]}")

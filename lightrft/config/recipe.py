@@ -25,15 +25,15 @@ def _holding(impossible: Mapping[str, bool]) -> Iterator[str]:
 
 
 def _teaching(config: Config) -> dict[str, bool]:
-    algorithm, given = config.algorithm, [name for name in TEACHERS if getattr(config.model, name)]
+    algorithm, teachers = config.algorithm, [name for name in TEACHERS if getattr(config.model, name)]
     wanted = algorithm.distill_coef > 0
     return {
         "--distill_coef must not be negative": algorithm.distill_coef < 0,
         "--advantage_estimator distill learns only from the teacher: --distill_coef must be above 0": (
             algorithm.advantage_estimator == "distill" and not wanted
         ),
-        "--distill_coef needs a teacher: set --teacher_pretrain or --teacher_url": wanted and not given,
-        "--teacher_pretrain and --teacher_url both name a teacher: set only one": len(given) > 1,
+        "--distill_coef needs a teacher: set --teacher_pretrain or --teacher_url": wanted and not teachers,
+        "--teacher_pretrain and --teacher_url both name a teacher: set only one": len(teachers) > 1,
         "a server at --teacher_url computes log-probs at temperature 1: set --temperature 1, or use --teacher_pretrain": (
             wanted and bool(config.model.teacher_url) and config.rollout.temperature != 1
         ),

@@ -150,9 +150,9 @@ FILES = ("tensorboard", "jsonl", "none")
 def report_names(text: str) -> list[str]:
     """Return the destinations in the text of --report_to. Raises ValueError for an unknown or repeated one."""
     names = [name.strip() for name in text.split(",")]
-    known = (*TRACKERS, *FILES)
-    if wrong := [name for name in names if name not in known]:
-        raise ValueError(f"--report_to {wrong[0]!r}: unknown{nearest(wrong[0], known)}; known are {', '.join(known)}")
+    known_names = (*TRACKERS, *FILES)
+    if wrong := [name for name in names if name not in known_names]:
+        raise ValueError(f"--report_to {wrong[0]!r}: unknown{nearest(wrong[0], known_names)}; known are {', '.join(known_names)}")
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"--report_to {text}: {repeated[0]} is there twice")
     return names

@@ -54,13 +54,13 @@ def current_names(values: Mapping[str, Any], typed: Callable[[Any, Any], Any], c
     found: dict[str, Any] = {name: value for name, value in values.items() if name not in RENAMED}
     notices = []
     for name in [name for name in RENAMED if name in values]:
-        known = RENAMED[name]
-        before = {known.reads: getattr(config, known.reads)} if known.reads else {}
+        renamed = RENAMED[name]
+        before = {renamed.reads: getattr(config, renamed.reads)} if renamed.reads else {}
         try:
-            found |= known.now(typed(known.kind, values[name]), before | found)
+            found |= renamed.now(typed(renamed.kind, values[name]), before | found)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        notices.append(f"--{name} is the old name of a flag: use {known.flag}")
+        notices.append(f"--{name} is the old name of a flag: use {renamed.flag}")
     for name, former in RENAMED_VALUES:
         if found.get(name) == former:
             found[name] = RENAMED_VALUES[name, former]

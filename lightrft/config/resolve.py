@@ -39,9 +39,9 @@ def as_config(args: Arguments) -> Config:
     if not isinstance(args, Namespace | Mapping | None):
         raise TypeError(f"a strategy's args are a Config, an argparse Namespace, a mapping or None, not {type(args).__name__}")
     values = vars(args) if isinstance(args, Namespace) else dict(args or {})
-    known = {field.name for section in READ_BY_STRATEGIES for field in fields(SECTIONS[section])}
-    config = Config.of(**{name: value for name, value in values.items() if name in known and value is not None})
-    config.extra_args = {name: value for name, value in values.items() if name not in known}
+    read_fields = {field.name for section in READ_BY_STRATEGIES for field in fields(SECTIONS[section])}
+    config = Config.of(**{name: value for name, value in values.items() if name in read_fields and value is not None})
+    config.extra_args = {name: value for name, value in values.items() if name not in read_fields}
     return config
 
 

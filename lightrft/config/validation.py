@@ -109,18 +109,18 @@ def _tracker_problems(report_to: str) -> list[str]:
 
 def _address_problems(config: Config, command: str) -> list[str]:
     problems: list[str] = []
-    asked = [("--teacher_url", config.model.teacher_url, "TEACHER_API_KEY")] if command == "train_ppo" else []
+    addresses = [("--teacher_url", config.model.teacher_url, "TEACHER_API_KEY")] if command == "train_ppo" else []
     if "reward" in COMMANDS[command]:
         try:
             names = [term.name for term in reward_terms(config.reward.reward)]
         except ValueError as error:
             return [str(error)]
-        asked += [("--reward", name, REWARD_KEY) for name in names if name.startswith(SERVER)]
+        addresses += [("--reward", name, REWARD_KEY) for name in names if name.startswith(SERVER)]
         if JUDGE in names:
             if config.reward.judge_url != ENGINE:
-                asked.append(("--judge_url", config.reward.judge_url, JUDGE_KEY))
+                addresses.append(("--judge_url", config.reward.judge_url, JUDGE_KEY))
             problems = _judge_problems(config.reward)
-    return problems + [problem for flag, url, key in asked if url and (problem := address_problem(flag, url, key))]
+    return problems + [problem for flag, url, key in addresses if url and (problem := address_problem(flag, url, key))]
 
 
 def _judge_problems(reward: RewardSection) -> list[str]:

@@ -139,10 +139,10 @@ def _tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[i
     def tokens(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    parts, whole = [tokens(text) for text in texts], tokens("".join(texts))
-    if [token for part in parts for token in part] == whole:
+    parts, joined = [tokens(text) for text in texts], tokens("".join(texts))
+    if [token for part in parts for token in part] == joined:
         return parts
     beginnings = [tokens(beginning) for beginning in accumulate(texts)]
-    if any(whole[: len(beginning)] != beginning for beginning in beginnings):
+    if any(joined[: len(beginning)] != beginning for beginning in beginnings):
         return parts
-    return [whole[start:end] for start, end in pairwise([0, *map(len, beginnings)])]
+    return [joined[start:end] for start, end in pairwise([0, *map(len, beginnings)])]

@@ -27,8 +27,8 @@ def load_examples(
 ) -> PromptSet:  # fmt: skip
     """Load prompts with answers as load_prompts() does; rows without an answer or above `longest` tokens are bad rows, too."""
     problem = partial(answer_problem, tokenizer=tokenizer, longest=longest)
-    given = {"row_problem": problem, "measure": measure, "make": make_example, "requirements": [longest, requirements]}
-    return load_prompts(section, tokenizer, source=source, **given)
+    options = {"row_problem": problem, "measure": measure, "make": make_example, "requirements": [longest, requirements]}
+    return load_prompts(section, tokenizer, source=source, **options)
 
 
 def make_example(

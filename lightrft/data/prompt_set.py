@@ -57,8 +57,8 @@ class PromptSet(Sequence[Prompt]):
     @property
     def probabilities(self) -> list[float]:
         """Return the probability of each data set; empty if each row is drawn once in an epoch."""
-        given = [part.probability for part in self.parts if part.probability is not None]
-        return given if len(given) > 1 else []
+        probabilities = [part.probability for part in self.parts if part.probability is not None]
+        return probabilities if len(probabilities) > 1 else []
 
     @property
     def draws_of_epoch(self) -> int:

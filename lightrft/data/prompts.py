@@ -57,14 +57,14 @@ def load_prompts(
         keys = {"input_key": section.eval_input_key, "label_key": section.eval_label_key}
         section = replace(section, **{name: key for name, key in keys.items() if key is not None})
     probabilities = _probabilities(section, source)
-    names = [given.name for given in data_sources(getattr(section, source))]
+    names = [data_source.name for data_source in data_sources(getattr(section, source))]
     if source == "eval_data":
         _check_held_out(section, names)
     mode = "none" if source == "eval_data" else section.deduplicate
     duplicates = Duplicates(mode, with_answer=make is not None)  # rows of another `make` are learned
     build, numbers = partial(make or make_prompt, section, tokenizer, measure=measure), count()
-    given = {"make": build, "row_problem": row_problem, "duplicates": duplicates, "numbers": numbers}
-    parts = [_usable(section, source, name, **given) for name in names]
+    options = {"make": build, "row_problem": row_problem, "duplicates": duplicates, "numbers": numbers}
+    parts = [_usable(section, source, name, **options) for name in names]
     if section.data_cache:
         split, most = SOURCES[source]
         limit, others = most and getattr(section, most), [requirements, make.__qualname__ if make else None, mode]
@@ -90,7 +90,7 @@ def _probabilities(section: DataSection, source: str) -> list[float | None]:
     others = section.prompt_data_probs if source == "prompt_data" else []
     if problems := data_problems(source, text, others):
         raise DataError("; ".join(problems))
-    weights = [given.weight for given in data_sources(text)]
+    weights = [data_source.weight for data_source in data_sources(text)]
     weights = others if others and len(weights) > 1 else weights
     return [None if weight is None else weight / sum(filter(None, weights)) for weight in weights]
 
@@ -132,7 +132,7 @@ def _check_held_out(section: DataSection, names: list[str]) -> None:
     if any(name.startswith(TASK) for name in names):
         from lightrft.data.reasoning_gym.tasks import check_held_out
 
-        training = [given.name for given in data_sources(section.prompt_data)]
+        training = [data_source.name for data_source in data_sources(section.prompt_data)]
         check_held_out(training, names, split=section.prompt_split, eval_split=section.eval_split)
 
 

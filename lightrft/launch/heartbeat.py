@@ -91,7 +91,7 @@ class Watchdog:
 
     def fail(self, error: BaseException, *, code: int = 1, brief: bool = False) -> NoReturn:
         """End all ranks; the rank that failed first logs its error, `brief`ly or with the traceback."""
-        said = str(error) if brief else "".join(traceback.format_exception(error)).rstrip()
+        message = str(error) if brief else "".join(traceback.format_exception(error)).rstrip()
         echo = is_secondary(error)
         self._failed = True
         summary = f"{type(error).__name__}: {error}"[:2000]
@@ -100,9 +100,9 @@ class Watchdog:
         if self._failure is not None and self._failure["root"] != self.rank:
             time.sleep(GRACE + PATIENCE)  # the thread ends this process meanwhile
         if self._failure is not None and echo:
-            said = f"{said}\n{self._failure['cause']}"
-        logger.error(said)
-        exit_process(said, code)
+            message = f"{message}\n{self._failure['cause']}"
+        logger.error(message)
+        exit_process(message, code)
 
     def close(self) -> None:
         """End the watchdog of a rank that ends regularly."""
@@ -158,14 +158,14 @@ class Watchdog:
     def _end(self, failure: dict[str, Any]) -> None:
         self._failure = failure
         self._decided.set()
-        mine = failure["root"] == self.rank
-        if mine and self._failed:
+        is_root = failure["root"] == self.rank
+        if is_root and self._failed:
             time.sleep(GRACE + PATIENCE)  # the failing thread ends this process meanwhile
         if failure["brief"]:
             time.sleep(0.5)  # most user errors occur on all ranks: this one may be about to report the same
         if not (failure["brief"] and self._failed):
             logger.error(f"this run ends: {failure['cause']}")
-        if failure["node"] == _self()["node"] and not mine:
+        if failure["node"] == _self()["node"] and not is_root:
             time.sleep(GRACE)
         exit_process(failure["cause"], failure["code"])
 

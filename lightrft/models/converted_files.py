@@ -130,17 +130,17 @@ class ConvertedFiles:
 
     def _find(self, stored: dict[str, tuple[int, ...]]) -> list[Conversion]:
         """Rename the stored tensors as from_pretrained() does, and return the conversions for those that need more."""
-        known, prefix = self.model.state_dict(keep_vars=True), self.model.base_model_prefix
+        parameters, prefix = self.model.state_dict(keep_vars=True), self.model.base_model_prefix
         mapping = get_model_conversion_mapping(self.model)
         renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
         converters = [step for step in mapping if isinstance(step, WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         conversions: dict[str, Conversion] = {}
         for original in sorted(stored, key=dot_natural_key):
-            name, pattern = rename_source_key(original, renamings, converters, prefix, known)
-            if name not in known and original in known:
-                name, pattern = rename_source_key(original, [], [], prefix, known)
-            if pattern is not None and name in known:
+            name, pattern = rename_source_key(original, renamings, converters, prefix, parameters)
+            if name not in parameters and original in parameters:
+                name, pattern = rename_source_key(original, [], [], prefix, parameters)
+            if pattern is not None and name in parameters:
                 conversion = conversions.setdefault(name, Conversion(by_pattern[pattern], name))
                 conversion.sources[pattern].append(original)
             else:

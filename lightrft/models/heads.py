@@ -51,14 +51,14 @@ class Actor(SequenceParallelModule):
         With `top`, return instead the `top` likeliest next tokens after each token, over the whole vocabulary, likeliest first:
         log-probs [T, top] float32 and ids [T, top] int64, without gradient.
         """
-        whole = pad_to_multiple(batch if self.blank is None else with_dummy_image(batch, self.blank), self.sequence.multiple)
-        hidden = hidden_states(self.language_model, whole, self.sequence)
+        padded = pad_to_multiple(batch if self.blank is None else with_dummy_image(batch, self.blank), self.sequence.multiple)
+        hidden = hidden_states(self.language_model, padded, self.sequence)
         if top:
-            return self._top(hidden, whole, top, temperature / self.logit_scale, batch.num_tokens)
-        before = whole.learned_tokens - 1  # each position predicts the next token; the first token is never in the loss
-        which, local = self.sequence.own(whole.shared.places[before] if whole.shared else before, whole.num_computed)
+            return self._top(hidden, padded, top, temperature / self.logit_scale, batch.num_tokens)
+        before = padded.learned_tokens - 1  # each position predicts the next token; the first token is never in the loss
+        which, local = self.sequence.own(padded.shared.places[before] if padded.shared else before, padded.num_computed)
         next_, local = (to_device(rows, hidden.device) for rows in (before[which] + 1, local))
-        weight, targets = self.language_model.get_output_embeddings().weight, whole.input_ids[next_]
+        weight, targets = self.language_model.get_output_embeddings().weight, padded.input_ids[next_]
         values = token_logprobs(
             hidden[local], weight, targets, temperature=temperature / self.logit_scale, truncation=truncation, entropy=entropy,
             upstream=gradients and of_rows(gradients, next_, batch.num_tokens),
@@ -107,14 +107,14 @@ class Scorer(SequenceParallelModule):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the head's output at each token: [T] float32, computed in float32; [T, K] of K heads."""
-        whole = pad_to_multiple(batch, self.sequence.multiple)
-        hidden = hidden_states(self.scored_model, whole, self.sequence).float()
+        padded = pad_to_multiple(batch, self.sequence.multiple)
+        hidden = hidden_states(self.scored_model, padded, self.sequence).float()
         head: nn.Linear = getattr(self.scored_model, self.head)
         scores = F.linear(hidden, head.weight.float(), None if head.bias is None else head.bias.float())
         if self.log_scale is not None:
             scores = scores * self.log_scale.float().exp()
         scores = self.sequence.gather(scores[:, 0] if scores.shape[1] == 1 else scores)
-        return (whole.shared.spread(scores) if whole.shared else scores)[: batch.num_tokens].clone()
+        return (padded.shared.spread(scores) if padded.shared else scores)[: batch.num_tokens].clone()
 
     @property
     def hf_model(self) -> PreTrainedModel:
@@ -133,8 +133,8 @@ def of_rows(gradients: TokenGradients, tokens: Tensor, num_tokens: int) -> Upstr
 
     def upstream(rows: slice, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         zeros, places = torch.zeros(num_tokens, device=logprobs.device), tokens[rows]
-        whole = [None if value is None else zeros.index_put((places,), value) for value in (logprobs, entropy)]
-        of_logprobs, of_entropy = (None if grad is None else grad[places] for grad in gradients(*whole))
+        scattered = [None if value is None else zeros.index_put((places,), value) for value in (logprobs, entropy)]
+        of_logprobs, of_entropy = (None if grad is None else grad[places] for grad in gradients(*scattered))
         return of_logprobs, of_entropy
 
     return upstream

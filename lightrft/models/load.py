@@ -60,11 +60,11 @@ def load_scorer(
 def stored_heads(section: ModelSection, flag: str = "pretrain", *, name: str = "") -> list[str]:
     """Return the names of the scores of a model's head; empty for a model that generates. `name` is that of load_scorer()."""
     name = name or getattr(section, flag)
-    given = f"--{flag} {name}"
+    source = f"--{flag} {name}"
     try:
-        config = AutoConfig.from_pretrained(_checked(name, given), trust_remote_code=section.trust_remote_code)
+        config = AutoConfig.from_pretrained(_checked(name, source), trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(str(error) if str(error).startswith(given) else f"{given}: {error}") from error
+        raise ValueError(str(error) if str(error).startswith(source) else f"{source}: {error}") from error
     scores = any(each.endswith("ForSequenceClassification") for each in config.architectures or ())
     return [config.id2label[place] for place in sorted(config.id2label)] if scores else []
 
@@ -98,26 +98,26 @@ def _load(
 ) -> PreTrainedModel:
     options |= {"trust_remote_code": section.trust_remote_code}
     name = name or getattr(section, flag)
-    given = f"--{flag} {name}"
-    name = _checked(name, given)
+    source = f"--{flag} {name}"
+    name = _checked(name, source)
     try:
         config = AutoConfig.from_pretrained(name, **options)
         if Path(name).is_dir() and (files := WeightFiles.of(name)):
             files.check(quantized=getattr(config, "quantization_config", None) is not None)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{given}: {error}") from error
+        raise ValueError(f"{source}: {error}") from error
     kind = kind or _generating(config)
     try:
         model = _empty(kind, name, new_head, options) if makes_empty() else None
     except ValueError as error:
-        raise ValueError(f"{given}: {error}") from error
+        raise ValueError(f"{source}: {error}") from error
     if model is None:
         with real_parameters():
-            model = _whole(kind, name, given, new_head, options)
+            model = _whole(kind, name, source, new_head, options)
     problems = _not_flat(model)
     if problems:
         name = type(model).__name__
-        raise ValueError(f"{given}: {name} cannot be trained on flat batches: {'; '.join(problems)}")
+        raise ValueError(f"{source}: {name} cannot be trained on flat batches: {'; '.join(problems)}")
     model.config.use_cache = False
     return model
 
@@ -248,17 +248,17 @@ def load_tokenizer(section: ModelSection, flag: str = "pretrain", *, name: str =
     Raise ValueError if there is no tokenizer, or if it has no end token.
     """
     name = name or getattr(section, flag)
-    given = f"--{flag} {name}"
-    name = _checked(name, given)
+    source = f"--{flag} {name}"
+    name = _checked(name, source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{given} has no tokenizer that transformers can load: {error}") from error
+        raise ValueError(f"{source} has no tokenizer that transformers can load: {error}") from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"{given}: its tokenizer has no end token, so responses would never stop")
+        raise ValueError(f"{source}: its tokenizer has no end token, so responses would never stop")
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(
-            f"{given} has no tokenizer: the folder has no vocabulary (tokenizer.json, tokenizer.model, or vocab.json and "
+            f"{source} has no tokenizer: the folder has no vocabulary (tokenizer.json, tokenizer.model, or vocab.json and "
             "merges.txt); copy the files of the model's tokenizer"
         )
     return tokenizer

@@ -46,11 +46,11 @@ def from_parallel_logits_to_logprobs(
     """
     rows, num_tokens = target.shape
     sequence = Zigzag(axis_of(cp_group, "cp")) if cp_group is not None else None
-    whole = vocab_parallel_logits.shape[1] * (1 if sequence is None else sequence.axis.size)
-    if whole < num_tokens:
-        raise ValueError(f"the logits have {whole} tokens in each row, but the targets have {num_tokens}")
-    following = torch.nn.functional.pad(target[:, 1:], (0, whole - num_tokens + 1), value=IGNORED)
-    following = following if sequence is None else following[:, sequence.positions(whole, target.device)]
+    width = vocab_parallel_logits.shape[1] * (1 if sequence is None else sequence.axis.size)
+    if width < num_tokens:
+        raise ValueError(f"the logits have {width} tokens in each row, but the targets have {num_tokens}")
+    following = torch.nn.functional.pad(target[:, 1:], (0, width - num_tokens + 1), value=IGNORED)
+    following = following if sequence is None else following[:, sequence.positions(width, target.device)]
     part = vocabulary_part(vocab_parallel_logits, vocab_start_index, vocab_end_index, tp_group)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         options = {"temperature": temperature, "truncation": truncation, "chunk": chunk_size}

@@ -36,5 +36,5 @@ def keep_expensive(_: Any, op: OpOverload, *args: Any, **options: Any) -> Checkp
 
 
 def _dropout(op: OpOverload, args: tuple, options: dict[str, Any]) -> float:
-    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | options
-    return given.get("dropout_p", 0.0)
+    arguments = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | options
+    return arguments.get("dropout_p", 0.0)

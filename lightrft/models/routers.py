@@ -40,10 +40,10 @@ class Routers:
 
     def routing(self, logits: list[Tensor], batch: Batch, sequence: SequenceParallel) -> Routing:
         """Return the routing of all tokens, prompts included, of sequences with tokens in the loss; padding does not count."""
-        whole = pad_to_multiple(batch, sequence.multiple)
-        counts = (sequence_sums(whole.loss_mask.float(), whole) > 0)[whole.sequence_ids].float()
-        if whole.shared:  # a computed token counts once for each token that shares it
-            places = to_device(whole.shared.places, counts.device)
-            counts = counts.new_zeros(whole.num_computed).index_add(0, places, counts)
-        local = routing(logits, counts[sequence.positions(whole.num_computed, counts.device)], self.top_k)
+        padded = pad_to_multiple(batch, sequence.multiple)
+        counts = (sequence_sums(padded.loss_mask.float(), padded) > 0)[padded.sequence_ids].float()
+        if padded.shared:  # a computed token counts once for each token that shares it
+            places = to_device(padded.shared.places, counts.device)
+            counts = counts.new_zeros(padded.num_computed).index_add(0, places, counts)
+        local = routing(logits, counts[sequence.positions(padded.num_computed, counts.device)], self.top_k)
         return Routing(sequence.sum(local.chosen), sequence.sum(local.probabilities), sequence.sum(local.count))

@@ -90,8 +90,8 @@ def _threshold(logits: Tensor, truncation: Truncation, axis: Axis) -> Tensor:
     """Return the smallest logit that is kept in each row, [t, 1], from this rank's columns [t, v] of all rows."""
     each = -(-len(logits) // axis.size)
     padded = torch.nn.functional.pad(logits, (0, 0, 0, each * axis.size - len(logits)))
-    whole = torch.cat(axis.exchange([part.T.contiguous() for part in padded.split(each)])).T
-    return gathered(truncation.threshold(whole.contiguous()), axis)[: len(logits)]
+    columns = torch.cat(axis.exchange([part.T.contiguous() for part in padded.split(each)])).T
+    return gathered(truncation.threshold(columns.contiguous()), axis)[: len(logits)]
 
 
 def packed(mask: Tensor) -> Tensor:

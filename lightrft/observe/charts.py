@@ -160,8 +160,8 @@ def _representatives(values: Sequence[float | None]) -> list[int]:
     kept = {0, len(values) - 1}
     for start in range(0, len(values), size):
         stretch = range(start, min(start + size, len(values)))
-        known = [i for i in stretch if values[i] is not None] or list(stretch[:1])
-        kept |= {min(known, key=lambda i: values[i] or 0.0), max(known, key=lambda i: values[i] or 0.0)}
+        present = [i for i in stretch if values[i] is not None] or list(stretch[:1])
+        kept |= {min(present, key=lambda i: values[i] or 0.0), max(present, key=lambda i: values[i] or 0.0)}
         kept.update(i for i in stretch if values[i] is None)
     return sorted(kept)
 
@@ -182,12 +182,12 @@ def _path(points: Points, x: Scale, y: Scale) -> str:
 
 def _line_hover(lines: Sequence[Line], x: Scale, y: Scale, form: Form) -> list:
     """Return for every drawn step the x position, the dots and the text."""
-    known = [dict(line.points) for line in lines]
+    values_of_lines = [dict(line.points) for line in lines]
     longest = max(lines, key=lambda line: len(line.points)).points
     chosen = [longest[index][0] for index in _representatives([value for _, value in longest])]
     hover = []
     for step in chosen:
-        values = [points.get(step) for points in known]
+        values = [points.get(step) for points in values_of_lines]
         text = [f"{line.label} {form(v) if v is not None else 'not finite'}" for line, v in zip(lines, values, strict=True)]
         hover.append([x(step), [None if v is None else y(v) for v in values], [f"step {step}", *text]])
     return hover
@@ -203,8 +203,8 @@ def _summary(line: Line, form: Form) -> str:
 
 def _y_ticks(y: Scale, ticks: Sequence[float], form: Form) -> str:
     # enough digits to distinguish adjacent ticks: 1.025, 1.05, 1.075
-    apart = math.floor(_log10(max(abs(tick) for tick in ticks))) - math.floor(_log10(ticks[1] - ticks[0])) + 2
-    digits = 3 if y.log else max(3, apart)
+    distinct = math.floor(_log10(max(abs(tick) for tick in ticks))) - math.floor(_log10(ticks[1] - ticks[0])) + 2
+    digits = 3 if y.log else max(3, distinct)
     return "".join(
         f'<path class="grid" d="M{LEFT} {y(tick)}H{RIGHT}"/><text class="tick" x="{LEFT - 6}" y="{y(tick) + 3.5:.1f}"'
         f' text-anchor="end">{escape(form(tick, digits))}</text>'

@@ -155,7 +155,7 @@ def _tiles(history: History, summary: dict[str, Any]) -> str:
 
 def _measured(history: History) -> list[tuple[str, str, str, str]]:
     """Return topic, label, value and note of each headline number that can be computed from the metrics."""
-    known = {name: finite for name, points in history.items() if (finite := [value for _, value in points if value is not None])}
+    finite = {name: values for name, points in history.items() if (values := [value for _, value in points if value is not None])}
     tiles = []
     for topic, name, label, form in (
         ("reward", "rollout/reward", "Reward", short),
@@ -164,17 +164,17 @@ def _measured(history: History) -> list[tuple[str, str, str, str]]:
         ("length", "rollout/response_length", "Response length", short),
         ("loss", "train/loss", "Loss", short),
     ):
-        if values := known.get(name):
+        if values := finite.get(name):
             # an evaluation counts by itself; noisy per-step numbers are averaged over a tenth of the run, at most ten steps
             part = 1 if topic == "eval" else min(10, max(1, len(values) // 10))
             tiles.append((topic, label, form(fmean(values[-part:])), f"at first {form(fmean(values[:part]))}"))
-    if values := known.get("engine/logprob_mismatch_max", known.get("engine/logprob_mismatch")):
+    if values := finite.get("engine/logprob_mismatch_max", finite.get("engine/logprob_mismatch")):
         tiles.append(("mismatch", "Engine mismatch", short(max(values)), "largest log-prob gap"))
-    if values := known.get("perf/tokens_per_second"):
+    if values := finite.get("perf/tokens_per_second"):
         tiles.append(("tokens", "Tokens per second", short(median(values)), "median step"))
-    if values := known.get("time/step"):
+    if values := finite.get("time/step"):
         tiles.append(("wall", "Time in steps", duration(sum(values)), f"{duration(fmean(values))} per step"))
-    if values := known.get("memory/peak_gb"):
+    if values := finite.get("memory/peak_gb"):
         tiles.append(("memory", "Peak memory", f"{short(max(values))} GB", "largest rank"))
     return tiles
 
@@ -231,10 +231,10 @@ def _time(history: History) -> str:
 
 def _phases(parts: dict[str, list[float]]) -> str:
     """Return the legend next to the chart: every phase's mean seconds and share of the step."""
-    whole = sum(sum(values) for values in parts.values()) or 1.0
+    total = sum(sum(values) for values in parts.values()) or 1.0
     rows = []
     for index, (name, values) in enumerate(parts.items()):
-        share = sum(values) / whole
+        share = sum(values) / total
         rows.append(
             f'<div><i class="key f{index}"></i>{safe(name)}</div>'
             f'<div class="bar"><i class="f{index}" style="width: {100 * share:.1f}%"></i></div>'

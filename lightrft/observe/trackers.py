@@ -66,11 +66,11 @@ class Tracker(Sink):
     def start(self, config: dict[str, Any], total_steps: int, resume_step: int | None = None) -> None:
         """Start the tracker and wait for it. Raises ConfigError if it cannot start, for example without a login."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        known = self._folder / f"{self._name}_run_id"
-        run_id = known.read_text() if resume_step is not None and known.exists() else None
+        id_file = self._folder / f"{self._name}_run_id"
+        run_id = id_file.read_text() if resume_step is not None and id_file.exists() else None
         threading.Thread(target=self._work, name=f"tracker {self._name}", daemon=True).start()
         try:
-            known.write_text(self._submit(partial(self._open, flat(config), run_id)).result(START_SECONDS))
+            id_file.write_text(self._submit(partial(self._open, flat(config), run_id)).result(START_SECONDS))
         except TimeoutError as error:
             raise ConfigError(f"--report_to {self._name}: no answer within {START_SECONDS:g} seconds") from error
         except Exception as error:
@@ -165,12 +165,12 @@ def hide_secrets(text: str) -> str:
 @contextmanager
 def secrets_hidden_in_argv() -> Iterator[None]:
     """Hide secrets in the arguments of the process, which trackers record."""
-    given = sys.argv
-    sys.argv = [hide_secrets(argument) for argument in given]
+    arguments = sys.argv
+    sys.argv = [hide_secrets(argument) for argument in arguments]
     try:
         yield
     finally:
-        sys.argv = given
+        sys.argv = arguments
 
 
 def share_process_group() -> None:

@@ -81,8 +81,8 @@ def ahead(items: Iterator[list[Tensor]], device: torch.device) -> Iterator[list[
 
     coming = make()
     while coming[0] is not None:
-        (tensors, made), coming = coming, make()
-        main.wait_event(made)
+        (tensors, event), coming = coming, make()
+        main.wait_event(event)
         for tensor in tensors:
             tensor.record_stream(main)
         yield tensors

@@ -73,7 +73,7 @@ class SequenceParallel:
         """Gather several tensors of one shape and dtype in one collective. An unused result has no gradient, instead of zeros."""
         if self.axis.size == 1:
             return values
-        return tuple(self.in_order(whole) for whole in Gather.apply(self.axis, *values))
+        return tuple(self.in_order(value) for value in Gather.apply(self.axis, *values))
 
     def sums(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Sum each tensor, of any shape, over the ranks; gradients are those of gather_all()."""
@@ -146,9 +146,9 @@ def gathered(values: Tensor, axis: Axis) -> Tensor:
     """Gather [t, ...] of each rank to [T, ...] in rank order, without gradient."""
     if axis.size == 1:
         return values
-    whole = values.new_empty(axis.size * len(values), *values.shape[1:])
-    dist.all_gather_into_tensor(whole, values.contiguous(), group=axis.group)
-    return whole
+    result = values.new_empty(axis.size * len(values), *values.shape[1:])
+    dist.all_gather_into_tensor(result, values.contiguous(), group=axis.group)
+    return result
 
 
 class Gather(torch.autograd.Function):
@@ -160,7 +160,7 @@ class Gather(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if len(values) == 1:
             return (gathered(values[0], axis),)
-        return tuple(whole.contiguous() for whole in gathered(torch.stack(values, 1), axis).unbind(1))
+        return tuple(value.contiguous() for value in gathered(torch.stack(values, 1), axis).unbind(1))
 
     @staticmethod
     @once_differentiable

@@ -162,12 +162,12 @@ def _block_plan(block: nn.Module, head_dim: int | None, stream: Placement) -> di
     A norm processes a part of the tokens, or, for queries and keys, this rank's heads only. Its weight is replicated, so that
     each rank has a partial gradient: as a DTensor the gradient is marked as partial, and FSDP sums it.
     """
-    whole, columns, rows = Replicate(), ColwiseParallel(), RowwiseParallel(output_layouts=stream)
+    replicated, columns, rows = Replicate(), ColwiseParallel(), RowwiseParallel(output_layouts=stream)
     plan: dict[str, ParallelStyle] = {
         "self_attn": PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": stream}, desired_input_kwarg_layouts={"hidden_states": whole}
+            input_kwarg_layouts={"hidden_states": stream}, desired_input_kwarg_layouts={"hidden_states": replicated}
         ),
-        "mlp": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(whole,)),
+        "mlp": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(replicated,)),
         "self_attn.o_proj": rows,
         "mlp.down_proj": rows,
     }

@@ -31,8 +31,8 @@ class Ulysses(SequenceParallel):
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
         parts = [self._by_rank(x) for x in (query, key, value)]
         mixed = _Exchange.apply(torch.cat([part.flatten(2) for part in parts], -1), self.axis).flatten(0, 1)
-        whole = mixed.split([part[0, 0].numel() for part in parts], -1)
-        return tuple(x.unflatten(-1, part.shape[2:]) for x, part in zip(whole, parts, strict=True))
+        exchanged = mixed.split([part[0, 0].numel() for part in parts], -1)
+        return tuple(x.unflatten(-1, part.shape[2:]) for x, part in zip(exchanged, parts, strict=True))
 
     def leave(self, output: Tensor) -> Tensor:
         """Exchange [T, H / ranks, D] for [t, H, D]."""

@@ -36,6 +36,6 @@ class _GatherSummed(Gather):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[None, Tensor]:
-        mine = gradient.new_empty(len(gradient) // ctx.axis.size, *gradient.shape[1:])
-        dist.reduce_scatter_tensor(mine, gradient.contiguous(), group=ctx.axis.group)
-        return None, mine
+        local = gradient.new_empty(len(gradient) // ctx.axis.size, *gradient.shape[1:])
+        dist.reduce_scatter_tensor(local, gradient.contiguous(), group=ctx.axis.group)
+        return None, local

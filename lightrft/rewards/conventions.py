@@ -84,19 +84,19 @@ class RewardFunction:
         self.function, self.chat = function, chat
         self.signature = _signature(function)
         names = set(self.signature.parameters) if self.signature else set()
-        known = [convention for convention in CONVENTIONS.values() if convention.recognised_by <= names]
-        self.convention = known[0] if known and "samples" not in names else None
+        recognised = [convention for convention in CONVENTIONS.values() if convention.recognised_by <= names]
+        self.convention = recognised[0] if recognised and "samples" not in names else None
         self._loop: asyncio.Runner | None = None
 
     def __call__(self, samples: list[Sample], **columns: list) -> Any:
         """Return what the function returns; a coroutine function is run to its end, always in the same event loop."""
         if self.convention is None:
             return self._finished([self.function(samples, **columns)])[0]
-        given = self._accepted(self.convention.arguments(samples, columns, self.chat))
+        arguments = self._accepted(self.convention.arguments(samples, columns, self.chat))
         if self.convention.each:
-            calls = [{name: values[row] for name, values in given.items()} for row in range(len(samples))]
+            calls = [{name: values[row] for name, values in arguments.items()} for row in range(len(samples))]
             return [self._reward(value) for value in self._finished([self.function(**call) for call in calls])]
-        return self._reward(self._finished([self.function(**given)])[0])
+        return self._reward(self._finished([self.function(**arguments)])[0])
 
     def judge(self, samples: list[Sample]) -> Any:
         """Call the function with samples and the columns that all of them have."""
@@ -121,19 +121,19 @@ class RewardFunction:
         """
         if not self.signature:
             return ""
-        given, needed = {name: [value] for name, value in columns.items()}, _required(self.signature)
+        arguments, needed = {name: [value] for name, value in columns.items()}, _required(self.signature)
         try:
-            given = self.convention.arguments([], given, self.chat) if self.convention else given
+            arguments = self.convention.arguments([], arguments, self.chat) if self.convention else arguments
         except KeyError as missing:
             return f"the function needs the column {missing}: {_shown(self.signature)}. {_present(columns)}"
         if self.convention is None:
             needed -= set(list(self.signature.parameters)[:1])
-        if absent := needed - set(given):
+        if absent := needed - set(arguments):
             return f"the function needs {', '.join(sorted(absent))}: {_shown(self.signature)}. {_present(columns)}"
         for name in RIGHT_ANSWERS:
-            if name in needed & set(given) and _is_null(given[name][0]):
+            if name in needed & set(arguments) and _is_null(arguments[name][0]):
                 return (
-                    f"{name} (--label_key) is {given[name][0]}, and the function needs it: {_shown(self.signature)}. A "
+                    f"{name} (--label_key) is {arguments[name][0]}, and the function needs it: {_shown(self.signature)}. A "
                     f"function with a default for it, such as {name}=None, accepts such rows"
                 )
         return ""
@@ -157,10 +157,10 @@ class RewardFunction:
                 return f"the function needs {', '.join(sorted(required - columns))}: {_shown(self.signature)}"
             return ""
         try:
-            given = self.convention.arguments([], {name: [] for name in columns}, self.chat)
+            arguments = self.convention.arguments([], {name: [] for name in columns}, self.chat)
         except KeyError as missing:
             return f"the function needs the column {missing}: {_shown(self.signature)}"
-        missing = _required(self.signature) - set(given)
+        missing = _required(self.signature) - set(arguments)
         return f"the function needs {', '.join(sorted(missing))}: {_shown(self.signature)}" if missing else ""
 
     def _accepted(self, given: dict[str, Any]) -> dict[str, Any]:

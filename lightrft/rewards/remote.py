@@ -21,9 +21,9 @@ class RemoteReward:
 
     def __call__(self, samples: list[Sample], label: list[Any] | None = None, **_: Any) -> list[Any]:
         prompts, responses = [sample.prompt.text for sample in samples], [sample.text for sample in samples]
-        whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-        given = {"query": whole, "prompts": prompts, "responses": responses, "labels": label or [None] * len(samples)}
-        answer = self._server.ask("POST", request=given)
+        queries = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+        request = {"query": queries, "prompts": prompts, "responses": responses, "labels": label or [None] * len(samples)}
+        answer = self._server.ask("POST", request=request)
         if not isinstance(answer, dict) or "rewards" not in answer:
             raise ValueError(f'the response is not {{"rewards": [...]}}: {answer!r:.200}')
         return answer["rewards"]

@@ -136,8 +136,8 @@ class RewardRunner:
         """
         failure = self._failure()
         if self.model_parallel.size > 1:
-            given = [(one.reward, one.reward_parts, one.token_rewards, one.masked) for one in samples]
-            values, message = self.model_parallel.broadcast((given, failure and str(failure)))
+            results = [(one.reward, one.reward_parts, one.token_rewards, one.masked) for one in samples]
+            values, message = self.model_parallel.broadcast((results, failure and str(failure)))
             failure = failure or (message and ConfigError(message))
             for one, value in zip(samples, values, strict=True):
                 one.reward, one.reward_parts, one.token_rewards, one.masked = value

@@ -87,8 +87,8 @@ def _combined(parts: list[tuple[str, Any]]) -> Any:
     if len({len(values) for values in of_tokens}) > 1:
         raise ValueError(f"two rewards for tokens have different lengths: {', '.join(str(len(values)) for values in of_tokens)}")
     total = [_sum([each for each in column if each is not None]) for column in zip(*of_tokens, strict=True)]
-    whole = [value for _, value in parts if not isinstance(value, list)]
-    return [*total[:-1], _sum([*whole, *([] if total[-1] is None else [total[-1]])])]
+    of_responses = [value for _, value in parts if not isinstance(value, list)]
+    return [*total[:-1], _sum([*of_responses, *([] if total[-1] is None else [total[-1]])])]
 
 
 def _sum(values: list[float]) -> float | None:

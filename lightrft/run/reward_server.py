@@ -121,9 +121,9 @@ class RewardServer:
             return
         self.strategy.announce("score")
         rewards = self._rewards(texts)
-        for asked, answer in waiting:
-            answer.set_result(rewards[: len(asked)])
-            rewards = rewards[len(asked) :]
+        for request, answer in waiting:
+            answer.set_result(rewards[: len(request)])
+            rewards = rewards[len(request) :]
         self.strategy.announce("")  # waiting has no time limit
 
     def _take(self) -> list[tuple[list[Text], "Future[list[Reward]]"]]:
@@ -168,8 +168,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        expected, given = self.server.authorization, self.headers.get("Authorization", "")
-        if expected and not hmac.compare_digest(given.encode(), expected.encode()):
+        expected, received = self.server.authorization, self.headers.get("Authorization", "")
+        if expected and not hmac.compare_digest(received.encode(), expected.encode()):
             return self._send(401, {"error": f"the request needs the key of the server's {REWARD_KEY}"})
         try:
             texts = _texts(json.loads(body))

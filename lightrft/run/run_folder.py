@@ -104,14 +104,14 @@ class RunFolder:
                 self._lock(folder, flag)
             except OSError as error:
                 raise ConfigError(f"--{flag} {folder} cannot be written: {error}") from error
-        known, saved = self.description().get("run"), self._saved_runs()
+        run_id, saved = self.description().get("run"), self._saved_runs()
         if self.resumes:
-            if len(saved | ({known} if known else set())) > 1:
+            if len(saved | ({run_id} if run_id else set())) > 1:
                 raise ConfigError(
                     f"{self.checkpoints} has checkpoints of a run other than the one in {self.path}: set another --ckpt_path, "
                     "or the --save_path of the run to resume"
                 )
-            self.id = known or next(iter(saved), "") or uuid.uuid4().hex
+            self.id = run_id or next(iter(saved), "") or uuid.uuid4().hex
             return
         self.id = uuid.uuid4().hex
         if found := self._results():
@@ -124,8 +124,8 @@ class RunFolder:
 
     def _folders(self) -> list[tuple[Path, str]]:
         """Return the folders to lock and to test, each with the flag that names it."""
-        apart = self.outside and self.checkpoints.resolve() != self.path.resolve()
-        return [(self.path, "save_path"), *([(self.checkpoints, "ckpt_path")] if apart else [])]
+        separate = self.outside and self.checkpoints.resolve() != self.path.resolve()
+        return [(self.path, "save_path"), *([(self.checkpoints, "ckpt_path")] if separate else [])]
 
     def _saved_runs(self) -> set[str]:
         """Return the ids of the runs whose checkpoints can be resumed without a tag."""

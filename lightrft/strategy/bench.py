@@ -70,8 +70,8 @@ class Bench:
         return {name: tensor.cpu().clone() for name, tensor in self.strategy.full_params(model, torch.float32)}
 
     def assert_near(self, found: TrainingRun, expected: TrainingRun) -> None:
-        for mine, other in ((found.losses, expected.losses), (found.norms, expected.norms)):
-            torch.testing.assert_close(torch.tensor(mine), torch.tensor(other), rtol=self.tolerance, atol=self.tolerance / 10)
+        for actual, other in ((found.losses, expected.losses), (found.norms, expected.norms)):
+            torch.testing.assert_close(torch.tensor(actual), torch.tensor(other), rtol=self.tolerance, atol=self.tolerance / 10)
         assert distance(found.parameters, expected.parameters) < self.tolerance
 
     @contextmanager

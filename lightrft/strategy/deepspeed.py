@@ -134,8 +134,8 @@ class DeepSpeedStrategy(StrategyBase):
             yield from self._masters(model, named)
             return
         parts = ((name, self._as_shard(parameter)) for name, parameter in named)
-        whole = stream(parts, dtype, self.bucket_limit(), self.device)
-        for (_, parameter), (name, tensor) in zip(named, whole, strict=True):
+        tensors = stream(parts, dtype, self.bucket_limit(), self.device)
+        for (_, parameter), (name, tensor) in zip(named, tensors, strict=True):
             yield name, tensor.view(whole_shape(parameter))
 
     def full_shape(self, parameter: nn.Parameter) -> torch.Size:
@@ -189,10 +189,10 @@ class DeepSpeedStrategy(StrategyBase):
         The host does not hold it either if the model is empty, since each parameter is then read here.
         """
         dtype = torch.bfloat16 if config["bf16"]["enabled"] else next(module.parameters()).dtype
-        made = one_by_one(module, dtype, self.mesh.world) if is_empty(module) else _cast(module.parameters(), dtype)
+        parameters = one_by_one(module, dtype, self.mesh.world) if is_empty(module) else _cast(module.parameters(), dtype)
         options = {"remote_device": "cpu", "pin_memory": self.device.type != "cpu"} if self.config.strategy.param_offload else {}
         options["zero_param_parallel_group"] = groups._get_zero_param_intra_parallel_group()  # the group of --zpg, if it exists
-        deepspeed.zero.Init(module=_Made(made), config_dict_or_path=config, dtype=dtype, **options)
+        deepspeed.zero.Init(module=_ParameterContainer(parameters), config_dict_or_path=config, dtype=dtype, **options)
         for buffer in module.buffers():
             buffer.data = buffer.data.to(self.device)
 
@@ -233,18 +233,18 @@ class DeepSpeedStrategy(StrategyBase):
             if parameter in has_master:
                 yield name, safe_get_full_fp32_param(parameter)
             else:
-                (_, whole), = stream([(name, self._as_shard(parameter))], torch.float32, 1)
-                yield name, whole.view(whole_shape(parameter))
+                (_, full), = stream([(name, self._as_shard(parameter))], torch.float32, 1)
+                yield name, full.view(whole_shape(parameter))
 
     def _as_shard(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's partition as a shard of the flattened parameter; padding on the last ranks is cut off."""
         part = local_shard(parameter)
         if part is parameter:
             return parameter
-        whole = whole_shape(parameter).numel()
-        here = max(0, min(part.numel(), whole - self.mesh.world.rank * part.numel()))
+        num_elements = whole_shape(parameter).numel()
+        here = max(0, min(part.numel(), num_elements - self.mesh.world.rank * part.numel()))
         local = part.detach()[:here].to(self.device)
-        return DTensor.from_local(local, self._cut, [Shard(0)], run_check=False, shape=torch.Size([whole]), stride=(1,))
+        return DTensor.from_local(local, self._cut, [Shard(0)], run_check=False, shape=torch.Size([num_elements]), stride=(1,))
 
     def _model_tensors(self, model: nn.Module) -> list[Tensor]:
         if model in self._engines and self.config.strategy.zero_stage == 3:
@@ -259,15 +259,15 @@ def _scratch(zero: Any) -> list[Tensor]:
     return [zero.grad_partitions_flat_buffer, *(bucket.buffer for bucket in zero.ipg_buckets.values())]
 
 
-class _Made(nn.Module):
+class _ParameterContainer(nn.Module):
     """Module that passes parameters to zero.Init one by one, as they are created."""
 
-    def __init__(self, made: Iterator[nn.Parameter]):
+    def __init__(self, created: Iterator[nn.Parameter]):
         super().__init__()
-        self.made = made
+        self.created = created
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return self.made
+        return self.created
 
 
 def _cast(parameters: Iterator[nn.Parameter], dtype: torch.dtype) -> Iterator[nn.Parameter]:

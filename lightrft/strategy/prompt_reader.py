@@ -26,8 +26,8 @@ class PromptReader:
 
         Raises ValueError if there are no prompts, or if the media do not match the prompts.
         """
-        given = any(item is not None for items, _ in media.values() for item in items or ())
-        if texts is not None and (token_ids is None or given):
+        has_media = any(item is not None for items, _ in media.values() for item in items or ())
+        if texts is not None and (token_ids is None or has_media):
             prompts = [self.tokens(text) for text in texts]
         elif token_ids is not None:
             prompts = token_ids

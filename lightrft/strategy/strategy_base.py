@@ -351,8 +351,8 @@ class StrategyBase(Backend):
         requested. dtype None: bfloat16 with --bf16, else float32. An offloaded model is loaded back first.
         """
         self.reload_model(model)
-        whole = unwrap(model)
-        return merged(whole, chain(self.stream(model, dtype or self.dtype), persistent_buffers(whole)))
+        unwrapped = unwrap(model)
+        return merged(unwrapped, chain(self.stream(model, dtype or self.dtype), persistent_buffers(unwrapped)))
 
     @torch.no_grad()
     def moving_average(self, model: nn.Module, model_ema: nn.Module, beta: float = 0.992) -> None:

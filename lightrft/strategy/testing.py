@@ -235,10 +235,10 @@ def the_stream_is_whole(bench: Bench) -> None:
         expected = plain(sgd, model=tiny_model(tie=tie)).parameters
         bench.course(model, optimizer)
         bench.strategy.offload_model(model)
-        whole = [(name, tensor.clone()) for name, tensor in bench.strategy.full_params(model, torch.bfloat16)]
-        assert [name for name, _ in whole] == list(expected)
-        assert all(tensor.dtype == torch.bfloat16 and tensor.shape == expected[name].shape for name, tensor in whole)
-        assert distance({name: tensor.float().cpu() for name, tensor in whole}, expected) < max(bench.tolerance, 4e-3)
+        streamed = [(name, tensor.clone()) for name, tensor in bench.strategy.full_params(model, torch.bfloat16)]
+        assert [name for name, _ in streamed] == list(expected)
+        assert all(tensor.dtype == torch.bfloat16 and tensor.shape == expected[name].shape for name, tensor in streamed)
+        assert distance({name: tensor.float().cpu() for name, tensor in streamed}, expected) < max(bench.tolerance, 4e-3)
 
 
 def an_average_follows_the_model(bench: Bench) -> None:

@@ -44,7 +44,7 @@ from lightrft.trainer.tasks.sft import PtxLoss
 def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     prepare_config("train_ppo", config)
     run_folder = RunFolder.claim(config, strategy.mesh.world)
-    given, config = config, with_merged_pretrain(config, strategy.mesh.world)
+    original, config = config, with_merged_pretrain(config, strategy.mesh.world)
     rewards = build_rewards(config, strategy)
     training_data = load_training_data(config, config.rollout.rollout_batch_size, rewards=rewards)
     rewards.check(training_data.prompts.examples)
@@ -76,7 +76,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     strategy.report_memory("models and engine are ready;")
     observer, trace = observation(config, strategy)
     return PPOTrainer(
-        given,
+        original,
         strategy,
         policy,
         training_data,
@@ -121,8 +121,8 @@ def build_ptx_loss(config: Config, policy: Policy, training_data: TrainingData) 
             f"--pretrain_data {config.data.pretrain_data}: {len(prompts)} rows do not fill one optimizer step of "
             f"--train_batch_size {config.train.train_batch_size}"
         )
-    given = {"expand": expand, "order": prompts.order(policy.strategy.data_order, config.train.seed)}
-    return PtxLoss(policy, prompts, tokenizer, train=config.train, coefficient=config.algorithm.ptx_coef, **given)
+    options = {"expand": expand, "order": prompts.order(policy.strategy.data_order, config.train.seed)}
+    return PtxLoss(policy, prompts, tokenizer, train=config.train, coefficient=config.algorithm.ptx_coef, **options)
 
 
 def build_rewards(config: Config, strategy: StrategyBase) -> RewardRunner:
@@ -175,7 +175,7 @@ def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
 
     `pretrain` may also be a run's folder or a checkpoint.
     """
-    given, config = config, with_merged_pretrain(with_model_of_run(config, strategy.mesh.world), strategy.mesh.world)
+    original, config = config, with_merged_pretrain(with_model_of_run(config, strategy.mesh.world), strategy.mesh.world)
     tokenizer, rewards = load_tokenizer(config.model), build_rewards(config, strategy)
     sets = build_eval_sets(config, strategy, tokenizer, load_expander(config, tokenizer, engine=True), rewards)
     if any(each.rewards is rewards for each in sets):
@@ -185,4 +185,4 @@ def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
     strategy.announce("start_engine")
     with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type}) with {config.model.pretrain}"):
         strategy.setup_inference_engine(replace(config, engine=engine))
-    return Evaluation(given, strategy, sets, Sampler(strategy, tokenizer, config.rollout))
+    return Evaluation(original, strategy, sets, Sampler(strategy, tokenizer, config.rollout))

@@ -23,8 +23,8 @@ def load_training_data(config: Config, batch_size: int, *, rewards: RewardRunner
     expand = load_expander(config, tokenizer, engine=rewards is not None)
     if expand is not None:
         expand.check_family()
-    given = config, tokenizer, expand
-    load = partial(load_rewarded, *given, rewards) if rewards else partial(load_supervised, *given)
+    arguments = config, tokenizer, expand
+    load = partial(load_rewarded, *arguments, rewards) if rewards else partial(load_supervised, *arguments)
     held_out = config.data.eval_data and rewards is None
     prompts, eval_prompts = load(), load(source="eval_data") if held_out else PromptSet([])
     return TrainingData(tokenizer, prompts, eval_prompts, total_steps(config, prompts.draws_of_epoch, batch_size), expand)

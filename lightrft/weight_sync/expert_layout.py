@@ -41,14 +41,14 @@ def expert_places(layer: nn.Module, attribute: str, shape: torch.Size) -> Iterat
     if attribute == "w2_weight":
         yield slice(None), 0, first
         return
-    whole = shape[1] // 2
-    if own == whole:
+    columns = shape[1] // 2
+    if own == columns:
         yield slice(None), 0, 0
         return
-    here = min(own, whole - first)
+    here = min(own, columns - first)
     for half in range(2 * shape[0] if here > 0 else 0):  # gate and up of each expert are split
         expert, up = divmod(half, 2)
-        yield (expert, slice(up * own, up * own + here)), half * whole + first, 0
+        yield (expert, slice(up * own, up * own + here)), half * columns + first, 0
 
 
 def _own_columns(layer: nn.Module) -> tuple[int, int]:
@@ -132,9 +132,9 @@ def _is_known(layer: nn.Module) -> bool:
 
 def _is_known_of_sglangs(layer: nn.Module) -> bool:
     """Return True if SGLang keeps all experts as loaded, as on a CPU without AMX units; other kernels may reorder them."""
-    whole = layer.moe_ep_size == 1 and not layer.num_fused_shared_experts and layer.moe_runner_config.is_gated
+    complete = layer.moe_ep_size == 1 and not layer.num_fused_shared_experts and layer.moe_runner_config.is_gated
     on_plain_cpu = layer.w13_weight.device.type == "cpu" and not vars(layer).get("use_intel_amx_backend", False)
-    return whole and on_plain_cpu and is_a(layer.quant_method, "UnquantizedFusedMoEMethod")
+    return complete and on_plain_cpu and is_a(layer.quant_method, "UnquantizedFusedMoEMethod")
 
 
 def _plain(layer: nn.Module, attribute: str, weight: Tensor) -> Tensor:

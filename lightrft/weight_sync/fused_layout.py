@@ -219,10 +219,10 @@ def _direct(
     layers = {layer for layer, pieces in of.items() if all(map(keeps, pieces)) and _is_filled(layer, pieces, shapes)}
     while True:
         found = {name: pieces for name, pieces in places.items() if all(piece.layer in layers for piece in pieces)}
-        whole = {layer for layer in layers if all(piece.name in found for piece in of[layer])}
-        if whole == layers:
+        remaining = {layer for layer in layers if all(piece.name in found for piece in of[layer])}
+        if remaining == layers:
             return found
-        layers = whole
+        layers = remaining
 
 
 def _is_filled(layer: nn.Module, pieces: list[WeightSlice], shapes: Mapping[str, torch.Size]) -> bool:

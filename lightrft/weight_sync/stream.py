@@ -106,7 +106,7 @@ def _gathered(parts: list[Tensor], cuts: list[ShardSlice], dtype: torch.dtype, d
     gather.run()
     tensors = [_assembled(pieces, cut) for pieces, cut in zip(gather.everyone.split(sizes, dim=1), cuts, strict=True)]
     passing = gather.everyone.untyped_storage().data_ptr() if gather.passing else None
-    return [whole.clone() if whole.untyped_storage().data_ptr() == passing else whole for whole in tensors]
+    return [tensor.clone() if tensor.untyped_storage().data_ptr() == passing else tensor for tensor in tensors]
 
 
 def _assembled(pieces: Tensor, cut: ShardSlice) -> Tensor:

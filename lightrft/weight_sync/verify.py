@@ -107,8 +107,8 @@ class Fingerprints:
     def _sums(self, piece: Tensor, probe: "WeightProbe") -> Tensor:
         """Return the sum of the words of each block: [blocks] int64."""
         size = self.dtype.itemsize
-        start, apart = divmod(piece.storage_offset() * size, 8)
-        if probe.word == 8 and piece.dtype is self.dtype and not apart and piece.is_contiguous():
+        start, offset = divmod(piece.storage_offset() * size, 8)
+        if probe.word == 8 and piece.dtype is self.dtype and not offset and piece.is_contiguous():
             if self.window is None:
                 with torch.inference_mode(False):  # usable inside and outside of inference mode
                     self.window = torch.empty(0, dtype=torch.int64, device=piece.device)
@@ -157,13 +157,13 @@ class Fingerprints:
         for summed in self.summed:
             sums[: len(self.bits)] = summed
         counts = _numbers((*self.num_elements.values(), *self.num_multiplied.values()), device)
-        whole = []
+        products = []
         for name, parts in self.products.items():
-            whole.append(torch.zeros(self.shapes[name][0], dtype=torch.float64, device=device))
+            products.append(torch.zeros(self.shapes[name][0], dtype=torch.float64, device=device))
             for row, values in parts:
-                whole[-1][row : row + len(values)] += values
+                products[-1][row : row + len(values)] += values
         table = torch.stack([sums, counts], dim=1)
-        return table, torch.cat(whole) if whole else torch.zeros(0, dtype=torch.float64, device=device)
+        return table, torch.cat(products) if products else torch.zeros(0, dtype=torch.float64, device=device)
 
     def wrong(self, held: tuple[Tensor, Tensor]) -> list[str]:
         """Return the names whose numbers, from an engine that holds every element equally often, differ from the numbers here."""
@@ -211,8 +211,8 @@ def _weight_probe(
     (row, column), columns, width = place, shape[-1], piece[-1]
     if len(shape) == 1:
         columns = width = OF_VECTOR if columns % (OF_VECTOR * slices) == 0 else 1
-        row, apart = divmod(row, width)
-        if apart or piece[0] % width:
+        row, remainder = divmod(row, width)
+        if remainder or piece[0] % width:
             raise ValueError(f"a vector of {shape[0]} is not split at a multiple of {width}: use --no_verify_weight_sync")
     start, stop = _run(shape.numel() // columns, None if len(shape) == 1 else round)
     first, last = max(start - row, 0), min(stop - row, piece.numel() // width)

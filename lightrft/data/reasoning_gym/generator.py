@@ -16,16 +16,16 @@ def main(arguments: str) -> None:
     `arguments` is a JSON object with the name, size, seed and options of the task.
     """
     rows, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # some tasks print
-    given = json.loads(arguments)
+    settings = json.loads(arguments)
     try:
-        task = _task(given["name"], size=given["size"], seed=given["seed"], **given["options"])
+        task = _task(settings["name"], size=settings["size"], seed=settings["seed"], **settings["options"])
     except (ImportError, TypeError, ValueError, AssertionError) as error:
         rows.write(json.dumps({"problem": str(error) or "its options contradict each other"}) + "\n")
         rows.close()
         return
-    for index in range(given["size"]):
-        random.seed(given["seed"] + index)  # a task uses these instead of its own
-        np.random.seed((given["seed"] + index) % 2**32)
+    for index in range(settings["size"]):
+        random.seed(settings["seed"] + index)  # a task uses these instead of its own
+        np.random.seed((settings["seed"] + index) % 2**32)
         row = task[index]
         rows.write(json.dumps({name: row[name] for name in ("question", "answer", "metadata")}) + "\n")
     rows.close()
@@ -36,9 +36,9 @@ def _task(name: str, **options: Any) -> Any:
         import reasoning_gym
     except ModuleNotFoundError as error:
         raise ImportError(f"it needs {error.name}: pip install reasoning-gym") from error
-    known = sorted(reasoning_gym.factory.DATASETS.keys() - {"composite"})
-    if name not in known:
-        near = get_close_matches(name, known, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"tasks are {', '.join(known)}"
+    tasks = sorted(reasoning_gym.factory.DATASETS.keys() - {"composite"})
+    if name not in tasks:
+        near = get_close_matches(name, tasks, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"tasks are {', '.join(tasks)}"
         raise ValueError(f"reasoning-gym has no task {name!r}; {hint}")
     return reasoning_gym.create_dataset(name, **options)

@@ -121,8 +121,8 @@ def _parsed(tests: Any) -> Any:
     if isinstance(tests, list) and tests and all(isinstance(one, str) for one in tests):
         return tests
     if isinstance(tests, dict):
-        given, expected = tests.get("inputs"), tests.get("outputs")
-        if isinstance(given, list) and isinstance(expected, list) and 0 < len(given) == len(expected):
+        inputs, expected = tests.get("inputs"), tests.get("outputs")
+        if isinstance(inputs, list) and isinstance(expected, list) and 0 < len(inputs) == len(expected):
             return tests
     forms = 'a list of asserts nor {"inputs": [...], "outputs": [...]} of equal length'
     raise ValueError(f"the column tests has {tests!r:.200}, which is neither {forms}")
@@ -135,7 +135,7 @@ def _passes(program: str, tests: Any, sandbox: tuple[str, ...]) -> bool:
         return output is not None and output.endswith(nonce)
     job = {"program": program, "name": "__main__", "tests": None}
     pairs = zip(tests["inputs"], tests["outputs"], strict=True)
-    return all(_lines(_run(job, str(given), sandbox)) == _lines(str(expected)) for given, expected in pairs)
+    return all(_lines(_run(job, str(stdin), sandbox)) == _lines(str(expected)) for stdin, expected in pairs)
 
 
 def _run(job: dict[str, Any], given: str, sandbox: tuple[str, ...]) -> str | None:

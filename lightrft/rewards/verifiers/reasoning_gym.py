@@ -34,8 +34,8 @@ def score_of_task(
     """
     options = options or [None] * len(samples)
     return [
-        _score(given_answer(sample.text), right, _dictionary(about), _dictionary(given))
-        for sample, right, about, given in zip(samples, answer, metadata, options, strict=True)
+        _score(given_answer(sample.text), right, _dictionary(about), _dictionary(row_options))
+        for sample, right, about, row_options in zip(samples, answer, metadata, options, strict=True)
     ]
 
 

@@ -33,8 +33,8 @@ class DPOTask:
         strategy = self.policy.strategy
         batch, rows, local = local_pairs(pairs, strategy.mesh.data, self.train, max_tokens=max_tokens)
         if self.policy.reference is None:
-            known = [self._known[_digest(pairs[place])] for place in local]
-            batch.reference = torch.cat([*known, torch.zeros(0)])
+            sums = [self._known[_digest(pairs[place])] for place in local]
+            batch.reference = torch.cat([*sums, torch.zeros(0)])
         else:
             batch.reference = sequence_sums(self.policy.reference_logprobs(batch, rows), batch)
         return LossTerm(batch, rows, self.objective, pair_denominator(pairs, strategy.device), self.policy.supervised)
@@ -47,8 +47,8 @@ class DPOTask:
             part = pairs[start : start + PAIRS_AT_ONCE]
             batch, rows, local = local_pairs(part, data, train, max_tokens=max_tokens)
             sums = sequence_sums(self.policy.logprobs(batch, rows), batch).view(-1, 2)
-            places, known = share(data, torch.tensor(local, dtype=torch.int64)), share(data, sums)
-            self._known |= {_digest(part[place]): both.clone() for place, both in zip(places.tolist(), known, strict=True)}
+            places, sums = share(data, torch.tensor(local, dtype=torch.int64)), share(data, sums)
+            self._known |= {_digest(part[place]): both.clone() for place, both in zip(places.tolist(), sums, strict=True)}
 
 
 def _digest(pair: Prompt) -> bytes:

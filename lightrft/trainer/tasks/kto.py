@@ -40,8 +40,8 @@ class KTOTask:
         batch, rows = self._local(answers, max_tokens)
         ratios = self.policy.logprobs(batch, rows) - self.policy.reference_logprobs(batch, rows)
         data = self.policy.strategy.mesh.data
-        places, known = share(data, batch.rows), share(data, sequence_sums(ratios, batch))
-        return known[places.argsort()]  # the same order, and sum, on any number of ranks
+        places, sums = share(data, batch.rows), share(data, sequence_sums(ratios, batch))
+        return sums[places.argsort()]  # the same order, and sum, on any number of ranks
 
     def _local(self, answers: Sequence[Prompt], max_tokens: int) -> tuple[JudgedBatch, MicroBatchIndices]:
         lengths = [answer.num_tokens + len(answer.columns["answer"].token_ids) for answer in answers]
