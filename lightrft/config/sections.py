@@ -589,6 +589,9 @@ class ObserveSection(Section):
     """Team or user to which the project belongs, in Weights & Biases, SwanLab and Comet; unset: your own."""
     tracker_group: str | None = None
     """Group of runs in Weights & Biases, SwanLab and Trackio."""
+    trace_steps: Annotated[int, NOT_NEGATIVE] = 10
+    """Number of steps whose timeline is written to save_path/trace.json: what each rank did at which time, for
+    https://ui.perfetto.dev. They are the first ones of a run, and of a resumed run again; 0: none."""
     num_trajectories_to_save: Annotated[int, NOT_NEGATIVE] = 8
     """Number of samples of each step that are written to save_path/samples.jsonl, all samples of one prompt before those of the
     next; 0: none."""

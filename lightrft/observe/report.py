@@ -215,7 +215,7 @@ def _time(history: History) -> str:
     parts = {
         name.removeprefix("time/"): [dict(points).get(step) or 0.0 for step in steps]
         for name, points in history.items()
-        if name.startswith("time/") and name.count("/") == 1 and name != "time/step"
+        if name.startswith("time/") and name.count("/") == 1 and name not in ("time/step", "time/idle_share")
     }
     parts = _largest(parts, 7)  # together with the rest, as many as there are colours
     parts["other"] = [max(0.0, totals[step] - sum(values[i] for values in parts.values())) for i, step in enumerate(steps)]
@@ -252,7 +252,7 @@ def _largest(parts: dict[str, list[float]], most: int) -> dict[str, list[float]]
 def _others(history: History) -> str:
     """Chart the metrics that no chart above has, such as a user's own, and the nested phases."""
     shown = {name for chart in CHARTS for name in chart.metrics}
-    shown |= {name for name in history if name.startswith("time/") and name.count("/") == 1}
+    shown |= {name for name in history if name.startswith("time/") and name.count("/") == 1} - {"time/idle_share"}
     cards = "".join(_card(Chart(name, "", {name: name}), history) for name in sorted(set(history) - shown))
     return f'<details class="card"><summary>Other metrics</summary><div class="charts">{cards}</div></details>' if cards else ""
 

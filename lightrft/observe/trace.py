@@ -2,16 +2,40 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 
 from lightrft.parallel.device import GB
+
+
+class Span(NamedTuple):
+    """What a rank did from one time to another, both in seconds since the epoch."""
+
+    name: str
+    began: float
+    ended: float
+    idle: bool = False
+    """True if the device had nothing to do."""
+    track: str = ""
+    """What did it, beside the phases of the rank: calls of one track may overlap."""
 
 
 def _nothing() -> None:
     pass
 
 
-class Trace:
+class Untraced:
+    """A trace that measures nothing, for objects that belong to no trainer."""
+
+    def phase(self, name: str, *, idle: bool = False) -> AbstractContextManager[None]:
+        """Return a context for the enclosed code."""
+        return nullcontext()
+
+    def record(self, track: str, name: str, began: float) -> None:
+        """Ignore what ends now."""
+
+
+class Trace(Untraced):
     """Wall-clock seconds per phase of a step, and the memory.
 
         trace = Trace(peak_memory=partial(device.peak_memory, gpu), memory_in_use=..., synchronize=...)
@@ -21,7 +45,7 @@ class Trace:
             metrics.max(name, value)                    # a step waits for the slowest rank
 
     A nested phase is named by its path, and the time of the outer phase contains it: the phases without a further slash add up
-    to at most `time/step`.
+    to at most `time/step`. `time/idle_share` is the share of the step in phases that leave the device idle.
     """
 
     def __init__(
@@ -41,7 +65,10 @@ class Trace:
         self._synchronize, self._on_phase = synchronize, on_phase
         self._path: list[str] = []
         self._seconds: dict[str, float] = {}
+        self._idle_seconds = 0.0
+        self._spans: list[Span] = []
         self._step_began = time.perf_counter()
+        self._epoch = time.time() - self._step_began
 
     @property
     def current(self) -> str:
@@ -49,8 +76,11 @@ class Trace:
         return "/".join(self._path)
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Measure the enclosed code as this phase; the seconds of the same phase within a step add up."""
+    def phase(self, name: str, *, idle: bool = False) -> Iterator[None]:
+        """Measure the enclosed code as this phase; the seconds of the same phase within a step add up.
+
+        `idle`: the device has nothing to do meanwhile. An idle phase contains no other one.
+        """
         self._path.append(name)
         path = self.current
         self._announce()
@@ -62,12 +92,24 @@ class Trace:
             self.failed = self.failed or path
             raise
         finally:
-            self._seconds[path] = self._seconds.get(path, 0.0) + time.perf_counter() - began
+            ended = time.perf_counter()
+            self._seconds[path] = self._seconds.get(path, 0.0) + ended - began
+            self._idle_seconds += idle * (ended - began)
+            self._spans.append(Span(path, self._epoch + began, self._epoch + ended, idle))
             self._path.pop()
         self._announce()
 
+    def record(self, track: str, name: str, began: float) -> None:
+        """Add what ends now on a track of its own; `began` is in seconds of time.perf_counter(). Any thread may call it."""
+        self._spans.append(Span(name, self._epoch + began, self._epoch + time.perf_counter(), track=track))
+
+    def take_spans(self) -> list[Span]:
+        """Return what was recorded since the last call."""
+        spans, self._spans = self._spans, []
+        return spans
+
     def step(self) -> dict[str, float]:
-        """Return `time/<phase>` and `time/step` in seconds since the last call.
+        """Return `time/<phase>` and `time/step` in seconds, and `time/idle_share`, since the last call.
 
         The row also has `memory/peak_gb` and `memory/now_gb` in 1e9 bytes.
         """
@@ -75,9 +117,10 @@ class Trace:
         now = time.perf_counter()
         row = {f"time/{path}": seconds for path, seconds in self._seconds.items()}
         row["time/step"] = now - self._step_began
+        row["time/idle_share"] = self._idle_seconds / row["time/step"]
         row["memory/peak_gb"] = self._peak_memory() / GB
         row["memory/now_gb"] = self._memory_in_use() / GB
-        self._seconds, self._step_began = {}, now
+        self._seconds, self._idle_seconds, self._step_began = {}, 0.0, now
         return row
 
     def _announce(self) -> None:

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle
 from typing import Any, Protocol
 
+from lightrft.observe.trace import Untraced
 from lightrft.rewards.conventions import RewardFunction, common_columns
 from lightrft.rewards.worker import FORK, STACK_SIGNAL, Setup, place
 from lightrft.samples import Sample
@@ -57,6 +58,9 @@ class Result(Protocol):
 class Calls(Protocol):
     """Interface of a way to call a reward function."""
 
+    trace: Untraced
+    """Trace that records the calls of worker processes."""
+
     def begin(self, samples: list[Sample]) -> Result:
         """Call the function with these samples, now or later."""
 
@@ -69,7 +73,7 @@ class InProcess:
 
         It is called in a thread, with the samples and the thread of a call that takes more than `limit` s.
         """
-        self.function, self.limit, self.too_late = function, limit, too_late
+        self.function, self.limit, self.too_late, self.trace = function, limit, too_late, Untraced()
 
     def begin(self, samples: list[Sample]) -> Result:
         return _Deferred(lambda: self._call(samples))
@@ -136,7 +140,7 @@ class Processes:
 
     def __init__(self, setup: Setup, *, workers: int, limit: float):
         """Set up the calls. At most `workers` of them run at once, each for at most `limit` seconds."""
-        self.setup, self.workers, self.limit = setup, workers, limit
+        self.setup, self.workers, self.limit, self.trace = setup, workers, limit, Untraced()
         self._waiting: deque[_Call] = deque()
         self._pool: list[_Worker] = []
         self._parent: subprocess.Popen | None = None
@@ -186,7 +190,7 @@ class Processes:
         while not self._closed:
             self._hand_out()
             busy = [worker for worker in self._pool if worker.call]
-            left = min((worker.began + self.limit - time.monotonic() for worker in busy), default=math.inf)
+            left = min((worker.began + self.limit - time.perf_counter() for worker in busy), default=math.inf)
             sockets = [worker.socket for worker in self._pool]
             ready = wait([self._wake_receive, *sockets], None if left == math.inf else max(left, 0.0))
             if self._wake_receive in ready:
@@ -196,7 +200,7 @@ class Processes:
                     continue
                 if worker.socket in ready:
                     self._take_in(worker)
-                elif worker.call and time.monotonic() >= worker.began + self.limit:
+                elif worker.call and time.perf_counter() >= worker.began + self.limit:
                     self._out_of_time(worker)
 
     def _hand_out(self) -> None:
@@ -207,7 +211,7 @@ class Processes:
             call = self._waiting.popleft()
             try:
                 worker = idle or self._fork()
-                worker.call, worker.began = call, time.monotonic()
+                worker.call, worker.began = call, time.perf_counter()
                 worker.socket.send_bytes(pickle.dumps(call.samples, protocol=pickle.HIGHEST_PROTOCOL))
             except (OSError, EOFError):
                 if idle is None:
@@ -232,6 +236,7 @@ class Processes:
             values, problem = None, f"{type(error).__name__}: {error}"
         call, worker.call = worker.call, None
         assert call is not None, "a worker answers only calls"
+        self.trace.record("rewards", f"reward of {len(call.samples)} responses", worker.began)
         call.future.set_exception(_raised(problem, call.samples)) if problem else call.future.set_result(values)
 
     def _repeat(self, call: _Call, how: str) -> None:
@@ -249,6 +254,7 @@ class Processes:
                 stack += more.decode(errors="replace")
         self._end(worker)
         assert call is not None, "only a call can be late"
+        self.trace.record("rewards", f"reward of {len(call.samples)} responses: out of time", worker.began)
         call.future.set_exception(out_of_time(self.limit, _innermost(stack)))
 
     def _fork(self) -> _Worker:

@@ -14,6 +14,7 @@ from lightrft.config.references import JUDGE, SERVER, RewardTerm, reward_terms
 from lightrft.config.sections import RewardSection
 from lightrft.launch.heartbeat import code_position, exit_process
 from lightrft.observe.metrics import Metrics
+from lightrft.observe.trace import Untraced
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.conventions import as_number, num_rewards
 from lightrft.rewards.functions import FAST_REWARDS, rewards
@@ -73,6 +74,15 @@ class RewardRunner:
         self._failures = self._in_a_row = 0
         self._begun: list[tuple[list[Sample], Result]] = []
         self._calls = self._way_to_call(setup)
+
+    @property
+    def trace(self) -> Untraced:
+        """Return the trace that records the calls, and how long the rank waits for their results."""
+        return self._calls.trace
+
+    @trace.setter
+    def trace(self, trace: Untraced) -> None:
+        self._calls.trace = trace
 
     def _setup(self, chat: bool, models: tuple[str, ...]) -> Setup:
         section = self.section
@@ -134,7 +144,8 @@ class RewardRunner:
 
         `samples` are those of the calls; the ranks of `model_parallel` pass them in the same order.
         """
-        failure = self._failure()
+        with self.trace.phase("wait", idle=True):
+            failure = self._failure()
         if self.model_parallel.size > 1:
             results = [(one.reward, one.reward_parts, one.token_rewards, one.masked) for one in samples]
             values, message = self.model_parallel.broadcast((results, failure and str(failure)))

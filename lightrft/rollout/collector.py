@@ -25,6 +25,7 @@ from lightrft.config.sections import RolloutSection
 from lightrft.data.loader import Blend, Order, fair_share
 from lightrft.engine.requests import derived_seed
 from lightrft.observe.metrics import Metrics
+from lightrft.observe.trace import Untraced
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.groups import Carried, Group, GroupOutcome, History
@@ -48,6 +49,8 @@ class Collector:
         """
         self.sampler, self.rewards, self.prompts, self.section = sampler, rewards, prompts, section
         self.data, self.seed, self.greedy = data, seed, greedy
+        self.trace = Untraced()
+        """Trace that measures how long this rank waits for the generation of others."""
         self.order, self.history = order or Order(len(prompts), seed), History(len(prompts))
         self.place = 0
         """Number of prompts drawn or passed over, in the order of the data."""
@@ -162,7 +165,8 @@ class Collector:
             for group in self.sampler.grow(local_groups, seed=drawn, limit=limit):
                 self.rewards.begin(group.responses)
             complete = sum(group.complete for group in local_groups)
-            complete, growing = self.data.sum(torch.tensor([complete, len(local_groups) - complete])).tolist()
+            with self.trace.phase("wait", idle=True):
+                complete, growing = self.data.sum(torch.tensor([complete, len(local_groups) - complete])).tolist()
             if complete >= needed or not growing:
                 return
 

@@ -24,8 +24,8 @@ from lightrft.parallel.collectives import Axis
 LOCK, DESCRIPTION = ".lock", "run.json"
 RESULTS = ("metrics.jsonl", "samples.jsonl", "model", "model_ema", "critic")
 """Files and folders that only a run which has trained leaves."""
-BESIDE_RESULTS = (DESCRIPTION, "config.yaml", "report.html", "summary.json", "evaluation.json", "responses.jsonl", "tensorboard",
-                  "wandb", "swanlog", "comet", *(f"{name}_run_id" for name in TRACKERS))  # fmt: skip
+BESIDE_RESULTS = (DESCRIPTION, "config.yaml", "report.html", "trace.json", "summary.json", "evaluation.json", "responses.jsonl",
+                  "tensorboard", "wandb", "swanlog", "comet", *(f"{name}_run_id" for name in TRACKERS))  # fmt: skip
 """Other files and folders of a run, which are moved together with its results."""
 PROBE_BYTES = 4096
 

@@ -44,6 +44,7 @@ from lightrft.engine.sampling_parameters import sampling_from_dict
 from lightrft.launch.heartbeat import MARGIN, SingleRankWatchdog, Watchdog
 from lightrft.launch.rendezvous import adopt_node_size, join_process_group
 from lightrft.models.lora import merged
+from lightrft.observe.trace import Untraced
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import GB, current_device, host_cores, memory_in_use, peak_memory, select_device
 from lightrft.parallel.mesh import Mesh, world_axis
@@ -86,8 +87,8 @@ class StrategyBase(Backend):
         self.undivided = set()
         self.skipped_steps = 0
         """Number of optimizer steps skipped because the gradient norm was not finite."""
-        self.engine_clock: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
-        """Context manager around `wake`, `weight_sync` and `sleep`, such as Trace.phase; the default measures nothing."""
+        self.trace = Untraced()
+        """Trace that measures `wake`, `weight_sync` and `sleep` of the engine, such as that of a trainer."""
         self._mesh: Mesh | None = None
         self._owns_processes = False
         self._watchdog: Watchdog | SingleRankWatchdog | None = None
@@ -495,17 +496,17 @@ class StrategyBase(Backend):
         source = actor if host.engine.weights_valid else host.actor
         if source is None:
             self.enter(Phase.REFIT)
-            with self.engine_clock("wake"):
+            with self.trace.phase("wake"):
                 host.wake_weights()
         else:
             self.update_engine_weights(source)
         self.enter(Phase.GENERATE)  # with --offload_idle this frees the actor's memory for the cache
-        with self.engine_clock("wake"):
+        with self.trace.phase("wake"):
             host.engine.wake("kv_cache")
 
     def maybe_sleep_inference_engine(self) -> None:
         """End the engine's phases, and put it to sleep with --enable_engine_sleep."""
-        with self.engine_clock("sleep"):
+        with self.trace.phase("sleep"):
             self._engine_host().sleep()
         self._phases.leave_engine()
 
@@ -514,9 +515,9 @@ class StrategyBase(Backend):
         host = self._engine_host()
         host.actor = actor
         self.enter(Phase.REFIT, actor)
-        with self.engine_clock("wake"):
+        with self.trace.phase("wake"):
             host.wake_weights()
-        with self.engine_clock("weight_sync"):
+        with self.trace.phase("weight_sync"):
             host.update_weights(lambda: self.full_params(actor))
             self.sync_and_clear_cache()
         if host.status is EngineStatus.WAKEUP:

@@ -26,6 +26,7 @@ from lightrft.observe.metrics import Metrics
 from lightrft.observe.pending_metrics import PendingMetrics
 from lightrft.observe.report import write_report
 from lightrft.observe.sinks import Observer
+from lightrft.observe.timeline import extend_timeline
 from lightrft.observe.trace import Trace
 from lightrft.roles.role import Role
 from lightrft.run.health import Health
@@ -93,6 +94,8 @@ class Trainer(ABC):
         """Number of steps whose updates are in the parameters."""
         self.saved = 0
         """Number of steps whose updates are in the newest checkpoint."""
+        self.resumed = 0
+        """Number of steps that were done when this process began."""
         self.nothing_left = False
         """True if the resumed run had already finished."""
 
@@ -188,7 +191,7 @@ class Trainer(ABC):
                     self.evaluate()
             self._report(number, last)
             if saves and (last or train.save_steps > 0 and number % train.save_steps == 0):
-                with self.trace.phase("checkpoint"):
+                with self.trace.phase("checkpoint", idle=True):
                     self.save()
             self.strategy.finish_ckpt(wait=False)
             self.interruption.safe_point()
@@ -197,6 +200,7 @@ class Trainer(ABC):
 
     def _report(self, number: int, last: bool) -> None:
         """Reduce the metrics once over all ranks and send them to the sinks."""
+        self._write_timeline(number)
         for name, value in (self.trace.step() | self.strategy.engine_memory).items():
             add = self.metrics.max if name.startswith("memory/") else self.metrics.mean
             add(name, value)
@@ -210,6 +214,14 @@ class Trainer(ABC):
         self.observer.log(number, row)
         if self.health.check_step(number, row):
             self.strategy.engine.verify_round = None
+
+    def _write_timeline(self, number: int) -> None:
+        """Add the spans of all ranks to the timeline, in the first steps of this process."""
+        spans = self.trace.take_spans()
+        if number - self.resumed <= self.config.observe.trace_steps:
+            everyone = self.strategy.mesh.world.gather(spans)
+            if self.strategy.is_rank_0():
+                extend_timeline(self.folder / "trace.json", number, everyone)
 
     # -- checkpoints
 
@@ -258,7 +270,7 @@ class Trainer(ABC):
         if path is None:
             self.strategy.print(f"no checkpoint in {self.checkpoints}: starting from the beginning")
             return None
-        self.done = self.saved = state["step"]
+        self.done = self.saved = self.resumed = state["step"]
         self.strategy.print(f"resuming after step {self.done} from {path}")
         return self.done
 

@@ -40,7 +40,7 @@ class PPOTrainer(Trainer):
     ):
         super().__init__(config, strategy, policy, training_data, **kwargs)
         self.policy = policy
-        self.strategy.engine_clock = self.trace.phase
+        self.strategy.trace = collect.trace = collect.rewards.trace = self.trace
         self.ptx_loss = ptx_loss
         self.critic, self.value_objective = critic, ValueObjective(self.config.algorithm)
         if critic is not None:

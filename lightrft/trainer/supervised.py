@@ -31,7 +31,7 @@ class SupervisedTrainer(Trainer):
 
     def step(self, number: int) -> None:
         train = self.config.train
-        with self.trace.phase("data"):
+        with self.trace.phase("data", idle=True):
             rows = self.order.rows((number - 1) * train.train_batch_size, train.train_batch_size)
             term = self.task.term([self.prompts[row] for row in rows], max_tokens=train.max_tokens_per_microbatch)
         with self.trace.phase("train"):

@@ -2,6 +2,8 @@
 
 import math
 
+import json
+
 import pytest
 
 from runs import PPO, prepare, repeatable, train
@@ -40,13 +42,17 @@ def test_several_updates_of_one_rollout(inputs, tmp_path):
 
 @pytest.mark.parametrize(("engine", "world_size"), [("hf", 1), pytest.param("vllm", 2, marks=pytest.mark.slow)])
 def test_every_engine_starts_and_steps(inputs, tmp_path, engine, world_size):
-    flags = [f"--engine_type={engine}", "--enable_engine_sleep", "--max_steps=3"]
+    flags = [f"--engine_type={engine}", "--enable_engine_sleep", "--max_steps=3", "--trace_steps=2"]
     rows = train("train_ppo", world_size, [*inputs, *PPO, *flags], tmp_path)
     assert len(rows) == 3
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 and row["train/grad_norm"] > 0 for row in rows)
     for row in rows:
         refit = [row[f"time/generate/{name}"] for name in ("wake", "weight_sync", "sleep")]
         assert min(refit) >= 0 and refit[1] > 0 and sum(refit) < row["time/generate"]
+        assert 0 < row["time/idle_share"] < 1
+    events = json.loads((tmp_path / "trace.json").read_text())
+    trained = [(event["args"]["step"], event["pid"]) for event in events if event["name"] == "train"]
+    assert trained == [(step, rank) for step in (1, 2) for rank in range(world_size)]
 
 
 @pytest.fixture(scope="module")
