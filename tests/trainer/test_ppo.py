@@ -1,8 +1,7 @@
 """Whole runs of GRPO: the reward rises, engine and trainer agree, every engine and number of ranks starts and steps."""
 
-import math
-
 import json
+import math
 
 import pytest
 
