@@ -28,6 +28,7 @@ LAYOUTS = {
     "zero3": ["--fsdp=false", "--zero_stage=3"],
     "sp": ["--fsdp", "--sp_size=2"],
     "tp": ["--fsdp", "--tp_size=2"],
+    "hsdp": ["--fsdp", "--dp_replicate=2"],
 }
 """Flags of two ranks that divide answers in different ways."""
 

@@ -23,6 +23,7 @@ LAYOUTS = {
     "zero2": ["--fsdp=false", "--zero_stage=2", "--precompute_reference"],
     "sp": ["--fsdp", "--sp_size=2", "--max_tokens_per_logprob_microbatch=120"],
     "tp": ["--fsdp", "--tp_size=2"],
+    "hsdp": ["--fsdp", "--dp_replicate=2"],
 }
 
 

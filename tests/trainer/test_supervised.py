@@ -10,10 +10,11 @@ from lightrft.data.loader import Order
 from lightrft.observe.metrics import Metrics
 from lightrft.trainer.tasks.sft import PtxLoss
 from lightrft.types import Prompt
-from ranks import run_ranks
+from ranks import run_cases, run_ranks
 from roles import rows
 from runs import PPO, prepare, repeatable, train
 from tiny import byte_tokenizer, tiny_model
+from trainer.judged import PAIRS, course, write
 
 ANSWERS = ["yes", "no, never", "a", "it is so", "bc", "0123456789", "d"]
 COEFFICIENT = 0.7
@@ -110,3 +111,30 @@ def test_too_few_answers_are_refused(inputs, tmp_path):
     few.write_text('{"input": "a", "label": "b"}\n')
     with pytest.raises(RuntimeError, match="--pretrain_data .*: 1 rows do not fill one optimizer step of --train_batch_size 16"):
         train("train_ppo", 1, [*inputs, *PPO, "--train_batch_size=16", f"--pretrain_data={few}"], tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_every_task_resumes_with_the_same_numbers(tmp_path):
+    """Two steps, a checkpoint, and two more in a run that loads it are four steps, to the last bit of metrics and weights."""
+    prepare(tmp_path)
+    steps = [{"prompt": row["prompt"], "completions": [row["chosen"], row["rejected"]], "labels": [True, False]} for row in PAIRS]
+    answers = [{"prompt": row["prompt"], "completion": row["chosen"], "label": row["tie"]} for row in PAIRS]
+    tasks = {
+        "train_sft": (PAIRS, ["--input_key=prompt", "--label_key=chosen"]),
+        "train_rm": (PAIRS, []),
+        "train_prm": (steps, ["--step_separator=;"]),
+        "train_dpo": (PAIRS, ["--precompute_reference"]),
+        "train_kto": (answers, []),
+    }
+    cases = {}
+    for command, (data, flags) in tasks.items():
+        file = write(data, tmp_path / f"{command}.jsonl")
+        flags = ["--fsdp", f"--pretrain={tmp_path}/model", f"--prompt_data={file}", "--num_episodes=9", "--save_steps=2", *flags]
+        for part, more in {"whole": [], "begun": ["--max_steps=2"], "resumed": ["--load_checkpoint"]}.items():
+            folder = "whole" if part == "whole" else "parts"
+            cases[command, part] = command, [*flags, "--max_steps=4", *more], f"{tmp_path}/{command}/{folder}"
+    found = {case: by_rank[0] for case, by_rank in run_cases(2, course, cases).items()}
+    for command in tasks:
+        (whole, expected), (resumed, weights) = found[command, "whole"], found[command, "resumed"]
+        assert len(found[command, "begun"][0]) == 2 and repeatable(resumed) == repeatable(whole)
+        assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
