@@ -87,11 +87,13 @@ def results(folder) -> dict[str, list[Passed]]:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["data", "replicas"])
 def test_data_ranks_draw_differently(results, layout):
     assert same(results[layout]) == [False, True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp", "tp, sequence", "ulysses", "zigzag", "tp, zigzag"])
 def test_ranks_of_one_replica_draw_the_same(results, layout):
     found = results[layout]
@@ -99,6 +101,7 @@ def test_ranks_of_one_replica_draw_the_same(results, layout):
     assert all(torch.equal(found[1][1][name], gradient) for name, gradient in found[0][1].items())
 
 
+@pytest.mark.slow
 def test_tensor_parallel_dropout_is_that_of_one_process(folder, results):
     """Between blocks the stream is whole on each rank, so the numbers drawn are those of a single process."""
     logprobs, gradients, *_ = run_ranks(1, passed, folder, {}, True)[0]

@@ -166,6 +166,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(inputs,
     assert_same_run(again, finished)
 
 
+@pytest.mark.slow
 def test_a_finished_run_has_nothing_left_and_a_fresh_one_does_not_replace_it(inputs, finished, again, log):
     flags = [*inputs, *RUN, *STRATEGIES["fsdp"]]
     with pytest.raises(RuntimeError, match="ConfigError: .*has the results of an earlier run .*--overwrite moves it"):
