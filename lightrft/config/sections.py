@@ -277,6 +277,9 @@ class RolloutSection(Section):
     first or above the second."""
     curriculum_rest: Annotated[int, COUNT] = 3
     """Number of passes over the data for which curriculum skips a prompt."""
+    rollout_ranks: Annotated[int, NOT_NEGATIVE] = 0
+    """Number of ranks, the last ones, that only generate. The others train and have no engine: prompts and weights are sent to
+    these ranks. 0: every rank does both in turn."""
 
 
 @dataclass

@@ -38,13 +38,16 @@ def _layout(config: Config, world_size: int) -> str:
     sizes = {"dp_replicate": strategy.dp_replicate, "sp": sequence, "tp": strategy.tp_size}
     cut = "".join(f", {name} {size}" for name, size in sizes.items() if size > 1)
     zero = f", ZeRO stage {strategy.zero_stage}" if strategy.strategy == "deepspeed" else ""
+    world_size -= config.rollout.rollout_ranks
     data = world_size // (sequence * strategy.tp_size)
     return f"layout: {strategy.strategy}{zero} on {world_size} processes, {data} data ranks{cut}"
 
 
 def _engine(config: Config, world_size: int) -> str:
     size = config.engine.engine_tp_size
-    return f"engine: {engine_name(config)}, {world_size // size} replicas with {size} processes each"
+    ranks = config.rollout.rollout_ranks
+    apart = f", on the last {ranks} processes, which only generate" if ranks else ""
+    return f"engine: {engine_name(config)}, {(ranks or world_size) // size} replicas with {size} processes each{apart}"
 
 
 def _batches(config: Config, command: str) -> str:

@@ -224,8 +224,12 @@ def _layout_problems(config: Config, world_size: int) -> list[str]:
     replicate, sp, tp = strategy.dp_replicate, max(strategy.sp_size, strategy.cp_size), strategy.tp_size
     ulysses = strategy.cp_size == 1 and strategy.sp_impl != "zigzag"
     problems = strategy_problems(config)
-    if world_size % engine_tp:
-        problems.append(f"--engine_tp_size {engine_tp} does not divide the {world_size} processes")
+    rollout_ranks = config.rollout.rollout_ranks
+    if rollout_ranks >= world_size:
+        return [*problems, f"--rollout_ranks {rollout_ranks} leaves none of the {world_size} processes to train"]
+    generating, world_size = rollout_ranks or world_size, world_size - rollout_ranks
+    if generating % engine_tp:
+        problems.append(f"--engine_tp_size {engine_tp} does not divide the {generating} processes that generate")
     if world_size % (replicate * sp * tp):
         named = (("dp_replicate", replicate), ("cp_size" if strategy.cp_size > 1 else "sp_size", sp), ("tp_size", tp))
         sizes = [f"--{name} {size}" for name, size in named if size > 1]

@@ -3,13 +3,16 @@
 import importlib
 import importlib.util
 import socket
+from typing import Any
 
 from loguru import logger
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import EngineSection
 from lightrft.engine.base import Engine, EngineSetup
+from lightrft.engine.remote.adapter import RemoteEngine
 from lightrft.parallel.collectives import Axis
+from lightrft.parallel.processes import Processes
 
 ENGINES = {
     "vllm": "lightrft.engine.vllm:VLLMEngine",
@@ -39,6 +42,11 @@ def build_engine(section: EngineSection, **setup) -> Engine:
     engine: Engine = getattr(importlib.import_module(module), adapter)(EngineSetup(section=section, **setup))
     engine.verify_dtype = setup["dtype"] if section.verify_weight_sync else None
     return engine
+
+
+def connect_engine(processes: Processes, section: EngineSection, **setup: Any) -> RemoteEngine:
+    """Connect to the engines of the ranks that only generate; all ranks that train call this together."""
+    return RemoteEngine(EngineSetup(section=section, **setup), processes)
 
 
 def _check_nodes(name: str, axis: Axis) -> None:

@@ -19,12 +19,12 @@ from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
 from loguru import logger
-from torch.distributed.distributed_c10d import _get_default_store
 
 from lightrft.launch.connection import Connection, ConnectionLost
 from lightrft.launch.monitor import ARRIVAL, OUTSIDE, PATIENCE, Monitor, death, when
 from lightrft.launch.rendezvous import tell_launcher
 from lightrft.parallel.mesh import collectives_begun
+from lightrft.parallel.processes import Processes
 
 BEAT = 5.0
 """Seconds between two heartbeats of a rank; less if the time limit is short."""
@@ -48,11 +48,12 @@ class Watchdog:
     this process when the monitor announces a failure: a rank failed or died, or a collective waited longer than `limit` seconds.
     """
 
-    def __init__(self, store: dist.Store, *, rank: int, world_size: int, limit: float, phase_limit: float):
-        """Connect to rank 0; all ranks call it together. `store` is used only to exchange rank 0's address."""
+    def __init__(self, processes: Processes, *, limit: float, phase_limit: float):
+        """Connect to rank 0; all ranks call it together. Their store is used only to exchange rank 0's address."""
         global _count
         _count += 1
-        self.rank, self.limit, self.beat = rank, limit, min(BEAT, limit / 4, phase_limit / 4)
+        store, rank, world_size = processes.store, processes.rank, processes.size
+        self.rank, self.side, self.limit, self.beat = rank, processes.side, limit, min(BEAT, limit / 4, phase_limit / 4)
         self._process = os.getpid()
         self._failure: dict[str, Any] | None = None
         self._complete, self._decided = threading.Event(), threading.Event()
@@ -77,13 +78,11 @@ class Watchdog:
         self._complete.wait(2 * ARRIVAL)  # if a rank does not arrive, the run ends before that
 
     @classmethod
-    def start(cls, limit: timedelta, phase_limit: timedelta) -> "Self | SingleRankWatchdog":
-        """Start the watchdog of the default process group; a single rank watches itself."""
-        world_size = dist.get_world_size()
-        if world_size == 1:
+    def start(cls, processes: Processes, limit: timedelta, phase_limit: timedelta) -> "Self | SingleRankWatchdog":
+        """Start the watchdog of all processes; a single one watches itself."""
+        if processes.size == 1:
             return SingleRankWatchdog(phase_limit.total_seconds())
-        limits = {"limit": limit.total_seconds(), "phase_limit": phase_limit.total_seconds()}
-        return cls(_get_default_store(), rank=dist.get_rank(), world_size=world_size, **limits)
+        return cls(processes, limit=limit.total_seconds(), phase_limit=phase_limit.total_seconds())
 
     def enter(self, phase: str) -> None:
         """Report the phase that this rank enters."""
@@ -120,12 +119,12 @@ class Watchdog:
         self._thread.join(self.beat)
 
     def _run(self) -> None:
-        before, issued = time.monotonic(), collectives_begun()
+        before, issued = time.monotonic(), self._collectives_begun()
         while True:
             now = time.monotonic()
             self._stood, before = self._stood + min(now - before, 2 * self.beat), now  # more: the process was stopped
             if now >= self._next_beat:
-                issued_before, issued = issued, collectives_begun()
+                issued_before, issued = issued, self._collectives_begun()
                 if issued != issued_before:
                     self._stood = 0.0
                 self._connection.send({"state": {"place": place(), "issued": issued}})
@@ -142,6 +141,10 @@ class Watchdog:
                     self._end(self._death_of_rank_0(reason))
                 break
         self._connection.close()
+
+    def _collectives_begun(self) -> dict[str, int]:
+        """Return the number of collectives in each group; groups of the two sides have equal names."""
+        return {f"{self.side} {name}".lstrip(): count for name, count in collectives_begun().items()}
 
     def _hear(self, message: dict[str, Any]) -> None:
         if "phase" in message:

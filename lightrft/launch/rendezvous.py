@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from lightrft.launch import orphan_guard
 from lightrft.launch.monitor import names
 from lightrft.parallel.device import collective_backend
+from lightrft.parallel.processes import Processes
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
@@ -62,25 +63,32 @@ def end_with_launcher(launcher: int) -> None:
         _guard = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 
-def join_process_group(device: torch.device, timeout: timedelta, arrival: timedelta) -> bool:
-    """Create the default process group; return False if it exists already. `timeout` is that of its store from then on.
+def join_process_group(device: torch.device, timeout: timedelta, arrival: timedelta, rollout_ranks: int = 0) -> Processes:
+    """Create the default process group, unless it exists already. `timeout` is that of its store from then on.
 
-    `arrival` is the longest wait until all processes have started, imported their packages and connected.
+    `arrival` is the longest wait until all processes have started, imported their packages and connected. Raises RuntimeError
+    for an environment that no launcher has set up, and for `rollout_ranks` in a group that exists.
     """
     if dist.is_initialized():
-        return False
+        if rollout_ranks:
+            raise RuntimeError("--rollout_ranks needs two process groups, but this process has joined one already")
+        return Processes(_get_default_store(), dist.get_rank(), dist.get_world_size(), timeout, created=False)
     end_with_launcher(os.getppid())
     adopt_slurm(os.environ)
     _check_environment(os.environ)
     backend = collective_backend(device)
     if "RANK" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return True
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        return Processes(store, 0, 1, timeout)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _prefixed_store(_meeting_point(rank, arrival))
     _meet(store, rank, world_size, arrival)
+    processes = Processes(store, rank, world_size, timeout, rollout_ranks)
+    first, last = (world_size - rollout_ranks, world_size) if processes.generates else (0, world_size - rollout_ranks)
+    own_store = dist.PrefixStore(processes.side, store) if processes.side else store
     try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=arrival)
+        dist.init_process_group(backend, store=own_store, rank=rank - first, world_size=last - first, timeout=arrival)
     except RuntimeError as error:  # gloo's errors are not DistError
         raise RuntimeError(
             f"rank {rank} on {socket.gethostname()} met the other {world_size - 1} at {_address()}, but cannot connect to all of "
@@ -88,8 +96,8 @@ def join_process_group(device: torch.device, timeout: timedelta, arrival: timede
             "on an address that others cannot reach (GLOO_SOCKET_IFNAME sets the interface between the nodes)."
             f"{_own_loopback()} torch's message: {error}"
         ) from error
-    _get_default_store().set_timeout(timeout)
-    return True
+    store.set_timeout(timeout)
+    return processes
 
 
 def loopback_problem() -> str:

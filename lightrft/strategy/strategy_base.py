@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -35,10 +36,12 @@ from lightrft.checkpoint.hf_export import export, export_adapter
 from lightrft.checkpoint.hf_parameters import persistent_buffers, unwrap
 from lightrft.checkpoint.manager import RetentionPolicy
 from lightrft.config.resolve import Arguments, as_config, check_strategy
-from lightrft.config.sections import OptimSection, longest_sequence, sequence_layout
+from lightrft.config.sections import EngineSection, OptimSection, longest_sequence, sequence_layout
 from lightrft.data.loader import Order
 from lightrft.engine.base import Engine
-from lightrft.engine.build import build_engine
+from lightrft.engine.build import build_engine, connect_engine
+from lightrft.engine.remote.server import EngineServer
+from lightrft.engine.remote.wire import PRETRAIN
 from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.engine.sampling_parameters import sampling_from_dict
 from lightrft.launch.heartbeat import MARGIN, SingleRankWatchdog, Watchdog
@@ -48,6 +51,7 @@ from lightrft.observe.trace import Untraced
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import GB, current_device, host_cores, memory_in_use, peak_memory, select_device
 from lightrft.parallel.mesh import Mesh, world_axis
+from lightrft.parallel.processes import Processes
 from lightrft.strategy.checkpoints import NOTHING, Checkpoints, Trained, hf_folder, next_tag
 from lightrft.strategy.dataloader import ResumableBatchSampler
 from lightrft.strategy.device_memory import DeviceMemory, sync_and_clear_cache
@@ -90,7 +94,7 @@ class StrategyBase(Backend):
         self.trace = Untraced()
         """Trace that measures `wake`, `weight_sync` and `sleep` of the engine, such as that of a trainer."""
         self._mesh: Mesh | None = None
-        self._owns_processes = False
+        self._processes: Processes | None = None
         self._watchdog: Watchdog | SingleRankWatchdog | None = None
         self._phases = Phases()
         self._memory = DeviceMemory(self)
@@ -126,12 +130,13 @@ class StrategyBase(Backend):
         timeout = timeout or timedelta(minutes=section.timeout_minutes)
         if num_gpu_per_node is not None:
             adopt_node_size(os.environ, num_gpu_per_node)
-        self._owns_processes = join_process_group(select_device(), timeout, timedelta(minutes=section.arrival_minutes))
+        arrival = timedelta(minutes=section.arrival_minutes)
+        self._processes = join_process_group(select_device(), timeout, arrival, self.config.rollout.rollout_ranks)
         self.device = current_device()
-        self._watchdog = Watchdog.start(timeout, timedelta(minutes=section.phase_minutes))
+        self._watchdog = Watchdog.start(self._processes, timeout, timedelta(minutes=section.phase_minutes))
         sizes = {"dp_replicate": section.dp_replicate, "sp": sequence_layout(section)[0], "tp": section.tp_size}
         self._mesh = Mesh.shared(self.device.type, **sizes, timeout=timeout + MARGIN)
-        self.mesh.engine(self.config.engine.engine_tp_size)
+        self.mesh.engine(self._size_of_engine(self.config.engine))
         self._check_batch_sizes()
         self._warn_of_versions()
         self.set_seed(self.seed)
@@ -149,9 +154,9 @@ class StrategyBase(Backend):
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
-        if self._owns_processes:
+        if self._processes is not None and self._processes.created:
             dist.destroy_process_group()
-            self._owns_processes = False
+        self._processes = None
 
     def announce(self, phase: str) -> None:
         """Set the activity of this rank, which is reported if a rank fails, dies or is late; empty for none in particular."""
@@ -165,6 +170,19 @@ class StrategyBase(Backend):
         """
         if self._watchdog is not None:
             self._watchdog.fail(error, code=code, brief=brief)
+
+    @property
+    def generates_only(self) -> bool:
+        """Return True on a rank of --rollout_ranks, which has an engine and no model in training."""
+        return self._processes is not None and self._processes.generates
+
+    @property
+    def _generates_elsewhere(self) -> bool:
+        return self._processes is not None and self._processes.rollout_ranks > 0 and not self._processes.generates
+
+    def _size_of_engine(self, section: EngineSection) -> int:
+        """Return the number of ranks of this world that share an engine."""
+        return 1 if self._generates_elsewhere else section.engine_tp_size
 
     @property
     def mesh(self) -> Mesh:
@@ -456,8 +474,9 @@ class StrategyBase(Backend):
         check_strategy(config)
         section = config.engine if engine_type is None else replace(config.engine, engine_type=engine_type)
         with self._emptied_device():  # vLLM and SGLang reserve a share of free memory at start
-            axis = self.mesh.engine(section.engine_tp_size)
-            engine = build_engine(
+            axis = self.mesh.engine(self._size_of_engine(section))
+            build = partial(connect_engine, self._processes) if self._generates_elsewhere else build_engine
+            engine = build(
                 section, model_path=config.model.pretrain, dtype=self.dtype, device=self.device, axis=axis,
                 max_model_len=longest_sequence(config),
                 seed=derived_seed(self.seed, self.mesh.world.rank // axis.size) % 2**31,  # vLLM accepts 32 bits only
@@ -582,6 +601,15 @@ class StrategyBase(Backend):
         if self._host is not None:
             self._host.invalidate_weights(version)
 
+    def serve_engine(self) -> None:
+        """Build the engine of this rank, which only generates, and serve it until the ranks that train close theirs."""
+        assert self._processes is not None
+        self.announce("")  # the ranks that train load their models first
+        pretrain = self._processes.store.get(PRETRAIN).decode()
+        self.announce("start_engine")
+        self.setup_inference_engine(replace(self.config, model=replace(self.config.model, pretrain=pretrain)))
+        EngineServer(self.engine, self._processes, self.device, self.announce).serve()
+
     def close_engine(self) -> None:
         """Close the engine, if there is one."""
         host, self._host = self._host, None
@@ -689,12 +717,12 @@ class StrategyBase(Backend):
     @property
     def engine_mp_group(self) -> dist.ProcessGroup | None:
         """Return the process group of the ranks that share an engine; None if each rank has its own."""
-        return self.mesh.engine(self.config.engine.engine_tp_size).group
+        return self.mesh.engine(self._size_of_engine(self.config.engine)).group
 
     @property
     def engine_dp_group(self) -> dist.ProcessGroup | None:
         """Return the process group of the ranks with this rank's index in all engines; None if there is one engine."""
-        return self.mesh.engine_replicas(self.config.engine.engine_tp_size).group
+        return self.mesh.engine_replicas(self._size_of_engine(self.config.engine)).group
 
     def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
         """Return the process group of the ranks that divide a sequence; None without sequence parallelism."""

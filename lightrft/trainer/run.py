@@ -87,7 +87,7 @@ def run(command: str, config: Config) -> Any:
     strategy = _as_config_error(get_strategy, config)
     try:
         _as_config_error(strategy.setup_distributed)
-        return WORK[command](config, strategy)
+        return strategy.serve_engine() if strategy.generates_only else WORK[command](config, strategy)
     except Exception as error:
         _end_all(strategy, error)
         raise

@@ -1,0 +1,101 @@
+"""Engine of a rank that trains: its requests and its weights go to the ranks that generate."""
+
+from collections.abc import Iterable, Iterator
+from queue import SimpleQueue
+from typing import Any
+
+from torch import Tensor
+from transformers import AutoConfig
+
+from lightrft.engine.base import Engine, EngineError, EngineSetup, Part
+from lightrft.engine.first_token import CompletionIterator
+from lightrft.engine.model_info import Vocabulary, most_of_each, published_names
+from lightrft.engine.remote.weights import WeightBroadcast
+from lightrft.engine.remote.wire import PRETRAIN, Closed, Finished, Generate, LoadWeights, Peer, connect
+from lightrft.engine.requests import Expanded, Request
+from lightrft.parallel.processes import Processes
+from lightrft.weight_sync.stream import bucket_limit
+
+
+class RemoteEngine(Engine):
+    """Engine whose calls are answered by the engines of all ranks that generate. It has no memory on this rank.
+
+    The ranks that train make the same calls, each with its own requests. Engines answer the requests of a call of all ranks
+    together, with weights of the version that this call needs.
+    """
+
+    def __init__(self, setup: EngineSetup, processes: Processes):
+        """Connect to all engines."""
+        config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
+        trust = {"trust_remote_code": setup.trust_remote_code}
+        super().__init__(published_names(config, **trust).shapes, max_model_len=setup.max_model_len,
+                         vocabulary=Vocabulary.of(setup.model_path, config, **trust))
+        self.limits = most_of_each(setup.section, config)
+        self.model_reads = tuple(self.limits)
+        self._broadcast: WeightBroadcast | None = None
+        """Group to which the first rank sends the weights of all ranks."""
+        if processes.rank == 0:
+            processes.store.set(PRETRAIN, setup.model_path)
+        self._inbox: SimpleQueue[tuple[Peer, Any]] = SimpleQueue()
+        first, step = processes.size - processes.rollout_ranks, setup.section.engine_tp_size
+        self._engines = [connect(processes, rank, self._inbox) for rank in range(first, processes.size, step)]
+        if processes.rank == 0:
+            limit = bucket_limit(setup.section.weight_sync_bucket_mb, self.axis, setup.device)
+            self._broadcast = WeightBroadcast(processes, setup.device, bucket_bytes=limit)
+        self._first = processes.rank % len(self._engines)
+        self._call = 0
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Send the weights to all engines, which check and verify them; this returns when they are sent."""
+        self._check_usable()
+        stream = self._checked(named_tensors)
+        if self._broadcast is None:
+            for _ in stream:
+                pass
+        else:
+            for engine in self._engines:
+                engine.send(LoadWeights(version))
+            self._broadcast.send(stream)
+        self.version, self.weights_valid = version, True
+
+    def reset_cache(self) -> None:
+        """Do nothing: engines drop their caches when they load weights."""
+
+    def _expanded(self, request: Request) -> Expanded:
+        """Return the prompt as it is: the engine expands it."""
+        return Expanded(request.token_ids, None)
+
+    def _stream(self, requests: list[Request]) -> CompletionIterator:
+        """Make a call even without requests, because those of other ranks wait for it."""
+        with self._fatal("generate"):
+            self._failure = EngineError("its completions were not consumed to the end")
+            yield from self._generate(requests)
+            self._failure = None
+
+    def _generate(self, requests: list[Request]) -> CompletionIterator:
+        self._call += 1
+        for place, engine in enumerate(self._engines):
+            chosen = range((place - self._first) % len(self._engines), len(requests), len(self._engines))
+            engine.send(Generate(self._call, self.version, [(index, requests[index]) for index in chosen]))
+        for _ in requests:
+            peer, message = self._inbox.get()
+            if not isinstance(message, Finished):
+                raise EngineError(f"rank {peer.rank}, which generates, has closed its connection")
+            yield message.index, message.completions
+
+    def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+        raise EngineError("the weights of engines on other ranks are loaded there")
+
+    def _num_cached(self) -> int:
+        return 0
+
+    def _sleep(self, level: int) -> None:
+        """Do nothing: engines on ranks of their own never sleep."""
+
+    def _wake(self, part: Part) -> None:
+        """Do nothing."""
+
+    def _close(self) -> None:
+        for engine in self._engines:
+            engine.send(Closed())
+            engine.close()

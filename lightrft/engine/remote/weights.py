@@ -1,0 +1,74 @@
+"""Weights from the ranks that train to those that generate, broadcast bucket by bucket."""
+
+import pickle
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightrft.engine.remote.wire import KEY
+from lightrft.parallel.processes import Processes
+from lightrft.weight_sync.names import NamedTensor
+
+
+class WeightBroadcast:
+    """Group of the first rank, which sends, and of all ranks that generate, which receive the same weights."""
+
+    def __init__(self, processes: Processes, device: torch.device, *, bucket_bytes: int = 0):
+        """Build the group; all of its ranks call this together. Only the sender needs a limit for its buckets."""
+        self.device, self.bucket_bytes = device, bucket_bytes
+        first = processes.size - processes.rollout_ranks
+        place, size = processes.rank - first + 1 if processes.generates else 0, processes.rollout_ranks + 1
+        store = dist.PrefixStore(f"{KEY}/weights", processes.store)
+        if device.type == "cpu":
+            self._group: dist.Backend = dist.ProcessGroupGloo(store, place, size, processes.timeout)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = processes.timeout
+            self._group = dist.ProcessGroupNCCL(store, place, size, options)
+
+    def send(self, named_tensors: Iterable[NamedTensor]) -> None:
+        """Send all tensors; at most one bucket exists in addition to them."""
+        bucket: list[NamedTensor] = []
+        size = 0
+        for name, tensor in named_tensors:
+            nbytes = tensor.numel() * tensor.itemsize
+            if bucket and size + nbytes > self.bucket_bytes:
+                self._send(bucket)
+                bucket, size = [], 0
+            bucket.append((name, tensor))
+            size += nbytes
+        if bucket:
+            self._send(bucket)
+        self._send([])
+
+    def receive(self) -> Iterator[NamedTensor]:
+        """Yield the tensors; each is valid until the next bucket is requested."""
+        while True:
+            length = self._broadcast(torch.zeros(1, dtype=torch.int64, device=self.device))
+            header = self._broadcast(torch.empty(int(length), dtype=torch.uint8, device=self.device))
+            contents = pickle.loads(header.cpu().numpy().tobytes())
+            if not contents:
+                return
+            size = sum(shape.numel() * dtype.itemsize for _, shape, dtype in contents)
+            flat = self._broadcast(torch.empty(size, dtype=torch.uint8, device=self.device))
+            for name, shape, dtype in contents:
+                part, flat = flat[: shape.numel() * dtype.itemsize], flat[shape.numel() * dtype.itemsize :]
+                yield name, part.view(dtype).view(shape)
+
+    def _send(self, bucket: list[NamedTensor]) -> None:
+        bucket = sorted(bucket, key=lambda item: -item[1].itemsize)  # each is aligned in the buffer
+        contents = pickle.dumps([(name, tensor.shape, tensor.dtype) for name, tensor in bucket])
+        header = torch.frombuffer(bytearray(contents), dtype=torch.uint8).to(self.device)
+        self._broadcast(torch.tensor([len(header)], device=self.device))
+        self._broadcast(header)
+        if bucket:
+            parts = [tensor.detach().to(self.device).contiguous().flatten().view(torch.uint8) for _, tensor in bucket]
+            self._broadcast(torch.cat(parts))
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([tensor], options).wait()
+        return tensor

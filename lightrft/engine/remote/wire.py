@@ -1,0 +1,108 @@
+"""Messages between the ranks that train and those that generate."""
+
+import os
+import secrets
+import socket
+import threading
+from dataclasses import dataclass, field
+from multiprocessing.connection import Client, Connection, Listener
+from queue import SimpleQueue
+from typing import Any
+
+from lightrft.engine.requests import Request
+from lightrft.parallel.processes import Processes
+from lightrft.types import Completion
+
+LOOPBACK = "127.0.0.1"
+KEY = "lightrft/rollout"
+"""Prefix of the keys in the store of all processes."""
+PRETRAIN = f"{KEY}/pretrain"
+"""Key of the folder from which the engines are started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """One call's requests for one engine. The ranks that train make the same calls, and each sends its own to every engine."""
+
+    call: int
+    version: int
+    """Version of the weights that must be loaded before."""
+    requests: list[tuple[int, Request]]
+    """Requests with their indices in the call of the rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Completions of a request."""
+
+    index: int
+    completions: list[Completion]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWeights:
+    """Announcement of a weight stream."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """End of the run, or of the connection."""
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """Connection to a process of the other side. A thread receives its messages at once, so that the other side never waits."""
+
+    rank: int
+    connection: Connection
+    inbox: "SimpleQueue[tuple[Peer, Any]]"
+    _thread: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._receive, name=f"messages of rank {self.rank}", daemon=True)
+        self._thread.start()
+
+    def send(self, message: Any) -> None:
+        self.connection.send(message)
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                self.inbox.put((self, self.connection.recv()))
+            except (OSError, EOFError):  # the watchdog names a rank that has died
+                self.inbox.put((self, Closed()))
+                return
+
+
+def accept(processes: Processes, inbox: "SimpleQueue[tuple[Peer, Any]]") -> list[Peer]:
+    """Listen on this rank, which generates, and return the connections of all ranks that train, in rank order."""
+    secret = secrets.token_hex(16)
+    with Listener((_address(processes), 0), backlog=processes.size, authkey=secret.encode()) as listener:
+        host = LOOPBACK if _one_node(processes) else socket.gethostname()
+        processes.store.set(f"{KEY}/{processes.rank}", f"{host} {listener.address[1]} {secret}")
+        peers = []
+        for _ in range(processes.size - processes.rollout_ranks):
+            connection = listener.accept()
+            peers.append(Peer(connection.recv(), connection, inbox))
+    return sorted(peers, key=lambda peer: peer.rank)
+
+
+def connect(processes: Processes, rank: int, inbox: "SimpleQueue[tuple[Peer, Any]]") -> Peer:
+    """Connect this rank, which trains, to `rank`, which generates and may not listen yet."""
+    host, port, secret = processes.store.get(f"{KEY}/{rank}").decode().split()
+    connection = Client((host, int(port)), authkey=secret.encode())
+    connection.send(processes.rank)
+    return Peer(rank, connection, inbox)
+
+
+def _one_node(processes: Processes) -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE") == str(processes.size)
+
+
+def _address(processes: Processes) -> str:
+    return LOOPBACK if _one_node(processes) else ""

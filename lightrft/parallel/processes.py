@@ -1,0 +1,35 @@
+"""All processes of a run, which may be divided into two worlds."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """All processes of a run and this one's place among them.
+
+    With `rollout_ranks` the last ranks only generate. They have a default process group of their own, and so do the others, so
+    that each side is the whole world to the code that runs there.
+    """
+
+    store: dist.Store
+    """Store that all processes share."""
+    rank: int
+    size: int
+    timeout: timedelta
+    """Limit of a collective."""
+    rollout_ranks: int = 0
+    created: bool = True
+    """True if the process group was created here."""
+
+    @property
+    def generates(self) -> bool:
+        """Return True if this rank only generates."""
+        return self.rank >= self.size - self.rollout_ranks
+
+    @property
+    def side(self) -> str:
+        """Return the name of this rank's world, which distinguishes its groups; empty if there is one."""
+        return "" if not self.rollout_ranks else "rollout" if self.generates else "training"
