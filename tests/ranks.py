@@ -155,7 +155,8 @@ def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any],
         result = function(*args)
         (Path(folder) / f"result{rank}.part").write_bytes(pickle.dumps(result))
         os.rename(Path(folder) / f"result{rank}.part", Path(folder) / f"result{rank}")
-        dist.barrier()  # nobody leaves while another still needs its sockets
+        if dist.is_initialized():
+            dist.barrier()  # nobody leaves while another still needs its sockets
         code = 0
     except BaseException:
         (Path(folder) / f"error{rank}").write_text(traceback.format_exc())
