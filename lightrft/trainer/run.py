@@ -16,7 +16,7 @@ from lightrft.checkpoint.atomic import CheckpointError
 from lightrft.config.command_line import load
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
-from lightrft.run.interruption import Interrupted
+from lightrft.run.interruption import Interrupted, Interruption
 from lightrft.run.prepare import prepare_config, quiet_libraries
 from lightrft.run.reward_server import RewardServer
 from lightrft.strategy import get_strategy
@@ -87,7 +87,7 @@ def run(command: str, config: Config) -> Any:
     strategy = _as_config_error(get_strategy, config)
     try:
         _as_config_error(strategy.setup_distributed)
-        return strategy.serve_engine() if strategy.generates_only else WORK[command](config, strategy)
+        return _generate(strategy) if strategy.generates_only else WORK[command](config, strategy)
     except Exception as error:
         _end_all(strategy, error)
         raise
@@ -101,6 +101,10 @@ def _train(build: Callable[[Config, StrategyBase], Trainer], config: Config, str
     return trainer
 
 
+def _generate(strategy: StrategyBase) -> None:
+    """Generate on a rank of --rollout_ranks until the ranks that train end, which a signal asks to stop."""
+    with Interruption(strategy.mesh.world):
+        _as_config_error(strategy.serve_engine)
 
 
 def _evaluate(config: Config, strategy: StrategyBase) -> dict[str, float]:
