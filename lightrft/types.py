@@ -3,7 +3,7 @@
 Shapes: T tokens of all sequences, which are concatenated without padding, N sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
@@ -73,6 +73,14 @@ class Batch:
     shared: SharedPrefix | None = field(default=None, metadata={"per": "batch"})  # of a micro-batch; None: nothing is shared
     routing: Routing | None = field(default=None, metadata={"per": "batch"})  # of the trained model, set like entropy
     media: list[Features] | None = field(default=None, metadata={"per": "media"})  # [N] per sequence, on the host; None: text
+    extra_columns: dict[str, Tensor] = field(default_factory=dict, metadata={"per": "batch"})  # of a caller, [T] or [N]
+    extra_per_token: frozenset[str] = field(default=frozenset(), metadata={"per": "batch"})  # names of those that are [T]
+
+    def __getattr__(self, name: str) -> Tensor:
+        """Return a column of the caller."""
+        if not name.startswith(("_", "extra_")) and name in self.extra_columns:
+            return self.extra_columns[name]
+        raise AttributeError(f"{type(self).__name__} has no column {name!r}")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -117,26 +125,31 @@ class Batch:
     def columns(self, per: str) -> dict[str, Tensor]:
         """Return the tensors that are present, `per` "token" or "sequence", by name."""
         present = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata["per"] == per}
+        units = {name: "token" if name in self.extra_per_token else "sequence" for name in self.extra_columns}
+        present |= {name: value for name, value in self.extra_columns.items() if units[name] == per}
         return {name: value for name, value in present.items() if value is not None}
+
+    def with_columns(self, columns: Mapping[str, Any]) -> Self:
+        """Return a batch in which these columns, by name, replace its own; what is derived from them is left out."""
+        extra = {name: columns.get(name, value) for name, value in self.extra_columns.items()}
+        others = {name: value for name, value in columns.items() if name not in extra}
+        return replace(self, **{"learned": None, "shared": None} | others, extra_columns=extra)
 
     def select(self, rows: Sequence[int] | Tensor) -> Self:
         """Return a batch of the given sequences, in the given order."""
         rows = torch.as_tensor(rows, dtype=torch.int64, device=self.lengths.device)
         tokens = token_index(self.offsets, rows)
-        return replace(
-            self,
-            learned=None,
-            shared=None,
-            media=None if self.media is None else [self.media[row] for row in rows.tolist()],
-            **{name: value[rows] for name, value in self.columns("sequence").items()},
-            **{name: value[tokens] for name, value in self.columns("token").items()},
-        )
+        media = None if self.media is None else [self.media[row] for row in rows.tolist()]
+        per_sequence = {name: value[rows] for name, value in self.columns("sequence").items()}
+        return self.with_columns({name: value[tokens] for name, value in self.columns("token").items()} | per_sequence
+                                 | {"media": media})  # fmt: skip
 
     def to(self, device: torch.device | str) -> Self:
         """Copy the batch to a device, except lengths, positions of loss tokens and media, which stay on the host."""
         moved = {name: value for name, value in (self.columns("sequence") | self.columns("token")).items() if name != "lengths"}
         device = torch.device(device)
-        return replace(self, learned=self.learned_tokens, **{name: to_device(value, device) for name, value in moved.items()})
+        shared = {"learned": self.learned_tokens, "shared": self.shared}
+        return self.with_columns(shared | {name: to_device(value, device) for name, value in moved.items()})
 
 
 @dataclass(slots=True)

@@ -10,9 +10,8 @@ from loguru import logger
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import EngineSection
 from lightrft.engine.base import Engine, EngineSetup
-from lightrft.engine.remote.adapter import RemoteEngine
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.processes import Processes
+from lightrft.parallel.processes import RunProcesses
 
 ENGINES = {
     "vllm": "lightrft.engine.vllm:VLLMEngine",
@@ -20,6 +19,8 @@ ENGINES = {
     "hf": "lightrft.engine.hf:HFEngine",
 }
 """Name -> adapter. An adapter's module imports its library, so it is imported only if it is chosen."""
+REMOTE = "lightrft.engine.remote.adapter:RemoteEngine"
+"""Adapter of the engines on other ranks."""
 ON_ONE_NODE = ("sglang",)
 """Engines that need all their ranks on one node: the first rank starts all processes and sends them device-memory handles."""
 PREFERRED = ("vllm", "sglang")
@@ -38,15 +39,19 @@ def build_engine(section: EngineSection, **setup) -> Engine:
     name = _resolve(section.engine_type)
     if name in ON_ONE_NODE:
         _check_nodes(name, setup["axis"])
-    module, _, adapter = ENGINES[name].partition(":")
-    engine: Engine = getattr(importlib.import_module(module), adapter)(EngineSetup(section=section, **setup))
+    engine: Engine = _adapter(ENGINES[name])(EngineSetup(section=section, **setup))
     engine.verify_dtype = setup["dtype"] if section.verify_weight_sync else None
     return engine
 
 
-def connect_engine(processes: Processes, section: EngineSection, **setup: Any) -> RemoteEngine:
+def connect_engine(processes: RunProcesses, section: EngineSection, **setup: Any) -> Engine:
     """Connect to the engines of the ranks that only generate; all ranks that train call this together."""
-    return RemoteEngine(EngineSetup(section=section, **setup), processes)
+    return _adapter(REMOTE)(EngineSetup(section=section, **setup), processes)
+
+
+def _adapter(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _check_nodes(name: str, axis: Axis) -> None:

@@ -24,7 +24,7 @@ from lightrft.launch.connection import Connection, ConnectionLost
 from lightrft.launch.monitor import ARRIVAL, OUTSIDE, PATIENCE, Monitor, death, when
 from lightrft.launch.rendezvous import tell_launcher
 from lightrft.parallel.mesh import collectives_begun
-from lightrft.parallel.processes import Processes
+from lightrft.parallel.processes import RunProcesses
 
 BEAT = 5.0
 """Seconds between two heartbeats of a rank; less if the time limit is short."""
@@ -48,7 +48,7 @@ class Watchdog:
     this process when the monitor announces a failure: a rank failed or died, or a collective waited longer than `limit` seconds.
     """
 
-    def __init__(self, processes: Processes, *, limit: float, phase_limit: float):
+    def __init__(self, processes: RunProcesses, *, limit: float, phase_limit: float):
         """Connect to rank 0; all ranks call it together. Their store is used only to exchange rank 0's address."""
         global _count
         _count += 1
@@ -78,7 +78,7 @@ class Watchdog:
         self._complete.wait(2 * ARRIVAL)  # if a rank does not arrive, the run ends before that
 
     @classmethod
-    def start(cls, processes: Processes, limit: timedelta, phase_limit: timedelta) -> "Self | SingleRankWatchdog":
+    def start(cls, processes: RunProcesses, limit: timedelta, phase_limit: timedelta) -> "Self | SingleRankWatchdog":
         """Start the watchdog of all processes; a single one watches itself."""
         if processes.size == 1:
             return SingleRankWatchdog(phase_limit.total_seconds())

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from lightrft.launch import orphan_guard
 from lightrft.launch.monitor import names
 from lightrft.parallel.device import collective_backend
-from lightrft.parallel.processes import Processes
+from lightrft.parallel.processes import RunProcesses
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
@@ -63,7 +63,7 @@ def end_with_launcher(launcher: int) -> None:
         _guard = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 
-def join_process_group(device: torch.device, timeout: timedelta, arrival: timedelta, rollout_ranks: int = 0) -> Processes:
+def join_process_group(device: torch.device, timeout: timedelta, arrival: timedelta, rollout_ranks: int = 0) -> RunProcesses:
     """Create the default process group, unless it exists already. `timeout` is that of its store from then on.
 
     `arrival` is the longest wait until all processes have started, imported their packages and connected. Raises RuntimeError
@@ -72,7 +72,7 @@ def join_process_group(device: torch.device, timeout: timedelta, arrival: timede
     if dist.is_initialized():
         if rollout_ranks:
             raise RuntimeError("--rollout_ranks needs two process groups, but this process has joined one already")
-        return Processes(_get_default_store(), dist.get_rank(), dist.get_world_size(), timeout, created=False)
+        return RunProcesses(_get_default_store(), dist.get_rank(), dist.get_world_size(), timeout, created=False)
     end_with_launcher(os.getppid())
     adopt_slurm(os.environ)
     _check_environment(os.environ)
@@ -80,11 +80,11 @@ def join_process_group(device: torch.device, timeout: timedelta, arrival: timede
     if "RANK" not in os.environ:
         store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-        return Processes(store, 0, 1, timeout)
+        return RunProcesses(store, 0, 1, timeout)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _prefixed_store(_meeting_point(rank, arrival))
     _meet(store, rank, world_size, arrival)
-    processes = Processes(store, rank, world_size, timeout, rollout_ranks)
+    processes = RunProcesses(store, rank, world_size, timeout, rollout_ranks)
     first, last = (world_size - rollout_ranks, world_size) if processes.generates else (0, world_size - rollout_ranks)
     own_store = dist.PrefixStore(processes.side, store) if processes.side else store
     try:

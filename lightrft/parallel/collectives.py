@@ -63,6 +63,42 @@ class Axis:
         dist.all_to_all_single(out, flat, counts, sent.tolist(), group=self.group)
         return list(out.split(counts))
 
+    def gather_rows(self, rows: Tensor, *, expected: int) -> list[Tensor]:
+        """Return every rank's rows [n, w] int64: one collective if no rank has more than `expected`, otherwise two.
+
+        `expected` is equal on all ranks, and so is w.
+        """
+        if self.size == 1:
+            return [rows]
+        most = expected
+        while True:
+            part = rows.new_zeros(1 + most, rows.shape[1])
+            part[0, 0] = len(rows)
+            part[1 : 1 + len(rows)] = rows[:most]
+            found = rows.new_empty(self.size * len(part), rows.shape[1])
+            dist.all_gather_into_tensor(found, part, group=self.group)
+            parts = found.split(len(part))
+            counts = [int(each[0, 0]) for each in parts]
+            if max(counts) <= most:
+                return [each[1 : 1 + count] for each, count in zip(parts, counts, strict=True)]
+            most = max(counts)
+
+    def all_to_all(self, flat: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Send `sent[r]` consecutive elements of `flat` to rank r; return the `received[r]` elements of all ranks, end to end."""
+        if self.size == 1:
+            return flat
+        out = flat.new_empty(sum(received))
+        dist.all_to_all_single(out, flat, received, sent, group=self.group)
+        return out
+
+    def broadcast_tensor(self, tensor: Tensor) -> Tensor:
+        """Return the tensor of the axis's rank 0, which has the shape and dtype of each rank's."""
+        if self.size == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        dist.broadcast(tensor, group=self.group, group_src=0)
+        return tensor
+
     def exchange_objects(self, parts: list[Any]) -> list[Any]:
         """Exchange picklable objects as exchange() does, on the host; an object that a part holds repeatedly is sent once."""
         if self.size == 1:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True, slots=True)
-class Processes:
+class RunProcesses:
     """All processes of a run and this one's place among them.
 
     With `rollout_ranks` the last ranks only generate. They have a default process group of their own, and so do the others, so

@@ -40,4 +40,4 @@ def infer(forward: Callable[[B], Tensor], batch: B, rows: MicroBatchIndices, dev
 def empty_microbatch(batch: B) -> B:
     """Return a batch of one sequence of one token that is not learned, with the columns of `batch`."""
     zeros = {name: value.new_zeros(1) for name, value in (batch.columns("token") | batch.columns("sequence")).items()}
-    return type(batch)(**zeros | {"lengths": batch.lengths.new_ones(1)})
+    return batch.with_columns(zeros | {"lengths": batch.lengths.new_ones(1), "media": None})

@@ -1,19 +1,19 @@
 """The public batches of roles: a mapping of right-padded [B, S] tensors, checked and turned into a flat batch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, make_dataclass
-from functools import lru_cache
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightrft.parallel.collectives import Axis
-from lightrft.types import Batch, Experience, per_sequence, per_token, unpadded
+from lightrft.types import Batch, Experience, unpadded
 
 IDS, LENGTHS, TOKEN_MASK, SAMPLE_MASK = "input_ids", "input_lengths", "token_mask", "sample_mask"
 MADE_HERE = ("lengths", "rows", "loss_mask")
-PER = {f.name: f.metadata["per"] for f in fields(Experience)}
+PER = {f.name: f.metadata["per"] for f in fields(Experience) if f.metadata["per"] in ("token", "sequence")}
+TAKEN = tuple(f.name for f in fields(Experience) if f.metadata["per"] not in ("token", "sequence"))
 SHAPES = {"token": "[B, S]", "sequence": "[B]"}
 
 
@@ -42,12 +42,14 @@ def flatten(given: Mapping[str, Any], axis: Axis, *, required: Sequence[str] = (
     ids, lengths = given[IDS].cpu(), given[LENGTHS].cpu().long()
     first = sum(counts[: axis.rank])
     parts = {name: _column(given[name], lengths, name) for name in others}
-    batch = _batch_type(tuple((name, _per(name, given[name])) for name in others))(
+    batch = Experience(
         lengths=lengths,
         input_ids=unpadded(ids, lengths).long(),
         loss_mask=unpadded(_learned(given, masks, ids.shape), lengths),
         rows=torch.arange(first, first + len(ids)),
-        **parts,
+        **{name: value for name, value in parts.items() if name in PER},
+        extra_columns={name: value for name, value in parts.items() if name not in PER},
+        extra_per_token=frozenset(name for name in others if name not in PER and _per(name, given[name]) == "token"),
     )
     starts = [sum(counts[:rank]) for rank in range(axis.size)]
     owners = [list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
@@ -79,9 +81,10 @@ def _problem(given: Mapping[str, Any], required: list[str], optional: list[str])
         return f"{', '.join(strange)} must be a tensor"
     if given[IDS].ndim != 2:
         return f"{IDS} must be [B, S], not {list(given[IDS].shape)}"
-    reserved = [name for name in optional if name in MADE_HERE]
-    if reserved:
-        return f"{', '.join(reserved)} is computed from {LENGTHS} and the masks; rename the column"
+    if made := [name for name in optional if name in MADE_HERE]:
+        return f"{', '.join(made)} is computed from {LENGTHS} and the masks; rename the column"
+    if taken := [name for name in optional if name in TAKEN]:
+        return f"{', '.join(taken)} is a name of the batch itself; rename the column"
     return _wrong_shapes(given, used) or _wrong_lengths(given[LENGTHS], given[IDS].shape[1])
 
 
@@ -121,10 +124,3 @@ def _learned(given: Mapping[str, Any], masks: list[str], shape: torch.Size) -> T
 def _column(value: Tensor, lengths: Tensor, name: str) -> Tensor:
     value = value.cpu()
     return unpadded(value, lengths) if _per(name, value) == "token" else value
-
-
-@lru_cache
-def _batch_type(columns: tuple[tuple[str, str], ...]) -> type[Experience]:
-    """Return a subclass of Experience with the caller's own columns."""
-    own = [(name, Tensor, per_token() if per == "token" else per_sequence()) for name, per in columns if name not in PER]
-    return make_dataclass("Columns", own, bases=(Experience,), slots=True) if own else Experience

@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightrft.algorithms.objectives import token_gradients
 from lightrft.algorithms.reduce import Denominator, Report, TokenGradients, Weighted
 from lightrft.batching.planner import Batching
-from lightrft.batching.redistribute import all_to_all, redistribute, regroup
+from lightrft.batching.redistribute import redistribute, regroup
+from lightrft.batching.sample_store import SampleStore
 from lightrft.config.sections import TrainSection
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.microbatch import B, MicroBatchIndices, empty_microbatch, infer, micro_batches
@@ -21,20 +22,13 @@ from lightrft.roles.padded import SAMPLE_MASK, TOKEN_MASK, flatten
 from lightrft.roles.reports import MicroBatchReports
 from lightrft.strategy.phases import Phase
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.types import Batch, padded, per_token
+from lightrft.types import Batch, padded
 
 Objective = Callable[[Tensor, Any, Denominator], tuple[Tensor, Report]]
 """(the role's values, batch, denominator) -> this micro-batch's share of the loss [], and reports by metric name."""
 ALL_MB_METRICS = "all_mb_metrics"
 """NeMo-RL's name for the metrics of all micro-batches."""
 MAX_TOKENS: int = TrainSection.max_tokens_per_microbatch
-
-
-@dataclass(slots=True)
-class TokenValues(Batch):
-    """Values that a model computed for every token, on their way back to the rank that has the sequence."""
-
-    values: Tensor = per_token()  # [T, ...] float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +144,15 @@ class Role(ABC):
         return self.redistribute_flat(given.batch, gbs, mbs)
 
     def redistribute_flat(
-        self, batch: B, gbs: int | None = None, mbs: int | None = None, *, max_tokens: int | None = None
-    ) -> tuple[B, list[MicroBatchIndices]]:
-        """Do the same for a flat batch of this rank's rows. Rows of one prompt are grouped if a micro-batch computes it once."""
+        self, batch: B, gbs: int | None = None, mbs: int | None = None, *, max_tokens: int | None = None,
+        store: SampleStore | None = None,
+    ) -> tuple[B, list[MicroBatchIndices]]:  # fmt: skip
+        """Do the same for a flat batch of this rank's rows. Rows of one prompt are grouped if a micro-batch computes it once.
+
+        The rows travel through `store`; None: one of their own.
+        """
         return redistribute(
-            self.strategy.mesh.data,
+            store or self.strategy.sample_store(),
             batch,
             minibatch_size=gbs,
             max_tokens=max_tokens or self.max_tokens,
@@ -295,14 +293,13 @@ class Role(ABC):
         self, batch: Mapping[str, Any], module: nn.Module, forward: Callable[[Batch], Tensor], mbs: int | None
     ) -> Tensor:
         """Compute `forward` for each token of the caller's rows: [B, S, ...] float32 on the host, 0 in the padding."""
-        data = self.strategy.mesh.data
-        given = flatten(batch, data)
-        part, steps = self.redistribute_flat(given.batch, None, mbs, max_tokens=self.max_logprob_tokens)
+        given, store = flatten(batch, self.strategy.mesh.data), self.strategy.sample_store()
+        part, steps = self.redistribute_flat(given.batch, None, mbs, max_tokens=self.max_logprob_tokens, store=store)
         values = self._infer_rows(module, forward, part, steps[0] if steps else [])
-        local = TokenValues(
-            lengths=part.lengths, input_ids=part.input_ids, loss_mask=part.loss_mask, rows=part.rows, values=values
-        )
-        return padded(all_to_all(data, local, given.owners).values, given.batch.lengths, given.width)
+        store.put(part.rows, part.lengths, tokens={"values": values})
+        store.move(given.owners, ["values"])
+        values = store.get(given.batch.rows, ["values"])["values"]
+        return padded(values, given.batch.lengths, given.width)
 
     def _open_step(self) -> TrainStep:
         if self._step is None:

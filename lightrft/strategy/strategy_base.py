@@ -32,6 +32,7 @@ from lightrft.backends import reduce
 from lightrft.backends.base import Backend
 from lightrft.backends.dropout import draw_by_data_rank
 from lightrft.backends.optim import create_adamw, create_lr_scheduler, parameter_names
+from lightrft.batching.sample_store import MemoryStore, SampleStore
 from lightrft.checkpoint.hf_export import export, export_adapter
 from lightrft.checkpoint.hf_parameters import persistent_buffers, unwrap
 from lightrft.checkpoint.manager import RetentionPolicy
@@ -51,7 +52,7 @@ from lightrft.observe.trace import Untraced
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import GB, current_device, host_cores, memory_in_use, peak_memory, select_device
 from lightrft.parallel.mesh import Mesh, world_axis
-from lightrft.parallel.processes import Processes
+from lightrft.parallel.processes import RunProcesses
 from lightrft.strategy.checkpoints import NOTHING, Checkpoints, Trained, hf_folder, next_tag
 from lightrft.strategy.dataloader import ResumableBatchSampler
 from lightrft.strategy.device_memory import DeviceMemory, sync_and_clear_cache
@@ -94,7 +95,7 @@ class StrategyBase(Backend):
         self.trace = Untraced()
         """Trace that measures `wake`, `weight_sync` and `sleep` of the engine, such as that of a trainer."""
         self._mesh: Mesh | None = None
-        self._processes: Processes | None = None
+        self._processes: RunProcesses | None = None
         self._watchdog: Watchdog | SingleRankWatchdog | None = None
         self._phases = Phases()
         self._memory = DeviceMemory(self)
@@ -262,6 +263,10 @@ class StrategyBase(Backend):
     def data_order(self, num_rows: int) -> Order:
         """Return the order in which a run draws the rows of its data: epoch after epoch, each reshuffled by the seed."""
         return Order(num_rows, self.seed)
+
+    def sample_store(self) -> SampleStore:
+        """Return an empty store for the samples of a step, which all ranks build together."""
+        return MemoryStore(self.mesh.data, self.mesh.model_parallel)
 
     # -- models and optimizers
 

@@ -1,12 +1,15 @@
 """Why: a sample that arrives on the wrong rank, or with another's advantage, is learned wrongly and nobody notices."""
 
+from collections import Counter
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightrft.batching.redistribute import all_to_all, share
+from lightrft.batching.redistribute import get_batch, put_batch, share
+from lightrft.batching.sample_store import MemoryStore
 from lightrft.parallel.collectives import Axis
 from lightrft.types import Experience, token_index
 from ranks import run_ranks
@@ -48,59 +51,77 @@ CASES = {
 }
 
 
-def moved(lengths: list[int], held: list[list[int]], owners: list[list[int]]):
-    """Columns that arrive on this rank, and the elements it sent to others in each exchange."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    axis = Axis("data", size, rank, dist.group.WORLD if size > 1 else None)
+def moved(lengths: list[int], held: list[list[int]], owners: list[list[int]], replica: int = 1):
+    """Columns that arrive on this rank, the collectives of each axis, and the bytes sent to others."""
+    counts: Counter[str] = Counter()
     sent: list[int] = []
-    plain = dist.all_to_all_single
+    rank, size = dist.get_rank() // replica, dist.get_world_size() // replica
+    groups = {"data": [range(place, replica * size, replica) for place in range(replica)],
+              "replica": [range(place, place + replica) for place in range(0, replica * size, replica)]}  # fmt: skip
+    axes = {}
+    for name, all_ranks in groups.items():
+        for ranks in all_ranks:
+            group = dist.new_group(list(ranks))
+            if dist.get_rank() in ranks:
+                axes[name] = Axis(name, len(ranks), ranks.index(dist.get_rank()), group if len(ranks) > 1 else None)
 
-    def count(output, source, output_sizes=None, input_sizes=None, **kwargs):
-        if input_sizes is not None:
-            sent.append(sum(input_sizes) - input_sizes[rank])
-            assert source.numel() == sum(input_sizes)
-        return plain(output, source, output_sizes, input_sizes, **kwargs)
+    def counted(name: str):
+        plain = getattr(dist, name)
 
-    with mock.patch.object(dist, "all_to_all_single", count):
-        batch = all_to_all(axis, whole(lengths).select(held[rank]), owners)
-    assert batch.old_logprobs is None and batch.reference_logprobs is None
-    return batch.columns("sequence") | batch.columns("token"), sent
+        def call(*args, group=None, **kwargs):
+            counts[next(axis for axis, each in axes.items() if each.group is group)] += 1
+            if name == "all_to_all_single":
+                sent.append(sum(args[3]) - args[3][rank])
+            return plain(*args, group=group, **kwargs)
 
+        return mock.patch.object(dist, name, call)
 
-def refused(owners: list[list[int]]) -> str:
-    axis = Axis("data", 2, dist.get_rank(), dist.group.WORLD)
-    with pytest.raises(ValueError) as error:
-        all_to_all(axis, whole([3, 1, 2, 5]).select([[0, 1], [2, 3]][axis.rank]), owners)
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("owners", "said"),
-    [
-        ([[0, 3], [1]], "row 2 is held 1 times and named 0 times"),
-        ([[0, 3, 2], [1, 2]], "row 2 is held 1 times and named 2 times"),
-        ([[0, 3, 2], [1, 7]], "row 7 is held 0 times and named 1 times"),
-    ],
-)
-def test_a_row_without_or_with_several_owners_is_an_error_on_all_ranks(owners, said):
-    assert all(said in message for message in run_ranks(2, refused, owners))
+    store, columns = MemoryStore(axes["data"], axes["replica"]), {}
+    for _ in range(2):  # the first gather of a number of rows that nobody expects takes two collectives
+        counts.clear(), sent.clear()
+        store.clear(range(len(lengths)))
+        names = ("all_gather_into_tensor", "all_to_all_single", "broadcast", "broadcast_object_list", "all_gather_object")
+        batch = whole(lengths).select(held[rank])
+        with ExitStack() as stack:
+            for name in names:
+                stack.enter_context(counted(name))
+            put_batch(store, batch if store.leads else batch.select([]))
+            rows = store.rows()
+            store.move(owners)
+        arrived = get_batch(store, owners[rank], batch)
+        assert arrived.old_logprobs is None and arrived.reference_logprobs is None
+        columns = arrived.columns("sequence") | arrived.columns("token")
+    assert sorted(rows.ids.tolist()) == list(range(len(lengths)))
+    return columns, dict(counts), sum(sent)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_row_arrives_at_its_owner_in_its_order_bit_by_bit(case):
+    """In two collectives, and only what must."""
     lengths, held, owners = CASES[case]
     results = run_ranks(len(held), moved, lengths, held, owners)
-    for (columns, sent), mine, wanted in zip(results, held, owners, strict=True):
-        expected = take(whole(lengths), wanted)
-        assert columns.keys() == expected.keys()
-        for name, value in expected.items():
-            assert columns[name].dtype == value.dtype and torch.equal(columns[name], value), name
-        if len(held) > 1:
-            leaving = [row for row in mine if row not in wanted]
-            tokens = sum(lengths[row] for row in leaving)
-            least, parts = (8 + 8 + 8 + 4) * len(leaving) + (8 + 1 + 4 + 4) * tokens, len(held) - 1
-            most = least + 15 * parts * bool(leaving)
-            assert len(sent) == 1 and least <= sent[0] <= most, "in one exchange, and only what must"
+    for (columns, counts, sent), mine, wanted in zip(results, held, owners, strict=True):
+        assert_equal(columns, take(whole(lengths), wanted))
+        leaving = [row for row in mine if row not in wanted]
+        least, parts = (8 + 4) * len(leaving) + (8 + 1 + 4 + 4) * sum(lengths[row] for row in leaving), len(held) - 1
+        assert least <= sent <= least + 7 * parts * bool(leaving)
+        assert counts == ({"data": 2} if len(held) > 1 else {})
+
+
+def test_the_leader_of_a_replica_reads_for_its_siblings():
+    """Four ranks, two replicas of two: leaders move the rows, and their siblings receive all of them in three collectives."""
+    lengths, held, owners = CASES["uneven"]
+    results = run_ranks(4, moved, lengths, held, owners, 2)
+    for rank, (columns, counts, _) in enumerate(results):
+        assert_equal(columns, take(whole(lengths), owners[rank // 2]))
+        assert all(value.is_contiguous() for value in columns.values())
+        assert counts == ({"data": 2, "replica": 2} if rank % 2 == 0 else {"replica": 2})
+
+
+def assert_equal(columns: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert columns.keys() == expected.keys()
+    for name, value in expected.items():
+        assert columns[name].dtype == value.dtype and torch.equal(columns[name], value), name
 
 
 def shared():

@@ -25,7 +25,7 @@ from invariants.test_layouts import (
 )
 from lightrft.algorithms.objectives import PolicyObjective
 from lightrft.batching.planner import plan
-from lightrft.batching.redistribute import all_to_all
+from lightrft.batching.redistribute import get_batch, put_batch
 from lightrft.config import Config, ModelSection
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer
@@ -135,7 +135,11 @@ def one_update(strategy: Any, roles: dict[str, Any], objectives: dict[str, Any])
     data, whole = strategy.mesh.data, experience()
     schedule = plan(whole.lengths.tolist(), num_ranks=data.size, minibatch_size=len(whole), max_tokens=30, max_sequences=2)
     here = whole.select([row for row in range(len(whole)) if row % data.size == data.rank])
-    mine, rows = all_to_all(data, here, [schedule.rows(rank) for rank in range(data.size)]), schedule.local(data.rank)[0]
+    store, rows = strategy.sample_store(), schedule.local(data.rank)[0]
+    put_batch(store, here)
+    store.rows()
+    store.move([schedule.rows(rank) for rank in range(data.size)])
+    mine = get_batch(store, schedule.rows(data.rank), here)
     assert len(rows) > 1
     for name, role in roles.items():
         role.begin_train_step(objectives[name], role.denominator(mine, rows), len(rows))

@@ -75,7 +75,8 @@ def learned(folder: str, settings: dict, micro_batches: list[dict]) -> list[tupl
         actor.blank = expand.blank
         first = sum(HELD[data.size][: data.rank])
         mine = samples(expand.reader.processor)[first : first + HELD[data.size][data.rank]]
-        batch, (rows,) = redistribute(data, flatten(mine, first_row=first, expand=expand), **{"max_tokens": TOKENS} | limits)
+        flat = flatten(mine, first_row=first, expand=expand)
+        batch, (rows,) = redistribute(strategy.sample_store(), flat, **{"max_tokens": TOKENS} | limits)
         said = policy.logprobs(batch, rows).split(batch.lengths.tolist())
         by_row = dict(pair for part in data.gather(list(zip(batch.rows.tolist(), said, strict=True))) for pair in part)
         policy.update(batch, rows, sft, policy.denominator(batch, rows, length=1), Metrics())

@@ -13,7 +13,7 @@ from lightrft.engine.model_info import Vocabulary, most_of_each, published_names
 from lightrft.engine.remote.weights import WeightBroadcast
 from lightrft.engine.remote.wire import PRETRAIN, Closed, Finished, Generate, LoadWeights, Peer, connect
 from lightrft.engine.requests import Expanded, Request
-from lightrft.parallel.processes import Processes
+from lightrft.parallel.processes import RunProcesses
 from lightrft.weight_sync.stream import bucket_limit
 
 
@@ -24,7 +24,7 @@ class RemoteEngine(Engine):
     together, with weights of the version that this call needs.
     """
 
-    def __init__(self, setup: EngineSetup, processes: Processes):
+    def __init__(self, setup: EngineSetup, processes: RunProcesses):
         """Connect to all engines."""
         config = AutoConfig.from_pretrained(setup.model_path, trust_remote_code=setup.trust_remote_code)
         trust = {"trust_remote_code": setup.trust_remote_code}

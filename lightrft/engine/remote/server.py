@@ -12,7 +12,7 @@ from lightrft.engine.remote.weights import WeightBroadcast
 from lightrft.engine.remote.wire import Closed, Finished, Generate, LoadWeights, Peer, accept
 from lightrft.engine.requests import Request, Sampling
 from lightrft.parallel.collectives import Axis
-from lightrft.parallel.processes import Processes
+from lightrft.parallel.processes import RunProcesses
 
 WAIT_SECONDS = 1.0
 """Seconds after which a rank that has nothing to do meets the other ranks of its engine."""
@@ -21,7 +21,7 @@ WAIT_SECONDS = 1.0
 class EngineServer:
     """Serves the engine of this rank, or of the ranks of `engine.axis`, until the ranks that train close their connections."""
 
-    def __init__(self, engine: Engine, processes: Processes, device: torch.device, announce: Callable[[str], None]):
+    def __init__(self, engine: Engine, processes: RunProcesses, device: torch.device, announce: Callable[[str], None]):
         """Accept the connections of all ranks that train, on the first rank of the engine."""
         self.engine, self._announce = engine, announce
         self.axis: Axis = engine.axis

@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightrft.engine.remote.wire import KEY
-from lightrft.parallel.processes import Processes
+from lightrft.parallel.processes import RunProcesses
 from lightrft.weight_sync.names import NamedTensor
 
 
 class WeightBroadcast:
     """Group of the first rank, which sends, and of all ranks that generate, which receive the same weights."""
 
-    def __init__(self, processes: Processes, device: torch.device, *, bucket_bytes: int = 0):
+    def __init__(self, processes: RunProcesses, device: torch.device, *, bucket_bytes: int = 0):
         """Build the group; all of its ranks call this together. Only the sender needs a limit for its buckets."""
         self.device, self.bucket_bytes = device, bucket_bytes
         first = processes.size - processes.rollout_ranks

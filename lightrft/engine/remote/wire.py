@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from lightrft.engine.requests import Request
-from lightrft.parallel.processes import Processes
+from lightrft.parallel.processes import RunProcesses
 from lightrft.types import Completion
 
 LOOPBACK = "127.0.0.1"
@@ -79,7 +79,7 @@ class Peer:
                 return
 
 
-def accept(processes: Processes, inbox: "SimpleQueue[tuple[Peer, Any]]") -> list[Peer]:
+def accept(processes: RunProcesses, inbox: "SimpleQueue[tuple[Peer, Any]]") -> list[Peer]:
     """Listen on this rank, which generates, and return the connections of all ranks that train, in rank order."""
     secret = secrets.token_hex(16)
     with Listener((_address(processes), 0), backlog=processes.size, authkey=secret.encode()) as listener:
@@ -92,7 +92,7 @@ def accept(processes: Processes, inbox: "SimpleQueue[tuple[Peer, Any]]") -> list
     return sorted(peers, key=lambda peer: peer.rank)
 
 
-def connect(processes: Processes, rank: int, inbox: "SimpleQueue[tuple[Peer, Any]]") -> Peer:
+def connect(processes: RunProcesses, rank: int, inbox: "SimpleQueue[tuple[Peer, Any]]") -> Peer:
     """Connect this rank, which trains, to `rank`, which generates and may not listen yet."""
     host, port, secret = processes.store.get(f"{KEY}/{rank}").decode().split()
     connection = Client((host, int(port)), authkey=secret.encode())
@@ -100,9 +100,9 @@ def connect(processes: Processes, rank: int, inbox: "SimpleQueue[tuple[Peer, Any
     return Peer(rank, connection, inbox)
 
 
-def _one_node(processes: Processes) -> bool:
+def _one_node(processes: RunProcesses) -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE") == str(processes.size)
 
 
-def _address(processes: Processes) -> str:
+def _address(processes: RunProcesses) -> str:
     return LOOPBACK if _one_node(processes) else ""

@@ -1,0 +1,354 @@
+"""Samples of a step as columns under their ids, and their way between the ranks that sample, compute and learn them.
+
+Rows have different lengths, and nothing is padded: a column has one value for each token or one for each sample, end to end.
+The ranks of one data replica compute the same samples. Only the first of them, the leader, writes and moves, and it sends
+what it has received to the others in one buffer.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightrft.parallel.collectives import Axis
+from lightrft.types import token_index, unpadded
+
+ALIGNMENT = 8
+"""Multiple of bytes at which each part of a buffer begins."""
+_largest: dict[str, int] = {}
+"""Axis -> the largest number of rows that a rank has held; the same on all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRows:
+    """Metadata of all ranks' rows, which every rank has: enough to plan and to select without their values."""
+
+    ids: Tensor  # [N] int64
+    lengths: Tensor  # [N] int64, tokens
+    ranks: Tensor  # [N] int64, data rank that holds the row
+    tags: Mapping[str, Tensor] = field(default_factory=dict)  # [N, ...] int64 each
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def select(self, places: Tensor | Sequence[int] | slice) -> Self:
+        """Return the rows at these places, in this order; a mask [N] bool selects too."""
+        places = torch.tensor(places, dtype=torch.int64) if isinstance(places, Sequence) else places
+        tags = {name: values[places] for name, values in self.tags.items()}
+        return type(self)(self.ids[places], self.lengths[places], self.ranks[places], tags)
+
+    def drop(self, ids: Collection[int]) -> Self:
+        """Return the rows without those of these ids."""
+        return self.select(~torch.isin(self.ids, torch.tensor(list(ids), dtype=torch.int64)))
+
+    def concatenate(self, other: Self) -> Self:
+        """Return these rows and then the others. Raises ValueError if their tags differ."""
+        if self.tags.keys() != other.tags.keys():
+            raise ValueError(f"the tags of these rows are {sorted(self.tags)}, those of the others {sorted(other.tags)}")
+        tags = {name: torch.cat([values, other.tags[name]]) for name, values in self.tags.items()}
+        both = (torch.cat(pair) for pair in ((self.ids, other.ids), (self.lengths, other.lengths), (self.ranks, other.ranks)))
+        return type(self)(*both, tags)
+
+    def held_by(self, owners: Sequence[Sequence[int]]) -> Self:
+        """Return the rows after a move, in the order of the lists of ids."""
+        place = {row: at for at, row in enumerate(self.ids.tolist())}
+        rows = self.select([place[row] for ids in owners for row in ids])
+        return replace(rows, ranks=torch.repeat_interleave(torch.tensor([len(ids) for ids in owners])))
+
+
+@dataclass(slots=True)
+class Column:
+    """Values of some rows, end to end: one of each token or of each row."""
+
+    per_token: bool
+    ids: Tensor  # [n] int64
+    lengths: Tensor  # [n] int64, values of each row: 1 if not per token
+    values: Tensor  # [sum of lengths, ...]
+
+    def select(self, ids: Tensor) -> "Column":
+        """Return the rows of these ids, in this order. Raises KeyError with the first id that is absent."""
+        if torch.equal(ids, self.ids):
+            return self
+        order = self.ids.argsort()
+        place = torch.searchsorted(self.ids[order], ids).clamp(max=max(len(order) - 1, 0))
+        found = order[place] if len(order) else place
+        absent = ids[self.ids[found] != ids] if len(order) else ids
+        if len(absent):
+            raise KeyError(int(absent[0]))
+        offsets = F.pad(self.lengths.cumsum(0), (1, 0))
+        return Column(self.per_token, ids, self.lengths[found], self.values[token_index(offsets, found)])
+
+    def without(self, ids: Tensor) -> "Column":
+        kept = self.ids[~torch.isin(self.ids, ids)]
+        return self.select(kept)
+
+    def extended(self, other: "Column") -> "Column":
+        """Return the rows of both; those of `other` replace earlier ones of the same id."""
+        before = self.without(other.ids) if len(self.ids) else self
+        if not len(before.ids):
+            return other
+        parts = ((before.ids, other.ids), (before.lengths, other.lengths), (before.values, other.values))
+        return Column(self.per_token, *(torch.cat(pair) for pair in parts))
+
+
+class SampleStore(ABC):
+    """Columns of samples under their ids. All ranks call every verb, those of a replica with the same arguments.
+
+    A value is produced when it has been put, and each task can claim a sample once, when the fields that it needs are produced.
+    """
+
+    def __init__(self, data: Axis, replica: Axis):
+        """Build an empty store. `replica` are the ranks that compute the same samples; only its rank 0 writes."""
+        self.data, self.replica = data, replica
+        self._claimed: dict[str, set[int]] = {}
+
+    @property
+    def leads(self) -> bool:
+        """Return True on the rank that reads and writes for its replica."""
+        return self.replica.rank == 0
+
+    @abstractmethod
+    def put(
+        self, ids: Tensor, lengths: Tensor, *, tokens: Mapping[str, Tensor] | None = None,
+        padded: Mapping[str, Tensor] | None = None, sequences: Mapping[str, Tensor] | None = None,
+        objects: Mapping[str, list[Any]] | None = None,
+    ) -> None:  # fmt: skip
+        """Write columns of rows `ids` [n] with `lengths` [n], summing up to T: `tokens` [T, ...] and `sequences` [n, ...].
+
+        Columns of `padded` are right-padded rows [n, S, ...], which are cut to their lengths; `objects` are picklable, one for
+        each row. Only the leader's values are written. Raises ValueError for columns of another size.
+        """
+
+    @abstractmethod
+    def rows(self, tags: Mapping[str, Tensor] | None = None) -> SampleRows:
+        """Return the metadata of all ranks' rows, with `tags` [n, ...] int64 of this rank's: one collective over the data ranks,
+        and one broadcast in a replica.
+        """
+
+    @abstractmethod
+    def move(self, owners: Sequence[Sequence[int]], fields: Sequence[str] | None = None) -> SampleRows:
+        """Give every row of rows(), or these fields of it, to the data rank whose list has its id; return the new metadata.
+
+        One collective over the data ranks for any number of fields, and one broadcast in a replica; objects take further ones.
+        Raises ValueError on all ranks unless the lists contain every row exactly once.
+        """
+
+    @abstractmethod
+    def get(self, ids: Sequence[int] | Tensor, fields: Sequence[str] | None = None) -> dict[str, Any]:
+        """Return columns of rows that this rank has, in the order of `ids`; `lengths` is one of them.
+
+        Raises LookupError, with the name of the field and the id, for a value that has not been produced or was cleared.
+        """
+
+    @abstractmethod
+    def produced(self, name: str) -> set[int]:
+        """Return the ids of this rank's rows that have a value of this field."""
+
+    @abstractmethod
+    def clear(self, ids: Collection[int]) -> None:
+        """Forget rows, and who has claimed them."""
+
+    def claim(self, task: str, fields: Sequence[str], count: int | None = None) -> list[int]:
+        """Return the ids, ascending, of at most `count` rows with all these fields that `task` has not claimed before."""
+        claimed = self._claimed.setdefault(task, set())
+        ready = sorted(set.intersection(*(self.produced(name) for name in fields)) - claimed)[:count]
+        claimed |= set(ready)
+        return ready
+
+
+class MemoryStore(SampleStore):
+    """Store in the memory of the ranks: each has the rows that it put, and after a move those that it was given."""
+
+    def __init__(self, data: Axis, replica: Axis):
+        super().__init__(data, replica)
+        self._columns: dict[str, Column] = {}
+        self._objects: dict[str, dict[int, Any]] = {}
+        self._lengths = Column(False, *(torch.zeros(0, dtype=torch.int64) for _ in range(3)))
+        self._cleared: set[int] = set()
+        self._known: SampleRows | None = None
+
+    def put(
+        self, ids: Tensor, lengths: Tensor, *, tokens: Mapping[str, Tensor] | None = None,
+        padded: Mapping[str, Tensor] | None = None, sequences: Mapping[str, Tensor] | None = None,
+        objects: Mapping[str, list[Any]] | None = None,
+    ) -> None:  # fmt: skip
+        columns = checked_columns(ids, lengths, tokens=tokens or {}, padded=padded or {}, sequences=sequences or {})
+        if not self.leads:  # it keeps the types of the columns, which it receives
+            columns = {name: column.select(ids[:0]) for name, column in columns.items()}
+            ids, lengths = ids[:0], lengths[:0]
+        self._cleared -= set(ids.tolist())
+        for name, values in (objects or {}).items():
+            self._objects.setdefault(name, {}).update(zip(ids.tolist(), values, strict=False))
+        self._lengths = self._lengths.extended(Column(False, ids, torch.ones_like(ids), lengths))
+        for name, column in columns.items():
+            self._columns[name] = self._columns[name].extended(column) if name in self._columns else column
+
+    def rows(self, tags: Mapping[str, Tensor] | None = None) -> SampleRows:
+        tags = tags or {}
+        if self.leads:
+            widths = {name: values[:1].numel() if len(values) else math.prod(values.shape[1:]) for name, values in tags.items()}
+            parts = [values.reshape(len(values), widths[name]) for name, values in tags.items()]
+            parts = [torch.cat([self._lengths.ids[:, None], self._lengths.values[:, None], *parts], 1)]
+            gathered = self.data.gather_rows(parts[0], expected=_largest.get(self.data.name, 0))
+            _largest[self.data.name] = max(_largest.get(self.data.name, 0), *map(len, gathered))
+            counts, table = torch.tensor([len(part) for part in gathered]), torch.cat(gathered)
+        else:
+            counts = table = None
+        counts, table = self.replica.broadcast((counts, table))
+        columns = table[:, 2:].split([math.prod(values.shape[1:]) for values in tags.values()], 1) if tags else ()
+        values = {name: part.reshape(-1, *tags[name].shape[1:]) for name, part in zip(tags, columns, strict=True)}
+        self._known = SampleRows(table[:, 0], table[:, 1], torch.repeat_interleave(counts), values)
+        return self._known
+
+    def move(self, owners: Sequence[Sequence[int]], fields: Sequence[str] | None = None) -> SampleRows:
+        if self._known is None:
+            raise RuntimeError("move() needs the metadata of all rows: call rows() first")
+        rows = self._known
+        check_owners(rows.ids, owners)
+        after = self._known = rows.held_by(owners)
+        names = [name for name in self._columns if fields is None or name in fields]
+        names.sort(key=lambda name: -self._columns[name].values.itemsize)
+        mine = after.select(after.ranks == self.data.rank)
+        types = {name: self._columns[name] for name in names}
+        columns = types
+        if self.leads and self.data.size > 1:
+            columns = self._exchanged(rows, after, names)
+        if self.replica.size > 1:
+            columns = self._shared(mine, types, columns)
+        for name in [name for name in self._objects if fields is None or name in fields]:
+            self._objects[name] = self._exchanged_objects(self._objects[name], after)
+        for name in names:
+            self._columns[name] = columns[name].select(mine.ids)
+        self._lengths = Column(False, mine.ids, torch.ones_like(mine.ids), mine.lengths)
+        return after
+
+    def _exchanged(self, rows: SampleRows, after: SampleRows, names: list[str]) -> dict[str, Column]:
+        """Send each row to its new rank; return the columns of the rows that arrive."""
+        rank, size = self.data.rank, self.data.size
+        place = {row: at for at, row in enumerate(rows.ids.tolist())}
+        source = rows.ranks[[place[row] for row in after.ids.tolist()]]
+        sent = [after.select((source == rank) & (after.ranks == to)) for to in range(size)]
+        coming = [after.select((after.ranks == rank) & (source == other)) for other in range(size)]
+        types = {name: self._columns[name] for name in names}
+        flat = torch.cat([packed([self._columns[name].select(part.ids) for name in names]) for part in sent])
+        sizes = [[packed_size(list(types.values()), part) for part in parts] for parts in (sent, coming)]
+        received = self.data.all_to_all(flat, sizes[0], sizes[1])
+        arrived = [unpacked(buffer, types, part) for buffer, part in zip(received.split(sizes[1]), coming, strict=True)]
+        return {name: _joined([each[name] for each in arrived]) for name in names}
+
+    def _shared(self, rows: SampleRows, types: dict[str, Column], columns: dict[str, Column]) -> dict[str, Column]:
+        """Send the leader's rows to the other ranks of the replica, in one buffer whose size all of them know."""
+        if self.leads:
+            flat = packed([column.select(rows.ids) for column in columns.values()])
+        else:
+            flat = torch.empty(packed_size(list(types.values()), rows), dtype=torch.uint8)
+        return unpacked(self.replica.broadcast_tensor(flat), types, rows)
+
+    def _exchanged_objects(self, values: dict[int, Any], after: SampleRows) -> dict[int, Any]:
+        parts = [after.ids[after.ranks == rank].tolist() for rank in range(self.data.size)]
+        if self.leads:
+            sent = [{row: values[row] for row in part if row in values} for part in parts]
+            values = {row: value for part in self.data.exchange_objects(sent) for row, value in part.items()}
+        return self.replica.broadcast(values)
+
+    def get(self, ids: Sequence[int] | Tensor, fields: Sequence[str] | None = None) -> dict[str, Any]:
+        ids = torch.as_tensor(ids, dtype=torch.int64)
+        names = [*self._columns, *self._objects] if fields is None else fields
+        return {name: self._values(name, ids) for name in (*names, "lengths")}
+
+    def _values(self, name: str, ids: Tensor) -> Any:
+        try:
+            if name in self._objects:
+                return [self._objects[name][row] for row in ids.tolist()]
+            column = self._lengths if name == "lengths" else self._columns[name]
+            return column.select(ids).values
+        except KeyError as error:
+            missing = error.args[0] if name in self._columns or name in self._objects or name == "lengths" else int(ids[0])
+            state = "was cleared" if missing in self._cleared else f"has no {name!r} on this rank"
+            raise LookupError(f"sample {missing} {state}") from None
+
+    def produced(self, name: str) -> set[int]:
+        return set(self._columns[name].ids.tolist()) if name in self._columns else set(self._objects.get(name, ()))
+
+    def clear(self, ids: Collection[int]) -> None:
+        gone = torch.tensor(sorted(ids), dtype=torch.int64)
+        self._lengths = self._lengths.without(gone)
+        self._columns = {name: column.without(gone) for name, column in self._columns.items()}
+        for values in self._objects.values():
+            for row in ids:
+                values.pop(row, None)
+        self._cleared |= set(ids)
+        for claimed in self._claimed.values():
+            claimed -= set(ids)
+
+
+def checked_columns(
+    ids: Tensor, lengths: Tensor, *, tokens: Mapping[str, Tensor], padded: Mapping[str, Tensor], sequences: Mapping[str, Tensor]
+) -> dict[str, Column]:
+    """Return columns of these rows; ValueError for repeated ids, and for values that are not theirs."""
+    if len(lengths) != len(ids) or len(set(ids.tolist())) != len(ids):
+        raise ValueError(f"{len(ids)} ids, {len(set(ids.tolist()))} of them different, come with {len(lengths)} lengths")
+    total, ones = int(lengths.sum()), torch.ones_like(ids)
+    columns = {}
+    for name, values in padded.items():
+        if len(values) != len(ids) or (len(ids) and int(lengths.max()) > values.shape[1]):
+            raise ValueError(f"{name!r} has shape {list(values.shape)}, which is not that of {len(ids)} padded samples")
+    flat = {name: unpadded(values.cpu(), lengths) for name, values in padded.items()}
+    for name, values in {**tokens, **flat}.items():
+        if len(values) != total:
+            raise ValueError(f"{name!r} has {len(values)} values for {total} tokens of {len(ids)} samples")
+        columns[name] = Column(True, ids, lengths, values.detach().cpu())
+    for name, values in sequences.items():
+        if len(values) != len(ids):
+            raise ValueError(f"{name!r} has {len(values)} values for {len(ids)} samples")
+        columns[name] = Column(False, ids, ones, values.detach().cpu())
+    return columns
+
+
+def check_owners(ids: Tensor, owners: Sequence[Sequence[int]]) -> None:
+    """Raise ValueError, the same on all ranks, unless the lists contain every id exactly once."""
+    named = [row for rows in owners for row in rows]
+    if sorted(named) == sorted(ids.tolist()) and len(set(named)) == len(named):
+        return
+    holds, names = Counter(ids.tolist()), Counter(named)
+    row = min(row for row in holds | names if not holds[row] == names[row] == 1)
+    times = f"is held {holds[row]} times and named {names[row]} times in the lists of owners"
+    raise ValueError(f"row {row} {times}: it must be held by one rank and sent to one")
+
+
+def packed(columns: list[Column]) -> Tensor:
+    """Pack columns, wide elements first, into [bytes] uint8, a multiple of ALIGNMENT."""
+    parts = [column.values.contiguous().flatten().view(torch.uint8) for column in columns]
+    flat = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    return F.pad(flat, (0, -len(flat) % ALIGNMENT))
+
+
+def packed_size(columns: list[Column], rows: SampleRows) -> int:
+    """Return the bytes that these rows take in such columns."""
+    num = {True: int(rows.lengths.sum()), False: len(rows)}
+    size = sum(num[column.per_token] * math.prod(column.values.shape[1:]) * column.values.itemsize for column in columns)
+    return size + -size % ALIGNMENT
+
+
+def unpacked(flat: Tensor, types: Mapping[str, Column], rows: SampleRows) -> dict[str, Column]:
+    """Return the columns of these rows from packed()."""
+    place, columns = 0, {}
+    for name, like in types.items():
+        lengths = rows.lengths if like.per_token else torch.ones_like(rows.lengths)
+        shape = int(lengths.sum()), *like.values.shape[1:]
+        size = math.prod(shape) * like.values.itemsize
+        values = flat[place : place + size].view(like.values.dtype).view(shape)
+        columns[name] = Column(like.per_token, rows.ids, lengths, values)
+        place += size
+    return columns
+
+
+def _joined(columns: list[Column]) -> Column:
+    return Column(columns[0].per_token, *(torch.cat([getattr(each, name) for each in columns])
+                                          for name in ("ids", "lengths", "values")))  # fmt: skip
