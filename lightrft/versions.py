@@ -37,6 +37,7 @@ EXTRAS = {
     "math": {"math-verify": ">=0.9,<0.10"},
     "json": {"jsonschema": ">=4.18"},
     "reasoning-gym": {"reasoning-gym": ">=0.1.25,<0.2"},
+    "transfer-queue": {"TransferQueue": ">=0.1.11,<0.2"},
     "dev": {"pytest": ">=8.0", "pytest-xdist": ">=3.6", "hypothesis": ">=6.100", "ruff": ">=0.12", "pyright": ">=1.1.400"},
 }
 """Name of the extra -> packages that it installs: `pip install '.[vllm]'` in a clone."""

@@ -21,8 +21,6 @@ from lightrft.types import token_index, unpadded
 
 ALIGNMENT = 8
 """Multiple of bytes at which each part of a buffer begins."""
-_largest: dict[str, int] = {}
-"""Axis -> the largest number of rows that a rank has held; the same on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +193,7 @@ class MemoryStore(SampleStore):
             widths = {name: values[:1].numel() if len(values) else math.prod(values.shape[1:]) for name, values in tags.items()}
             parts = [values.reshape(len(values), widths[name]) for name, values in tags.items()]
             parts = [torch.cat([self._lengths.ids[:, None], self._lengths.values[:, None], *parts], 1)]
-            gathered = self.data.gather_rows(parts[0], expected=_largest.get(self.data.name, 0))
-            _largest[self.data.name] = max(_largest.get(self.data.name, 0), *map(len, gathered))
+            gathered = self.data.gather_rows(parts[0])
             counts, table = torch.tensor([len(part) for part in gathered]), torch.cat(gathered)
         else:
             counts = table = None

@@ -186,6 +186,9 @@ class StrategySection(Section):
     values. auto: ulysses."""
     cp_size: Annotated[int, COUNT] = 1
     """Context parallelism: short for --sp_size N --sp_impl zigzag."""
+    sample_store: Literal["memory", "transfer_queue"] = "memory"
+    """Way of the samples between the ranks of a step: memory sends each value directly to the rank that computes with it;
+    transfer_queue writes all of them to a TransferQueue on a Ray cluster, which other programs can read (RAY_ADDRESS)."""
     deterministic: bool = False
     """On an accelerator, train only with kernels that give bitwise equal results in every run, as those of a CPU always do:
     attention's backward pass is slower and uses more memory. Torch raises an error for an operation without such a kernel. The

@@ -1,7 +1,7 @@
 """Collectives along one axis of the mesh. They never modify the caller's tensor."""
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ class Axis:
     rank: int
     group: dist.ProcessGroup | None
     """None if the axis has one rank: every collective is then the identity."""
+    largest: list[int] = field(default_factory=lambda: [0], compare=False, repr=False)
+    """Largest number of rows that gather_rows() has seen, the same on all ranks."""
 
     def sum(self, value: Tensor) -> Tensor:
         return self._reduce(value, dist.ReduceOp.SUM)
@@ -63,15 +65,12 @@ class Axis:
         dist.all_to_all_single(out, flat, counts, sent.tolist(), group=self.group)
         return list(out.split(counts))
 
-    def gather_rows(self, rows: Tensor, *, expected: int) -> list[Tensor]:
-        """Return every rank's rows [n, w] int64: one collective if no rank has more than `expected`, otherwise two.
-
-        `expected` is equal on all ranks, and so is w.
-        """
+    def gather_rows(self, rows: Tensor) -> list[Tensor]:
+        """Return every rank's rows [n, w] int64: in one collective, or in two if a rank has more rows than any had before."""
         if self.size == 1:
             return [rows]
-        most = expected
         while True:
+            (most,) = self.largest
             part = rows.new_zeros(1 + most, rows.shape[1])
             part[0, 0] = len(rows)
             part[1 : 1 + len(rows)] = rows[:most]
@@ -81,7 +80,7 @@ class Axis:
             counts = [int(each[0, 0]) for each in parts]
             if max(counts) <= most:
                 return [each[1 : 1 + count] for each, count in zip(parts, counts, strict=True)]
-            most = max(counts)
+            self.largest[0] = max(counts)
 
     def all_to_all(self, flat: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send `sent[r]` consecutive elements of `flat` to rank r; return the `received[r]` elements of all ranks, end to end."""

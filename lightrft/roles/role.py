@@ -151,14 +151,18 @@ class Role(ABC):
 
         The rows travel through `store`; None: one of their own.
         """
-        return redistribute(
-            store or self.strategy.sample_store(),
+        used = store or self.strategy.sample_store()
+        part, minibatches = redistribute(
+            used,
             batch,
             minibatch_size=gbs,
             max_tokens=max_tokens or self.max_tokens,
             max_sequences=mbs,
             batching=self.batching,
         )
+        if store is None:
+            used.clear(part.rows.tolist())
+        return part, minibatches
 
     # -- one optimizer step on flat batches
 
@@ -299,6 +303,7 @@ class Role(ABC):
         store.put(part.rows, part.lengths, tokens={"values": values})
         store.move(given.owners, ["values"])
         values = store.get(given.batch.rows, ["values"])["values"]
+        store.clear(given.batch.rows.tolist())
         return padded(values, given.batch.lengths, given.width)
 
     def _open_step(self) -> TrainStep:

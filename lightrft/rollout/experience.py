@@ -14,6 +14,8 @@ from lightrft.algorithms.reduce import sequence_sums
 from lightrft.algorithms.returns import distill, gae, reward_to_go, whiten
 from lightrft.algorithms.selection import top_share
 from lightrft.algorithms.shaping import RewardShaper
+from lightrft.batching.redistribute import put_batch
+from lightrft.batching.sample_store import SampleStore
 from lightrft.config.sections import AlgorithmSection, TrainSection
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.critic import Critic
@@ -32,6 +34,8 @@ class Planned:
 
     experience: Experience
     minibatches: list[MicroBatchIndices]
+    store: SampleStore
+    """Store with all columns of the experience, also for other programs if it is outside of this one."""
 
 
 class ExperienceMaker:
@@ -77,8 +81,9 @@ class ExperienceMaker:
         experience.step_rewards = placed(self._compare(gathered)[gathered.local], samples, experience)
         if self.data.rank == 0:
             measure_groups(rewards, groups, metrics)
+        store = self.policy.strategy.sample_store()
         experience, minibatches = self.policy.redistribute_flat(
-            experience, self.train.train_batch_size, self.train.micro_train_batch_size
+            experience, self.train.train_batch_size, self.train.micro_train_batch_size, store=store
         )
         self._ask(experience, minibatches)
         penalty = self._diverge(experience, metrics) if self._measures_divergence else 0.0
@@ -88,7 +93,8 @@ class ExperienceMaker:
             measure_values(experience, self.data.sum, metrics)
         self._choose_tokens(experience, minibatches)
         measure_experience(experience, metrics)
-        return Planned(experience, minibatches)
+        put_batch(store, experience)
+        return Planned(experience, minibatches, store)
 
     def _compare(self, gathered: GatheredRewards) -> Tensor:
         """Return the advantages of all ranks' rewards, which are shaped first, so that no statistic is that of one rank: [M]."""

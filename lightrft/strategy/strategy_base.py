@@ -266,7 +266,12 @@ class StrategyBase(Backend):
 
     def sample_store(self) -> SampleStore:
         """Return an empty store for the samples of a step, which all ranks build together."""
-        return MemoryStore(self.mesh.data, self.mesh.model_parallel)
+        axes = self.mesh.data, self.mesh.model_parallel
+        if self.config.strategy.sample_store == "memory":
+            return MemoryStore(*axes)
+        from lightrft.batching.transfer_queue import TransferQueueStore
+
+        return TransferQueueStore(*axes, self.mesh.world)
 
     # -- models and optimizers
 

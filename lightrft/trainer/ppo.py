@@ -66,6 +66,7 @@ class PPOTrainer(Trainer):
         if number > self.config.train.freezing_actor_steps:
             with self.trace.phase("train"):
                 self._learn(self.policy, self.objective, planned, "train", self.ptx_loss)
+        planned.store.clear(planned.experience.rows.tolist())
 
     def _safe_point(self, take_back: Callable[[], None], metrics: dict[str, Any], weight_version: int) -> None:
         """Undo the step on an interruption: a checkpoint holds only finished steps, and the same prompts come again."""

@@ -1,0 +1,130 @@
+"""Store of samples in a TransferQueue, an external table of samples and fields on a Ray cluster (arXiv 2507.01663).
+
+It is for pipelines in which other programs read or write the samples of a step too. Ranks that move samples among themselves
+need no such service: MemoryStore sends each value once.
+"""
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from itertools import count
+from typing import Any
+
+import torch
+import transfer_queue
+from tensordict import TensorDict
+from torch import Tensor
+
+from lightrft.batching.sample_store import Column, MemoryStore, SampleRows, check_owners, packed_size, unpacked
+from lightrft.batching.sample_store import packed as packed_columns
+from lightrft.parallel.collectives import Axis
+
+_numbers = count()
+"""Numbers of the stores, which all ranks build together."""
+
+
+class TransferQueueStore(MemoryStore):
+    """Store whose values are in the queue. A move only changes who reads them, and only leaders read and write.
+
+    Each store is a partition of the queue, whose keys are the ids.
+    """
+
+    def __init__(self, data: Axis, replica: Axis, world: Axis):
+        """Connect to the queue, which `world`'s rank 0 starts at the first call if there is none."""
+        super().__init__(data, replica)
+        self._partition = f"lightrft/{_start(world)}/{next(_numbers)}"
+        self._own_ids: dict[str, set[int]] = {}
+
+    def put(
+        self, ids: Tensor, lengths: Tensor, *, tokens: Mapping[str, Tensor] | None = None,
+        padded: Mapping[str, Tensor] | None = None, sequences: Mapping[str, Tensor] | None = None,
+        objects: Mapping[str, list[Any]] | None = None,
+    ) -> None:  # fmt: skip
+        super().put(ids, lengths, tokens=tokens, padded=padded, sequences=sequences, objects=objects)
+        written = {name: self._columns[name] for name in (*(tokens or {}), *(padded or {}), *(sequences or {}))}
+        if self.leads and len(ids):
+            fields = {name: _field(column.select(ids)) for name, column in written.items()}
+            keys = [str(row) for row in ids.tolist()]
+            transfer_queue.kv_batch_put(keys, self._partition, TensorDict(fields, batch_size=len(ids)))
+        for name, column in written.items():  # their types stay here
+            self._columns[name] = column.select(ids[:0])
+            self._own_ids.setdefault(name, set()).update(ids.tolist() if self.leads else ())
+
+    def move(self, owners: Sequence[Sequence[int]], fields: Sequence[str] | None = None) -> SampleRows:
+        if self._known is None:
+            raise RuntimeError("move() needs the metadata of all rows: call rows() first")
+        check_owners(self._known.ids, owners)
+        after = self._known = self._known.held_by(owners)
+        self.data.barrier()  # what others have put must be there
+        for name in [name for name in self._objects if fields is None or name in fields]:
+            self._objects[name] = self._exchanged_objects(self._objects[name], after)
+        local = after.select(after.ranks == self.data.rank)
+        self._lengths = Column(False, local.ids, torch.ones_like(local.ids), local.lengths)
+        for name in [name for name in self._own_ids if fields is None or name in fields]:
+            self._own_ids[name] = set(local.ids.tolist())
+        return after
+
+    def get(self, ids: Sequence[int] | Tensor, fields: Sequence[str] | None = None) -> dict[str, Any]:
+        ids = torch.as_tensor(ids, dtype=torch.int64)
+        names = [*self._columns, *self._objects] if fields is None else list(fields)
+        types = {name: self._columns[name] for name in names if name in self._columns}
+        for name in names:
+            if absent := set(ids.tolist()) - self.produced(name):
+                raise LookupError(f"sample {min(absent)} has no {name!r} on this rank")
+        rows = SampleRows(ids, self._values("lengths", ids), torch.zeros_like(ids))
+        found = {name: self._values(name, ids) for name in names if name in self._objects}
+        return found | self._read(types, rows) | {"lengths": rows.lengths}
+
+    def _read(self, types: dict[str, Column], rows: SampleRows) -> dict[str, Tensor]:
+        """Read fields on the leader, and send them to the other ranks of the replica in one buffer."""
+        order = dict(sorted(types.items(), key=lambda item: -item[1].values.itemsize))
+        if not len(rows) or not order:
+            return {name: column.values[:0] for name, column in types.items()}
+        if self.leads:
+            keys = [str(row) for row in rows.ids.tolist()]
+            table = transfer_queue.kv_batch_get(keys, self._partition, list(order))
+            values = [torch.cat(list(table[name].unbind())) if like.per_token else table[name] for name, like in order.items()]
+            columns = [Column(like.per_token, rows.ids, rows.lengths, each.to(like.values.dtype))
+                       for each, like in zip(values, order.values(), strict=True)]  # fmt: skip
+            flat = packed_columns(columns)
+        else:
+            flat = torch.empty(packed_size(list(order.values()), rows), dtype=torch.uint8)
+        return {name: column.values for name, column in unpacked(self.replica.broadcast_tensor(flat), order, rows).items()}
+
+    def produced(self, name: str) -> set[int]:
+        return self._own_ids[name] if name in self._own_ids else super().produced(name)
+
+    def clear(self, ids: Collection[int]) -> None:
+        if self.leads and ids:
+            transfer_queue.kv_clear([str(row) for row in ids], self._partition)
+        super().clear(ids)
+        for own in self._own_ids.values():
+            own -= set(ids)
+
+
+def _field(column: Column) -> Tensor:
+    """Return a jagged tensor, or one with a value for each row."""
+    if not column.per_token:
+        return column.values
+    return torch.nested.as_nested_tensor(list(column.values.split(column.lengths.tolist())), layout=torch.jagged)
+
+
+@cache
+def _start(world: Axis) -> str:
+    """Connect this process to Ray and the queue; return a name of this run.
+
+    RAY_ADDRESS names a cluster; without it rank 0 starts one on its node, which all ranks must reach.
+    """
+    import ray
+
+    quiet = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
+    address = os.environ.get("RAY_ADDRESS")
+    if world.rank == 0:
+        context = ray.init(address=address, **({} if address else quiet | {"num_cpus": max(os.cpu_count() or 1, 8)}))
+        transfer_queue.init()
+        address = context.address_info["gcs_address"]
+    address, name = world.broadcast((address, os.urandom(8).hex()))
+    if world.rank != 0:
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+        transfer_queue.init()
+    return name
