@@ -56,8 +56,8 @@ def train(entrypoint: str, world_size: int, flags: list[str], save_path: Path, t
     return rows_of(save_path)
 
 
-def rows_of(save_path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (save_path / "metrics.jsonl").read_text().splitlines()]
+def rows_of(save_path: Path | str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(save_path) / "metrics.jsonl").read_text().splitlines()]
 
 
 def repeatable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

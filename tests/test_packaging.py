@@ -19,7 +19,6 @@ from lightrft import __version__, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDS_AN_EXTRA = {
-    "lightrft.batching.transfer_queue": "transfer_queue",
     "lightrft.engine.sglang": "sglang",
     "lightrft.engine.vllm": "vllm",
     "lightrft.models.triton": "triton",

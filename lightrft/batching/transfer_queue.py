@@ -8,11 +8,10 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from itertools import count
+from types import ModuleType
 from typing import Any
 
 import torch
-import transfer_queue
-from tensordict import TensorDict
 from torch import Tensor
 
 from lightrft.batching.sample_store import Column, MemoryStore, SampleRows, check_owners, packed_size, unpacked
@@ -32,7 +31,8 @@ class TransferQueueStore(MemoryStore):
     def __init__(self, data: Axis, replica: Axis, world: Axis):
         """Connect to the queue, which `world`'s rank 0 starts at the first call if there is none."""
         super().__init__(data, replica)
-        self._partition = f"lightrft/{_start(world)}/{next(_numbers)}"
+        self._queue, run = _start(world)
+        self._partition = f"lightrft/{run}/{next(_numbers)}"
         self._own_ids: dict[str, set[int]] = {}
 
     def put(
@@ -43,9 +43,11 @@ class TransferQueueStore(MemoryStore):
         super().put(ids, lengths, tokens=tokens, padded=padded, sequences=sequences, objects=objects)
         written = {name: self._columns[name] for name in (*(tokens or {}), *(padded or {}), *(sequences or {}))}
         if self.leads and len(ids):
+            from tensordict import TensorDict
+
             fields = {name: _field(column.select(ids)) for name, column in written.items()}
             keys = [str(row) for row in ids.tolist()]
-            transfer_queue.kv_batch_put(keys, self._partition, TensorDict(fields, batch_size=len(ids)))
+            self._queue.kv_batch_put(keys, self._partition, TensorDict(fields, batch_size=len(ids)))
         for name, column in written.items():  # their types stay here
             self._columns[name] = column.select(ids[:0])
             self._own_ids.setdefault(name, set()).update(ids.tolist() if self.leads else ())
@@ -82,7 +84,7 @@ class TransferQueueStore(MemoryStore):
             return {name: column.values[:0] for name, column in types.items()}
         if self.leads:
             keys = [str(row) for row in rows.ids.tolist()]
-            table = transfer_queue.kv_batch_get(keys, self._partition, list(order))
+            table = self._queue.kv_batch_get(keys, self._partition, list(order))
             values = [torch.cat(list(table[name].unbind())) if like.per_token else table[name] for name, like in order.items()]
             columns = [Column(like.per_token, rows.ids, rows.lengths, each.to(like.values.dtype))
                        for each, like in zip(values, order.values(), strict=True)]  # fmt: skip
@@ -96,7 +98,7 @@ class TransferQueueStore(MemoryStore):
 
     def clear(self, ids: Collection[int]) -> None:
         if self.leads and ids:
-            transfer_queue.kv_clear([str(row) for row in ids], self._partition)
+            self._queue.kv_clear([str(row) for row in ids], self._partition)
         super().clear(ids)
         for own in self._own_ids.values():
             own -= set(ids)
@@ -110,21 +112,25 @@ def _field(column: Column) -> Tensor:
 
 
 @cache
-def _start(world: Axis) -> str:
-    """Connect this process to Ray and the queue; return a name of this run.
+def _start(world: Axis) -> tuple[ModuleType, str]:
+    """Connect this process to Ray and the queue; return the module of the queue, and a name of this run.
 
     RAY_ADDRESS names a cluster; without it rank 0 starts one on its node, which all ranks must reach.
     """
-    import ray
-
-    quiet = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
     address = os.environ.get("RAY_ADDRESS")
+    run, token = world.broadcast((os.urandom(8).hex(), os.environ.get("RAY_AUTH_TOKEN") or os.urandom(32).hex()))
+    if not address:  # Ray reads these at its import
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    import ray
+    import transfer_queue
+
+    options = {"log_to_driver": False, "configure_logging": False}
     if world.rank == 0:
-        context = ray.init(address=address, **({} if address else quiet | {"num_cpus": max(os.cpu_count() or 1, 8)}))
+        new = {} if address else {"include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, 8)}
+        address = ray.init(address=address, **options, **new).address_info["gcs_address"]
         transfer_queue.init()
-        address = context.address_info["gcs_address"]
-    address, name = world.broadcast((address, os.urandom(8).hex()))
+    address = world.broadcast(address)
     if world.rank != 0:
-        ray.init(address=address, log_to_driver=False, configure_logging=False)
+        ray.init(address=address, **options)
         transfer_queue.init()
-    return name
+    return transfer_queue, run

@@ -1,0 +1,146 @@
+"""Seconds and collectives of moving a step's samples between data ranks: in one buffer, and with one exchange for each column.
+
+    python scripts/bench/data_plane.py --ranks 4 --samples 1024 --length 1024
+
+Samples of random lengths up to --length, with the columns of a PPO step, are planned and moved to the ranks that learn them:
+`store` is batching/sample_store.py; `columns` exchanges lengths, and then each column by itself. Both alternate; the last line
+is a JSON object with the medians over --repeats.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+COLLECTIVES = ("all_gather_into_tensor", "all_gather_object", "all_to_all_single", "broadcast", "broadcast_object_list")
+
+
+def experience(count: int, length: int, first: int, seed: int):
+    import torch
+
+    from lightrft.types import Experience
+
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, length + 1, (count,), generator=generator)
+    total = int(lengths.sum())
+    tokens = {name: torch.randn(total, generator=generator) for name in ("engine_logprobs", "step_rewards")}
+    return Experience(
+        lengths=lengths, input_ids=torch.randint(32000, (total,), generator=generator), rows=torch.arange(first, first + count),
+        loss_mask=torch.rand(total, generator=generator) < 0.5, groups=torch.arange(first, first + count) // 8,
+        rewards=torch.rand(count, generator=generator), **tokens,
+    )  # fmt: skip
+
+
+def by_columns(axis, batch, owners: list[list[int]]):
+    """One exchange of the lengths, and one for each other column."""
+    import torch
+
+    owner = {row: rank for rank, rows in enumerate(owners) for row in rows}
+    to = torch.tensor([owner[row] for row in batch.rows.tolist()])
+    parts = [batch.select((to == rank).nonzero()[:, 0]) for rank in range(axis.size)]
+    names = [*batch.columns("sequence"), *batch.columns("token")]
+    columns = {name: torch.cat(axis.exchange([getattr(part, name) for part in parts])) for name in names}
+    arrived = batch.with_columns(columns)
+    place = {row: at for at, row in enumerate(arrived.rows.tolist())}
+    return arrived.select([place[row] for row in owners[axis.rank]])
+
+
+def measure(args: argparse.Namespace) -> dict[str, float]:
+    import torch
+    import torch.distributed as dist
+
+    from lightrft.batching.planner import plan
+    from lightrft.batching.redistribute import get_batch, put_batch
+    from lightrft.batching.sample_store import MemoryStore
+    from lightrft.parallel.collectives import Axis
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    axis, alone, each = Axis("data", size, rank, dist.group.WORLD), Axis("replica", 1, 0, None), args.samples // size
+    batch = experience(each, args.length, rank * each, rank)
+
+    def owners(lengths: list[int]) -> list[list[int]]:
+        schedule = plan(lengths, num_ranks=size, minibatch_size=len(lengths), max_tokens=16 * args.length)
+        return [schedule.rows(place) for place in range(size)]
+
+    def store():
+        used = MemoryStore(axis, alone)
+        put_batch(used, batch)
+        chosen = owners(used.rows().lengths.tolist())
+        used.move(chosen)
+        return get_batch(used, chosen[rank], batch)
+
+    def columns():
+        return by_columns(axis, batch, owners(torch.cat(axis.gather(batch.lengths)).tolist()))
+
+    counts = {}
+    for name, way in (("store", store), ("columns", columns)):
+        way()
+        counts[name] = collectives_of(dist, way)
+    found, expected = store().columns("token"), columns().columns("token")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    seconds: dict[str, list[float]] = {"store": [], "columns": []}
+    for _ in range(args.repeats):
+        for name, way in (("store", store), ("columns", columns)):
+            dist.barrier()
+            began = time.perf_counter()
+            way()
+            seconds[name].append(time.perf_counter() - began)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    dist.destroy_process_group()
+    return {
+        "ranks": size, "samples": args.samples, "tokens_of_rank_0": batch.num_tokens,
+        **{f"{name}_seconds": round(value, 5) for name, value in medians.items()},
+        **{f"{name}_collectives": value for name, value in counts.items()},
+        "columns_over_store": round(medians["columns"] / medians["store"], 2),
+    }  # fmt: skip
+
+
+def collectives_of(dist, way: Callable[[], object]) -> int:
+    plain, calls = {name: getattr(dist, name) for name in COLLECTIVES}, []
+
+    def counted(name: str):
+        def call(*args, **kwargs):
+            calls.append(name)
+            return plain[name](*args, **kwargs)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(dist, name, counted(name))
+    try:
+        way()
+    finally:
+        for name, function in plain.items():
+            setattr(dist, name, function)
+    return len(calls)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {"ranks": 4, "samples": 1024, "length": 1024, "repeats": 15}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # given to a rank by this program
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(argv)
+    if args.out is not None:
+        result = measure(args)
+        if int(os.environ["RANK"]) == 0:
+            args.out.write_text(json.dumps(result) + "\n")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
+        subprocess.run([*torchrun, __file__, *argv, f"--out={out}"], check=True, stdout=2)
+        print(out.read_text(), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Whole steps whose samples travel through a real TransferQueue on a real Ray cluster: the numbers are those of the memory.
+
+It needs the extra: pip install '.[transfer-queue]'.
+"""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from ranks import run_cases
+from runs import PPO, prepare, repeatable, rows_of, run_here
+
+pytestmark = pytest.mark.skipif(find_spec("transfer_queue") is None, reason="TransferQueue is not installed")
+
+CASES = {"ranks with samples of their own": [], "ranks of one replica": ["--sp_size=2"]}
+
+
+def store_of_two_ranks() -> dict[str, list]:
+    """What a rank reads of rows that the other wrote, and what it may not."""
+    from lightrft.batching.transfer_queue import TransferQueueStore
+    from lightrft.parallel.mesh import world_axis
+
+    world = world_axis()
+    alone, ids = type(world)("alone", 1, 0, None), torch.tensor([2 * world.rank, 2 * world.rank + 1])
+    store = TransferQueueStore(world, alone, world)
+    halves = torch.arange(4.0).bfloat16() + 10 * world.rank
+    store.put(ids, torch.tensor([1, 3]), tokens={"half": halves, "mask": halves > 2}, sequences={"group": 100 * ids})
+    store.rows()
+    store.move([[3, 0], [1, 2]])
+    found = store.get([3, 0] if world.rank == 0 else [1, 2])
+    with pytest.raises(LookupError, match=f"sample {2 + world.rank} has no 'half' on this rank"):
+        store.get([0, 2] if world.rank == 0 else [2, 3], ["half"])
+    store.clear([3, 0] if world.rank == 0 else [1, 2])
+    assert found["half"].dtype == torch.bfloat16 and found["mask"].dtype == torch.bool
+    return {name: values.tolist() for name, values in found.items()}
+
+
+def course(flags: list[str], folder: str) -> list[dict]:
+    run_here("train_ppo", [*flags, f"--save_path={folder}"])
+    return repeatable(rows_of(folder))
+
+
+def everything(cases: dict[str, tuple]) -> dict[str, object]:
+    return {"store": store_of_two_ranks()} | {case: course(*args) for case, args in cases.items()}
+
+
+@pytest.mark.slow
+def test_steps_through_the_queue_are_those_through_memory(tmp_path):
+    """All in one start, because that of Ray takes most of the time."""
+    inputs = [*prepare(tmp_path), *PPO, "--max_steps=2", "--init_kl_coef=0.1"]
+    plain = {case: ([*inputs, *flags], tmp_path / f"memory {case}") for case, flags in CASES.items()}
+    expected = run_cases(2, course, plain)
+    queued = {case: ([*flags, "--sample_store=transfer_queue"], tmp_path / case) for case, (flags, _) in plain.items()}
+    found = run_cases(2, everything, {"": (queued,)})[""]
+    first, second = (found[rank]["store"] for rank in (0, 1))
+    assert first == {"half": [11, 12, 13, 0], "mask": [True, True, True, False], "group": [300, 0], "lengths": [3, 1]}
+    assert second == {"half": [1, 2, 3, 10], "mask": [False, False, True, True], "group": [100, 200], "lengths": [3, 1]}
+    for case in CASES:
+        assert len(found[0][case]) == 2 and found[0][case] == expected[case][0]
