@@ -130,8 +130,16 @@ def _comparisons(config: Config) -> dict[str, bool]:
 
 
 def _sampling(config: Config) -> dict[str, bool]:
-    rollout = config.rollout
+    rollout, stale = config.rollout, config.rollout.max_staleness > 0
+    corrects = config.algorithm.rollout_correction is not None or config.algorithm.use_engine_logprobs
     return {
+        "--max_staleness 1 generates while others learn: set --rollout_ranks": stale and not rollout.rollout_ranks,
+        "--max_staleness 1 begins whole groups of the next step: omit --over_sampling and --partial_rollout": (
+            stale and (rollout.over_sampling > 1 or rollout.partial_rollout)
+        ),
+        "--max_staleness 1 learns from samples of older weights: set --rollout_correction tis, or --use_engine_logprobs": (
+            stale and not corrects
+        ),
         "--over_sampling generates responses in parts, which can split a text of --stop: set only one": (
             rollout.over_sampling > 1 and bool(rollout.stop)
         ),

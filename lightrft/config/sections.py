@@ -283,6 +283,9 @@ class RolloutSection(Section):
     rollout_ranks: Annotated[int, NOT_NEGATIVE] = 0
     """Number of ranks, the last ones, that only generate. The others train and have no engine: prompts and weights are sent to
     these ranks. 0: every rank does both in turn."""
+    max_staleness: Literal[0, 1] = 0
+    """With rollout_ranks: number of optimizer updates, counted in steps, by which the weights that sample may be older than those
+    that learn. 1: the next step is generated while this one is learned."""
 
 
 @dataclass

@@ -10,8 +10,9 @@ By default there are `rollout_batch_size` prompts, and every response is generat
 All ranks make the same decisions, from numbers that all of them have. The order in which responses end does not matter.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from itertools import count
 from math import ceil
@@ -31,6 +32,17 @@ from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.groups import Carried, Group, GroupOutcome, History
 from lightrft.rollout.sampler import Sampler
 from lightrft.types import Prompt, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Groups whose generation has begun, for the first round of a step."""
+
+    groups: list[Group]
+    finished: Iterator[Group]
+    numbers: dict[str, Any]
+    """Position in the data before them: a checkpoint does not contain them, so that a resumed run begins them again."""
+
 
 LEAST_ACCEPTANCE = 0.25
 """Lowest acceptance that is assumed: a round draws at most four prompts for one that is missing."""
@@ -60,9 +72,13 @@ class Collector:
         """Groups begun on this rank, where they continue, and not learned from yet."""
         self.all_carried: list[Carried] = []
         """Summaries of the carried groups of all ranks, the same on every rank."""
+        self._ahead: Begun | None = None
+        """Groups of the next step, which are generated while this one is learned."""
 
-    def __call__(self, step: int, metrics: Metrics) -> list[Group]:
+    def __call__(self, step: int, metrics: Metrics, *, ahead: bool = False) -> list[Group]:
         """Return this rank's complete groups of a step; all ranks together have `rollout_batch_size`. The engine must be awake.
+
+        With `ahead` the generation of the next step begins, with the weights that the engine has now.
 
         Raises ConfigError if no group of any round has a signal.
         """
@@ -72,8 +88,10 @@ class Collector:
         idle: list[int] = []
         while missing and rounds < section.dynamic_sampling_rounds:
             tried = len(chosen) + len(idle)
-            local_groups = self._next_groups(missing, acceptance=len(chosen) / tried if tried else 1.0)
-            self._generate(local_groups, missing, seed=(self.seed, step, rounds))
+            begun, self._ahead = self._ahead, None
+            begun = begun or self._begin(step, rounds, missing, acceptance=len(chosen) / tried if tried else 1.0)
+            local_groups = begun.groups
+            self._generate(begun, missing, seed=(self.seed, step, rounds))
             with_signal, without_signal = self._split_by_signal([group for group in local_groups if group.complete])
             chosen |= set(with_signal[:missing])
             idle += without_signal
@@ -85,6 +103,8 @@ class Collector:
             metrics.max("rollout/sampling_rounds", rounds)
             metrics.max("rollout/groups_given_up", len(idle))
         metrics.max("rollout/groups_carried", len(self.all_carried))
+        if ahead:
+            self._ahead = self._begin(step + 1, 0, section.rollout_batch_size, acceptance=1.0)
         instead = set(self._substitutes(idle, missing))
         for group in held:
             if group.number in instead:
@@ -154,15 +174,24 @@ class Collector:
 
     # -- generating
 
-    def _generate(self, local_groups: list[Group], needed: int, *, seed: tuple[int, ...]) -> None:
-        """Extend this rank's groups until `needed` of all ranks' are complete; to the end without over-sampling."""
+    def _begin(self, step: int, round: int, missing: int, *, acceptance: float) -> Begun:
+        """Choose this rank's groups of a round, and begin to generate their responses."""
+        before = self._numbers()
+        groups = self._next_groups(missing, acceptance=acceptance)
+        return Begun(groups, self._grow(groups, (self.seed, step, round, 0)), before)
+
+    def _grow(self, groups: list[Group], seed: tuple[int, ...]) -> Iterator[Group]:
         limit = self.section.early_stop_every if self.section.over_sampling > 1 else None
+        return self.sampler.grow(groups, seed=derived_seed(*seed), limit=limit)
+
+    def _generate(self, begun: Begun, needed: int, *, seed: tuple[int, ...]) -> None:
+        """Extend this rank's groups until `needed` of all ranks' are complete; to the end without over-sampling."""
+        local_groups = begun.groups
         for group in local_groups:
             if group.complete:
                 self.rewards.begin(group.responses)
         for turn in count():
-            drawn = derived_seed(*seed, turn)
-            for group in self.sampler.grow(local_groups, seed=drawn, limit=limit):
+            for group in begun.finished if turn == 0 else self._grow(local_groups, (*seed, turn)):
                 self.rewards.begin(group.responses)
             complete = sum(group.complete for group in local_groups)
             with self.trace.phase("wait", idle=True):
@@ -238,12 +267,16 @@ class Collector:
         all_carried = self.all_carried
 
         def take_back() -> None:
+            self._ahead = None
             self.all_carried = all_carried
             self._restore(numbers, [Group.restored(group, self.prompts) for group in carried])
 
         return take_back
 
     def _numbers(self) -> dict[str, Any]:
+        """Return the position in the data, without groups that have begun ahead, and the history."""
+        if self._ahead is not None:
+            return self._ahead.numbers | {"history": self.history.state_dict()}
         return {"place": self.place, "number": self.number, "history": self.history.state_dict()}
 
     def _restore(self, numbers: dict[str, Any], carried: list[Group]) -> None:

@@ -29,12 +29,16 @@ class Sampler:
     def grow(self, groups: list[Group], *, seed: int, limit: int | None = None) -> Iterator[Group]:
         """Extend the unfinished responses of this rank's groups: to their end, or by at most `limit` tokens.
 
-        Yields each group as soon as its last response has ended, while those of others continue; the iterator must be exhausted.
+        Returns an iterator, which must be exhausted, over the groups: each as soon as its last response has ended, while others
+        continue.
         The draws of a response depend on `seed`, the number of its group and its position in it, not on the rank.
         """
         pending = [each for group in groups for each in self._pending(group, seed, limit)]
         requests = [request for request, _, _ in pending]
         finished = self.strategy.gather_and_generate(sampling_of(self.section), requests=requests, as_completed=True)
+        return self._grown(pending, finished)
+
+    def _grown(self, pending: list[Pending], finished: Iterator[tuple[int, list[Completion]]]) -> Iterator[Group]:
         for index, completions in finished:
             _, samples, group = pending[index]
             for sample, completion in zip(samples, completions, strict=True):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightrft.data.loader import share_of
 from lightrft.engine.base import Engine
+from lightrft.engine.first_token import CompletionIterator
 from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import GB, occupied_memory, release_cached_memory
@@ -76,19 +77,25 @@ class EngineHost:
         """Generate without waking the engine; ranks that share an engine pass the same requests."""
         return self.engine.generate(requests, self._own(sampling))
 
-    def stream(self, sampling: Sampling, requests: list[Request]) -> Iterator[tuple[int, list[Completion]]]:
-        """Yield (index, completions) for each of this rank's requests, which may be any number. All ranks call it together.
+    def stream(self, sampling: Sampling, requests: list[Request]) -> CompletionIterator:
+        """Return an iterator over (index, completions) of this rank's requests, any number of them. All ranks call it together.
 
         The engine receives the requests of all ranks that share it. Ranks of one data replica pass the same requests: each
         submits its part of them, and yields the parts of the others at the end. They need not be the ranks that share an engine.
+        An engine on other ranks begins before the first completion is read.
         """
         part = share_of(self.model_parallel.rank, self.model_parallel.size, len(requests))
         local = requests[part.start : part.stop]
         by_rank = self.axis.gather(local)
         first = sum(len(others) for others in by_rank[: self.axis.rank])
+        completed = self.engine.stream([each for others in by_rank for each in others], self._own(sampling))
+        return self._completed(completed, first, part)
+
+    def _completed(self, completed: CompletionIterator, first: int, part: range) -> CompletionIterator:
+        """Yield the completions of this rank's requests, which are `first` and following ones of the engine, then of siblings."""
         answers: dict[int, list[Completion]] = {}
-        for index, completions in self.engine.stream([each for others in by_rank for each in others], self._own(sampling)):
-            if first <= index < first + len(local):
+        for index, completions in completed:
+            if first <= index < first + len(part):
                 answers[part.start + index - first] = completions
                 yield part.start + index - first, completions
         for others in self.model_parallel.gather(answers):

@@ -60,6 +60,26 @@ def test_it_learns_what_ranks_that_do_both_learn(tmp_path):
 
 
 @pytest.mark.slow
+def test_one_step_off_learns_from_the_weights_before_the_last_update(tmp_path):
+    """The reward rises; each sample but those of the first step is one update old; a resumed run goes on learning."""
+    flags = [*prepare(tmp_path), *PPO, "--rollout_ranks=1", "--max_staleness=1", "--rollout_correction=tis", "--save_steps=4"]
+    cases = {
+        "whole": [*flags, "--max_steps=30"],
+        "parts": [*flags, "--max_steps=4"],
+        "dynamic": [*flags, "--max_steps=4", "--dynamic_sampling", "--eval_steps=2", f"--eval_data={tmp_path}/train.jsonl"],
+    }
+    run_ranks(3, as_launched, cases, free_ports(3), str(tmp_path))
+    run_ranks(3, as_launched, {"parts": [*flags, "--max_steps=6", "--load_checkpoint"]}, free_ports(1), str(tmp_path))
+    rows = {case: rows_of(tmp_path / case) for case in cases}
+    assert [row["rollout/staleness"] for row in rows["whole"]] == [0.0] + [1.0] * 29
+    rewards = [row["rollout/reward"] for row in rows["whole"]]
+    assert sum(rewards[-5:]) / 5 > 0.8 > 0.55 > rewards[0]
+    assert repeatable(rows["parts"][:4]) == repeatable(rows["whole"][:4])
+    assert [row["rollout/staleness"] for row in rows["parts"]] == [0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
+    assert len(rows["dynamic"]) == 4 and "eval/reward" in rows["dynamic"][1]
+
+
+@pytest.mark.slow
 def test_ranks_that_share_an_engine_serve_zero_3(tmp_path):
     load_vllm()
     flags = [*prepare(tmp_path), *PPO, "--max_steps=3", "--engine_type=vllm", "--engine_kv_cache_gb=0.125", "--engine_tp_size=2",

@@ -44,6 +44,8 @@ class RemoteEngine(Engine):
             self._broadcast = WeightBroadcast(processes, setup.device, bucket_bytes=limit)
         self._first = processes.rank % len(self._engines)
         self._call = 0
+        self._arrived: dict[int, list[Finished]] = {}
+        """Completions of open calls that have not been read."""
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Send the weights to all engines, which check and verify them; this returns when they are sent."""
@@ -54,7 +56,7 @@ class RemoteEngine(Engine):
                 pass
         else:
             for engine in self._engines:
-                engine.send(LoadWeights(version))
+                engine.send(LoadWeights(version, self._call))
             self._broadcast.send(stream)
         self.version, self.weights_valid = version, True
 
@@ -66,22 +68,28 @@ class RemoteEngine(Engine):
         return Expanded(request.token_ids, None)
 
     def _stream(self, requests: list[Request]) -> CompletionIterator:
-        """Make a call even without requests, because those of other ranks wait for it."""
-        with self._fatal("generate"):
-            self._failure = EngineError("its completions were not consumed to the end")
-            yield from self._generate(requests)
-            self._failure = None
+        """Send the requests, also none, because those of other ranks wait for them; several calls may be open."""
+        return self._generate(requests)
 
     def _generate(self, requests: list[Request]) -> CompletionIterator:
         self._call += 1
+        self._arrived[self._call] = []
         for place, engine in enumerate(self._engines):
             chosen = range((place - self._first) % len(self._engines), len(requests), len(self._engines))
             engine.send(Generate(self._call, self.version, [(index, requests[index]) for index in chosen]))
-        for _ in requests:
-            peer, message = self._inbox.get()
-            if not isinstance(message, Finished):
-                raise EngineError(f"rank {peer.rank}, which generates, has closed its connection")
-            yield message.index, message.completions
+        return self._finished(self._call, len(requests))
+
+    def _finished(self, call: int, count: int) -> CompletionIterator:
+        with self._fatal("generate"):
+            for _ in range(count):
+                while not self._arrived[call]:
+                    peer, message = self._inbox.get()
+                    if not isinstance(message, Finished):
+                        raise EngineError(f"rank {peer.rank}, which generates, has closed its connection")
+                    self._arrived[message.call].append(message)
+                message = self._arrived[call].pop()
+                yield message.index, message.completions
+            del self._arrived[call]
 
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
         raise EngineError("the weights of engines on other ranks are loaded there")

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -31,6 +32,9 @@ class EngineServer:
         self._num_peers = processes.size - processes.rollout_ranks
         self._calls: dict[int, dict[int, Generate]] = defaultdict(dict)
         """Call -> rank -> its requests, for calls that wait for the requests of other ranks or for weights."""
+        self._loads: list[LoadWeights] = []
+        self._answered = 0
+        """Number of the last call that was answered."""
 
     def serve(self) -> None:
         """Answer calls in their order, and load weights as they come."""
@@ -41,13 +45,25 @@ class EngineServer:
                 if isinstance(message, Closed):
                     left -= 1
                 elif isinstance(message, LoadWeights):
-                    self._announce("generate/weight_sync")
-                    self.engine.load_weights(self._broadcast.receive(), message.version)
+                    self._loads.append(message)
                 else:
                     self._calls[message.call][rank] = message
-            while ready := [call for call, parts in self._calls.items() if self._is_ready(parts)]:
-                self._announce("generate")
-                self._answer(self._calls.pop(min(ready)))
+            while self._proceed():
+                pass
+
+    def _proceed(self) -> bool:
+        """Load weights or answer a call, whichever is next; return False if its parts have not all arrived."""
+        if self._loads and self._loads[0].after == self._answered:
+            self._announce("generate/weight_sync")
+            self.engine.load_weights(self._broadcast.receive(), self._loads.pop(0).version)
+            return True
+        parts = self._calls.get(self._answered + 1, {})
+        if len(parts) < self._num_peers or next(iter(parts.values())).version > self.engine.version:
+            return False
+        self._announce("generate")
+        self._answered += 1
+        self._answer(self._calls.pop(self._answered))
+        return True
 
     def _messages(self) -> list[tuple[int, Any]]:
         """Return the messages that have arrived, with the ranks that sent them; the same on all ranks of the engine."""
@@ -66,9 +82,6 @@ class EngineServer:
             pass
         return [(peer.rank, message) for peer, message in found]
 
-    def _is_ready(self, parts: dict[int, Generate]) -> bool:
-        return len(parts) == self._num_peers and next(iter(parts.values())).version <= self.engine.version
-
     def _answer(self, parts: dict[int, Generate]) -> None:
         owners = [(rank, index) for rank in sorted(parts) for index, _ in parts[rank].requests]
         requests: list[Request] = [request for rank in sorted(parts) for _, request in parts[rank].requests]
@@ -76,4 +89,5 @@ class EngineServer:
         for place, completions in self.engine.stream(requests, Sampling()):
             rank, index = owners[place]
             if self.axis.rank == 0:
-                peers[rank].send(Finished(index, completions))
+                with suppress(OSError):  # a rank that ends does not wait for what it began
+                    peers[rank].send(Finished(self._answered, index, completions))

@@ -33,17 +33,19 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Completions of a request."""
+    """Completions of a request of a call."""
 
+    call: int
     index: int
     completions: list[Completion]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadWeights:
-    """Announcement of a weight stream."""
+    """Announcement of a weight stream, which begins when the call `after` and all before it have been answered."""
 
     version: int
+    after: int
 
 
 @dataclass(frozen=True, slots=True)
