@@ -96,6 +96,7 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
         "overlong_buffer_len": (reward.overlong_buffer, "--overlong_buffer"),
         "overlong_buffer_penalty_factor": (reward.overlong_buffer, "--overlong_buffer"),
         "reward_running_norm_minus_mean": (reward.reward_running_norm, "--reward_running_norm"),
+        "num_draft_tokens": (config.engine.speculative != "none", "--speculative"),
         "engine_sleep_level": (config.engine.enable_engine_sleep, "--enable_engine_sleep"),
         "limit_mm_video_per_prompt": (False, "videos, which prompts cannot contain yet"),
         "limit_mm_audio_per_prompt": (False, "audio clips, which prompts cannot contain yet"),
