@@ -169,6 +169,8 @@ class VLLMEngine(LibraryEngine):
         return probe.parts(logits[0][-1])
 
     def _sleep(self, level: int) -> None:
+        if level == 2:
+            self._shim.keep_draft_weights()
         if not self.on_cpu:
             self._llm.sleep(level)
         elif level == 2:
@@ -177,6 +179,8 @@ class VLLMEngine(LibraryEngine):
     def _wake(self, part: Part) -> None:
         if not self.on_cpu:
             self._llm.wake_up(tags=[part])
+        if part == "weights":
+            self._shim.restore_draft_weights()
 
     def _close(self) -> None:
         self._shim.shutdown()

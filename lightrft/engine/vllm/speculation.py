@@ -1,4 +1,4 @@
-"""Speculation in one vLLM engine: its drafter, and the measurement of the batch sizes at which drafts are verified.
+"""Drafter of one vLLM engine, and the measurement of the batch sizes at which drafts are verified.
 
 Verifying a draft takes longer than a plain step, the more so the larger the batch is, and saves the steps of the accepted tokens. So it
 pays below a batch size that depends on the machine, the model, and the share of drafted tokens that are accepted.
@@ -30,7 +30,7 @@ PAUSE = 16
 
 
 class Speculation:
-    """Drafts of one engine, when they are verified, and the weights of a model that drafts.
+    """Drafts of one engine, and when they are verified.
 
     In runner V1 samples are the same as without drafts (verification.py). Runner V2 verifies with vLLM's own rejection sampling,
     whose draws depend on a request's seed alone and follow the same distribution, but differ from those without drafts.
@@ -51,10 +51,9 @@ class Speculation:
         if self._text is not None:
             self._text.batch = self._runner.input_batch
             self._runner.effective_drafter_max_model_len = 2**31  # vLLM drafts zeros for sequences near the limit
-        self._kept: dict[str, object] = {}
         self._recent, self._paused = Drafts(), 0
         self._costs = Costs(self._measure())
-        logger.debug("verifying drafts takes longer than a step by, at batch sizes: {}", self._costs)
+        logger.debug("--speculative {}: a step with drafts takes longer than one without by {}", section.speculative, self._costs)
         if self._text is not None:
             self._text.costs = self._costs
         self._schedule(expected=self._most / 2)

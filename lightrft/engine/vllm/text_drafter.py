@@ -53,12 +53,16 @@ class Book:
 
 
 class Costs:
-    """Cost of verifying drafts of full length for a whole batch, as the number of plain steps that it takes longer, by batch size."""
+    """Cost of a step that verifies a draft of full length for each request, by batch size: the number of plain steps that it takes
+    longer."""
 
     def __init__(self, measured: dict[int, float]):
         """Set up from measurements: batch size -> cost. Sizes above the largest have its cost; without any, drafts are free."""
         self.sizes = sorted(measured)
         self.measured = [measured[size] for size in self.sizes]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{cost:.0%} at batch size {size}" for size, cost in zip(self.sizes, self.measured, strict=True))
 
     def of(self, batch_size: int) -> float:
         if not self.sizes:

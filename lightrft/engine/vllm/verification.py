@@ -1,9 +1,9 @@
 """Verification of drafts in vLLM's model runner V1, with the noise that samples have without drafts.
 
-The sampler draws the token of each position as it would without a draft; a drafted token is accepted if it is the one that is drawn.
-So drafts change no sample. The probability of acceptance is that of the token, as in rejection sampling of a single guess (Leviathan
+The sampler draws the token of each position as it would without a draft; a drafted token is accepted if it is the one drawn. So
+drafts change no sample. The probability of acceptance is that of the token, as in rejection sampling of a single guess (Leviathan
 et al., arXiv 2211.17192). vLLM's own rejection sampler draws other numbers, and without Triton it computes with memory that it
-has not set (`expand_batch_to_tokens` of version 0.32 writes its result into a copy).
+has not set: `expand_batch_to_tokens` of version 0.32 writes its result into a copy.
 """
 
 from collections.abc import Sequence
