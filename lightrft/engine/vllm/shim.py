@@ -42,7 +42,7 @@ class VLLMShim:
         atexit.register(gc.unfreeze)  # vLLM froze all objects; unfrozen ones are collected in order, without warnings
         (self.model,) = llm.apply_model(lambda model: model)
         (self.draft_model,) = llm.collective_rpc("get_draft_model")
-        """Model of --speculative that drafts, or None. No stream brings its own weights; embeddings and head may be the model's."""
+        """Model that drafts, or None. No stream brings its weights, except for embeddings and output layer that both share."""
         self._draft_weights: dict[str, torch.Tensor] = {}
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         parts = PARTS | getattr(self.model, "packed_modules_mapping", {})

@@ -1,7 +1,7 @@
 """Drafter of one vLLM engine, and the measurement of the batch sizes at which drafts are verified.
 
-Verifying a draft takes longer than a plain step, the more so the larger the batch is, and saves the steps of the accepted tokens. So it
-pays below a batch size that depends on the machine, the model, and the share of drafted tokens that are accepted.
+Verifying a draft takes longer than a plain step, the more so the larger the batch is, and saves the steps of the accepted tokens.
+So it pays below a batch size that depends on the machine, the model, and the share of drafted tokens that are accepted.
 """
 
 from time import perf_counter

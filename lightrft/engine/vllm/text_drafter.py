@@ -53,8 +53,7 @@ class Book:
 
 
 class Costs:
-    """Cost of a step that verifies a draft of full length for each request, by batch size: the number of plain steps that it takes
-    longer."""
+    """Number of plain steps by which a step is longer that verifies a draft of full length for each request, by batch size."""
 
     def __init__(self, measured: dict[int, float]):
         """Set up from measurements: batch size -> cost. Sizes above the largest have its cost; without any, drafts are free."""
