@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import add
 from typing import Any, NamedTuple, Self
 
 
@@ -89,6 +90,23 @@ Expand = Callable[[Prompt], Expanded]
 """Function that expands a prompt for the trained model; its features are tensors by name."""
 
 
+class Drafts(NamedTuple):
+    """Drafts of a response that its model has verified.
+
+        Drafts(count=2, num_tokens=10, num_accepted=3)
+    """
+
+    count: int = 0
+    """Number of verifications, each of one draft."""
+    num_tokens: int = 0
+    """Number of drafted tokens."""
+    num_accepted: int = 0
+    """Number of drafted tokens that became part of the response."""
+
+    def plus(self, other: "Drafts") -> "Drafts":
+        return Drafts(*map(add, self, other))
+
+
 @dataclass(slots=True)
 class Completion:
     """Result of an engine for one sample; it has the new tokens only."""
@@ -100,6 +118,7 @@ class Completion:
     """One of "stop", "length" and "abort"."""
     weight_version: int = 0
     num_cached_tokens: int = 0
+    drafts: Drafts = Drafts()
 
 
 @dataclass(slots=True)
@@ -119,6 +138,8 @@ class Sample:
     finish_reason: str
     weight_version: int = 0
     """Version of the weights that sampled the first token; later tokens of a response over several steps have newer ones."""
+    drafts: Drafts = Drafts()
+    """Drafts of the response since this process began it; empty without --speculative."""
     reward: float = 0.0
     """Reward of the whole response; the sum of step rewards if there are any."""
     reward_parts: dict[str, float] = field(default_factory=dict)

@@ -1,11 +1,10 @@
 """Find the flags that the user wrote and that change nothing in this run."""
 
-from importlib.util import find_spec
 
 from lightrft.config.commands import COMMANDS, JUDGE_FIELDS, LORA, fields_read
 from lightrft.config.recipe import TEACHERS
 from lightrft.config.references import JUDGE, TRACKERS, eval_sources, report_names, reward_terms
-from lightrft.config.sections import Config, needs_critic, needs_reference, section_of_field
+from lightrft.config.sections import Config, engine_name, needs_critic, needs_reference, section_of_field
 
 CRITIC = ("critic_pretrain", "critic_learning_rate", "lambd", "value_clip")
 """Fields of the critic."""
@@ -60,12 +59,6 @@ def _changed(config: Config) -> set[str]:
             if getattr(getattr(config, owners[name]), name) != getattr(getattr(default, owners[name]), name)}  # fmt: skip
 
 
-def engine_name(config: Config) -> str:
-    """Return the engine that --engine_type selects on this machine, without importing it."""
-    name = config.engine.engine_type
-    return next((engine for engine in ("vllm", "sglang") if find_spec(engine)), "hf") if name == "auto" else name
-
-
 def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
     """Return field -> (True if it has an effect, the flag that it needs for one)."""
     model, data, rollout, reward, algorithm = config.model, config.data, config.rollout, config.reward, config.algorithm
@@ -96,6 +89,7 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
         "overlong_buffer_len": (reward.overlong_buffer, "--overlong_buffer"),
         "overlong_buffer_penalty_factor": (reward.overlong_buffer, "--overlong_buffer"),
         "reward_running_norm_minus_mean": (reward.reward_running_norm, "--reward_running_norm"),
+        "num_draft_tokens": (config.engine.speculative != "none", "--speculative"),
         "engine_sleep_level": (config.engine.enable_engine_sleep, "--enable_engine_sleep"),
         "limit_mm_video_per_prompt": (False, "videos, which prompts cannot contain yet"),
         "limit_mm_audio_per_prompt": (False, "audio clips, which prompts cannot contain yet"),

@@ -6,6 +6,7 @@ The text under a field is its help.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_origin, get_type_hints
 
@@ -230,6 +231,14 @@ class EngineSection(Section):
     """Maximum number of audio clips in one prompt."""
     micro_rollout_batch_size: Annotated[int, COUNT] = 64
     """Number of prompts that the hf engine generates at once."""
+    speculative: Literal["none", "ngram", "group", "draft", "eagle3", "mtp"] = "none"
+    """Source of the drafts that vLLM verifies several tokens at a time, which changes no distribution: ngram, the prompt and the
+    response itself; group, all responses to the same prompt; draft, a small model; eagle3, an EAGLE-3 head; mtp, the layers of
+    the model that predict several tokens. No drafts are verified at batch sizes where that is measured not to pay."""
+    num_draft_tokens: Annotated[int, COUNT] = 5
+    """With speculative: maximum number of tokens in one draft."""
+    draft_pretrain: str = ""
+    """Model of --speculative draft, with the vocabulary of --pretrain, or head of --speculative eagle3: a folder or hub name."""
     weight_sync_bucket_mb: Annotated[int, NOT_NEGATIVE] = 512
     """Size of one bucket of the weight stream in MB; the peak of additional memory is about two buckets. 0: an eighth of the free
     device memory at the beginning of the stream, on the rank that has the least; 512 on a CPU."""
@@ -717,6 +726,12 @@ def longest_sequence(config: Config) -> int:
     length = config.data.prompt_max_len + config.rollout.generate_max_len
     judges = config.reward.judge_url == "engine"
     return length + judges * (JUDGE_PROMPT_TOKENS + config.reward.judge_max_tokens)
+
+
+def engine_name(config: Config) -> str:
+    """Return the engine that --engine_type selects on this machine, without importing it."""
+    name = config.engine.engine_type
+    return next((engine for engine in ("vllm", "sglang") if find_spec(engine)), "hf") if name == "auto" else name
 
 
 def sequence_layout(strategy: StrategySection) -> tuple[int, str]:

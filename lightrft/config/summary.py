@@ -1,8 +1,7 @@
 """Summarise a run in a few lines: its algorithm, its layout, and the number of samples in a step."""
 
 from lightrft.config.commands import COMMANDS
-from lightrft.config.effects import engine_name
-from lightrft.config.sections import Config, needs_reference
+from lightrft.config.sections import Config, engine_name, needs_reference
 
 
 def summary(config: Config, command: str, world_size: int) -> list[str]:

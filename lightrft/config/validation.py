@@ -31,6 +31,7 @@ from lightrft.config.sections import (
     RewardSection,
     RolloutSection,
     StrategySection,
+    engine_name,
     field_bounds,
     needs_critic,
     section_of_field,
@@ -42,6 +43,8 @@ def validate(config: Config, *, command: str, world_size: int) -> None:
     problems = _missing_inputs(config, command)
     problems += range_problems(config, fields_read(command))
     problems += _sampling_problems(config.rollout)
+    if "engine" in COMMANDS[command]:
+        problems += _speculation_problems(config)
     if len(config.optim.adam_betas) != 2 or not all(0 <= beta < 1 for beta in config.optim.adam_betas):
         problems.append("--adam_betas takes two numbers, at least 0 and below 1")
     if command == "train_ppo":
@@ -219,6 +222,23 @@ def _image_problems(config: Config) -> list[str]:
     return [problem for problem, holds in impossible.items() if holds]
 
 
+def _speculation_problems(config: Config) -> list[str]:
+    """Return the settings of --speculative that contradict the engine, the model, or each other."""
+    engine, speculative, draft = engine_name(config), config.engine.speculative, config.engine.draft_pretrain
+    reads_draft = speculative in ("draft", "eagle3")
+    problems = []
+    if speculative != "none" and engine != "vllm":
+        problems.append(f"--speculative {speculative} needs --engine_type vllm; {engine} draws other samples with drafts")
+    if reads_draft and not draft:
+        what = "a small model with the vocabulary of --pretrain" if speculative == "draft" else "an EAGLE-3 head for --pretrain"
+        problems.append(f"--speculative {speculative} needs --draft_pretrain, {what}; --speculative group needs no other model")
+    if draft and not reads_draft:
+        problems.append(f"--draft_pretrain {draft} is used by --speculative draft or eagle3, not by --speculative {speculative}")
+    if speculative == "mtp" and _num_mtp_layers(config.model.pretrain) == 0:
+        problems.append(f"--speculative mtp: {config.model.pretrain} has no layers for it; --speculative group needs none")
+    return problems
+
+
 def _layout_problems(config: Config, world_size: int) -> list[str]:
     engine_tp, strategy = config.engine.engine_tp_size, config.strategy
     replicate, sp, tp = strategy.dp_replicate, max(strategy.sp_size, strategy.cp_size), strategy.tp_size
@@ -320,6 +340,20 @@ def _heads(pretrain: str) -> dict[str, int]:
     heads = content.get("num_attention_heads")
     counts = {"attention heads": heads, "key-value heads": content.get("num_key_value_heads", heads)}
     return {name: count for name, count in counts.items() if isinstance(count, int)}
+
+
+MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+"""Fields of a model's configuration with the number of its layers that predict several tokens."""
+
+
+def _num_mtp_layers(pretrain: str) -> int | None:
+    """Return the number of layers that predict several tokens; None for a hub model, which vLLM checks when it loads it."""
+    file = Path(pretrain).expanduser() / "config.json"
+    if not file.is_file():
+        return None
+    content = json.loads(file.read_text())
+    parts = content, content.get("text_config", {})
+    return max(part.get(name) or 0 for part in parts for name in MTP_LAYERS)
 
 
 def _batch_problems(config: Config) -> list[str]:

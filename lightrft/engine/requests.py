@@ -89,6 +89,8 @@ class Request:
     seeds: tuple[int, ...] = ()
     """One seed for each sample, from derived_seed(): it alone determines the sample's noise, independent of batch and engine. If
     empty, seeds are derived from the call's seed and the index of the request in the call."""
+    group: int | None = None
+    """Number that requests of one group have in common, which --speculative group drafts from; None: its samples are a group."""
     expanded: Expanded | None = None
     """Prompt with expanded media, which the engine sets."""
 

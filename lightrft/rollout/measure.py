@@ -1,5 +1,7 @@
 """Add metrics of samples, of their groups and of the experience computed from them."""
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,7 @@ from lightrft.algorithms.advantage import RIGHT
 from lightrft.algorithms.reduce import Sum, sequence_sums
 from lightrft.algorithms.returns import explained_variance
 from lightrft.observe.metrics import Metrics
-from lightrft.types import Experience, Sample
+from lightrft.types import Drafts, Experience, Sample
 
 SOLVED = ("0", "to_25", "to_50", "to_75", "below_100", "100")
 """Buckets of the percentage of right samples in a group: 0, up to 25, up to 50, up to 75, below 100, and 100."""
@@ -30,6 +32,10 @@ def measure_samples(samples: list[Sample], version: int, metrics: Metrics) -> No
     metrics.mean("rollout/staleness", staleness)
     metrics.max("rollout/staleness_max", staleness)
     metrics.sum("rollout/tokens", sum(sample.length for sample in samples))
+    drafts = reduce(Drafts.plus, (sample.drafts for sample in samples), Drafts())
+    if drafts.num_tokens:
+        metrics.mean("rollout/draft_acceptance", drafts.num_accepted / drafts.num_tokens, drafts.num_tokens)
+        metrics.mean("rollout/draft_accepted_length", drafts.num_accepted / drafts.count, drafts.count)
 
 
 def measure_groups(rewards: Tensor, groups: Tensor, metrics: Metrics) -> None:

@@ -70,7 +70,8 @@ class Sampler:
         for places in [growing] if growing and first else [[place] for place in growing]:
             seeds = tuple(derived_seed(seed, group.number, place) for place in places)
             samples = [group.samples[place] for place in places]
-            yield self._request(samples[0], sampling_of(self.section, n=len(samples)), seeds, limit), samples, group
+            request = self._request(samples[0], sampling_of(self.section, n=len(samples)), seeds, limit)
+            yield replace(request, group=group.number), samples, group
         if group.greedy is not None and group.greedy.finish_reason == GROWING:
             yield self._request(group.greedy, greedy_sampling(self.section), (), limit), [group.greedy], group
 
@@ -87,6 +88,7 @@ class Sampler:
             sample.weight_version = completion.weight_version
         sample.token_ids += completion.token_ids
         sample.logprobs += completion.logprobs
+        sample.drafts = sample.drafts.plus(completion.drafts)
         if completion.finish_reason != "length" or len(sample.token_ids) >= self.section.generate_max_len:
             sample.finish_reason = completion.finish_reason
             sample.text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)

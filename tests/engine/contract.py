@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,8 +78,8 @@ def run_contract(engine_type: str, tp: int, chosen: list[Case], folder: str, tie
     return results
 
 
-def start(engine_type: str, folder: str, axis: Axis, **options) -> Engine:
-    section = EngineSection(engine_type=engine_type, engine_kv_cache_gb=0.125, micro_rollout_batch_size=3)
+def start(engine_type: str, folder: str, axis: Axis, flags: dict[str, Any] | None = None, **options) -> Engine:
+    section = EngineSection(engine_type=engine_type, engine_kv_cache_gb=0.125, micro_rollout_batch_size=3, **flags or {})
     setup = {"dtype": torch.float32, "device": current_device(), "max_model_len": MAX_MODEL_LEN, "seed": 0,
              "trust_remote_code": False}
     return build_engine(section, model_path=folder, axis=axis, **setup | options)

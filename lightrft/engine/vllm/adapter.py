@@ -26,7 +26,8 @@ from lightrft.engine.start import LibraryEngine
 from lightrft.engine.vllm import layers  # noqa: F401  registered by its import
 from lightrft.engine.vllm.arguments import arguments
 from lightrft.engine.vllm.shim import VLLMShim
-from lightrft.types import Completion
+from lightrft.engine.vllm.speculation import Speculation
+from lightrft.types import Completion, Drafts
 from lightrft.weight_sync.names import NamedTensor
 from lightrft.weight_sync.verify import Fingerprints
 
@@ -53,11 +54,17 @@ class VLLMEngine(LibraryEngine):
             for category in (DeprecationWarning, FutureWarning):  # from vLLM's own calls
                 warnings.simplefilter("ignore", category)
             self._llm = LLM(**arguments(setup, config, self.limits))
-        self._shim = VLLMShim(self._llm, self.names)
+            self._shim = VLLMShim(self._llm, self.names)
+            speculates = setup.section.speculative != "none"
+            with self._stance():
+                self._speculation = Speculation(self._llm, setup.section, setup.axis) if speculates else None
+            self.reset_cache()
         return self._shim.weights.unknown
 
     def reset_cache(self) -> None:
         self._shim.reset_caches()
+        if self._speculation:
+            self._speculation.renew()
 
     def _expanded(self, request: Request) -> Expanded:
         self.reader.heard(request.multi_modal.get("audios", []))
@@ -70,6 +77,8 @@ class VLLMEngine(LibraryEngine):
             for index, request in enumerate(requests):
                 self._submit(index, request)
             for name, output in self._shim.finished():
+                if self._speculation:
+                    self._speculation.end(name, [*output.prompt_token_ids, *output.outputs[0].token_ids], _drafts_of(output))
                 index, sample = map(int, name.split("/"))
                 samples[index][sample] = output
                 if len(samples[index]) == requests[index].sampling.num_draws:
@@ -87,13 +96,15 @@ class VLLMEngine(LibraryEngine):
             parameters = copy.copy(common)
             parameters.seed = seed
             self._shim.submit(f"{index}/{sample}", prompt, parameters)
+            if self._speculation:
+                group = f"{index}" if request.group is None else f"group {request.group}"
+                self._speculation.begin(f"{index}/{sample}", group, len(request.prompt))
 
     def _parameters(self, sampling: Sampling, seed: int) -> SamplingParams:
         parameters = SamplingParams(
             seed=seed,
             max_tokens=sampling.max_tokens, temperature=min(sampling.temperature, 1.0),
             top_p=sampling.top_p, top_k=sampling.top_k,
-            logit_bias=dict.fromkeys(sampling.banned_token_ids, -math.inf) or None,
             ignore_eos=True,  # the end token that vLLM knows for some models; all end tokens are in stop_token_ids
             stop_token_ids=sorted(self.vocabulary.end_token_ids | set(sampling.stop_token_ids)),
             stop=list(sampling.stop), detokenize=bool(sampling.stop), skip_special_tokens=False, include_stop_str_in_output=True,
@@ -101,6 +112,10 @@ class VLLMEngine(LibraryEngine):
             flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,  # a clone would be checked again
         )
+        if self._speculation:  # with drafts vLLM supports no biases
+            parameters._bad_words_token_ids = [[token] for token in sampling.banned_token_ids]
+        else:
+            parameters.logit_bias = dict.fromkeys(sampling.banned_token_ids, -math.inf) or None
         parameters.temperature = sampling.temperature  # vLLM's check allows at most 2, but any value works
         return parameters
 
@@ -109,7 +124,7 @@ class VLLMEngine(LibraryEngine):
         for _, output in sorted(outputs.items()):
             (sample,) = output.outputs
             found.append(Completion(list(sample.token_ids), list(sample.logprobs.logprobs), sample.finish_reason, self.version,
-                                    output.num_cached_tokens or 0))
+                                    output.num_cached_tokens or 0, _drafts_of(output)))
         return found if len(found) == sampling.n else [copy.deepcopy(found[0]) for _ in range(sampling.n)]
 
     def _stance(self) -> AbstractContextManager:
@@ -154,6 +169,8 @@ class VLLMEngine(LibraryEngine):
         return probe.parts(logits[0][-1])
 
     def _sleep(self, level: int) -> None:
+        if level == 2:
+            self._shim.keep_draft_weights()
         if not self.on_cpu:
             self._llm.sleep(level)
         elif level == 2:
@@ -162,11 +179,21 @@ class VLLMEngine(LibraryEngine):
     def _wake(self, part: Part) -> None:
         if not self.on_cpu:
             self._llm.wake_up(tags=[part])
+        if part == "weights":
+            self._shim.restore_draft_weights()
 
     def _close(self) -> None:
         self._shim.shutdown()
         del self._llm, self._shim
         gc.collect()
+
+
+def _drafts_of(output: RequestOutput) -> Drafts:
+    """Return the drafts that were verified for a sample, without the steps for which there was none."""
+    metrics = output.outputs[0].spec_decode_metrics
+    if metrics is None:
+        return Drafts()
+    return Drafts(sum(metrics.histogram), metrics.num_draft_tokens, sum(j * count for j, count in enumerate(metrics.histogram)))
 
 
 def _until_failure(named_tensors: Iterator[NamedTensor], failures: list[Exception]) -> Iterator[NamedTensor]:

@@ -5,6 +5,10 @@ from transformers import PretrainedConfig
 from lightrft.engine.base import EngineSetup
 from lightrft.engine.requests import MEDIA
 
+TEXT = ("ngram", "group")
+"""Values of --speculative that draft from text, without a model."""
+TEXT_DRAFTER = "lightrft.engine.vllm.text_drafter.TextDrafter"
+
 
 def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, int]) -> dict:
     section, on_cpu = setup.section, setup.device.type == "cpu"
@@ -20,7 +24,7 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
         "mm_processor_cache_gb": 0,  # the cache would only hold images of the last step
         "mm_device_do_normalize": False,  # its constants are stored in the model and are not streamed
     }
-    return memory | prefill | kernels | (media if limits else {}) | {
+    return memory | prefill | kernels | (media if limits else {}) | _speculation(setup) | {
         "model": setup.model_path,
         "trust_remote_code": setup.trust_remote_code,
         "dtype": str(setup.dtype).removeprefix("torch."),
@@ -38,4 +42,27 @@ def arguments(setup: EngineSetup, config: PretrainedConfig, limits: dict[str, in
         "skip_tokenizer_init": not limits,  # input and output are token ids, but media processors need one
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
+    }
+
+
+def _speculation(setup: EngineSetup) -> dict:
+    """Return the arguments of --speculative; none without it."""
+    section = setup.section
+    kinds = {
+        "ngram": {"method": "custom_class", "model": TEXT_DRAFTER},
+        "group": {"method": "custom_class", "model": TEXT_DRAFTER},
+        "draft": {"method": "draft_model", "model": section.draft_pretrain},
+        "eagle3": {"method": "eagle3", "model": section.draft_pretrain},
+        "mtp": {"method": "mtp"},
+    }
+    if section.speculative == "none":
+        return {}
+    method = kinds[section.speculative]
+    if section.speculative not in TEXT:
+        # In runner V2, CUDA graphs are captured for each number of drafted tokens in this schedule, which is replaced later.
+        method["num_speculative_tokens_per_batch_size"] = [(1, 1, section.num_draft_tokens), (2, 2, 0)]
+        method["draft_tensor_parallel_size"] = setup.axis.size
+    return {
+        "speculative_config": method | {"num_speculative_tokens": section.num_draft_tokens},
+        "per_request_spec_decode_metrics": "summary",
     }

@@ -1,17 +1,24 @@
 """Replacements for a model loader and a layer of vLLM, which the import of this module registers."""
 
 import torch
-from vllm.config import ModelConfig
+from vllm.config import LoadConfig, ModelConfig
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 
 @register_model_loader("dummy")
 class _NoWeights(DummyModelLoader):
-    """Dummy loader for engines that await a stream: vLLM's random weights, but original buffers, since they are not streamed."""
+    """Dummy loader for engines that await a stream: vLLM's random weights, but original buffers, since they are not streamed.
+
+    Models that draft are not streamed either: their weights are read from their folder.
+    """
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        if model_config.runner_type == "draft":
+            DefaultModelLoader(LoadConfig()).load_weights(model, model_config)
+            return
         saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
         super().load_weights(model, model_config)
         for buffer, values in saved:

@@ -41,6 +41,9 @@ class VLLMShim:
         llm.llm_engine.engine_core._finalizer.detach()
         atexit.register(gc.unfreeze)  # vLLM froze all objects; unfrozen ones are collected in order, without warnings
         (self.model,) = llm.apply_model(lambda model: model)
+        (self.draft_model,) = llm.collective_rpc("get_draft_model")
+        """Model that drafts, or None. No stream brings its weights, except for embeddings and output layer that both share."""
+        self._draft_weights: dict[str, torch.Tensor] = {}
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         parts = PARTS | getattr(self.model, "packed_modules_mapping", {})
         known = engine_names(names)
@@ -100,6 +103,24 @@ class VLLMShim:
     def destroy_weights(self) -> None:
         """Fill the weights with NaN, as a substitute for sleep level 2 where vLLM does not support it."""
         _fill_with_nan(self.model)
+        if self.draft_model is not None:
+            _fill_with_nan(self.draft_model)
+
+    def keep_draft_weights(self) -> None:
+        """Copy the draft model's own weights to host memory, before a sleep that drops all weights. They never change."""
+        if not self._draft_weights:
+            self._draft_weights = {name: weight.detach().cpu().clone() for name, weight in self._own_draft_weights().items()}
+
+    def restore_draft_weights(self) -> None:
+        with torch.no_grad():
+            for name, weight in self._own_draft_weights().items():
+                if name in self._draft_weights:
+                    weight.copy_(self._draft_weights[name])
+
+    def _own_draft_weights(self) -> dict[str, torch.nn.Parameter]:
+        streamed = set(map(id, self.model.parameters()))
+        named = self.draft_model.named_parameters() if self.draft_model is not None else ()
+        return {name: weight for name, weight in named if id(weight) not in streamed}
 
     def shutdown(self) -> None:
         """Shut down vLLM's workers and their process groups only."""

@@ -1,0 +1,131 @@
+"""Tokens per second with --speculative group and ngram, against none, on text that is easy to foresee and on text that is not.
+
+    python scripts/bench/speculation.py                          # the table in docs/benchmarks.md, some minutes
+    python scripts/bench/speculation.py --hidden 64 --layers 1 --batches 1 8 --repeat 1
+
+Each engine is a vLLM in a process of its own; they generate in turn, with one thread each. A batch is groups of 8 samples.
+
+    repetitive   a random Qwen3 with tied embeddings at a low temperature, which repeats itself: most drafts are accepted
+    random       a random Qwen3 with 32 tokens, all about equally likely: contexts recur, and what followed is not said again
+
+`speedup` and `speedup_cpu` are the rates in wall seconds and in processor seconds over those without speculation, by batch:
+the median over the repetitions, of two runs next to each other. `slowest_cpu` is the least of the latter.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+
+KINDS = ("none", "ngram", "group")
+GROUP = 8
+TEXTS = {"repetitive": 0.05, "random": 1.0}
+"""Text -> temperature."""
+
+
+def make_model(folder: Path, text: str, args: argparse.Namespace) -> None:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    repetitive = text == "repetitive"
+    config = Qwen3Config(
+        vocab_size=args.vocabulary if repetitive else 32, hidden_size=args.hidden, intermediate_size=3 * args.hidden,
+        num_hidden_layers=args.layers, num_attention_heads=args.hidden // 32, num_key_value_heads=args.hidden // 32, head_dim=32,
+        tie_word_embeddings=repetitive, max_position_embeddings=2048, eos_token_id=None, bos_token_id=None, pad_token_id=None,
+        dtype="float32",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def serve(kind: str, folder: str, temperature: float, tokens: int, commands: Connection) -> None:
+    """Answer each batch size with wall seconds, seconds of the processor, and the drafts of that many samples."""
+    import torch
+    import torch.distributed as dist
+
+    from lightrft.config import EngineSection
+    from lightrft.engine.build import build_engine
+    from lightrft.engine.requests import Request, Sampling
+    from lightrft.parallel.mesh import Mesh
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as store:
+        dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
+        section = EngineSection(engine_type="vllm", engine_kv_cache_gb=0.5, speculative=kind)
+        setup = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": 2 * tokens, "axis": Mesh("cpu").world}
+        engine = build_engine(section, model_path=folder, **setup)
+        commands.send(None)
+        for seed, batch in enumerate(iter(commands.recv, 0)):
+            groups = [min(GROUP, batch)] * max(1, batch // GROUP)
+            sampling = Sampling(max_tokens=tokens, temperature=temperature, seed=seed)
+            requests = [Request([1, 2, 3, number % 30], sampling=Sampling(count, tokens, temperature))
+                        for number, count in enumerate(groups)]  # fmt: skip
+            began, began_cpu = time.perf_counter(), time.process_time()
+            samples = [sample for each in engine.generate(requests, sampling) for sample in each]
+            seconds = time.perf_counter() - began, time.process_time() - began_cpu
+            assert all(len(sample.token_ids) == tokens for sample in samples)
+            drafts = [sum(sample.drafts[place] for sample in samples) for place in range(3)]
+            commands.send((*seconds, *drafts))
+        engine.close()
+
+
+def measure(text: str, args: argparse.Namespace) -> dict[str, dict]:
+    """Return kind -> batch size -> figures."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), text, args)
+        engines = {}
+        for kind in KINDS:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(kind, folder, TEXTS[text], args.tokens, theirs))
+            process.start()
+            engines[kind] = process, ours
+            ours.recv()
+        found: dict[str, dict] = {kind: {} for kind in KINDS}
+        for batch in args.batches:
+            runs: dict[str, list] = {kind: [] for kind in KINDS}
+            for turn in range(args.repeat + 1):
+                for kind in KINDS if turn % 2 else reversed(KINDS):
+                    engines[kind][1].send(batch)
+                    runs[kind].append(engines[kind][1].recv())
+            for kind in KINDS:
+                found[kind][batch] = figures(runs[kind][1:], runs["none"][1:], batch * args.tokens)
+        for process, connection in engines.values():
+            connection.send(0)
+            process.join()
+    return found
+
+
+def figures(runs: list[tuple], plain: list[tuple], num_tokens: int) -> dict[str, float]:
+    drafts, drafted, accepted = (sum(run[place] for run in runs) for place in (2, 3, 4))
+    return {
+        "tokens_per_second": round(num_tokens / median(run[0] for run in runs)),
+        "speedup": round(median(other[0] / run[0] for run, other in zip(runs, plain, strict=True)), 3),
+        "speedup_cpu": round(median(other[1] / run[1] for run, other in zip(runs, plain, strict=True)), 3),
+        "accepted_of_drafted": round(accepted / drafted, 3) if drafted else None,
+        "accepted_per_draft": round(accepted / drafts, 2) if drafts else None,
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, default=2000)
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of each sample")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--repeat", type=int, default=5)
+    args = parser.parse_args(argv)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    cases = {text: measure(text, args) for text in TEXTS}
+    slowest = min(each["speedup_cpu"] for kinds in cases.values() for kind in KINDS[1:] for each in kinds[kind].values())
+    print(json.dumps({"slowest_cpu": slowest, "cases": cases}))
+
+
+if __name__ == "__main__":
+    main()

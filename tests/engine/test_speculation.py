@@ -1,0 +1,237 @@
+"""--speculative on real vLLM engines: drafts change neither samples nor log-probs, and their weights survive a sleep."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from engine import contract
+from engine.contract import PROMPTS, Bench, perturbed, start
+from lightrft.engine.base import Engine, Request, Sampling
+from lightrft.parallel.mesh import Mesh
+from lightrft.types import Completion, Drafts
+from ranks import run_ranks
+from tiny import byte_tokenizer, tiny_model
+from with_vllm import load_vllm
+
+pytestmark = pytest.mark.slow
+
+SAMPLINGS = (
+    Sampling(temperature=0, max_tokens=100),
+    Sampling(n=6, temperature=0.05, max_tokens=100, seed=3),
+    Sampling(n=6, max_tokens=60, seed=4, top_k=40, top_p=0.9, banned_token_ids=(3, 4)),
+)
+"""Greedy responses of the random model repeat themselves, those at the second temperature do so in part."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded() -> None:
+    pytest.importorskip("vllm", reason="vllm is not installed")
+    load_vllm()
+
+
+@contextmanager
+def speculating(folder: str, speculative: str, draft: str = "", tp: int = 1, **options) -> Iterator[tuple[Engine, Bench]]:
+    """An engine that verifies every draft, whatever its measured cost."""
+    from lightrft.engine.vllm.text_drafter import Costs
+
+    mesh = Mesh("cpu")
+    engine = start("vllm", folder, mesh.engine(tp), {"speculative": speculative, "draft_pretrain": draft}, **options)
+    if engine._speculation:
+        engine._speculation._costs = Costs({})
+        engine._speculation._schedule(expected=1)
+        if engine._speculation._text:
+            engine._speculation._text.costs = Costs({})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    yield engine, Bench(engine, model, mesh.engine(tp), mesh.world.rank)
+    engine.close()
+
+
+def drafts_of(outputs: list[list[Completion]]) -> Drafts:
+    drafts = Drafts()
+    for samples in outputs:
+        for sample in samples:
+            drafts = drafts.plus(sample.drafts)
+    return drafts
+
+
+def drawn(engine: Engine) -> list[tuple[list, Drafts]]:
+    """For each of SAMPLINGS: tokens and log-probs, and the drafts in them."""
+    outputs = [engine.generate([Request(prompt) for prompt in PROMPTS], sampling) for sampling in SAMPLINGS]
+    return [([(sample.token_ids, sample.logprobs) for samples in each for sample in samples], drafts_of(each))
+            for each in outputs]  # fmt: skip
+
+
+def _with_and_without(folder: str, other: str) -> dict[str, list[tuple[list, Drafts]]]:
+    found = {}
+    kinds = {"none": "", "ngram": "", "group": "", "draft": other}
+    for speculative, draft in kinds.items():
+        with speculating(folder, speculative, draft) as (engine, _):
+            found[speculative] = drawn(engine)
+    return found
+
+
+def test_samples_are_the_same_with_drafts(tmp_path: Path) -> None:
+    folder, other = tiny_model(tmp_path / "model", seed=1), tiny_model(tmp_path / "other", seed=2)
+    (found,) = run_ranks(1, _with_and_without, folder, other, timeout=400)
+    plain = found.pop("none")
+    assert all(drafts == Drafts() for _, drafts in plain)
+    for speculative, results in found.items():
+        for (samples, drafts), (expected, _), sampling in zip(results, plain, SAMPLINGS, strict=True):
+            assert [tokens for tokens, _ in samples] == [tokens for tokens, _ in expected], (speculative, sampling)
+            difference = torch.tensor([value for _, values in samples for value in values])
+            difference -= torch.tensor([value for _, values in expected for value in values])
+            assert difference.abs().max() < 1e-5
+            assert drafts.num_accepted <= drafts.num_tokens <= 5 * drafts.count
+        assert [drafts.num_tokens > 0 for _, drafts in results][:2] == [True, True]
+    assert found["group"][1][1].num_accepted > found["ngram"][1][1].num_accepted > 0, "siblings say more than the sample alone"
+    assert all(found[speculative][0][1].num_accepted > 50 for speculative in ("ngram", "group"))
+
+
+ON_EVERY_KIND = [case for case in contract.CASES if case.__name__ not in (
+    *("one_wrong_element_is_named", "swapped_weights_are_named", "later_syncs_verify_parts"),
+    *("missing_weights_are_named", "unknown_weights_are_named", "repeated_weights_are_named", "wrong_shapes_are_named"),
+    *("a_weight_that_stays_the_old_one_is_named", "any_order_of_the_stream_will_do", "no_requests_no_answers"),
+)]  # fmt: skip
+"""Without those that are about the weights of the model alone."""
+
+
+def _contract(folder: str, speculative: str, draft: str, tp: int) -> tuple[dict[str, str], int]:
+    with speculating(folder, speculative, draft, tp) as (engine, bench):
+        outcomes = {case.__name__: contract.outcome(case, bench) for case in ON_EVERY_KIND}
+        return outcomes, drafts_of(bench.generate(PROMPTS, Sampling(temperature=0, max_tokens=100))).num_tokens
+
+
+@pytest.mark.parametrize(("speculative", "tp"), [("group", 2), ("draft", 1)])
+def test_an_engine_with_drafts_keeps_the_contract(tmp_path: Path, speculative: str, tp: int) -> None:
+    folder, other = tiny_model(tmp_path / "model", seed=1), tiny_model(tmp_path / "other", seed=2)
+    draft = other if speculative == "draft" else ""
+    for outcomes, num_drafted in run_ranks(tp, _contract, folder, speculative, draft, tp, timeout=400):
+        assert outcomes == dict.fromkeys(outcomes, "") and num_drafted > 0
+
+
+def _acceptance_of_a_copy(folder: str) -> list[Drafts]:
+    """Drafts of a model that drafts for itself: at the start, with other weights, with its own again, and after a sleep."""
+    found = []
+
+    def sample(engine: Engine) -> None:
+        outputs = engine.generate([Request(prompt) for prompt in PROMPTS], Sampling(n=3, max_tokens=40, seed=5))
+        found.append(drafts_of(outputs))
+
+    with speculating(folder, "draft", folder, from_stream=True) as (engine, bench):
+        for weights in (bench.model, perturbed(bench.model, 3), bench.model):
+            bench.load(weights)
+            sample(engine)
+        engine.sleep(2)
+        engine.wake("weights")
+        bench.load(bench.model)
+        engine.wake("kv_cache")
+        sample(engine)
+    return found
+
+
+def test_a_draft_model_is_accepted_as_far_as_it_resembles_the_actor(tmp_path: Path) -> None:
+    """It has its weights from its folder, also where the actor's come by stream and a sleep drops both."""
+    (found,) = run_ranks(1, _acceptance_of_a_copy, tiny_model(tmp_path, seed=1), timeout=300)
+    own, other, again, after_sleep = (drafts.num_accepted / drafts.num_tokens for drafts in found)
+    assert own == again == after_sleep == 1 and other < 0.9
+
+
+NUM_DRAWS, LENGTH = 12000, 8
+TOKENS = 20
+
+
+def _draws(folder: str) -> tuple[torch.Tensor, Drafts]:
+    with speculating(folder, "group") as (engine, _):
+        seeds = [tuple(range(first, first + 500)) for first in range(0, NUM_DRAWS, 500)]
+        sampling = Sampling(n=500, temperature=0.7, max_tokens=LENGTH)
+        outputs = engine.generate([Request([1, 2, 3], sampling=sampling, seeds=each, group=0) for each in seeds], sampling)
+    return torch.tensor([sample.token_ids for samples in outputs for sample in samples]), drafts_of(outputs)
+
+
+@torch.no_grad()
+def _joint(model: PreTrainedModel, prompt: list[int], temperature: float, length: int) -> torch.Tensor:
+    """Exact probabilities [TOKENS] * length of the first `length` tokens, computed from all prefixes."""
+    prefixes, joint = torch.tensor([prompt]), torch.ones(1)
+    for _ in range(length):
+        step = (model(prefixes).logits[:, -1] / temperature).softmax(-1)
+        joint = (joint[:, None] * step).flatten()
+        tokens = torch.arange(TOKENS).repeat(len(prefixes))[:, None]
+        prefixes = torch.cat([prefixes.repeat_interleave(TOKENS, 0), tokens], 1)
+    return joint
+
+
+def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """Of Pearson's test; cells with an expected count below 5 are one cell."""
+    expected = probabilities.double() * counts.sum()
+    rare = expected < 5
+    counts = torch.cat([counts[~rare].double(), counts[rare].sum().double()[None]])
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]]).clamp_min(1e-9)
+    statistic = ((counts - expected).square() / expected).sum()
+    return torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2).item()
+
+
+def test_the_sampled_distribution_is_the_models(tmp_path: Path) -> None:
+    """The first three tokens by Pearson's test, and all of them, of which many were drafted, by their mean log-prob."""
+    config = Qwen3Config(hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
+                         intermediate_size=64, vocab_size=TOKENS, initializer_range=0.3, max_position_embeddings=512,
+                         pad_token_id=None, bos_token_id=None, eos_token_id=None, tie_word_embeddings=False)  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config).float()
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    ((tokens, drafts),) = run_ranks(1, _draws, str(tmp_path), timeout=300)
+    assert drafts.num_tokens > NUM_DRAWS and drafts.num_accepted > NUM_DRAWS / 10
+    for length in (1, 2, 3):
+        cells = (tokens[:, :length] * TOKENS ** torch.arange(length - 1, -1, -1)).sum(1)
+        counts = cells.bincount(minlength=TOKENS**length)
+        assert p_value(counts, _joint(model, [1, 2, 3], 0.7, length)) > 1e-3
+    scores = _log_probs(model, tokens, 0.7)
+    assert abs(scores["difference"]) < 4 * scores["error"]
+
+
+@torch.no_grad()
+def _log_probs(model: PreTrainedModel, tokens: torch.Tensor, temperature: float) -> dict[str, float]:
+    """Mean difference between the log-prob of each sampled token and minus the entropy of its distribution, which is 0."""
+    rows = torch.cat([torch.tensor([[1, 2, 3]]).expand(len(tokens), 3), tokens], 1)
+    log_probs = (model(rows).logits[:, 2:-1] / temperature).log_softmax(-1)
+    surplus = log_probs.gather(2, tokens[..., None])[..., 0] - (log_probs.exp() * log_probs).sum(-1)
+    return {"difference": surplus.mean().item(), "error": (surplus.std() / surplus.numel() ** 0.5).item()}
+
+
+def test_a_text_drafter_continues_as_its_group_last_did() -> None:
+    """Compared with a search of the text; nothing of a group is left after its last request."""
+    from types import SimpleNamespace
+
+    from lightrft.engine.vllm.text_drafter import CONTEXT, TextDrafter
+
+    config = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=4),
+                             model_config=SimpleNamespace(max_model_len=64))  # fmt: skip
+    drafter, generator = TextDrafter(config), np.random.default_rng(0)
+    text = generator.integers(0, 3, (4, 60)).astype(np.int32)
+    drafter.batch = SimpleNamespace(req_ids=[f"{row}/0-x" for row in range(4)])
+    groups = ["a", "a", "b", "b"]
+    for row, group in enumerate(groups):
+        drafter.begin(f"{row}/0", group, num_prompt=5)
+    said: dict[str, dict[tuple, int]] = {"a": {}, "b": {}}
+    read = [0] * 4
+    for length in (6, 7, 11, 12, 13, 30, 31, 60):
+        expected = []
+        for row, group in enumerate(groups):
+            for place in range(max(CONTEXT, read[row]), length):
+                said[group][tuple(text[row, place - CONTEXT : place].tolist())] = int(text[row, place])
+            read[row] = length
+            draft, context = [], tuple(text[row, length - CONTEXT : length].tolist())
+            while len(draft) < min(4, 63 - length) and context in said[group]:
+                draft.append(said[group][context])
+                context = (*context[1:], draft[-1])
+            expected.append(draft)
+        assert drafter.propose([[0]] * 4, np.full(4, length), text) == expected
+    assert drafter._num_entries == sum(map(len, said.values()))
+    for row in range(4):
+        drafter.end(f"{row}/0", text[row].tolist())
+    assert not (drafter._books or drafter._groups or drafter._read or drafter._num_entries)
