@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ARGUMENTS = ("arguments", "_on_accelerator", "_on_cpu")
-SAMPLING = ("_parameters", "_prefilled")
+SAMPLING = ("_parameters", "_prefill_only")
 TAGS = ("_sleep", "_wake")
 """Functions of the adapter in which strings are names of SGLang's: its engine's arguments, of a request, of its memory."""
 ATTRIBUTES = {
@@ -149,7 +149,7 @@ def _methods(cls: ast.ClassDef) -> dict[str, list[str]]:
     """Method -> its parameters; `**` for any."""
     found = {}
     for node in cls.body:
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
             spec = node.args
             found[node.name] = [one.arg for one in [*spec.args, *spec.kwonlyargs]] + (["**"] if spec.kwarg else [])
     return found

@@ -4,6 +4,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightrft.config.sections import EngineSection
-from lightrft.engine.first_token import CompletionIterator, first_token_apart
+from lightrft.engine.loop import RequestLoop
 from lightrft.engine.media import MEDIA, digest, read
 from lightrft.engine.model_info import Vocabulary
 from lightrft.engine.requests import Expanded, Request, Sampling, derived_seed, out_of_vocabulary
@@ -91,32 +92,52 @@ class Engine(ABC):
         completions = dict(self.stream(requests, sampling))
         return [completions[index] for index in range(len(requests))]
 
-    def stream(self, requests: list[Request], sampling: Sampling) -> CompletionIterator:
+    def stream(self, requests: list[Request], sampling: Sampling) -> Iterator[tuple[int, list[Completion]]]:
         """Yield (index, its `n` completions) of each request as soon as all are complete, in any order, while others still run.
+
+        The engine becomes unusable if the caller stops reading before the end. For errors see open().
+        """
+        loop = self.open(sampling)
+        loop.add(requests)
+        return _to_the_end(loop)
+
+    def open(self, sampling: Sampling) -> RequestLoop:
+        """Return a loop, to which requests can be added while others decode; `sampling` is for those without their own.
 
         Log-probs are those of the sampled distribution: without banned tokens, at the requested temperature, restricted to the
         top p of the top k; raw (T = 1) if greedy. The noise of a sample depends on its seed only, not on batching or on other
-        random numbers. Raises ValueError before anything is generated if a request is invalid; the engine stays usable then.
-        The engine becomes unusable if the caller stops reading before the end.
+        random numbers. Adding an invalid request raises ValueError before any request is begun; the engine stays usable then.
         """
+        self._check_can_generate()
+        return RequestLoop(self, sampling)
+
+    def begin_requests(self, requests: list[Request], loop: RequestLoop) -> list[Request]:
+        """Return the next requests of a loop with sampling, seeds and expanded media, checked on all ranks of the engine."""
+        self._check_loop(loop)
+        placeholders = self.vocabulary.placeholder_token_ids if self.vocabulary else ()
+        own = [replace(each, sampling=(each.sampling or loop.sampling).resolved(placeholders)) for each in requests]
+        own = [each if each.seeds else replace(each, seeds=_seeds(loop.sampling.seed, place, each))
+               for place, each in enumerate(own, loop.num_requests)]  # fmt: skip
+        return self._validated(own, loop.sampling)
+
+    @contextmanager
+    def generating(self, loop: RequestLoop) -> Iterator[None]:
+        """Guard an action of a loop: an exception inside, or requests that are left in it, make the engine unusable."""
+        self._check_loop(loop)
+        with self._fatal("generate"):
+            yield
+        self._failure = loop.unread if loop.running else None
+
+    def _check_loop(self, loop: RequestLoop) -> None:
+        if self._failure is not loop.unread:
+            self._check_can_generate()
+
+    def _check_can_generate(self) -> None:
         self._check_usable()
         if self.awake != {"weights", "kv_cache"}:
             raise EngineError(f"generate() on a sleeping engine (awake: {sorted(self.awake) or 'nothing'}): call wake() first")
         if not self.weights_valid:
             raise EngineError("generate() without weights (sleep level 2, or a broken stream): call load_weights() first")
-        placeholders = self.vocabulary.placeholder_token_ids if self.vocabulary else ()
-        own = [replace(each, sampling=(each.sampling or sampling).resolved(placeholders)) for each in requests]
-        own = [each if each.seeds else replace(each, seeds=_seeds(sampling.seed, place, each)) for place, each in enumerate(own)]
-        return self._stream(self._validated(own, sampling))
-
-    def _stream(self, requests: list[Request]) -> CompletionIterator:
-        if not requests:
-            return
-        with self._fatal("generate"):
-            self._failure = EngineError("its completions were not consumed to the end")
-            for index, samples in first_token_apart(self._generate, requests):
-                yield index, self._cut(samples, requests[index].sampling.stop)
-            self._failure = None
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load a complete set of weights: full tensors with exactly the expected names and shapes.
@@ -188,11 +209,19 @@ class Engine(ABC):
     # -- hooks of an adapter
 
     @abstractmethod
-    def _generate(self, requests: list[Request]) -> CompletionIterator:
-        """Yield (index, completions) of each request, once. Every request has its sampling and a seed for each sample.
+    def _add(self, key: int, request: Request) -> None:
+        """Begin a request, which has its sampling and a seed for each sample, and media expanded.
 
         Stop strings should end a sample; the caller cuts off what an engine generates beyond them.
         """
+
+    @abstractmethod
+    def _step(self) -> Iterable[tuple[int, list[Completion]]]:
+        """Continue the requests that were added; return key and completions of those that have ended."""
+
+    @abstractmethod
+    def _abort(self, key: int) -> list[Completion]:
+        """End a request that runs; return its completions so far, with the finish reason `abort` for unfinished ones."""
 
     def _expanded(self, request: Request) -> Expanded:
         """Return a prompt with expanded media; ValueError if the model cannot read it. Called only for media in `limits`."""
@@ -349,6 +378,11 @@ class Engine(ABC):
 
     def _fatal(self, verb: str) -> "_Fatal":
         return _Fatal(self, verb)
+
+
+def _to_the_end(loop: RequestLoop) -> Iterator[tuple[int, list[Completion]]]:
+    while loop.running:
+        yield from loop.step()
 
 
 def _seeds(seed: int, place: int, request: Request) -> tuple[int, ...]:

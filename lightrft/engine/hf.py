@@ -1,6 +1,6 @@
 """Embedded engine: transformers only, with its own copy of the weights and its own sampling loop with a key-value cache."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +11,7 @@ from transformers.initialization import no_init_weights
 
 from lightrft.algorithms.truncation import ALL, Truncation
 from lightrft.engine.base import Engine, EngineSetup, Part
-from lightrft.engine.first_token import CompletionIterator
+from lightrft.engine.loop import ABORTED
 from lightrft.engine.media import MediaReader
 from lightrft.engine.model_info import Vocabulary, model_class, most_of_each, published_names
 from lightrft.engine.probe import Probe
@@ -47,6 +47,10 @@ class HFEngine(Engine):
         self.weights = self.model.state_dict(keep_vars=True)
         """Name -> the model's own tensor, wherever it is stored."""
         self.weights_valid = not setup.from_stream
+        self._waiting: dict[int, Request] = {}
+        self._samples: _Samples | None = None
+        """Samples of the running batch."""
+        self._decoding: Iterator[list[tuple[int, list[Completion]]]] = iter(())
 
     def reset_cache(self) -> None:
         """Do nothing: a cache exists only within one generate()."""
@@ -54,40 +58,60 @@ class HFEngine(Engine):
     def _expanded(self, request: Request) -> Expanded:
         return self.reader.expanded(request)
 
+    def _add(self, key: int, request: Request) -> None:
+        self._waiting[key] = request
+
     @torch.inference_mode()
-    def _generate(self, requests: list[Request]) -> CompletionIterator:
-        alike: dict[Sampling, list[int]] = {}
-        for index in sorted(range(len(requests)), key=lambda index: len(requests[index].prompt)):
-            alike.setdefault(requests[index].sampling, []).append(index)
-        for sampling, members in alike.items():
-            for start in range(0, len(members), self.batch_size):
-                chosen = members[start : start + self.batch_size]
-                prompts = [requests[index] for index in chosen]
-                noise = _noise([seed for request in prompts for seed in request.seeds], sampling).to(self.device)
-                samples = self._samples(sampling, chosen, [len(request.prompt) for request in prompts])
-                yield from self._complete(prompts, noise, sampling, samples)
+    def _step(self) -> list[tuple[int, list[Completion]]]:
+        """Compute a token of each sample in the batch; a batch that has ended is followed by the shortest prompts that wait."""
+        while (finished := next(self._decoding, None)) is None:
+            if not self._waiting:
+                return []
+            self._decoding = self._decode_batch(self._next_batch())
+        return finished
 
-    def _samples(self, sampling: Sampling, chosen: list[int], lengths: list[int]) -> "_Samples":
-        """Return empty samples of the requests `chosen`; all but the first of a prompt's n samples count its tokens as cached."""
-        ends = self.vocabulary.end_token_ids | set(sampling.stop_token_ids)
-        stops = StopStrings(self.vocabulary.tokenizer, sampling.stop) if sampling.stop else None
-        completions = [Completion([], [], "length", self.version, length if sample else 0)
-                       for length in lengths for sample in range(sampling.n)]
-        return _Samples(sampling, completions, ends, stops, chosen)
+    def _abort(self, key: int) -> list[Completion]:
+        request = self._waiting.pop(key, None)
+        if request is not None:
+            return [Completion([], [], ABORTED, self.version) for _ in request.seeds]
+        return self._samples.abort(key)
 
-    def _complete(self, prompts: list[Request], noise: Tensor, sampling: Sampling, samples: "_Samples") -> CompletionIterator:
-        """Yield the n completions of each prompt. noise [prompts x n, max_tokens] in [0, 1)."""
+    def _next_batch(self) -> list[tuple[int, Request]]:
+        """Take the shortest prompts of one sampling from those that wait."""
+        in_order = sorted(self._waiting.items(), key=lambda each: len(each[1].prompt))
+        alike = [each for each in in_order if each[1].sampling == in_order[0][1].sampling][: self.batch_size]
+        for key, _ in alike:
+            del self._waiting[key]
+        return alike
+
+    def _decode_batch(self, batch: list[tuple[int, Request]]) -> Iterator[list[tuple[int, list[Completion]]]]:
+        """Yield the requests, with their n completions, that have ended after each token."""
+        keys, prompts = zip(*batch, strict=True)
+        sampling = prompts[0].sampling
+        noise = _noise([seed for request in prompts for seed in request.seeds], sampling).to(self.device)  # in [0, 1)
+        samples = self._samples = self._empty_samples(sampling, keys, [len(request.prompt) for request in prompts])
         rows, logits = self._prefill(prompts, sampling.n)
         for step in range(sampling.max_tokens):
             tokens, logprobs = sample_tokens(logits, sampling.temperature, noise[rows.index, step], sampling.truncation)
             drawn = zip(rows.index.tolist(), rows.running, tokens.tolist(), logprobs.tolist(), strict=True)
             rows.running = [running and samples.add(index, token, logprob) for index, running, token, logprob in drawn]
-            yield from samples.finished()
+            yield samples.finished()
+            if samples.num_aborted:
+                rows.running = [running and samples.missing[index // sampling.n] > 0
+                                for index, running in zip(rows.index.tolist(), rows.running, strict=True)]
             if not any(rows.running):
                 break
             logits = self._decode(rows, rows.drop_finished(tokens))
 
-    def _prefill(self, requests: list[Request], n: int) -> tuple["_Rows", Tensor]:
+    def _empty_samples(self, sampling: Sampling, keys: tuple[int, ...], lengths: list[int]) -> "_Samples":
+        """Return empty samples of the requests `keys`; all but the first of a prompt's n samples count its tokens as cached."""
+        ends = self.vocabulary.end_token_ids | set(sampling.stop_token_ids)
+        stops = StopStrings(self.vocabulary.tokenizer, sampling.stop) if sampling.stop else None
+        completions = [Completion([], [], "length", self.version, length if sample else 0)
+                       for length in lengths for sample in range(sampling.n)]
+        return _Samples(sampling, completions, ends, stops, list(keys))
+
+    def _prefill(self, requests: Sequence[Request], n: int) -> tuple["_Rows", Tensor]:
         """Return one row per sample, and the logits [prompts x n, V] of its first token."""
         prompts = [request.prompt for request in requests]
         longest = max(len(prompt) for prompt in prompts)
@@ -213,6 +237,7 @@ class _Samples:
     """Number of samples of each prompt that still run."""
     complete: list[int] = field(default_factory=list)
     """Prompts whose samples are all complete, and which have not been yielded yet."""
+    num_aborted: int = 0
 
     def __post_init__(self) -> None:
         self.missing = [self.sampling.n] * len(self.requests)
@@ -232,11 +257,24 @@ class _Samples:
             self.complete.append(prompt)
         return False
 
-    def finished(self) -> CompletionIterator:
-        """Yield the request and the completions of each prompt that has become complete."""
-        n, complete, self.complete = self.sampling.n, self.complete, []
-        for prompt in complete:
-            yield self.requests[prompt], self.completions[prompt * n : (prompt + 1) * n]
+    def finished(self) -> list[tuple[int, list[Completion]]]:
+        """Return the request and the completions of each prompt that has become complete."""
+        complete, self.complete = self.complete, []
+        return [(self.requests[prompt], self._of(prompt)) for prompt in complete]
+
+    def abort(self, request: int) -> list[Completion]:
+        """End the samples of a request; return them."""
+        prompt = self.requests.index(request)
+        self.missing[prompt] = 0
+        self.num_aborted += 1
+        samples = self._of(prompt)
+        for sample in samples:
+            if sample.finish_reason == "length" and len(sample.token_ids) < self.sampling.max_tokens:
+                sample.finish_reason = ABORTED
+        return samples
+
+    def _of(self, prompt: int) -> list[Completion]:
+        return self.completions[prompt * self.sampling.n : (prompt + 1) * self.sampling.n]
 
 
 @dataclass(slots=True)

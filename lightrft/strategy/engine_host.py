@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightrft.data.loader import share_of
 from lightrft.engine.base import Engine
-from lightrft.engine.first_token import CompletionIterator
 from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import GB, occupied_memory, release_cached_memory
@@ -20,6 +19,10 @@ from lightrft.types import Completion
 
 Weights = Callable[[], Iterator[tuple[str, Tensor]]]
 """Function that starts one weight stream of (name, full tensor)."""
+
+
+CompletionIterator = Iterator[tuple[int, list[Completion]]]
+"""Iterator over (index, completions) of each request as it ends."""
 
 
 class EngineStatus(Enum):

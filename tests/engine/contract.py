@@ -515,6 +515,63 @@ def each_request_comes_as_it_ends(bench: Bench) -> None:
         assert bench.engine.generate(requests, sampling) == outputs
 
 
+def requests_are_admitted_while_others_decode(bench: Bench) -> None:
+    """Each gets the tokens that it gets alone, whatever is beside it and whenever it came."""
+    sampling = Sampling(n=2, max_tokens=24, seed=3)
+    requests = [Request(prompt, seeds=(derived_seed(row, 0), derived_seed(row, 1))) for row, prompt in enumerate(PROMPTS)]
+    alone = [bench.engine.generate([request], sampling)[0] for request in requests]
+    loop = bench.engine.open(sampling)
+    found, waiting = {}, iter(requests[1:])
+    assert loop.add(requests[:1]) == range(1)
+    while loop.running:
+        for index, completions in loop.step():
+            found[index] = completions
+        loop.add([request for _, request in zip(range(1), waiting, strict=False)])
+    assert [[s.token_ids for s in found[row]] for row in range(5)] == [[s.token_ids for s in samples] for samples in alone]
+    with pytest.raises(ValueError, match="contains the token 9999"):
+        loop.add([Request([9999])])
+    assert bench.greedy() == bench.expected
+
+
+def an_abort_keeps_what_was_sampled(bench: Bench) -> None:
+    """The prompt with those tokens is then continued with the tokens and log-probs of an uninterrupted request."""
+    whole = Sampling(temperature=0, max_tokens=120)
+    prompts = [[50, 55, 43], [1, 2, 3, 4, 5], [200, 7], [61, 60]]  # four, and the hf engine has batches of three
+    expected = bench.generate(prompts, whole)
+    loop = bench.engine.open(whole)
+    loop.add([Request(prompt) for prompt in prompts])
+    early = [loop.step() for _ in range(5)]
+    with pytest.raises(EngineError, match="not consumed"):
+        bench.greedy()
+    begun = loop.abort() | dict(sum(early, []))
+    assert not loop.running and sorted(begun) == [0, 1, 2, 3] and any(sample.token_ids for (sample,) in begun.values())
+    for index, (sample,) in begun.items():
+        (one,), length = expected[index], len(sample.token_ids)
+        if sample.finish_reason != "abort":
+            assert sample.token_ids == one.token_ids
+            continue
+        assert sample.token_ids == one.token_ids[:length] and length < len(one.token_ids)
+        request = Request(prompts[index] + sample.token_ids, sampling=replace(whole, max_tokens=120 - length))
+        ((rest,),) = bench.engine.generate([request], whole)
+        assert (sample.token_ids + rest.token_ids, rest.finish_reason) == (one.token_ids, one.finish_reason)
+        logprobs = torch.tensor(sample.logprobs + rest.logprobs)
+        torch.testing.assert_close(logprobs, torch.tensor(one.logprobs), rtol=0, atol=1e-5)
+    assert any(samples[0].finish_reason == "abort" for samples in begun.values())
+    fire = replace(whole, n=3, temperature=1.0, first_token_temperature=5.0)
+    loop = bench.engine.open(fire)
+    loop.add([Request(prompts[0])])
+    loop.step(), loop.step(), loop.step()
+    (samples,) = loop.abort().values()
+    assert len(samples) == 3
+    for sample in samples:
+        assert len(sample.logprobs) == len(sample.token_ids) < 120
+        if sample.token_ids:
+            logprobs = [reference_logprobs(bench.model, prompts[0], sample.token_ids, t) for t in (5.0, 1.0)]
+            expected_logprobs = torch.cat([logprobs[0][:1], logprobs[1][1:]])
+            torch.testing.assert_close(torch.tensor(sample.logprobs), expected_logprobs, rtol=0, atol=1e-5)
+    assert bench.greedy() == bench.expected
+
+
 def a_part_of_the_vocabulary_is_sampled_and_normalised(bench: Bench) -> None:
     """Against the warpers of transformers; and with one token in the part that token comes."""
     for options in ({"top_k": 7}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.9, "temperature": 1.4}):

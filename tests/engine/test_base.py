@@ -1,13 +1,13 @@
 """What the contract does for every adapter, shown on one that does nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightrft.engine.base import Engine, EngineError, Part, Request, Sampling
-from lightrft.engine.first_token import CompletionIterator
+from lightrft.types import Completion
 from lightrft.weight_sync.verify import ROUNDS, Fingerprints
 
 EXPECTED = {"a": torch.Size([2]), "b": torch.Size([3])}
@@ -20,7 +20,7 @@ class Idle(Engine):
     def __init__(self, *, reads: int = 9, broken: tuple[str, ...] = ()):
         super().__init__(EXPECTED)
         self.reads, self.broken = reads, broken
-        self.closings = 0
+        self.closings, self.keys = 0, []
 
     def _act(self, verb: str) -> None:
         if verb in self.broken:
@@ -28,10 +28,16 @@ class Idle(Engine):
 
     def reset_cache(self) -> None: ...
 
-    def _generate(self, requests: list[Request]) -> CompletionIterator:
+    def _add(self, key: int, request: Request) -> None:
         self._act("generate")
-        for index in range(len(requests)):
-            yield index, []
+        self.keys.append(key)
+
+    def _step(self) -> Iterable[tuple[int, list[Completion]]]:
+        return [(self.keys.pop(0), [])]
+
+    def _abort(self, key: int) -> list[Completion]:
+        self.keys.remove(key)
+        return []
 
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
         for _, _ in zip(range(self.reads), named_tensors, strict=False):

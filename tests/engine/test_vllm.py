@@ -171,10 +171,10 @@ def test_both_runners_draw_from_the_seeds_of_requests() -> None:
 
     def seeds(request: Request, numpy_seed: int) -> list[int]:
         submitted = []
-        stub = SimpleNamespace(vocabulary=SimpleNamespace(end_token_ids=set()),
+        stub = SimpleNamespace(vocabulary=SimpleNamespace(end_token_ids=set()), _outputs={}, _samplings={},
                                _shim=SimpleNamespace(submit=lambda name, prompt, parameters: submitted.append(parameters)))
         stub._parameters = partial(VLLMEngine._parameters, stub)
-        VLLMEngine._submit(stub, 0, request)
+        VLLMEngine._add(stub, 0, request)
         np.random.seed(numpy_seed)
         states = SamplingStates(4, 20)
         for place, parameters in enumerate(submitted):

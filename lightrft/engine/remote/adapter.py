@@ -8,12 +8,12 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from lightrft.engine.base import Engine, EngineError, EngineSetup, Part
-from lightrft.engine.first_token import CompletionIterator
 from lightrft.engine.model_info import Vocabulary, most_of_each, published_names
 from lightrft.engine.remote.weights import WeightBroadcast
 from lightrft.engine.remote.wire import PRETRAIN, Closed, Finished, Generate, LoadWeights, Peer, connect
-from lightrft.engine.requests import Expanded, Request
+from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.parallel.processes import RunProcesses
+from lightrft.types import Completion
 from lightrft.weight_sync.stream import bucket_limit
 
 
@@ -67,11 +67,9 @@ class RemoteEngine(Engine):
         """Return the prompt as it is: the engine expands it."""
         return Expanded(request.token_ids, None)
 
-    def _stream(self, requests: list[Request]) -> CompletionIterator:
+    def stream(self, requests: list[Request], sampling: Sampling) -> Iterator[tuple[int, list[Completion]]]:
         """Send the requests, also none, because those of other ranks wait for them; several calls may be open."""
-        return self._generate(requests)
-
-    def _generate(self, requests: list[Request]) -> CompletionIterator:
+        requests = self.begin_requests(requests, self.open(sampling))
         self._call += 1
         self._arrived[self._call] = []
         for place, engine in enumerate(self._engines):
@@ -79,7 +77,7 @@ class RemoteEngine(Engine):
             engine.send(Generate(self._call, self.version, [(index, requests[index]) for index in chosen]))
         return self._finished(self._call, len(requests))
 
-    def _finished(self, call: int, count: int) -> CompletionIterator:
+    def _finished(self, call: int, count: int) -> Iterator[tuple[int, list[Completion]]]:
         with self._fatal("generate"):
             for _ in range(count):
                 while not self._arrived[call]:
@@ -90,6 +88,15 @@ class RemoteEngine(Engine):
                 message = self._arrived[call].pop()
                 yield message.index, message.completions
             del self._arrived[call]
+
+    def _add(self, key: int, request: Request) -> None:
+        raise EngineError("requests to engines on other ranks are sent by stream()")
+
+    def _step(self) -> Iterator[tuple[int, list[Completion]]]:
+        raise EngineError("engines on other ranks decode by themselves")
+
+    def _abort(self, key: int) -> list[Completion]:
+        raise EngineError("requests to engines on other ranks run to their end")
 
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
         raise EngineError("the weights of engines on other ranks are loaded there")

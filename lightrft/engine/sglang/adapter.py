@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from lightrft.engine.base import EngineError, EngineSetup, Part
-from lightrft.engine.first_token import CompletionIterator
 from lightrft.engine.media import MediaReader
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.engine.sglang.arguments import arguments
@@ -18,6 +17,7 @@ from lightrft.engine.sglang.samples import Samples
 from lightrft.engine.sglang.shim import SGLangShim
 from lightrft.engine.start import LibraryEngine
 from lightrft.parallel.device import current_device
+from lightrft.types import Completion
 from lightrft.weight_sync.fused_layout import engine_names
 from lightrft.weight_sync.names import NamedTensor
 from lightrft.weight_sync.stream import bucket_limit
@@ -42,6 +42,7 @@ class SGLangEngine(LibraryEngine):
     def __init__(self, setup: EngineSetup):
         self._asleep: set[str] = set()
         self._shim: SGLangShim | None = None
+        self._samples: Samples | None = None
         super().__init__("sglang", sglang.__version__, setup)
         self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, media_alone=True,
                                   trust_remote_code=setup.trust_remote_code)
@@ -57,6 +58,7 @@ class SGLangEngine(LibraryEngine):
 
     def _launch(self, options: dict[str, Any], places: dict[str, str]) -> list[str]:
         self._shim = SGLangShim(options)
+        self._samples = Samples(self._shim, self.vocabulary)
         return self._shim.ask("unknown_weights", places=places, shapes=self.names.shapes)[0]
 
     def reset_cache(self) -> None:
@@ -73,15 +75,21 @@ class SGLangEngine(LibraryEngine):
             raise ValueError("SGLang processes images of this model differently from transformers; only text is supported")
         return self.reader.expanded(request)
 
-    def _generate(self, requests: list[Request]) -> CompletionIterator:
-        samples = Samples(self._shim, self.vocabulary, self.version)
-        return self._iterate_on_first_rank(lambda: samples.of(requests))
+    def _add(self, key: int, request: Request) -> None:
+        if self.axis.rank == 0:
+            self._samples.add(key, request, self.version)
+
+    def _step(self) -> list[tuple[int, list[Completion]]]:
+        return self._on_first_rank(lambda: self._samples.step())
+
+    def _abort(self, key: int) -> list[Completion]:
+        return self._on_first_rank(lambda: self._samples.abort(key))
 
     def _parts(self, token_ids: list[int]) -> dict[str, Tensor]:
         """Return Probe.parts(); for a model with tensor parallelism without parts that are sharded over ranks."""
         self._on_first_rank(lambda: self._shim.ask("watch", num_tokens=len(token_ids)))
         try:
-            list(self._generate([Request(token_ids, sampling=Sampling(max_tokens=1, temperature=0), seeds=(0,))]))
+            self.generate([Request(token_ids)], Sampling(max_tokens=1, temperature=0))
         finally:
             seen = self._on_first_rank(lambda: self._shim.ask("seen"))
         return _whole(seen)
@@ -158,15 +166,6 @@ class SGLangEngine(LibraryEngine):
         if problem is not None:
             raise EngineError(f"on the first rank of this engine: {problem}")
         return outcome
-
-    def _iterate_on_first_rank(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Iterate on the first rank, and yield its items on all ranks of the axis; like _on_first_rank() for iterators."""
-        items = make() if self.axis.rank == 0 else iter(())
-        while True:
-            more, item = self._on_first_rank(lambda: next(((True, item) for item in items), (False, None)))
-            if not more:
-                return
-            yield item
 
 
 def _whole(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -80,8 +80,12 @@ class Loop:
         self.loop = loop
         self.runs = self.dead = False
 
+    def task(self, awaitable: Awaitable) -> asyncio.Task:
+        """Return a task, which continues whenever the loop runs."""
+        return asyncio.ensure_future(awaitable, loop=self.loop)
+
     def run_until_complete(self, awaitable: Awaitable) -> Any:
-        task = asyncio.ensure_future(awaitable, loop=self.loop)
+        task = self.task(awaitable)
         self.runs = True
         try:
             while not task.done() and not self.dead:

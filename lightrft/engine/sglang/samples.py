@@ -1,11 +1,14 @@
 """Conversion of requests to SGLang's requests, and of its results to completions."""
 
+import asyncio
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.engine.base import EngineError
+from lightrft.engine.loop import ABORTED
 from lightrft.engine.model_info import Vocabulary
 from lightrft.engine.requests import Request
 from lightrft.engine.sglang.sampling import Truncate
@@ -18,60 +21,99 @@ LOOK_EVERY = 8
 RARELY = 2**30
 
 
-@dataclass(frozen=True, slots=True)
 class Samples:
-    """Generation of the samples of one call of the engine."""
+    """Requests that run in SGLang's processes. Those that begin together are a task of its event loop, and arrive there as one
+    message: their batches, and thereby the rounding of their log-probs, then do not depend on timing.
+    """
 
-    shim: SGLangShim
-    vocabulary: Vocabulary
-    version: int
-    """Version of the weights."""
+    def __init__(self, shim: SGLangShim, vocabulary: Vocabulary):
+        self.shim, self.vocabulary = shim, vocabulary
+        self.running: dict[int, _Running] = {}
+        """Key of a request -> its state."""
+        self.waiting: list[_Running] = []
+        self.ended: list[int] = []
+        self.tasks: set[asyncio.Task] = set()
 
-    def of(self, requests: list[Request]) -> Iterator[tuple[int, list[Completion]]]:
-        """Yield (index, completions) of each request.
+    def add(self, key: int, request: Request, version: int) -> None:
+        """Add a request, which begins with the next step, with weights of this version."""
+        self.running[key] = _Running(key, request, version, missing=request.sampling.num_draws)
+        self.waiting.append(self.running[key])
 
-        Every sample is a separate SGLang request, sent after a request that puts the common prompt into the cache.
-        """
-        shared = [index for index, request in enumerate(requests) if request.sampling.num_draws > 1]
-        num_cached = dict(self._prefilled(requests, shared))
-        samples = [_Sample(index, request, seed)
-                   for index, request in enumerate(requests) for seed in request.seeds[: request.sampling.num_draws]]
-        missing = [request.sampling.num_draws for request in requests]
-        for place, completion in self._sampled(samples):
-            index = samples[place].index
-            samples[place].completion = completion
-            missing[index] -= 1
-            if not missing[index]:
-                found = [sample.completion for sample in samples if sample.index == index]
-                found[0].num_cached_tokens = num_cached.get(index, found[0].num_cached_tokens)
-                yield index, found if len(found) > 1 else [copy.deepcopy(found[0]) for _ in range(requests[index].sampling.n)]
+    def step(self) -> list[tuple[int, list[Completion]]]:
+        """Let SGLang work until a request has ended, or for a moment; return the requests that have ended."""
+        self._work()
+        ended, self.ended = self.ended, []
+        return [(key, self.running.pop(key).completions) for key in ended]
 
-    def _prefilled(self, requests: list[Request], shared: list[int]) -> Iterator[tuple[int, int]]:
-        """Prefill the requests `shared`; yield the index and the number of cached tokens of each."""
+    def abort(self, key: int) -> list[Completion]:
+        """End a request; return its completions so far."""
+        running = self.running[key]
+        running.aborted = True
+        while key not in self.ended:
+            for name in running.names:
+                self.shim.abort(name)  # which is ignored until SGLang knows the request
+            self._work()
+        self.ended.remove(key)
+        return self.running.pop(key).completions
+
+    def _work(self) -> None:
+        if self.waiting:
+            self.tasks.add(self.shim.begin(self._complete(self.waiting)))
+            self.waiting = []
+        self.shim.work_until(lambda: bool(self.ended), self.tasks)
+        for task in [task for task in self.tasks if task.done()]:
+            self.tasks.remove(task)
+            task.result()
+
+    async def _complete(self, batch: list["_Running"]) -> None:
+        """Complete requests. Every sample is a request of SGLang, sent after one that puts the common prompt into the cache."""
+        shared = [running for running in batch if running.request.sampling.num_draws > 1]
         if shared:
-            parameters = [{"max_new_tokens": 0, "temperature": 0, "sampling_seed": 0}] * len(shared)
-            for answer in self.shim.generate([requests[index] for index in shared], parameters, [None] * len(shared)):
-                yield shared[answer["index"]], answer["meta_info"]["cached_tokens"]
+            async for place, answer in self._answers([(running, _prefill_only(), None) for running in shared]):
+                shared[place].num_cached = answer["meta_info"]["cached_tokens"]
+        samples = [(running, self._parameters(running.request, seed), _processor(running.request))
+                   for running in batch for seed in running.request.seeds[: running.request.sampling.num_draws]]
+        found: list[Completion | None] = [None] * len(samples)
+        async for place, answer in self._answers(samples):
+            running = samples[place][0]
+            found[place] = self._completion(answer, running)
+            running.missing -= 1
+            if not running.missing:
+                own = [completion for sample, completion in zip(samples, found, strict=True) if sample[0] is running]
+                running.end(own)
+                self.ended.append(running.key)
 
-    def _sampled(self, samples: list["_Sample"]) -> Iterator[tuple[int, Completion]]:
-        """Yield position and completion of each sample as it ends, including tokens generated after a stop string."""
-        parameters = [self._parameters(sample) for sample in samples]
-        processors = [Truncate.to_str() if sample.request.sampling.truncation.active else None for sample in samples]
-        for answer in self.shim.generate([sample.request for sample in samples], parameters, processors):
-            place, reason = answer["index"], answer["meta_info"]["finish_reason"]
-            if reason is not None:
-                yield place, self._completion(answer, samples[place])
-            elif (stop := samples[place].request.sampling.stop) and not samples[place].stopped:
-                samples[place].stopped = StopStrings(self.vocabulary.tokenizer, stop).reached(answer["output_ids"], LOOK_EVERY)
-                if samples[place].stopped:
-                    self.shim.abort(answer)
+    async def _answers(self, asked: list[tuple["_Running", dict, str | None]]) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+        """Yield place and final result of each request that SGLang gets. A stop string or an abort ends one early."""
+        names = [uuid.uuid4().hex for _ in asked]
+        for name, (running, _, _) in zip(names, asked, strict=True):
+            running.names.add(name)
+        async for place, answer in self.shim.generate(names, asked):
+            running, stop = asked[place][0], asked[place][0].request.sampling.stop
+            if answer["meta_info"]["finish_reason"] is not None:
+                running.names.discard(names[place])
+                yield place, answer
+            elif stop and names[place] not in running.stopped:
+                if StopStrings(self.vocabulary.tokenizer, stop).reached(answer["output_ids"], LOOK_EVERY):
+                    running.stopped.add(names[place])
+                    self.shim.abort(names[place])
 
-    def _parameters(self, sample: "_Sample") -> dict[str, Any]:
-        sampling = sample.request.sampling
+    def _completion(self, answer: dict[str, Any], running: "_Running") -> Completion:
+        """Return one sample, including tokens generated after a stop string."""
+        about = answer["meta_info"]
+        reason = about["finish_reason"]
+        if reason["type"] == ABORTED and not running.aborted and about["id"] not in running.stopped:
+            raise EngineError(f"SGLang aborted a request: {reason.get('message')}")
+        logprobs = [logprob for logprob, *_ in about.get("output_token_logprobs") or ()]
+        tokens = list(answer["output_ids"])[: len(logprobs)]
+        return Completion(tokens, logprobs, reason["type"], running.version, about.get("cached_tokens", 0))
+
+    def _parameters(self, request: Request, seed: int) -> dict[str, Any]:
+        sampling = request.sampling
         return {
             "max_new_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
-            "sampling_seed": sample.seed,
+            "sampling_seed": seed,
             "stop_token_ids": sorted(self.vocabulary.end_token_ids | set(sampling.stop_token_ids)),
             "skip_special_tokens": False,
             "stream_interval": LOOK_EVERY if sampling.stop else RARELY,
@@ -79,21 +121,38 @@ class Samples:
                               "temperature": sampling.temperature},
         }
 
-    def _completion(self, answer: dict[str, Any], sample: "_Sample") -> Completion:
-        about = answer["meta_info"]
-        reason = about["finish_reason"]
-        if reason["type"] == "abort" and not sample.stopped:
-            raise EngineError(f"SGLang aborted a request: {reason.get('message')}")
-        logprobs = [logprob for logprob, *_ in about["output_token_logprobs"]]
-        return Completion(list(answer["output_ids"]), logprobs, reason["type"], self.version, about["cached_tokens"])
+
+def _prefill_only() -> dict[str, Any]:
+    """Return the parameters of a request that only computes its prompt.
+
+    It is not greedy: beside greedy requests SGLang sorts the tokens before it draws one.
+    """
+    return {"max_new_tokens": 0, "sampling_seed": 0}
 
 
-@dataclass(slots=True)
-class _Sample:
-    index: int
-    """Index of its request."""
+def _processor(request: Request) -> str | None:
+    return Truncate.to_str() if request.sampling.truncation.active else None
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    key: int
     request: Request
-    seed: int
-    stopped: bool = False
-    """True if a stop string was found and the request aborted."""
-    completion: Completion | None = None
+    version: int
+    """Version of the weights."""
+    missing: int
+    """Number of samples that run."""
+    completions: list[Completion] = field(default_factory=list)
+    num_cached: int | None = None
+    """Number of tokens of the prompt that were in the cache, if it has several samples."""
+    names: set[str] = field(default_factory=set)
+    """Names of its requests in SGLang that run."""
+    stopped: set[str] = field(default_factory=set)
+    """Names of those that a stop string ended."""
+    aborted: bool = False
+
+    def end(self, samples: list[Completion]) -> None:
+        if self.num_cached is not None:
+            samples[0].num_cached_tokens = self.num_cached
+        copies = [copy.deepcopy(samples[0]) for _ in range(self.request.sampling.n)]
+        self.completions = samples if len(samples) > 1 else copies

@@ -1,11 +1,12 @@
 """Access to SGLang's internals in this process, which may change between its versions."""
 
+import asyncio
 import atexit
 import logging
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ from lightrft.engine.sglang.lifetime import Loop, NoHandlers, contained, died, k
 from lightrft.engine.sglang.scheduler import answer_question, run_scheduler
 from lightrft.weight_sync.names import NamedTensor
 
+MOMENT = 0.02
+"""Maximum number of seconds of one step, in which no request may end."""
+BETWEEN_LOOKS = 0.001
+"""Seconds between looks at SGLang's results."""
 IDLE_SECONDS = 60
 """Maximum number of seconds that SGLang may take to become idle after its last result."""
 
@@ -44,18 +49,39 @@ class SGLangShim:
         atexit.unregister(self.engine.shutdown)  # it kills every child of this process, including the trainer's own
         atexit.register(self.shutdown)
 
-    def generate(
-        self, requests: list[Request], parameters: list[dict[str, Any]], processors: list[str | None]
-    ) -> Iterator[dict[str, Any]]:
-        """Yield intermediate results and the final result of each request, with its `index`. One message starts all requests."""
-        images = [[each.expanded.features | {"format": "processor_output"}] if each.expanded else [] for each in requests]
-        return self.engine.generate(input_ids=[each.prompt for each in requests], sampling_params=parameters,
-                                    image_data=images if any(images) else None, custom_logit_processor=processors,
-                                    return_logprob=True, stream=True)
+    async def generate(
+        self, names: list[str], asked: list[tuple[Any, dict[str, Any], str | None]]
+    ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+        """Yield place and intermediate or final result of requests, which one message starts.
 
-    def abort(self, answer: dict[str, Any]) -> None:
-        """Abort the request of a result; its final result follows."""
-        self.engine.tokenizer_manager.abort_request(rid=answer["meta_info"]["id"])
+        `asked` has for each an object with the request, its parameters and its processor.
+        """
+        requests: list[Request] = [running.request for running, _, _ in asked]
+        images = [[each.expanded.features | {"format": "processor_output"}] if each.expanded else [] for each in requests]
+        answers = await self.engine.async_generate(
+            input_ids=[each.prompt for each in requests], sampling_params=[parameters for _, parameters, _ in asked],
+            image_data=images if any(images) else None, custom_logit_processor=[processor for _, _, processor in asked],
+            return_logprob=True, stream=True, rid=names)  # fmt: skip
+        async for answer in answers:
+            yield answer["index"], answer
+
+    def begin(self, coroutine: Coroutine) -> asyncio.Task:
+        """Return a task of SGLang's event loop, which runs in work_until() only."""
+        return self.engine.loop.task(coroutine)
+
+    def work_until(self, reached: Callable[[], bool], tasks: set[asyncio.Task]) -> None:
+        """Run the event loop until a condition is reached or a task has ended, for at most MOMENT seconds."""
+
+        async def wait() -> None:
+            end = time.monotonic() + MOMENT
+            while not reached() and not any(task.done() for task in tasks) and time.monotonic() < end:
+                await asyncio.sleep(BETWEEN_LOOKS)
+
+        self.engine.loop.run_until_complete(wait())
+
+    def abort(self, name: str) -> None:
+        """Abort the request of this name; its final result follows."""
+        self.engine.tokenizer_manager.abort_request(rid=name)
 
     def begin_weight_update(self) -> None:
         _checked(self.engine.begin_weight_update())

@@ -18,7 +18,6 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from lightrft.engine.base import EngineSetup, Part
-from lightrft.engine.first_token import CompletionIterator
 from lightrft.engine.media import MediaReader
 from lightrft.engine.probe import Probe, logits_processor
 from lightrft.engine.requests import Expanded, Request, Sampling
@@ -55,6 +54,9 @@ class VLLMEngine(LibraryEngine):
                 warnings.simplefilter("ignore", category)
             self._llm = LLM(**arguments(setup, config, self.limits))
             self._shim = VLLMShim(self._llm, self.names)
+            self._outputs: dict[int, dict[int, RequestOutput]] = {}
+            """Key of a request that runs -> outputs of its samples that have ended."""
+            self._samplings: dict[int, Sampling] = {}
             speculates = setup.section.speculative != "none"
             with self._stance():
                 self._speculation = Speculation(self._llm, setup.section, setup.axis) if speculates else None
@@ -71,20 +73,7 @@ class VLLMEngine(LibraryEngine):
         prompt = self._shim.with_media(request.token_ids, request.multi_modal)
         return Expanded(prompt["prompt_token_ids"], prompt)
 
-    def _generate(self, requests: list[Request]) -> CompletionIterator:
-        samples: dict[int, dict[int, RequestOutput]] = {index: {} for index in range(len(requests))}
-        with torch_state_kept(self.device), self._stance():
-            for index, request in enumerate(requests):
-                self._submit(index, request)
-            for name, output in self._shim.finished():
-                if self._speculation:
-                    self._speculation.end(name, [*output.prompt_token_ids, *output.outputs[0].token_ids], _drafts_of(output))
-                index, sample = map(int, name.split("/"))
-                samples[index][sample] = output
-                if len(samples[index]) == requests[index].sampling.num_draws:
-                    yield index, self._completions(samples.pop(index), requests[index].sampling)
-
-    def _submit(self, index: int, request: Request) -> None:
+    def _add(self, key: int, request: Request) -> None:
         """Submit a request for each sample; the first computes the prompt, the others find it in the prefix cache."""
         if request.sampling.stop:
             self._shim.decode_with(self.vocabulary.tokenizer)
@@ -95,10 +84,32 @@ class VLLMEngine(LibraryEngine):
         for sample, seed in enumerate(request.seeds[: request.sampling.num_draws]):
             parameters = copy.copy(common)
             parameters.seed = seed
-            self._shim.submit(f"{index}/{sample}", prompt, parameters)
+            self._shim.submit(f"{key}/{sample}", prompt, parameters)
             if self._speculation:
-                group = f"{index}" if request.group is None else f"group {request.group}"
-                self._speculation.begin(f"{index}/{sample}", group, len(request.prompt))
+                group = f"{key}" if request.group is None else f"group {request.group}"
+                self._speculation.begin(f"{key}/{sample}", group, len(request.prompt))
+        self._outputs[key], self._samplings[key] = {}, request.sampling
+
+    def _step(self) -> Iterator[tuple[int, list[Completion]]]:
+        with torch_state_kept(self.device), self._stance():
+            outputs = self._shim.step()
+        for output in outputs:
+            key, sample = map(int, output.request_id.split("/"))
+            self._take(key, sample, output)
+            if len(self._outputs[key]) == self._samplings[key].num_draws:
+                yield key, self._completions(key)
+
+    def _abort(self, key: int) -> list[Completion]:
+        for sample in range(self._samplings[key].num_draws):
+            if sample not in self._outputs[key]:
+                self._take(key, sample, self._shim.abort(f"{key}/{sample}"))
+        return self._completions(key)
+
+    def _take(self, key: int, sample: int, output: RequestOutput) -> None:
+        self._outputs[key][sample] = output
+        if self._speculation:
+            token_ids = [*(output.prompt_token_ids or ()), *output.outputs[0].token_ids]
+            self._speculation.end(f"{key}/{sample}", token_ids, _drafts_of(output))
 
     def _parameters(self, sampling: Sampling, seed: int) -> SamplingParams:
         parameters = SamplingParams(
@@ -119,9 +130,10 @@ class VLLMEngine(LibraryEngine):
         parameters.temperature = sampling.temperature  # vLLM's check allows at most 2, but any value works
         return parameters
 
-    def _completions(self, outputs: dict[int, RequestOutput], sampling: Sampling) -> list[Completion]:
-        found = []
-        for _, output in sorted(outputs.items()):
+    def _completions(self, key: int) -> list[Completion]:
+        """Return the completions of a request, and forget it."""
+        found, sampling = [], self._samplings.pop(key)
+        for _, output in sorted(self._outputs.pop(key).items()):
             (sample,) = output.outputs
             found.append(Completion(list(sample.token_ids), list(sample.logprobs.logprobs), sample.finish_reason, self.version,
                                     output.num_cached_tokens or 0, _drafts_of(output)))
@@ -163,7 +175,7 @@ class VLLMEngine(LibraryEngine):
         seen = logits_processor(self._shim.model).register_forward_hook(lambda module, given, output: logits.append(output))
         try:
             with probe.attached(self._shim.model):
-                list(self._generate([Request(token_ids, sampling=Sampling(max_tokens=1, temperature=0), seeds=(0,))]))
+                self.generate([Request(token_ids)], Sampling(max_tokens=1, temperature=0))
         finally:
             seen.remove()
         return probe.parts(logits[0][-1])

@@ -18,6 +18,7 @@ from vllm.distributed.parallel_state import destroy_model_parallel
 from vllm.inputs import MultiModalInput, TokensInput, TokensPrompt
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.outputs import RequestOutput
+from vllm.v1.engine import FinishReason
 
 from lightrft.engine.base import EngineError
 from lightrft.engine.media import Clip, Video, metadata
@@ -80,12 +81,17 @@ class VLLMShim:
     def submit(self, name: str, prompt: TokensInput | MultiModalInput, parameters: SamplingParams) -> None:
         self.llm.llm_engine.add_request(name, prompt, parameters)
 
-    def finished(self) -> Iterator[tuple[str, RequestOutput]]:
-        """Yield name and output of each submitted request as it ends, until none is left."""
+    def step(self) -> list[RequestOutput]:
+        """Compute one step; return the outputs of the requests that have ended."""
+        return self.llm.llm_engine.step()
+
+    def abort(self, name: str) -> RequestOutput:
+        """End a submitted request; return what it has generated, which vLLM itself drops."""
         engine = self.llm.llm_engine
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                yield output.request_id, output
+        (internal,) = engine.output_processor.external_req_ids[name]
+        output = engine.output_processor.request_states[internal].make_request_output([], None, FinishReason.ABORT, None)
+        engine.abort_request([name])
+        return output
 
     def decode_with(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Set the tokenizer. The engine starts without one, as only stop strings need it."""
