@@ -1,10 +1,8 @@
 """Find the flags that the user wrote and that change nothing in this run."""
 
-from importlib.util import find_spec
-
 from lightrft.config.commands import COMMANDS, JUDGE_FIELDS, LORA, fields_read
 from lightrft.config.recipe import TEACHERS
-from lightrft.config.references import JUDGE, TRACKERS, eval_sources, report_names, reward_terms
+from lightrft.config.references import JUDGE, TRACKERS, engine_name, eval_sources, report_names, reward_terms
 from lightrft.config.sections import Config, needs_critic, needs_reference, section_of_field
 
 CRITIC = ("critic_pretrain", "critic_learning_rate", "lambd", "value_clip")
@@ -60,17 +58,11 @@ def _changed(config: Config) -> set[str]:
             if getattr(getattr(config, owners[name]), name) != getattr(getattr(default, owners[name]), name)}  # fmt: skip
 
 
-def engine_name(config: Config) -> str:
-    """Return the engine that --engine_type selects on this machine, without importing it."""
-    name = config.engine.engine_type
-    return next((engine for engine in ("vllm", "sglang") if find_spec(engine)), "hf") if name == "auto" else name
-
-
 def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
     """Return field -> (True if it has an effect, the flag that it needs for one)."""
     model, data, rollout, reward, algorithm = config.model, config.data, config.rollout, config.reward, config.algorithm
     strategy, train, observe = config.strategy, config.train, config.observe
-    correction, engine = bool(algorithm.rollout_correction), engine_name(config) if "engine" in COMMANDS[command] else ""
+    correction, engine = bool(algorithm.rollout_correction), engine_name(config.engine) if "engine" in COMMANDS[command] else ""
     several, preference = "," in data.prompt_data, config.preference
     own_columns = "reward" not in COMMANDS[command] or not all(each.benchmark for each in eval_sources(data.eval_data))
     scored = own_columns or command == "train_ppo"

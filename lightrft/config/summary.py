@@ -1,7 +1,7 @@
 """Summarise a run in a few lines: its algorithm, its layout, and the number of samples in a step."""
 
 from lightrft.config.commands import COMMANDS
-from lightrft.config.effects import engine_name
+from lightrft.config.references import engine_name
 from lightrft.config.sections import Config, needs_reference
 
 
@@ -44,7 +44,7 @@ def _layout(config: Config, world_size: int) -> str:
 
 def _engine(config: Config, world_size: int) -> str:
     size = config.engine.engine_tp_size
-    return f"engine: {engine_name(config)}, {world_size // size} replicas with {size} processes each"
+    return f"engine: {engine_name(config.engine)}, {world_size // size} replicas with {size} processes each"
 
 
 def _batches(config: Config, command: str) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.config.commands import COMMANDS, PREFERENCES, fields_read
-from lightrft.config.effects import engine_name
 from lightrft.config.errors import ConfigError
 from lightrft.config.recipe import TEACHERS, algorithm_problems
 from lightrft.config.references import (
@@ -20,6 +19,7 @@ from lightrft.config.references import (
     TRACKERS,
     address_problem,
     data_problems,
+    engine_name,
     eval_sources,
     report_names,
     reward_model_terms,
@@ -224,7 +224,7 @@ def _image_problems(config: Config) -> list[str]:
 
 def _speculation_problems(config: Config) -> list[str]:
     """Return the settings of --speculative that contradict the engine, the model, or each other."""
-    engine, speculative, draft = engine_name(config), config.engine.speculative, config.engine.draft_pretrain
+    engine, speculative, draft = engine_name(config.engine), config.engine.speculative, config.engine.draft_pretrain
     reads_draft = speculative in ("draft", "eagle3")
     problems = []
     if speculative != "none" and engine != "vllm":
