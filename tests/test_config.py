@@ -1,6 +1,7 @@
 """The command line and the YAML file: what they set, which wins, and what their errors say."""
 
 import copy
+import json
 import pickle
 import subprocess
 import sys
@@ -399,6 +400,21 @@ def test_sft_computes_the_loss_of_one_held_out_set():
     assert "a:gsm9k: unknown format; did you mean gsm8k?" in problems(*RUNNABLE, "--eval_data=a:gsm9k=x")
 
 
+def test_what_cannot_speculate_is_named(tmp_path):
+    vllm = [*RUNNABLE, "--engine_type=vllm"]
+    for engine in ("hf", "sglang"):
+        message = f"--speculative group needs --engine_type vllm; {engine} draws other samples"
+        assert message in problems(*RUNNABLE, f"--engine_type={engine}", "--speculative=group")
+    assert "--speculative draft needs --draft_pretrain, a small model" in problems(*vllm, "--speculative=draft")
+    assert "--speculative eagle3 needs --draft_pretrain, an EAGLE-3 head" in problems(*vllm, "--speculative=eagle3")
+    assert "--draft_pretrain a/b is used by --speculative draft or eagle3, not" in problems(*vllm, "--draft_pretrain=a/b")
+    mtp = [*vllm, f"--pretrain={tmp_path}", "--speculative=mtp"]
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {}}))
+    assert f"--speculative mtp: {tmp_path} has no layers for it" in problems(*mtp)
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"mtp_num_hidden_layers": 1}}))
+    check(*mtp)
+
+
 # -- flags without effect
 
 
@@ -442,6 +458,7 @@ def test_sft_computes_the_loss_of_one_held_out_set():
         ("train_ppo", ["--engine_type=vllm", "--micro_rollout_batch_size=2"], "has no effect without --engine_type hf"),
         ("train_ppo", ["--engine_type=hf", "--engine_mem_util=0.5"], "has no effect without --engine_type vllm"),
         ("train_ppo", ["--engine_type=hf", "--engine_enforce_eager"], "--engine_enforce_eager has no effect without"),
+        ("train_ppo", ["--num_draft_tokens=4"], "--num_draft_tokens has no effect without --speculative"),
         ("train_ppo", ["--eval_n_samples=4"], "--eval_n_samples has no effect without --eval_data"),
         ("train_ppo", ["--stop_loss=4"], "--stop_loss has no effect in train_ppo"),
         ("train_sft", ["--critic_learning_rate=4"], "--critic_learning_rate has no effect in train_sft"),

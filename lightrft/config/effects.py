@@ -1,10 +1,9 @@
 """Find the flags that the user wrote and that change nothing in this run."""
 
-
 from lightrft.config.commands import COMMANDS, JUDGE_FIELDS, LORA, fields_read
 from lightrft.config.recipe import TEACHERS
-from lightrft.config.references import JUDGE, TRACKERS, eval_sources, report_names, reward_terms
-from lightrft.config.sections import Config, engine_name, needs_critic, needs_reference, section_of_field
+from lightrft.config.references import JUDGE, TRACKERS, engine_name, eval_sources, report_names, reward_terms
+from lightrft.config.sections import Config, needs_critic, needs_reference, section_of_field
 
 CRITIC = ("critic_pretrain", "critic_learning_rate", "lambd", "value_clip")
 """Fields of the critic."""
@@ -63,7 +62,7 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
     """Return field -> (True if it has an effect, the flag that it needs for one)."""
     model, data, rollout, reward, algorithm = config.model, config.data, config.rollout, config.reward, config.algorithm
     strategy, train, observe = config.strategy, config.train, config.observe
-    correction, engine = bool(algorithm.rollout_correction), engine_name(config) if "engine" in COMMANDS[command] else ""
+    correction, engine = bool(algorithm.rollout_correction), engine_name(config.engine) if "engine" in COMMANDS[command] else ""
     several, preference = "," in data.prompt_data, config.preference
     own_columns = "reward" not in COMMANDS[command] or not all(each.benchmark for each in eval_sources(data.eval_data))
     scored = own_columns or command == "train_ppo"

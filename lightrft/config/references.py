@@ -1,13 +1,14 @@
-"""References in flags to servers, functions and data: checks of addresses and their keys, and lists of weighted names."""
+"""References in flags to servers, functions, data and engines: addresses and their keys, and lists of weighted names."""
 
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
-from lightrft.config.sections import REWARD_MODELS, ModelSection
+from lightrft.config.sections import REWARD_MODELS, EngineSection, ModelSection
 from lightrft.config.values import nearest
 
 REWARD_KEY = "REWARD_API_KEY"
@@ -227,3 +228,9 @@ def address_problem(flag: str, url: str, key: str) -> str:
     if not (value.isascii() and value.isprintable()) or value != value.strip():
         return f"the environment variable {key} must not contain line ends, surrounding spaces or non-ASCII characters"
     return ""
+
+
+def engine_name(section: EngineSection) -> str:
+    """Return the engine that --engine_type selects on this machine, without importing it."""
+    name = section.engine_type
+    return next((engine for engine in ("vllm", "sglang") if find_spec(engine)), "hf") if name == "auto" else name

@@ -6,7 +6,6 @@ The text under a field is its help.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_origin, get_type_hints
 
@@ -726,12 +725,6 @@ def longest_sequence(config: Config) -> int:
     length = config.data.prompt_max_len + config.rollout.generate_max_len
     judges = config.reward.judge_url == "engine"
     return length + judges * (JUDGE_PROMPT_TOKENS + config.reward.judge_max_tokens)
-
-
-def engine_name(config: Config) -> str:
-    """Return the engine that --engine_type selects on this machine, without importing it."""
-    name = config.engine.engine_type
-    return next((engine for engine in ("vllm", "sglang") if find_spec(engine)), "hf") if name == "auto" else name
 
 
 def sequence_layout(strategy: StrategySection) -> tuple[int, str]:

@@ -1,7 +1,8 @@
 """Summarise a run in a few lines: its algorithm, its layout, and the number of samples in a step."""
 
 from lightrft.config.commands import COMMANDS
-from lightrft.config.sections import Config, engine_name, needs_reference
+from lightrft.config.references import engine_name
+from lightrft.config.sections import Config, needs_reference
 
 
 def summary(config: Config, command: str, world_size: int) -> list[str]:
@@ -46,7 +47,7 @@ def _engine(config: Config, world_size: int) -> str:
     size = config.engine.engine_tp_size
     ranks = config.rollout.rollout_ranks
     apart = f", on the last {ranks} processes, which only generate" if ranks else ""
-    return f"engine: {engine_name(config)}, {(ranks or world_size) // size} replicas with {size} processes each{apart}"
+    return f"engine: {engine_name(config.engine)}, {(ranks or world_size) // size} replicas with {size} processes each{apart}"
 
 
 def _batches(config: Config, command: str) -> str:

@@ -19,6 +19,7 @@ from lightrft.config.references import (
     TRACKERS,
     address_problem,
     data_problems,
+    engine_name,
     eval_sources,
     report_names,
     reward_model_terms,
@@ -31,7 +32,6 @@ from lightrft.config.sections import (
     RewardSection,
     RolloutSection,
     StrategySection,
-    engine_name,
     field_bounds,
     needs_critic,
     section_of_field,
@@ -224,7 +224,7 @@ def _image_problems(config: Config) -> list[str]:
 
 def _speculation_problems(config: Config) -> list[str]:
     """Return the settings of --speculative that contradict the engine, the model, or each other."""
-    engine, speculative, draft = engine_name(config), config.engine.speculative, config.engine.draft_pretrain
+    engine, speculative, draft = engine_name(config.engine), config.engine.speculative, config.engine.draft_pretrain
     reads_draft = speculative in ("draft", "eagle3")
     problems = []
     if speculative != "none" and engine != "vllm":

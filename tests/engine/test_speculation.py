@@ -39,13 +39,13 @@ def speculating(folder: str, speculative: str, draft: str = "", tp: int = 1, **o
     """An engine that verifies every draft, whatever its measured cost."""
     from lightrft.engine.vllm.text_drafter import Costs
 
-    mesh = Mesh("cpu")
+    mesh, gain = Mesh("cpu"), Costs({1: -1.0})
     engine = start("vllm", folder, mesh.engine(tp), {"speculative": speculative, "draft_pretrain": draft}, **options)
     if engine._speculation:
-        engine._speculation._costs = Costs({})
+        engine._speculation._costs = gain
         engine._speculation._schedule(expected=1)
         if engine._speculation._text:
-            engine._speculation._text.costs = Costs({})
+            engine._speculation._text.costs = gain
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     yield engine, Bench(engine, model, mesh.engine(tp), mesh.world.rank)
     engine.close()
@@ -207,11 +207,12 @@ def test_a_text_drafter_continues_as_its_group_last_did() -> None:
     """Compared with a search of the text; nothing of a group is left after its last request."""
     from types import SimpleNamespace
 
-    from lightrft.engine.vllm.text_drafter import CONTEXT, TextDrafter
+    from lightrft.engine.vllm.text_drafter import CONTEXT, Costs, TextDrafter
 
     config = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=4),
                              model_config=SimpleNamespace(max_model_len=64))  # fmt: skip
     drafter, generator = TextDrafter(config), np.random.default_rng(0)
+    drafter.costs = Costs({1: -1.0})  # every draft is verified
     text = generator.integers(0, 3, (4, 60)).astype(np.int32)
     drafter.batch = SimpleNamespace(req_ids=[f"{row}/0-x" for row in range(4)])
     groups = ["a", "a", "b", "b"]
@@ -235,3 +236,33 @@ def test_a_text_drafter_continues_as_its_group_last_did() -> None:
     for row in range(4):
         drafter.end(f"{row}/0", text[row].tolist())
     assert not (drafter._books or drafter._groups or drafter._read or drafter._num_entries)
+
+
+def test_text_is_drafted_only_where_it_pays_and_read_completely() -> None:
+    """Against the rule by hand: with two tokens foreseen wrongly at first, and a number of right ones, among others."""
+    from types import SimpleNamespace
+
+    from lightrft.engine.vllm.text_drafter import LONGEST_REST, Costs, TextDrafter
+
+    config = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=4),
+                             model_config=SimpleNamespace(max_model_len=300))  # fmt: skip
+    period, steps = [5, 6, 7, 8], 40
+    text = np.array([period * 60], dtype=np.int32)
+    for cost, expected in ((0.5, True), (3.0, True), (3.9, False), (4.0, False)):
+        drafter = TextDrafter(config)
+        drafter.batch, drafter.costs = SimpleNamespace(req_ids=["0/0-x"]), Costs({1: cost})
+        drafter.begin("0/0", "a", num_prompt=1)
+        length, first = 2, None
+        for _ in range(steps):
+            if not drafter.rests():
+                (draft,) = drafter.propose([[0]], np.array([length]), text)
+                assert draft in ([], [period[(length + place) % 4] for place in range(4)])
+                right = max(0, length - 7)  # the first four tokens are new, and three come before each
+                accuracy = right / (right + 2)
+                gain = sum(accuracy**place for place in range(1, 5))
+                if length < 60:
+                    assert (draft != []) == (gain > cost and length >= 7)
+                first = length if draft and first is None else first
+            length += 1
+        assert (first is not None) == expected
+    assert LONGEST_REST < steps

@@ -7,7 +7,7 @@ import torch
 
 from lightrft.observe.metrics import Metrics
 from lightrft.rollout.measure import SOLVED, measure_experience, measure_groups, measure_samples
-from lightrft.types import Experience, Prompt, Sample
+from lightrft.types import Drafts, Experience, Prompt, Sample
 
 
 class Ranks:
@@ -49,6 +49,15 @@ def test_parts_of_rewards_are_means_over_those_that_have_them():
     measure_samples(samples, 3, metrics)
     found = reduced(metrics)
     assert found["rollout/reward_of_format"] == pytest.approx(0.3) and found["rollout/reward_of_answer"] == 1.0
+
+
+def test_drafts_of_all_samples_are_counted_together():
+    samples = [sample(1.0, 2), sample(0.0, 2), sample(0.0, 2)]
+    samples[0].drafts, samples[1].drafts = Drafts(count=2, num_tokens=10, num_accepted=3), Drafts(1, 2, 0)
+    metrics = Metrics()
+    measure_samples(samples, 3, metrics)
+    found = reduced(metrics)
+    assert found["rollout/draft_acceptance"] == pytest.approx(3 / 12) and found["rollout/draft_accepted_length"] == 1.0
 
 
 def test_a_rank_without_samples_adds_nothing():

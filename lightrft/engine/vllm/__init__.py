@@ -1,7 +1,8 @@
 """vLLM inside this process: one engine per rank, or one per `engine_tp_size` consecutive ranks, next to the trainer.
 
 adapter.py implements the engine's interface, arguments.py the arguments of its start, shim.py every access to vLLM beyond its
-documented offline interface, layers.py replacements for vLLM's model loader and layers.
+documented offline interface, layers.py replacements for vLLM's model loader and layers. With --speculative, text_drafter.py
+drafts, verification.py verifies, and speculation.py decides when.
 """
 
 import logging
@@ -23,14 +24,19 @@ EXPECTED = {
         "The global random seed is set to",  # the process's generators are restored
         "This model does not officially support disabling chunked prefill",  # see arguments.py; vLLM's scheduler supports it
     ),
+    "vllm.config.speculative": ("Using a custom class-based proposer backend",),  # see text_drafter.py
+    "vllm.config.vllm": ("Async scheduling not supported with custom_class", "max_num_scheduled_tokens is set to"),
+    "vllm.v1.sample.logits_processor": ("min_p and logit_bias parameters won't work",),  # banned tokens are bad words then
     "vllm.renderers.base": ("Using None for EOS token id", "Chat template warmup failed"),  # it receives token ids and end tokens
     "vllm.model_executor.model_loader.reload.layerwise": ("RotaryEmbedding: Failed to load weights",),  # it has no weights
 }
 """Logger -> prefixes of its warnings about choices made here, which are suppressed; other warnings are shown."""
 EXPECTED_ON_CPU = {
-    "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),
+    "vllm.config.vllm": (*EXPECTED["vllm.config.vllm"], "Enforce eager set", "Inductor compilation was disabled",
+                         "Model Runner V2 requires Triton"),
     "vllm.platforms.cpu": ("Triton is not installed",),
-    "vllm.v1.worker.cpu_worker": ("libtcmalloc is not found", "libiomp is not found", "CPU backend doesn't allow to use"),
+    "vllm.v1.worker.cpu_worker": ("libtcmalloc is not found", "libiomp is not found", "Speculative decoding on CPU without",
+                                  "CPU backend doesn't allow to use"),
 }
 """Further suppressed warnings on CPUs, where nothing is compiled."""
 

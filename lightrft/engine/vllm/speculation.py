@@ -4,7 +4,9 @@ Verifying a draft takes longer than a plain step, the more so the larger the bat
 So it pays below a batch size that depends on the machine, the model, and the share of drafted tokens that are accepted.
 """
 
+from collections.abc import Callable
 from time import perf_counter
+from typing import Any
 
 from loguru import logger
 from vllm import LLM, SamplingParams
@@ -51,6 +53,8 @@ class Speculation:
         if self._text is not None:
             self._text.batch = self._runner.input_batch
             self._runner.effective_drafter_max_model_len = 2**31  # vLLM drafts zeros for sequences near the limit
+            if not self._engine.model_config.is_hybrid:  # states of recurrent layers depend on whether a step has drafts
+                _plain_while(self._runner, self._text.rests)
         self._recent, self._paused = Drafts(), 0
         self._costs = Costs(self._measure())
         logger.debug("--speculative {}: a step with drafts takes longer than one without by {}", section.speculative, self._costs)
@@ -136,3 +140,20 @@ class Speculation:
             self._text.forced = always
         else:
             self._scheduler.dynamic_sd_lookup = [self._most * bool(always)] * (self._scheduler.max_num_running_reqs + 1)
+
+
+def _plain_while(runner: Any, rests: Callable[[], bool]) -> None:
+    """Make vLLM's runner compute steps that neither verify drafts nor need new ones as it does without speculation.
+
+    Its preparations of drafts take time even where there are none.
+    """
+    config, execute = runner.speculative_config, runner.execute_model
+
+    def execute_model(scheduled: Any, *args: Any, **options: Any) -> Any:
+        plain = rests() and not scheduled.scheduled_spec_decode_tokens
+        runner.speculative_config = None if plain else config
+        if plain:
+            runner._draft_token_req_ids = None  # the drafts that vLLM would take up after this step
+        return execute(scheduled, *args, **options)
+
+    runner.execute_model = execute_model

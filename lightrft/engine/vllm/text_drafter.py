@@ -11,6 +11,8 @@ CONTEXT = 3
 """Number of tokens after which a book knows the next one."""
 WINDOW = 64
 """Number of foreseen tokens over which a book's accuracy is averaged, with less weight on older ones."""
+LONGEST_REST = 7
+"""Maximum number of steps without drafts before they are considered again; the number grows while drafts do not pay."""
 MOST_ENTRIES = 2**20
 """Maximum number of entries of all books together, which take about 200 bytes each; beyond it nothing new is learned."""
 
@@ -20,11 +22,14 @@ class Book:
 
     def __init__(self) -> None:
         self.followers: dict[tuple[int, ...], int] = {}
-        self._foreseen, self._right = 2.0, 1.0
+        self._foreseen, self._right = 2.0, 0.0
 
     @property
     def accuracy(self) -> float:
-        """Return the share of foreseen tokens that were right, which is the probability that a drafted token is accepted."""
+        """Return the probability that a drafted token is accepted: the share of foreseen tokens that were right.
+
+        It needs no verified draft, and is 0 at first, as if two tokens had been foreseen wrongly.
+        """
         return self._right / self._foreseen
 
     def learn(self, token_ids: list[int], sampled: bool) -> None:
@@ -72,8 +77,9 @@ class Costs:
 class TextDrafter:
     """Drafter from what samples of a group have said, in the form that vLLM takes as a `custom_class`.
 
-    It reads each new token once. Drafts of a step are verified if the accepted tokens that they are expected to bring take longer
-    to generate than the verification takes. This depends on numbers that all ranks of the engine have, and changes no sample.
+    It reads each new token once, several at a time while drafts do not pay. Drafts of a step are verified if the accepted tokens
+    that they are expected to bring take longer to generate than the verification takes. This depends on numbers that all ranks of
+    the engine have, and changes no sample.
     """
 
     def __init__(self, vllm_config: Any):
@@ -84,6 +90,7 @@ class TextDrafter:
         self.costs = Costs({})
         self.forced: bool | None = None
         """During a measurement: True for drafts of full length in every step, False for none."""
+        self._rest = self._last_rest = 0
         self._books: dict[str, Book] = {}
         self._groups: dict[str, tuple[str, int]] = {}
         self._running: Counter[str] = Counter()
@@ -97,6 +104,7 @@ class TextDrafter:
         """Add the request `name`, whose prompt has `num_prompt` tokens, to a group."""
         self._groups[name] = group, num_prompt
         self._running[group] += 1
+        self._rest = self._last_rest = 0
 
     def end(self, name: str, token_ids: list[int]) -> None:
         """Learn the rest of a request's tokens, prompt and response; after the last request of a group, forget the group."""
@@ -115,23 +123,31 @@ class TextDrafter:
             state.clear()
         self._num_entries = 0
 
+    def rests(self) -> bool:
+        """Count a step, and return True if nothing is to be drafted in it, because drafts did not pay in the steps before."""
+        if self.forced is not None:
+            return not self.forced
+        self._rest -= 1
+        return self._rest >= 0
+
     def propose(self, sampled: list[list[int]], num_tokens: np.ndarray, token_ids: np.ndarray, **options: Any) -> list[list[int]]:
         """Return a draft for each request of the step, empty for requests that sampled nothing.
 
         `num_tokens` [R] and `token_ids` [R, max_model_len] are the tokens of each request, prompt and response, so far.
         """
-        nothing: list[list[int]] = [[] for _ in sampled]
-        if self.forced is not None:
-            return [[0] * self.most if new else [] for new in sampled] if self.forced else nothing
-        cost = self.costs.of(len(sampled))
-        if cost >= self.most:
-            return nothing
-        drafts, expected = nothing, 0.0
-        for row, new in enumerate(sampled):
-            if new:
-                drafts[row], gain = self._draft(row, int(num_tokens[row]), token_ids[row])
-                expected += gain
-        return drafts if expected > len(sampled) * cost else [[] for _ in sampled]
+        if self.forced:
+            return [[0] * self.most if new else [] for new in sampled]
+        cost, expected = self.costs.of(len(sampled)) * len(sampled), 0.0
+        drafts: list[list[int]] = [[] for _ in sampled]
+        if cost < self.most * len(sampled):
+            for row, new in enumerate(sampled):
+                if new:
+                    drafts[row], gain = self._draft(row, int(num_tokens[row]), token_ids[row])
+                    expected += gain
+        pays = expected > cost
+        self._last_rest = 0 if pays else min(LONGEST_REST, 2 * self._last_rest + 1)
+        self._rest = self._last_rest
+        return drafts if pays else [[] for _ in sampled]
 
     def _draft(self, row: int, end: int, token_ids: np.ndarray) -> tuple[list[int], float]:
         """Return a draft and the number of its tokens that are expected to be accepted."""
