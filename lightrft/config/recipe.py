@@ -131,10 +131,17 @@ def _comparisons(config: Config) -> dict[str, bool]:
 
 def _sampling(config: Config) -> dict[str, bool]:
     rollout = config.rollout
+    tail_rounds = rollout.rollout_schedule == "tail_rounds"
+    others = [name for name in ("partial_rollout", "dynamic_sampling", "curriculum") if getattr(rollout, name)]
     return {
-        "--over_sampling generates responses in parts, which can split a text of --stop: set only one": (
-            rollout.over_sampling > 1 and bool(rollout.stop)
+        "--partial_rollout with --over_sampling continues responses, which can split a text of --stop: set only one": (
+            rollout.partial_rollout and rollout.over_sampling > 1 and bool(rollout.stop)
         ),
+        "--rollout_schedule tail_rounds starts more prompts than a step needs: set --over_sampling above 1, such as 1.25": (
+            tail_rounds and rollout.over_sampling == 1
+        ),
+        "--rollout_schedule tail_rounds begins unfinished prompts anew and learns from each once in a pass over the data: remove "
+        + " ".join(f"--{name}" for name in others): tail_rounds and bool(others),
         "--dynamic_sampling compares the responses to a prompt: set --n_samples_per_prompt 2 or more": (
             rollout.dynamic_sampling and rollout.n_samples_per_prompt == 1
         ),

@@ -112,7 +112,7 @@ class Engine(ABC):
         return RequestLoop(self, sampling)
 
     def begin_requests(self, requests: list[Request], loop: RequestLoop) -> list[Request]:
-        """Return the next requests of a loop, checked on all ranks of the engine, with their sampling, seeds and expanded media."""
+        """Return the next requests of a loop, checked on all ranks of the engine, with sampling, seeds and expanded media."""
         self._check_loop(loop)
         placeholders = self.vocabulary.placeholder_token_ids if self.vocabulary else ()
         own = [replace(each, sampling=(each.sampling or loop.sampling).resolved(placeholders)) for each in requests]
@@ -187,6 +187,10 @@ class Engine(ABC):
         with self._fatal("wake"):
             self._wake(part)
         self.awake.add(part)
+
+    @abstractmethod
+    def prompts_at_once(self, n: int) -> int:
+        """Return the number of prompts with n samples each that decode at the same time."""
 
     @abstractmethod
     def reset_cache(self) -> None:
