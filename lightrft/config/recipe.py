@@ -132,17 +132,25 @@ def _comparisons(config: Config) -> dict[str, bool]:
 def _sampling(config: Config) -> dict[str, bool]:
     rollout, stale = config.rollout, config.rollout.max_staleness > 0
     corrects = config.algorithm.rollout_correction is not None or config.algorithm.use_engine_logprobs
+    tail_rounds = rollout.rollout_schedule == "tail_rounds"
+    others = [name for name in ("partial_rollout", "dynamic_sampling", "curriculum") if getattr(rollout, name)]
     return {
         "--max_staleness 1 generates while others learn: set --rollout_ranks": stale and not rollout.rollout_ranks,
-        "--max_staleness 1 begins whole groups of the next step: omit --over_sampling and --partial_rollout": (
-            stale and (rollout.over_sampling > 1 or rollout.partial_rollout)
-        ),
         "--max_staleness 1 learns from samples of older weights: set --rollout_correction tis, or --use_engine_logprobs": (
             stale and not corrects
         ),
-        "--over_sampling generates responses in parts, which can split a text of --stop: set only one": (
-            rollout.over_sampling > 1 and bool(rollout.stop)
+        "--rollout_ranks generates the prompts of a step to their end: omit --over_sampling and --rollout_schedule": (
+            rollout.rollout_ranks > 0 and (rollout.over_sampling > 1 or rollout.rollout_schedule != "fifo")
         ),
+        "--max_staleness 1 begins whole groups of the next step: omit --partial_rollout": stale and rollout.partial_rollout,
+        "--partial_rollout with --over_sampling continues responses, which can split a text of --stop: set only one": (
+            rollout.partial_rollout and rollout.over_sampling > 1 and bool(rollout.stop)
+        ),
+        "--rollout_schedule tail_rounds starts more prompts than a step needs: set --over_sampling above 1, such as 1.25": (
+            tail_rounds and rollout.over_sampling == 1
+        ),
+        "--rollout_schedule tail_rounds begins unfinished prompts anew and learns from each once in a pass over the data: remove "
+        + " ".join(f"--{name}" for name in others): tail_rounds and bool(others),
         "--dynamic_sampling compares the responses to a prompt: set --n_samples_per_prompt 2 or more": (
             rollout.dynamic_sampling and rollout.n_samples_per_prompt == 1
         ),

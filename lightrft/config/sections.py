@@ -278,8 +278,13 @@ class RolloutSection(Section):
     """Maximum number of rounds of dynamic_sampling; groups that are masked in the loss then fill the step."""
     over_sampling: float = 1.0
     """Factor by which a step starts more prompts than it needs; it stops as soon as enough of their groups are complete."""
-    early_stop_every: Annotated[int, COUNT] = 256
-    """With over_sampling: number of tokens of each response after which the ranks check whether enough groups are complete."""
+    early_stop_every: Annotated[int, COUNT] = 32
+    """With over_sampling or longest_first: number of steps of the engine, in which each response grows by a token, after which
+    the ranks exchange which groups are complete. They go on meanwhile, and decide after as many steps again."""
+    rollout_schedule: Literal["fifo", "longest_first", "tail_rounds"] = "fifo"
+    """Order of the prompts of a step. fifo: all begin at once, each on its rank. longest_first: a prompt begins on the first rank
+    that has room for it, those with the longest previous responses first. tail_rounds: with over_sampling, prompts that are not
+    complete when enough others are begin anew in later steps, together, so that no response is lost or continued."""
     partial_rollout: bool = False
     """With over_sampling: responses that were stopped are continued in the next step instead of discarded. With
     dynamic_sampling: surplus groups are also used in the next step."""

@@ -96,11 +96,10 @@ def share_of(rank: int, size: int, count: int) -> range:
     return range(rank * count // size, (rank + 1) * count // size)
 
 
-def fair_share(rank: int, size: int, costs: Sequence[float]) -> range:
-    """Return the consecutive part of items with these positive costs that balances the costs of all ranks.
+def fair_owners(size: int, costs: Sequence[float]) -> list[int]:
+    """Return the rank of each item with these positive costs: consecutive parts that balance the costs of all ranks.
 
-    For equal costs it is share_of().
+    For equal costs they are those of share_of().
     """
     sums = list(accumulate(costs))
-    owners = [ceil(round(end * size / sums[-1], 9)) - 1 for end in sums]
-    return range(sum(owner < rank for owner in owners), sum(owner <= rank for owner in owners))
+    return [ceil(round(end * size / sums[-1], 9)) - 1 for end in sums]

@@ -189,6 +189,10 @@ class Engine(ABC):
         self.awake.add(part)
 
     @abstractmethod
+    def prompts_at_once(self, n: int) -> int:
+        """Return the number of prompts with n samples each that decode at the same time."""
+
+    @abstractmethod
     def reset_cache(self) -> None:
         """Drop every cached prefix and encoder output."""
 

@@ -52,6 +52,9 @@ class HFEngine(Engine):
         """Samples of the running batch."""
         self._decoding: Iterator[list[tuple[int, list[Completion]]]] = iter(())
 
+    def prompts_at_once(self, n: int) -> int:
+        return self.batch_size
+
     def reset_cache(self) -> None:
         """Do nothing: a cache exists only within one generate()."""
 

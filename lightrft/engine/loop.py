@@ -17,7 +17,9 @@ ABORTED = "abort"
 
 
 class Completes(Protocol):
-    """What the loop calls of Engine (base.py)."""
+    """What is called of a loop's engine (base.py)."""
+
+    def prompts_at_once(self, n: int) -> int: ...
 
     def begin_requests(self, requests: list[Request], loop: "RequestLoop") -> list[Request]: ...
 

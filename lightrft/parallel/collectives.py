@@ -1,6 +1,7 @@
 """Collectives along one axis of the mesh. They never modify the caller's tensor."""
 
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,19 @@ class Axis:
 
     def sum(self, value: Tensor) -> Tensor:
         return self._reduce(value, dist.ReduceOp.SUM)
+
+    def begin_sum(self, value: Tensor) -> Callable[[], Tensor]:
+        """Start sum() for a tensor on the host, and return a function that waits for its result."""
+        if self.size == 1:
+            return lambda: value
+        result = value.clone()
+        work = dist.all_reduce(result, group=self.group, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return result
+
+        return wait
 
     def max(self, value: Tensor) -> Tensor:
         return self._reduce(value, dist.ReduceOp.MAX)

@@ -49,6 +49,7 @@ class Mesh:
         self._engine_axes: dict[int, Axis] = {}
         self._replica_axes: dict[int, Axis] = {}
         self._background_axis: Axis | None = None
+        self._exchange_axis: Axis | None = None
         self._timeout = timeout
         for axis in (self.world, self.data, self.shard, self.replicate, self.sp, self.tp, self.model_parallel):
             if timeout is not None and axis.group is not None:
@@ -111,6 +112,15 @@ class Mesh:
         if self._background_axis is None:
             self._background_axis = _axis("background", dist.new_group(backend="gloo", timeout=self._timeout))
         return self._background_axis
+
+    def exchange_axis(self) -> Axis:
+        """Return all processes with a separate gloo group, for sums that are exchanged while the engines decode.
+
+        All ranks must make the first call together.
+        """
+        if self._exchange_axis is None:
+            self._exchange_axis = _axis("exchange", dist.new_group(backend="gloo", timeout=self._timeout))
+        return self._exchange_axis
 
     def _axis(self, name: str, dims: tuple[str, ...]) -> Axis:
         mesh = self.device_mesh[dims] if len(dims) == 1 else self.device_mesh[dims]._flatten("_".join(dims))

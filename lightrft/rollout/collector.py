@@ -3,45 +3,52 @@
 By default there are `rollout_batch_size` prompts, and every response is generated to its end. These can be combined:
 
 - dynamic sampling (DAPO, arXiv 2503.14476): groups of equal rewards are replaced by other prompts, round after round
-- over-sampling: more prompts than needed, stopping as soon as enough groups are complete
+- over-sampling: more prompts than needed, stopping as soon as enough groups are complete; with tail rounds (RollPacker,
+  arXiv 2509.21009) the others begin anew in later steps, so that nothing is lost and every token is of the newest weights
 - partial rollouts (Kimi k1.5, arXiv 2501.12599): unfinished responses continue in the next step, with their log-probs
 - curriculum: prompts that were too easy or too hard are on cooldown for some passes over the data
 
 All ranks make the same decisions, from numbers that all of them have. The order in which responses end does not matter.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from itertools import count
 from math import ceil
 from typing import Any
 
 import torch
 from loguru import logger
+from torch import Tensor
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import RolloutSection
-from lightrft.data.loader import Blend, Order, fair_share
+from lightrft.data.loader import Blend, Order, fair_owners
 from lightrft.engine.requests import derived_seed
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.trace import Untraced
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.groups import Carried, Group, GroupOutcome, History
-from lightrft.rollout.sampler import Sampler
+from lightrft.rollout.sampler import Growth, Sampler
+from lightrft.rollout.schedule import Round
 from lightrft.types import Prompt, Sample
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Groups whose generation has begun, for the first round of a step."""
+    """A round of which this rank's first groups are being generated."""
 
-    groups: list[Group]
-    finished: Iterator[Group]
+    growth: Growth
+    round: Round
+    drawn: list[tuple[int, int]]
+    """Number and row of each group of all ranks."""
+    local_groups: dict[int, Group]
+    """Place in `drawn` -> group of this rank."""
     numbers: dict[str, Any]
-    """Position in the data before them: a checkpoint does not contain them, so that a resumed run begins them again."""
+    """Position in the data before them: a checkpoint does not contain groups that have begun ahead, so that a resumed run begins
+    them again."""
 
 
 LEAST_ACCEPTANCE = 0.25
@@ -73,7 +80,9 @@ class Collector:
         self.all_carried: list[Carried] = []
         """Summaries of the carried groups of all ranks, the same on every rank."""
         self._ahead: Begun | None = None
-        """Groups of the next step, which are generated while this one is learned."""
+        """First round of the next step, which is generated while this one is learned."""
+        self.parked: list[tuple[int, int]] = []
+        """Number and row of groups of tail rounds that were not complete in time and begin anew; the same on every rank."""
 
     def __call__(self, step: int, metrics: Metrics, *, ahead: bool = False) -> list[Group]:
         """Return this rank's complete groups of a step; all ranks together have `rollout_batch_size`. The engine must be awake.
@@ -90,19 +99,22 @@ class Collector:
             tried = len(chosen) + len(idle)
             begun, self._ahead = self._ahead, None
             begun = begun or self._begin(step, rounds, missing, acceptance=len(chosen) / tried if tried else 1.0)
-            local_groups = begun.groups
-            self._generate(begun, missing, seed=(self.seed, step, rounds))
+            local_groups, drawn = self._generate(begun), begun.drawn
             with_signal, without_signal = self._split_by_signal([group for group in local_groups if group.complete])
             chosen |= set(with_signal[:missing])
             idle += without_signal
             settled = chosen.union(idle)
             held += [group for group in local_groups if group.number in settled]
             self._carry([group for group in local_groups if group.number not in settled])
+            if self._in_tail_rounds:
+                self.parked = sorted([*self.parked, *(each for each in drawn if each[0] not in settled)])
             missing, rounds = section.rollout_batch_size - len(chosen), rounds + 1
         if section.dynamic_sampling:
             metrics.max("rollout/sampling_rounds", rounds)
             metrics.max("rollout/groups_given_up", len(idle))
         metrics.max("rollout/groups_carried", len(self.all_carried))
+        if self._in_tail_rounds:
+            metrics.max("rollout/groups_parked", len(self.parked))
         if ahead:
             self._ahead = self._begin(step + 1, 0, section.rollout_batch_size, acceptance=1.0)
         instead = set(self._substitutes(idle, missing))
@@ -119,36 +131,53 @@ class Collector:
 
     # -- choosing the prompts
 
-    def _next_groups(self, missing: int, *, acceptance: float) -> list[Group]:
-        """Return this rank's groups of a round: carried groups, then new ones; the work is balanced over ranks."""
-        wanted = ceil(missing * self.section.over_sampling / max(acceptance, LEAST_ACCEPTANCE))
-        drawn, self.all_carried = self.all_carried[:wanted], self.all_carried[wanted:]
-        rows = self._rows(wanted - len(drawn))
-        lengths = self.history.expected_lengths([group.row for group in drawn] + rows)
-        loads = [0.0] * self.data.size
-        for group, length in zip(drawn, lengths, strict=False):
-            loads[group.rank] += group.work(length)
-        responses = self.section.n_samples_per_prompt + self.greedy
-        costs = [length * responses for length in lengths[len(drawn) :]]
-        numbers = {group.number for group in drawn}
-        local_groups = [group for group in self.carried if group.number in numbers]
-        self.carried = [group for group in self.carried if group.number not in numbers]
-        local_groups += [self._begun(self.number + 1 + place, rows[place]) for place in self._share(loads, costs)]
-        self.number += len(rows)
-        return local_groups
+    @property
+    def _in_tail_rounds(self) -> bool:
+        return self.section.rollout_schedule == "tail_rounds"
 
-    def _share(self, loads: list[float], costs: list[float]) -> Sequence[int]:
-        """Return the positions of this rank's share of new groups with these costs, given each rank's load of carried groups."""
-        if not any(loads):
-            return fair_share(self.data.rank, self.data.size, costs) if costs else ()
+    def _next_round(self, missing: int, *, acceptance: float, room: int) -> tuple[Round, list[tuple[int, int]]]:
+        """Return a round, and number and row of each of its groups: carried ones, those that begin anew, and new ones."""
+        wanted = ceil(missing * self.section.over_sampling / max(acceptance, LEAST_ACCEPTANCE))
+        needed = missing if self.section.over_sampling > 1 else wanted
+        short = self._in_tail_rounds and len(self.parked) < missing and self._rows_left >= wanted
+        if self._in_tail_rounds and not short:
+            wanted = needed = missing
+        carried, self.all_carried = self.all_carried[:wanted], self.all_carried[wanted:]
+        num_parked = 0 if short else wanted - len(carried)
+        again, self.parked = self.parked[:num_parked], self.parked[num_parked:]
+        rows = self._rows(wanted - len(carried) - len(again))
+        begun = [*again, *enumerate(rows, self.number + 1)]
+        self.number += len(rows)
+        drawn = [*((group.number, group.row) for group in carried), *begun]
+        lengths = self.history.expected_lengths([row for _, row in drawn])
+        work = [group.work(length) for group, length in zip(carried, lengths, strict=False)]
+        responses = self.section.n_samples_per_prompt + self.greedy
+        costs = [length * responses for length in lengths[len(carried) :]]
+        owners = [group.rank for group in carried]
+        shared = self.section.rollout_schedule == "longest_first"
+        owners += [None] * len(costs) if shared else self._balanced(owners, work, costs)
+        return Round(work + costs, owners, num_ranks=self.data.size, needed=needed, room=room), drawn
+
+    def _balanced(self, owners: list[int], work: list[float], costs: list[float]) -> list[int]:
+        """Return the rank of each new group with these costs, beside carried groups with their ranks and work."""
+        if not work:
+            return fair_owners(self.data.size, costs) if costs else []
+        loads = [0.0] * self.data.size
+        for rank, tokens in zip(owners, work, strict=True):
+            loads[rank] += tokens
         ranks = [(load, rank) for rank, load in enumerate(loads)]
         heapify(ranks)
-        owners = []
+        chosen = []
         for cost in costs:
             load, rank = ranks[0]
-            owners.append(rank)
+            chosen.append(rank)
             heapreplace(ranks, (load + cost, rank))
-        return [place for place, owner in enumerate(owners) if owner == self.data.rank]
+        return chosen
+
+    @property
+    def _rows_left(self) -> int:
+        """Return the number of prompts that are left in this pass over the data."""
+        return self.order.num_rows - self.place % self.order.num_rows
 
     def _rows(self, wanted: int) -> list[int]:
         """Return the next prompts of the data, without those on cooldown."""
@@ -169,35 +198,61 @@ class Collector:
     def _turn(self) -> int:
         return self.place // self.order.num_rows
 
-    def _begun(self, number: int, row: int) -> Group:
-        return Group.begin(number, row, self.prompts[row], count=self.section.n_samples_per_prompt, greedy=self.greedy)
-
     # -- generating
 
-    def _begin(self, step: int, round: int, missing: int, *, acceptance: float) -> Begun:
-        """Choose this rank's groups of a round, and begin to generate their responses."""
+    def _begin(self, step: int, number: int, missing: int, *, acceptance: float) -> Begun:
+        """Choose the groups of round `number` of a step, and begin this rank's first ones."""
         before = self._numbers()
-        groups = self._next_groups(missing, acceptance=acceptance)
-        return Begun(groups, self._grow(groups, (self.seed, step, round, 0)), before)
+        parts = () if self._in_tail_rounds else (step, number)
+        growth = self.sampler.open(derived_seed(self.seed, *parts, 0))
+        round, drawn = self._next_round(missing, acceptance=acceptance, room=growth.room)
+        begun = Begun(growth, round, drawn, {}, before)
+        self._take(begun)
+        return begun
 
-    def _grow(self, groups: list[Group], seed: tuple[int, ...]) -> Iterator[Group]:
-        limit = self.section.early_stop_every if self.section.over_sampling > 1 else None
-        return self.sampler.grow(groups, seed=derived_seed(*seed), limit=limit)
-
-    def _generate(self, begun: Begun, needed: int, *, seed: tuple[int, ...]) -> None:
-        """Extend this rank's groups until `needed` of all ranks' are complete; to the end without over-sampling."""
-        local_groups = begun.groups
-        for group in local_groups:
+    def _take(self, begun: Begun) -> None:
+        """Begin the groups that have been assigned to this rank since the last call."""
+        taken = {place: self._taken(*begun.drawn[place]) for place, owner in enumerate(begun.round.owners)
+                 if owner == self.data.rank and place not in begun.local_groups}  # fmt: skip
+        begun.local_groups.update(taken)
+        for group in taken.values():
             if group.complete:
                 self.rewards.begin(group.responses)
-        for turn in count():
-            for group in begun.finished if turn == 0 else self._grow(local_groups, (*seed, turn)):
+        begun.growth.add(list(taken.values()))
+
+    def _generate(self, begun: Begun) -> list[Group]:
+        """Generate the groups of a round; return this rank's, of which some are unfinished if the round ended before."""
+        growth, round, drawn = begun.growth, begun.round, begun.drawn
+        while True:
+            counts = self._begin_exchange(round, drawn, growth.running()) if round.open else None
+            for group in growth.steps(self.section.early_stop_every if counts else None):
                 self.rewards.begin(group.responses)
-            complete = sum(group.complete for group in local_groups)
-            with self.trace.phase("wait", idle=True):
-                complete, growing = self.data.sum(torch.tensor([complete, len(local_groups) - complete])).tolist()
-            if complete >= needed or not growing:
-                return
+            if counts is None:
+                break
+            with self.trace.phase("wait", idle=not growth.running()):
+                round.decide(counts().tolist())
+            if round.over:
+                growth.abort()
+                break
+            self._take(begun)
+        with self.trace.phase("wait", idle=True):
+            self.data.sum(torch.zeros(()))
+        for group in growth.finish():
+            self.rewards.begin(group.responses)
+        return list(begun.local_groups.values())
+
+    def _taken(self, number: int, row: int) -> Group:
+        """Return a group of this rank: one that it carries, which is not carried any longer, or a new one."""
+        carried = next((group for group in self.carried if group.number == number), None)
+        if carried is None:
+            return Group.begin(number, row, self.prompts[row], count=self.section.n_samples_per_prompt, greedy=self.greedy)
+        self.carried = [group for group in self.carried if group is not carried]
+        return carried
+
+    def _begin_exchange(self, round: Round, drawn: list[tuple[int, int]], running: Mapping[int, int]) -> Callable[[], Tensor]:
+        """Begin to sum the number of requests of each group that run; return a function that waits for the sums."""
+        round.begin_exchange()
+        return self.sampler.exchange.begin_sum(torch.tensor([running.get(number, 0) for number, _ in drawn], dtype=torch.int32))
 
     # -- selecting the groups
 
@@ -277,10 +332,11 @@ class Collector:
         """Return the position in the data, without groups that have begun ahead, and the history."""
         if self._ahead is not None:
             return self._ahead.numbers | {"history": self.history.state_dict()}
-        return {"place": self.place, "number": self.number, "history": self.history.state_dict()}
+        return {"place": self.place, "number": self.number, "parked": self.parked, "history": self.history.state_dict()}
 
     def _restore(self, numbers: dict[str, Any], carried: list[Group]) -> None:
         self.place, self.number, self.carried = numbers["place"], numbers["number"], carried
+        self.parked = [(number, row) for number, row in numbers.get("parked", ())]
         self.history.load_state_dict(numbers["history"])
 
 

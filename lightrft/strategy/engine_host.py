@@ -10,7 +10,7 @@ from loguru import logger
 from torch import Tensor, nn
 
 from lightrft.data.loader import share_of
-from lightrft.engine.base import Engine
+from lightrft.engine.base import Engine, RequestLoop
 from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.device import GB, occupied_memory, release_cached_memory
@@ -21,8 +21,77 @@ Weights = Callable[[], Iterator[tuple[str, Tensor]]]
 """Function that starts one weight stream of (name, full tensor)."""
 
 
-CompletionIterator = Iterator[tuple[int, list[Completion]]]
-"""Iterator over (index, completions) of each request as it ends."""
+Finished = Iterator[tuple[int, list[Completion]]]
+"""Iterator over (index of a request, its completions)."""
+
+
+class Generation:
+    """Loop of an engine for requests of this rank, to which requests can be added while others decode.
+
+    Ranks that share an engine call add(), step() and abort() together, with requests of their own. Ranks of one data replica pass
+    the same requests; each submits its part of them, and of_siblings() returns the others'.
+    """
+
+    def __init__(self, loop: RequestLoop, engine: Axis, siblings: Axis):
+        self.loop, self.engine, self.siblings = loop, engine, siblings
+        self.num_requests = 0
+        self._places: dict[int, int] = {}
+        """Index in the loop -> index of this rank's request."""
+        self._answers: dict[int, list[Completion]] = {}
+        """Completions of this rank's part, if others need them."""
+
+    @property
+    def running(self) -> bool:
+        """Return True if the engine has requests, of this or another rank; the same on all ranks of the engine."""
+        return bool(self.loop.running)
+
+    @property
+    def unfinished(self) -> set[int]:
+        """Return the indices of requests that this rank has submitted and that run."""
+        return {self._places[index] for index in self.loop.running if index in self._places}
+
+    def add(self, requests: list[Request]) -> range:
+        """Begin requests, any number on each rank; return their indices."""
+        part = share_of(self.siblings.rank, self.siblings.size, len(requests))
+        local = requests[part.start : part.stop]
+        by_rank = self.engine.gather(local)
+        first = sum(len(others) for others in by_rank[: self.engine.rank])
+        indices = self.loop.add([each for others in by_rank for each in others])
+        for place in range(len(local)):
+            self._places[indices[first + place]] = self.num_requests + part.start + place
+        begin, self.num_requests = self.num_requests, self.num_requests + len(requests)
+        return range(begin, self.num_requests)
+
+    def step(self) -> Finished:
+        """Let the engine do a step; yield this rank's requests that have ended."""
+        yield from self._own(self.loop.step())
+
+    def abort(self) -> Finished:
+        """End all requests in the engine; yield this rank's with their completions so far."""
+        yield from self._own(list(self.loop.abort().items()))
+
+    def to_the_end(self) -> Finished:
+        """Yield all requests of this rank, each as it ends."""
+        while self.running:
+            yield from self.step()
+        yield from self.of_siblings()
+
+    def prompts_at_once(self, n: int) -> int:
+        """Return the number of prompts with n samples each that the engines of a data replica decode at the same time."""
+        return max(1, self.loop.engine.prompts_at_once(n) * self.siblings.size // self.engine.size)
+
+    def of_siblings(self) -> Finished:
+        """Yield the requests that other ranks of the data replica have submitted, when all have ended."""
+        for others in self.siblings.gather(self._answers):
+            yield from ((index, completions) for index, completions in others.items() if index not in self._answers)
+
+    def _own(self, ended: list[tuple[int, list[Completion]]]) -> Finished:
+        for index, completions in ended:
+            if index in self._places:
+                place = self._places[index]
+                if self.siblings.size > 1:
+                    self._answers[place] = completions
+                yield place, completions
 
 
 class EngineStatus(Enum):
@@ -80,29 +149,9 @@ class EngineHost:
         """Generate without waking the engine; ranks that share an engine pass the same requests."""
         return self.engine.generate(requests, self._own(sampling))
 
-    def stream(self, sampling: Sampling, requests: list[Request]) -> CompletionIterator:
-        """Return an iterator over (index, completions) of this rank's requests, any number of them. All ranks call it together.
-
-        The engine receives the requests of all ranks that share it. Ranks of one data replica pass the same requests: each
-        submits its part of them, and yields the parts of the others at the end. They need not be the ranks that share an engine.
-        An engine on other ranks begins before the first completion is read.
-        """
-        part = share_of(self.model_parallel.rank, self.model_parallel.size, len(requests))
-        local = requests[part.start : part.stop]
-        by_rank = self.axis.gather(local)
-        first = sum(len(others) for others in by_rank[: self.axis.rank])
-        completed = self.engine.stream([each for others in by_rank for each in others], self._own(sampling))
-        return self._completed(completed, first, part)
-
-    def _completed(self, completed: CompletionIterator, first: int, part: range) -> CompletionIterator:
-        """Yield the completions of this rank's requests, which are `first` and following ones of the engine, then of siblings."""
-        answers: dict[int, list[Completion]] = {}
-        for index, completions in completed:
-            if first <= index < first + len(part):
-                answers[part.start + index - first] = completions
-                yield part.start + index - first, completions
-        for others in self.model_parallel.gather(answers):
-            yield from ((index, completions) for index, completions in others.items() if index not in answers)
+    def open(self, sampling: Sampling) -> Generation:
+        """Return a loop for requests of this rank. All ranks that share the engine, or a data replica, call it together."""
+        return Generation(self.engine.open(self._own(sampling)), self.axis, self.model_parallel)
 
     def _own(self, sampling: Sampling) -> Sampling:
         """Return `sampling` with a seed that is equal on the ranks of one engine and different on every replica."""

@@ -56,7 +56,7 @@ from lightrft.parallel.processes import RunProcesses
 from lightrft.strategy.checkpoints import NOTHING, Checkpoints, Trained, hf_folder, next_tag
 from lightrft.strategy.dataloader import ResumableBatchSampler
 from lightrft.strategy.device_memory import DeviceMemory, sync_and_clear_cache
-from lightrft.strategy.engine_host import EngineHost, EngineStatus, as_dicts
+from lightrft.strategy.engine_host import EngineHost, EngineStatus, Generation, as_dicts
 from lightrft.strategy.phases import Phase, Phases
 from lightrft.strategy.prompt_reader import PromptReader
 from lightrft.types import Completion
@@ -557,8 +557,8 @@ class StrategyBase(Backend):
         all_prompts: list[str] | None = None, all_images: list | None = None, sleep_engine: bool = True,
         images_num: list[int] | None = None, all_videos: list | None = None, videos_num: list[int] | None = None, *,
         all_audios: list | None = None, audios_num: list[int] | None = None,
-        requests: list[Request] | None = None, as_completed: bool = False,
-    ) -> list[list[Completion]] | list[EasyDict] | Iterator[tuple[int, list[Completion]]]:  # fmt: skip
+        requests: list[Request] | None = None,
+    ) -> list[list[Completion]] | list[EasyDict]:  # fmt: skip
         """Return `n` completions of each of this rank's prompts, in order. The number of prompts may differ by rank and may be 0.
 
         Prompts are token ids, text, or `requests`, each with its media and its own sampling. If both ids and text are given, the
@@ -572,23 +572,27 @@ class StrategyBase(Backend):
         to call unless the dictionary has a seed.
 
         A sleeping engine is woken. With `sleep_engine` it sleeps afterwards, if allowed, but not inside engine_awake().
-        With `as_completed` this returns an iterator over (index, completions) of the prompts, each as soon as it is complete,
-        which must be read to its end on all ranks; the engine stays awake.
         """
         media = {"images": (all_images, images_num), "videos": (all_videos, videos_num), "audios": (all_audios, audios_num)}
         sampling = self._sampling(sampling_params)
         if requests is None:
             requests = self._reader().requests(all_prompt_token_ids, all_prompts, media)
-        if self.engine_status is EngineStatus.SLEEPED:
-            self.wakeup_inference_engine()
-        finished = self._engine_host().stream(sampling, requests)
-        if as_completed:
-            return finished
-        found = dict(finished)
+        generation = self.open_generation(sampling)
+        generation.add(requests)
+        found = dict(generation.to_the_end())
         completions = [found[index] for index in range(len(requests))]
         if sleep_engine and not self._kept_awake:
             self.maybe_sleep_inference_engine()
         return completions if isinstance(sampling_params, Sampling) else as_dicts(requests, completions)
+
+    def open_generation(self, sampling: Sampling) -> Generation:
+        """Return a loop of the engine, to which each rank adds requests while others decode, and which can be aborted.
+
+        All ranks call this together; a sleeping engine is woken and stays awake.
+        """
+        if self.engine_status is EngineStatus.SLEEPED:
+            self.wakeup_inference_engine()
+        return self._engine_host().open(sampling)
 
     def engine_generate_local(
         self, sampling_params: Sampling | Mapping[str, Any], prompt_token_ids: list[list[int]] | None = None,

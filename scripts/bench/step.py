@@ -142,10 +142,12 @@ def train(flags: list[str]) -> list[dict[str, float]]:
 
 
 def watch(trainer: Any) -> Clock:
+    from lightrft.rollout.sampler import Growth
+
     clock, numbers = Clock(), {}
     for owner, method, phase in (
         (trainer, "step", "prep"), (trainer, "_report", "prep"), (trainer, "_learn", "fwdbwd"),
-        (trainer.strategy, "gather_and_generate", "gen"), (trainer.strategy.engine, "load_weights", "sync"),
+        (Growth, "add", "gen"), (Growth, "steps", "gen"), (trainer.strategy.engine, "load_weights", "sync"),
         (trainer.strategy, "optimizer_step", "opt"), (trainer.make_experience, "_ask", "old_logp"),
     ):  # fmt: skip
         clock.charge(owner, method, phase)

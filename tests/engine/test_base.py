@@ -26,6 +26,9 @@ class Idle(Engine):
         if verb in self.broken:
             raise MemoryError(f"no memory to {verb}")
 
+    def prompts_at_once(self, n: int) -> int:
+        return 1
+
     def reset_cache(self) -> None: ...
 
     def _add(self, key: int, request: Request) -> None:

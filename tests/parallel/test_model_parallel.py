@@ -60,8 +60,8 @@ def generated(folder: str, engine_tp_size: int, layout: dict) -> tuple:
     axis = made.mesh.engine(engine_tp_size)  # its ranks compute the same, as those of one engine do
     made._host = EngineHost(engine, axis=axis, mesh=made.mesh, device=made.device, sleeps=False)
     mine = PROMPTS[:2] if made.mesh.data.rank == 0 else PROMPTS[2:]
-    counts, stream = [], made.engine.stream
-    made.engine.stream = lambda requests, sampling: (counts.append(len(requests)), stream(requests, sampling))[1]
+    counts, begin = [], made.engine.begin_requests
+    made.engine.begin_requests = lambda requests, loop: (counts.append(len(requests)), begin(requests, loop))[1]
     greedy = made.gather_and_generate(Sampling(max_tokens=4, temperature=0.0), mine)
     drawn = made.gather_and_generate(Sampling(n=3, max_tokens=6, seed=5), mine)
     alone = made.engine_generate_local(Sampling(max_tokens=4, temperature=0.0), PROMPTS)

@@ -1,6 +1,11 @@
 """What a step is filled with: decided alike on all ranks, repeatable, and the same after a resumed run."""
 
+import bisect
 import copy
+import math
+import random
+from itertools import pairwise
+from statistics import NormalDist
 
 import pytest
 import torch
@@ -28,23 +33,57 @@ def rows_reward(samples, mode, length, **columns):
 class Script:
     """Stands for the engine: a response has as many tokens as its prompt's column says, each drawn by the seed."""
 
-    def __init__(self, longest: int = 100):
-        self.longest, self.calls, self.tokens = longest, [], 0
+    def __init__(self, longest: int = 100, room: int = 1):
+        self.longest, self.calls, self.tokens, self.clock = longest, [], 0, 0
+        self.room = room
 
-    def grow(self, groups, *, seed, limit=None):
-        self.calls.append((seed, [group.number for group in groups]))
-        for group in sorted(groups, key=lambda group: group.samples[0].prompt.columns["length"]):
-            before = group.complete
-            for sample in group.responses:
-                left = min(sample.prompt.columns["length"], self.longest) - len(sample.token_ids)
-                new = min(left, limit or left)
-                sample.token_ids += [seed % 251] * new
-                sample.logprobs += [-0.5] * new
-                self.tokens += new
-                if new == left:
-                    sample.finish_reason = "stop"
-            if group.complete and not before:
-                yield group
+    @property
+    def exchange(self) -> Axis:
+        return Mesh("cpu").exchange_axis() if torch.distributed.is_initialized() else ALONE
+
+    def length(self, seed: int, sample, place: int) -> int:
+        return sample.prompt.columns["length"]
+
+    def open(self, seed: int) -> "ScriptedGrowth":
+        self.calls.append((seed, []))
+        return ScriptedGrowth(self, seed)
+
+
+class ScriptedGrowth:
+    def __init__(self, script: Script, seed: int):
+        self.script, self.seed, self.groups, self.room = script, seed, [], script.room
+
+    def add(self, groups) -> None:
+        self.script.calls[-1][1].extend(group.number for group in groups)
+        self.groups += [group for group in groups if not group.complete]
+
+    def running(self) -> dict[int, int]:
+        return {group.number: sum(s.finish_reason == GROWING for s in group.responses) for group in self.groups}
+
+    def steps(self, most=None):
+        while self.groups and most != 0:
+            most = most and most - 1
+            self.script.clock += 1
+            for group in list(self.groups):
+                for place, sample in enumerate(group.responses):
+                    self._grow(sample, place)
+                if group.complete:
+                    self.groups.remove(group)
+                    yield group
+
+    def _grow(self, sample, place: int) -> None:
+        if sample.finish_reason == GROWING:
+            sample.token_ids.append(self.seed % 251)
+            sample.logprobs.append(-0.5)
+            self.script.tokens += 1
+            if len(sample.token_ids) == min(self.script.length(self.seed, sample, place), self.script.longest):
+                sample.finish_reason = "stop"
+
+    def abort(self) -> None:
+        self.groups = []
+
+    def finish(self):
+        return iter(())
 
 
 def prompts(modes: str, lengths: list[int] | None = None) -> list[Prompt]:
@@ -110,25 +149,25 @@ def test_data_without_signal_are_an_error():
 
 
 def test_over_sampling_stops_with_enough_complete_groups():
-    """Eight prompts for four, and half of them are long: these are given up after the tokens of one look."""
-    collect = collector(prompts("s" * 8, [10, 90] * 4), over_sampling=2.0, early_stop_every=10)
+    """Eight prompts for four, and half of them are long: these are given up one look after the others were complete."""
+    collect = collector(prompts("s" * 8, [10, 90] * 4), over_sampling=2.0, early_stop_every=5)
     groups, samples = step(collect)
     assert [len(sample.token_ids) for sample in samples] == [10] * 12
-    assert collect.sampler.tokens == 8 * 3 * 10 and collect.carried == []
+    assert collect.sampler.tokens == 4 * 3 * 10 + 4 * 3 * 15 and collect.carried == []
 
 
 def test_partial_rollouts_go_on_in_the_next_step():
     data = prompts("s" * 8, [10, 35] * 4)
-    collect = collector(data, over_sampling=2.0, early_stop_every=10, partial_rollout=True)
+    collect = collector(data, over_sampling=2.0, early_stop_every=5, partial_rollout=True)
     step(collect, 1)
-    assert len(collect.carried) == 4 and all(len(s.token_ids) == 10 for group in collect.carried for s in group.samples)
+    assert len(collect.carried) == 4 and all(len(s.token_ids) == 15 for group in collect.carried for s in group.samples)
     carried = {group.number: [list(sample.token_ids) for sample in group.samples] for group in collect.carried}
     finished = {}
     for number in range(2, 6):
         finished |= {group.number: group for group in step(collect, number)[0] if group.number in carried}
     assert set(finished) == set(carried)
     for number, group in finished.items():
-        assert [sample.token_ids[:10] for sample in group.samples] == carried[number]
+        assert [sample.token_ids[:15] for sample in group.samples] == carried[number]
         assert all(len(sample.token_ids) == len(sample.logprobs) == 35 for sample in group.samples)
         assert len({token for sample in group.samples for token in sample.token_ids}) > 1, "drawn in several calls"
 
@@ -160,7 +199,7 @@ def test_the_greedy_response_is_judged_and_not_learned_from():
     assert {group.greedy.reward for group in groups} == {0.0, 1.0}
 
 
-FLAGS = {"dynamic_sampling": True, "over_sampling": 1.5, "early_stop_every": 8, "partial_rollout": True, "curriculum": [0.1, 0.9]}
+FLAGS = {"dynamic_sampling": True, "over_sampling": 1.5, "early_stop_every": 3, "partial_rollout": True, "curriculum": [0.1, 0.9]}
 MIXED = prompts("ssanssnassns" * 3, [7, 30, 12, 25, 9, 41, 3, 18, 22, 11, 36, 5] * 3)
 
 
@@ -183,7 +222,7 @@ def test_a_resumed_run_goes_on_alike(tmp_path):
 
 
 def test_a_resumed_run_with_shorter_responses_loses_those_that_are_too_long():
-    first = collector(MIXED, **FLAGS | {"early_stop_every": 2})
+    first = collector(MIXED, **FLAGS | {"early_stop_every": 1})
     course(first, range(1, 6))
     lengths = [max(len(sample.token_ids) + (sample.finish_reason == GROWING) for sample in g.responses) for g in first.carried]
     assert min(lengths) < max(lengths)
@@ -244,6 +283,89 @@ def long_and_short() -> int:
     before = collect.sampler.tokens
     step(collect, 2)
     return collect.sampler.tokens - before
+
+
+class Lengths(Script):
+    """Draws log-normal lengths, up to 100, from the seed, the group and the place of a response."""
+
+    def length(self, seed: int, sample, place: int) -> int:
+        return max(1, round(10 * math.exp(random.Random(f"{seed} {sample.group} {place}").gauss(0, 1))))
+
+
+def test_tail_rounds_learn_from_every_prompt_once_a_pass_whatever_its_length():
+    """The lengths of what is learned follow the distribution that is drawn from; without a second turn long ones are missing."""
+    edges = [3, 4, 6, 8, 10, 13, 17, 23, 36]
+    below = [0.0, *(NormalDist().cdf(math.log((edge - 0.5) / 10)) for edge in edges), 1.0]
+
+    def learned(**flags) -> tuple[list[int], float, Collector]:
+        """Rows, the statistic of Pearson's chi-square test, and the collector."""
+        collect = collector(prompts("s" * 64), rollout_batch_size=8, over_sampling=1.5, early_stop_every=2, **flags)
+        collect.sampler = Lengths()
+        groups = [group for number in range(1, 65) for group in step(collect, number)[0]]
+        counts = [0] * 10
+        for group in groups:
+            for sample in group.samples:
+                counts[bisect.bisect(edges, len(sample.token_ids))] += 1
+        expected = [sum(counts) * (high - low) for low, high in pairwise(below)]
+        statistic = sum((count - mean) ** 2 / mean for count, mean in zip(counts, expected, strict=True))
+        return [group.row for group in groups], statistic, collect
+
+    rows, statistic, collect = learned(rollout_schedule="tail_rounds")
+    assert len(rows) == 8 * 64 and statistic < 21.67, "the 99 % quantile at nine degrees of freedom"
+    for number in range(8):
+        assert sorted(rows[64 * number : 64 * number + 64]) == list(range(64))
+    assert collect.parked == [] and collect.place == 8 * 64
+    rows, statistic, _ = learned()
+    assert statistic > 100
+
+
+TAIL = {"rollout_schedule": "tail_rounds", "over_sampling": 1.5, "early_stop_every": 3}
+
+
+def tail_on_ranks(state: dict | None = None) -> tuple[list, dict]:
+    """Steps 1 to 5, or of a run that resumes 6 to 9, in which a step is taken back; the state after them."""
+    collect = collector(copy.deepcopy(MIXED), Mesh("cpu").data, **TAIL)
+    if state is not None:
+        collect.load_state_dict(state)
+    take_back = collect.begin()
+    before = course(collect, range(20, 21))
+    take_back()
+    assert before == course(collect, range(20, 21)), "tail rounds do not depend on the number of the step"
+    take_back()
+    return course(collect, range(1, 6) if state is None else range(6, 10)), collect.state_dict()
+
+
+def test_tail_rounds_are_alike_on_all_ranks_and_resume(tmp_path):
+    whole = joined_steps([(course(collector(MIXED, **TAIL), range(1, 10)),)], 0)
+    for ranks, others in ((1, 2), (2, 1)):
+        first = run_ranks(ranks, tail_on_ranks)
+        assert joined_steps(first, 0) == whole[:5] and first[0][1]["parked"] and first[0][1]["parked"] == first[-1][1]["parked"]
+        torch.save(first[0][1], tmp_path / "state.pt")
+        second = run_ranks(others, tail_on_ranks, torch.load(tmp_path / "state.pt", weights_only=True))
+        assert joined_steps(second, 0) == whole[5:]
+
+
+def longest_first() -> tuple[list, int, list[int]]:
+    """What is learned in two steps, and the time and the order of the second, in which the lengths are known."""
+    lengths = [10] * 11 + [60] + [10] * 4
+    collect = collector(prompts("s" * 16, lengths), Mesh("cpu").data, rollout_batch_size=16, early_stop_every=5,
+                        rollout_schedule="longest_first")  # fmt: skip
+    first = course(collect, range(1, 2))
+    before = collect.sampler.clock
+    second = step(collect, 2)[0]
+    rows = {group.number: group.row for group in second}
+    return first + [[(g.number, g.row, len(g.samples[0].token_ids)) for g in second]], collect.sampler.clock - before, [
+        rows[number] for number in collect.sampler.calls[-1][1]]  # fmt: skip
+
+
+def test_the_longest_prompts_begin_first_on_any_rank_with_room():
+    """Of 16 prompts one is as long as six others: one rank has that one, and the other nearly everything else."""
+    ((alone, _, _),), pair = run_ranks(1, longest_first), run_ranks(2, longest_first)
+    assert joined_steps([(found,) for found, *_ in pair], 0) == [sorted(groups) for groups in alone]
+    (_, _, order), (_, _, other) = pair
+    assert 11 in (order[0], other[0]) and sorted([len(order), len(other)]) in ([5, 11], [6, 10], [7, 9])
+    time = max(clock for _, clock, _ in pair)
+    assert time <= 60 + 5 * (10 + 10), "a rank that becomes free waits for two looks at most"
 
 
 def test_ranks_get_as_much_work_by_the_lengths_of_the_last_visit():

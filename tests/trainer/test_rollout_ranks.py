@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import sys
 from pathlib import Path
 
@@ -19,30 +18,31 @@ from with_vllm import load_vllm
 CASES = {
     "plain": [],
     "critic": ["--advantage_estimator=gae", "--eval_steps=1", "--eval_data={folder}/train.jsonl", "--max_eval_samples=5"],
-    "over-sampling": ["--over_sampling=1.5", "--early_stop_every=2", "--partial_rollout", "--first_token_temperature=2"],
+    "dynamic": ["--dynamic_sampling", "--first_token_temperature=2"],
 }
 
 
-def as_launched(cases: dict[str, list[str]], ports: list[int], save_path: str) -> None:
-    """The runs of all cases, one after another, each with process groups of its own."""
+def launch() -> dist.TCPStore | None:
+    """Leave the process group and do what a launcher does: set the environment in which runs make groups of their own."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
+    port = [store.port if store else 0]
+    dist.broadcast_object_list(port)
     dist.destroy_process_group()
-    for (case, flags), port in zip(cases.items(), ports, strict=True):
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port[0]), TORCHELASTIC_USE_AGENT_STORE="True")
+    return store
+
+
+def as_launched(cases: dict[str, list[str]], save_path: str) -> None:
+    """The runs of all cases, one after another, each with process groups of its own."""
+    _store = launch()
+    for case, flags in cases.items():
         run("train_ppo", parse([*flags, f"--save_path={save_path}/{case}"], "train_ppo"))
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def both(folder: Path, cases: dict[str, list[str]], *, trains: int, generates: int) -> dict[str, tuple[list, list]]:
     """Case -> the rows of metrics with and without ranks that only generate."""
     apart = {case: [*flags, f"--rollout_ranks={generates}"] for case, flags in cases.items()}
-    run_ranks(trains + generates, as_launched, apart, free_ports(len(apart)), str(folder / "apart"))
+    run_ranks(trains + generates, as_launched, apart, str(folder / "apart"))
     found = {}
     for case, flags in cases.items():
         together = train("train_ppo", trains, flags, folder / "together" / case)
@@ -68,8 +68,8 @@ def test_one_step_off_learns_from_the_weights_before_the_last_update(tmp_path):
         "parts": [*flags, "--max_steps=4"],
         "dynamic": [*flags, "--max_steps=4", "--dynamic_sampling", "--eval_steps=2", f"--eval_data={tmp_path}/train.jsonl"],
     }
-    run_ranks(3, as_launched, cases, free_ports(3), str(tmp_path))
-    run_ranks(3, as_launched, {"parts": [*flags, "--max_steps=6", "--load_checkpoint"]}, free_ports(1), str(tmp_path))
+    run_ranks(3, as_launched, cases, str(tmp_path))
+    run_ranks(3, as_launched, {"parts": [*flags, "--max_steps=6", "--load_checkpoint"]}, str(tmp_path))
     rows = {case: rows_of(tmp_path / case) for case in cases}
     assert [row["rollout/staleness"] for row in rows["whole"]] == [0.0] + [1.0] * 29
     rewards = [row["rollout/reward"] for row in rows["whole"]]
@@ -92,16 +92,15 @@ def test_ranks_that_share_an_engine_serve_zero_3(tmp_path):
 def test_a_resumed_run_has_the_same_numbers(tmp_path):
     flags = [*prepare(tmp_path), *PPO, "--max_steps=4", "--save_steps=2", "--rollout_ranks=1"]
     cases = {"whole": flags, "parts": [*flags, "--max_steps=2"]}
-    run_ranks(2, as_launched, cases, free_ports(2), str(tmp_path))
-    run_ranks(2, as_launched, {"parts": [*flags, "--load_checkpoint"]}, free_ports(1), str(tmp_path))
+    run_ranks(2, as_launched, cases, str(tmp_path))
+    run_ranks(2, as_launched, {"parts": [*flags, "--load_checkpoint"]}, str(tmp_path))
     assert repeatable(rows_of(tmp_path / "parts")) == repeatable(rows_of(tmp_path / "whole"))
     model = Path("model") / "model.safetensors"
     assert (tmp_path / "parts" / model).read_bytes() == (tmp_path / "whole" / model).read_bytes()
 
 
-def sabotaged(flags: list[str], port: int, folder: Path) -> None:
-    dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def sabotaged(flags: list[str], folder: Path) -> None:
+    _store = launch()
     log = open(folder / f"log{os.environ['RANK']}", "w", buffering=1)
     os.dup2(log.fileno(), 2)
     sys.stderr = log
@@ -113,7 +112,7 @@ def test_a_rank_that_generates_and_dies_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("lightrft.launch.heartbeat.GRACE", 0.4)
     monkeypatch.setenv("SABOTAGE", "generate:2:kill")
     flags = [*prepare(tmp_path), *PPO, "--max_steps=3", "--rollout_ranks=1", f"--save_path={tmp_path}/run"]
-    assert exit_codes(3, sabotaged, flags, free_ports(1)[0], tmp_path) == [1, 1, -9]
+    assert exit_codes(3, sabotaged, flags, tmp_path) == [1, 1, -9]
     for rank in (0, 1):
         said = (tmp_path / f"log{rank}").read_text()
         assert re.search(r"this run ends: rank 2 \(pid \d+ on .*\) ended without an error message in phase generate:", said)

@@ -48,14 +48,14 @@ for name in ("print", "report_memory", "sync_and_clear_cache", "is_rank_0"):
 '''
 VERBS = [
     "all_reduce", "announce", "backward", "create_optimizer", "create_scheduler", "data_order", "engine_awake", "enter",
-    "finish_ckpt", "full_params", "gather_and_generate", "init_model_context", "load_ckpt", "maybe_load_optimizer",
-    "maybe_offload_optimizer", "maybe_sleep_inference_engine", "moving_average", "offload_model", "optimizer_step", "prepare",
+    "finish_ckpt", "full_params", "init_model_context", "load_ckpt", "maybe_load_optimizer", "maybe_offload_optimizer",
+    "maybe_sleep_inference_engine", "moving_average", "offload_model", "open_generation", "optimizer_step", "prepare",
     "reload_model", "save_ckpt", "save_model", "set_seed", "setup_distributed", "setup_inference_engine", "unwrap_model",
     "update_engine_weights", "wakeup_inference_engine",
 ]  # fmt: skip
 FOR_OTHER_LOOPS = {
-    "all_gather", "engine_generate_local", "prepare_models_and_optimizers", "prepare_reward_model", "save_adapter",
-    "setup_dataloader",
+    "all_gather", "engine_generate_local", "gather_and_generate", "prepare_models_and_optimizers", "prepare_reward_model",
+    "save_adapter", "setup_dataloader",
 }  # fmt: skip
 """Verbs for loops of the user's own, which docs/extending.md names."""
 STEPS = 2
@@ -73,7 +73,7 @@ def test_every_verb_that_a_strategy_overrides_is_called(tmp_path, monkeypatch):
     calls = json.loads((tmp_path / "calls.json").read_text())
     assert sorted({*VERBS, "print", "report_memory", "sync_and_clear_cache", "is_rank_0"} - calls.keys()) == []
     assert calls["update_engine_weights"] == calls["wakeup_inference_engine"] + 1 == STEPS + 1, "one way, in every step"
-    assert calls["gather_and_generate"] == STEPS and calls["optimizer_step"] == STEPS
+    assert calls["open_generation"] == STEPS and calls["optimizer_step"] == STEPS
     text = Path("docs/extending.md").read_text()
     assert all(f"`{verb}`" in text for verb in FOR_OTHER_LOOPS)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from lightrft.engine.base import Engine, EngineError, EngineSetup, Part
+from lightrft.engine.loop import RequestLoop
 from lightrft.engine.model_info import Vocabulary, most_of_each, published_names
 from lightrft.engine.remote.weights import WeightBroadcast
 from lightrft.engine.remote.wire import PRETRAIN, Closed, Finished, Generate, LoadWeights, Peer, connect
@@ -44,8 +45,8 @@ class RemoteEngine(Engine):
             self._broadcast = WeightBroadcast(processes, setup.device, bucket_bytes=limit)
         self._first = processes.rank % len(self._engines)
         self._call = 0
-        self._arrived: dict[int, list[Finished]] = {}
-        """Completions of open calls that have not been read."""
+        self._arrived: dict[int, list[tuple[int, list[Completion]]]] = {}
+        """Call -> completions that have not been read."""
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Send the weights to all engines, which check and verify them; this returns when they are sent."""
@@ -67,30 +68,36 @@ class RemoteEngine(Engine):
         """Return the prompt as it is: the engine expands it."""
         return Expanded(request.token_ids, None)
 
-    def stream(self, requests: list[Request], sampling: Sampling) -> Iterator[tuple[int, list[Completion]]]:
-        """Send the requests, also none, because those of other ranks wait for them; several calls may be open."""
-        requests = self.begin_requests(requests, self.open(sampling))
+    def open(self, sampling: Sampling) -> "RemoteLoop":
+        """Return a loop whose requests are answered by all engines; several loops may be open."""
+        self._check_can_generate()
+        return RemoteLoop(self, sampling)
+
+    def prompts_at_once(self, n: int) -> int:
+        return 1
+
+    def send(self, requests: list[Request]) -> int:
+        """Send the requests of a call, also none, because those of other ranks wait for them; return its number."""
         self._call += 1
         self._arrived[self._call] = []
         for place, engine in enumerate(self._engines):
             chosen = range((place - self._first) % len(self._engines), len(requests), len(self._engines))
             engine.send(Generate(self._call, self.version, [(index, requests[index]) for index in chosen]))
-        return self._finished(self._call, len(requests))
+        return self._call
 
-    def _finished(self, call: int, count: int) -> Iterator[tuple[int, list[Completion]]]:
+    def receive(self, call: int) -> list[tuple[int, list[Completion]]]:
+        """Wait until a request of the call has ended; return all that have, with their indices in the call."""
         with self._fatal("generate"):
-            for _ in range(count):
-                while not self._arrived[call]:
-                    peer, message = self._inbox.get()
-                    if not isinstance(message, Finished):
-                        raise EngineError(f"rank {peer.rank}, which generates, has closed its connection")
-                    self._arrived[message.call].append(message)
-                message = self._arrived[call].pop()
-                yield message.index, message.completions
-            del self._arrived[call]
+            while not self._arrived[call]:
+                peer, message = self._inbox.get()
+                if not isinstance(message, Finished):
+                    raise EngineError(f"rank {peer.rank}, which generates, has closed its connection")
+                self._arrived[message.call].append((message.index, message.completions))
+            found, self._arrived[call] = self._arrived[call], []
+        return found
 
     def _add(self, key: int, request: Request) -> None:
-        raise EngineError("requests to engines on other ranks are sent by stream()")
+        raise EngineError("requests to engines on other ranks are sent by their loop")
 
     def _step(self) -> Iterator[tuple[int, list[Completion]]]:
         raise EngineError("engines on other ranks decode by themselves")
@@ -114,3 +121,33 @@ class RemoteEngine(Engine):
         for engine in self._engines:
             engine.send(Closed())
             engine.close()
+
+
+class RemoteLoop(RequestLoop):
+    """Loop whose requests run on other ranks, to their end. The ranks that train add requests equally often, also none."""
+
+    def __init__(self, engine: RemoteEngine, sampling: Sampling):
+        super().__init__(engine, sampling)
+        self.remote = engine
+        self._calls: dict[int, tuple[int, int]] = {}
+        """Call -> (index of its first request in the loop, number of requests that have not ended)."""
+
+    def add(self, requests: list[Request]) -> range:
+        readable = self.remote.begin_requests(requests, self)
+        indices = range(self.num_requests, self.num_requests + len(requests))
+        self.num_requests += len(requests)
+        self._calls[self.remote.send(readable)] = indices.start, len(requests)
+        self.running |= dict.fromkeys(indices)
+        return indices
+
+    def step(self) -> list[tuple[int, list[Completion]]]:
+        """Wait until a request has ended; return all that have."""
+        call, (first, count) = next((call, state) for call, state in self._calls.items() if state[1])
+        found = [(first + index, completions) for index, completions in self.remote.receive(call)]
+        self._calls[call] = first, count - len(found)
+        for index, _ in found:
+            del self.running[index]
+        return found
+
+    def abort(self) -> dict[int, list[Completion]]:
+        raise EngineError("requests to engines on other ranks run to their end")

@@ -61,6 +61,9 @@ class SGLangEngine(LibraryEngine):
         self._samples = Samples(self._shim, self.vocabulary)
         return self._shim.ask("unknown_weights", places=places, shapes=self.names.shapes)[0]
 
+    def prompts_at_once(self, n: int) -> int:
+        return self._on_first_rank(lambda: self._shim.ask("num_slots"))[0] // n
+
     def reset_cache(self) -> None:
         with self._fatal("reset_cache"):
             self._on_first_rank(lambda: self._forget())

@@ -94,6 +94,11 @@ def _engine_fingerprints(
     return [numbers.cpu() for numbers in prints.numbers(next(scheduler.tp_worker.model_runner.model.parameters()).device)]
 
 
+def _num_slots(scheduler: Scheduler) -> int:
+    """Return the number of requests that decode at the same time."""
+    return scheduler.max_running_requests
+
+
 def _num_cached(scheduler: Scheduler) -> int:
     return scheduler.tree_cache.evictable_size() + len(mm_schedule.embedding_cache)
 
@@ -123,5 +128,5 @@ def _seen(scheduler: Scheduler) -> dict[str, Tensor]:
 
 
 QUESTIONS = {"fill_with_nan": _fill_with_nan, "unknown_weights": _unknown_weights, "held": _engine_fingerprints,
-             "num_cached": _num_cached, "forget_images": _forget_images, "watch": _watch, "seen": _seen}
+             "num_slots": _num_slots, "num_cached": _num_cached, "forget_images": _forget_images, "watch": _watch, "seen": _seen}
 """Queries and actions that SGLang's processes run in their own memory, by name."""

@@ -63,6 +63,9 @@ class VLLMEngine(LibraryEngine):
             self.reset_cache()
         return self._shim.weights.unknown
 
+    def prompts_at_once(self, n: int) -> int:
+        return self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs // n
+
     def reset_cache(self) -> None:
         self._shim.reset_caches()
         if self._speculation:

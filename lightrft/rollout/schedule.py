@@ -1,0 +1,53 @@
+"""Decide which rank generates which groups of a round, and when the round is over: alike on all ranks, from exchanged counts."""
+
+from collections.abc import Sequence
+
+
+class Round:
+    """Groups that all ranks generate together. Every rank has the same, and takes the same decisions from the same counts.
+
+    Ranks go on decoding while the counts of one point are exchanged, and decide by them at the next point. Points are numbers of
+    steps of an engine, so decisions do not depend on time if the steps of an engine do not.
+    """
+
+    def __init__(self, costs: Sequence[float], owners: Sequence[int | None], *, num_ranks: int, needed: int, room: int = 1):
+        """Set up a round of groups with these expected costs.
+
+        `owners`: rank of each group; None: the group waits until a rank has less than `room` incomplete groups, and those with
+        the highest cost come first. `needed`: number of complete groups that end the round.
+        """
+        self.owners, self.num_ranks, self.needed, self.room = list(owners), num_ranks, needed, room
+        waiting = [place for place, owner in enumerate(owners) if owner is None]
+        self.waiting = sorted(waiting, key=lambda place: (-costs[place], place))
+        self.complete: set[int] = set()
+        self._counted: list[int] = []
+        self._assign()
+
+    @property
+    def open(self) -> bool:
+        """Return True if there is something to decide: groups wait, or the round may end before all are complete."""
+        return bool(self.waiting) or self.needed < len(self.owners)
+
+    @property
+    def over(self) -> bool:
+        return len(self.complete) >= self.needed
+
+    def begin_exchange(self) -> None:
+        """Note which groups the counts include that are taken now."""
+        self._counted = [place for place, owner in enumerate(self.owners) if owner is not None]
+
+    def decide(self, running: Sequence[int]) -> None:
+        """Take the number of requests of each group that ran on all ranks at the last point; assign groups that wait."""
+        self.complete = {place for place in self._counted if not running[place]}
+        if not self.over:
+            self._assign()
+
+    def _assign(self) -> None:
+        loads = [0] * self.num_ranks
+        for place, owner in enumerate(self.owners):
+            if owner is not None and place not in self.complete:
+                loads[owner] += 1
+        while self.waiting and min(loads) < self.room:
+            rank = loads.index(min(loads))
+            self.owners[self.waiting.pop(0)] = rank
+            loads[rank] += 1
