@@ -1,4 +1,4 @@
-"""References in flags to servers, functions, data and engines: checks of addresses and their keys, and lists of weighted names."""
+"""References in flags to servers, functions, data and engines: checks of addresses and keys, and lists of weighted names."""
 
 import os
 import re
