@@ -8,7 +8,7 @@ Each engine is a vLLM in a process of its own; they generate in turn, with one t
     repetitive   a random Qwen3 with tied embeddings at a low temperature, which repeats itself: most drafts are accepted
     random       a random Qwen3 with 32 tokens, all about equally likely: contexts recur, and what followed is not said again
 
-`speedup` and `speedup_cpu` are the rates in wall seconds and in seconds of the processor over those without speculation, by batch:
+`speedup` and `speedup_cpu` are the rates in wall seconds and processor seconds over those without speculation, by batch:
 the median over the repetitions, of two runs next to each other. `slowest_cpu` is the least of the latter.
 """
 
