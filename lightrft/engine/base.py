@@ -95,8 +95,8 @@ class Engine(ABC):
         """Yield (index, its `n` completions) of each request as soon as all are complete, in any order, while others still run.
 
         Log-probs are those of the sampled distribution: without banned tokens, at the requested temperature, restricted to the
-        top p of the top k; raw (T = 1) if greedy. The noise of a sample depends on its seed only, not on batching or on other
-        random numbers. Raises ValueError before anything is generated if a request is invalid; the engine stays usable then.
+        top p of the top k; raw (T = 1) if greedy. The noise of a sample depends on its seed only, not on batching, on drafts of
+        --speculative or on other random numbers. Raises ValueError before anything is generated if a request is invalid; the engine stays usable then.
         The engine becomes unusable if the caller stops reading before the end.
         """
         self._check_usable()
