@@ -403,7 +403,7 @@ def test_sft_computes_the_loss_of_one_held_out_set():
 def test_what_cannot_speculate_is_named(tmp_path):
     vllm = [*RUNNABLE, "--engine_type=vllm"]
     for engine in ("hf", "sglang"):
-        message = f"--speculative group needs --engine_type vllm; {engine} draws other samples"
+        message = f"--speculative group needs --engine_type vllm; here {engine} generates without"
         assert message in problems(*RUNNABLE, f"--engine_type={engine}", "--speculative=group")
     assert "--speculative draft needs --draft_pretrain, a small model" in problems(*vllm, "--speculative=draft")
     assert "--speculative eagle3 needs --draft_pretrain, an EAGLE-3 head" in problems(*vllm, "--speculative=eagle3")

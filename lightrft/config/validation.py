@@ -228,7 +228,7 @@ def _speculation_problems(config: Config) -> list[str]:
     reads_draft = speculative in ("draft", "eagle3")
     problems = []
     if speculative != "none" and engine != "vllm":
-        problems.append(f"--speculative {speculative} needs --engine_type vllm; {engine} draws other samples with drafts")
+        problems.append(f"--speculative {speculative} needs --engine_type vllm; here {engine} generates without drafts")
     if reads_draft and not draft:
         what = "a small model with the vocabulary of --pretrain" if speculative == "draft" else "an EAGLE-3 head for --pretrain"
         problems.append(f"--speculative {speculative} needs --draft_pretrain, {what}; --speculative group needs no other model")

@@ -105,8 +105,9 @@ class Engine(ABC):
         """Return a loop, to which requests can be added while others decode; `sampling` is for those without their own.
 
         Log-probs are those of the sampled distribution: without banned tokens, at the requested temperature, restricted to the
-        top p of the top k; raw (T = 1) if greedy. The noise of a sample depends on its seed only, not on batching or on other
-        random numbers. Adding an invalid request raises ValueError before any request is begun; the engine stays usable then.
+        top p of the top k; raw (T = 1) if greedy. The noise of a sample depends on its seed only, not on batching, on drafts of
+        --speculative or on other random numbers. Adding an invalid request raises ValueError before any request is begun; the
+        engine stays usable then.
         """
         self._check_can_generate()
         return RequestLoop(self, sampling)

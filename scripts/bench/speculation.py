@@ -1,14 +1,14 @@
 """Tokens per second with --speculative group and ngram, against none, on text that is easy to foresee and on text that is not.
 
     python scripts/bench/speculation.py                          # the table in docs/benchmarks.md, some minutes
-    python scripts/bench/speculation.py --hidden 64 --layers 1 --batches 1 8 --repeat 1
+    python scripts/bench/speculation.py --hidden 64 --layers 1 --batches 1 8 --repeat 1 --texts random --kinds none group
 
 Each engine is a vLLM in a process of its own; they generate in turn, with one thread each. A batch is groups of 8 samples.
 
     repetitive   a random Qwen3 with tied embeddings at a low temperature, which repeats itself: most drafts are accepted
     random       a random Qwen3 with 32 tokens, all about equally likely: contexts recur, and what followed is not said again
 
-`speedup` and `speedup_cpu` are the rates in wall seconds and in processor seconds over those without speculation, by batch:
+`speedup` and `speedup_cpu` are the rates in wall seconds and processor seconds over those without speculation, by batch:
 the median over the repetitions, of two runs next to each other. `slowest_cpu` is the least of the latter.
 """
 
@@ -80,21 +80,22 @@ def measure(text: str, args: argparse.Namespace) -> dict[str, dict]:
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), text, args)
         engines = {}
-        for kind in KINDS:
+        for kind in args.kinds:
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(kind, folder, TEXTS[text], args.tokens, theirs))
             process.start()
             engines[kind] = process, ours
-            ours.recv()
-        found: dict[str, dict] = {kind: {} for kind in KINDS}
+        for _, connection in engines.values():
+            connection.recv()
+        found: dict[str, dict] = {kind: {} for kind in args.kinds}
         for batch in args.batches:
-            runs: dict[str, list] = {kind: [] for kind in KINDS}
+            runs: dict[str, list] = {kind: [] for kind in args.kinds}
             for turn in range(args.repeat + 1):
-                for kind in KINDS if turn % 2 else reversed(KINDS):
+                for kind in args.kinds if turn % 2 else reversed(args.kinds):
                     engines[kind][1].send(batch)
                     runs[kind].append(engines[kind][1].recv())
-            for kind in KINDS:
-                found[kind][batch] = figures(runs[kind][1:], runs["none"][1:], batch * args.tokens)
+            for kind in args.kinds:
+                found[kind][batch] = figures(runs[kind][1:], runs[args.kinds[0]][1:], batch * args.tokens)
         for process, connection in engines.values():
             connection.send(0)
             process.join()
@@ -120,10 +121,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each sample")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), help="the first is what the others are compared with")
+    parser.add_argument("--texts", nargs="+", default=list(TEXTS), choices=TEXTS)
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    cases = {text: measure(text, args) for text in TEXTS}
-    slowest = min(each["speedup_cpu"] for kinds in cases.values() for kind in KINDS[1:] for each in kinds[kind].values())
+    cases = {text: measure(text, args) for text in args.texts}
+    slowest = min(each["speedup_cpu"] for kinds in cases.values() for kind in args.kinds[1:] for each in kinds[kind].values())
     print(json.dumps({"slowest_cpu": slowest, "cases": cases}))
 
 

@@ -1,5 +1,6 @@
 """--speculative on real vLLM engines: drafts change neither samples nor log-probs, and their weights survive a sleep."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,7 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from engine import contract
 from engine.contract import PROMPTS, Bench, perturbed, start
@@ -15,7 +24,7 @@ from lightrft.engine.base import Engine, Request, Sampling
 from lightrft.parallel.mesh import Mesh
 from lightrft.types import Completion, Drafts
 from ranks import run_ranks
-from tiny import byte_tokenizer, tiny_model
+from tiny import VOCABULARY, byte_tokenizer, tiny_model
 from with_vllm import load_vllm
 
 pytestmark = pytest.mark.slow
@@ -66,9 +75,47 @@ def drawn(engine: Engine) -> list[tuple[list, Drafts]]:
             for each in outputs]  # fmt: skip
 
 
-def _with_and_without(folder: str, other: str) -> dict[str, list[tuple[list, Drafts]]]:
+def eagle3_head(folder: Path) -> str:
+    """Write a random EAGLE-3 head for tiny_model(), under the names of released ones."""
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": VOCABULARY,
+        "draft_vocab_size": VOCABULARY, "max_position_embeddings": 512, "dtype": "float32", "tie_word_embeddings": False,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1], "use_aux_hidden_state": True},
+    }  # fmt: skip
+    shapes = {"self_attn.q_proj": (128, 128), "self_attn.k_proj": (64, 128), "self_attn.v_proj": (64, 128),
+              "self_attn.o_proj": (64, 128), "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96)}
+    norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
+    shapes = {f"midlayer.{name}": shape for name, shape in shapes.items()} | {"fc": (64, 128), "lm_head": (VOCABULARY, 64)}
+    weights = {f"{name}.weight": torch.randn(shape) * 0.08 for name, shape in shapes.items()}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights | {f"{name}.weight": torch.ones(64) for name in norms}, folder / "model.safetensors")
+    return str(folder)
+
+
+def model_with_mtp(folder: Path) -> str:
+    """Write a GLM-4 mixture of experts with a layer that predicts one token more, whose decoder is a copy of the last one's."""
+    config = Glm4MoeConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=96,
+        moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, n_group=1, topk_group=1,
+        first_k_dense_replace=1, vocab_size=VOCABULARY, max_position_embeddings=512, pad_token_id=256, eos_token_id=258,
+        initializer_range=0.1, num_nextn_predict_layers=1,
+    )  # fmt: skip
+    Glm4MoeForCausalLM(config).float().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    added = {name.replace("layers.1.", "layers.2."): weight.clone() for name, weight in weights.items() if "layers.1." in name}
+    added |= {f"model.layers.2.{name}.weight": torch.ones(64) for name in ("enorm", "hnorm", "shared_head.norm")}
+    added |= {"model.layers.2.eh_proj.weight": torch.randn(64, 128) * 0.1,
+              "model.layers.2.shared_head.head.weight": weights["lm_head.weight"].clone(),
+              "model.layers.2.embed_tokens.weight": weights["model.embed_tokens.weight"].clone()}
+    save_file(weights | added, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def _with_and_without(folder: str, kinds: dict[str, str]) -> dict[str, list[tuple[list, Drafts]]]:
     found = {}
-    kinds = {"none": "", "ngram": "", "group": "", "draft": other}
     for speculative, draft in kinds.items():
         with speculating(folder, speculative, draft) as (engine, _):
             found[speculative] = drawn(engine)
@@ -77,19 +124,30 @@ def _with_and_without(folder: str, other: str) -> dict[str, list[tuple[list, Dra
 
 def test_samples_are_the_same_with_drafts(tmp_path: Path) -> None:
     folder, other = tiny_model(tmp_path / "model", seed=1), tiny_model(tmp_path / "other", seed=2)
-    (found,) = run_ranks(1, _with_and_without, folder, other, timeout=400)
-    plain = found.pop("none")
+    kinds = {"none": "", "ngram": "", "group": "", "draft": other, "eagle3": eagle3_head(tmp_path / "head")}
+    (found,) = run_ranks(1, _with_and_without, folder, kinds, timeout=400)
+    _check_same(found)
+    assert found["group"][1][1].num_accepted > found["ngram"][1][1].num_accepted > 0, "siblings say more than the sample alone"
+    assert all(found[speculative][0][1].num_accepted > 50 for speculative in ("ngram", "group"))
+
+
+def test_samples_are_the_same_with_mtp(tmp_path: Path) -> None:
+    (found,) = run_ranks(1, _with_and_without, model_with_mtp(tmp_path), {"none": "", "mtp": ""}, timeout=400)
+    _check_same(found)
+    assert found["mtp"][2][1].num_accepted > 0
+
+
+def _check_same(found: dict[str, list[tuple[list, Drafts]]]) -> None:
+    plain = found["none"]
     assert all(drafts == Drafts() for _, drafts in plain)
-    for speculative, results in found.items():
-        for (samples, drafts), (expected, _), sampling in zip(results, plain, SAMPLINGS, strict=True):
+    for speculative in found.keys() - {"none"}:
+        for (samples, drafts), (expected, _), sampling in zip(found[speculative], plain, SAMPLINGS, strict=True):
             assert [tokens for tokens, _ in samples] == [tokens for tokens, _ in expected], (speculative, sampling)
             difference = torch.tensor([value for _, values in samples for value in values])
             difference -= torch.tensor([value for _, values in expected for value in values])
             assert difference.abs().max() < 1e-5
             assert drafts.num_accepted <= drafts.num_tokens <= 5 * drafts.count
-        assert [drafts.num_tokens > 0 for _, drafts in results][:2] == [True, True]
-    assert found["group"][1][1].num_accepted > found["ngram"][1][1].num_accepted > 0, "siblings say more than the sample alone"
-    assert all(found[speculative][0][1].num_accepted > 50 for speculative in ("ngram", "group"))
+        assert all(drafts.num_tokens > 0 for _, drafts in found[speculative][:2])
 
 
 ON_EVERY_KIND = [case for case in contract.CASES if case.__name__ not in (

@@ -21,14 +21,14 @@ from lightrft.samples import Drafts
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Batch sizes at which the cost of verification is measured; others have the cost of the next larger one."""
-ROUNDS = 3
+ROUNDS = 5
 """Number of measurements of each kind at one batch size, of which the fastest counts."""
 PROMPT = [0, 0, 0, 0]
 """Prompt of the measured requests."""
 ENOUGH = 64
 """Number of verified drafts after which their acceptance is known."""
 PAUSE = 16
-"""Number of calls without any draft of a model, whose drafts did not pay, after which they are tried again."""
+"""Number of weight streams without any draft of a model, because they did not pay, after which they are tried again."""
 
 
 class Speculation:
@@ -96,14 +96,15 @@ class Speculation:
     # -- the measurement
 
     def _measure(self) -> dict[int, float]:
-        """Return the cost by batch size, up to one at which drafts cannot pay even if all their tokens are accepted."""
-        measured = {}
+        """Return the cost by batch size, up to one at which drafts cannot pay even if all their tokens are accepted.
+
+        Where other programs disturb the measurement, a larger batch may seem to cost less: the larger cost is returned for both.
+        """
+        measured, cost = {}, 0.0
         for size in BATCH_SIZES:
-            if size > self._scheduler.max_num_running_reqs:
+            if size > self._scheduler.max_num_running_reqs or cost >= self._most:
                 break
-            measured[size] = max(self._axis.gather(self._cost(size)))
-            if measured[size] >= self._most:
-                break
+            cost = measured[size] = max(cost, *self._axis.gather(self._cost(size)))
         self._draft(None)
         return measured
 
