@@ -246,6 +246,12 @@ class Engine(ABC):
 
     # -- hooks of an adapter for inspection
 
+    def _compute(self, token_ids: list[int]) -> None:
+        """Compute these tokens, and one more from the logits of the model: no token is banned, as it is for callers."""
+        self._add(0, Request(token_ids, sampling=Sampling(max_tokens=1, temperature=0), seeds=(0,)))
+        while not list(self._step()):
+            pass
+
     def _parts(self, token_ids: list[int]) -> dict[str, Tensor]:
         """Return Probe.parts(); this default, for engines whose model is not accessible, is empty."""
         return {}

@@ -32,7 +32,7 @@ from lightrft.parallel.collectives import Axis
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.groups import Carried, Group, GroupOutcome, History
 from lightrft.rollout.sampler import Growth, Sampler
-from lightrft.rollout.schedule import Round
+from lightrft.rollout.schedule import Parked, Round, next_tail_round
 from lightrft.types import Prompt, Sample
 
 
@@ -42,8 +42,8 @@ class Begun:
 
     growth: Growth
     round: Round
-    drawn: list[tuple[int, int]]
-    """Number and row of each group of all ranks."""
+    drawn: list[Parked]
+    """Groups of all ranks."""
     local_groups: dict[int, Group]
     """Place in `drawn` -> group of this rank."""
     numbers: dict[str, Any]
@@ -81,8 +81,8 @@ class Collector:
         """Summaries of the carried groups of all ranks, the same on every rank."""
         self._ahead: Begun | None = None
         """First round of the next step, which is generated while this one is learned."""
-        self.parked: list[tuple[int, int]] = []
-        """Number and row of groups of tail rounds that were not complete in time and begin anew; the same on every rank."""
+        self.parked: list[Parked] = []
+        """Groups of tail rounds that wait to begin anew; the same on every rank."""
 
     def __call__(self, step: int, metrics: Metrics, *, ahead: bool = False) -> list[Group]:
         """Return this rank's complete groups of a step; all ranks together have `rollout_batch_size`. The engine must be awake.
@@ -107,7 +107,7 @@ class Collector:
             held += [group for group in local_groups if group.number in settled]
             self._carry([group for group in local_groups if group.number not in settled])
             if self._in_tail_rounds:
-                self.parked = sorted([*self.parked, *(each for each in drawn if each[0] not in settled)])
+                self._park([each for each in drawn if each[1] not in chosen], complete=set(with_signal))
             missing, rounds = section.rollout_batch_size - len(chosen), rounds + 1
         if section.dynamic_sampling:
             metrics.max("rollout/sampling_rounds", rounds)
@@ -135,21 +135,22 @@ class Collector:
     def _in_tail_rounds(self) -> bool:
         return self.section.rollout_schedule == "tail_rounds"
 
-    def _next_round(self, missing: int, *, acceptance: float, room: int) -> tuple[Round, list[tuple[int, int]]]:
-        """Return a round, and number and row of each of its groups: carried ones, those that begin anew, and new ones."""
+    def _next_round(self, missing: int, *, acceptance: float, room: int) -> tuple[Round, list[Parked]]:
+        """Return a round, and its groups, which as yet never waited unless they were parked: carried, parked and new ones."""
         wanted = ceil(missing * self.section.over_sampling / max(acceptance, LEAST_ACCEPTANCE))
         needed = missing if self.section.over_sampling > 1 else wanted
-        short = self._in_tail_rounds and len(self.parked) < missing and self._rows_left >= wanted
-        if self._in_tail_rounds and not short:
-            wanted = needed = missing
         carried, self.all_carried = self.all_carried[:wanted], self.all_carried[wanted:]
-        num_parked = 0 if short else wanted - len(carried)
-        again, self.parked = self.parked[:num_parked], self.parked[num_parked:]
+        again = self.parked[: wanted - len(carried)]
+        if self._in_tail_rounds:
+            sizes = {"batch": missing - len(carried), "ahead": wanted - len(carried)}
+            again, num_new = next_tail_round(self.parked, self._rows_left, **sizes)
+            wanted, needed = len(carried) + len(again) + num_new, missing
+        self.parked = [each for each in self.parked if each not in again]
         rows = self._rows(wanted - len(carried) - len(again))
-        begun = [*again, *enumerate(rows, self.number + 1)]
+        drawn = [*((0, group.number, group.row) for group in carried), *again]
+        drawn += [(0, number, row) for number, row in enumerate(rows, self.number + 1)]
         self.number += len(rows)
-        drawn = [*((group.number, group.row) for group in carried), *begun]
-        lengths = self.history.expected_lengths([row for _, row in drawn])
+        lengths = self.history.expected_lengths([row for *_, row in drawn])
         work = [group.work(length) for group, length in zip(carried, lengths, strict=False)]
         responses = self.section.n_samples_per_prompt + self.greedy
         costs = [length * responses for length in lengths[len(carried) :]]
@@ -176,8 +177,8 @@ class Collector:
 
     @property
     def _rows_left(self) -> int:
-        """Return the number of prompts that are left in this pass over the data."""
-        return self.order.num_rows - self.place % self.order.num_rows
+        """Return the number of prompts that have not begun of a pass over the data, which is over when none is parked either."""
+        return -self.place % self.order.num_rows or (0 if self.parked else self.order.num_rows)
 
     def _rows(self, wanted: int) -> list[int]:
         """Return the next prompts of the data, without those on cooldown."""
@@ -212,7 +213,7 @@ class Collector:
 
     def _take(self, begun: Begun) -> None:
         """Begin the groups that have been assigned to this rank since the last call."""
-        taken = {place: self._taken(*begun.drawn[place]) for place, owner in enumerate(begun.round.owners)
+        taken = {place: self._taken(*begun.drawn[place][1:]) for place, owner in enumerate(begun.round.owners)
                  if owner == self.data.rank and place not in begun.local_groups}  # fmt: skip
         begun.local_groups.update(taken)
         for group in taken.values():
@@ -249,10 +250,11 @@ class Collector:
         self.carried = [group for group in self.carried if group is not carried]
         return carried
 
-    def _begin_exchange(self, round: Round, drawn: list[tuple[int, int]], running: Mapping[int, int]) -> Callable[[], Tensor]:
+    def _begin_exchange(self, round: Round, drawn: list[Parked], running: Mapping[int, int]) -> Callable[[], Tensor]:
         """Begin to sum the number of requests of each group that run; return a function that waits for the sums."""
         round.begin_exchange()
-        return self.sampler.exchange.begin_sum(torch.tensor([running.get(number, 0) for number, _ in drawn], dtype=torch.int32))
+        counts = [running.get(number, 0) for _, number, _ in drawn]
+        return self.sampler.exchange.begin_sum(torch.tensor(counts, dtype=torch.int32))
 
     # -- selecting the groups
 
@@ -279,6 +281,10 @@ class Collector:
             self.carried = sorted([*self.carried, *left], key=lambda group: group.number)
             others = _flattened(self.data.gather([Carried.of(group, self.data.rank) for group in left]))
             self.all_carried = sorted([*self.all_carried, *others], key=lambda group: group.number)
+
+    def _park(self, left: list[Parked], *, complete: set[int]) -> None:
+        """Let groups of a tail round wait that are not learned from; those that were not complete wait for a longer round."""
+        self.parked = sorted([*self.parked, *((times + (number not in complete), number, row) for times, number, row in left)])
 
     def _substitutes(self, idle: list[int], missing: int) -> list[int]:
         """Return groups without signal, masked in the loss, that fill a step for which no round found enough."""
@@ -336,7 +342,7 @@ class Collector:
 
     def _restore(self, numbers: dict[str, Any], carried: list[Group]) -> None:
         self.place, self.number, self.carried = numbers["place"], numbers["number"], carried
-        self.parked = [(number, row) for number, row in numbers.get("parked", ())]
+        self.parked = [(times, number, row) for times, number, row in numbers.get("parked", ())]
         self.history.load_state_dict(numbers["history"])
 
 

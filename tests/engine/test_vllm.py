@@ -97,7 +97,7 @@ def _buffers_are_no_weights() -> None:
     from vllm.model_executor.model_loader import get_model_loader
 
     model = torch.nn.BatchNorm1d(4)
-    get_model_loader(LoadConfig(load_format="dummy")).load_weights(model, None)
+    get_model_loader(LoadConfig(load_format="dummy")).load_weights(model, SimpleNamespace(runner_type="generate"))
     assert model.running_var.tolist() == [1] * 4 and model.running_mean.tolist() == [0] * 4
     assert (model.weight != 1).all()
 
@@ -171,7 +171,7 @@ def test_both_runners_draw_from_the_seeds_of_requests() -> None:
 
     def seeds(request: Request, numpy_seed: int) -> list[int]:
         submitted = []
-        stub = SimpleNamespace(vocabulary=SimpleNamespace(end_token_ids=set()), _outputs={}, _samplings={},
+        stub = SimpleNamespace(vocabulary=SimpleNamespace(end_token_ids=set()), _outputs={}, _samplings={}, _speculation=None,
                                _shim=SimpleNamespace(submit=lambda name, prompt, parameters: submitted.append(parameters)))
         stub._parameters = partial(VLLMEngine._parameters, stub)
         VLLMEngine._add(stub, 0, request)

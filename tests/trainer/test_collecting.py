@@ -16,7 +16,7 @@ def asciis(samples, label, **columns):
     return [float(sum(token < 128 for token in sample.token_ids) >= 4) for sample in samples]
 '''
 ALL = [
-    "--dynamic_sampling", "--over_sampling=1.5", "--early_stop_every=1", "--partial_rollout", "--rollout_correction=tis",
+    "--dynamic_sampling", "--over_sampling=2", "--early_stop_every=1", "--partial_rollout", "--rollout_correction=tis",
     "--curriculum", "0.05", "0.95",
 ]  # fmt: skip
 

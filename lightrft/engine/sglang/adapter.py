@@ -92,7 +92,7 @@ class SGLangEngine(LibraryEngine):
         """Return Probe.parts(); for a model with tensor parallelism without parts that are sharded over ranks."""
         self._on_first_rank(lambda: self._shim.ask("watch", num_tokens=len(token_ids)))
         try:
-            self.generate([Request(token_ids)], Sampling(max_tokens=1, temperature=0))
+            self._compute(token_ids)
         finally:
             seen = self._on_first_rank(lambda: self._shim.ask("seen"))
         return _whole(seen)

@@ -178,7 +178,7 @@ class VLLMEngine(LibraryEngine):
         seen = logits_processor(self._shim.model).register_forward_hook(lambda module, given, output: logits.append(output))
         try:
             with probe.attached(self._shim.model):
-                self.generate([Request(token_ids)], Sampling(max_tokens=1, temperature=0))
+                self._compute(token_ids)
         finally:
             seen.remove()
         return probe.parts(logits[0][-1])

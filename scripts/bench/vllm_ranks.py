@@ -1,0 +1,89 @@
+"""vLLM on each rank of a torchrun, and a collector whose responses have lengths that are given; for rollout_schedule.py."""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from lightrft.config import EngineSection, RewardSection, RolloutSection
+from lightrft.engine.base import Request, Sampling
+from lightrft.engine.build import build_engine
+from lightrft.engine.requests import derived_seed
+from lightrft.observe.metrics import Metrics
+from lightrft.parallel.mesh import Mesh
+from lightrft.rewards.runner import RewardRunner
+from lightrft.rollout.collector import Collector
+from lightrft.rollout.groups import GROWING, Group
+from lightrft.rollout.sampler import Pending, Sampler
+from lightrft.strategy.engine_host import EngineHost, Generation
+from lightrft.types import Prompt
+
+VOCABULARY, END = 512, 511
+
+
+class Ranks:
+    """The parts of a strategy that generating needs, with a random model of a million parameters."""
+
+    def __init__(self, most: int):
+        with tempfile.TemporaryDirectory() as folder:
+            config = Qwen3Config(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+                                 intermediate_size=256, vocab_size=VOCABULARY, eos_token_id=END, pad_token_id=END,
+                                 max_position_embeddings=2048, dtype=torch.float32)  # fmt: skip
+            Qwen3ForCausalLM(config).save_pretrained(folder)  # by each rank, as it is not in a group yet
+            dist.init_process_group("gloo")
+            self.mesh = Mesh("cpu")
+            section, axis = EngineSection(engine_type="vllm", engine_kv_cache_gb=0.5), self.mesh.engine(1)
+            engine = build_engine(section, model_path=folder, axis=axis, dtype=torch.float32, device=torch.device("cpu"),
+                                  max_model_len=most + 16)  # fmt: skip
+        self.host = EngineHost(engine, axis=axis, mesh=self.mesh, device=torch.device("cpu"), sleeps=False)
+
+    def open_generation(self, sampling: Sampling) -> Generation:
+        return self.host.open(sampling)
+
+    def step_ms(self, size: int, steps: int = 96) -> float:
+        """Return the CPU milliseconds of a step with `size` responses."""
+        loop = self.host.engine.open(Sampling(max_tokens=steps + 8, banned_token_ids=(END,)))
+        loop.add([Request([1, index]) for index in range(size)])
+        for _ in range(4):
+            loop.step()
+        dist.barrier()
+        began = time.process_time()
+        for _ in range(steps):
+            loop.step()
+        spent = time.process_time() - began
+        loop.abort()
+        return 1000 * spent / steps
+
+
+class ForcedSampler(Sampler):
+    """Sampler whose responses have the lengths [prompts, n] that are given for their prompts."""
+
+    def __init__(self, ranks: Ranks, section: RolloutSection, lengths: np.ndarray):
+        super().__init__(ranks, self, section)
+        self.lengths = lengths
+
+    def decode(self, token_ids: list[int], **options: bool) -> str:
+        return ""
+
+    def pending(self, group: Group, seed: int) -> Iterator[Pending]:
+        for place, sample in enumerate(group.samples):
+            if sample.finish_reason == GROWING:
+                sampling = Sampling(max_tokens=int(self.lengths[group.row, place]), banned_token_ids=(END,))
+                seeds = (derived_seed(seed, group.number, place),)
+                yield Request(sample.prompt.token_ids, sampling=sampling, seeds=seeds), [sample], group
+
+
+def forced_collector(
+    ranks: Ranks, section: RolloutSection, lengths: np.ndarray, expected: np.ndarray
+) -> tuple[Collector, Callable[[int], None]]:
+    """Return a collector that knows the expected lengths [prompts], and a function that collects a step and drops it."""
+    prompts = [Prompt(row, "", [1 + row % 500, row // 500, 7, 8], {}) for row in range(len(lengths))]
+    rewards = RewardRunner("none", section=RewardSection(reward_workers=0))
+    collect = Collector(ForcedSampler(ranks, section, lengths), rewards, prompts, section=section, data=ranks.mesh.data, seed=1)
+    collect.history.lengths.copy_(torch.from_numpy(expected))
+    collect.history.turns.zero_()
+    return collect, lambda number: collect(number, Metrics())
