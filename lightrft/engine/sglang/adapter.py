@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from lightrft.engine.base import EngineError, EngineSetup, Part
 from lightrft.engine.media import MediaReader
-from lightrft.engine.requests import Expanded, Request, Sampling
+from lightrft.engine.requests import Expanded, Request
 from lightrft.engine.sglang.arguments import arguments
 from lightrft.engine.sglang.samples import Samples
 from lightrft.engine.sglang.shim import SGLangShim
