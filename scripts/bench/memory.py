@@ -91,6 +91,7 @@ def training_bytes(strategy: FSDPStrategy, shape: str, tokens: int, layers: int 
             forward = _now(tracker)
             strategy.accumulate(loss, model, last)
             del loss
+            dist.barrier()  # a thread of gloo may have a gradient for a moment after it was reduced
             between = between or _now(tracker)
             peaks.append(_total(tracker.get_tracker_snapshot("peak")))
             tracker.reset_mod_stats()
