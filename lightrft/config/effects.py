@@ -58,6 +58,15 @@ def _changed(config: Config) -> set[str]:
             if getattr(getattr(config, owners[name]), name) != getattr(getattr(default, owners[name]), name)}  # fmt: skip
 
 
+def _computes_before_updates(config: Config) -> bool:
+    """Return True if models compute log-probs, entropies or values of samples before the first update on them."""
+    algorithm, rollout, train = config.algorithm, config.rollout, config.train
+    several = rollout.rollout_batch_size * rollout.n_samples_per_prompt > train.train_batch_size or train.max_epochs > 1
+    entropy = bool(algorithm.entropy_filter or algorithm.high_entropy_token_ratio)
+    marked = algorithm.policy_loss in ("kl_cov", "clip_cov") or algorithm.distill_coef > 0
+    return several or entropy or marked or needs_reference(algorithm) or needs_critic(algorithm)
+
+
 def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
     """Return field -> (True if it has an effect, the flag that it needs for one)."""
     model, data, rollout, reward, algorithm = config.model, config.data, config.rollout, config.reward, config.algorithm
@@ -77,8 +86,10 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
         **{name: (correction, "--rollout_correction")
            for name in ("rollout_correction_level", "rollout_correction_low", "rollout_correction_high")},
         "dynamic_sampling_rounds": (rollout.dynamic_sampling, "--dynamic_sampling"),
-        "early_stop_every": (rollout.over_sampling > 1 or rollout.rollout_schedule == "longest_first", "--over_sampling"),
+        "early_stop_every": (rollout.over_sampling > 1 or rollout.rollout_schedule == "longest_first" or rollout.overlap,
+                             "--over_sampling"),
         "partial_rollout": (rollout.over_sampling > 1 or rollout.dynamic_sampling, "--over_sampling"),
+        "overlap": (_computes_before_updates(config), "--init_kl_coef, --max_epochs 2, or a critic"),
         "curriculum_rest": (bool(rollout.curriculum), "--curriculum"),
         "prompt_data_probs": (several, "several --prompt_data, joined by commas"),
         "reward_model_coef": (scored and bool(model.reward_pretrain or model.process_reward_pretrain), "--reward_pretrain"),

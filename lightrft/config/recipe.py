@@ -129,10 +129,14 @@ def _comparisons(config: Config) -> dict[str, bool]:
     }
 
 
+def _splits_samples(config: Config) -> bool:
+    return max(config.strategy.tp_size, config.strategy.sp_size, config.strategy.cp_size) > 1
+
+
 def _sampling(config: Config) -> dict[str, bool]:
     rollout, stale = config.rollout, config.rollout.max_staleness > 0
     corrects = config.algorithm.rollout_correction is not None or config.algorithm.use_engine_logprobs
-    tail_rounds = rollout.rollout_schedule == "tail_rounds"
+    tail_rounds, shares = rollout.rollout_schedule == "tail_rounds", config.engine.engine_tp_size > 1
     others = [name for name in ("partial_rollout", "dynamic_sampling", "curriculum") if getattr(rollout, name)]
     return {
         "--max_staleness 1 generates while others learn: set --rollout_ranks": stale and not rollout.rollout_ranks,
@@ -143,6 +147,14 @@ def _sampling(config: Config) -> dict[str, bool]:
             rollout.rollout_ranks > 0 and (rollout.over_sampling > 1 or rollout.rollout_schedule != "fifo")
         ),
         "--max_staleness 1 begins whole groups of the next step: omit --partial_rollout": stale and rollout.partial_rollout,
+        "--overlap needs the models in device memory while the engine generates: omit --offload_idle": (
+            rollout.overlap and config.strategy.offload_idle
+        ),
+        "--overlap computes log-probs while the engine samples, which needs nondeterministic algorithms: omit --deterministic": (
+            rollout.overlap and config.strategy.deterministic
+        ),
+        "--overlap needs whole samples on each rank, and an engine on each: omit --tp_size, --sp_size, --cp_size and "
+        "--engine_tp_size": rollout.overlap and (_splits_samples(config) or (shares and not rollout.rollout_ranks)),
         "--partial_rollout with --over_sampling continues responses, which can split a text of --stop: set only one": (
             rollout.partial_rollout and rollout.over_sampling > 1 and bool(rollout.stop)
         ),

@@ -279,8 +279,8 @@ class RolloutSection(Section):
     over_sampling: float = 1.0
     """Factor by which a step starts more prompts than it needs; it stops as soon as enough of their groups are complete."""
     early_stop_every: Annotated[int, COUNT] = 32
-    """With over_sampling or longest_first: number of steps of the engine, in which each response grows by a token, after which
-    the ranks exchange which groups are complete. They go on meanwhile, and decide after as many steps again."""
+    """With over_sampling, longest_first or overlap: number of steps of the engine, in which each response grows by a token, after
+    which the ranks exchange which groups are complete. They go on meanwhile, and decide after as many steps again."""
     rollout_schedule: Literal["fifo", "longest_first", "tail_rounds"] = "fifo"
     """Order of the prompts of a step. fifo: all begin at once, each on its rank. longest_first: a prompt begins on the first rank
     that has room for it, those with the longest previous responses first. tail_rounds: with over_sampling, prompts that are not
@@ -288,6 +288,9 @@ class RolloutSection(Section):
     partial_rollout: bool = False
     """With over_sampling: responses that were stopped are continued in the next step instead of discarded. With
     dynamic_sampling: surplus groups are also used in the next step."""
+    overlap: bool = False
+    """Compute log-probs and values of complete groups in a thread of their own while the engine decodes others. The models stay
+    in device memory beside the engine."""
     curriculum: list[float] = field(default_factory=list)
     """Two shares: a prompt is skipped for curriculum_rest passes when the share of its responses that were right is below the
     first or above the second."""

@@ -53,6 +53,8 @@ class Connection:
             data = self.socket.recv(PENDING)
         except BlockingIOError:
             return
+        except ConnectionResetError:  # the other process was killed before it had read everything
+            data = b""
         except OSError as error:
             raise ConnectionLost(error.strerror) from error
         if not data:

@@ -31,6 +31,7 @@ from lightrft.observe.trace import Untraced
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.groups import Carried, Group, GroupOutcome, History
+from lightrft.rollout.overlap import CHUNKS, Overlap
 from lightrft.rollout.sampler import Growth, Sampler
 from lightrft.rollout.schedule import Parked, Round, next_tail_round
 from lightrft.types import Prompt, Sample
@@ -70,6 +71,8 @@ class Collector:
         self.data, self.seed, self.greedy = data, seed, greedy
         self.trace = Untraced()
         """Trace that measures how long this rank waits for the generation of others."""
+        self.overlap: Overlap | None = None
+        """What computes the models' outputs for complete groups while others are generated."""
         self.order, self.history = order or Order(len(prompts), seed), History(len(prompts))
         self.place = 0
         """Number of prompts drawn or passed over, in the order of the data."""
@@ -224,8 +227,10 @@ class Collector:
     def _generate(self, begun: Begun) -> list[Group]:
         """Generate the groups of a round; return this rank's, of which some are unfinished if the round ended before."""
         growth, round, drawn = begun.growth, begun.round, begun.drawn
+        computed: set[int] = set()
         while True:
-            counts = self._begin_exchange(round, drawn, growth.running()) if round.open else None
+            exchanges = round.open or self.overlap is not None
+            counts = self._begin_exchange(round, drawn, growth.running()) if exchanges else None
             for group in growth.steps(self.section.early_stop_every if counts else None):
                 self.rewards.begin(group.responses)
             if counts is None:
@@ -235,7 +240,15 @@ class Collector:
             if round.over:
                 growth.abort()
                 break
+            if self.overlap is not None and len(round.complete - computed) * CHUNKS >= len(drawn):
+                places = sorted(round.complete - computed)
+                groups = [begun.local_groups[place] for place in places if place in begun.local_groups]
+                self.overlap.begin([sample for group in groups for sample in group.samples])
+                computed.update(places)
             self._take(begun)
+        if self.overlap is not None:
+            with self.trace.phase("overlap"):
+                self.overlap.finish()
         with self.trace.phase("wait", idle=True):
             self.data.sum(torch.zeros(()))
         for group in growth.finish():

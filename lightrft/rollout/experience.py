@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -26,6 +27,24 @@ from lightrft.rollout import filters
 from lightrft.rollout.gathered_rewards import GatheredRewards, placed
 from lightrft.rollout.measure import measure_experience, measure_groups, measure_values
 from lightrft.types import Expand, Expanded, Experience, Sample, token_index
+
+OUTPUTS = ("old_logprobs", "entropy", "reference_logprobs", "values")
+"""Columns of Experience that models compute from a sample alone, without the others of its step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """Models' outputs for samples of a step that were complete before others."""
+
+    names: tuple[str, ...]
+    """Columns of Experience, the same on all ranks."""
+    parts: dict[int, tuple[Sample, list[Tensor]]]
+    """id() of a sample -> the sample, so that its id stays its own, and its values in these columns, one for each token."""
+
+    def set_columns(self, experience: Experience, samples: list[Sample]) -> None:
+        for place, name in enumerate(self.names):
+            values = [self.parts[id(sample)][1][place] for sample in samples]
+            setattr(experience, name, torch.cat([torch.zeros(0), *values]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +72,11 @@ class ExperienceMaker:
         teacher: Teacher | None = None,
         first_token_apart: bool = False,
         expand: Expand | None = None,
+        num_updates: int = 1,
     ):
         """Set up the experience maker. `first_token_apart`: first tokens were sampled from another distribution than the policy's
-        and are not learned. `expand`: expands prompts with images for the policy; without it all are text.
+        and are not learned. `expand`: expands prompts with images for the policy; without it all are text. `num_updates`: number
+        of optimizer steps on the samples of a step, for compute_early().
 
         Raises ValueError for an estimator that needs what this run does not compute.
         """
@@ -65,12 +86,19 @@ class ExperienceMaker:
         self.estimator: Estimator = resolve(estimators, algorithm.advantage_estimator, given=given)
         self.compare_penalties = penalties[algorithm.advantage_estimator] if algorithm.advantage_estimator in penalties else None
         self.mark = marks[algorithm.policy_loss] if algorithm.policy_loss in marks else None
-        self.first_token_apart, self.expand = first_token_apart, expand
+        self.first_token_apart, self.expand, self.num_updates = first_token_apart, expand, num_updates
         self.data = policy.strategy.mesh.data
+        self._early: Early | None = None
+        """Outputs of samples of the current step, if compute_early() was called."""
 
     def __call__(self, samples: list[Sample], metrics: Metrics) -> Planned:
+        if self._early is not None:
+            self.compute_early([sample for sample in samples if id(sample) not in self._early.parts])
         first_row = sum(self.data.gather(len(samples))[: self.data.rank])
         experience = flatten(samples, first_row=first_row, expand=self.expand)
+        if self._early is not None:
+            self._early.set_columns(experience, samples)
+            self._early = None
         filters.mask_sequences(experience, filters.by_length(samples, self.section))
         if self.first_token_apart:
             filters.mask_first_tokens(experience)
@@ -85,7 +113,10 @@ class ExperienceMaker:
         experience, minibatches = self.policy.redistribute_flat(
             experience, self.train.train_batch_size, self.train.micro_train_batch_size, store=store
         )
-        self._ask(experience, minibatches)
+        self._ask(experience, [members for minibatch in minibatches for members in minibatch],
+                  num_updates=len(minibatches) * self.train.max_epochs)  # fmt: skip
+        if self.section.entropy_filter:
+            filters.mask_sequences(experience, filters.by_entropy(experience, self.section))
         penalty = self._diverge(experience, metrics) if self._measures_divergence else 0.0
         taught = self._teacher_term(experience, minibatches, metrics) if self.teacher is not None else 0.0
         self._set_advantages(experience, experience.step_rewards - penalty, taught)
@@ -95,6 +126,28 @@ class ExperienceMaker:
         measure_experience(experience, metrics)
         put_batch(store, experience)
         return Planned(experience, minibatches, store)
+
+    def compute_early(self, samples: list[Sample]) -> None:
+        """Compute the models' outputs before the step for some of its samples, which are complete.
+
+        All ranks call it together, each with samples of its own, or none; until the end of the step in the same thread or
+        one after another.
+        """
+        counts = self.data.gather(len(samples))
+        ends = list(accumulate(counts))
+        owners = [list(range(end - count, end)) for count, end in zip(counts, ends, strict=True)]
+        given = flatten(samples, first_row=ends[self.data.rank] - len(samples), expand=self.expand)
+        store = self.policy.strategy.sample_store()
+        part, steps = self.policy.redistribute_flat(given, None, self.train.micro_train_batch_size, store=store)
+        self._ask(part, steps[0] if steps else [], num_updates=self.num_updates)
+        outputs = {name: values for name in OUTPUTS if (values := getattr(part, name)) is not None}
+        store.put(part.rows, part.lengths, tokens=outputs)
+        store.move(owners, list(outputs))
+        columns = store.get(given.rows, list(outputs))
+        store.clear(given.rows.tolist())
+        parts = [columns[name].split(given.lengths.tolist()) for name in outputs]
+        self._early = self._early or Early(tuple(outputs), {})
+        self._early.parts.update({id(sample): (sample, values) for sample, *values in zip(samples, *parts, strict=True)})
 
     def _compare(self, gathered: GatheredRewards) -> Tensor:
         """Return the advantages of all ranks' rewards, which are shaped first, so that no statistic is that of one rank: [M]."""
@@ -112,26 +165,23 @@ class ExperienceMaker:
             advantages = weighted_by_difficulty(advantages, gathered.solved(), least=least, most=most)
         return advantages
 
-    def _ask(self, experience: Experience, minibatches: list[MicroBatchIndices]) -> None:
-        """Compute the models' outputs before the step.
+    def _ask(self, experience: Experience, rows: MicroBatchIndices, *, num_updates: int) -> None:
+        """Compute the models' outputs before the step, unless the experience has them.
 
         With a single update the old log-probs are the policy's own, so they are not computed.
         """
-        section, rows = self.section, [members for minibatch in minibatches for members in minibatch]
-        several = len(minibatches) * self.train.max_epochs > 1
+        section = self.section
         needs_entropy = bool(section.entropy_filter or section.high_entropy_token_ratio)
-        needs_old = several or self.mark is not None or self.teacher is not None or self._measures_divergence
-        if needs_entropy:
+        needs_old = num_updates > 1 or self.mark is not None or self.teacher is not None or self._measures_divergence
+        if needs_entropy and experience.entropy is None:
             experience.old_logprobs, experience.entropy = self.policy.logprobs_and_entropy(experience, rows)
-        elif needs_old and not section.use_engine_logprobs:
+        elif needs_old and not section.use_engine_logprobs and experience.old_logprobs is None:
             experience.old_logprobs = self.policy.logprobs(experience, rows)
         if section.use_engine_logprobs:
             experience.old_logprobs = experience.engine_logprobs
-        if section.entropy_filter:
-            filters.mask_sequences(experience, filters.by_entropy(experience, section))
-        if self.policy.reference is not None:
+        if self.policy.reference is not None and experience.reference_logprobs is None:
             experience.reference_logprobs = self.policy.reference_logprobs(experience, rows)
-        if self.critic is not None:
+        if self.critic is not None and experience.values is None:
             experience.values = self.critic.values(experience, rows)
 
     @property

@@ -404,7 +404,10 @@ class StrategyBase(Backend):
 
         TRAIN needs the model in training and its optimizer, LOGPROB the model that computes log-probs, REFIT the actor, GENERATE
         none. The engine is not moved here: its own verbs wake it and put it to sleep. Raises PhaseError for illegal transitions.
+        With --overlap, models compute log-probs while the engine generates, and the phase stays GENERATE.
         """
+        if self.config.rollout.overlap and (self.phase, phase) == (Phase.GENERATE, Phase.LOGPROB):
+            return
         self._phases.enter(phase)
         self._memory.register(model, optimizer)
         if self.config.strategy.offload_idle:

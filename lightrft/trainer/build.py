@@ -94,6 +94,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
             teacher=teacher,
             first_token_apart=sampling.first_token_temperature is not None,
             expand=training_data.expand,
+            num_updates=updates,
         ),
         objective=PolicyObjective(algorithm, kl_coefficient),
         critic=critic,

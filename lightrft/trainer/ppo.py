@@ -13,6 +13,7 @@ from lightrft.roles.role import Objective, Role
 from lightrft.rollout.collector import Collector
 from lightrft.rollout.experience import ExperienceMaker, Planned
 from lightrft.rollout.measure import measure_samples
+from lightrft.rollout.overlap import Overlap
 from lightrft.run.interruption import Interrupted
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import Trainer, TrainingData
@@ -41,6 +42,9 @@ class PPOTrainer(Trainer):
         super().__init__(config, strategy, policy, training_data, **kwargs)
         self.policy = policy
         self.strategy.trace = collect.trace = collect.rewards.trace = self.trace
+        if self.config.rollout.overlap:
+            collect.overlap = Overlap(make_experience.compute_early, strategy.device)
+            collect.overlap.trace = self.trace
         self.ptx_loss = ptx_loss
         self.critic, self.value_objective = critic, ValueObjective(self.config.algorithm)
         if critic is not None:

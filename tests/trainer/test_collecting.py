@@ -36,19 +36,35 @@ def test_every_group_of_dynamic_sampling_has_a_signal(inputs, tmp_path):
     assert max(row["rollout/sampling_rounds"] for row in rows) > 1
 
 
-@pytest.mark.parametrize("engine", ["hf", "vllm"])
-def test_partial_rollouts_have_the_log_probs_they_were_drawn_with(inputs, tmp_path, engine):
+@pytest.mark.parametrize(("engine", "flags"), [("hf", []), ("vllm", ["--overlap", "--max_epochs=2"])], ids=["hf", "vllm"])
+def test_partial_rollouts_have_the_log_probs_they_were_drawn_with(inputs, tmp_path, engine, flags):
     """With a learning rate of 0 all weights agree with those of any version: so must the log-probs of every token.
 
     A sample gets a step older with every step, and not with the evaluation between two.
     """
-    flags = [*ALL, f"--engine_type={engine}", "--enable_engine_sleep", "--actor_learning_rate=0", "--max_steps=5", "--seed=3"]
-    flags += [f"--eval_data={inputs[2].partition('=')[2]}", "--eval_split=train", "--max_eval_samples=2", "--eval_steps=1"]
+    flags = [*flags, *ALL, f"--engine_type={engine}", "--enable_engine_sleep", "--actor_learning_rate=0", "--max_steps=5"]
+    flags += ["--seed=3", f"--eval_data={inputs[2].partition('=')[2]}", "--eval_split=train", "--max_eval_samples=2"]
+    flags += ["--eval_steps=1"]
     rows = train("train_ppo", 2, [*inputs, *PPO, *flags, "--n_samples_per_prompt=2", "--train_batch_size=16"], tmp_path)
     assert max(row["rollout/groups_carried"] for row in rows) > 0
     assert rows[1]["rollout/staleness_max"] == 1 and "eval/reward" in rows[0]
     assert all(row["rollout/staleness_max"] <= number for number, row in enumerate(rows))
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
+
+
+def test_log_probs_are_computed_while_others_are_generated(inputs, tmp_path):
+    """With and without --overlap the same is learned; only how sequences are packed differs."""
+    flags = ["--advantage_estimator=ppo", "--init_kl_coef=0.01", "--max_epochs=2", "--max_steps=3", "--generate_max_len=64",
+             "--high_entropy_token_ratio=0.5", "--stop_token_ids", *map(str, range(40, 60)), "--early_stop_every=4"]  # fmt: skip
+    plain = train("train_ppo", 2, [*inputs, *PPO, *flags], tmp_path / "plain")
+    rows = train("train_ppo", 2, [*inputs, *PPO, *flags, "--overlap", "--trace_steps=3"], tmp_path / "overlap")
+    for row, other in zip(repeatable(plain), repeatable(rows), strict=True):
+        mismatch = row.pop("engine/logprob_mismatch_max"), other.pop("engine/logprob_mismatch_max")
+        assert max(mismatch) < 1e-4 and other == pytest.approx(row, rel=2e-3, abs=1e-5)
+    events = json.loads((tmp_path / "overlap" / "trace.json").read_text())
+    begun = [event["ts"] for event in events if event.get("cat") == "overlap" and event["ph"] == "b"]
+    assert begun and all(any(event["name"] == "generate" and event["ts"] < time < event["ts"] + event["dur"] - 1000
+                             for event in events if event["ph"] == "X") for time in begun)  # fmt: skip
 
 
 def test_a_run_that_carries_responses_resumes_alike(inputs, tmp_path):

@@ -1,0 +1,65 @@
+"""Compute the models' outputs for complete groups while the engines decode others (--overlap)."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from lightrft.observe.trace import Untraced
+from lightrft.types import Sample
+
+Compute = Callable[[list[Sample]], None]
+"""Function that sets the outputs of samples; all ranks call it together, each with samples of its own."""
+CHUNKS = 4
+"""Number of parts into which the groups of a round are divided: their outputs are computed when so many are complete."""
+
+
+class Overlap:
+    """A thread that computes while the main thread steps the engine. Meanwhile the main thread must not use the models or their
+    process groups; all ranks begin the same calls in the same order.
+    """
+
+    def __init__(self, compute: Compute, device: torch.device):
+        self.compute, self.device, self.trace = compute, device, Untraced()
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._jobs: queue.SimpleQueue[tuple[list[Sample], torch.Event | None, Future[None]]] = queue.SimpleQueue()
+        self._begun: list[Future[None]] = []
+        self._thread: threading.Thread | None = None
+
+    def begin(self, samples: list[Sample]) -> None:
+        """Begin to compute the outputs of complete samples."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="overlap", daemon=True)
+            self._thread.start()
+        ready = None if self._stream is None else torch.accelerator.current_stream(self.device).record_event()
+        self._begun.append(Future())
+        self._jobs.put((samples, ready, self._begun[-1]))
+
+    def finish(self) -> None:
+        """Wait for all calls, and raise the error of the first that failed."""
+        begun, self._begun = self._begun, []
+        for each in begun:
+            each.result()
+
+    def _run(self) -> None:
+        while True:
+            samples, ready, done = self._jobs.get()
+            began = time.perf_counter()
+            try:
+                with self._after(ready):
+                    self.compute(samples)
+                self.trace.record("overlap", "outputs", began)
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+
+    def _after(self, ready: torch.Event | None) -> AbstractContextManager:
+        """Return the context of the thread's own stream, which begins after what the main thread had launched by then."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_event(ready)
+        return self._stream
