@@ -78,6 +78,7 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
            for name in ("rollout_correction_level", "rollout_correction_low", "rollout_correction_high")},
         "dynamic_sampling_rounds": (rollout.dynamic_sampling, "--dynamic_sampling"),
         "early_stop_every": (rollout.over_sampling > 1 or rollout.rollout_schedule == "longest_first", "--over_sampling"),
+        "weight_update": (rollout.max_staleness > 0, "--max_staleness"),
         "partial_rollout": (rollout.over_sampling > 1 or rollout.dynamic_sampling, "--over_sampling"),
         "curriculum_rest": (bool(rollout.curriculum), "--curriculum"),
         "prompt_data_probs": (several, "several --prompt_data, joined by commas"),

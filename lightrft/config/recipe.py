@@ -135,14 +135,11 @@ def _sampling(config: Config) -> dict[str, bool]:
     tail_rounds = rollout.rollout_schedule == "tail_rounds"
     others = [name for name in ("partial_rollout", "dynamic_sampling", "curriculum") if getattr(rollout, name)]
     return {
-        "--max_staleness 1 generates while others learn: set --rollout_ranks": stale and not rollout.rollout_ranks,
-        "--max_staleness 1 learns from samples of older weights: set --rollout_correction tis, or --use_engine_logprobs": (
+        "--max_staleness generates later steps while others learn: set --rollout_ranks": stale and not rollout.rollout_ranks,
+        "--max_staleness learns from samples of older weights: set --rollout_correction tis, or --use_engine_logprobs": (
             stale and not corrects
         ),
-        "--rollout_ranks generates the prompts of a step to their end: omit --over_sampling and --rollout_schedule": (
-            rollout.rollout_ranks > 0 and (rollout.over_sampling > 1 or rollout.rollout_schedule != "fifo")
-        ),
-        "--max_staleness 1 begins whole groups of the next step: omit --partial_rollout": stale and rollout.partial_rollout,
+        "--max_staleness begins whole groups of later steps: omit --partial_rollout; --weight_update in_flight continues responses": stale and rollout.partial_rollout,
         "--partial_rollout with --over_sampling continues responses, which can split a text of --stop: set only one": (
             rollout.partial_rollout and rollout.over_sampling > 1 and bool(rollout.stop)
         ),
