@@ -143,7 +143,7 @@ class Sample:
     """Response decoded without special tokens, as rewards receive it. The prompt is never part of it."""
     finish_reason: str
     weight_versions: list[int] = field(default_factory=list)
-    """Version of the weights that sampled each token: several if the response grew over several steps, or while new weights came."""
+    """Version of the weights that sampled each token: several if the response grew over several steps or while weights came."""
     drafts: Drafts = Drafts()
     """Drafts of the response since this process began it; empty without --speculative."""
     reward: float = 0.0

@@ -139,7 +139,9 @@ def _sampling(config: Config) -> dict[str, bool]:
         "--max_staleness learns from samples of older weights: set --rollout_correction tis, or --use_engine_logprobs": (
             stale and not corrects
         ),
-        "--max_staleness begins whole groups of later steps: omit --partial_rollout; --weight_update in_flight continues responses": stale and rollout.partial_rollout,
+        "--max_staleness begins whole groups of later steps: omit --partial_rollout, or set --max_staleness 0": (
+            stale and rollout.partial_rollout
+        ),
         "--partial_rollout with --over_sampling continues responses, which can split a text of --stop: set only one": (
             rollout.partial_rollout and rollout.over_sampling > 1 and bool(rollout.stop)
         ),

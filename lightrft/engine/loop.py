@@ -94,7 +94,7 @@ class RequestLoop:
         return [(index, self.engine._cut(each.samples, each.request.sampling.stop)) for index, each in finished]
 
     def abort(self, indices: Collection[int] | None = None) -> dict[int, list[Completion]]:
-        """End requests, by default all; return index -> its completions so far. Unfinished ones have the finish reason `abort`."""
+        """End requests, by default all; return index -> completions so far. Unfinished ones have the finish reason `abort`."""
         ended = self._withdrawn(self.running if indices is None else indices)
         self._ended = [index for index in self._ended if index not in ended]
         return {index: self.engine._cut(each.aborted(), each.request.sampling.stop) for index, each in sorted(ended.items())}

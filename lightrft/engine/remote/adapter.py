@@ -18,7 +18,6 @@ from lightrft.parallel.processes import RunProcesses
 from lightrft.types import Completion
 from lightrft.weight_sync.stream import bucket_limit
 
-
 STEP_SECONDS = 0.01
 """Maximum number of seconds of a step, which waits for requests to end."""
 
