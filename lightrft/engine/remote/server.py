@@ -69,12 +69,16 @@ class EngineServer:
                     self._aborts.append((rank, message.call))
                 else:
                     self._calls[message.call][rank] = message
-            while self._proceed():
-                pass
+            self._advance()
             self._abort()
             for _ in range(STEPS):
                 if self._owners:
                     self._send(self._loop.step())
+            self._advance()
+
+    def _advance(self) -> None:
+        while self._proceed():
+            pass
 
     def _proceed(self) -> bool:
         """Load weights or begin a call, whichever is next; return False if it cannot begin yet."""
