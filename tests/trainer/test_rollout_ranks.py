@@ -75,8 +75,11 @@ SAME = ["--rollout_ranks=1", "--rollout_correction=tis", "--actor_learning_rate=
 
 
 @pytest.mark.slow
-def test_generation_goes_ahead_of_learning(tmp_path):
-    """The reward rises; samples are as old as they may be; a resumed run goes on learning; groups are carried and begun again."""
+def test_generation_goes_ahead_of_learning(tmp_path, monkeypatch):
+    """The reward rises; samples are as old as they may be; a resumed run goes on learning; groups are carried and begun again;
+    weights that wait for the end of responses need no other message to be loaded.
+    """
+    monkeypatch.setattr("lightrft.engine.remote.server.WAIT_SECONDS", 1000.0)
     inputs = [*prepare(tmp_path), *PPO]
     flags = [*inputs, "--rollout_ranks=1", "--max_staleness=2", "--rollout_correction=tis", "--save_steps=4"]
     over = [*inputs, *SAME, "--over_sampling=2", "--early_stop_every=1", "--max_steps=4"]
@@ -84,6 +87,7 @@ def test_generation_goes_ahead_of_learning(tmp_path):
         "whole": [*flags, "--max_steps=30"],
         "parts": [*flags, "--max_steps=4"],
         "dynamic": [*flags, "--max_steps=4", "--dynamic_sampling", "--eval_steps=2", f"--eval_data={tmp_path}/train.jsonl"],
+        "waits": [*inputs, *SAME, "--max_staleness=1", "--max_steps=4", "--rollout_batch_size=2", "--train_batch_size=8"],
         "partial": [*over, "--partial_rollout"],
         "tail": [*over, "--rollout_schedule=tail_rounds", "--max_staleness=1"],
     }
@@ -96,6 +100,7 @@ def test_generation_goes_ahead_of_learning(tmp_path):
     assert sum(rewards[-5:]) / 5 > 0.8 > 0.55 > rewards[0]
     assert repeatable(rows["parts"][:4]) == repeatable(rows["whole"][:4])
     assert staleness["parts"] == [0.0, 1.0, 2.0, 2.0, 0.0, 1.0]
+    assert staleness["waits"] == [0.0, 1.0, 1.0, 1.0]
     assert len(rows["dynamic"]) == 4 and "eval/reward" in rows["dynamic"][1]
     assert max(row["rollout/groups_carried"] for row in rows["partial"]) > 0
     assert max(row["rollout/groups_parked"] for row in rows["tail"]) > 0
