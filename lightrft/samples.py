@@ -116,9 +116,15 @@ class Completion:
     """Log-probability of each sampled token, at the sampling temperature."""
     finish_reason: str
     """One of "stop", "length" and "abort"."""
-    weight_version: int = 0
     num_cached_tokens: int = 0
     drafts: Drafts = Drafts()
+    weight_versions: list[int] = field(default_factory=list)
+    """Version of the weights that sampled each token."""
+
+    @property
+    def weight_version(self) -> int:
+        """Return the version of the weights that sampled the first token; 0 without tokens."""
+        return self.weight_versions[0] if self.weight_versions else 0
 
 
 @dataclass(slots=True)
@@ -136,8 +142,8 @@ class Sample:
     text: str
     """Response decoded without special tokens, as rewards receive it. The prompt is never part of it."""
     finish_reason: str
-    weight_version: int = 0
-    """Version of the weights that sampled the first token; later tokens of a response over several steps have newer ones."""
+    weight_versions: list[int] = field(default_factory=list)
+    """Version of the weights that sampled each token: several if the response grew over several steps or while weights came."""
     drafts: Drafts = Drafts()
     """Drafts of the response since this process began it; empty without --speculative."""
     reward: float = 0.0

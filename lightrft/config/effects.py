@@ -88,6 +88,7 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
         "dynamic_sampling_rounds": (rollout.dynamic_sampling, "--dynamic_sampling"),
         "early_stop_every": (rollout.over_sampling > 1 or rollout.rollout_schedule == "longest_first" or rollout.overlap,
                              "--over_sampling"),
+        "weight_update": (rollout.max_staleness > 0, "--max_staleness"),
         "partial_rollout": (rollout.over_sampling > 1 or rollout.dynamic_sampling, "--over_sampling"),
         "overlap": (_computes_before_updates(config), "--init_kl_coef, --max_epochs 2, or a critic"),
         "curriculum_rest": (bool(rollout.curriculum), "--curriculum"),

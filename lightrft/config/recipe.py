@@ -139,14 +139,13 @@ def _sampling(config: Config) -> dict[str, bool]:
     tail_rounds, shares = rollout.rollout_schedule == "tail_rounds", config.engine.engine_tp_size > 1
     others = [name for name in ("partial_rollout", "dynamic_sampling", "curriculum") if getattr(rollout, name)]
     return {
-        "--max_staleness 1 generates while others learn: set --rollout_ranks": stale and not rollout.rollout_ranks,
-        "--max_staleness 1 learns from samples of older weights: set --rollout_correction tis, or --use_engine_logprobs": (
+        "--max_staleness generates later steps while others learn: set --rollout_ranks": stale and not rollout.rollout_ranks,
+        "--max_staleness learns from samples of older weights: set --rollout_correction tis, or --use_engine_logprobs": (
             stale and not corrects
         ),
-        "--rollout_ranks generates the prompts of a step to their end: omit --over_sampling and --rollout_schedule": (
-            rollout.rollout_ranks > 0 and (rollout.over_sampling > 1 or rollout.rollout_schedule != "fifo")
+        "--max_staleness begins whole groups of later steps: omit --partial_rollout, or set --max_staleness 0": (
+            stale and rollout.partial_rollout
         ),
-        "--max_staleness 1 begins whole groups of the next step: omit --partial_rollout": stale and rollout.partial_rollout,
         "--overlap needs the models in device memory while the engine generates: omit --offload_idle": (
             rollout.overlap and config.strategy.offload_idle
         ),

@@ -299,9 +299,12 @@ class RolloutSection(Section):
     rollout_ranks: Annotated[int, NOT_NEGATIVE] = 0
     """Number of ranks, the last ones, that only generate. The others train and have no engine: prompts and weights are sent to
     these ranks. 0: every rank does both in turn."""
-    max_staleness: Literal[0, 1] = 0
-    """With rollout_ranks: number of optimizer updates, counted in steps, by which the weights that sample may be older than those
-    that learn. 1: the next step is generated while this one is learned."""
+    max_staleness: Annotated[int, NOT_NEGATIVE] = 0
+    """With rollout_ranks: maximum age of the weights that sample, in steps, when their samples are learned. So many of the next
+    steps are generated while this one is learned; 0: engines wait meanwhile."""
+    weight_update: Literal["wait", "in_flight"] = "wait"
+    """With max_staleness: what new weights do to responses that are being generated. wait: they wait for their ends. in_flight:
+    responses are interrupted between two tokens, and go on with the new weights, which compute their cache anew."""
 
 
 @dataclass

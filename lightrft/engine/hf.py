@@ -76,7 +76,7 @@ class HFEngine(Engine):
     def _abort(self, key: int) -> list[Completion]:
         request = self._waiting.pop(key, None)
         if request is not None:
-            return [Completion([], [], ABORTED, self.version) for _ in request.seeds]
+            return [Completion([], [], ABORTED) for _ in request.seeds]
         return self._samples.abort(key)
 
     def _next_batch(self) -> list[tuple[int, Request]]:
@@ -110,7 +110,7 @@ class HFEngine(Engine):
         """Return empty samples of the requests `keys`; all but the first of a prompt's n samples count its tokens as cached."""
         ends = self.vocabulary.end_token_ids | set(sampling.stop_token_ids)
         stops = StopStrings(self.vocabulary.tokenizer, sampling.stop) if sampling.stop else None
-        completions = [Completion([], [], "length", self.version, length if sample else 0)
+        completions = [Completion([], [], "length", length if sample else 0)
                        for length in lengths for sample in range(sampling.n)]
         return _Samples(sampling, completions, ends, stops, list(keys))
 

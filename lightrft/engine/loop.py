@@ -4,8 +4,8 @@ A request with a temperature of its own for the first token (FIRE: Chen et al., 
 tokens, and then one for each continuation, for which the prompt is in the cache.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -18,6 +18,8 @@ ABORTED = "abort"
 
 class Completes(Protocol):
     """What is called of a loop's engine (base.py)."""
+
+    version: int
 
     def prompts_at_once(self, n: int) -> int: ...
 
@@ -43,6 +45,8 @@ class RequestLoop:
             for index, completions in loop.step():
                 ...
         loop.abort()                            # at any time: index -> completions so far
+        with loop.interrupted():                # or: go on with other weights
+            engine.load_weights(...)
 
     Ranks that share an engine make the same calls with the same arguments. While requests run, the engine refuses other calls.
     """
@@ -56,6 +60,8 @@ class RequestLoop:
         self.num_requests = self._num_parts = 0
         self._parts: dict[int, tuple[int, int]] = {}
         """Key of a request in the adapter -> (index of the caller's request, sample that it continues)."""
+        self._ended: list[int] = []
+        """Requests whose samples had all ended when the loop was interrupted."""
 
     def add(self, requests: list[Request]) -> range:
         """Begin requests; return their indices, which count all requests of the loop. Raises ValueError, and begins none, if a
@@ -77,18 +83,46 @@ class RequestLoop:
         A step of vllm and hf computes one token of each sample in the batch; one of sglang takes a moment.
         """
         with self.engine.generating(self):
-            ended = [self._ended(*self._parts.pop(key), samples) for key, samples in list(self.engine._step())]
-        return [each for each in ended if each is not None]
+            ended, self._ended = self._ended, []
+            for key, samples in list(self.engine._step()) if self._parts else ():
+                index, place = self._parts.pop(key)
+                for sample in self.running[index].take(place, samples, self.engine.version):
+                    self._continue(index, sample)
+                if not self.running[index].missing:
+                    ended.append(index)
+            finished = [(index, self.running.pop(index)) for index in ended]
+        return [(index, self.engine._cut(each.samples, each.request.sampling.stop)) for index, each in finished]
 
-    def abort(self) -> dict[int, list[Completion]]:
-        """End all requests; return index -> its completions so far. Unfinished ones have the finish reason `abort`."""
+    def abort(self, indices: Collection[int] | None = None) -> dict[int, list[Completion]]:
+        """End requests, by default all; return index -> completions so far. Unfinished ones have the finish reason `abort`."""
+        ended = self._withdrawn(self.running if indices is None else indices)
+        self._ended = [index for index in self._ended if index not in ended]
+        return {index: self.engine._cut(each.aborted(), each.request.sampling.stop) for index, each in sorted(ended.items())}
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Take all requests out of the engine for the duration of the context, in which it can load weights.
+
+        Afterwards unfinished samples go on after their tokens, whose keys and values are computed again. The log-probs of tokens
+        stay those of the weights that sampled them.
+        """
+        withdrawn = self._withdrawn(self.running)
+        yield
+        self.running |= withdrawn
         with self.engine.generating(self):
-            for key, (index, place) in self._parts.items():
-                self.running[index].take(place, self.engine._abort(key))
-            self._parts.clear()
-            running = self.running.copy()
-            self.running.clear()
-        return {index: self.engine._cut(each.aborted(), each.request.sampling.stop) for index, each in sorted(running.items())}
+            for index, each in withdrawn.items():
+                for sample in each.unfinished(range(len(each.samples))):
+                    self._continue(index, sample)
+            self._ended = [index for index, each in withdrawn.items() if not each.missing]
+
+    def _withdrawn(self, indices: Collection[int]) -> "dict[int, _Running]":
+        """End the parts of requests in the adapter; return the requests, which do not run any longer, with their samples."""
+        with self.engine.generating(self):
+            for key, (index, place) in list(self._parts.items()):
+                if index in indices:
+                    self.running[index].take(place, self.engine._abort(key), self.engine.version)
+                    del self._parts[key]
+            return {index: self.running.pop(index) for index in list(indices)}
 
     def _submit(self, index: int, place: int, request: Request) -> None:
         self._parts[self._num_parts] = index, place
@@ -96,53 +130,42 @@ class RequestLoop:
         self.engine._add(self._num_parts, request)
         self._num_parts += 1
 
-    def _ended(self, index: int, place: int, samples: list[Completion]) -> tuple[int, list[Completion]] | None:
-        """Take what a part of a request returned; return the request's completions if it was the last part."""
+    def _continue(self, index: int, place: int) -> None:
         running = self.running[index]
-        for sample, rest in running.continued() if running.take(place, samples) else ():
-            self._submit(index, sample, rest)
-        if running.missing:
-            return None
-        del self.running[index]
-        return index, self.engine._cut(running.samples, running.request.sampling.stop)
+        self._submit(index, place, _rest_of(running.request, running.request.seeds[place], running.samples[place]))
 
 
 @dataclass(slots=True)
 class _Running:
-    """A request in the loop: one part, or with first_token_temperature its first tokens, and then one part for each sample."""
+    """A request in the loop: one part, which is followed by one part for each sample that it left unfinished."""
 
     request: Request
     samples: list[Completion] = field(default_factory=list)
     missing: int = 0
     """Number of its parts that run."""
 
-    def take(self, place: int, samples: list[Completion]) -> bool:
-        """Take the completions of a part that has ended; return True if they are those of the first part."""
+    def take(self, place: int, samples: list[Completion], version: int) -> list[int]:
+        """Take the completions of a part that has ended; return the samples in it that are unfinished."""
         self.missing -= 1
-        first = not self.samples
-        if first:
-            self.samples = samples
-        else:
+        for sample in samples:
+            sample.weight_versions = [version] * len(sample.token_ids)
+        if self.samples:
             self.samples[place] = _concatenated(self.samples[place], samples[0])
-        return first
-
-    def continued(self) -> Iterator[tuple[int, Request]]:
-        """Yield the samples that have only their first token, each with the request that continues it."""
-        if self.request.sampling.first_token_temperature is None:
-            return
-        for place in self._unfinished():
-            yield place, _rest_of(self.request, self.request.seeds[place], self.samples[place])
+            return self.unfinished([place])
+        self.samples = samples
+        return self.unfinished(range(len(samples)))
 
     def aborted(self) -> list[Completion]:
-        """Return the completions, with the finish reason `abort` for samples that end after their first token only."""
-        for place in self._unfinished():
+        """Return the completions, with the finish reason `abort` for unfinished ones."""
+        for place in self.unfinished(range(len(self.samples))):
             self.samples[place].finish_reason = ABORTED
         return self.samples
 
-    def _unfinished(self) -> Iterable[int]:
+    def unfinished(self, places: Iterable[int]) -> list[int]:
+        """Return the samples among these that were aborted, or have only their first token."""
         limit = self.request.sampling.max_tokens
-        return [place for place, sample in enumerate(self.samples)
-                if sample.finish_reason == "length" and len(sample.token_ids) < limit]  # fmt: skip
+        return [place for place in places
+                if self.samples[place].finish_reason != "stop" and len(self.samples[place].token_ids) < limit]  # fmt: skip
 
 
 def _first_token(request: Request) -> Request:
@@ -153,15 +176,19 @@ def _first_token(request: Request) -> Request:
 
 
 def _rest_of(request: Request, seed: int, begun: Completion) -> Request:
-    """Build the request that continues a sample. A derived seed makes its noise independent of the first token's, also in an
-    engine that counts positions from the end of the prompt.
+    """Build the request that continues a sample. A derived seed makes its noise independent of that of the tokens before, also in
+    an engine that counts positions from the end of the prompt.
     """
-    sampling = request.sampling
-    rest = replace(sampling, n=1, max_tokens=sampling.max_tokens - 1, first_token_temperature=None)
-    return replace(request.followed_by(begun.token_ids), sampling=rest, seeds=(derived_seed(seed, len(begun.token_ids)),))
+    rest = replace(request, sampling=replace(request.sampling, n=1), seeds=(seed,))
+    length = len(begun.token_ids)
+    if not length:
+        return rest if rest.sampling.first_token_temperature is None else _first_token(rest)
+    sampling = replace(rest.sampling, max_tokens=rest.sampling.max_tokens - length, first_token_temperature=None)
+    return replace(rest.followed_by(begun.token_ids), sampling=sampling, seeds=(derived_seed(seed, length),))
 
 
 def _concatenated(first: Completion, rest: Completion) -> Completion:
-    """Join the first token of a sample and its continuation."""
+    """Join the first tokens of a sample and its continuation."""
     return replace(rest, token_ids=first.token_ids + rest.token_ids, logprobs=first.logprobs + rest.logprobs,
-                   num_cached_tokens=first.num_cached_tokens)
+                   num_cached_tokens=first.num_cached_tokens, drafts=first.drafts.plus(rest.drafts),
+                   weight_versions=first.weight_versions + rest.weight_versions)

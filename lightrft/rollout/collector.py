@@ -11,6 +11,7 @@ By default there are `rollout_batch_size` prompts, and every response is generat
 All ranks make the same decisions, from numbers that all of them have. The order in which responses end does not matter.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -47,9 +48,6 @@ class Begun:
     """Groups of all ranks."""
     local_groups: dict[int, Group]
     """Place in `drawn` -> group of this rank."""
-    numbers: dict[str, Any]
-    """Position in the data before them: a checkpoint does not contain groups that have begun ahead, so that a resumed run begins
-    them again."""
 
 
 LEAST_ACCEPTANCE = 0.25
@@ -82,15 +80,16 @@ class Collector:
         """Groups begun on this rank, where they continue, and not learned from yet."""
         self.all_carried: list[Carried] = []
         """Summaries of the carried groups of all ranks, the same on every rank."""
-        self._ahead: Begun | None = None
-        """First round of the next step, which is generated while this one is learned."""
+        self._ahead: deque[Begun] = deque()
+        """First rounds of the next steps, which are generated while this one is learned. A checkpoint does not contain their
+        responses: a resumed run begins their groups anew."""
         self.parked: list[Parked] = []
-        """Groups of tail rounds that wait to begin anew; the same on every rank."""
+        """Groups that wait to begin anew: of tail rounds, and in a resumed run; the same on every rank."""
 
-    def __call__(self, step: int, metrics: Metrics, *, ahead: bool = False) -> list[Group]:
+    def __call__(self, step: int, metrics: Metrics, *, ahead: int = 0) -> list[Group]:
         """Return this rank's complete groups of a step; all ranks together have `rollout_batch_size`. The engine must be awake.
 
-        With `ahead` the generation of the next step begins, with the weights that the engine has now.
+        The generation of the next `ahead` steps begins, if it has not yet, with the weights that the engine has now.
 
         Raises ConfigError if no group of any round has a signal.
         """
@@ -100,8 +99,9 @@ class Collector:
         idle: list[int] = []
         while missing and rounds < section.dynamic_sampling_rounds:
             tried = len(chosen) + len(idle)
-            begun, self._ahead = self._ahead, None
-            begun = begun or self._begin(step, rounds, missing, acceptance=len(chosen) / tried if tried else 1.0)
+            began_ahead = self._ahead and not rounds
+            begun = (self._ahead.popleft() if began_ahead else
+                     self._begin(step, rounds, missing, acceptance=len(chosen) / tried if tried else 1.0))
             local_groups, drawn = self._generate(begun), begun.drawn
             with_signal, without_signal = self._split_by_signal([group for group in local_groups if group.complete])
             chosen |= set(with_signal[:missing])
@@ -118,8 +118,9 @@ class Collector:
         metrics.max("rollout/groups_carried", len(self.all_carried))
         if self._in_tail_rounds:
             metrics.max("rollout/groups_parked", len(self.parked))
-        if ahead:
-            self._ahead = self._begin(step + 1, 0, section.rollout_batch_size, acceptance=1.0)
+        while len(self._ahead) < ahead:
+            later = step + 1 + len(self._ahead)
+            self._ahead.append(self._begin(later, 0, section.rollout_batch_size, acceptance=1.0))
         instead = set(self._substitutes(idle, missing))
         for group in held:
             if group.number in instead:
@@ -206,11 +207,10 @@ class Collector:
 
     def _begin(self, step: int, number: int, missing: int, *, acceptance: float) -> Begun:
         """Choose the groups of round `number` of a step, and begin this rank's first ones."""
-        before = self._numbers()
         parts = () if self._in_tail_rounds else (step, number)
         growth = self.sampler.open(derived_seed(self.seed, *parts, 0))
         round, drawn = self._next_round(missing, acceptance=acceptance, room=growth.room)
-        begun = Begun(growth, round, drawn, {}, before)
+        begun = Begun(growth, round, drawn, {})
         self._take(begun)
         return begun
 
@@ -341,17 +341,16 @@ class Collector:
         all_carried = self.all_carried
 
         def take_back() -> None:
-            self._ahead = None
+            self._ahead.clear()
             self.all_carried = all_carried
             self._restore(numbers, [Group.restored(group, self.prompts) for group in carried])
 
         return take_back
 
     def _numbers(self) -> dict[str, Any]:
-        """Return the position in the data, without groups that have begun ahead, and the history."""
-        if self._ahead is not None:
-            return self._ahead.numbers | {"history": self.history.state_dict()}
-        return {"place": self.place, "number": self.number, "parked": self.parked, "history": self.history.state_dict()}
+        """Return the position in the data, the groups that begin anew, and the history."""
+        parked = sorted([*self.parked, *(each for begun in self._ahead for each in begun.drawn)])
+        return {"place": self.place, "number": self.number, "parked": parked, "history": self.history.state_dict()}
 
     def _restore(self, numbers: dict[str, Any], carried: list[Group]) -> None:
         self.place, self.number, self.carried = numbers["place"], numbers["number"], carried

@@ -61,7 +61,7 @@ class Group:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in plain types, without the prompt. Rewards are not part of it: only complete groups get them."""
-        responses = [(s.token_ids, s.logprobs, s.text, s.finish_reason, s.weight_version) for s in self.responses]
+        responses = [(s.token_ids, s.logprobs, s.text, s.finish_reason, s.weight_versions) for s in self.responses]
         return {"number": self.number, "row": self.row, "responses": responses, "greedy": self.greedy is not None}
 
     @classmethod
@@ -69,8 +69,11 @@ class Group:
         count = len(state["responses"]) - state["greedy"]
         group = cls.begin(state["number"], state["row"], prompts[state["row"]], count=count, greedy=state["greedy"])
         for sample, values in zip(group.responses, state["responses"], strict=True):
-            token_ids, logprobs, sample.text, sample.finish_reason, sample.weight_version = values
-            sample.token_ids, sample.logprobs = list(token_ids), list(logprobs)  # they grow, and the state stays as it is
+            token_ids, logprobs, sample.text, sample.finish_reason, versions = values
+            if isinstance(versions, int):  # state of an older version: that of the first token
+                versions = [versions] * len(token_ids)
+            # they grow, and the state stays as it is
+            sample.token_ids, sample.logprobs, sample.weight_versions = list(token_ids), list(logprobs), list(versions)
         return group
 
 

@@ -19,7 +19,7 @@ def measure_samples(samples: list[Sample], version: int, metrics: Metrics) -> No
     """Measure this rank's samples; `version` is that of the engine's newest weights."""
     rewards = torch.tensor([sample.reward for sample in samples])
     lengths = torch.tensor([float(len(sample.token_ids)) for sample in samples])
-    staleness = torch.tensor([float(version - sample.weight_version) for sample in samples])
+    staleness = version - torch.tensor([each for sample in samples for each in sample.weight_versions], dtype=torch.float64)
     for name, values in (("rollout/reward", rewards), ("rollout/response_length", lengths)):
         metrics.mean(name, values)
         metrics.std(f"{name}_std", values)
@@ -31,6 +31,7 @@ def measure_samples(samples: list[Sample], version: int, metrics: Metrics) -> No
     metrics.mean("rollout/truncated", torch.tensor([float(sample.truncated) for sample in samples]))
     metrics.mean("rollout/staleness", staleness)
     metrics.max("rollout/staleness_max", staleness)
+    metrics.mean("rollout/off_policy_tokens", staleness > 0)
     metrics.sum("rollout/tokens", sum(sample.length for sample in samples))
     drafts = reduce(Drafts.plus, (sample.drafts for sample in samples), Drafts())
     if drafts.num_tokens:

@@ -128,10 +128,9 @@ class Sampler:
 
     def extend(self, sample: Sample, completion: Completion) -> None:
         """Append a completion to a response, which ends unless the completion was aborted."""
-        if not sample.token_ids:
-            sample.weight_version = completion.weight_version
         sample.token_ids += completion.token_ids
         sample.logprobs += completion.logprobs
+        sample.weight_versions += completion.weight_versions
         sample.drafts = sample.drafts.plus(completion.drafts)
         if completion.finish_reason != ABORTED:
             sample.finish_reason = completion.finish_reason

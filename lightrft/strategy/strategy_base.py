@@ -625,7 +625,8 @@ class StrategyBase(Backend):
         pretrain = self._processes.store.get(PRETRAIN).decode()
         self.announce("start_engine")
         self.setup_inference_engine(replace(self.config, model=replace(self.config.model, pretrain=pretrain)))
-        EngineServer(self.engine, self._processes, self.device, self.announce).serve()
+        in_flight = self.config.rollout.weight_update == "in_flight"
+        EngineServer(self.engine, self._processes, self.device, self.announce, in_flight=in_flight).serve()
 
     def close_engine(self) -> None:
         """Close the engine, if there is one."""

@@ -55,7 +55,7 @@ class PPOTrainer(Trainer):
     def step(self, number: int) -> None:
         begun = self.collect.begin(), self.metrics.state_dict(), self.strategy.weight_version
         with self.trace.phase("generate"), self.strategy.engine_awake(self.policy.actor):
-            ahead = self.config.rollout.max_staleness > 0 and number < self.total_steps
+            ahead = min(self.config.rollout.max_staleness, self.total_steps - number)
             groups = self.collect(number, self.metrics, ahead=ahead)
             self.collect.rewards.ask_judge([sample for group in groups for sample in group.responses])
         with self.trace.phase("reward"):

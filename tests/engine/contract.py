@@ -533,6 +533,39 @@ def requests_are_admitted_while_others_decode(bench: Bench) -> None:
     assert bench.greedy() == bench.expected
 
 
+def responses_go_on_with_new_weights(bench: Bench) -> None:
+    """Each token has the log-prob of the weights that sampled it, and their version; requests that wait have only the new one."""
+    sampling = Sampling(temperature=1.0, max_tokens=100, n=2, seed=7)
+    hot = replace(sampling, first_token_temperature=4.0)
+    requests = [Request(prompt, sampling=hot if place > 2 else sampling) for place, prompt in enumerate(PROMPTS)]
+    models = {3: bench.model, 4: perturbed(bench.model, 21), 5: perturbed(bench.model, 22)}
+    bench.load(bench.model, 3)
+    loop = bench.engine.open(Sampling())
+    loop.add(requests)
+    found = dict(sum([loop.step() for _ in range(5)], []))
+    for version in (4, 5):
+        with loop.interrupted():
+            bench.load(models[version], version)
+        assert loop.running
+        found |= dict(sum([loop.step() for _ in range(3)], []))
+    while loop.running:
+        found |= dict(loop.step())
+    bench.load(bench.model)
+    assert sorted(found) == list(range(len(requests)))
+    ended = [(request, sample) for index, request in enumerate(requests) for sample in found[index]]
+    versions = [set(sample.weight_versions) for _, sample in ended]
+    assert len(ended) == 10 and set.union(*versions) == {3, 4, 5} and any(len(of_sample) > 1 for of_sample in versions)
+    for request, sample in ended:
+        assert sample.finish_reason == "stop" or len(sample.token_ids) == 100
+        assert sorted(sample.weight_versions) == sample.weight_versions and len(sample.weight_versions) == len(sample.token_ids)
+        first = request.sampling.first_token_temperature or 1.0
+        for version in set(sample.weight_versions):
+            expected = reference_logprobs(models[version], request.token_ids, sample.token_ids, 1.0)
+            expected[:1] = reference_logprobs(models[version], request.token_ids, sample.token_ids, first)[:1]
+            tokens = torch.tensor(sample.weight_versions) == version
+            torch.testing.assert_close(torch.tensor(sample.logprobs)[tokens], expected[tokens], rtol=0, atol=1e-4)
+
+
 def an_abort_keeps_what_was_sampled(bench: Bench) -> None:
     """The prompt with those tokens is then continued with the tokens and log-probs of an uninterrupted request."""
     whole = Sampling(temperature=0, max_tokens=120)

@@ -16,7 +16,7 @@ def tokenizer():
 
 
 def completion(tokens: list[int], reason: str = "length") -> Completion:
-    return Completion(tokens, [-float(place) for place in range(len(tokens))], reason, 3, 7)
+    return Completion(tokens, [-float(place) for place in range(len(tokens))], reason, 7, weight_versions=[*range(len(tokens))])
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_the_last_token_completes_the_first_text(tokenizer, text, stop, kept):
     cut = StopStrings(tokenizer, stop).cut(completion(tokens))
     assert bytes(cut.token_ids).decode() == kept and cut.logprobs == [-float(place) for place in range(len(kept.encode()))]
     assert cut.finish_reason == ("length" if stop == ("else",) else "stop")
-    assert (cut.weight_version, cut.num_cached_tokens) == (3, 7)
+    assert (cut.weight_versions, cut.num_cached_tokens) == ([*range(len(cut.token_ids))], 7)
 
 
 def test_asked_after_every_token_it_is_reached_at_the_same_one(tokenizer):

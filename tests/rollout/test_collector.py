@@ -221,6 +221,43 @@ def test_a_resumed_run_goes_on_alike(tmp_path):
     assert not any(sample.finish_reason == GROWING for group in step(resumed, 11)[0] for sample in group.samples)
 
 
+def ahead_course(collect: Collector, numbers: range, last: int) -> list:
+    """What each step has learned from, while up to two later steps are generated."""
+    found = []
+    for number in numbers:
+        groups = collect(number, Metrics(), ahead=min(2, last - number))
+        collect.rewarded(groups, Metrics())
+        found.append([(group.number, group.row, len(group.samples[0].token_ids)) for group in groups])
+    return found
+
+
+def test_groups_begun_ahead_begin_anew_in_a_resumed_run(tmp_path):
+    """The same prompts are learned in the same steps as without generation ahead; nothing is lost when a step is taken back."""
+    expected = course(collector(MIXED), range(1, 10))
+    first = collector(MIXED)
+    assert ahead_course(first, range(1, 5), 9) == expected[:4]
+    assert [numbers for _, numbers in first.sampler.calls[-2:]] == [[number for number, _, _ in step] for step in expected[4:6]]
+    take_back = first.begin()
+    assert ahead_course(first, range(5, 6), 9) == expected[4:5]
+    take_back()
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    resumed = collector(MIXED)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert ahead_course(resumed, range(5, 10), 9) == expected[4:] and not resumed.state_dict()["parked"]
+    assert len(resumed.sampler.calls) == 5, "the last steps begin nothing that nobody learns from"
+
+
+def test_tail_rounds_ahead_lose_no_group_and_learn_from_none_twice():
+    """Rounds of the next pass may begin before the last groups of this one have been parked: 36 prompts, 9 steps."""
+    collect = collector(MIXED, **TAIL)
+    first = ahead_course(collect, range(1, 6), 9)
+    resumed = collector(MIXED, **TAIL)
+    resumed.load_state_dict(collect.state_dict())
+    learned = [number for step in first + ahead_course(resumed, range(6, 10), 9) for number, _, _ in step]
+    left = [number for _, number, _ in resumed.parked]
+    assert len(learned) == 36 and sorted(learned + left) == list(range(1, resumed.number + 1)) and left
+
+
 def test_a_resumed_run_with_shorter_responses_loses_those_that_are_too_long():
     first = collector(MIXED, **FLAGS | {"early_stop_every": 1})
     course(first, range(1, 6))

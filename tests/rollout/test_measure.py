@@ -25,19 +25,23 @@ def reduced(metrics: Metrics) -> dict[str, float]:
 
 
 def sample(reward: float, length: int, version: int = 3, finish: str = "stop") -> Sample:
-    return Sample(Prompt(0, "", [1, 2]), 0, [5] * length, [0.0] * length, "", finish, weight_version=version, reward=reward)
+    values = [5] * length, [0.0] * length, "", finish, [version] * length
+    return Sample(Prompt(0, "", [1, 2]), 0, *values, reward=reward)
 
 
 def test_samples():
     metrics = Metrics()
-    measure_samples([sample(1.0, 2), sample(0.0, 4, version=1), sample(0.5, 9, finish="length")], 3, metrics)
+    changing = sample(0.0, 4, version=1)
+    changing.weight_versions[3] = 2
+    measure_samples([sample(1.0, 2), changing, sample(0.5, 9, finish="length")], 3, metrics)
     # rewards 1, 0, 0.5: mean 0.5, population variance 1/6; lengths 2, 4, 9: mean 5, variance 26/3; tokens with 2 of the prompt
     assert reduced(metrics) == pytest.approx(
         {
             "rollout/reward": 0.5, "rollout/reward_std": (1 / 6) ** 0.5, "rollout/reward_min": 0.0, "rollout/reward_max": 1.0,
             "rollout/response_length": 5.0, "rollout/response_length_std": (26 / 3) ** 0.5,
             "rollout/response_length_min": 2.0, "rollout/response_length_max": 9.0,
-            "rollout/truncated": 1 / 3, "rollout/staleness": 2 / 3, "rollout/staleness_max": 2.0, "rollout/tokens": 21.0,
+            "rollout/truncated": 1 / 3, "rollout/staleness": 7 / 15, "rollout/staleness_max": 2.0, "rollout/tokens": 21.0,
+            "rollout/off_policy_tokens": 4 / 15,
         }
     )  # fmt: skip
 

@@ -30,7 +30,7 @@ if "DIE_WRITING_AT" in os.environ:
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
 def deadly(samples, label, **columns):
     """In the step that the environment names: kill this process, ask it to end, or let it die in the next checkpoint's file."""
-    (version,) = {sample.weight_version for sample in samples}
+    (version,) = {version for sample in samples for version in sample.weight_versions}
     if version not in seen:
         seen.append(version)
     if len(seen) == int(os.environ.get("KILL_AT", 0)):

@@ -6,10 +6,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from engine.contract import reference_logprobs
 from lightrft.config import parse
+from lightrft.engine.base import Engine, Request, RequestLoop, Sampling
+from lightrft.run.prepare import prepare_config
+from lightrft.strategy import get_strategy
 from lightrft.trainer.run import run
+from lightrft.types import Completion
 from ranks import exit_codes, run_ranks
 from runs import PPO, prepare, repeatable, rows_of, train
 from trainer import sabotage
@@ -20,6 +27,9 @@ CASES = {
     "critic": ["--advantage_estimator=gae", "--eval_steps=1", "--eval_data={folder}/train.jsonl", "--max_eval_samples=5"],
     "dynamic": ["--dynamic_sampling", "--first_token_temperature=2"],
 }
+
+VLLM = ["--engine_type=vllm", "--engine_kv_cache_gb=0.125", "--engine_tp_size=2"]
+PROMPTS = [[40 + place] * (3 + place) for place in range(4)]
 
 
 def launch() -> dist.TCPStore | None:
@@ -59,33 +69,128 @@ def test_it_learns_what_ranks_that_do_both_learn(tmp_path):
                 assert found[name] == (pytest.approx(expected[name], abs=1e-6) if name.startswith("engine/") else expected[name])
 
 
+SAME = ["--rollout_ranks=1", "--rollout_correction=tis", "--actor_learning_rate=1e-12", "--generate_max_len=96",
+        "--max_tokens_per_microbatch=256"]  # fmt: skip
+"""Weights that stay as they are, under new versions: trainer and engine must agree on the log-probs of all tokens."""
+
+
 @pytest.mark.slow
-def test_one_step_off_learns_from_the_weights_before_the_last_update(tmp_path):
-    """The reward rises; each sample but those of the first step is one update old; a resumed run goes on learning."""
-    flags = [*prepare(tmp_path), *PPO, "--rollout_ranks=1", "--max_staleness=1", "--rollout_correction=tis", "--save_steps=4"]
+def test_generation_goes_ahead_of_learning(tmp_path, monkeypatch):
+    """The reward rises; samples are as old as they may be; a resumed run goes on learning; groups are carried and begun again;
+    weights that wait for the end of responses need no other message to be loaded.
+    """
+    monkeypatch.setattr("lightrft.engine.remote.server.WAIT_SECONDS", 1000.0)
+    inputs = [*prepare(tmp_path), *PPO]
+    flags = [*inputs, "--rollout_ranks=1", "--max_staleness=2", "--rollout_correction=tis", "--save_steps=4"]
+    over = [*inputs, *SAME, "--over_sampling=2", "--early_stop_every=1", "--max_steps=4"]
     cases = {
         "whole": [*flags, "--max_steps=30"],
         "parts": [*flags, "--max_steps=4"],
         "dynamic": [*flags, "--max_steps=4", "--dynamic_sampling", "--eval_steps=2", f"--eval_data={tmp_path}/train.jsonl"],
+        "waits": [*inputs, *SAME, "--max_staleness=1", "--max_steps=4", "--rollout_batch_size=2", "--train_batch_size=8"],
+        "partial": [*over, "--partial_rollout"],
+        "tail": [*over, "--rollout_schedule=tail_rounds", "--max_staleness=1"],
     }
     run_ranks(3, as_launched, cases, str(tmp_path))
     run_ranks(3, as_launched, {"parts": [*flags, "--max_steps=6", "--load_checkpoint"]}, str(tmp_path))
     rows = {case: rows_of(tmp_path / case) for case in cases}
-    assert [row["rollout/staleness"] for row in rows["whole"]] == [0.0] + [1.0] * 29
+    staleness = {case: [row["rollout/staleness"] for row in rows[case]] for case in cases}
+    assert staleness["whole"] == [0.0, 1.0] + [2.0] * 28
     rewards = [row["rollout/reward"] for row in rows["whole"]]
     assert sum(rewards[-5:]) / 5 > 0.8 > 0.55 > rewards[0]
     assert repeatable(rows["parts"][:4]) == repeatable(rows["whole"][:4])
-    assert [row["rollout/staleness"] for row in rows["parts"]] == [0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
+    assert staleness["parts"] == [0.0, 1.0, 2.0, 2.0, 0.0, 1.0]
+    assert staleness["waits"] == [0.0, 1.0, 1.0, 1.0]
     assert len(rows["dynamic"]) == 4 and "eval/reward" in rows["dynamic"][1]
+    assert max(row["rollout/groups_carried"] for row in rows["partial"]) > 0
+    assert max(row["rollout/groups_parked"] for row in rows["tail"]) > 0
+    for case, most in (("partial", 3), ("tail", 1)):
+        assert all(row["rollout/staleness_max"] <= most and row["engine/logprob_mismatch_max"] < 1e-5 for row in rows[case])
+
+
+def while_responses_grow(flags: list[str]) -> tuple[list[list[Completion]], dict[int, list[Completion]]] | None:
+    """On the rank that trains: completions of PROMPTS under two versions of the weights, and others that were aborted."""
+    _store = launch()
+    config = parse(flags, "train_ppo")
+    if int(os.environ["RANK"]):
+        return run("train_ppo", config)
+    prepare_config("train_ppo", config)
+    strategy = get_strategy(config)
+    strategy.setup_distributed()
+    engine = strategy.setup_inference_engine()
+    for version, model in enumerate(two_models(config.model.pretrain), 1):
+        engine.load_weights(model.named_parameters(), version)
+        if version == 1:
+            loop = begun_with(engine)
+    completions = {}
+    while loop.running:
+        completions |= dict(loop.step())
+    aborted = begun_with(engine).abort()
+    strategy.close()
+    return [completions[index] for index in range(len(PROMPTS))], aborted
+
+
+def begun_with(engine: Engine) -> RequestLoop:
+    """A loop of long requests; later ones that began and ended since show that each has at least twenty tokens."""
+    loop = engine.open(Sampling(max_tokens=200, n=2, seed=3))
+    loop.add([Request(prompt) for prompt in PROMPTS])
+    engine.generate([Request([7] * 5)], Sampling(max_tokens=20))
+    assert loop.running
+    return loop
+
+
+def two_models(folder: str) -> list[PreTrainedModel]:
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2)]
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter *= 1.2
+    return models
+
+
+@pytest.mark.slow
+def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(tmp_path):
+    """Weights come while two ranks that share an engine decode."""
+    load_vllm()
+    flags = [*prepare(tmp_path), *PPO, *VLLM, "--rollout_ranks=2", "--generate_max_len=200", "--max_staleness=1",
+             "--max_tokens_per_microbatch=256", "--rollout_correction=tis", "--weight_update=in_flight"]  # fmt: skip
+    completions, aborted = run_ranks(3, while_responses_grow, flags)[0]
+    models = two_models(tmp_path / "model")
+    assert any(sorted(set(sample.weight_versions)) == [1, 2] for samples in completions for sample in samples)
+    for prompt, samples in zip(PROMPTS, completions, strict=True):
+        for sample in samples:
+            assert sample.finish_reason == "stop" or len(sample.token_ids) == 200
+            expected = [reference_logprobs(model, prompt, sample.token_ids, 1.0) for model in models]
+            of_second = torch.tensor(sample.weight_versions) == 2
+            found = torch.tensor(sample.logprobs)
+            torch.testing.assert_close(found, torch.where(of_second, *expected[::-1]), rtol=0, atol=1e-4)
+    ended = [sample for samples in aborted.values() for sample in samples]
+    assert len(ended) == 2 * len(PROMPTS) and any(sample.finish_reason == "abort" for sample in ended)
+    assert all(set(sample.weight_versions) == {2} and 20 <= len(sample.token_ids) < 200 for sample in ended
+               if sample.finish_reason == "abort")  # fmt: skip
 
 
 @pytest.mark.slow
 def test_ranks_that_share_an_engine_serve_zero_3(tmp_path):
     load_vllm()
-    flags = [*prepare(tmp_path), *PPO, "--max_steps=3", "--engine_type=vllm", "--engine_kv_cache_gb=0.125", "--engine_tp_size=2",
-             "--fsdp=false", "--zero_stage=3"]  # fmt: skip
+    flags = [*prepare(tmp_path), *PPO, *VLLM, "--max_steps=3", "--fsdp=false", "--zero_stage=3"]
     ((apart, together),) = both(tmp_path, {"vllm": flags}, trains=2, generates=2).values()
     assert len(apart) == 3 and apart == together
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("most", "case"), [
+    (2, ["--max_staleness=2", "--weight_update=in_flight"]),
+    (5, ["--over_sampling=3", "--early_stop_every=1", "--partial_rollout"]),
+], ids=["in_flight", "partial"])  # fmt: skip
+def test_responses_of_several_versions_are_learned(tmp_path, most, case):
+    """Trainer and engine agree on the log-probs of responses that were interrupted by new weights, or aborted and continued."""
+    load_vllm()
+    flags = [*prepare(tmp_path), *PPO, *VLLM, *SAME, "--engine_tp_size=1", "--rollout_batch_size=2", "--n_samples_per_prompt=2",
+             "--train_batch_size=4", "--max_steps=8"]  # fmt: skip
+    run_ranks(3, as_launched, {"run": [*flags, *case]}, str(tmp_path))
+    rows = rows_of(tmp_path / "run")
+    assert any(row["rollout/staleness"] % 1 for row in rows)
+    assert all(row["rollout/staleness_max"] <= most and row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
 
 
 @pytest.mark.slow

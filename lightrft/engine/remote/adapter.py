@@ -1,8 +1,9 @@
 """Engine of a rank that trains: its requests and its weights go to the ranks that generate."""
 
-from collections.abc import Iterable, Iterator
-from queue import SimpleQueue
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn
 
 from torch import Tensor
 from transformers import AutoConfig
@@ -11,18 +12,21 @@ from lightrft.engine.base import Engine, EngineError, EngineSetup, Part
 from lightrft.engine.loop import RequestLoop
 from lightrft.engine.model_info import Vocabulary, most_of_each, published_names
 from lightrft.engine.remote.weights import WeightBroadcast
-from lightrft.engine.remote.wire import PRETRAIN, Closed, Finished, Generate, LoadWeights, Peer, connect
+from lightrft.engine.remote.wire import PRETRAIN, ROOM, Abort, Closed, Finished, Generate, LoadWeights, Peer, connect
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.parallel.processes import RunProcesses
 from lightrft.types import Completion
 from lightrft.weight_sync.stream import bucket_limit
 
+STEP_SECONDS = 0.01
+"""Maximum number of seconds of a step, which waits for requests to end."""
+
 
 class RemoteEngine(Engine):
     """Engine whose calls are answered by the engines of all ranks that generate. It has no memory on this rank.
 
-    The ranks that train make the same calls, each with its own requests. Engines answer the requests of a call of all ranks
-    together, with weights of the version that this call needs.
+    The ranks that train make the same calls, each with its own requests. Engines begin the requests of a call of all ranks
+    together, while those of earlier calls decode. Weights come between two calls.
     """
 
     def __init__(self, setup: EngineSetup, processes: RunProcesses):
@@ -45,11 +49,15 @@ class RemoteEngine(Engine):
             self._broadcast = WeightBroadcast(processes, setup.device, bucket_bytes=limit)
         self._first = processes.rank % len(self._engines)
         self._call = 0
-        self._arrived: dict[int, list[tuple[int, list[Completion]]]] = {}
+        self._arrived: dict[int, list[Finished]] = {}
         """Call -> completions that have not been read."""
+        self._processes = processes
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Send the weights to all engines, which check and verify them; this returns when they are sent."""
+        """Send the weights to all engines, which check and verify them; this returns when they are sent.
+
+        Requests that run then go on as --weight_update says (server.py).
+        """
         self._check_usable()
         stream = self._checked(named_tensors)
         if self._broadcast is None:
@@ -74,27 +82,45 @@ class RemoteEngine(Engine):
         return RemoteLoop(self, sampling)
 
     def prompts_at_once(self, n: int) -> int:
-        return 1
+        """Return this rank's share of the prompts that all engines decode at the same time. It waits until they have started."""
+        room = int(self._processes.store.get(ROOM)) * len(self._engines)
+        return max(1, room // n // (self._processes.size - self._processes.rollout_ranks))
 
     def send(self, requests: list[Request]) -> int:
         """Send the requests of a call, also none, because those of other ranks wait for them; return its number."""
         self._call += 1
-        self._arrived[self._call] = []
+        if requests:
+            self._arrived[self._call] = []
         for place, engine in enumerate(self._engines):
             chosen = range((place - self._first) % len(self._engines), len(requests), len(self._engines))
-            engine.send(Generate(self._call, self.version, [(index, requests[index]) for index in chosen]))
+            engine.send(Generate(self._call, [(index, requests[index]) for index in chosen]))
         return self._call
 
-    def receive(self, call: int) -> list[tuple[int, list[Completion]]]:
-        """Wait until a request of the call has ended; return all that have, with their indices in the call."""
-        with self._fatal("generate"):
-            while not self._arrived[call]:
-                peer, message = self._inbox.get()
-                if not isinstance(message, Finished):
-                    raise EngineError(f"rank {peer.rank}, which generates, has closed its connection")
-                self._arrived[message.call].append((message.index, message.completions))
-            found, self._arrived[call] = self._arrived[call], []
+    def abort(self, calls: Iterable[int]) -> None:
+        """End the requests of calls where they are; they are received as those that end by themselves."""
+        for engine in self._engines:
+            for call in calls:
+                engine.send(Abort(call))
+
+    def receive(self, calls: Collection[int]) -> list[Finished]:
+        """Wait a moment until requests of these calls have ended; return all that have."""
+        with self._fatal("generate"), suppress(Empty):
+            while not any(self._arrived[call] for call in calls):
+                self._sort(*self._inbox.get(timeout=STEP_SECONDS))
+            while True:
+                self._sort(*self._inbox.get_nowait())
+        found = [message for call in calls for message in self._arrived[call]]
+        self._arrived |= {call: [] for call in calls}
         return found
+
+    def forget(self, call: int) -> None:
+        """Forget a call, whose requests have all been read."""
+        del self._arrived[call]
+
+    def _sort(self, peer: Peer, message: Any) -> None:
+        if not isinstance(message, Finished):
+            raise EngineError(f"rank {peer.rank}, which generates, has closed its connection")
+        self._arrived[message.call].append(message)
 
     def _add(self, key: int, request: Request) -> None:
         raise EngineError("requests to engines on other ranks are sent by their loop")
@@ -103,7 +129,7 @@ class RemoteEngine(Engine):
         raise EngineError("engines on other ranks decode by themselves")
 
     def _abort(self, key: int) -> list[Completion]:
-        raise EngineError("requests to engines on other ranks run to their end")
+        raise EngineError("requests to engines on other ranks are aborted by their loop")
 
     def _load_weights(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
         raise EngineError("the weights of engines on other ranks are loaded there")
@@ -124,7 +150,7 @@ class RemoteEngine(Engine):
 
 
 class RemoteLoop(RequestLoop):
-    """Loop whose requests run on other ranks, to their end. The ranks that train add requests equally often, also none."""
+    """Loop whose requests run on other ranks. The ranks that train add requests equally often, also none, and abort together."""
 
     def __init__(self, engine: RemoteEngine, sampling: Sampling):
         super().__init__(engine, sampling)
@@ -136,18 +162,33 @@ class RemoteLoop(RequestLoop):
         readable = self.remote.begin_requests(requests, self)
         indices = range(self.num_requests, self.num_requests + len(requests))
         self.num_requests += len(requests)
-        self._calls[self.remote.send(readable)] = indices.start, len(requests)
+        call = self.remote.send(readable)
+        if requests:
+            self._calls[call] = indices.start, len(requests)
         self.running |= dict.fromkeys(indices)
         return indices
 
     def step(self) -> list[tuple[int, list[Completion]]]:
-        """Wait until a request has ended; return all that have."""
-        call, (first, count) = next((call, state) for call, state in self._calls.items() if state[1])
-        found = [(first + index, completions) for index, completions in self.remote.receive(call)]
-        self._calls[call] = first, count - len(found)
-        for index, _ in found:
-            del self.running[index]
-        return found
+        """Wait a moment until requests have ended; return those that have."""
+        ended = []
+        for message in self.remote.receive(self._calls):
+            first, count = self._calls[message.call]
+            self._calls[message.call] = first, count - 1
+            if count == 1:
+                del self._calls[message.call]
+                self.remote.forget(message.call)
+            del self.running[first + message.index]
+            ended.append((first + message.index, message.completions))
+        return ended
 
-    def abort(self) -> dict[int, list[Completion]]:
-        raise EngineError("requests to engines on other ranks run to their end")
+    def abort(self, indices: Collection[int] | None = None) -> dict[int, list[Completion]]:
+        if indices is not None:
+            raise EngineError("the requests of a loop of engines on other ranks are aborted together")
+        self.remote.abort(self._calls)
+        ended: dict[int, list[Completion]] = {}
+        while self.running:
+            ended |= self.step()
+        return ended
+
+    def interrupted(self) -> NoReturn:
+        raise EngineError("engines on other ranks interrupt their requests themselves")

@@ -2,92 +2,134 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
 from lightrft.engine.base import Engine
+from lightrft.engine.loop import RequestLoop
 from lightrft.engine.remote.weights import WeightBroadcast
-from lightrft.engine.remote.wire import Closed, Finished, Generate, LoadWeights, Peer, accept
-from lightrft.engine.requests import Request, Sampling
+from lightrft.engine.remote.wire import ROOM, Abort, Closed, Finished, Generate, LoadWeights, Peer, accept
+from lightrft.engine.requests import Sampling
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.processes import RunProcesses
+from lightrft.types import Completion
 
 WAIT_SECONDS = 1.0
 """Seconds after which a rank that has nothing to do meets the other ranks of its engine."""
+STEPS = 4
+"""Number of steps of the engine between looks for messages, which the ranks of an engine exchange."""
 
 
 class EngineServer:
-    """Serves the engine of this rank, or of the ranks of `engine.axis`, until the ranks that train close their connections."""
+    """Serves the engine of this rank, or of the ranks of `engine.axis`, until the ranks that train close their connections.
 
-    def __init__(self, engine: Engine, processes: RunProcesses, device: torch.device, announce: Callable[[str], None]):
+    All ranks of the engine take the same decisions, by the messages that its first rank has received. Calls begin in their order,
+    each when its requests have arrived from all ranks that train, while earlier ones decode. Weights that come between two calls
+    wait for the requests that run (`--weight_update wait`), or interrupt them, and they go on with the new weights (`in_flight`).
+    """
+
+    def __init__(self, engine: Engine, processes: RunProcesses, device: torch.device, announce: Callable[[str], None], *,
+                 in_flight: bool = False):  # fmt: skip
         """Accept the connections of all ranks that train, on the first rank of the engine."""
-        self.engine, self._announce = engine, announce
+        self.engine, self.in_flight, self._announce = engine, in_flight, announce
         self.axis: Axis = engine.axis
+        room = engine.prompts_at_once(1)
         self._inbox: SimpleQueue[tuple[Peer, Any]] = SimpleQueue()
-        self._peers = accept(processes, self._inbox) if self.axis.rank == 0 else []
+        self._peers: dict[int, Peer] = {}
+        if self.axis.rank == 0:
+            processes.store.set(ROOM, str(room))
+            self._peers = {peer.rank: peer for peer in accept(processes, self._inbox)}
         self._broadcast = WeightBroadcast(processes, device)
         self._num_peers = processes.size - processes.rollout_ranks
+        self._loop: RequestLoop | None = None
+        self._owners: dict[int, tuple[int, int, int]] = {}
+        """Index in the loop -> (rank, call, index in the call of the rank) of each request that runs."""
         self._calls: dict[int, dict[int, Generate]] = defaultdict(dict)
         """Call -> rank -> its requests, for calls that wait for the requests of other ranks or for weights."""
         self._loads: list[LoadWeights] = []
-        self._answered = 0
-        """Number of the last call that was answered."""
+        self._aborts: list[tuple[int, int]] = []
+        """Rank and call of requests that end as soon as the call has begun."""
+        self._begun = 0
+        """Number of the last call that has begun."""
 
     def serve(self) -> None:
-        """Answer calls in their order, and load weights as they come."""
+        """Begin calls in their order, and load weights between them as they come."""
         left = self._num_peers
         while left:
-            self._announce("")  # waiting has no time limit
+            self._announce("generate" if self._owners else "")  # waiting has no time limit
             for rank, message in self._messages():
                 if isinstance(message, Closed):
                     left -= 1
                 elif isinstance(message, LoadWeights):
                     self._loads.append(message)
+                elif isinstance(message, Abort):
+                    self._aborts.append((rank, message.call))
                 else:
                     self._calls[message.call][rank] = message
-            while self._proceed():
-                pass
+            self._advance()
+            self._abort()
+            for _ in range(STEPS):
+                if self._owners:
+                    self._send(self._loop.step())
+            self._advance()
+
+    def _advance(self) -> None:
+        while self._proceed():
+            pass
 
     def _proceed(self) -> bool:
-        """Load weights or answer a call, whichever is next; return False if its parts have not all arrived."""
-        if self._loads and self._loads[0].after == self._answered:
-            self._announce("generate/weight_sync")
-            self.engine.load_weights(self._broadcast.receive(), self._loads.pop(0).version)
+        """Load weights or begin a call, whichever is next; return False if it cannot begin yet."""
+        if self._loads and self._loads[0].after == self._begun:
+            if self._owners and not self.in_flight:
+                return False
+            self._load(self._loads.pop(0).version)
             return True
-        parts = self._calls.get(self._answered + 1, {})
-        if len(parts) < self._num_peers or next(iter(parts.values())).version > self.engine.version:
+        if len(self._calls.get(self._begun + 1, {})) < self._num_peers:
             return False
-        self._announce("generate")
-        self._answered += 1
-        self._answer(self._calls.pop(self._answered))
+        self._begun += 1
+        self._begin(self._calls.pop(self._begun))
         return True
+
+    def _load(self, version: int) -> None:
+        self._announce("generate/weight_sync")
+        with self._loop.interrupted() if self._owners else nullcontext():
+            self.engine.load_weights(self._broadcast.receive(), version)
+        self._announce("generate" if self._owners else "")
+
+    def _begin(self, parts: dict[int, Generate]) -> None:
+        chosen = [(rank, index, request) for rank in sorted(parts) for index, request in parts[rank].requests]
+        if chosen:
+            self._loop = self._loop or self.engine.open(Sampling())
+            places = self._loop.add([request for _, _, request in chosen])
+            self._owners |= {place: (rank, self._begun, index) for place, (rank, index, _) in zip(places, chosen, strict=True)}
+
+    def _abort(self) -> None:
+        """End the requests of calls that have begun and are not wanted any longer."""
+        aborted = {each for each in self._aborts if each[1] <= self._begun}
+        self._aborts = [each for each in self._aborts if each not in aborted]
+        places = [place for place, (rank, call, _) in self._owners.items() if (rank, call) in aborted]
+        if places:
+            self._send(list(self._loop.abort(places).items()))
+
+    def _send(self, ended: list[tuple[int, list[Completion]]]) -> None:
+        for place, completions in ended:
+            rank, call, index = self._owners.pop(place)
+            if self.axis.rank == 0:
+                with suppress(OSError):  # a rank that ends does not wait for what it began
+                    self._peers[rank].send(Finished(call, index, completions))
 
     def _messages(self) -> list[tuple[int, Any]]:
         """Return the messages that have arrived, with the ranks that sent them; the same on all ranks of the engine."""
-        messages = []
-        if self.axis.rank == 0:
-            messages = self._arrived()
-        return self.axis.broadcast(messages)
+        return self.axis.broadcast(self._arrived() if self.axis.rank == 0 else [])
 
     def _arrived(self) -> list[tuple[int, Any]]:
         found = []
-        try:
-            found.append(self._inbox.get(timeout=WAIT_SECONDS))
-            while not self._inbox.empty():
-                found.append(self._inbox.get())
-        except Empty:
-            pass
+        with suppress(Empty):
+            if not self._owners:
+                found.append(self._inbox.get(timeout=WAIT_SECONDS))
+            while True:
+                found.append(self._inbox.get_nowait())
         return [(peer.rank, message) for peer, message in found]
-
-    def _answer(self, parts: dict[int, Generate]) -> None:
-        owners = [(rank, index) for rank in sorted(parts) for index, _ in parts[rank].requests]
-        requests: list[Request] = [request for rank in sorted(parts) for _, request in parts[rank].requests]
-        peers = {peer.rank: peer for peer in self._peers}
-        for place, completions in self.engine.stream(requests, Sampling()):
-            rank, index = owners[place]
-            if self.axis.rank == 0:
-                with suppress(OSError):  # a rank that ends does not wait for what it began
-                    peers[rank].send(Finished(self._answered, index, completions))

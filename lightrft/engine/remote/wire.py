@@ -18,6 +18,8 @@ KEY = "lightrft/rollout"
 """Prefix of the keys in the store of all processes."""
 PRETRAIN = f"{KEY}/pretrain"
 """Key of the folder from which the engines are started."""
+ROOM = f"{KEY}/room"
+"""Key of the number of samples that an engine decodes at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +27,6 @@ class Generate:
     """One call's requests for one engine. The ranks that train make the same calls, and each sends its own to every engine."""
 
     call: int
-    version: int
-    """Version of the weights that must be loaded before."""
     requests: list[tuple[int, Request]]
     """Requests with their indices in the call of the rank."""
 
@@ -41,8 +41,15 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Abort:
+    """End of the requests of a call that this rank has sent; each is answered with its completions so far."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoadWeights:
-    """Announcement of a weight stream, which begins when the call `after` and all before it have been answered."""
+    """Announcement of a weight stream, which comes between the call `after` and the next one."""
 
     version: int
     after: int

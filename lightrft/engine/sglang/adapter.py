@@ -80,7 +80,7 @@ class SGLangEngine(LibraryEngine):
 
     def _add(self, key: int, request: Request) -> None:
         if self.axis.rank == 0:
-            self._samples.add(key, request, self.version)
+            self._samples.add(key, request)
 
     def _step(self) -> list[tuple[int, list[Completion]]]:
         return self._on_first_rank(lambda: self._samples.step())

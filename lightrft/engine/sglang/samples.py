@@ -34,9 +34,9 @@ class Samples:
         self.ended: list[int] = []
         self.tasks: set[asyncio.Task] = set()
 
-    def add(self, key: int, request: Request, version: int) -> None:
-        """Add a request, which begins with the next step, with weights of this version."""
-        self.running[key] = _Running(key, request, version, missing=request.sampling.num_draws)
+    def add(self, key: int, request: Request) -> None:
+        """Add a request, which begins with the next step."""
+        self.running[key] = _Running(key, request, missing=request.sampling.num_draws)
         self.waiting.append(self.running[key])
 
     def step(self) -> list[tuple[int, list[Completion]]]:
@@ -106,7 +106,8 @@ class Samples:
             raise EngineError(f"SGLang aborted a request: {reason.get('message')}")
         logprobs = [logprob for logprob, *_ in about.get("output_token_logprobs") or ()]
         tokens = list(answer["output_ids"])[: len(logprobs)]
-        return Completion(tokens, logprobs, reason["type"], running.version, about.get("cached_tokens", 0))
+        ended = "stop" if about["id"] in running.stopped else reason["type"]
+        return Completion(tokens, logprobs, ended, about.get("cached_tokens", 0))
 
     def _parameters(self, request: Request, seed: int) -> dict[str, Any]:
         sampling = request.sampling
@@ -138,8 +139,6 @@ def _processor(request: Request) -> str | None:
 class _Running:
     key: int
     request: Request
-    version: int
-    """Version of the weights."""
     missing: int
     """Number of samples that run."""
     completions: list[Completion] = field(default_factory=list)

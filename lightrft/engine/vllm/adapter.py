@@ -138,7 +138,7 @@ class VLLMEngine(LibraryEngine):
         found, sampling = [], self._samplings.pop(key)
         for _, output in sorted(self._outputs.pop(key).items()):
             (sample,) = output.outputs
-            found.append(Completion(list(sample.token_ids), list(sample.logprobs.logprobs), sample.finish_reason, self.version,
+            found.append(Completion(list(sample.token_ids), list(sample.logprobs.logprobs), sample.finish_reason,
                                     output.num_cached_tokens or 0, _drafts_of(output)))
         return found if len(found) == sampling.n else [copy.deepcopy(found[0]) for _ in range(sampling.n)]
 
