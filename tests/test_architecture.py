@@ -20,6 +20,7 @@ LAYERS = {
     "trainer": 10,
     "run": 9, "tools": 9,
     "rollout": 8,
+    "agents": 7,
     "rewards": 7,
     "roles": 6,
     "strategy": 5,

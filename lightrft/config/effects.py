@@ -89,6 +89,9 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
         "early_stop_every": (rollout.over_sampling > 1 or rollout.rollout_schedule == "longest_first" or rollout.overlap,
                              "--over_sampling"),
         "partial_rollout": (rollout.over_sampling > 1 or rollout.dynamic_sampling, "--over_sampling"),
+        **{name: (has_episodes(config.environment), "--environment or --tools")
+           for name in ("tool_parser", "max_turns", "tool_seconds", "environment_minutes", "environment_workers",
+                        "environment_memory_gb")},
         "overlap": (_computes_before_updates(config), "--init_kl_coef, --max_epochs 2, or a critic"),
         "curriculum_rest": (bool(rollout.curriculum), "--curriculum"),
         "prompt_data_probs": (several, "several --prompt_data, joined by commas"),
