@@ -3,7 +3,7 @@
 from lightrft.config.commands import COMMANDS, JUDGE_FIELDS, LORA, fields_read
 from lightrft.config.recipe import TEACHERS
 from lightrft.config.references import JUDGE, TRACKERS, engine_name, eval_sources, report_names, reward_terms
-from lightrft.config.sections import Config, needs_critic, needs_reference, section_of_field
+from lightrft.config.sections import Config, has_episodes, needs_critic, needs_reference, section_of_field
 
 CRITIC = ("critic_pretrain", "critic_learning_rate", "lambd", "value_clip")
 """Fields of the critic."""

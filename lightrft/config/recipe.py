@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
-from lightrft.config.sections import Config, needs_critic
+from lightrft.config.references import reward_terms
+from lightrft.config.sections import Config, has_episodes, needs_critic
 
 TEACHERS = ("teacher_pretrain", "teacher_url")
 """Fields that name a teacher."""
@@ -155,8 +156,9 @@ def _sampling(config: Config) -> dict[str, bool]:
         ),
         "--overlap needs whole samples on each rank, and an engine on each: omit --tp_size, --sp_size, --cp_size and "
         "--engine_tp_size": rollout.overlap and (_splits_samples(config) or (shares and not rollout.rollout_ranks)),
-        "--partial_rollout and --rollout_schedule tail_rounds cannot continue or repeat episodes, whose environments have no "
-        "checkpoints: omit them with --environment and --tools": episodes and (rollout.partial_rollout or tail_rounds),
+        "--partial_rollout continues responses in later steps, but the process of an environment ends with its step: omit it": (
+            episodes and rollout.partial_rollout
+        ),
         "--reward environment needs the rewards of an --environment": (
             "environment" in [term.name for term in reward_terms(config.reward.reward)] and not config.environment.environment
         ),

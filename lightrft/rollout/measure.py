@@ -9,8 +9,7 @@ from lightrft.algorithms.advantage import RIGHT
 from lightrft.algorithms.reduce import Sum, sequence_sums
 from lightrft.algorithms.returns import explained_variance
 from lightrft.observe.metrics import Metrics
-from lightrft.samples import Episode
-from lightrft.types import Drafts, Experience, Sample
+from lightrft.types import Drafts, Episode, Experience, Sample
 
 SOLVED = ("0", "to_25", "to_50", "to_75", "below_100", "100")
 """Buckets of the percentage of right samples in a group: 0, up to 25, up to 50, up to 75, below 100, and 100."""

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain, count
 
 from transformers import PreTrainedTokenizerBase
@@ -46,9 +46,10 @@ class Growth:
         """Begin or continue the unfinished responses of groups. Ranks that share an engine call it together."""
         if self.sampler.episodes is not None:
             self._groups |= {group.number: group for group in groups}
-            for group in groups:
-                for place, sample in enumerate(group.responses):
-                    self.sampler.episodes.begin(sample, group.number, place)
+            siblings = self.generation.siblings
+            samples = [(sample, group.number, place) for group in groups for place, sample in enumerate(group.responses)]
+            for sample, *seed_parts in samples[siblings.rank :: siblings.size]:
+                self.sampler.episodes.begin(sample, *seed_parts)
             return
         pending = [each for group in groups for each in self.sampler.pending(group, self.seed)]
         self._pending += pending
@@ -59,11 +60,9 @@ class Growth:
         for _ in count() if most is None else range(most):
             if self.sampler.episodes is not None:
                 yield from self._play(self.sampler.episodes)
-            elif not self.generation.running:
-                return
             if self.generation.running:
                 yield from self._extended(self.generation.step())
-            elif not self.running():
+            elif not self.sampler.episodes or not self.generation.on_any_rank(bool(self.sampler.episodes.running)):
                 return
 
     def _play(self, episodes: Episodes) -> Iterator[Group]:
@@ -74,7 +73,7 @@ class Growth:
             with self.sampler.strategy.trace.phase("tools", idle=True):
                 ready = episodes.poll(TOOLS)
         requests = [self.sampler.next_turn(play, self._groups[play.sample.group], self.seed) for play in ready]
-        self._plays.update(zip(self.generation.add(requests), ready, strict=True))
+        self._plays.update(zip(self.generation.add(requests, own=True), ready, strict=True))
         self._pending += [(request, [play.sample], self._groups[play.sample.group])
                           for request, play in zip(requests, ready, strict=True)]  # fmt: skip
         for number in {sample.group for sample in episodes.take_ended()}:
@@ -83,7 +82,22 @@ class Growth:
 
     def finish(self) -> Iterator[Group]:
         """Take what other ranks of the data replica have generated; yield the groups that are complete with it."""
-        yield from self._extended(self.generation.of_siblings())
+        if self.sampler.episodes is None:
+            yield from self._extended(self.generation.of_siblings())
+        elif self.generation.siblings.size > 1:
+            yield from self._exchanged()
+
+    def _exchanged(self) -> Iterator[Group]:
+        """Exchange samples of episodes with the other ranks of the data replica; yield the groups that are complete with them."""
+        incomplete = [group for group in self._groups.values() if not group.complete]
+        own = {(group.number, place): sample for group in self._groups.values()
+               for place, sample in enumerate(group.responses) if sample.finish_reason != GROWING}  # fmt: skip
+        for others in self.generation.siblings.gather(own):
+            for (number, place), sample in others.items():
+                mine = self._groups[number].responses[place]
+                for each in fields(Sample):
+                    setattr(mine, each.name, getattr(sample, each.name))
+        yield from (group for group in incomplete if group.complete)
 
     def abort(self) -> None:
         """End all responses where they are. A group may become complete only by what finish() takes."""
