@@ -20,7 +20,7 @@ LAYERS = {
     "trainer": 10,
     "run": 9, "tools": 9,
     "rollout": 8,
-    "agents": 7,
+    "agents": 7.5,
     "rewards": 7,
     "roles": 6,
     "strategy": 5,

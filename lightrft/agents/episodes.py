@@ -93,6 +93,7 @@ class Episodes:
         episode.sampled += [True] * len(completion.token_ids)
         episode.messages.append({"role": "assistant", "content": text})
         play.turns.append(len(play.sample.token_ids))
+        play.sample.text = text
         last = completion.finish_reason == LENGTH or len(play.turns) == self.section.max_turns
         episode.finish_reason = LENGTH if last else completion.finish_reason
         self._send(play, Turn(text, completion.token_ids, episode.finish_reason, self.parse(text)))
@@ -178,15 +179,14 @@ class Episodes:
         self._ended.append(play.sample)
 
     def _died(self, play: Play) -> None:
-        try:
-            how = self._forks.end(play.worker)
-        except (OSError, EOFError):
-            how = "has ended, with the process that starts the workers"
-        self._fail(play, f"its process {how}")
+        self._failed(play, f"its process {self._leave(play, reuse=False)}")
 
     def _fail(self, play: Play, problem: str, *, reuse: bool = False) -> None:
-        """End an episode from which nothing is learned. Raises ConfigError if many in a row have failed."""
         self._leave(play, reuse=reuse)
+        self._failed(play, problem)
+
+    def _failed(self, play: Play, problem: str) -> None:
+        """Learn nothing from an episode. Raises ConfigError if many in a row have failed."""
         sample, self._in_a_row = play.sample, self._in_a_row + 1
         play.episode.problem, play.episode.rewards = problem, []
         sample.masked, sample.finish_reason = True, "stop"
@@ -198,21 +198,18 @@ class Episodes:
             self._logged += 1
             logger.warning(told)
 
-    def _leave(self, play: Play, *, reuse: bool) -> None:
-        """Take an episode out, and its process too unless it can run another one."""
-        if self._plays.pop(play.worker, None) is None:
-            return
-        self._selector.unregister(play.worker.socket) if not play.worker.socket.closed else self._forget(play.worker)
+    def _leave(self, play: Play, *, reuse: bool) -> str:
+        """Take an episode out, and kill its process unless it can run another one; return a text on how the process ended."""
+        self._selector.unregister(play.worker.socket)
+        del self._plays[play.worker]
         if reuse:
             self._idle.append(play.worker)
-        else:
-            play.worker.kill()
-
-    def _forget(self, worker: Worker) -> None:
-        """Unregister a socket that was closed."""
-        for key in list(self._selector.get_map().values()):
-            if key.data is worker:
-                self._selector.unregister(key.fileobj)
+            return ""
+        try:
+            return self._forks.end(play.worker)
+        except (OSError, EOFError):
+            self._forks.close()
+            return "has ended, with the process that starts the workers"
 
 
 def _messages(observation: Observation) -> list[Message]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 
-from lightrft.config.references import reward_terms
 from lightrft.config.sections import Config, has_episodes, needs_critic
 
 TEACHERS = ("teacher_pretrain", "teacher_url")
@@ -158,9 +157,6 @@ def _sampling(config: Config) -> dict[str, bool]:
         "--engine_tp_size": rollout.overlap and (_splits_samples(config) or (shares and not rollout.rollout_ranks)),
         "--partial_rollout continues responses in later steps, but the process of an environment ends with its step: omit it": (
             episodes and rollout.partial_rollout
-        ),
-        "--reward environment needs the rewards of an --environment": (
-            "environment" in [term.name for term in reward_terms(config.reward.reward)] and not config.environment.environment
         ),
         "--partial_rollout with --over_sampling continues responses, which can split a text of --stop: set only one": (
             rollout.partial_rollout and rollout.over_sampling > 1 and bool(rollout.stop)

@@ -28,7 +28,7 @@ STACK_SIGNAL = signal.SIGUSR1
 """Signal at which a worker writes its stack to its socket; the socket is of no further use after that."""
 
 
-class Setup(Protocol):
+class WorkerSetup(Protocol):
     """Settings for the process that forks workers. They are pickled."""
 
     @property
@@ -56,7 +56,7 @@ class Worker:
 class Forks:
     """The process that forks workers, as the rank sees it. It starts with the first worker."""
 
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: WorkerSetup):
         self.setup = setup
         self._parent: subprocess.Popen | None = None
         self._control: Connection
@@ -115,7 +115,7 @@ def main(fd: int) -> None:
     """Import the code of the setup that comes over the socket `fd`, then fork workers until the rank closes the socket."""
     _end_with_parent()
     control = Connection(fd)
-    setup: Setup = pickle.loads(control.recv_bytes())
+    setup: WorkerSetup = pickle.loads(control.recv_bytes())
     try:
         work = setup.prepare()
     except Exception as error:

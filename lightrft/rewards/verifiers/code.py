@@ -157,7 +157,8 @@ def _run(job: dict[str, Any], given: str, sandbox: tuple[str, ...], *, errors: i
         _file(given) as standard_input,
         tempfile.TemporaryFile() as output,
     ):
-        command = [*sandbox, str(_python()), "-I", "-S", "-c", HARNESS, str(source.fileno())]
+        unbuffered = ["-u"] if errors == subprocess.STDOUT else []
+        command = [*sandbox, str(_python()), *unbuffered, "-I", "-S", "-c", HARNESS, str(source.fileno())]
         done = subprocess.run(
             command, stdin=standard_input, stdout=output, stderr=errors, env={}, cwd=folder,
             pass_fds=[source.fileno()],
