@@ -94,8 +94,8 @@ class Episodes:
         episode.messages.append({"role": "assistant", "content": text})
         play.turns.append(len(play.sample.token_ids))
         play.sample.text = text
-        last = completion.finish_reason == LENGTH or len(play.turns) == self.section.max_turns
-        episode.finish_reason = LENGTH if last else completion.finish_reason
+        last = len(play.sample.token_ids) >= self.longest or len(play.turns) == self.section.max_turns
+        episode.finish_reason = LENGTH if last else "stop"
         self._send(play, Turn(text, completion.token_ids, episode.finish_reason, self.parse(text)))
 
     def take_ended(self) -> list[Sample]:

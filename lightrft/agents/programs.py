@@ -23,6 +23,7 @@ from lightrft.agents.tools import answers, called, tools_of
 from lightrft.registry import Registry
 
 environments = Registry("environment", flag="--environment")
+environments.register_deferred("guess_number", "lightrft.agents.games:GuessNumber")
 tools = Registry("tool", flag="--tools")
 tools.register_deferred("calculator", "lightrft.agents.builtin_tools:calculator")
 tools.register_deferred("python", "lightrft.agents.builtin_tools:python")

@@ -316,6 +316,8 @@ class EnvironmentSection(Section):
     """Format of tool calls. hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, also that of Qwen models."""
     max_turns: Annotated[int, COUNT] = 16
     """Maximum number of turns of an episode. All tokens of its turns and observations count for generate_max_len."""
+    turn_max_len: Annotated[int | None, COUNT] = None
+    """Maximum length of a turn in tokens; unset: what the limit of the episode leaves."""
     tool_seconds: Annotated[float, POSITIVE] = 60.0
     """Time limit in seconds for a call of a tool. The model reads an error instead of the result of one that takes longer."""
     environment_minutes: Annotated[float, POSITIVE] = 10.0

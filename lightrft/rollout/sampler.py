@@ -182,15 +182,16 @@ class Sampler:
 
     def next_turn(self, play: Play, group: Group, seed: int) -> Request:
         """Build the request for the next turn of an episode."""
-        sample = play.sample
-        if sample is group.greedy:
-            return self._request(sample, greedy_sampling(self.section), ())
-        seeds = (derived_seed(seed, *play.seed_parts, *([len(play.turns)] if play.turns else [])),)
-        return replace(self._request(sample, sampling_of(self.section, n=1), seeds), group=group.number)
+        sample, greedy = play.sample, play.sample is group.greedy
+        sampling = greedy_sampling(self.section) if greedy else sampling_of(self.section, n=1)
+        seeds = () if greedy else (derived_seed(seed, *play.seed_parts, *([len(play.turns)] if play.turns else [])),)
+        request = self._request(sample, sampling, seeds, longest=self.episodes.section.turn_max_len)
+        return request if greedy else replace(request, group=group.number)
 
-    def _request(self, sample: Sample, sampling: Sampling, seeds: tuple[int, ...]) -> Request:
-        """Build the request that continues a response after its tokens."""
-        sampling = replace(sampling, max_tokens=self.section.generate_max_len - len(sample.token_ids))
+    def _request(self, sample: Sample, sampling: Sampling, seeds: tuple[int, ...], *, longest: int | None = None) -> Request:
+        """Build the request that continues a response after its tokens, by at most `longest` of them."""
+        room = self.section.generate_max_len - len(sample.token_ids)
+        sampling = replace(sampling, max_tokens=min(room, longest or room))
         if sample.token_ids:
             sampling = replace(sampling, first_token_temperature=None)
         return Request([*sample.prompt.token_ids, *sample.token_ids], opened(sample.prompt.multi_modal), sampling, seeds)
