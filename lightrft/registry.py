@@ -80,14 +80,19 @@ class Registry:
         except ModuleNotFoundError as error:
             raise ValueError(f"{self.flag} {name} needs {error.name}: pip install {deferred.requirement}") from error
 
+    def module(self, source: str, name: str = "") -> Any:
+        """Import a module, or a file whose name ends in .py. Raises ValueError, with `name`, if that is impossible."""
+        if source.endswith(".py") and not Path(source).is_file():
+            raise ValueError(f"{self.flag} {name or source}: no file {Path(source).resolve()}")
+        try:
+            return _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+        except Exception as error:
+            flag = f"{self.flag} {name or source}"
+            raise ValueError(f"{flag}: cannot import {source!r}: {type(error).__name__}: {error}") from error
+
     def _import(self, path: str) -> Any:
         source, _, attribute = path.rpartition(":")
-        if source.endswith(".py") and not Path(source).is_file():
-            raise ValueError(f"{self.flag} {path}: no file {Path(source).resolve()}")
-        try:
-            module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
-        except Exception as error:
-            raise ValueError(f"{self.flag} {path}: cannot import {source!r}: {type(error).__name__}: {error}") from error
+        module = self.module(source, path)
         try:
             return getattr(module, attribute)
         except AttributeError as error:

@@ -128,6 +128,30 @@ class Completion:
 
 
 @dataclass(slots=True)
+class Episode:
+    """What happened in a response of several turns, between which an environment was observed."""
+
+    sampled: list[bool] = field(default_factory=list)
+    """For each token of the response, True if the model sampled it, False for tokens of observations."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """Turns and observations, as messages of a chat."""
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    """Index of the last token of a turn, and a reward of the environment for it."""
+    finish_reason: str = ""
+    """Reason why the latest turn ended."""
+    tool_calls: int = 0
+    tool_errors: int = 0
+    """Number of tool calls that were answered with an error."""
+    tool_seconds: float = 0.0
+    problem: str = ""
+    """Reason why the episode failed; empty if it did not."""
+
+    @property
+    def num_turns(self) -> int:
+        return sum(message["role"] == "assistant" for message in self.messages)
+
+
+@dataclass(slots=True)
 class Sample:
     """Response to a prompt. Samples with the same `group` answer the same prompt in the same step.
 
@@ -156,6 +180,8 @@ class Sample:
     """Reward of the greedy response to the same prompt, for estimators that use it as a baseline."""
     token_rewards: list[float | None] | None = None
     """Reward at each token of the response, None for tokens without one; if unset, the whole reward is at the end."""
+    episode: Episode | None = None
+    """Turns of the response, if it has several. The text is then that of the last turn."""
 
     @property
     def truncated(self) -> bool:

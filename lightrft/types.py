@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrft.samples import Answer, Completion, Drafts, Expand, Expanded, Prompt, Sample, TokenIds  # noqa: F401
+from lightrft.samples import Answer, Completion, Drafts, Episode, Expand, Expanded, Prompt, Sample, TokenIds  # noqa: F401
 
 
 def per_token(default: Any = None) -> Any:

@@ -127,7 +127,13 @@ def _wrong(answer: str, answers: list[str], rng: random.Random) -> str:
             return answer[:place] + other[place] + answer[place + 1 :]
 
 
-TASKS = {"addition": addition_problems, "sorting": sorting_problems}
+def guessing_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
+    """Digits to guess, which only the environment `guess_number` knows. Returns (train, held out)."""
+    rng = random.Random(seed)
+    return _split([{"input": "guess: ", "label": str(rng.randrange(10))} for _ in range(NUM_PROBLEMS)], seed)
+
+
+TASKS = {"addition": addition_problems, "sorting": sorting_problems, "guessing": guessing_problems}
 
 
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -16,10 +16,11 @@ ROOT = Path(__file__).resolve().parent.parent / "lightrft"
 FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = {
-    "cli": 11,
-    "trainer": 10,
-    "run": 9, "tools": 9,
-    "rollout": 8,
+    "cli": 12,
+    "trainer": 11,
+    "run": 10, "tools": 10,
+    "rollout": 9,
+    "agents": 8,
     "rewards": 7,
     "roles": 6,
     "strategy": 5,

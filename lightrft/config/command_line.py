@@ -32,6 +32,7 @@ GROUPS = {
     "strategy": "distribution of models and batches over the ranks",
     "engine": "generation engine and weight stream",
     "rollout": "prompts and samples of a step, sampling parameters",
+    "environment": "environments and tools of responses with several turns",
     "reward": "reward functions, reward models, reward shaping",
     "algorithm": "advantages, losses, divergence from the reference",
     "preference": "pairs of answers, reward model training, DPO, KTO, steps",

@@ -18,7 +18,7 @@ COMMANDS: dict[str, set[str]] = {
     **{command: {"model", "data", "preference", "strategy", "optim", "train", "observe"}
        for command in ("train_rm", "train_dpo", "train_kto", "train_prm")},
     "serve_reward": {"model", "data", "strategy", "reward", "train", "server"},
-    "evaluate": {"model", "data", "strategy", "engine", "rollout", "reward", "train"},
+    "evaluate": {"model", "data", "strategy", "engine", "rollout", "environment", "reward", "train"},
 }  # fmt: skip
 """Command -> the sections that it reads."""
 

@@ -3,7 +3,7 @@
 from lightrft.config.commands import COMMANDS, JUDGE_FIELDS, LORA, fields_read
 from lightrft.config.recipe import TEACHERS
 from lightrft.config.references import JUDGE, TRACKERS, engine_name, eval_sources, report_names, reward_terms
-from lightrft.config.sections import Config, needs_critic, needs_reference, section_of_field
+from lightrft.config.sections import Config, has_episodes, needs_critic, needs_reference, section_of_field
 
 CRITIC = ("critic_pretrain", "critic_learning_rate", "lambd", "value_clip")
 """Fields of the critic."""
@@ -90,6 +90,9 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
                              "--over_sampling"),
         "weight_update": (rollout.max_staleness > 0, "--max_staleness"),
         "partial_rollout": (rollout.over_sampling > 1 or rollout.dynamic_sampling, "--over_sampling"),
+        **{name: (has_episodes(config.environment), "--environment or --tools")
+           for name in ("tool_parser", "max_turns", "turn_max_len", "tool_seconds", "environment_minutes", "environment_workers",
+                        "environment_memory_gb")},
         "overlap": (_computes_before_updates(config), "--init_kl_coef, --max_epochs 2, or a critic"),
         "curriculum_rest": (bool(rollout.curriculum), "--curriculum"),
         "prompt_data_probs": (several, "several --prompt_data, joined by commas"),

@@ -204,7 +204,7 @@ IGNORED = {
 REFUSED = {
     "load_in_4bit": "quantised weights are not supported; --lora_rank trains adapters of the unquantised model",
     "async_train": "each step trains on samples of the newest weights; --rollout_ranks N --max_staleness K generates beside it",
-    "agent_func_path": "multi-turn environments are not supported yet; --reward takes a function",
+    "agent_func_path": "--environment file.py:function takes an async function of an agent",
     "no_advantage_std_norm": "use --advantage_estimator dr_grpo, which does not divide by the standard deviation of a group",
     "use_ms": "models are loaded from a folder or the Hugging Face hub: download the model and use its folder",
     "normalize_reward_for_critic": "use --reward_running_norm, which divides the rewards of actor and critic",

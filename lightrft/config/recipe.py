@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from lightrft.config.sections import Config, needs_critic
+from lightrft.config.sections import Config, has_episodes, needs_critic
 
 TEACHERS = ("teacher_pretrain", "teacher_url")
 """Fields that name a teacher."""
@@ -134,7 +134,7 @@ def _splits_samples(config: Config) -> bool:
 
 
 def _sampling(config: Config) -> dict[str, bool]:
-    rollout, stale = config.rollout, config.rollout.max_staleness > 0
+    rollout, stale, episodes = config.rollout, config.rollout.max_staleness > 0, has_episodes(config.environment)
     corrects = config.algorithm.rollout_correction is not None or config.algorithm.use_engine_logprobs
     tail_rounds, shares = rollout.rollout_schedule == "tail_rounds", config.engine.engine_tp_size > 1
     others = [name for name in ("partial_rollout", "dynamic_sampling", "curriculum") if getattr(rollout, name)]
@@ -154,6 +154,9 @@ def _sampling(config: Config) -> dict[str, bool]:
         ),
         "--overlap needs whole samples on each rank, and an engine on each: omit --tp_size, --sp_size, --cp_size and "
         "--engine_tp_size": rollout.overlap and (_splits_samples(config) or (shares and not rollout.rollout_ranks)),
+        "--partial_rollout continues responses in later steps, but the process of an environment ends with its step: omit it": (
+            episodes and rollout.partial_rollout
+        ),
         "--partial_rollout with --over_sampling continues responses, which can split a text of --stop: set only one": (
             rollout.partial_rollout and rollout.over_sampling > 1 and bool(rollout.stop)
         ),

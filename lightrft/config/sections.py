@@ -308,6 +308,31 @@ class RolloutSection(Section):
 
 
 @dataclass
+class EnvironmentSection(Section):
+    environment: str = ""
+    """Class or async function that makes a response an episode of several turns: file.py:Class, file.py:function or
+    module:object. Its rewards are those of --reward environment. Empty: a response is one turn."""
+    tools: list[str] = field(default_factory=list)
+    """Functions that the model may call in its turns: file.py, file.py:function, module:function, calculator or python. The chat
+    template describes them, from their types and docstrings."""
+    tool_parser: Literal["hermes"] = "hermes"
+    """Format of tool calls. hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, also that of Qwen models."""
+    max_turns: Annotated[int, COUNT] = 16
+    """Maximum number of turns of an episode. All tokens of its turns and observations count for generate_max_len."""
+    turn_max_len: Annotated[int | None, COUNT] = None
+    """Maximum length of a turn in tokens; unset: what the limit of the episode leaves."""
+    tool_seconds: Annotated[float, POSITIVE] = 60.0
+    """Time limit in seconds for a call of a tool. The model reads an error instead of the result of one that takes longer."""
+    environment_minutes: Annotated[float, POSITIVE] = 10.0
+    """Time limit in minutes for an environment between two turns. The process of one that takes longer is killed, and nothing is
+    learned from its episode."""
+    environment_workers: Annotated[int, COUNT] = 64
+    """Largest number of episodes that run on a rank at the same time, each in a process of its own."""
+    environment_memory_gb: Annotated[float, NOT_NEGATIVE] = 4.0
+    """Memory in GB that the process of an episode may allocate; 0: no limit."""
+
+
+@dataclass
 class RewardSection(Section):
     reward: CommaSeparated = CommaSeparated("exact_match")
     """Reward function: a name, module:function, file.py:function, or the http(s) address of a server. Several are separated by
@@ -634,6 +659,7 @@ class Config:
     strategy: StrategySection = field(default_factory=StrategySection)
     engine: EngineSection = field(default_factory=EngineSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
+    environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     reward: RewardSection = field(default_factory=RewardSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     preference: PreferenceSection = field(default_factory=PreferenceSection)
@@ -725,6 +751,11 @@ def field_bounds() -> dict[str, Bound]:
     """Return field name -> range of its values, for the fields that have one."""
     hints = {name: kind for cls in SECTIONS.values() for name, kind in get_type_hints(cls, include_extras=True).items()}
     return {name: kind.__metadata__[0] for name, kind in hints.items() if get_origin(kind) is Annotated}
+
+
+def has_episodes(section: EnvironmentSection) -> bool:
+    """Return True if a response has several turns."""
+    return bool(section.environment or section.tools)
 
 
 JUDGE_PROMPT_TOKENS = 2048

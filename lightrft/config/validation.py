@@ -33,6 +33,7 @@ from lightrft.config.sections import (
     RolloutSection,
     StrategySection,
     field_bounds,
+    has_episodes,
     needs_critic,
     section_of_field,
 )
@@ -45,6 +46,7 @@ def validate(config: Config, *, command: str, world_size: int) -> None:
     problems += _sampling_problems(config.rollout)
     if "engine" in COMMANDS[command]:
         problems += _speculation_problems(config)
+        problems += _environment_problems(config)
     if len(config.optim.adam_betas) != 2 or not all(0 <= beta < 1 for beta in config.optim.adam_betas):
         problems.append("--adam_betas takes two numbers, at least 0 and below 1")
     if command == "train_ppo":
@@ -236,6 +238,18 @@ def _speculation_problems(config: Config) -> list[str]:
         problems.append(f"--draft_pretrain {draft} is used by --speculative draft or eagle3, not by --speculative {speculative}")
     if speculative == "mtp" and _num_mtp_layers(config.model.pretrain) == 0:
         problems.append(f"--speculative mtp: {config.model.pretrain} has no layers for it; --speculative group needs none")
+    return problems
+
+
+def _environment_problems(config: Config) -> list[str]:
+    section, problems = config.environment, []
+    names = [term.name for term in reward_terms(config.reward.reward)]
+    if "environment" in names and not section.environment:
+        problems.append("--reward environment is the reward of an environment: set --environment")
+    if has_episodes(section) and config.data.images_key:
+        problems.append("--environment and --tools are for prompts of text: omit --images_key")
+    if section.tools and not config.data.apply_chat_template:
+        problems.append("--tools are described to the model by its chat template: set --apply_chat_template")
     return problems
 
 

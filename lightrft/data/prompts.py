@@ -29,6 +29,8 @@ Make = Callable[..., Prompt]
 MediaTokenCounter = Callable[[Prompt], int]
 """Function that returns the number of additional tokens for a prompt's images, and raises ValueError for bad images."""
 HERE = Path()
+INPUT = "prompt"
+"""Column with the input of a row, as environments receive it."""
 
 SOURCES = {
     "prompt_data": ("prompt_split", "max_samples"),
@@ -41,14 +43,14 @@ SOURCES = {
 def load_prompts(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data",
     row_problem: RowProblem | None = None, measure: MediaTokenCounter | None = None, make: Make | None = None,
-    distinguishing: str | None = None, requirements: Any = None,
+    distinguishing: str | None = None, requirements: Any = None, keep_input: bool = False,
 ) -> PromptSet:  # fmt: skip
     """Load all usable prompts of the data given by the field `source`, in file order; several data sets follow one another.
 
     Rows without the input column, and those with prompts longer than `prompt_max_len` tokens, are bad rows. `measure` returns the
     tokens that images add to the length; `make` is make_prompt() by default. With `data_cache` they are stored in a file, which
     is used again unless `requirements`, a JSON value that determines `row_problem` and `measure`, changes; `distinguishing` is a
-    column for PromptSet.examples.
+    column for PromptSet.examples. With `keep_input` the input of a row is also a column, INPUT.
     """
     if section.data_cache and requirements is None and not (make is row_problem is measure is None):
         raise TypeError("load_prompts() needs `requirements` to recognise its file")
@@ -63,11 +65,11 @@ def load_prompts(
     mode = "none" if source == "eval_data" else section.deduplicate
     duplicates = Duplicates(mode, with_answer=make is not None)  # rows of another `make` are learned
     build, numbers = partial(make or make_prompt, section, tokenizer, measure=measure), count()
-    options = {"make": build, "row_problem": row_problem, "duplicates": duplicates, "numbers": numbers}
+    options = {"make": build, "row_problem": row_problem, "duplicates": duplicates, "numbers": numbers, "keep_input": keep_input}
     parts = [_usable(section, source, name, **options) for name in names]
     if section.data_cache:
         split, most = SOURCES[source]
-        limit, others = most and getattr(section, most), [requirements, make.__qualname__ if make else None, mode]
+        limit, others = most and getattr(section, most), [requirements, make.__qualname__ if make else None, mode, keep_input]
         key = cache_key(section, names, getattr(section, split), limit, tokenizer, others)
         sets, digests = stored(Path(section.data_cache).expanduser(), key, parts, distinguishing=distinguishing)
         examples = [each.examples for each in sets]
@@ -97,7 +99,7 @@ def _probabilities(section: DataSection, source: str) -> list[float | None]:
 
 def _usable(
     section: DataSection, source: str, name: str, *, make: Make, row_problem: RowProblem | None, duplicates: Duplicates,
-    numbers: Iterator[int],
+    numbers: Iterator[int], keep_input: bool,
 ) -> Iterator[Prompt]:  # fmt: skip
     """Yield the usable prompts of one data set, with the next of the `numbers` as their indices."""
     split, most = SOURCES[source]
@@ -111,6 +113,8 @@ def _usable(
         except ValueError as error:
             bad.add(where, str(error))
             continue
+        if keep_input:
+            prompt.columns.setdefault(INPUT, row[section.input_key])
         problem = row_problem(prompt) if row_problem else None
         problem = problem or (column_problem(prompt.columns) if section.data_cache else None)
         if problem:

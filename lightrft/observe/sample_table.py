@@ -84,13 +84,23 @@ def _prompt(group: Group, shown: int) -> str:
     return f'<div class="text">{safe(row.get("prompt", ""))}</div>{thumbnails}{small}'
 
 
+def _turn(message: dict[str, Any]) -> str:
+    """Show a message of an episode; those that the model did not write are named by their role."""
+    role = message.get("role", "assistant")
+    name = " ".join((role, message.get("name") or "")).strip()
+    heading = "" if role == "assistant" else f'<div class="small">{safe(name)}</div>'
+    return f'{heading}<div class="text">{safe(message.get("content") or "")}</div>'
+
+
 def _sample(row: dict[str, Any], low: float, high: float, prompt: str | None) -> str:
     """Show a response; without a `prompt` it belongs to the one above."""
     reward = row.get("reward")
     share = (reward - low) / (high - low) if is_number(reward) and high > low else 0.5
     length = f"{row['length']} tokens" if "length" in row else ""
     note = f"{length}, truncated" if row.get("finish_reason") == "length" else length
-    response, label = (f'<div class="text">{safe(row.get(key, ""))}</div>' for key in ("response", "label"))
+    note += f"; the episode failed: {row['problem']}" if row.get("problem") else ""
+    label = f'<div class="text">{safe(row.get("label", ""))}</div>'
+    response = "".join(map(_turn, row.get("messages") or [{"content": row.get("response", "")}]))
     step = row["step"] if prompt is not None else ""
     return (
         f'<tr{"" if prompt is not None else " class=more"}><td class="narrow" data-label="Step"><div>{step}</div></td>'

@@ -26,7 +26,7 @@ from lightrft.samples import Sample
 Reward = Callable[..., list[float | list[float | None] | dict[str, float]]]
 rewards = Registry("reward", flag="--reward")
 
-FAST_REWARDS = frozenset({"choice", "exact_match", "f1", "format", "gsm8k", "length", "none", "number"})
+FAST_REWARDS = frozenset({"choice", "environment", "exact_match", "f1", "format", "gsm8k", "length", "none", "number"})
 """Functions that take microseconds: a call of another process would take longer."""
 NUMBER = r"(?:(?<![\w)])[-\u2212])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 """Pattern of 1,234.5 and -3 and .5; the dash of 10-3 is no sign, and the commas of 1,2,3 do not join. U+2212 is a minus sign."""
@@ -55,6 +55,21 @@ THINK_AND_ANSWER = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+@rewards.register("environment")
+def environment(samples: list[Sample], **columns: Any) -> list[float | list[float | None]]:
+    """Return the rewards of the environment: their sum at the end, or each at its turn if several turns have one."""
+    return [_of_episode(sample) for sample in samples]
+
+
+def _of_episode(sample: Sample) -> float | list[float | None]:
+    earned: dict[int, float] = {}
+    for token, reward in sample.episode.rewards if sample.episode else ():
+        earned[token] = earned.get(token, 0.0) + reward
+    if len(earned) < 2:
+        return sum(earned.values(), 0.0)
+    return [earned.get(token) for token in range(len(sample.token_ids))]
 
 
 @rewards.register("exact_match")

@@ -8,9 +8,6 @@ import math
 import os
 import pickle
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -18,20 +15,21 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import recv_handle
+from multiprocessing.connection import wait
 from typing import Any, Protocol
 
+from lightrft.launch.forks import STACK_SIGNAL, Forks, Worker
 from lightrft.observe.trace import Untraced
 from lightrft.rewards.conventions import RewardFunction, common_columns
-from lightrft.rewards.worker import FORK, STACK_SIGNAL, Setup, place
+from lightrft.rewards.worker import Setup, place
 from lightrft.samples import Sample
 
 LARGEST_STACK = 65536
 """Number of bytes of a worker's stack that are read."""
 PATIENCE = 3.0
 """Seconds for a worker that is out of time to write its stack, and for the thread to end."""
+STARTING = ("rewards/worker.py", "launch/forks.py", "<string>")
+"""Ends of the names of files whose lines are on the stack of every worker."""
 STACK_LINE = re.compile(r'File "(.*)", line (\d+) in (\S+)')
 
 
@@ -118,17 +116,9 @@ class _Call:
 
 
 @dataclass(slots=True, eq=False)
-class _Worker:
-    process: int
-    socket: Connection
+class _Worker(Worker):
     call: _Call | None = None
     began: float = 0.0
-
-    def kill(self) -> None:
-        """Kill it and the processes that it started; its parent still gets its exit status."""
-        self.socket.close()
-        with suppress(ProcessLookupError):
-            os.killpg(self.process, signal.SIGKILL)
 
 
 class Processes:
@@ -143,8 +133,7 @@ class Processes:
         self.setup, self.workers, self.limit, self.trace = setup, workers, limit, Untraced()
         self._waiting: deque[_Call] = deque()
         self._pool: list[_Worker] = []
-        self._parent: subprocess.Popen | None = None
-        self._control: Connection
+        self._forks = Forks(setup)
         self._closed = False
         self._wake_receive, self._wake_send = os.pipe()
         os.set_blocking(self._wake_send, False)
@@ -262,47 +251,26 @@ class Processes:
 
         Raises OSError or EOFError if the process that forks has ended, and CallFailed if it cannot import the function.
         """
-        if self._parent is None:
-            self._start()
-        self._control.send(FORK)
-        process = self._control.recv()
-        worker = _Worker(process, Connection(recv_handle(self._control)))
-        self._pool.append(worker)
-        return worker
-
-    def _start(self) -> None:
-        self._control, theirs = Pipe()
-        path = [str(folder) for folder in sys.path]
-        program = f"import sys; sys.path[:] = {path!r}; from lightrft.rewards.worker import main; main({theirs.fileno()})"
-        self._parent = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()], start_new_session=True)
-        theirs.close()
-        self._control.send_bytes(pickle.dumps(self.setup))
-        if problem := self._control.recv():
-            self._end_parent()
-            raise CallFailed(problem)
+        try:
+            self._pool.append(_Worker(*self._forks.fork()))
+        except ValueError as error:
+            raise CallFailed(str(error)) from error
+        return self._pool[-1]
 
     def _end(self, worker: _Worker) -> str:
         """Kill a worker and the processes that it started, and return a text on how it ended."""
         self._pool.remove(worker)
-        worker.kill()
         try:
-            self._control.send(worker.process)
-            status = self._control.recv()
+            return f"the worker {self._forks.end(worker)}"
         except (OSError, EOFError):
             self._end_parent()
             return "the worker has ended"
-        if os.WIFSIGNALED(status):
-            return f"the worker was killed by {signal.Signals(os.WTERMSIG(status)).name}"
-        return f"the worker has ended with exit code {os.waitstatus_to_exitcode(status)}"
 
     def _end_parent(self) -> None:
         """End the process that forks, and its workers with it."""
-        if self._parent is None:
+        if not self._forks.running:
             return
-        self._control.close()
-        self._parent.kill()
-        self._parent.wait()
-        self._parent = None
+        self._forks.close()
         workers, self._pool = self._pool, []
         for worker in workers:
             worker.kill()
@@ -312,6 +280,6 @@ class Processes:
 
 def _innermost(stack: str) -> str:
     """Return the innermost lines of a stack written by faulthandler, up to three, without those of this package."""
-    frames = [frame for frame in STACK_LINE.findall(stack) if not frame[0].endswith(("rewards/worker.py", "<string>"))]
+    frames = [frame for frame in STACK_LINE.findall(stack) if not frame[0].endswith(STARTING)]
     lines = [f"{file}:{line} ({name})" for file, line, name in frames]
     return " < ".join(lines[:3])

@@ -265,27 +265,33 @@ def _of_steps(experience: Experience, minibatches: list[MicroBatchIndices], choo
 
 
 def flatten(samples: list[Sample], *, first_row: int, expand: Expand | None = None) -> Experience:
-    """Concatenate samples, prompt and response each; the response is learned. Rows count on from `first_row`.
+    """Concatenate samples, prompt and response each; what the model sampled is learned. Rows count on from `first_row`.
 
     `expand` is for prompts with images; without it all are text.
     """
     expanded = _expanded(samples, expand) if expand else None
     prompt_ids = [each.token_ids for each in expanded or (sample.prompt for sample in samples)]
-    prompts, responses = [len(ids) for ids in prompt_ids], [len(sample.token_ids) for sample in samples]
-    parts = torch.tensor([length for pair in zip(prompts, responses, strict=True) for length in pair], dtype=torch.int64)
-    learned = torch.tensor([False, True]).repeat(len(samples))
+    prompts = [len(ids) for ids in prompt_ids]
+    lengths = [length + len(sample.token_ids) for length, sample in zip(prompts, samples, strict=True)]
+    learned = torch.tensor([token for sample, length in zip(samples, prompts, strict=True)
+                            for token in (*[False] * length, *_sampled(sample))], dtype=torch.bool)  # fmt: skip
     tokens = [token for ids, sample in zip(prompt_ids, samples, strict=True) for token in (*ids, *sample.token_ids)]
     logprobs = [value for length, sample in zip(prompts, samples, strict=True) for value in (*[0.0] * length, *sample.logprobs)]
     return Experience(
-        lengths=torch.tensor([sum(pair) for pair in zip(prompts, responses, strict=True)], dtype=torch.int64),
+        lengths=torch.tensor(lengths, dtype=torch.int64),
         input_ids=torch.tensor(tokens, dtype=torch.int64),
-        loss_mask=torch.repeat_interleave(learned, parts),
+        loss_mask=learned,
         rows=torch.arange(first_row, first_row + len(samples)),
         groups=torch.tensor([sample.group for sample in samples], dtype=torch.int64),
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
         engine_logprobs=torch.tensor(logprobs, dtype=torch.float32),
         media=[each.features for each in expanded] if expand else None,
     )
+
+
+def _sampled(sample: Sample) -> list[bool]:
+    """Return for each token of the response whether the model sampled it."""
+    return sample.episode.sampled if sample.episode else [True] * len(sample.token_ids)
 
 
 def _expanded(samples: list[Sample], expand: Expand) -> list[Expanded]:

@@ -9,7 +9,7 @@ from lightrft.algorithms.advantage import RIGHT
 from lightrft.algorithms.reduce import Sum, sequence_sums
 from lightrft.algorithms.returns import explained_variance
 from lightrft.observe.metrics import Metrics
-from lightrft.types import Drafts, Experience, Sample
+from lightrft.types import Drafts, Episode, Experience, Sample
 
 SOLVED = ("0", "to_25", "to_50", "to_75", "below_100", "100")
 """Buckets of the percentage of right samples in a group: 0, up to 25, up to 50, up to 75, below 100, and 100."""
@@ -33,10 +33,24 @@ def measure_samples(samples: list[Sample], version: int, metrics: Metrics) -> No
     metrics.max("rollout/staleness_max", staleness)
     metrics.mean("rollout/off_policy_tokens", staleness > 0)
     metrics.sum("rollout/tokens", sum(sample.length for sample in samples))
+    _measure_episodes([sample.episode for sample in samples if sample.episode is not None], metrics)
     drafts = reduce(Drafts.plus, (sample.drafts for sample in samples), Drafts())
     if drafts.num_tokens:
         metrics.mean("rollout/draft_acceptance", drafts.num_accepted / drafts.num_tokens, drafts.num_tokens)
         metrics.mean("rollout/draft_accepted_length", drafts.num_accepted / drafts.count, drafts.count)
+
+
+def _measure_episodes(episodes: list[Episode], metrics: Metrics) -> None:
+    for episode in episodes:
+        sampled = sum(episode.sampled)
+        metrics.mean("episodes/turns", float(episode.num_turns))
+        metrics.max("episodes/turns_max", float(episode.num_turns))
+        metrics.mean("episodes/tokens_sampled", float(sampled))
+        metrics.mean("episodes/tokens_observed", float(len(episode.sampled) - sampled))
+        metrics.mean("episodes/tool_calls", float(episode.tool_calls))
+        metrics.sum("episodes/tool_errors", episode.tool_errors)
+        metrics.mean("episodes/tool_seconds", episode.tool_seconds)
+        metrics.sum("episodes/failed", bool(episode.problem))
 
 
 def measure_groups(rewards: Tensor, groups: Tensor, metrics: Metrics) -> None:

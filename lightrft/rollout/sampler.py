@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain, count
 
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.agents.episodes import Episodes, Play
 from lightrft.config.sections import RolloutSection
 from lightrft.data.images import opened
 from lightrft.data.loader import share_of
@@ -21,6 +22,8 @@ from lightrft.types import Completion, Prompt, Sample
 
 Pending = tuple[Request, list[Sample], Group]
 """A request, the responses that it extends, and their group."""
+TOOLS = 0.02
+"""Seconds for which an engine without requests waits for the programs of episodes, before the ranks exchange their counts."""
 
 
 class Growth:
@@ -34,9 +37,20 @@ class Growth:
         self.room = generation.prompts_at_once(sampler.section.n_samples_per_prompt)
         """Number of groups that a data replica's engines decode at the same time."""
         self._pending: list[Pending] = []
+        self._plays: dict[int, Play] = {}
+        """Index of a request -> its episode."""
+        self._groups: dict[int, Group] = {}
+        """Number of a group with episodes -> the group."""
 
     def add(self, groups: list[Group]) -> None:
         """Begin or continue the unfinished responses of groups. Ranks that share an engine call it together."""
+        if self.sampler.episodes is not None:
+            self._groups |= {group.number: group for group in groups}
+            siblings = self.generation.siblings
+            samples = [(sample, group.number, place) for group in groups for place, sample in enumerate(group.responses)]
+            for sample, *seed_parts in samples[siblings.rank :: siblings.size]:
+                self.sampler.episodes.begin(sample, *seed_parts)
+            return
         pending = [each for group in groups for each in self.sampler.pending(group, self.seed)]
         self._pending += pending
         self.generation.add([request for request, _, _ in pending])
@@ -44,21 +58,58 @@ class Growth:
     def steps(self, most: int | None = None) -> Iterator[Group]:
         """Let the engine do at most `most` steps; yield each group as soon as its last response has ended."""
         for _ in count() if most is None else range(most):
-            if not self.generation.running:
+            if self.sampler.episodes is not None:
+                yield from self._play(self.sampler.episodes)
+            if self.generation.running:
+                yield from self._extended(self.generation.step())
+            elif not self.sampler.episodes or not self.generation.on_any_rank(bool(self.sampler.episodes.running)):
                 return
-            yield from self._extended(self.generation.step())
+
+    def _play(self, episodes: Episodes) -> Iterator[Group]:
+        """Begin the turns for which programs wait, and yield the groups whose last episode has ended."""
+        if self.generation.running:
+            ready = episodes.poll(0)
+        else:
+            with self.sampler.strategy.trace.phase("tools", idle=True):
+                ready = episodes.poll(TOOLS)
+        requests = [self.sampler.next_turn(play, self._groups[play.sample.group], self.seed) for play in ready]
+        self._plays.update(zip(self.generation.add(requests, own=True), ready, strict=True))
+        self._pending += [(request, [play.sample], self._groups[play.sample.group])
+                          for request, play in zip(requests, ready, strict=True)]  # fmt: skip
+        for number in {sample.group for sample in episodes.take_ended()}:
+            if self._groups[number].complete:
+                yield self._groups[number]
 
     def finish(self) -> Iterator[Group]:
         """Take what other ranks of the data replica have generated; yield the groups that are complete with it."""
-        yield from self._extended(self.generation.of_siblings())
+        if self.sampler.episodes is None:
+            yield from self._extended(self.generation.of_siblings())
+        elif self.generation.siblings.size > 1:
+            yield from self._exchanged()
+
+    def _exchanged(self) -> Iterator[Group]:
+        """Exchange samples of episodes with the other ranks of the data replica; yield the groups that are complete with them."""
+        incomplete = [group for group in self._groups.values() if not group.complete]
+        own = {(group.number, place): sample for group in self._groups.values()
+               for place, sample in enumerate(group.responses) if sample.finish_reason != GROWING}  # fmt: skip
+        for others in self.generation.siblings.gather(own):
+            for (number, place), sample in others.items():
+                mine = self._groups[number].responses[place]
+                for each in fields(Sample):
+                    setattr(mine, each.name, getattr(sample, each.name))
+        yield from (group for group in incomplete if group.complete)
 
     def abort(self) -> None:
         """End all responses where they are. A group may become complete only by what finish() takes."""
         for _ in self._extended(self.generation.abort()):
             pass
+        if self.sampler.episodes is not None:
+            self.sampler.episodes.abort()
 
     def running(self) -> Counter[int]:
-        """Return the number of requests of each group, by its number, that this rank has submitted and that run."""
+        """Return the number of requests, or of episodes, of each group, by its number, that this rank has begun and that run."""
+        if self.sampler.episodes is not None:
+            return Counter(sample.group for sample in self.sampler.episodes.running)
         return Counter(self._pending[index][2].number for index in self.generation.unfinished)
 
     def _extended(self, finished: Finished) -> Iterator[Group]:
@@ -66,17 +117,27 @@ class Growth:
             _, samples, group = self._pending[index]
             for sample, completion in zip(samples, completions, strict=True):
                 self.sampler.extend(sample, completion)
-            if group.complete:
+            if self.sampler.episodes is not None:
+                (sample,), (completion,) = samples, completions
+                sample.finish_reason = GROWING
+                if completion.finish_reason != ABORTED:
+                    self.sampler.episodes.generated(self._plays.pop(index), completion, sample.text)
+            elif group.complete:
                 yield group
 
 
 class Sampler:
     """Generates the responses of groups. Ranks that share a data replica call it with the same groups."""
 
-    def __init__(self, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, section: RolloutSection):
+    def __init__(
+        self, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, section: RolloutSection, *,
+        episodes: Episodes | None = None,
+    ):  # fmt: skip
+        """Set up the sampler. With `episodes` a response has several turns."""
         self.strategy = strategy
         self.tokenizer = tokenizer
         self.section = section
+        self.episodes = episodes
 
     @property
     def exchange(self) -> Axis:
@@ -119,9 +180,18 @@ class Sampler:
         if group.greedy is not None and group.greedy.finish_reason == GROWING:
             yield self._request(group.greedy, greedy_sampling(self.section), ()), [group.greedy], group
 
-    def _request(self, sample: Sample, sampling: Sampling, seeds: tuple[int, ...]) -> Request:
-        """Build the request that continues a response after its tokens."""
-        sampling = replace(sampling, max_tokens=self.section.generate_max_len - len(sample.token_ids))
+    def next_turn(self, play: Play, group: Group, seed: int) -> Request:
+        """Build the request for the next turn of an episode."""
+        sample, greedy = play.sample, play.sample is group.greedy
+        sampling = greedy_sampling(self.section) if greedy else sampling_of(self.section, n=1)
+        seeds = () if greedy else (derived_seed(seed, *play.seed_parts, *([len(play.turns)] if play.turns else [])),)
+        request = self._request(sample, sampling, seeds, longest=self.episodes.section.turn_max_len)
+        return request if greedy else replace(request, group=group.number)
+
+    def _request(self, sample: Sample, sampling: Sampling, seeds: tuple[int, ...], *, longest: int | None = None) -> Request:
+        """Build the request that continues a response after its tokens, by at most `longest` of them."""
+        room = self.section.generate_max_len - len(sample.token_ids)
+        sampling = replace(sampling, max_tokens=min(room, longest or room))
         if sample.token_ids:
             sampling = replace(sampling, first_token_temperature=None)
         return Request([*sample.prompt.token_ids, *sample.token_ids], opened(sample.prompt.multi_modal), sampling, seeds)
@@ -134,4 +204,5 @@ class Sampler:
         sample.drafts = sample.drafts.plus(completion.drafts)
         if completion.finish_reason != ABORTED:
             sample.finish_reason = completion.finish_reason
-            sample.text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+            turn = sample.token_ids if sample.episode is None else completion.token_ids
+            sample.text = self.tokenizer.decode(turn, skip_special_tokens=True)

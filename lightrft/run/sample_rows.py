@@ -30,5 +30,6 @@ def _row(sample: Sample, *, first: bool) -> dict[str, Any]:
         "length": len(sample.token_ids),
         PROMPT_IDS: list(prompt.token_ids),
         RESPONSE_IDS: sample.token_ids,
+        **({"messages": sample.episode.messages, "problem": sample.episode.problem} if sample.episode else {}),
         **({THUMBNAILS: [image.thumbnail() for image in images]} if images else {}),
     }

@@ -50,9 +50,13 @@ class Generation:
         """Return the indices of requests that this rank has submitted and that run."""
         return {self._places[index] for index in self.loop.running if index in self._places}
 
-    def add(self, requests: list[Request]) -> range:
-        """Begin requests, any number on each rank; return their indices."""
-        part = share_of(self.siblings.rank, self.siblings.size, len(requests))
+    def on_any_rank(self, flag: bool) -> bool:
+        """Return True if the flag is True on a rank of the engine; the same on all of them, which call it together."""
+        return any(self.engine.gather(flag))
+
+    def add(self, requests: list[Request], *, own: bool = False) -> range:
+        """Begin requests, any number on each rank; return their indices. `own`: they are not those of the replica's others."""
+        part = range(len(requests)) if own else share_of(self.siblings.rank, self.siblings.size, len(requests))
         local = requests[part.start : part.stop]
         by_rank = self.engine.gather(local)
         first = sum(len(others) for others in by_rank[: self.engine.rank])

@@ -34,6 +34,7 @@ from lightrft.run.run_folder import RunFolder
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import TrainingData
 from lightrft.trainer.build_data import load_expander, load_rewarded, load_supervised, load_training_data
+from lightrft.trainer.build_episodes import build_episodes, with_tools
 from lightrft.trainer.build_roles import build_critic, build_model_rewards, build_policy, build_teacher, set_blank_image
 from lightrft.trainer.evaluate import HeldOut
 from lightrft.trainer.evaluation import Evaluation
@@ -44,7 +45,7 @@ from lightrft.trainer.tasks.sft import PtxLoss
 def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     prepare_config("train_ppo", config)
     run_folder = RunFolder.claim(config, strategy.mesh.world)
-    original, config = config, with_merged_pretrain(config, strategy.mesh.world)
+    original, config = config, with_tools(with_merged_pretrain(config, strategy.mesh.world))
     rewards = build_rewards(config, strategy)
     training_data = load_training_data(config, config.rollout.rollout_batch_size, rewards=rewards)
     rewards.check(training_data.prompts.examples)
@@ -69,7 +70,8 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     strategy.announce("start_engine")
     with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type})"):
         strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
-    collect = collector(config, strategy, training_data.prompts, Sampler(strategy, tokenizer, config.rollout), rewards)
+    sampler = Sampler(strategy, tokenizer, config.rollout, episodes=build_episodes(config, tokenizer))
+    collect = collector(config, strategy, training_data.prompts, sampler, rewards)
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
     kl_coefficient = KLCoefficient(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
     parts = {"collector": collect, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}
@@ -176,7 +178,8 @@ def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
 
     `pretrain` may also be a run's folder or a checkpoint.
     """
-    original, config = config, with_merged_pretrain(with_model_of_run(config, strategy.mesh.world), strategy.mesh.world)
+    world = strategy.mesh.world
+    original, config = config, with_tools(with_merged_pretrain(with_model_of_run(config, world), world))
     tokenizer, rewards = load_tokenizer(config.model), build_rewards(config, strategy)
     sets = build_eval_sets(config, strategy, tokenizer, load_expander(config, tokenizer, engine=True), rewards)
     if any(each.rewards is rewards for each in sets):
@@ -186,4 +189,5 @@ def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
     strategy.announce("start_engine")
     with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type}) with {config.model.pretrain}"):
         strategy.setup_inference_engine(replace(config, engine=engine))
-    return Evaluation(original, strategy, sets, Sampler(strategy, tokenizer, config.rollout))
+    sampler = Sampler(strategy, tokenizer, config.rollout, episodes=build_episodes(config, tokenizer))
+    return Evaluation(original, strategy, sets, sampler)

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.errors import ConfigError
-from lightrft.config.sections import Config
+from lightrft.config.sections import Config, has_episodes
 from lightrft.data.conversations import load_examples
 from lightrft.data.loader import Order
 from lightrft.data.prompt_set import PromptSet
@@ -62,6 +62,7 @@ def load_rewarded(
         measure=expand and expand.measure,
         distinguishing=config.reward.reward_key,
         requirements=[rewards.requirements, _limits_of_images(config)],
+        keep_input=has_episodes(config.environment),
     )
 
 

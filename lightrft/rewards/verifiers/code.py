@@ -65,6 +65,16 @@ def passes_tests(samples: list[Sample], tests: list[Any], **_: Any) -> list[floa
     return [float(_passes(_program(sample.text), _parsed(one), sandbox)) for sample, one in zip(samples, tests, strict=True)]
 
 
+def output_of(program: str) -> str:
+    """Run a program in the sandbox; return what it writes to its standard output and its standard error.
+
+    Raises ValueError if the machine has no sandbox.
+    """
+    job = {"program": program, "name": "__main__", "tests": None}
+    code, output = _run(job, "", find_sandbox(), errors=subprocess.STDOUT)
+    return output if code == 0 or output else f"the program has ended with exit code {code}: is it out of time or memory?"
+
+
 @cache
 def find_sandbox() -> tuple[str, ...]:
     """Return the command that begins a run, after it has run once. Raises ValueError if none of the known ones works."""
@@ -131,28 +141,30 @@ def _parsed(tests: Any) -> Any:
 def _passes(program: str, tests: Any, sandbox: tuple[str, ...]) -> bool:
     if isinstance(tests, list):
         nonce = secrets.token_hex(16)
-        output = _run({"program": program, "name": "program", "tests": tests, "nonce": nonce}, "", sandbox)
-        return output is not None and output.endswith(nonce)
+        code, output = _run({"program": program, "name": "program", "tests": tests, "nonce": nonce}, "", sandbox)
+        return code == 0 and output.endswith(nonce)
     job = {"program": program, "name": "__main__", "tests": None}
     pairs = zip(tests["inputs"], tests["outputs"], strict=True)
-    return all(_lines(_run(job, str(stdin), sandbox)) == _lines(str(expected)) for stdin, expected in pairs)
+    runs = ((_run(job, str(stdin), sandbox), str(expected)) for stdin, expected in pairs)
+    return all(code == 0 and _lines(output) == _lines(expected) for (code, output), expected in runs)
 
 
-def _run(job: dict[str, Any], given: str, sandbox: tuple[str, ...]) -> str | None:
-    """Return what a run writes to its standard output; None if it fails or takes too long."""
+def _run(job: dict[str, Any], given: str, sandbox: tuple[str, ...], *, errors: int = subprocess.DEVNULL) -> tuple[int, str]:
+    """Return the exit code of a run, which is not 0 if it fails or takes too long, and what it writes to its standard output."""
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         _file(json.dumps(job)) as source,
         _file(given) as standard_input,
         tempfile.TemporaryFile() as output,
     ):
-        command = [*sandbox, str(_python()), "-I", "-S", "-c", HARNESS, str(source.fileno())]
+        unbuffered = ["-u"] if errors == subprocess.STDOUT else []
+        command = [*sandbox, str(_python()), *unbuffered, "-I", "-S", "-c", HARNESS, str(source.fileno())]
         done = subprocess.run(
-            command, stdin=standard_input, stdout=output, stderr=subprocess.DEVNULL, env={}, cwd=folder,
+            command, stdin=standard_input, stdout=output, stderr=errors, env={}, cwd=folder,
             pass_fds=[source.fileno()],
         )  # fmt: skip
         output.seek(0)
-        return output.read(FILE_SIZE).decode(errors="replace") if done.returncode == 0 else None
+        return done.returncode, output.read(FILE_SIZE).decode(errors="replace")
 
 
 def _file(content: str) -> IO[bytes]:
@@ -162,5 +174,5 @@ def _file(content: str) -> IO[bytes]:
     return file
 
 
-def _lines(output: str | None) -> list[str] | None:
-    return None if output is None else [line.rstrip() for line in output.rstrip().split("\n")]
+def _lines(output: str) -> list[str]:
+    return [line.rstrip() for line in output.rstrip().split("\n")]

@@ -1,0 +1,221 @@
+"""Episodes of one rank: their programs run in worker processes, while the engine generates the turns of others."""
+
+import selectors
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from loguru import logger
+
+from lightrft.agents.messages import LENGTH, Ended, Message, Observation, Turn, TurnRequest
+from lightrft.agents.programs import ProgramSetup
+from lightrft.agents.tool_calls import Parse
+from lightrft.agents.turn_format import TurnFormat
+from lightrft.config.errors import ConfigError
+from lightrft.config.sections import EnvironmentSection
+from lightrft.launch.forks import Forks, Worker
+from lightrft.samples import Completion, Episode, Sample
+
+FAILURES_IN_A_ROW = 32
+"""Number of failed episodes in a row that end a run, because the environment itself must be broken."""
+LOGGED = 5
+"""Number of failed episodes of a step that are logged; the others are only counted."""
+CHECK_SECONDS = 0.1
+"""Time between two looks at the limits of time."""
+
+
+@dataclass(slots=True, eq=False)
+class Play:
+    """An episode that has begun."""
+
+    sample: Sample
+    seed_parts: tuple[int, ...]
+    """Numbers from which the seeds of its turns are derived."""
+    worker: Worker | None = None
+    turns: list[int] = field(default_factory=list)
+    """Number of tokens of the response at the end of each turn."""
+    until: float = 0.0
+    """Time at which its program must have sent something, in seconds of time.monotonic(); infinite while the model samples."""
+
+    @property
+    def episode(self) -> Episode:
+        assert self.sample.episode is not None
+        return self.sample.episode
+
+
+class Episodes:
+    """Runs the programs of episodes.
+
+    A program that fails, dies or takes too long costs its own sample, from which nothing is learned.
+    """
+
+    def __init__(self, setup: ProgramSetup, section: EnvironmentSection, format: TurnFormat, parse: Parse, *, longest: int):
+        """Set up the episodes of a rank. `longest` is the number of tokens of a response, its observations included."""
+        self.section, self.format, self.parse, self.longest = section, format, parse, longest
+        self._forks = Forks(setup)
+        self._selector = selectors.DefaultSelector()
+        self._waiting: deque[Play] = deque()
+        self._idle: list[Worker] = []
+        self._plays: dict[Worker, Play] = {}
+        self._ended: list[Sample] = []
+        self._checked = 0.0
+        self._in_a_row = self._logged = 0
+
+    @property
+    def running(self) -> list[Sample]:
+        """Return the samples whose episodes have not ended."""
+        return [play.sample for play in (*self._waiting, *self._plays.values())]
+
+    def begin(self, sample: Sample, *seed_parts: int) -> None:
+        """Begin the episode of a sample, when a worker is free."""
+        sample.episode, self._logged = Episode(), 0
+        self._waiting.append(Play(sample, seed_parts))
+
+    def poll(self, seconds: float) -> list[Play]:
+        """Handle what the programs have sent, after waiting for it at most `seconds`; return the episodes whose turn it is.
+
+        Raises ConfigError if the environment cannot be imported, or if many episodes in a row have failed.
+        """
+        while self._waiting and len(self._plays) < self.section.environment_workers:
+            self._start(self._waiting.popleft())
+        ready = [self._received(self._plays[key.data]) for key, _ in self._selector.select(seconds if self._plays else 0)]
+        now = time.monotonic()
+        if now - self._checked > CHECK_SECONDS:
+            self._checked = now
+            for play in [play for play in self._plays.values() if play.until < now]:
+                self._fail(play, f"it sent nothing for {60 * self.section.environment_minutes:g} s (--environment_minutes)")
+        return [play for play in ready if play is not None]
+
+    def generated(self, play: Play, completion: Completion, text: str) -> None:
+        """Give a turn of the model, which its sample has, and its decoded text to the program of the episode."""
+        episode = play.episode
+        episode.sampled += [True] * len(completion.token_ids)
+        episode.messages.append({"role": "assistant", "content": text})
+        play.turns.append(len(play.sample.token_ids))
+        play.sample.text = text
+        last = len(play.sample.token_ids) >= self.longest or len(play.turns) == self.section.max_turns
+        episode.finish_reason = LENGTH if last else "stop"
+        self._send(play, Turn(text, completion.token_ids, episode.finish_reason, self.parse(text)))
+
+    def take_ended(self) -> list[Sample]:
+        """Return the samples whose episodes have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def abort(self) -> None:
+        """End all episodes where they are."""
+        self._waiting.clear()
+        for play in list(self._plays.values()):
+            self._leave(play, reuse=False)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self.abort()
+        self._forks.close()
+        self._selector.close()
+
+    def _start(self, play: Play) -> None:
+        try:
+            play.worker = self._idle.pop() if self._idle else Worker(*self._forks.fork())
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self._plays[play.worker] = play
+        self._selector.register(play.worker.socket, selectors.EVENT_READ, play.worker)
+        self._send(play, play.sample.prompt.columns)
+
+    def _send(self, play: Play, message: Any) -> None:
+        play.until = time.monotonic() + 60 * self.section.environment_minutes
+        try:
+            play.worker.socket.send(message)
+        except OSError:
+            self._died(play)
+
+    def _received(self, play: Play) -> Play | None:
+        """Handle a message of a program; return its episode if the model is to sample a turn."""
+        try:
+            message: TurnRequest | Ended = play.worker.socket.recv()
+        except (EOFError, OSError):
+            self._died(play)
+            return None
+        if isinstance(message, Ended):
+            self._end(play, message)
+            return None
+        try:
+            return self._observed(play, message.observation)
+        except (ValueError, TypeError, KeyError) as error:
+            self._fail(play, f"its observation cannot be rendered: {error}")
+            return None
+
+    def _observed(self, play: Play, observation: Observation) -> Play | None:
+        """Append an observation to the response, or to the prompt at the first turn; return None if no turn can follow it."""
+        sample = play.sample
+        if not play.turns:
+            sample.prompt = self.format.prompt(sample.prompt, observation)
+        else:
+            token_ids = self.format.tokens(observation, sample.token_ids[-1] if sample.token_ids else None)
+            if len(sample.token_ids) + len(token_ids) >= self.longest:
+                play.episode.finish_reason = LENGTH
+                self._send(play, Turn("", [], LENGTH))
+                return None
+            sample.token_ids += token_ids
+            sample.logprobs += [0.0] * len(token_ids)
+            sample.weight_versions += sample.weight_versions[-1:] * len(token_ids)
+            play.episode.sampled += [False] * len(token_ids)
+        play.episode.messages += _messages(observation)
+        play.until = float("inf")
+        return play
+
+    def _end(self, play: Play, ended: Ended) -> None:
+        episode = play.episode
+        ends = [end - 1 for end in play.turns]
+        episode.rewards = [(ends[min(turn, len(ends) - 1)] if ends else -1, reward) for turn, reward in ended.rewards]
+        episode.tool_calls, episode.tool_errors, episode.tool_seconds = ended.tool_calls, ended.tool_errors, ended.tool_seconds
+        if ended.problem:
+            self._fail(play, ended.problem, reuse=True)
+            return
+        self._in_a_row = 0
+        self._leave(play, reuse=True)
+        play.sample.finish_reason = episode.finish_reason or "stop"
+        self._ended.append(play.sample)
+
+    def _died(self, play: Play) -> None:
+        self._failed(play, f"its process {self._leave(play, reuse=False)}")
+
+    def _fail(self, play: Play, problem: str, *, reuse: bool = False) -> None:
+        self._leave(play, reuse=reuse)
+        self._failed(play, problem)
+
+    def _failed(self, play: Play, problem: str) -> None:
+        """Learn nothing from an episode. Raises ConfigError if many in a row have failed."""
+        sample, self._in_a_row = play.sample, self._in_a_row + 1
+        play.episode.problem, play.episode.rewards = problem, []
+        sample.masked, sample.finish_reason = True, "stop"
+        self._ended.append(sample)
+        told = f"--environment: the episode of prompt {sample.prompt.index} ({sample.prompt.text[-200:]!r}) failed: {problem}"
+        if self._in_a_row >= FAILURES_IN_A_ROW:
+            raise ConfigError(f"{told}. {self._in_a_row} episodes in a row have failed: the environment itself is broken")
+        if self._logged < LOGGED:
+            self._logged += 1
+            logger.warning(told)
+
+    def _leave(self, play: Play, *, reuse: bool) -> str:
+        """Take an episode out, and kill its process unless it can run another one; return a text on how the process ended."""
+        self._selector.unregister(play.worker.socket)
+        del self._plays[play.worker]
+        if reuse:
+            self._idle.append(play.worker)
+            return ""
+        try:
+            return self._forks.end(play.worker)
+        except (OSError, EOFError):
+            self._forks.close()
+            return "has ended, with the process that starts the workers"
+
+
+def _messages(observation: Observation) -> list[Message]:
+    if not observation:
+        return []
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    return [each if isinstance(each, dict) else {"role": "user", "content": f"token {each}"} for each in observation]

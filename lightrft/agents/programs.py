@@ -1,0 +1,146 @@
+"""Programs of episodes, in the forms that users write them, and the worker processes in which they run.
+
+| form | recognised by | an episode |
+|---|---|---|
+| environment with tools | a class without `step` | `reset(**row)`, then turns whose tool calls are answered, until one has none |
+| text game | a class with `step(action)` | `reset(**row)`, then a step for each turn, until it is done |
+| agent | an async function `(engine, row)` | what the function does; its turns are `await engine.turn(...)` |
+"""
+
+import asyncio
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from lightrft.agents.messages import Ended, Observation
+from lightrft.agents.session import EpisodeOver, Session
+from lightrft.agents.tools import answers, called, tools_of
+from lightrft.registry import Registry
+
+environments = Registry("environment", flag="--environment")
+environments.register_deferred("guess_number", "lightrft.agents.games:GuessNumber")
+tools = Registry("tool", flag="--tools")
+tools.register_deferred("calculator", "lightrft.agents.builtin_tools:calculator")
+tools.register_deferred("python", "lightrft.agents.builtin_tools:python")
+
+
+@dataclass(frozen=True)
+class ProgramSetup:
+    """Settings for the processes that run episodes; see launch/forks.py."""
+
+    environment: str
+    """Name of a class or an async function, as in --environment; empty for tools alone."""
+    tools: tuple[str, ...] = ()
+    """Names of functions, or of modules and files with functions, as in --tools."""
+    tool_seconds: float = 60.0
+    """Longest time of a call of a tool."""
+    memory: int = 0
+    """Number of bytes that an episode may allocate; 0 for no limit."""
+
+    def prepare(self) -> Callable[[Connection], None]:
+        return partial(_work, program=self.program())
+
+    def program(self) -> "Program":
+        """Import the user's code. Raises ValueError if that is impossible, or if it has no known form."""
+        return Program(environments[self.environment] if self.environment else None, _tools(self.tools), self.tool_seconds)
+
+
+def _tools(names: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
+    found: dict[str, Callable[..., Any]] = {}
+    for name in names:
+        one = tools[name] if name in tools or ":" in name else tools.module(name)
+        found |= {one.__name__: one} if inspect.isfunction(one) else tools_of(one)
+    return found
+
+
+class Program:
+    """What happens in an episode, between the turns of the model."""
+
+    def __init__(self, environment: Any, tools: dict[str, Callable[..., Any]], tool_seconds: float):
+        self.environment, self.tools, self.tool_seconds = environment, tools, tool_seconds
+        is_class = inspect.isclass(environment)
+        if environment is not None and not is_class and not inspect.iscoroutinefunction(environment):
+            raise ValueError(f"--environment: {environment!r} is neither a class nor an async function (engine, row)")
+        self.steps = is_class and callable(getattr(environment, "step", None))
+        if environment is not None and tools and (self.steps or not is_class):
+            raise ValueError("--tools are for environments whose turns call tools: a game and an agent read the turns themselves")
+
+    @property
+    def all_tools(self) -> dict[str, Callable[..., Any]]:
+        """Return the tools that prompts describe: those of --tools, and the public methods of the environment."""
+        has_tools = inspect.isclass(self.environment) and not self.steps
+        return self.tools | ({name: _unbound(one) for name, one in tools_of(self.environment).items()} if has_tools else {})
+
+    async def run(self, session: Session, row: dict[str, Any]) -> None:
+        """Run an episode about a row of the data."""
+        if self.environment is not None and not inspect.isclass(self.environment):
+            reward = await self.environment(session, row)
+            if reward is not None:
+                session.reward(reward)
+            return
+        environment = self.environment() if self.environment is not None else None
+        try:
+            first = await called(environment.reset, **row) if hasattr(environment, "reset") else None
+            await (self._game(environment, session, first) if self.steps else self._use_tools(environment, session, first))
+        finally:
+            if hasattr(environment, "close"):
+                await called(environment.close)
+
+    async def _use_tools(self, environment: Any, session: Session, first: Observation) -> None:
+        tools = self.tools | (tools_of(environment) if environment is not None else {})
+        turn = await session.turn(first)
+        while turn.tool_calls and not turn.is_last:
+            turn = await session.turn(await answers(tools, turn.tool_calls, session, self.tool_seconds))
+        if hasattr(environment, "get_reward"):
+            session.reward(await called(environment.get_reward))
+
+    async def _game(self, environment: Any, session: Session, first: Observation) -> None:
+        observation, done = first, False
+        while not done:
+            turn = await session.turn(observation)
+            observation, reward, done = await called(environment.step, turn.text)
+            session.reward(reward)
+            done = done or turn.is_last
+        if hasattr(environment, "get_reward"):
+            session.reward(await called(environment.get_reward))
+
+
+def _unbound(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the signature that a method has when it is called."""
+    signature = inspect.signature(method)
+    _, *parameters = signature.parameters.values()
+
+    def tool() -> None:
+        pass
+
+    tool.__name__, tool.__doc__ = method.__name__, method.__doc__
+    tool.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    tool.__annotations__ = {name: kind for name, kind in method.__annotations__.items() if name != "self"}
+    return tool
+
+
+def _work(connection: Connection, program: Program) -> None:
+    """Run an episode for each row of the data that comes over the socket, until the rank closes it."""
+    while True:
+        try:
+            row = connection.recv()
+        except EOFError:
+            return
+        session, problem = Session(connection), ""
+        try:
+            asyncio.run(program.run(session, row))
+        except EpisodeOver:
+            pass
+        except (EOFError, BrokenPipeError):
+            return
+        except Exception as error:
+            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/lightrft/agents/" not in frame.filename]
+            place = f", at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
+            problem = f"{type(error).__name__}: {error}{place}"
+        sys.stdout.flush()
+        connection.send(Ended(session.rewards, session.tool_calls, session.tool_errors, session.tool_seconds, problem))

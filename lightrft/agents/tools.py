@@ -1,0 +1,90 @@
+"""Tools: typed functions with docstrings, which the model calls and whose results it reads."""
+
+import asyncio
+import inspect
+import json
+import time
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from lightrft.agents.messages import Message, ToolCall
+from lightrft.agents.session import Session
+
+Tools = Mapping[str, Callable[..., Any]]
+"""Functions by name, sync or async."""
+RESERVED = ("reset", "step", "get_reward", "close")
+"""Methods of an environment that are no tools."""
+LONGEST = 20_000
+"""Characters of a result that the model reads; the middle of a longer one is left out."""
+
+
+def tools_of(owner: Any) -> dict[str, Callable[..., Any]]:
+    """Return the tools of an environment, which are its public methods, or of a module, which are its own public functions."""
+    if isinstance(owner, ModuleType):
+        functions = inspect.getmembers(owner, inspect.isfunction)
+        return {name: one for name, one in functions if not name.startswith("_") and one.__module__ == owner.__name__}
+    methods = inspect.getmembers(owner, callable)
+    return {name: one for name, one in methods if not name.startswith("_") and name not in RESERVED}
+
+
+def schemas(tools: Tools) -> list[dict[str, Any]]:
+    """Return the JSON schema of each tool, from its types and its docstring, as chat templates take them.
+
+    Raises ValueError for a tool without types, or without a description of itself or of an argument.
+    """
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    found = []
+    for name, tool in tools.items():
+        try:
+            found.append(get_json_schema(tool))
+        except Exception as error:  # of several classes of transformers
+            raise ValueError(f"tool {name}: {error}. A tool has a type for each argument, and a docstring that describes it and, "
+                             "under `Args:`, each argument") from error  # fmt: skip
+    return found
+
+
+async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function, sync or async; a sync one runs in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    result = await asyncio.to_thread(function, *args, **kwargs)
+    return await result if inspect.isawaitable(result) else result
+
+
+async def answers(tools: Tools, calls: list[ToolCall], session: Session, seconds: float) -> list[Message]:
+    """Call tools at the same time, each for at most `seconds`; return a message for each call. Errors become their content."""
+    return list(await asyncio.gather(*(_answer(tools, call, session, seconds) for call in calls)))
+
+
+async def _answer(tools: Tools, call: ToolCall, session: Session, seconds: float) -> Message:
+    began, failed = time.perf_counter(), True
+    try:
+        if call.problem:
+            content = f"Error: {call.problem}"
+        elif call.name not in tools:
+            content = f"Error: there is no tool {call.name!r}, only {', '.join(sorted(tools)) or 'none'}"
+        else:
+            inspect.signature(tools[call.name]).bind(**call.arguments)
+            content = text_of(await asyncio.wait_for(called(tools[call.name], **call.arguments), seconds))
+            failed = False
+    except TimeoutError:
+        content = f"Error: {call.name} took more than {seconds:g} s"
+    except Exception as error:
+        content = f"Error: {type(error).__name__}: {error}"
+    session.count_call(began, failed=failed)
+    return {"role": "tool", "name": call.name, "content": content}
+
+
+def text_of(result: Any) -> str:
+    """Return what the model reads of a result: a text as it is, other values as JSON where that is possible."""
+    if not isinstance(result, str):
+        try:
+            result = json.dumps(result, ensure_ascii=False)
+        except (TypeError, ValueError):
+            result = str(result)
+    if len(result) > LONGEST:
+        half = LONGEST // 2
+        result = f"{result[:half]}\n... {len(result) - LONGEST} characters are left out ...\n{result[-half:]}"
+    return result

@@ -1,0 +1,83 @@
+"""The tokens between two turns of the model: what ends its turn, what it reads, and what begins its next turn.
+
+Turns of the model are never rendered or tokenized again, since that can give other tokens than those that were sampled. The text
+between two turns is what the chat template writes between a short turn in their place and the next one.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.agents.messages import Message, Observation
+from lightrft.config.sections import DataSection
+from lightrft.data.prompts import INPUT, render, template_variables
+from lightrft.types import Prompt
+
+TURN = "\u2402turn\u2403"
+"""Text of a turn in whose place another one was sampled; no template contains it."""
+
+
+class TurnFormat:
+    """Rendering of observations. Without a chat template they are plain text."""
+
+    def __init__(self, section: DataSection, tokenizer: PreTrainedTokenizerBase, end_token_ids: frozenset[int]):
+        self.section, self.tokenizer, self.end_token_ids = section, tokenizer, end_token_ids
+        self._known: dict[str, list[int]] = {}
+
+    def prompt(self, prompt: Prompt, observation: Observation) -> Prompt:
+        """Return the prompt with the first observation of an episode, a text at the end of its last message.
+
+        Raises ValueError if it becomes longer than --prompt_max_len.
+        """
+        if not observation:
+            return prompt
+        if isinstance(observation, str):
+            value = _appended(prompt.columns[INPUT], observation)
+            text = render(self.section, self.tokenizer, value)
+            token_ids = self.tokenizer(text, add_special_tokens=not self.section.apply_chat_template)["input_ids"]
+        else:
+            token_ids = [*prompt.token_ids, *self.tokens(observation, None)]
+            text = self.tokenizer.decode(token_ids)
+        if len(token_ids) > self.section.prompt_max_len:
+            raise ValueError(f"the prompt with the first observation has {len(token_ids)} tokens, more than --prompt_max_len "
+                             f"{self.section.prompt_max_len}")  # fmt: skip
+        return replace(prompt, text=text, token_ids=token_ids)
+
+    def tokens(self, observation: Observation, last_token: int | None) -> list[int]:
+        """Return the tokens of an observation after a turn whose last token is `last_token`."""
+        if observation is None:
+            observation = ""
+        if not isinstance(observation, str) and all(isinstance(each, int) for each in observation):
+            return list(observation)
+        if not self.section.apply_chat_template:
+            contents = [observation] if isinstance(observation, str) else [each["content"] for each in observation]
+            return self._tokenized("".join(contents))
+        messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+        token_ids = self._tokenized(self._between(messages))
+        ended = last_token in self.end_token_ids and token_ids[:1] and token_ids[0] in self.end_token_ids
+        return token_ids[1:] if ended else token_ids
+
+    def _between(self, messages: list[Message]) -> str:
+        """Return the text from the end of a turn to the beginning of the next one, with these messages between them."""
+        chat: list[dict[str, Any]] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}, *messages]
+        text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True,
+                                                  **template_variables(self.section))  # fmt: skip
+        _, found, between = text.rpartition(TURN)
+        if not found:
+            raise ValueError("the chat template leaves out the turns of the assistant before the last message")
+        return between
+
+    def _tokenized(self, text: str) -> list[int]:
+        if text not in self._known:
+            if len(self._known) > 4096:
+                self._known.clear()
+            self._known[text] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._known[text]
+
+
+def _appended(value: Any, observation: str) -> Any:
+    """Return the input of a row with a text at the end of its last message."""
+    if isinstance(value, str):
+        return f"{value}{observation}"
+    return [*value[:-1], {**value[-1], "content": f"{value[-1]['content']}{observation}"}]

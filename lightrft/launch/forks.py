@@ -1,0 +1,167 @@
+"""Worker processes with a user's code: one process imports it once, and forks the workers.
+
+The rank communicates with that process, and with each worker, over sockets. A killed worker is replaced by a fork, without a
+second import. They start without the rank's memory, threads, sockets and devices, and end with the rank in any case. Linux only.
+"""
+
+import ctypes
+import faulthandler
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
+from typing import Protocol
+
+FORK = 0
+"""Request for a worker; any other number is the process id of a worker that has ended."""
+PR_SET_PDEATHSIG = 1
+STACK_SIGNAL = signal.SIGUSR1
+"""Signal at which a worker writes its stack to its socket; the socket is of no further use after that."""
+
+
+class WorkerSetup(Protocol):
+    """Settings for the process that forks workers. They are pickled."""
+
+    @property
+    def memory(self) -> int:
+        """Return the number of bytes that a worker may allocate; 0 for no limit."""
+
+    def prepare(self) -> Callable[[Connection], None]:
+        """Import the user's code; return the function that a worker runs, with its socket."""
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A worker process, as the rank sees it."""
+
+    process: int
+    socket: Connection
+
+    def kill(self) -> None:
+        """Kill it and the processes that it started; its parent still gets its exit status."""
+        self.socket.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process, signal.SIGKILL)
+
+
+class Forks:
+    """The process that forks workers, as the rank sees it. It starts with the first worker."""
+
+    def __init__(self, setup: WorkerSetup):
+        self.setup = setup
+        self._parent: subprocess.Popen | None = None
+        self._control: Connection
+
+    @property
+    def running(self) -> bool:
+        return self._parent is not None
+
+    def fork(self) -> tuple[int, Connection]:
+        """Start a worker; return the values of a Worker.
+
+        Raises OSError or EOFError if the process that forks has ended, and ValueError if it cannot import the user's code.
+        """
+        if self._parent is None:
+            self._start()
+        self._control.send(FORK)
+        process = self._control.recv()
+        return process, Connection(recv_handle(self._control))
+
+    def end(self, worker: Worker) -> str:
+        """Kill a worker and the processes that it started, and return a text on how it ended.
+
+        Raises OSError or EOFError if the process that forks has ended.
+        """
+        worker.kill()
+        self._control.send(worker.process)
+        status = self._control.recv()
+        if os.WIFSIGNALED(status):
+            return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        return f"has ended with exit code {os.waitstatus_to_exitcode(status)}"
+
+    def close(self) -> None:
+        """End the process that forks, and its workers with it."""
+        if self._parent is not None:
+            self._control.close()
+            self._parent.kill()
+            self._parent.wait()
+            self._parent = None
+
+    def _start(self) -> None:
+        self._control, theirs = Pipe()
+        path = [str(folder) for folder in sys.path]
+        program = f"import sys; sys.path[:] = {path!r}; from lightrft.launch.forks import main; main({theirs.fileno()})"
+        self._parent = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()], start_new_session=True)
+        theirs.close()
+        self._control.send_bytes(pickle.dumps(self.setup))
+        if problem := self._control.recv():
+            self.close()
+            raise ValueError(problem)
+
+
+# -- in the process that forks
+
+
+def main(fd: int) -> None:
+    """Import the code of the setup that comes over the socket `fd`, then fork workers until the rank closes the socket."""
+    _end_with_parent()
+    control = Connection(fd)
+    setup: WorkerSetup = pickle.loads(control.recv_bytes())
+    try:
+        work = setup.prepare()
+    except Exception as error:
+        control.send(f"{type(error).__name__}: {error}")
+        return
+    control.send("")
+    while True:
+        try:
+            request = control.recv()
+        except EOFError:
+            return
+        if request == FORK:
+            _fork(control, work, setup.memory)
+        else:
+            control.send(os.waitpid(request, 0)[1])
+
+
+def _fork(control: Connection, work: Callable[[Connection], None], memory: int) -> None:
+    """Start a worker, and send its process id and its socket to the rank."""
+    theirs, ours = Pipe()
+    process = os.fork()
+    if process == 0:
+        control.close()
+        theirs.close()
+        os.setsid()  # processes that it starts are killed with it
+        _end_with_parent()
+        _limit_memory(memory)
+        faulthandler.register(STACK_SIGNAL, file=ours.fileno(), all_threads=False)
+        work(ours)
+        os._exit(0)
+    ours.close()
+    control.send(process)
+    send_handle(control, theirs.fileno(), 0)
+    theirs.close()
+
+
+def _end_with_parent() -> None:
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _limit_memory(memory: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory:
+        used = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+        limit = int(used.split()[1]) * 1024 + memory
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -1,0 +1,55 @@
+"""Build the episodes of --environment and --tools."""
+
+import json
+from dataclasses import replace
+
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from lightrft.agents.episodes import Episodes
+from lightrft.agents.programs import ProgramSetup
+from lightrft.agents.tool_calls import hermes
+from lightrft.agents.tools import schemas
+from lightrft.agents.turn_format import TurnFormat
+from lightrft.config.errors import ConfigError
+from lightrft.config.sections import Config, EnvironmentSection, has_episodes
+from lightrft.data.prompts import template_variables
+from lightrft.engine.model_info import end_token_ids
+
+PARSERS = {"hermes": hermes}
+"""Functions that read tool calls, by the names of --tool_parser."""
+
+
+def program_setup(section: EnvironmentSection) -> ProgramSetup:
+    memory = int(section.environment_memory_gb * 1e9)
+    return ProgramSetup(section.environment, tuple(section.tools), section.tool_seconds, memory)
+
+
+def with_tools(config: Config) -> Config:
+    """Return the configuration with the schemas of all tools among the variables of the chat template.
+
+    Raises ConfigError if the environment or a tool cannot be imported or described.
+    """
+    if not has_episodes(config.environment):
+        return config
+    try:
+        tools = schemas(program_setup(config.environment).program().all_tools)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if not tools:
+        return config
+    if not config.data.apply_chat_template:
+        raise ConfigError("tools are described by the chat template: set --apply_chat_template")
+    variables = template_variables(config.data) | {"tools": tools}
+    return replace(config, data=replace(config.data, chat_template_kwargs=json.dumps(variables)))
+
+
+def build_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes | None:
+    """Return what runs the episodes of this rank; None if a response is one turn."""
+    section = config.environment
+    if not has_episodes(section):
+        return None
+    model = config.model.pretrain
+    ends = end_token_ids(model, AutoConfig.from_pretrained(model, trust_remote_code=config.model.trust_remote_code))
+    format = TurnFormat(config.data, tokenizer, ends)
+    return Episodes(program_setup(section), section, format, PARSERS[section.tool_parser],
+                    longest=config.rollout.generate_max_len)  # fmt: skip

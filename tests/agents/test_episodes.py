@@ -1,0 +1,267 @@
+"""Why: what is learned has to be what was sampled, token by token, whatever an environment does, raises or never returns."""
+
+import json
+import os
+import time
+from dataclasses import replace
+
+import pytest
+
+from lightrft.agents.episodes import FAILURES_IN_A_ROW, Episodes
+from lightrft.agents.messages import ToolCall
+from lightrft.agents.programs import ProgramSetup
+from lightrft.agents.tool_calls import hermes
+from lightrft.agents.tools import schemas
+from lightrft.agents.turn_format import TurnFormat
+from lightrft.config.errors import ConfigError
+from lightrft.config.sections import DataSection, EnvironmentSection
+from lightrft.rewards.functions import environment
+from lightrft.types import Completion, Prompt, Sample
+from tiny import EOS, byte_tokenizer
+
+TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool.function.name }};{% endfor %}{% endif %}"
+    "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+CODE = '''
+import asyncio
+import os
+import time
+
+
+class Echo:
+    """Answers each turn with its own text, and rewards the number of letters."""
+
+    def reset(self, label, **row):
+        self.turns, self.label = 0, label
+        return f"+{label}"
+
+    def step(self, action):
+        self.turns += 1
+        if action == "die":
+            os._exit(7)
+        if action == "kill":
+            os.kill(os.getpid(), 9)
+        if action == "sleep":
+            time.sleep(60)
+        if action == "raise":
+            raise OSError("the game is over")
+        return f"<{action}>", len(action), action == "end"
+
+
+class Shop:
+    """Sells fruit."""
+
+    def reset(self, **row):
+        self.sold = 0
+
+    def buy(self, fruit: str, count: int = 1) -> int:
+        """
+        Buy fruit.
+
+        Args:
+            fruit: Name of the fruit.
+            count: Number of pieces.
+        """
+        if fruit == "stone":
+            raise ValueError("no such fruit")
+        self.sold += count
+        return self.sold
+
+    async def wait(self, seconds: float) -> str:
+        """
+        Wait.
+
+        Args:
+            seconds: Time to wait.
+        """
+        await asyncio.sleep(seconds)
+        return f"waited {seconds}"
+
+    def get_reward(self):
+        return self.sold
+
+
+async def agent(engine, row):
+    first = await engine.turn()
+    second = await engine.turn([65, 66])
+    engine.reward(0.25)
+    return 1.0 if second.text > first.text else 0.0
+'''
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("environments") / "mine.py"
+    path.write_text(CODE)
+    return path
+
+
+def tokenizer(chat):
+    made = byte_tokenizer()
+    made.chat_template = TEMPLATE if chat else None
+    return made
+
+
+def ids(text):
+    """Bytes, with the end token for $."""
+    return [EOS if letter == "$" else ord(letter) for letter in text]
+
+
+class Player:
+    """Episodes whose turns are written here instead of sampled."""
+
+    def __init__(self, name, *, chat=False, longest=200, **limits):
+        section = EnvironmentSection(environment=name, **limits)
+        data = DataSection(apply_chat_template=chat, prompt_max_len=64)
+        format = TurnFormat(data, tokenizer(chat), frozenset({EOS}))
+        setup = ProgramSetup(name, tool_seconds=section.tool_seconds)
+        self.episodes = Episodes(setup, section, format, hermes, longest=longest)
+
+    def play(self, turns, *, seconds=30.0):
+        """Play an episode for each list of turns at the same time; return their samples."""
+        samples = [Sample(Prompt(place, "p", ids("p"), {"label": str(place), "prompt": "p"}), 0, [], [], "", "") for place in
+                   range(len(turns))]  # fmt: skip
+        for place, sample in enumerate(samples):
+            self.episodes.begin(sample, 0, place)
+        ended, until = [], time.monotonic() + seconds
+        while len(ended) < len(samples):
+            assert time.monotonic() < until
+            for play in self.episodes.poll(0.05):
+                text = turns[play.sample.prompt.index][len(play.turns)]
+                new = ids(text)
+                play.sample.token_ids += new
+                play.sample.logprobs += [-0.5] * len(new)
+                self.episodes.generated(play, Completion(new, [-0.5] * len(new), "stop"), text.replace("$", ""))
+            ended += self.episodes.take_ended()
+        return samples
+
+
+@pytest.fixture
+def player(file):
+    players = []
+
+    def make(name, **options):
+        players.append(Player(f"{file}:{name}", **options))
+        return players[-1]
+
+    yield make
+    for each in players:
+        each.episodes.close()
+
+
+def test_a_game_without_a_chat_template(player):
+    first, second = player("Echo").play([["ab", "end"], ["end"]])
+    assert first.prompt.token_ids == ids("p+0") and second.prompt.token_ids == ids("p+1")
+    assert first.token_ids == ids("ab<ab>end")
+    assert first.episode.sampled == [True] * 2 + [False] * 4 + [True] * 3
+    assert first.logprobs == [-0.5] * 2 + [0.0] * 4 + [-0.5] * 3
+    assert first.episode.rewards == [(1, 2.0), (8, 3.0)] and first.text == "end" and first.finish_reason == "stop"
+    assert environment([first, second]) == [[None, 2.0, *[None] * 6, 3.0], 3.0]
+    assert [message["content"] for message in first.episode.messages] == ["+0", "ab", "<ab>", "end"]
+
+
+def test_turns_of_a_chat_are_never_tokenized_again(player):
+    """The end token that was sampled is not repeated; one that is missing is added, and not learned."""
+    ended, open_ended = player("Echo", chat=True).play([["ab$", "end$"], ["ab", "end"]])
+    assert bytes(token if token != EOS else ord("$") for token in ended.prompt.token_ids) == b"u:p+0$\na:"
+    assert ended.token_ids == ids("ab$\nu:<ab>$\na:end$") and open_ended.token_ids == ids("ab$\nu:<ab>$\na:end")
+    assert ended.episode.sampled == [True] * 3 + [False] * 11 + [True] * 4
+    assert open_ended.episode.sampled == [True] * 2 + [False] * 12 + [True] * 3
+
+
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def test_tools_are_called_together_and_their_errors_are_read(player):
+    both = call("buy", fruit="pear", count=3) + call("wait", seconds=0)
+    wrong = (call("buy", fruit="stone") + call("sell") + call("buy", colour="red") + "<tool_call>{</tool_call>"
+             + call("wait", seconds=30))  # fmt: skip
+    (sample,) = player("Shop", chat=True, tool_seconds=1.0, longest=2000).play([[both, wrong, "done$"]])
+    replies = [message["content"] for message in sample.episode.messages if message["role"] == "tool"]
+    assert replies[:2] == ["3", "waited 0"]
+    assert replies[2] == "Error: ValueError: no such fruit"
+    assert replies[3] == "Error: there is no tool 'sell', only buy, wait"
+    assert replies[4].startswith("Error: TypeError: ") and "'fruit'" in replies[4]
+    assert replies[5].startswith("Error: the call is not of the form") and replies[6] == "Error: wait took more than 1 s"
+    assert (sample.episode.tool_calls, sample.episode.tool_errors) == (7, 5) and 1 <= sample.episode.tool_seconds < 10
+    assert environment([sample]) == [3.0] and sample.text == "done"
+
+
+def test_an_agent_is_an_async_function(player):
+    (sample,) = player("agent").play([["a", "b"]])
+    assert sample.token_ids == ids("aABb") and sample.episode.sampled == [True, False, False, True]
+    assert environment([sample]) == [1.25]
+
+
+def test_a_program_that_dies_or_hangs_costs_its_own_sample(player):
+    play = player("Echo", environment_minutes=0.02, environment_workers=3)
+    turns = [["die"], ["kill"], ["sleep"], ["raise"], ["end"], ["end"]]
+    samples = play.play(turns)
+    problems = [sample.episode.problem for sample in samples]
+    assert problems[0] == "its process has ended with exit code 7" and problems[1] == "its process was killed by SIGKILL"
+    assert "sent nothing for 1.2 s" in problems[2]
+    assert "OSError: the game is over, at " in problems[3] and "mine.py:" in problems[3]
+    assert problems[4:] == ["", ""]
+    assert [sample.masked for sample in samples] == [True] * 4 + [False] * 2
+    assert environment(samples) == [0.0] * 4 + [3.0] * 2 and play.play([["end"]])[0].episode.problem == ""
+
+
+def test_limits_end_an_episode(player):
+    (turns,) = player("Echo", max_turns=2).play([["a", "b", "c"]])
+    assert turns.token_ids == ids("a<a>b") and turns.finish_reason == "length"
+    (tokens,) = player("Echo", longest=6).play([["ab", "c"]])
+    assert tokens.token_ids == ids("ab") and tokens.truncated, "four tokens of the observation leave no room for a turn"
+
+
+def test_an_environment_that_always_fails_ends_the_run(player):
+    with pytest.raises(ConfigError, match=f"{FAILURES_IN_A_ROW} episodes in a row have failed"):
+        player("Echo").play([["raise"]] * (FAILURES_IN_A_ROW + 1))
+
+
+def test_an_aborted_episode_leaves_no_process(player):
+    play = player("Echo").episodes
+    sample = Sample(Prompt(0, "p", ids("p"), {"label": "0", "prompt": "p"}), 0, [], [], "", "")
+    play.begin(sample, 0, 0)
+    while not (ready := play.poll(0.05)):
+        pass
+    process = ready[0].worker.process
+    play.abort()
+    assert not os.path.exists(f"/proc/{process}")
+    assert play.running == [] and play.take_ended() == []
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("nothing", "has no object 'nothing'"), ("CODE", "has no object"), ("os", "neither a class nor an async function"),
+])  # fmt: skip
+def test_what_is_no_environment(file, name, message):
+    with pytest.raises(ValueError, match=message):
+        ProgramSetup(f"{file}:{name}").program()
+
+
+def test_tools_are_described_by_their_types_and_docstrings(file, tmp_path):
+    buy, wait = schemas(ProgramSetup(f"{file}:Shop").program().all_tools)
+    assert buy["function"]["name"] == "buy" and buy["function"]["parameters"]["required"] == ["fruit"]
+    assert wait["function"]["parameters"]["properties"] == {"seconds": {"type": "number", "description": "Time to wait."}}
+    (tmp_path / "bare.py").write_text("def bare(x):\n    return x\n")
+    with pytest.raises(ValueError, match="tool bare: .*A tool has a type for each argument"):
+        schemas(ProgramSetup("", (str(tmp_path / "bare.py"),)).program().all_tools)
+
+
+@pytest.mark.parametrize(("text", "calls"), [
+    ("no call", []),
+    ('x <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call> y', [ToolCall("f", {"a": 1})]),
+    ('<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g", "arguments": "{\\"b\\": []}"}</tool_call>',
+     [ToolCall("f", {}), ToolCall("g", {"b": []})]),
+    ('<tool_call>{"name": "f", "arguments": {}}', []),
+])  # fmt: skip
+def test_calls_in_a_text(text, calls):
+    assert hermes(text) == calls
+
+
+@pytest.mark.parametrize("content", ["", "[]", "[1]", "null", '{"name": 1}', '{"name": "f", "arguments": [1]}', "[" * 9999])
+def test_unreadable_calls(content):
+    (found,) = hermes(f"<tool_call>{content}</tool_call>")
+    assert found.problem and replace(found, problem="") == ToolCall("", {})

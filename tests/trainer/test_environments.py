@@ -1,0 +1,74 @@
+"""Whole runs whose responses have several turns: learned alike in every layout, and learned at all."""
+
+import json
+
+import pytest
+
+from runs import PPO, prepare, repeatable, train
+
+pytestmark = pytest.mark.slow
+
+GAME = '''
+import os
+
+
+class Letters:
+    """Three turns, each rewarded by its share of ASCII letters. The second turn of the prompt 3 is its last in a dead process."""
+
+    def reset(self, prompt, label, **row):
+        self.turns, self.label = 0, label
+        return f"[{label}]"
+
+    def step(self, action):
+        self.turns += 1
+        if self.label == "3" and self.turns == 2 and os.environ.get("DIES"):
+            os._exit(1)
+        good = sum(32 <= ord(letter) < 127 for letter in action) / max(len(action), 1)
+        return f"<{self.turns}>", good / 3, self.turns == 3
+'''
+ENDS = ["--stop_token_ids", *map(str, range(40, 72))]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    flags = [flag for flag in prepare(folder) if not flag.startswith(("--reward", "--prompt_max_len"))]
+    (folder / "game.py").write_text(GAME)
+    return [*flags, *PPO, *ENDS, "--generate_max_len=40", "--prompt_max_len=32", "--reward=environment",
+            f"--environment={folder}/game.py:Letters"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(inputs, tmp_path_factory):
+    return train("train_ppo", 2, [*inputs, "--max_steps=3"], tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize("flags", [
+    ["--sp_size=2"], ["--overlap", "--max_epochs=1", "--init_kl_coef=0"], ["--rollout_schedule=longest_first"],
+])  # fmt: skip
+def test_episodes_are_alike_in_every_layout(inputs, plain, tmp_path, flags):
+    rows = train("train_ppo", 2, [*inputs, "--max_steps=3", *flags], tmp_path)
+    for row, other in zip(repeatable(plain), repeatable(rows), strict=True):
+        names = [name for name in row if name.startswith(("rollout/", "episodes/", "train/")) and name in other]
+        names = [name for name in names if "seconds" not in name]
+        assert {name: other[name] for name in names} == pytest.approx({name: row[name] for name in names}, rel=2e-3, abs=1e-5)
+        assert other["episodes/turns"] > 2 and other["episodes/tokens_observed"] > 3
+        assert other["engine/logprob_mismatch_max"] < 1e-4
+
+
+def test_ranks_that_share_an_engine_play_as_one(inputs, tmp_path):
+    """With an engine over two ranks, more prompts than a step needs, and the aborts of their episodes."""
+    flags = ["--engine_type=vllm", "--engine_tp_size=2", "--over_sampling=1.5", "--early_stop_every=4", "--max_steps=3"]
+    rows = train("train_ppo", 2, [*inputs, *flags], tmp_path)
+    assert all(row["engine/logprob_mismatch_max"] < 1e-4 and row["episodes/turns"] > 2 for row in rows)
+
+
+def test_the_rewards_of_turns_are_learned_and_shown(inputs, tmp_path, monkeypatch):
+    """A process that dies costs its own samples only: a prompt of 24 dies in each of its episodes."""
+    monkeypatch.setenv("DIES", "1")
+    rows = train("train_ppo", 2, [*inputs, "--max_steps=16", "--seed=3"], tmp_path)
+    assert rows[0]["rollout/reward"] < 0.55 and sum(row["rollout/reward"] for row in rows[-4:]) / 4 > 0.75
+    assert sum(row["episodes/failed"] for row in rows) > 0 and all(row["episodes/failed"] % 4 == 0 for row in rows)
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [message["role"] for message in samples[0]["messages"]] == ["user", "assistant"] * 3
+    assert "&lt;1&gt;" in (tmp_path / "report.html").read_text()
