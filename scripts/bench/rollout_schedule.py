@@ -1,10 +1,10 @@
 """What --rollout_schedule gives: an event simulator, and vLLM on two ranks with the same lengths of responses.
 
     torchrun --standalone --nproc_per_node 2 scripts/bench/rollout_schedule.py          # docs/benchmarks.md, five minutes
-    python scripts/bench/rollout_schedule.py --step_ms 10 0.05 --ranks 8 64 1024        # the simulator alone
+    python scripts/bench/rollout_schedule.py --step_ms 10 0.05 0 --ranks 8 64 1024        # the simulator alone
 
-A step of an engine with b running responses takes base + b * per_response milliseconds: fitted on vLLM in the same run, or
-`--step_ms`. Lengths of responses are drawn from stored distributions. The simulator runs the passes over the data that the
+A step of an engine with b running responses takes base + b * per_response milliseconds, and a request per_request once: fitted
+on vLLM in the same run, or `--step_ms`. Lengths of responses are drawn from stored distributions. The simulator runs the passes over the data that the
 collector runs, with its own `Round`, and counts the time of the rank that takes longest in each round. With two ranks the
 collector itself then runs with vLLM, whose responses are forced to those lengths, schedules interleaved; its time is CPU time of
 the rank that takes longest in each step, since other programs may share the cores. Prints one JSON object as its last line.
@@ -46,9 +46,9 @@ def draw_lengths(distribution: str, shape: tuple[int, int], *, median: float, mo
 class Simulation:
     """One way of running prompts on simulated ranks. All times are in milliseconds."""
 
-    def __init__(self, section: RolloutSection, *, num_ranks: int, slots: int, step_ms: tuple[float, float]):
+    def __init__(self, section: RolloutSection, *, num_ranks: int, slots: int, step_ms: tuple[float, float, float]):
         self.section, self.num_ranks, self.slots = section, num_ranks, slots
-        self.base, self.per_response = step_ms
+        self.base, self.per_response, self.per_request = step_ms
 
     def epoch(self, lengths: np.ndarray, expected: np.ndarray) -> float:
         """Return the time of generating each prompt once; lengths [prompts, n], expected [prompts] before the pass."""
@@ -96,7 +96,8 @@ class Simulation:
 
     def _time(self, start: np.ndarray, end: np.ndarray, stop: int | None = None) -> float:
         kept = start < (stop or end.max(initial=0) + 1)
-        return self.base * end[kept].max(initial=0) + self.per_response * (end - start)[kept].sum()
+        tokens = (end - start)[kept].sum()
+        return self.base * end[kept].max(initial=0) + self.per_response * tokens + self.per_request * kept.sum()
 
     def _shared_round(self, lengths: np.ndarray, expected: np.ndarray) -> float:
         """Return the time of a round in which groups begin on ranks with room, by the decisions of Round."""
@@ -110,7 +111,9 @@ class Simulation:
             if counts is not None:
                 round.decide(counts.tolist())
             owners = np.array([-1 if owner is None else owner for owner in round.owners])
-            begun[(owners >= 0) & (begun < 0)] = step
+            new = (owners >= 0) & (begun < 0)
+            begun[new] = step
+            requests = lengths.shape[1] * np.bincount(owners[new], minlength=self.num_ranks)
             left = np.clip(begun[:, None] + lengths - step, 0, None) * (begun >= 0)[:, None]  # tokens that are left
             until = every if round.open else left.max(initial=0)
             round.begin_exchange()
@@ -119,7 +122,7 @@ class Simulation:
             tokens = np.bincount(np.maximum(owners, 0), (work.sum(1) * (owners >= 0)), self.num_ranks)
             steps = np.zeros(self.num_ranks)
             np.maximum.at(steps, owners[owners >= 0], work.max(1)[owners >= 0])
-            own = clock + self.base * steps + self.per_response * tokens
+            own = clock + self.base * steps + self.per_response * tokens + self.per_request * requests
             if not round.open:
                 return float(own.max())
             clock = np.maximum(own, clock.max())  # the counts of the last point have to be there
@@ -140,7 +143,7 @@ def expected_lengths(lengths: np.ndarray, seed: int) -> np.ndarray:
     return lengths.mean(1) * np.exp(0.3 * noise)
 
 
-def simulate(args: argparse.Namespace, step_ms: tuple[float, float]) -> list[dict]:
+def simulate(args: argparse.Namespace, step_ms: tuple[float, float, float]) -> list[dict]:
     rows = []
     for distribution, num_ranks in itertools.product(["log_normal", *STORED], args.ranks):
         batch = args.prompts_per_rank * num_ranks
@@ -156,8 +159,8 @@ def simulate(args: argparse.Namespace, step_ms: tuple[float, float]) -> list[dic
 # -- the collector with vLLM
 
 
-def measure(args: argparse.Namespace) -> tuple[tuple[float, float], dict]:
-    """Return the fitted milliseconds of a step (base, per response), and measured and simulated times on these ranks."""
+def measure(args: argparse.Namespace) -> tuple[tuple[float, float, float], dict]:
+    """Return the fitted milliseconds of a step (base, per response, per request), and measured and simulated times on these ranks."""
     import torch
     import torch.distributed as dist
     from vllm_ranks import Ranks, forced_collector
@@ -193,33 +196,34 @@ def measure(args: argparse.Namespace) -> tuple[tuple[float, float], dict]:
     }
 
 
-def fit(ranks: Any) -> tuple[float, float]:
-    """Fit the CPU milliseconds of a step of vLLM for several numbers of running responses, on all ranks at once."""
+def fit(ranks: Any) -> tuple[float, float, float]:
+    """Fit CPU milliseconds of vLLM for several numbers of running responses, on all ranks at once."""
     sizes = [1, 2, 4, 8, 16, 32]
     times = np.array([min(ranks.step_ms(size) for _ in range(3)) for size in sizes])
     weights = 1 / times  # relative errors count
     design = np.stack([np.ones(len(sizes)), np.array(sizes)], 1) * weights[:, None]
     (base, per_response), *_ = np.linalg.lstsq(design, times * weights, rcond=None)
-    return float(base), float(per_response)
+    per_request = min(ranks.request_ms() for _ in range(5)) - per_response
+    return float(base), float(per_response), float(per_request)
 
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024])
-    parser.add_argument("--step_ms", type=float, nargs=2, help="base and per response; default: fitted on vLLM")
+    parser.add_argument("--step_ms", type=float, nargs=3, help="base, per response, per request; default: fitted on vLLM")
     parser.add_argument("--prompts_per_rank", type=int, default=4)
     parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=12, help="steps in a pass over the data")
+    parser.add_argument("--steps", type=int, default=60, help="steps in a pass over the data")
     parser.add_argument("--median", type=float, default=1000)
     parser.add_argument("--most", type=int, default=16384)
     parser.add_argument("--slots", type=int, default=256, help="responses that an engine decodes at once")
     parser.add_argument("--every", type=int, default=32)
-    parser.add_argument("--over_sampling", type=float, nargs="+", default=[1.25, 1.5, 2.0])
+    parser.add_argument("--over_sampling", type=float, nargs="+", default=[1.5, 2.0])
     parser.add_argument("--real_prompts", type=int, default=8)
-    parser.add_argument("--real_steps", type=int, default=8)
-    parser.add_argument("--real_median", type=float, default=24)
-    parser.add_argument("--real_most", type=int, default=448)
-    parser.add_argument("--real_every", type=int, default=4)
+    parser.add_argument("--real_steps", type=int, default=12)
+    parser.add_argument("--real_median", type=float, default=64)
+    parser.add_argument("--real_most", type=int, default=1024)
+    parser.add_argument("--real_every", type=int, default=16)
     parser.add_argument("--real_samples", type=int, default=4)
     parser.add_argument("--repeat", type=int, default=2)
     return parser.parse_args()
@@ -234,7 +238,7 @@ def main() -> None:
         result["fitted_step_ms"] = [round(each, 4) for each in fitted]
         step_ms = step_ms or fitted
     if os.environ.get("RANK", "0") == "0":
-        print(json.dumps({"step_ms": step_ms, **result, "simulated": simulate(args, tuple(step_ms or (10.0, 0.05)))}))
+        print(json.dumps({"step_ms": step_ms, **result, "simulated": simulate(args, tuple(step_ms or (10.0, 0.05, 0.0)))}))
 
 
 main()

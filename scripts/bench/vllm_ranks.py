@@ -44,7 +44,7 @@ class Ranks:
     def open_generation(self, sampling: Sampling) -> Generation:
         return self.host.open(sampling)
 
-    def step_ms(self, size: int, steps: int = 96) -> float:
+    def step_ms(self, size: int, steps: int = 192) -> float:
         """Return the CPU milliseconds of a step with `size` responses."""
         loop = self.host.engine.open(Sampling(max_tokens=steps + 8, banned_token_ids=(END,)))
         loop.add([Request([1, index]) for index in range(size)])
@@ -57,6 +57,16 @@ class Ranks:
         spent = time.process_time() - began
         loop.abort()
         return 1000 * spent / steps
+
+    def request_ms(self, size: int = 32) -> float:
+        """Return the CPU milliseconds of beginning and ending a request, with its prompt."""
+        loop = self.host.engine.open(Sampling(max_tokens=1, banned_token_ids=(END,)))
+        dist.barrier()
+        began = time.process_time()
+        loop.add([Request([2, index, 7, 8]) for index in range(size)])
+        while loop.running:
+            loop.step()
+        return 1000 * (time.process_time() - began) / size
 
 
 class ForcedSampler(Sampler):
@@ -74,7 +84,7 @@ class ForcedSampler(Sampler):
             if sample.finish_reason == GROWING:
                 sampling = Sampling(max_tokens=int(self.lengths[group.row, place]), banned_token_ids=(END,))
                 seeds = (derived_seed(seed, group.number, place),)
-                yield Request(sample.prompt.token_ids, sampling=sampling, seeds=seeds), [sample], group
+                yield Request([*sample.prompt.token_ids], sampling=sampling, seeds=seeds), [sample], group
 
 
 def forced_collector(
