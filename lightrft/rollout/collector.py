@@ -145,7 +145,7 @@ class Collector:
             sizes = {"batch": missing - len(carried), "ahead": wanted - len(carried)}
             again, num_new = next_tail_round(self.parked, self._rows_left, **sizes)
             wanted, needed = len(carried) + len(again) + num_new, missing
-        self.parked = [each for each in self.parked if each not in again]
+        self.parked = sorted({*self.parked}.difference(again))
         rows = self._rows(wanted - len(carried) - len(again))
         drawn = [*((0, group.number, group.row) for group in carried), *again]
         drawn += [(0, number, row) for number, row in enumerate(rows, self.number + 1)]

@@ -44,29 +44,26 @@ class Ranks:
     def open_generation(self, sampling: Sampling) -> Generation:
         return self.host.open(sampling)
 
-    def step_ms(self, size: int, steps: int = 192) -> float:
-        """Return the CPU milliseconds of a step with `size` responses."""
-        loop = self.host.engine.open(Sampling(max_tokens=steps + 8, banned_token_ids=(END,)))
-        loop.add([Request([1, index]) for index in range(size)])
-        for _ in range(4):
+    def observe(self, most: int, parts: int = 6) -> list[tuple[list[float], float]]:
+        """Return work, (steps, tokens, tokens before them, requests), and its CPU milliseconds, of batches of several sizes."""
+        observed = []
+        for size in (1, 4, 16, 32):
+            loop = self.host.engine.open(Sampling(max_tokens=most, banned_token_ids=(END,)))
+            dist.barrier()
+            began = time.process_time()
+            loop.add([Request([2, index, 7, 8]) for index in range(size)])
             loop.step()
-        dist.barrier()
-        began = time.process_time()
-        for _ in range(steps):
-            loop.step()
-        spent = time.process_time() - began
-        loop.abort()
-        return 1000 * spent / steps
-
-    def request_ms(self, size: int = 32) -> float:
-        """Return the CPU milliseconds of beginning and ending a request, with its prompt."""
-        loop = self.host.engine.open(Sampling(max_tokens=1, banned_token_ids=(END,)))
-        dist.barrier()
-        began = time.process_time()
-        loop.add([Request([2, index, 7, 8]) for index in range(size)])
-        while loop.running:
-            loop.step()
-        return 1000 * (time.process_time() - began) / size
+            observed.append(([1, size, 0, size], 1000 * (time.process_time() - began)))
+            grown, steps = 1, (most - 2) // parts
+            for _ in range(parts):
+                began = time.process_time()
+                for _ in range(steps):
+                    loop.step()
+                work = [steps, size * steps, size * ((grown + steps) ** 2 - grown**2) / 2, 0]
+                observed.append((work, 1000 * (time.process_time() - began)))
+                grown += steps
+            loop.abort()
+        return observed
 
 
 class ForcedSampler(Sampler):
