@@ -213,8 +213,8 @@ class Collector:
 
     def _take(self, begun: Begun) -> None:
         """Begin the groups that have been assigned to this rank since the last call."""
-        taken = {place: self._taken(*begun.drawn[place][1:]) for place, owner in enumerate(begun.round.owners)
-                 if owner == self.data.rank and place not in begun.local_groups}  # fmt: skip
+        taken = {place: self._taken(*begun.drawn[place][1:]) for place in begun.round.begun
+                 if begun.round.owners[place] == self.data.rank and place not in begun.local_groups}  # fmt: skip
         begun.local_groups.update(taken)
         for group in taken.values():
             if group.complete:

@@ -6,8 +6,9 @@
 A step of an engine takes base + per_response milliseconds for each running response + per_context for each token before those
 that are sampled, and each request per_request once: fitted on vLLM in runs of their own, or `--step_ms`. Lengths of responses
 are drawn from stored distributions. The simulator runs the passes over the data that the collector runs, with its own `Round`.
-With two ranks the collector itself then runs with vLLM, whose responses are forced to those lengths, schedules and fits
-interleaved; its time is CPU time of the rank that takes longest in each step, since other programs may share the cores.
+With two ranks the collector itself then runs with vLLM, whose responses are forced to those lengths. Other programs may share
+the cores, so its time is CPU time, of the rank that takes longest in each training step: schedules take turns, everything is
+repeated, and the least time of each step of the engine counts, as in the fit.
 `known_lengths` is a bound: prompts are sorted by their longest response, so that every step has prompts of one length.
 Prints one JSON object as its last line.
 """
@@ -16,9 +17,9 @@ import argparse
 import itertools
 import json
 import os
-import time
 from dataclasses import replace
-from heapq import heapify, heapreplace
+from functools import partial
+from heapq import heapreplace
 from itertools import pairwise
 from math import ceil
 
@@ -26,7 +27,7 @@ import numpy as np
 
 from lightrft.config import RolloutSection
 from lightrft.data.loader import fair_owners
-from lightrft.rollout.schedule import Parked, Round, next_tail_round
+from lightrft.rollout.schedule import Parked, Round, next_tail_round, room_for
 
 PERCENTILES = [0, 10, 25, 50, 75, 90, 95, 99, 100]
 STORED = {
@@ -80,11 +81,12 @@ class Simulation:
         """Run a round; return the indices of its complete groups."""
         rows = [row for *_, row in drawn]
         lengths, expected, needed = lengths[rows], expected[rows].tolist(), self.section.rollout_batch_size
+        free = [[0] * self.slots for _ in range(self.num_ranks)]
         if self.section.rollout_schedule == "longest_first":
-            starts, owners, points = self._shared(lengths, expected)
+            starts, owners, points = self._shared(lengths, expected, free)
         else:
             owners = np.array(fair_owners(self.num_ranks, expected))
-            starts = np.concatenate([self._queued(lengths[owners == rank]) for rank in range(self.num_ranks)])
+            starts = np.stack([self._begin(each, free[owner], 0) for each, owner in zip(lengths, owners, strict=True)])
             points = [0]
         ends = starts + lengths
         stop = int(ends.max())
@@ -95,25 +97,25 @@ class Simulation:
         self._spend(starts, lengths, owners, [*points, stop])
         return np.flatnonzero(ends.max(1) <= stop).tolist()
 
-    def _queued(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the steps [groups, n] at which responses of one engine start; those beyond its slots wait, in order."""
-        ordered, starts = lengths.reshape(-1), np.zeros(lengths.size, dtype=np.int64)
-        running = ordered[: self.slots].tolist()
-        heapify(running)
-        for index in range(self.slots, lengths.size):
-            starts[index] = running[0]
-            heapreplace(running, running[0] + int(ordered[index]))
-        return starts.reshape(lengths.shape)
+    def _begin(self, lengths: np.ndarray, free: list[int], point: int) -> list[int]:
+        """Return the steps at which responses [n] start that an engine gets at a point.
 
-    def _shared(self, lengths: np.ndarray, expected: list[float]) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        `free`: heap of the steps at which its slots become free; responses for which there is none wait, in order.
+        """
+        return [max(point, heapreplace(free, max(point, free[0]) + length)) for length in lengths.tolist()]
+
+    def _shared(
+        self, lengths: np.ndarray, expected: list[float], free: list[list[int]]
+    ) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """Return starts [groups, n], owners [groups], and points of exchange, by the decisions of Round."""
         num_groups, n = lengths.shape
-        room = max(1, self.slots // n)
+        room = room_for(max(1, self.slots // n), n)
         round = Round(expected, [None] * num_groups, num_ranks=self.num_ranks, needed=num_groups, room=room)
-        starts, points = np.full(lengths.shape, NEVER), [0]
+        starts, points, begun = np.full(lengths.shape, NEVER), [0], 0
         while True:
-            new = [place for place, owner in enumerate(round.owners) if owner is not None and starts[place, 0] == NEVER]
-            starts[new] = points[-1]
+            for place in round.begun[begun:]:
+                starts[place] = self._begin(lengths[place], free[round.owners[place]], points[-1])
+            begun = len(round.begun)
             if not round.open:
                 return starts, np.array(round.owners), points
             round.begin_exchange()
@@ -172,31 +174,28 @@ def simulate(args: argparse.Namespace, costs: Costs) -> list[dict]:
 
 def measure(args: argparse.Namespace) -> tuple[Costs, dict]:
     """Return the fitted costs, and measured and simulated times on these ranks."""
-    import torch
     import torch.distributed as dist
     from vllm_ranks import Ranks, forced_collector
+
+    from lightrft.observe.metrics import Metrics
 
     ranks = Ranks(args.most)
     batch = args.real_prompts
     lengths = draw_lengths("log_normal", (args.real_steps * batch, args.samples), median=args.real_median, most=args.most, seed=1)
     expected = expected_lengths(lengths, 2)
     chosen = sections(args, batch)
-    measured, observed = dict.fromkeys(chosen, 0.0), []
+    spent, observed = {}, []
     for _ in range(args.repeat):
-        for name, section in chosen.items():
-            observed += ranks.observe(args.most)
-            collector, collect = forced_collector(ranks, section, lengths, expected)
-            for number in range(1, args.real_steps + 1):
-                dist.barrier()
-                began = time.process_time()
-                collect(number)
-                spent = torch.tensor(time.process_time() - began, dtype=torch.float64)
-                dist.all_reduce(spent, dist.ReduceOp.MAX)
-                measured[name] += 1000 * float(spent) / args.repeat
+        observed.append(ranks.observe(args.most))
+        collectors = {name: forced_collector(ranks, section, lengths, expected) for name, section in chosen.items()}
+        for number, (name, collect) in itertools.product(range(args.real_steps), collectors.items()):
+            times = ranks.timed(partial(collect, number + 1, Metrics()))
+            spent[name, number] = np.minimum(times, spent.get((name, number), np.inf))
     by_rank = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, observed)
-    costs, simulated = fit(sum(by_rank, [])), {}
-    rows = collector.order.rows(0, len(lengths))
+    dist.all_gather_object(by_rank, {key: times.sum() for key, times in spent.items()})
+    measured = {name: sum(max(each[name, number] for each in by_rank) for number in range(args.real_steps)) for name in chosen}
+    costs, simulated = fit(observed), {}
+    rows = collectors["fifo"].order.rows(0, len(lengths))
     for name, section in chosen.items():
         simulation = Simulation(section, num_ranks=dist.get_world_size(), slots=args.slots, costs=costs)
         simulated[name] = simulation.epoch(lengths[rows], expected[rows]).busy
@@ -208,10 +207,11 @@ def measure(args: argparse.Namespace) -> tuple[Costs, dict]:
     }
 
 
-def fit(observed: list[tuple[list[float], float]]) -> Costs:
-    """Fit costs to pairs of work (steps, tokens, tokens before them, requests) and milliseconds; relative errors count."""
-    work, times = (np.array(each, dtype=float) for each in zip(*observed, strict=True))
-    costs, *_ = np.linalg.lstsq(work / times[:, None], np.ones(len(times)), rcond=None)
+def fit(observed: list[list[tuple[list[float], float]]]) -> Costs:
+    """Fit costs to work (steps, tokens, tokens before them, requests) and the least of its milliseconds over all repetitions."""
+    work = np.array([work for work, _ in observed[0]])
+    times = np.array([[spent for _, spent in run] for run in observed]).min(0)
+    costs, *_ = np.linalg.lstsq(work / times[:, None], np.ones(len(times)), rcond=None)  # relative errors count
     return tuple(costs.tolist())
 
 
@@ -233,7 +233,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--real_most", type=int, default=1024)
     parser.add_argument("--real_every", type=int, default=16)
     parser.add_argument("--real_samples", type=int, default=4)
-    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=4)
     return parser.parse_args()
 
 
