@@ -149,7 +149,7 @@ class Collector:
             sizes = {"batch": missing - len(carried), "ahead": wanted - len(carried)}
             again, num_new = next_tail_round(self.parked, self._rows_left, **sizes)
             wanted, needed = len(carried) + len(again) + num_new, missing
-        self.parked = [each for each in self.parked if each not in again]
+        self.parked = sorted({*self.parked}.difference(again))
         rows = self._rows(wanted - len(carried) - len(again))
         drawn = [*((0, group.number, group.row) for group in carried), *again]
         drawn += [(0, number, row) for number, row in enumerate(rows, self.number + 1)]
@@ -216,8 +216,8 @@ class Collector:
 
     def _take(self, begun: Begun) -> None:
         """Begin the groups that have been assigned to this rank since the last call."""
-        taken = {place: self._taken(*begun.drawn[place][1:]) for place, owner in enumerate(begun.round.owners)
-                 if owner == self.data.rank and place not in begun.local_groups}  # fmt: skip
+        taken = {place: self._taken(*begun.drawn[place][1:]) for place in begun.round.begun
+                 if begun.round.owners[place] == self.data.rank and place not in begun.local_groups}  # fmt: skip
         begun.local_groups.update(taken)
         for group in taken.values():
             if group.complete:

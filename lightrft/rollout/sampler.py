@@ -16,6 +16,7 @@ from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
 from lightrft.parallel.collectives import Axis
 from lightrft.rollout.groups import GROWING, Group
+from lightrft.rollout.schedule import room_for
 from lightrft.strategy.engine_host import Finished, Generation
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.types import Completion, Prompt, Sample
@@ -34,8 +35,9 @@ class Growth:
 
     def __init__(self, sampler: "Sampler", generation: Generation, seed: int):
         self.sampler, self.generation, self.seed = sampler, generation, seed
-        self.room = generation.prompts_at_once(sampler.section.n_samples_per_prompt)
-        """Number of groups that a data replica's engines decode at the same time."""
+        n = sampler.section.n_samples_per_prompt
+        self.room = room_for(generation.prompts_at_once(n), n)
+        """Number of incomplete groups that keep a data replica's engines busy."""
         self._pending: list[Pending] = []
         self._plays: dict[int, Play] = {}
         """Index of a request -> its episode."""

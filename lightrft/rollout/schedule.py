@@ -5,6 +5,18 @@ from collections.abc import Sequence
 Parked = tuple[int, int, int]
 """Group of tail rounds that waits to begin anew: how often it was not complete in time, its number, and its row."""
 
+AHEAD = 4
+"""Largest number of groups of a rank for each that its engine decodes at once."""
+
+
+def room_for(at_once: int, n: int) -> int:
+    """Return how many incomplete groups a rank has whose engine decodes `at_once` groups of n responses at the same time.
+
+    The responses of a group do not end together, and the engine begins those of other groups in their place. The longest of n
+    log-normal responses (sigma 1) takes three times as long as the mean at n = 8, and four times at 16.
+    """
+    return at_once * min(n, AHEAD)
+
 
 def next_tail_round(parked: list[Parked], rows_left: int, *, batch: int, ahead: int) -> tuple[list[Parked], int]:
     """Return the parked groups, and the number of new prompts, of the next round of a step that needs `batch` groups.
@@ -41,6 +53,8 @@ class Round:
         self.owners, self.num_ranks, self.needed, self.room = list(owners), num_ranks, needed, room
         waiting = [place for place, owner in enumerate(owners) if owner is None]
         self.waiting = sorted(waiting, key=lambda place: (-costs[place], place))
+        self.begun = [place for place, owner in enumerate(owners) if owner is not None]
+        """Groups that have a rank, in the order in which they got it."""
         self.complete: set[int] = set()
         self._counted: list[int] = []
         self._assign()
@@ -56,7 +70,7 @@ class Round:
 
     def begin_exchange(self) -> None:
         """Note which groups the counts include that are taken now."""
-        self._counted = [place for place, owner in enumerate(self.owners) if owner is not None]
+        self._counted = list(self.begun)
 
     def decide(self, running: Sequence[int]) -> None:
         """Take the number of requests of each group that ran on all ranks at the last point; assign groups that wait."""
@@ -66,10 +80,11 @@ class Round:
 
     def _assign(self) -> None:
         loads = [0] * self.num_ranks
-        for place, owner in enumerate(self.owners):
-            if owner is not None and place not in self.complete:
-                loads[owner] += 1
+        for place in self.begun:
+            if place not in self.complete:
+                loads[self.owners[place]] += 1
         while self.waiting and min(loads) < self.room:
             rank = loads.index(min(loads))
-            self.owners[self.waiting.pop(0)] = rank
+            self.begun.append(self.waiting.pop(0))
+            self.owners[self.begun[-1]] = rank
             loads[rank] += 1

@@ -1,29 +1,33 @@
 """What --rollout_schedule gives: an event simulator, and vLLM on two ranks with the same lengths of responses.
 
     torchrun --standalone --nproc_per_node 2 scripts/bench/rollout_schedule.py          # docs/benchmarks.md, five minutes
-    python scripts/bench/rollout_schedule.py --step_ms 10 0.05 --ranks 8 64 1024        # the simulator alone
+    python scripts/bench/rollout_schedule.py --step_ms 10 0.05 0 0 --ranks 8 64 1024      # the simulator alone
 
-A step of an engine with b running responses takes base + b * per_response milliseconds: fitted on vLLM in the same run, or
-`--step_ms`. Lengths of responses are drawn from stored distributions. The simulator runs the passes over the data that the
-collector runs, with its own `Round`, and counts the time of the rank that takes longest in each round. With two ranks the
-collector itself then runs with vLLM, whose responses are forced to those lengths, schedules interleaved; its time is CPU time of
-the rank that takes longest in each step, since other programs may share the cores. Prints one JSON object as its last line.
+A step of an engine takes base + per_response milliseconds for each running response + per_context for each token before those
+that are sampled, and each request per_request once: fitted on vLLM in runs of their own, or `--step_ms`. Lengths of responses
+are drawn from stored distributions. The simulator runs the passes over the data that the collector runs, with its own `Round`.
+With two ranks the collector itself then runs with vLLM, whose responses are forced to those lengths. Other programs may share
+the cores, so its time is CPU time, of the rank that takes longest in each training step: schedules take turns, everything is
+repeated, and the least time of each step of the engine counts, as in the fit.
+`known_lengths` is a bound: prompts are sorted by their longest response, so that every step has prompts of one length.
+Prints one JSON object as its last line.
 """
 
 import argparse
 import itertools
 import json
 import os
-import time
 from dataclasses import replace
-from heapq import heapify, heapreplace
+from functools import partial
+from heapq import heapreplace
+from itertools import pairwise
 from math import ceil
-from typing import Any
 
 import numpy as np
 
 from lightrft.config import RolloutSection
-from lightrft.rollout.schedule import Parked, Round, next_tail_round
+from lightrft.data.loader import fair_owners
+from lightrft.rollout.schedule import Parked, Round, next_tail_round, room_for
 
 PERCENTILES = [0, 10, 25, 50, 75, 90, 95, 99, 100]
 STORED = {
@@ -43,16 +47,22 @@ def draw_lengths(distribution: str, shape: tuple[int, int], *, median: float, mo
     return np.clip(np.rint(median * multiples), 1, most).astype(np.int64)
 
 
+Costs = tuple[float, float, float, float]
+"""Milliseconds of a step, for each running response, for each token before those that are sampled, and of a request."""
+NEVER = 1 << 40
+
+
 class Simulation:
-    """One way of running prompts on simulated ranks. All times are in milliseconds."""
+    """One way of running prompts on simulated ranks."""
 
-    def __init__(self, section: RolloutSection, *, num_ranks: int, slots: int, step_ms: tuple[float, float]):
-        self.section, self.num_ranks, self.slots = section, num_ranks, slots
-        self.base, self.per_response = step_ms
+    def __init__(self, section: RolloutSection, *, num_ranks: int, slots: int, costs: Costs):
+        self.section, self.num_ranks, self.slots, self.costs = section, num_ranks, slots, np.array(costs)
+        self.elapsed = self.busy = 0.0
+        """Milliseconds until the last rank is ready in each round, with and without its waits within the round."""
 
-    def epoch(self, lengths: np.ndarray, expected: np.ndarray) -> float:
-        """Return the time of generating each prompt once; lengths [prompts, n], expected [prompts] before the pass."""
-        batch, place, total, learned = self.section.rollout_batch_size, 0, 0.0, 0
+    def epoch(self, lengths: np.ndarray, expected: np.ndarray) -> "Simulation":
+        """Generate each prompt once; lengths [prompts, n], expected [prompts] before the pass."""
+        batch, place, learned = self.section.rollout_batch_size, 0, 0
         ahead = ceil(batch * self.section.over_sampling)
         parked: list[Parked] = []
         while learned < len(lengths):
@@ -60,70 +70,73 @@ class Simulation:
             if self.section.rollout_schedule == "tail_rounds":
                 again, new = next_tail_round(parked, len(lengths) - place, batch=batch, ahead=ahead)
             drawn = again + [(0, row, row) for row in range(place, place + new)]
-            rows = [row for *_, row in drawn]
-            duration, complete = self._round(lengths[rows], expected[rows], batch)
-            chosen = {rows[index] for index in complete[:batch]}
-            left = [(times + (index not in complete), row, row)
-                    for index, (times, _, row) in enumerate(drawn) if row not in chosen]  # fmt: skip
-            parked = sorted([each for each in parked if each not in again] + left)
-            place, total, learned = place + new, total + duration, learned + batch
-        return total
+            complete = {drawn[index] for index in self._round(drawn, lengths, expected)}
+            chosen = set(sorted(complete, key=lambda each: each[1])[:batch])
+            left = {(times + ((times, number, row) not in complete), number, row) for times, number, row in {*drawn} - chosen}
+            parked = sorted({*parked}.difference(again) | left)
+            place, learned = place + new, learned + len(chosen)
+        return self
 
-    def _round(self, lengths: np.ndarray, expected: np.ndarray, needed: int) -> tuple[float, list[int]]:
-        """Return the time of a round and its complete groups."""
+    def _round(self, drawn: list[Parked], lengths: np.ndarray, expected: np.ndarray) -> list[int]:
+        """Run a round; return the indices of its complete groups."""
+        rows = [row for *_, row in drawn]
+        lengths, expected, needed = lengths[rows], expected[rows].tolist(), self.section.rollout_batch_size
+        free = [[0] * self.slots for _ in range(self.num_ranks)]
         if self.section.rollout_schedule == "longest_first":
-            return self._shared_round(lengths, expected), list(range(len(lengths)))
-        owners = np.arange(len(lengths)) * self.num_ranks // len(lengths)
-        spans = [self._queued(lengths[owners == rank].reshape(-1)) for rank in range(self.num_ranks)]
-        ends = np.concatenate([end for _, end in spans]).reshape(lengths.shape).max(1)
-        if needed == len(lengths):
-            return max(self._time(start, end) for start, end in spans), list(range(len(lengths)))
-        every = self.section.early_stop_every
-        enough = np.sort(ends)[needed - 1]
-        stop = (ceil(enough / every) + 1) * every  # counted at one point, decided at the next
-        return max(self._time(start, np.minimum(end, stop), stop) for start, end in spans), np.flatnonzero(ends <= stop).tolist()
+            starts, owners, points = self._shared(lengths, expected, free)
+        else:
+            owners = np.array(fair_owners(self.num_ranks, expected))
+            starts = np.stack([self._begin(each, free[owner], 0) for each, owner in zip(lengths, owners, strict=True)])
+            points = [0]
+        ends = starts + lengths
+        stop = int(ends.max())
+        if needed < len(lengths):
+            every = self.section.early_stop_every
+            stop = (ceil(np.sort(ends.max(1))[needed - 1] / every) + 1) * every  # counted at one point, decided at the next
+            points = list(range(0, stop, every))
+        self._spend(starts, lengths, owners, [*points, stop])
+        return np.flatnonzero(ends.max(1) <= stop).tolist()
 
-    def _queued(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the steps at which responses of one engine start and end; those beyond its slots wait, in order."""
-        starts = np.zeros_like(lengths)
-        if len(lengths) > self.slots:
-            running = lengths[: self.slots].tolist()
-            heapify(running)
-            for index in range(self.slots, len(lengths)):
-                starts[index] = running[0]
-                heapreplace(running, running[0] + int(lengths[index]))
-        return starts, starts + lengths
+    def _begin(self, lengths: np.ndarray, free: list[int], point: int) -> list[int]:
+        """Return the steps at which responses [n] start that an engine gets at a point.
 
-    def _time(self, start: np.ndarray, end: np.ndarray, stop: int | None = None) -> float:
-        kept = start < (stop or end.max(initial=0) + 1)
-        return self.base * end[kept].max(initial=0) + self.per_response * (end - start)[kept].sum()
+        `free`: heap of the steps at which its slots become free; responses for which there is none wait, in order.
+        """
+        return [max(point, heapreplace(free, max(point, free[0]) + length)) for length in lengths.tolist()]
 
-    def _shared_round(self, lengths: np.ndarray, expected: np.ndarray) -> float:
-        """Return the time of a round in which groups begin on ranks with room, by the decisions of Round."""
-        every, num_groups = self.section.early_stop_every, len(lengths)
-        room = max(1, self.slots // lengths.shape[1])
-        round = Round(expected.tolist(), [None] * num_groups, num_ranks=self.num_ranks, needed=num_groups, room=room)
-        begun = np.full(num_groups, -1)
-        clock = np.zeros(self.num_ranks)
-        counts, step = None, 0
+    def _shared(
+        self, lengths: np.ndarray, expected: list[float], free: list[list[int]]
+    ) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """Return starts [groups, n], owners [groups], and points of exchange, by the decisions of Round."""
+        num_groups, n = lengths.shape
+        room = room_for(max(1, self.slots // n), n)
+        round = Round(expected, [None] * num_groups, num_ranks=self.num_ranks, needed=num_groups, room=room)
+        starts, points, begun = np.full(lengths.shape, NEVER), [0], 0
         while True:
-            if counts is not None:
-                round.decide(counts.tolist())
-            owners = np.array([-1 if owner is None else owner for owner in round.owners])
-            begun[(owners >= 0) & (begun < 0)] = step
-            left = np.clip(begun[:, None] + lengths - step, 0, None) * (begun >= 0)[:, None]  # tokens that are left
-            until = every if round.open else left.max(initial=0)
-            round.begin_exchange()
-            counts = (left > 0).sum(1)
-            work = np.minimum(left, until)
-            tokens = np.bincount(np.maximum(owners, 0), (work.sum(1) * (owners >= 0)), self.num_ranks)
-            steps = np.zeros(self.num_ranks)
-            np.maximum.at(steps, owners[owners >= 0], work.max(1)[owners >= 0])
-            own = clock + self.base * steps + self.per_response * tokens
+            for place in round.begun[begun:]:
+                starts[place] = self._begin(lengths[place], free[round.owners[place]], points[-1])
+            begun = len(round.begun)
             if not round.open:
-                return float(own.max())
-            clock = np.maximum(own, clock.max())  # the counts of the last point have to be there
-            step += every
+                return starts, np.array(round.owners), points
+            round.begin_exchange()
+            running = (starts + lengths > points[-1]).sum(1)
+            points.append(points[-1] + self.section.early_stop_every)
+            round.decide(running.tolist())
+
+    def _spend(self, starts: np.ndarray, lengths: np.ndarray, owners: np.ndarray, points: list[int]) -> None:
+        """Add the time between points: at each of them the counts that were taken at the last one have to be there."""
+        clock, busy = np.zeros(self.num_ranks), np.zeros(self.num_ranks)
+        for begin, end in pairwise(points):
+            before, after = (np.clip(point - starts, 0, lengths) for point in (begin, end))
+            begun = (starts >= begin) & (starts < end)
+            steps = np.zeros(self.num_ranks)
+            np.maximum.at(steps, owners, np.clip((starts + lengths).max(1, where=starts < end, initial=0), begin, end) - begin)
+            sums = ((after - before).sum(1), (after**2 - before**2).sum(1) / 2, begun.sum(1))
+            work = np.stack([steps, *(np.bincount(owners, each, self.num_ranks) for each in sums)], 1)
+            busy += work @ self.costs
+            clock = np.maximum(clock + work @ self.costs, clock.max())
+        self.elapsed += float(clock.max())
+        self.busy += float(busy.max())
 
 
 def sections(args: argparse.Namespace, batch: int) -> dict[str, RolloutSection]:
@@ -140,14 +153,17 @@ def expected_lengths(lengths: np.ndarray, seed: int) -> np.ndarray:
     return lengths.mean(1) * np.exp(0.3 * noise)
 
 
-def simulate(args: argparse.Namespace, step_ms: tuple[float, float]) -> list[dict]:
+def simulate(args: argparse.Namespace, costs: Costs) -> list[dict]:
     rows = []
     for distribution, num_ranks in itertools.product(["log_normal", *STORED], args.ranks):
         batch = args.prompts_per_rank * num_ranks
         lengths = draw_lengths(distribution, (args.steps * batch, args.samples), median=args.median, most=args.most, seed=1)
-        expected, times = expected_lengths(lengths, 2), {}
-        for name, section in sections(args, batch).items():
-            times[name] = Simulation(section, num_ranks=num_ranks, slots=args.slots, step_ms=step_ms).epoch(lengths, expected)
+        expected, chosen = expected_lengths(lengths, 2), sections(args, batch)
+        times = {name: Simulation(section, num_ranks=num_ranks, slots=args.slots, costs=costs).epoch(lengths, expected).elapsed
+                 for name, section in chosen.items()}  # fmt: skip
+        order = np.argsort(lengths.max(1))
+        bound = Simulation(chosen["fifo"], num_ranks=num_ranks, slots=args.slots, costs=costs)
+        times["known_lengths"] = bound.epoch(lengths[order], lengths[order].mean(1)).elapsed
         rows.append({"distribution": distribution, "ranks": num_ranks,
                      "speedup": {name: round(times["fifo"] / each, 2) for name, each in times.items()}})  # fmt: skip
     return rows
@@ -156,85 +172,82 @@ def simulate(args: argparse.Namespace, step_ms: tuple[float, float]) -> list[dic
 # -- the collector with vLLM
 
 
-def measure(args: argparse.Namespace) -> tuple[tuple[float, float], dict]:
-    """Return the fitted milliseconds of a step (base, per response), and measured and simulated times on these ranks."""
-    import torch
+def measure(args: argparse.Namespace) -> tuple[Costs, dict]:
+    """Return the fitted costs, and measured and simulated times on these ranks."""
     import torch.distributed as dist
     from vllm_ranks import Ranks, forced_collector
 
+    from lightrft.observe.metrics import Metrics
+
     ranks = Ranks(args.most)
-    step_ms = fit(ranks)
     batch = args.real_prompts
     lengths = draw_lengths("log_normal", (args.real_steps * batch, args.samples), median=args.real_median, most=args.most, seed=1)
     expected = expected_lengths(lengths, 2)
     chosen = sections(args, batch)
-    measured, simulated = {name: [] for name in chosen}, {}
-    for _, (name, section) in itertools.product(range(args.repeat), chosen.items()):
-        collector, collect = forced_collector(ranks, section, lengths, expected)
-        total = 0.0
-        for number in range(1, args.real_steps + 1):
-            dist.barrier()
-            began = time.process_time()
-            collect(number)
-            spent = torch.tensor(time.process_time() - began, dtype=torch.float64)
-            dist.all_reduce(spent, dist.ReduceOp.MAX)
-            total += float(spent)
-        measured[name].append(1000 * total)
+    spent, observed = {}, []
+    for _ in range(args.repeat):
+        observed.append(ranks.observe(args.most))
+        collectors = {name: forced_collector(ranks, section, lengths, expected) for name, section in chosen.items()}
+        for number, (name, collect) in itertools.product(range(args.real_steps), collectors.items()):
+            times = ranks.timed(partial(collect, number + 1, Metrics()))
+            spent[name, number] = np.minimum(times, spent.get((name, number), np.inf))
+    by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, {key: times.sum() for key, times in spent.items()})
+    measured = {name: sum(max(each[name, number] for each in by_rank) for number in range(args.real_steps)) for name in chosen}
+    costs, simulated = fit(observed), {}
+    rows = collectors["fifo"].order.rows(0, len(lengths))
     for name, section in chosen.items():
-        rows = collector.order.rows(0, len(lengths))
-        simulation = Simulation(section, num_ranks=dist.get_world_size(), slots=args.slots, step_ms=step_ms)
-        simulated[name] = simulation.epoch(lengths[rows], expected[rows])
-    best = {name: min(times) for name, times in measured.items()}
-    return step_ms, {
-        "measured_s": {name: round(each / 1000, 2) for name, each in best.items()},
-        "simulated_of_measured": {name: round(simulated[name] / each, 2) for name, each in best.items()},
-        "speedup_measured": {name: round(best["fifo"] / each, 2) for name, each in best.items()},
+        simulation = Simulation(section, num_ranks=dist.get_world_size(), slots=args.slots, costs=costs)
+        simulated[name] = simulation.epoch(lengths[rows], expected[rows]).busy
+    return costs, {
+        "measured_s": {name: round(each / 1000, 2) for name, each in measured.items()},
+        "simulated_of_measured": {name: round(simulated[name] / each, 3) for name, each in measured.items()},
+        "speedup_measured": {name: round(measured["fifo"] / each, 2) for name, each in measured.items()},
         "speedup_simulated": {name: round(simulated["fifo"] / each, 2) for name, each in simulated.items()},
     }
 
 
-def fit(ranks: Any) -> tuple[float, float]:
-    """Fit the CPU milliseconds of a step of vLLM for several numbers of running responses, on all ranks at once."""
-    sizes = [1, 2, 4, 8, 16, 32]
-    times = np.array([min(ranks.step_ms(size) for _ in range(3)) for size in sizes])
-    weights = 1 / times  # relative errors count
-    design = np.stack([np.ones(len(sizes)), np.array(sizes)], 1) * weights[:, None]
-    (base, per_response), *_ = np.linalg.lstsq(design, times * weights, rcond=None)
-    return float(base), float(per_response)
+def fit(observed: list[list[tuple[list[float], float]]]) -> Costs:
+    """Fit costs to work (steps, tokens, tokens before them, requests) and the least of its milliseconds over all repetitions."""
+    work = np.array([work for work, _ in observed[0]])
+    times = np.array([[spent for _, spent in run] for run in observed]).min(0)
+    costs, *_ = np.linalg.lstsq(work / times[:, None], np.ones(len(times)), rcond=None)  # relative errors count
+    return tuple(costs.tolist())
 
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024])
-    parser.add_argument("--step_ms", type=float, nargs=2, help="base and per response; default: fitted on vLLM")
+    parser.add_argument("--step_ms", type=float, nargs=4, help="base, per_response, per_context, per_request; default: fitted")
     parser.add_argument("--prompts_per_rank", type=int, default=4)
     parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=12, help="steps in a pass over the data")
+    parser.add_argument("--steps", type=int, default=60, help="steps in a pass over the data")
     parser.add_argument("--median", type=float, default=1000)
     parser.add_argument("--most", type=int, default=16384)
     parser.add_argument("--slots", type=int, default=256, help="responses that an engine decodes at once")
     parser.add_argument("--every", type=int, default=32)
-    parser.add_argument("--over_sampling", type=float, nargs="+", default=[1.25, 1.5, 2.0])
+    parser.add_argument("--over_sampling", type=float, nargs="+", default=[1.5, 2.0])
     parser.add_argument("--real_prompts", type=int, default=8)
-    parser.add_argument("--real_steps", type=int, default=8)
-    parser.add_argument("--real_median", type=float, default=24)
-    parser.add_argument("--real_most", type=int, default=448)
-    parser.add_argument("--real_every", type=int, default=4)
+    parser.add_argument("--real_steps", type=int, default=12)
+    parser.add_argument("--real_median", type=float, default=64)
+    parser.add_argument("--real_most", type=int, default=1024)
+    parser.add_argument("--real_every", type=int, default=16)
     parser.add_argument("--real_samples", type=int, default=4)
-    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=4)
     return parser.parse_args()
 
 
 def main() -> None:
     args = options()
-    result, step_ms = {}, args.step_ms
+    result, costs = {}, args.step_ms
     if "RANK" in os.environ:
         real = argparse.Namespace(**vars(args) | {"samples": args.real_samples, "most": args.real_most, "every": args.real_every})
         fitted, result["two_ranks"] = measure(real)
-        result["fitted_step_ms"] = [round(each, 4) for each in fitted]
-        step_ms = step_ms or fitted
+        result["fitted_step_ms"] = [float(f"{each:.3g}") for each in fitted]
+        costs = costs or fitted
     if os.environ.get("RANK", "0") == "0":
-        print(json.dumps({"step_ms": step_ms, **result, "simulated": simulate(args, tuple(step_ms or (10.0, 0.05)))}))
+        costs = tuple(costs or (10.0, 0.05, 0.0, 0.0))
+        print(json.dumps({"step_ms": costs, **result, "simulated": simulate(args, costs)}))
 
 
 main()

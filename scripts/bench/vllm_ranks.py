@@ -3,6 +3,8 @@
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,13 +15,12 @@ from lightrft.config import EngineSection, RewardSection, RolloutSection
 from lightrft.engine.base import Request, Sampling
 from lightrft.engine.build import build_engine
 from lightrft.engine.requests import derived_seed
-from lightrft.observe.metrics import Metrics
 from lightrft.parallel.mesh import Mesh
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.collector import Collector
 from lightrft.rollout.groups import GROWING, Group
 from lightrft.rollout.sampler import Pending, Sampler
-from lightrft.strategy.engine_host import EngineHost, Generation
+from lightrft.strategy.engine_host import EngineHost, Finished, Generation
 from lightrft.types import Prompt
 
 VOCABULARY, END = 512, 511
@@ -39,24 +40,49 @@ class Ranks:
             section, axis = EngineSection(engine_type="vllm", engine_kv_cache_gb=0.5), self.mesh.engine(1)
             engine = build_engine(section, model_path=folder, axis=axis, dtype=torch.float32, device=torch.device("cpu"),
                                   max_model_len=most + 16)  # fmt: skip
+        self.stamps: list[float] = []
         self.host = EngineHost(engine, axis=axis, mesh=self.mesh, device=torch.device("cpu"), sleeps=False)
 
     def open_generation(self, sampling: Sampling) -> Generation:
-        return self.host.open(sampling)
+        return TimedGeneration(self, self.host.engine.open(sampling), self.host.axis, self.mesh.model_parallel)
 
-    def step_ms(self, size: int, steps: int = 96) -> float:
-        """Return the CPU milliseconds of a step with `size` responses."""
-        loop = self.host.engine.open(Sampling(max_tokens=steps + 8, banned_token_ids=(END,)))
-        loop.add([Request([1, index]) for index in range(size)])
-        for _ in range(4):
-            loop.step()
+    def timed(self, work: Callable[[], Any]) -> np.ndarray:
+        """Begin work on all ranks; return the CPU milliseconds until the end of each step of the engine, and of the work."""
         dist.barrier()
-        began = time.process_time()
-        for _ in range(steps):
-            loop.step()
-        spent = time.process_time() - began
-        loop.abort()
-        return 1000 * spent / steps
+        self.stamps = [time.process_time()]
+        work()
+        return 1000 * np.diff([*self.stamps, time.process_time()])
+
+    def observe(self, most: int, short: int = 16) -> list[tuple[list[float], float]]:
+        """Return work, (steps, tokens, tokens before them, requests), and its CPU milliseconds, of batches of several sizes."""
+        observed = []
+        for size, tokens in product((1, 2, 4, 8, 16, 32), (short, most)):
+            times = self.timed(lambda: self._decode(size, tokens))[:tokens]  # noqa: B023
+            if tokens == short:
+                observed.append(([tokens, size * tokens, size * tokens**2 / 2, size], times.sum()))
+            else:
+                observed += [([1, size, size * place, 0], spent) for place, spent in enumerate(times[1:-1], 1)]
+        return observed
+
+    def _decode(self, size: int, tokens: int) -> None:
+        """Generate responses of one length, which begin and end together."""
+        generation = self.open_generation(Sampling())
+        sampling = Sampling(max_tokens=tokens, banned_token_ids=(END,))
+        generation.add([Request([2, index, 7, 8], sampling=sampling) for index in range(size)])
+        for _ in generation.to_the_end():
+            pass
+
+
+class TimedGeneration(Generation):
+    """Generation that notes the CPU time after each step."""
+
+    def __init__(self, ranks: Ranks, *args: Any):
+        super().__init__(*args)
+        self.ranks = ranks
+
+    def step(self) -> Finished:
+        yield from super().step()
+        self.ranks.stamps.append(time.process_time())
 
 
 class ForcedSampler(Sampler):
@@ -74,16 +100,14 @@ class ForcedSampler(Sampler):
             if sample.finish_reason == GROWING:
                 sampling = Sampling(max_tokens=int(self.lengths[group.row, place]), banned_token_ids=(END,))
                 seeds = (derived_seed(seed, group.number, place),)
-                yield Request(sample.prompt.token_ids, sampling=sampling, seeds=seeds), [sample], group
+                yield Request([*sample.prompt.token_ids], sampling=sampling, seeds=seeds), [sample], group
 
 
-def forced_collector(
-    ranks: Ranks, section: RolloutSection, lengths: np.ndarray, expected: np.ndarray
-) -> tuple[Collector, Callable[[int], None]]:
-    """Return a collector that knows the expected lengths [prompts], and a function that collects a step and drops it."""
+def forced_collector(ranks: Ranks, section: RolloutSection, lengths: np.ndarray, expected: np.ndarray) -> Collector:
+    """Return a collector that knows the expected lengths [prompts]."""
     prompts = [Prompt(row, "", [1 + row % 500, row // 500, 7, 8], {}) for row in range(len(lengths))]
     rewards = RewardRunner("none", section=RewardSection(reward_workers=0))
     collect = Collector(ForcedSampler(ranks, section, lengths), rewards, prompts, section=section, data=ranks.mesh.data, seed=1)
     collect.history.lengths.copy_(torch.from_numpy(expected))
     collect.history.turns.zero_()
-    return collect, lambda number: collect(number, Metrics())
+    return collect

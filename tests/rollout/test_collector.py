@@ -1,11 +1,6 @@
 """What a step is filled with: decided alike on all ranks, repeatable, and the same after a resumed run."""
 
-import bisect
 import copy
-import math
-import random
-from itertools import pairwise
-from statistics import NormalDist
 
 import pytest
 import torch
@@ -320,40 +315,6 @@ def long_and_short() -> int:
     before = collect.sampler.tokens
     step(collect, 2)
     return collect.sampler.tokens - before
-
-
-class Lengths(Script):
-    """Draws log-normal lengths, up to 100, from the seed, the group and the place of a response."""
-
-    def length(self, seed: int, sample, place: int) -> int:
-        return max(1, round(10 * math.exp(random.Random(f"{seed} {sample.group} {place}").gauss(0, 1))))
-
-
-def test_tail_rounds_learn_from_every_prompt_once_a_pass_whatever_its_length():
-    """The lengths of what is learned follow the distribution that is drawn from; without a second turn long ones are missing."""
-    edges = [3, 4, 6, 8, 10, 13, 17, 23, 36]
-    below = [0.0, *(NormalDist().cdf(math.log((edge - 0.5) / 10)) for edge in edges), 1.0]
-
-    def learned(**flags) -> tuple[list[int], float, Collector]:
-        """Rows, the statistic of Pearson's chi-square test, and the collector."""
-        collect = collector(prompts("s" * 64), rollout_batch_size=8, over_sampling=1.5, early_stop_every=2, **flags)
-        collect.sampler = Lengths()
-        groups = [group for number in range(1, 65) for group in step(collect, number)[0]]
-        counts = [0] * 10
-        for group in groups:
-            for sample in group.samples:
-                counts[bisect.bisect(edges, len(sample.token_ids))] += 1
-        expected = [sum(counts) * (high - low) for low, high in pairwise(below)]
-        statistic = sum((count - mean) ** 2 / mean for count, mean in zip(counts, expected, strict=True))
-        return [group.row for group in groups], statistic, collect
-
-    rows, statistic, collect = learned(rollout_schedule="tail_rounds")
-    assert len(rows) == 8 * 64 and statistic < 21.67, "the 99 % quantile at nine degrees of freedom"
-    for number in range(8):
-        assert sorted(rows[64 * number : 64 * number + 64]) == list(range(64))
-    assert collect.parked == [] and collect.place == 8 * 64
-    rows, statistic, _ = learned()
-    assert statistic > 100
 
 
 TAIL = {"rollout_schedule": "tail_rounds", "over_sampling": 1.5, "early_stop_every": 3}
