@@ -1,0 +1,125 @@
+"""How busy the engine is while the tools of other episodes run, compared with turns of all episodes that wait for one another.
+
+    python scripts/bench/episodes.py                    # docs/benchmarks.md, one minute
+
+Episodes of several turns on one rank with vLLM and a random Qwen3; after each turn the program of an episode sleeps, as a tool on
+another machine would. `free`: the sampler as it is, which begins a turn as soon as its program asks for it. `barrier`: the next
+turns begin when all episodes have asked for theirs. Busy is the share of the time in which the engine has requests. Prints one
+JSON object as its last line.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from lightrft.agents.episodes import Episodes, Play
+from lightrft.agents.programs import ProgramSetup
+from lightrft.agents.tool_calls import hermes
+from lightrft.agents.turn_format import TurnFormat
+from lightrft.config import EngineSection, RolloutSection
+from lightrft.config.sections import DataSection, EnvironmentSection
+from lightrft.engine.build import build_engine
+from lightrft.observe.trace import Trace
+from lightrft.parallel.mesh import Mesh
+from lightrft.rollout.groups import Group
+from lightrft.rollout.sampler import Sampler
+from lightrft.strategy.engine_host import EngineHost
+from lightrft.types import Prompt
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from prepare_quickstart import byte_tokenizer
+
+ENVIRONMENT = """
+import asyncio
+
+
+class Sleeps:
+    def reset(self, **row):
+        self.turns = 0
+
+    async def step(self, action):
+        self.turns += 1
+        await asyncio.sleep({seconds})
+        return "ok", 1.0, self.turns == {turns}
+"""
+
+
+class Barrier(Episodes):
+    """Episodes whose turns begin together."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._asked: list[Play] = []
+
+    def poll(self, seconds: float) -> list[Play]:
+        self._asked += super().poll(seconds)
+        if len(self._asked) < len(self.running):
+            return []
+        asked, self._asked = self._asked, []
+        return asked
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--episodes", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=24, help="longest turn; lengths differ, as any of 16 tokens ends one")
+    parser.add_argument("--tool_ms", type=float, default=50.0)
+    parser.add_argument("--repeat", type=int, default=3)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(args, Path(folder))
+    print(json.dumps(result))
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict:
+    config = Qwen3Config(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+                         intermediate_size=256, vocab_size=264, max_position_embeddings=2048, dtype=torch.float32)  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder)
+    (folder / "sleeps.py").write_text(ENVIRONMENT.format(seconds=args.tool_ms / 1000, turns=args.turns))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    mesh, longest = Mesh("cpu"), args.turns * (args.tokens + 8)
+    axis, device = mesh.engine(1), torch.device("cpu")
+    engine = build_engine(EngineSection(engine_type="vllm", engine_kv_cache_gb=0.5), model_path=str(folder), axis=axis,
+                          dtype=torch.float32, device=device, max_model_len=longest + 16)  # fmt: skip
+    host = EngineHost(engine, axis=axis, mesh=mesh, device=device, sleeps=False)
+    section = EnvironmentSection(environment=f"{folder}/sleeps.py:Sleeps", max_turns=args.turns, turn_max_len=args.tokens,
+                                 environment_workers=args.episodes)  # fmt: skip
+    rollout = RolloutSection(generate_max_len=longest, stop_token_ids=list(range(16)))
+    format = TurnFormat(DataSection(prompt_max_len=16), tokenizer, frozenset())
+    found: dict[str, list[dict[str, float]]] = {"free": [], "barrier": []}
+    ways = {name: kind(ProgramSetup(section.environment), section, format, hermes, longest=longest)
+            for name, kind in (("free", Episodes), ("barrier", Barrier))}  # fmt: skip
+    for repetition in range(args.repeat + 1):
+        for name, episodes in ways.items():
+            trace = Trace(peak_memory=int, memory_in_use=int)
+            strategy = SimpleNamespace(trace=trace, open_generation=host.open)
+            growth = Sampler(strategy, tokenizer, rollout, episodes=episodes).open(repetition)
+            groups = [Group.begin(number, number, Prompt(number, "go", [71, 79], {}), count=1, greedy=False)
+                      for number in range(args.episodes)]  # fmt: skip
+            trace.step()
+            began = time.perf_counter()
+            growth.add(groups)
+            complete = sum(1 for _ in growth.steps())
+            seconds = time.perf_counter() - began
+            assert complete == args.episodes
+            tokens = sum(sum(sample.episode.sampled) for group in groups for sample in group.samples)
+            if repetition:
+                found[name].append({"seconds": seconds, "busy": 1 - trace.step()["time/idle_share"], "tokens": tokens})
+    for episodes in ways.values():
+        episodes.close()
+    best = {name: min(runs, key=lambda run: run["seconds"]) for name, runs in found.items()}
+    return {**vars(args), **best, "speedup": best["barrier"]["seconds"] / best["free"]["seconds"]}
+
+
+if __name__ == "__main__":
+    main()
