@@ -5,6 +5,7 @@ The ranks of one data replica compute the same samples. Only the first of them, 
 what it has received to the others in one buffer.
 """
 
+import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -126,7 +127,7 @@ class SampleStore(ABC):
     @abstractmethod
     def rows(self, tags: Mapping[str, Tensor] | None = None) -> SampleRows:
         """Return the metadata of all ranks' rows, with `tags` [n, ...] int64 of this rank's: one collective over the data ranks,
-        and one broadcast in a replica.
+        and one broadcast in a replica. Raises ValueError on all ranks if their columns differ.
         """
 
     @abstractmethod
@@ -193,15 +194,35 @@ class MemoryStore(SampleStore):
             widths = {name: values[:1].numel() if len(values) else math.prod(values.shape[1:]) for name, values in tags.items()}
             parts = [values.reshape(len(values), widths[name]) for name, values in tags.items()]
             parts = [torch.cat([self._lengths.ids[:, None], self._lengths.values[:, None], *parts], 1)]
-            gathered = self.data.gather_rows(parts[0])
+            gathered, notes = self.data.gather_rows(parts[0], note=_digest(self._types()))
             counts, table = torch.tensor([len(part) for part in gathered]), torch.cat(gathered)
+            problem = self._disagreement() if len(set(notes)) > 1 else ""
         else:
             counts = table = None
-        counts, table = self.replica.broadcast((counts, table))
+            problem = ""
+        counts, table, problem = self.replica.broadcast((counts, table, problem))
+        if problem:
+            raise ValueError(problem)
         columns = table[:, 2:].split([math.prod(values.shape[1:]) for values in tags.values()], 1) if tags else ()
         values = {name: part.reshape(-1, *tags[name].shape[1:]) for name, part in zip(tags, columns, strict=True)}
         self._known = SampleRows(table[:, 0], table[:, 1], torch.repeat_interleave(counts), values)
         return self._known
+
+    def _types(self) -> dict[str, str]:
+        """Return column -> what its values must have in common on all ranks to travel between them."""
+        columns = {name: f"{'token' if column.per_token else 'sample'} {str(column.values.dtype).removeprefix('torch.')} "
+                         f"{list(column.values.shape[1:])}" for name, column in sorted(self._columns.items())}  # fmt: skip
+        return columns | dict.fromkeys(sorted(self._objects), "object")
+
+    def _disagreement(self) -> str:
+        """Describe the first column that differs between ranks, alike on all of them."""
+        everyone = self.data.gather(self._types())
+        for name in sorted(set().union(*everyone)):
+            kinds = [types.get(name, "absent") for types in everyone]
+            if len(set(kinds)) > 1:
+                each = ", ".join(f"{kind} on data rank {rank}" for rank, kind in enumerate(kinds))
+                return f"the ranks have different columns {name!r}: {each}"
+        return "the ranks have different columns"
 
     def move(self, owners: Sequence[Sequence[int]], fields: Sequence[str] | None = None) -> SampleRows:
         if self._known is None:
@@ -306,6 +327,11 @@ def checked_columns(
             raise ValueError(f"{name!r} has {len(values)} values for {len(ids)} samples")
         columns[name] = Column(False, ids, ones, values.detach().cpu())
     return columns
+
+
+def _digest(types: Mapping[str, str]) -> int:
+    """Return a number of 63 bits that depends on the columns and their types."""
+    return int.from_bytes(hashlib.blake2b(repr(sorted(types.items())).encode(), digest_size=8).digest()) >> 1
 
 
 def check_owners(ids: Tensor, owners: Sequence[Sequence[int]]) -> None:

@@ -79,21 +79,25 @@ class Axis:
         dist.all_to_all_single(out, flat, counts, sent.tolist(), group=self.group)
         return list(out.split(counts))
 
-    def gather_rows(self, rows: Tensor) -> list[Tensor]:
-        """Return every rank's rows [n, w] int64: in one collective, or in two if a rank has more rows than any had before."""
+    def gather_rows(self, rows: Tensor, note: int = 0) -> tuple[list[Tensor], list[int]]:
+        """Return every rank's rows [n, w] int64, with w at least 2, and its note.
+
+        It takes one collective, or two if a rank has more rows than any had before.
+        """
         if self.size == 1:
-            return [rows]
+            return [rows], [note]
         while True:
             (most,) = self.largest
             part = rows.new_zeros(1 + most, rows.shape[1])
-            part[0, 0] = len(rows)
+            part[0, 0], part[0, 1] = len(rows), note
             part[1 : 1 + len(rows)] = rows[:most]
             found = rows.new_empty(self.size * len(part), rows.shape[1])
             dist.all_gather_into_tensor(found, part, group=self.group)
             parts = found.split(len(part))
             counts = [int(each[0, 0]) for each in parts]
             if max(counts) <= most:
-                return [each[1 : 1 + count] for each, count in zip(parts, counts, strict=True)]
+                notes = [int(each[0, 1]) for each in parts]
+                return [each[1 : 1 + count] for each, count in zip(parts, counts, strict=True)], notes
             self.largest[0] = max(counts)
 
     def all_to_all(self, flat: Tensor, sent: list[int], received: list[int]) -> Tensor:

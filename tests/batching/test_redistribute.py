@@ -51,11 +51,9 @@ CASES = {
 }
 
 
-def moved(lengths: list[int], held: list[list[int]], owners: list[list[int]], replica: int = 1):
-    """Columns that arrive on this rank, the collectives of each axis, and the bytes sent to others."""
-    counts: Counter[str] = Counter()
-    sent: list[int] = []
-    rank, size = dist.get_rank() // replica, dist.get_world_size() // replica
+def axes_of(replica: int) -> dict[str, Axis]:
+    """The axes of this rank, of which `replica` neighbours have the same samples."""
+    size = dist.get_world_size() // replica
     groups = {"data": [range(place, replica * size, replica) for place in range(replica)],
               "replica": [range(place, place + replica) for place in range(0, replica * size, replica)]}  # fmt: skip
     axes = {}
@@ -64,6 +62,14 @@ def moved(lengths: list[int], held: list[list[int]], owners: list[list[int]], re
             group = dist.new_group(list(ranks))
             if dist.get_rank() in ranks:
                 axes[name] = Axis(name, len(ranks), ranks.index(dist.get_rank()), group if len(ranks) > 1 else None)
+    return axes
+
+
+def moved(lengths: list[int], held: list[list[int]], owners: list[list[int]], replica: int = 1):
+    """Columns that arrive on this rank, the collectives of each axis, and the bytes sent to others."""
+    counts: Counter[str] = Counter()
+    sent: list[int] = []
+    rank, axes = dist.get_rank() // replica, axes_of(replica)
 
     def counted(name: str):
         plain = getattr(dist, name)
@@ -143,3 +149,38 @@ def test_select_and_token_index_by_hand():
     assert batch.select([2, 0]).input_ids.tolist() == [9, 12, 15, 0, 3]
     assert token_index(batch.offsets, torch.tensor([1, 1, 0])).tolist() == [2, 2, 0, 1]
     assert batch.position_ids.tolist() == [0, 1, 0, 0, 1, 2] and batch.sequence_ids.tolist() == [0, 0, 1, 2, 2, 2]
+
+
+def disagreeing() -> list[str]:
+    """What each rank of two replicas says of columns that its data rank has in another form than the other one."""
+    data, replica = axes_of(2).values()
+    said = []
+    forms = [
+        ({"a": torch.zeros(2)}, {"a": torch.zeros(0, dtype=torch.bfloat16)}),
+        ({"a": torch.zeros(2)}, {}),
+        ({"a": torch.zeros(2, 3)}, {"a": torch.zeros(0, 4)}),
+        ({"a": torch.zeros(2, dtype=torch.bool)}, {"a": torch.zeros(0, dtype=torch.bool)}),
+    ]
+    for form in forms:
+        store, columns = MemoryStore(data, replica), form[data.rank]
+        ids = torch.tensor([2**40, 7]) if data.rank == 0 else torch.zeros(0, dtype=torch.int64)
+        store.put(ids, torch.ones_like(ids), sequences=columns)
+        try:
+            store.rows()
+            store.move([[], [7, 2**40]])
+            said.append(str(store.get([7, 2**40] if data.rank else [])["a"].dtype))
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_ranks_with_different_columns_all_say_so():
+    """Those without rows, too; large ids and empty ranks are no obstacle."""
+    kind = "the ranks have different columns 'a': sample float32"
+    expected = [
+        f"{kind} [] on data rank 0, sample bfloat16 [] on data rank 1",
+        f"{kind} [] on data rank 0, absent on data rank 1",
+        f"{kind} [3] on data rank 0, sample float32 [4] on data rank 1",
+        "torch.bool",
+    ]
+    assert run_ranks(4, disagreeing) == [expected] * 4
