@@ -218,7 +218,10 @@ def fit(observed: list[list[tuple[list[float], float]]]) -> Costs:
     """Fit costs to work (steps, tokens, tokens before them, requests) and the least of its milliseconds over all repetitions."""
     work = np.array([work for work, _ in observed[0]])
     times = np.array([[spent for _, spent in run] for run in observed]).min(0)
-    costs, *_ = np.linalg.lstsq(work / times[:, None], np.ones(len(times)), rcond=None)  # relative errors count
+    expected = np.full(len(times), times.mean())
+    for _ in range(4):  # relative errors count: to what the fit expects, as those to noisy times would make it too low
+        costs, *_ = np.linalg.lstsq(work / expected[:, None], times / expected, rcond=None)
+        expected = work @ costs
     return tuple(costs.tolist())
 
 
