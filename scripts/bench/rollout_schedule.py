@@ -57,8 +57,10 @@ class Simulation:
 
     def __init__(self, section: RolloutSection, *, num_ranks: int, slots: int, costs: Costs):
         self.section, self.num_ranks, self.slots, self.costs = section, num_ranks, slots, np.array(costs)
-        self.elapsed = self.busy = 0.0
-        """Milliseconds until the last rank is ready in each round, with and without its waits within the round."""
+        self.elapsed = 0.0
+        """Milliseconds until the last rank is ready in each round, with its waits for others in the round."""
+        self.rounds: list[np.ndarray] = []
+        """Work [ranks, 4] of each round: steps, tokens, tokens before them, and requests."""
 
     def epoch(self, lengths: np.ndarray, expected: np.ndarray) -> "Simulation":
         """Generate each prompt once; lengths [prompts, n], expected [prompts] before the pass."""
@@ -125,7 +127,7 @@ class Simulation:
 
     def _spend(self, starts: np.ndarray, lengths: np.ndarray, owners: np.ndarray, points: list[int]) -> None:
         """Add the time between points: at each of them the counts that were taken at the last one have to be there."""
-        clock, busy = np.zeros(self.num_ranks), np.zeros(self.num_ranks)
+        clock, total = np.zeros(self.num_ranks), np.zeros((self.num_ranks, 4))
         for begin, end in pairwise(points):
             before, after = (np.clip(point - starts, 0, lengths) for point in (begin, end))
             begun = (starts >= begin) & (starts < end)
@@ -133,10 +135,10 @@ class Simulation:
             np.maximum.at(steps, owners, np.clip((starts + lengths).max(1, where=starts < end, initial=0), begin, end) - begin)
             sums = ((after - before).sum(1), (after**2 - before**2).sum(1) / 2, begun.sum(1))
             work = np.stack([steps, *(np.bincount(owners, each, self.num_ranks) for each in sums)], 1)
-            busy += work @ self.costs
+            total += work
             clock = np.maximum(clock + work @ self.costs, clock.max())
         self.elapsed += float(clock.max())
-        self.busy += float(busy.max())
+        self.rounds.append(total)
 
 
 def sections(args: argparse.Namespace, batch: int) -> dict[str, RolloutSection]:
@@ -192,18 +194,23 @@ def measure(args: argparse.Namespace) -> tuple[Costs, dict]:
             times = ranks.timed(partial(collect, number + 1, Metrics()))
             spent[name, number] = np.minimum(times, spent.get((name, number), np.inf))
     by_rank = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, {key: times.sum() for key, times in spent.items()})
-    measured = {name: sum(max(each[name, number] for each in by_rank) for number in range(args.real_steps)) for name in chosen}
-    costs, simulated = fit(observed), {}
+    dist.all_gather_object(by_rank, {key: (len(times) - 1, times.sum()) for key, times in spent.items()})
+    costs = fit(observed)
     rows = collectors["fifo"].order.rows(0, len(lengths))
+    simulated, measured = {}, {}  # [training steps, ranks, 4] of work; [training steps, ranks, 2] of steps and milliseconds
     for name, section in chosen.items():
-        simulation = Simulation(section, num_ranks=dist.get_world_size(), slots=args.slots, costs=costs)
-        simulated[name] = simulation.epoch(lengths[rows], expected[rows]).busy
+        simulation = Simulation(section, num_ranks=len(by_rank), slots=args.slots, costs=costs)
+        simulated[name] = np.array(simulation.epoch(lengths[rows], expected[rows]).rounds)
+        measured[name] = np.array([[each[name, number] for each in by_rank] for number in range(args.real_steps)])
+    total = {name: (each[..., 1].sum(), (simulated[name] @ costs).sum()) for name, each in measured.items()}
+    longest = {name: (each[..., 1].max(1).sum(), (simulated[name] @ costs).max(1).sum()) for name, each in measured.items()}
     return costs, {
-        "measured_s": {name: round(each / 1000, 2) for name, each in measured.items()},
-        "simulated_of_measured": {name: round(simulated[name] / each, 3) for name, each in measured.items()},
-        "speedup_measured": {name: round(measured["fifo"] / each, 2) for name, each in measured.items()},
-        "speedup_simulated": {name: round(simulated["fifo"] / each, 2) for name, each in simulated.items()},
+        "same_steps": {name: bool((each[..., 0] == simulated[name][..., 0]).all()) for name, each in measured.items()},
+        "measured_s": {name: round(spent / 1000, 2) for name, (spent, _) in longest.items()},
+        "simulated_of_measured": {name: round(each / spent, 3) for name, (spent, each) in longest.items()},
+        "simulated_of_measured_all_ranks": {name: round(each / spent, 3) for name, (spent, each) in total.items()},
+        "speedup_measured": {name: round(longest["fifo"][0] / spent, 2) for name, (spent, _) in longest.items()},
+        "speedup_simulated": {name: round(longest["fifo"][1] / each, 2) for name, (_, each) in longest.items()},
     }
 
 
@@ -211,7 +218,10 @@ def fit(observed: list[list[tuple[list[float], float]]]) -> Costs:
     """Fit costs to work (steps, tokens, tokens before them, requests) and the least of its milliseconds over all repetitions."""
     work = np.array([work for work, _ in observed[0]])
     times = np.array([[spent for _, spent in run] for run in observed]).min(0)
-    costs, *_ = np.linalg.lstsq(work / times[:, None], np.ones(len(times)), rcond=None)  # relative errors count
+    expected = np.full(len(times), times.mean())
+    for _ in range(4):  # relative errors count: to what the fit expects, as those to noisy times would make it too low
+        costs, *_ = np.linalg.lstsq(work / expected[:, None], times / expected, rcond=None)
+        expected = work @ costs
     return tuple(costs.tolist())
 
 
