@@ -2,6 +2,7 @@
 
 import selectors
 import time
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +55,7 @@ class Episodes:
         """Set up the episodes of a rank. `longest` is the number of tokens of a response, its observations included."""
         self.section, self.format, self.parse, self.longest = section, format, parse, longest
         self._forks = Forks(setup)
+        weakref.finalize(self, self._forks.close)
         self._selector = selectors.DefaultSelector()
         self._waiting: deque[Play] = deque()
         self._idle: list[Worker] = []

@@ -154,6 +154,9 @@ def _sampling(config: Config) -> dict[str, bool]:
         ),
         "--overlap needs whole samples on each rank, and an engine on each: omit --tp_size, --sp_size, --cp_size and "
         "--engine_tp_size": rollout.overlap and (_splits_samples(config) or (shares and not rollout.rollout_ranks)),
+        "--max_staleness begins later steps while others learn, and an episode needs its rank between two turns: omit it": (
+            episodes and stale
+        ),
         "--partial_rollout continues responses in later steps, but the process of an environment ends with its step: omit it": (
             episodes and rollout.partial_rollout
         ),
