@@ -365,8 +365,6 @@ def test_a_sequence_that_fits_no_microbatch():
         (["--policy_loss", "cpgd", "--eps_clip_low", "1"], "--policy_loss cpgd computes the logarithm of 1 - eps_clip_low"),
         (["--rollout_correction", "tis", "--use_engine_logprobs"], "--rollout_correction corrects nothing"),
         (["--environment", "guess_number", "--partial_rollout", "--over_sampling", "2"], "--partial_rollout continues responses"),
-        (["--environment", "guess_number", "--max_staleness", "1", "--rollout_ranks", "1", "--rollout_correction", "tis"],
-         "--max_staleness begins later steps while others learn, and"),
         (["--overlap", "--offload_idle"], "--overlap needs the models in device memory"),
         (["--rollout_correction=mis", "--rollout_correction_low=3"], "--rollout_correction_low is above --rollout_correction_"),
         (["--gamma", "1.5"], "--gamma must be between 0 and 1"),
