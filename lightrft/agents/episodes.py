@@ -98,7 +98,8 @@ class Episodes:
         play.sample.text = text
         last = len(play.sample.token_ids) >= self.longest or len(play.turns) == self.section.max_turns
         episode.finish_reason = LENGTH if last else "stop"
-        self._send(play, Turn(text, completion.token_ids, episode.finish_reason, self.parse(text)))
+        calls = self.parse(self.format.decode(completion.token_ids))
+        self._send(play, Turn(text, completion.token_ids, episode.finish_reason, calls))
 
     def take_ended(self) -> list[Sample]:
         """Return the samples whose episodes have ended since the last call."""

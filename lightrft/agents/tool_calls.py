@@ -16,6 +16,11 @@ def hermes(text: str) -> list[ToolCall]:
     return [_call(content) for content in HERMES.findall(text)]
 
 
+def read_call(name: str, arguments: str) -> ToolCall:
+    """Return a call of a parser that gives its arguments as JSON."""
+    return _call(json.dumps({"name": name, "arguments": arguments}))
+
+
 def _call(content: str) -> ToolCall:
     try:
         call = json.loads(content)

@@ -44,6 +44,10 @@ class TurnFormat:
                              f"{self.section.prompt_max_len}")  # fmt: skip
         return replace(prompt, text=text, token_ids=token_ids)
 
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of a turn with its special tokens, which may mark tool calls."""
+        return self.tokenizer.decode(token_ids)
+
     def tokens(self, observation: Observation, last_token: int | None) -> list[int]:
         """Return the tokens of an observation after a turn whose last token is `last_token`."""
         if observation is None:

@@ -315,8 +315,9 @@ class EnvironmentSection(Section):
     tools: list[str] = field(default_factory=list)
     """Functions that the model may call in its turns: file.py, file.py:function, module:function, calculator or python. The chat
     template describes them, from their types and docstrings."""
-    tool_parser: Literal["hermes"] = "hermes"
-    """Format of tool calls. hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, also that of Qwen models."""
+    tool_parser: str = "hermes"
+    """Format of tool calls. hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, also that of Qwen models. Others
+    are vLLM's parsers by their names, such as llama3_json, mistral, pythonic or deepseek_v3; they need vLLM."""
     max_turns: Annotated[int, COUNT] = 16
     """Maximum number of turns of an episode. All tokens of its turns and observations count for generate_max_len."""
     turn_max_len: Annotated[int | None, COUNT] = None

@@ -7,16 +7,13 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from lightrft.agents.episodes import Episodes
 from lightrft.agents.programs import ProgramSetup
-from lightrft.agents.tool_calls import hermes
+from lightrft.agents.tool_calls import Parse, hermes, read_call
 from lightrft.agents.tools import schemas
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config, EnvironmentSection, has_episodes
 from lightrft.data.prompts import template_variables
 from lightrft.engine.model_info import end_token_ids
-
-PARSERS = {"hermes": hermes}
-"""Functions that read tool calls, by the names of --tool_parser."""
 
 
 def program_setup(section: EnvironmentSection) -> ProgramSetup:
@@ -51,5 +48,21 @@ def build_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episod
     model = config.model.pretrain
     ends = end_token_ids(model, AutoConfig.from_pretrained(model, trust_remote_code=config.model.trust_remote_code))
     format = TurnFormat(config.data, tokenizer, ends)
-    return Episodes(program_setup(section), section, format, PARSERS[section.tool_parser],
-                    longest=config.rollout.generate_max_len)  # fmt: skip
+    parse = build_parser(config, tokenizer)
+    return Episodes(program_setup(section), section, format, parse, longest=config.rollout.generate_max_len)
+
+
+def build_parser(config: Config, tokenizer: PreTrainedTokenizerBase) -> Parse:
+    """Return the function that reads tool calls. Raises ConfigError if there is none of this name."""
+    name = config.environment.tool_parser
+    if name == "hermes":
+        return hermes
+    try:
+        from lightrft.engine.vllm.tool_parsers import tool_parser
+
+        parse = tool_parser(name, tokenizer, template_variables(config.data).get("tools", []))
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--tool_parser {name} is not hermes but a parser of vLLM: it needs {error.name}") from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return lambda text: [read_call(*call) for call in parse(text)]

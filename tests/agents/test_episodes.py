@@ -14,8 +14,9 @@ from lightrft.agents.tool_calls import hermes
 from lightrft.agents.tools import schemas
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.errors import ConfigError
-from lightrft.config.sections import DataSection, EnvironmentSection
+from lightrft.config.sections import Config, DataSection, EnvironmentSection
 from lightrft.rewards.functions import environment
+from lightrft.trainer.build_episodes import build_parser
 from lightrft.types import Completion, Prompt, Sample
 from tiny import EOS, byte_tokenizer
 
@@ -259,6 +260,22 @@ def test_tools_are_described_by_their_types_and_docstrings(file, tmp_path):
 ])  # fmt: skip
 def test_calls_in_a_text(text, calls):
     assert hermes(text) == calls
+
+
+@pytest.mark.slow
+def test_formats_of_other_models_are_read_by_vllm():
+    pytest.importorskip("vllm", reason="vllm is not installed")
+    data = DataSection(chat_template_kwargs=json.dumps({"tools": [{"type": "function", "function": {"name": "f"}}]}))
+
+    def parser(name):
+        return build_parser(Config(data=data, environment=EnvironmentSection(tool_parser=name)), byte_tokenizer())
+
+    assert parser("pythonic")('[f(a="x", b=[1]), g()]') == [ToolCall("f", {"a": "x", "b": [1]}), ToolCall("g", {})]
+    assert parser("pythonic")("no call") == []
+    with pytest.raises(ConfigError, match="--tool_parser nothing: vLLM has .*llama3_json"):
+        parser("nothing")
+    with pytest.raises(ConfigError, match="--tool_parser deepseek_v3 does not fit the tokenizer"):
+        parser("deepseek_v3")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "[1]", "null", '{"name": 1}', '{"name": "f", "arguments": [1]}', "[" * 9999])

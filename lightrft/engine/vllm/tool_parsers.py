@@ -1,0 +1,31 @@
+"""vLLM's parsers of tool calls, for models that write calls in a format of their own."""
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.tool_parsers import ToolParserManager
+
+
+def tool_parser(
+    name: str, tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]]
+) -> Callable[[str], list[tuple[str, str]]]:
+    """Return a function from the text of a turn, with its special tokens, to the name and the JSON arguments of each call.
+
+    Raises ValueError for an unknown name, or a parser that does not fit the tokenizer.
+    """
+    known = sorted(ToolParserManager.list_registered())
+    if name not in known:
+        raise ValueError(f"--tool_parser {name}: vLLM has {', '.join(known)}")
+    request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], model="", tools=schemas)
+    try:
+        parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
+    except Exception as error:  # of many classes, one for each parser
+        raise ValueError(f"--tool_parser {name} does not fit the tokenizer: {type(error).__name__}: {error}") from error
+
+    def parse(text: str) -> list[tuple[str, str]]:
+        found = parser.extract_tool_calls(text, request)
+        return [(call.function.name, call.function.arguments) for call in found.tool_calls]
+
+    return parse
