@@ -129,7 +129,7 @@ class Completion:
 
 @dataclass(slots=True)
 class Episode:
-    """What happened in a response of several turns, between which an environment was observed."""
+    """Turns of a response, and the observations between them."""
 
     sampled: list[bool] = field(default_factory=list)
     """For each token of the response, True if the model sampled it, False for tokens of observations."""

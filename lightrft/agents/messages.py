@@ -1,4 +1,4 @@
-"""What an episode's program and the rank that generates its turns send each other, in plain Python."""
+"""Messages between the program of an episode and the rank that generates its turns, in plain Python."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the model sampled in one turn."""
+    """Turn of the model, as it was sampled."""
 
     text: str
     """Text without special tokens."""

@@ -59,7 +59,7 @@ def _tools(names: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
 
 
 class Program:
-    """What happens in an episode, between the turns of the model."""
+    """Code of an episode: it runs between the turns of the model."""
 
     def __init__(self, environment: Any, tools: dict[str, Callable[..., Any]], tool_seconds: float):
         self.environment, self.tools, self.tool_seconds = environment, tools, tool_seconds
