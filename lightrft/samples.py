@@ -145,10 +145,12 @@ class Episode:
     tool_seconds: float = 0.0
     problem: str = ""
     """Reason why the episode failed; empty if it did not."""
-
-    @property
-    def num_turns(self) -> int:
-        return sum(message["role"] == "assistant" for message in self.messages)
+    num_turns: int = 0
+    """Number of turns that the model sampled here."""
+    branches: list["Sample"] = field(default_factory=list)
+    """Other conversations of the episode; tokens that they share with an earlier one are learned there."""
+    drift: int = 0
+    """Number of tokens that are not learned as they were sampled: 0 unless there is a bug."""
 
 
 @dataclass(slots=True)
@@ -186,6 +188,11 @@ class Sample:
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
+
+    @property
+    def rows(self) -> list["Sample"]:
+        """Return what is learned from: the sample, and the branches of its episode."""
+        return [self, *self.episode.branches] if self.episode else [self]
 
     @property
     def steps(self) -> list[tuple[int, float]]:

@@ -4,19 +4,19 @@ import selectors
 import time
 import weakref
 from collections import deque
-from dataclasses import dataclass, field
 from typing import Any
 
 from loguru import logger
 
-from lightrft.agents.messages import LENGTH, Ended, Message, Observation, Turn, TurnRequest
+from lightrft.agents.messages import LENGTH, Ended, Message, Observation, Refused, Turn, TurnRequest
+from lightrft.agents.play import Play
 from lightrft.agents.programs import ProgramSetup
 from lightrft.agents.tool_calls import Parse
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import EnvironmentSection
 from lightrft.launch.forks import Forks, Worker
-from lightrft.samples import Completion, Episode, Sample
+from lightrft.samples import Completion, Episode, Sample, TokenIds
 
 FAILURES_IN_A_ROW = 32
 """Number of failed episodes in a row that end a run, because the environment itself must be broken."""
@@ -24,25 +24,6 @@ LOGGED = 5
 """Number of failed episodes of a step that are logged; the others are only counted."""
 CHECK_SECONDS = 0.1
 """Time between two looks at the limits of time."""
-
-
-@dataclass(slots=True, eq=False)
-class Play:
-    """An episode that has begun."""
-
-    sample: Sample
-    seed_parts: tuple[int, ...]
-    """Numbers from which the seeds of its turns are derived."""
-    worker: Worker | None = None
-    turns: list[int] = field(default_factory=list)
-    """Number of tokens of the response at the end of each turn."""
-    until: float = 0.0
-    """Time at which its program must have sent something, in seconds of time.monotonic(); infinite while the model samples."""
-
-    @property
-    def episode(self) -> Episode:
-        assert self.sample.episode is not None
-        return self.sample.episode
 
 
 class Episodes:
@@ -90,16 +71,15 @@ class Episodes:
         return [play for play in ready if play is not None]
 
     def generated(self, play: Play, completion: Completion, text: str) -> None:
-        """Give a turn of the model, which its sample has, and its decoded text to the program of the episode."""
-        episode = play.episode
-        episode.sampled += [True] * len(completion.token_ids)
-        episode.messages.append({"role": "assistant", "content": text})
-        play.turns.append(len(play.sample.token_ids))
-        play.sample.text = text
-        last = len(play.sample.token_ids) >= self.longest or len(play.turns) == self.section.max_turns
-        episode.finish_reason = LENGTH if last else "stop"
-        calls = self.parse(self.format.decode(completion.token_ids))
-        self._send(play, Turn(text, completion.token_ids, episode.finish_reason, calls))
+        """Give a turn of the model, which its conversation has, and its decoded text to the program of the episode."""
+        play.add(completion, text)
+        sample, end = play.conversation, -len(completion.token_ids)
+        last = len(sample.token_ids) >= self.longest or len(play.turns) == self.section.max_turns
+        play.episode.finish_reason = LENGTH if last else "stop"
+        content, calls = self.parse(self.format.decode(completion.token_ids))
+        context = TokenIds([*sample.prompt.token_ids, *sample.token_ids[:end]])
+        self._send(play, Turn(text, completion.token_ids, completion.finish_reason, last, calls, content if calls else text,
+                              completion.logprobs, context))  # fmt: skip
 
     def take_ended(self) -> list[Sample]:
         """Return the samples whose episodes have ended since the last call."""
@@ -145,41 +125,39 @@ class Episodes:
             self._end(play, message)
             return None
         try:
-            return self._observed(play, message.observation)
+            return self._observed(play, message)
         except (ValueError, TypeError, KeyError) as error:
-            self._fail(play, f"its observation cannot be rendered: {error}")
+            self._send(play, Refused(f"the observation cannot be rendered: {error}"))
             return None
 
-    def _observed(self, play: Play, observation: Observation) -> Play | None:
-        """Append an observation to the response, or to the prompt at the first turn; return None if no turn can follow it."""
-        sample = play.sample
-        if not play.turns:
-            sample.prompt = self.format.prompt(sample.prompt, observation)
+    def _observed(self, play: Play, request: TurnRequest) -> Play | None:
+        """Let the model read an observation; return None if no turn can follow it."""
+        before = play.context(request)
+        if before is None:
+            prompt, token_ids, used = self.format.prompt(play.sample.prompt, request), [], 0
         else:
-            token_ids = self.format.tokens(observation, sample.token_ids[-1] if sample.token_ids else None)
-            if len(sample.token_ids) + len(token_ids) >= self.longest:
-                play.episode.finish_reason = LENGTH
-                self._send(play, Turn("", [], LENGTH))
-                return None
-            sample.token_ids += token_ids
-            sample.logprobs += [0.0] * len(token_ids)
-            sample.weight_versions += sample.weight_versions[-1:] * len(token_ids)
-            play.episode.sampled += [False] * len(token_ids)
-        play.episode.messages += _messages(observation)
-        play.until = float("inf")
+            last = before.conversation.token_ids[before.num_tokens - 1]
+            token_ids, used = self.format.tokens(request, last), before.num_tokens
+        if len(play.turns) == self.section.max_turns or used + len(token_ids) >= self.longest:
+            play.episode.finish_reason = LENGTH
+            self._send(play, Turn("", [], LENGTH, is_last=True))
+            return None
+        if before is None:
+            play.begin(prompt)
+            play.conversation.episode.messages += _messages(request.observation)
+        else:
+            play.read(before, token_ids, _messages(request.observation))
+        play.max_tokens, play.until = request.max_tokens, float("inf")
         return play
 
     def _end(self, play: Play, ended: Ended) -> None:
-        episode = play.episode
-        ends = [end - 1 for end in play.turns]
-        episode.rewards = [(ends[min(turn, len(ends) - 1)] if ends else -1, reward) for turn, reward in ended.rewards]
-        episode.tool_calls, episode.tool_errors, episode.tool_seconds = ended.tool_calls, ended.tool_errors, ended.tool_seconds
+        play.end(ended)
         if ended.problem:
             self._fail(play, ended.problem, reuse=True)
             return
         self._in_a_row = 0
         self._leave(play, reuse=True)
-        play.sample.finish_reason = episode.finish_reason or "stop"
+        play.sample.finish_reason = play.episode.finish_reason or "stop"
         self._ended.append(play.sample)
 
     def _died(self, play: Play) -> None:

@@ -1,5 +1,6 @@
 """Messages between the program of an episode and the rank that generates its turns, in plain Python."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +9,7 @@ Message = dict[str, Any]
 Observation = str | list[Message] | list[int] | None
 """What the model reads before its turn: a text, messages of a chat, or token ids. None: nothing but the prompt."""
 LENGTH = "length"
-"""Finish reason of a turn that reached a limit of the episode: it is the last one."""
+"""Finish reason of a turn, or of an episode, that reached a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +27,22 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Turn of the model, as it was sampled."""
+    """Turn of the model, as it was sampled; without tokens if there is no room for it, or no turn left."""
 
     text: str
     """Text without special tokens."""
     token_ids: list[int]
     finish_reason: str
-    """`stop`, or `length` for the last turn of an episode that reached a limit."""
+    """`stop`, or `length` for a turn that was cut."""
+    is_last: bool = False
+    """True if no turn can follow, because a limit of the episode is reached."""
     tool_calls: list[ToolCall] = field(default_factory=list)
-
-    @property
-    def is_last(self) -> bool:
-        """Return True if the episode has no further turn, because a limit is reached."""
-        return self.finish_reason == LENGTH
+    content: str = ""
+    """Text without tool calls."""
+    logprobs: list[float] = field(default_factory=list)
+    """Log-probability of each token."""
+    context_ids: Sequence[int] = ()
+    """All tokens before the turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,25 @@ class TurnRequest:
     """Request of a program for the model's next turn."""
 
     observation: Observation
+    after: int | None = None
+    """Number of the turn that it follows, from 0, and BEGINNING for a conversation of its own, of which the observation is the
+    whole prompt. None: the latest turn, or at first the prompt of the row."""
+    plain: bool = False
+    """True if a text is read as it is, without the chat template."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """Schemas of tools, in addition to those of the run."""
+    max_tokens: int | None = None
+    """Largest number of tokens of the turn; None: what the run's limits leave."""
+
+
+BEGINNING = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Answer to a request that cannot be rendered."""
+
+    problem: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,19 +4,21 @@
 |---|---|---|
 | environment with tools | a class without `step` | `reset(**row)`, then turns whose tool calls are answered, until one has none |
 | text game | a class with `step(action)` | `reset(**row)`, then a step for each turn, until it is done |
-| agent | an async function `(engine, row)` | what the function does; its turns are `await engine.turn(...)` |
+| program | an async function `(engine, row)` | what the function does; its turns are `await engine.turn(...)` |
+| agent | an async function `(client, row)`, of --agent | what the function asks the OpenAI-compatible server of its episode |
 """
 
 import asyncio
 import inspect
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from lightrft.agents.endpoint.protocol import ServedModel
 from lightrft.agents.messages import Ended, Observation
 from lightrft.agents.session import EpisodeOver, Session
 from lightrft.agents.tools import answers, called, tools_of
@@ -24,6 +26,7 @@ from lightrft.registry import Registry
 
 environments = Registry("environment", flag="--environment")
 environments.register_deferred("guess_number", "lightrft.agents.games:GuessNumber")
+agents = Registry("agent", flag="--agent")
 tools = Registry("tool", flag="--tools")
 tools.register_deferred("calculator", "lightrft.agents.builtin_tools:calculator")
 tools.register_deferred("python", "lightrft.agents.builtin_tools:python")
@@ -37,6 +40,10 @@ class ProgramSetup:
     """Name of a class or an async function, as in --environment; empty for tools alone."""
     tools: tuple[str, ...] = ()
     """Names of functions, or of modules and files with functions, as in --tools."""
+    agent: str = ""
+    """Name of an async function, as in --agent."""
+    served: ServedModel | None = None
+    """What the agent's server says about the model."""
     tool_seconds: float = 60.0
     """Longest time of a call of a tool."""
     memory: int = 0
@@ -47,7 +54,23 @@ class ProgramSetup:
 
     def program(self) -> "Program":
         """Import the user's code. Raises ValueError if that is impossible, or if it has no known form."""
-        return Program(environments[self.environment] if self.environment else None, _tools(self.tools), self.tool_seconds)
+        environment = environments[self.environment] if self.environment else None
+        if self.agent:
+            environment = self._client_of(agents[self.agent])
+        return Program(environment, _tools(self.tools), self.tool_seconds)
+
+    def _client_of(self, agent: Any) -> Callable[[Session, dict[str, Any]], Awaitable[None]]:
+        if not inspect.iscoroutinefunction(agent):
+            raise ValueError(f"--agent {self.agent}: {agent!r} is no async function (client, row)")
+        try:
+            from lightrft.agents.endpoint.client import converse
+        except ModuleNotFoundError as error:
+            raise ValueError(f"--agent needs {error.name}: pip install 'lightrft[agents]'") from error
+
+        async def program(session: Session, row: dict[str, Any]) -> None:
+            await converse(agent, session, row, self.served)
+
+        return program
 
 
 def _tools(names: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
@@ -104,7 +127,8 @@ class Program:
         while not done:
             turn = await session.turn(observation)
             observation, reward, done = await called(environment.step, turn.text)
-            session.reward(reward)
+            if reward is not None:
+                session.reward(reward)
             done = done or turn.is_last
         if hasattr(environment, "get_reward"):
             session.reward(await called(environment.get_reward))

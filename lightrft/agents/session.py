@@ -3,8 +3,10 @@
 import asyncio
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 
-from lightrft.agents.messages import Observation, Turn, TurnRequest
+from lightrft.agents.history import History, cleaned
+from lightrft.agents.messages import Message, Observation, Refused, Turn, TurnRequest
 
 
 class EpisodeOver(Exception):
@@ -15,10 +17,13 @@ class Session:
     """One episode's access to the model. Its turns are sampled by the engine, and exactly these tokens are learned from."""
 
     def __init__(self, connection: Connection):
-        self._connection = connection
+        self._connection, self._one_at_a_time = connection, asyncio.Lock()
         self._over = False
         self.turns: list[Turn] = []
         """Turns so far."""
+        self.history = History()
+        self.limited = False
+        """True if a limit of the episode left no room for the latest turn."""
         self.rewards: list[tuple[int, float]] = []
         self.tool_calls = self.tool_errors = 0
         self.tool_seconds = 0.0
@@ -26,15 +31,57 @@ class Session:
     async def turn(self, observation: Observation = None) -> Turn:
         """Let the model read `observation` and return its turn; without one it answers the prompt.
 
-        Raises EpisodeOver if a limit was reached before (Turn.is_last).
+        Raises EpisodeOver if a limit was reached before (Turn.is_last), and ValueError for an observation that cannot be read.
         """
         if self._over:
             raise EpisodeOver
-        self._connection.send(TurnRequest(observation))
-        turn: Turn = await asyncio.to_thread(self._connection.recv)
-        self.turns.append(turn)
+        turn = await self.request(TurnRequest(observation))
         self._over = turn.is_last
         return turn
+
+    async def chat(
+        self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None, max_tokens: int | None = None
+    ) -> Turn:
+        """Return the turn that follows the messages of a chat, with the schemas of tools that it may call.
+
+        Messages that were sent and turns that were returned before are recognised and not tokenized again; see history.py. If the
+        messages continue none of them, they begin a conversation of their own, which is learned like the first one.
+
+        The turn has no tokens if a limit of the episode leaves no room for it. Raises ValueError for messages that cannot be
+        read.
+        """
+        messages = [cleaned(message) for message in messages]
+        if not messages or messages[-1]["role"] == "assistant":
+            raise ValueError("the last message is a turn of the assistant, or there is none: the model has nothing to answer")
+        after, rest = self.history.of_chat(messages, tools)
+        request = TurnRequest(rest, after, tools=tools or [], max_tokens=max_tokens)
+        return await self.request(request, messages=messages, tools=tools)
+
+    async def complete(self, text: str, *, max_tokens: int | None = None) -> Turn:
+        """Return the turn that follows a text, without the chat template; otherwise like chat()."""
+        after, rest = self.history.of_text(text)
+        return await self.request(TurnRequest(rest, after, plain=True, max_tokens=max_tokens), text=text)
+
+    async def generate(self, token_ids: list[int], *, max_tokens: int | None = None) -> Turn:
+        """Return the turn that follows these tokens; otherwise like chat()."""
+        after, rest = self.history.of_token_ids(token_ids)
+        return await self.request(TurnRequest(rest, after, max_tokens=max_tokens))
+
+    async def request(self, request: TurnRequest, **sent: Any) -> Turn:
+        """Return the turn of a request, and remember what was `sent`, as History.add() takes it.
+
+        Requests at the same time wait for each other.
+        """
+        async with self._one_at_a_time:
+            self._connection.send(request)
+            reply: Turn | Refused = await asyncio.to_thread(self._connection.recv)
+            if isinstance(reply, Refused):
+                raise ValueError(reply.problem)
+            if reply.token_ids:
+                self.turns.append(reply)
+                self.history.add(reply, **sent)
+            self.limited = not reply.token_ids
+        return reply
 
     def reward(self, value: float) -> None:
         """Give a reward for the latest turn; the rewards of an episode add up."""

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from lightrft.agents.messages import ToolCall
 
-Parse = Callable[[str], list[ToolCall]]
-"""Function from the text of a turn to its calls."""
+Parse = Callable[[str], tuple[str, list[ToolCall]]]
+"""Function from the text of a turn to its text without calls, and its calls."""
 HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
-def hermes(text: str) -> list[ToolCall]:
+def hermes(text: str) -> tuple[str, list[ToolCall]]:
     """Read calls such as <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>: those of Hermes and Qwen models."""
-    return [_call(content) for content in HERMES.findall(text)]
+    return HERMES.sub("", text).strip(), [_call(content) for content in HERMES.findall(text)]
 
 
 def read_call(name: str, arguments: str) -> ToolCall:

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.agents.messages import Message, Observation
+from lightrft.agents.messages import BEGINNING, Message, TurnRequest
 from lightrft.config.sections import DataSection
 from lightrft.data.prompts import INPUT, render, template_variables
 from lightrft.types import Prompt
@@ -25,19 +25,24 @@ class TurnFormat:
         self.section, self.tokenizer, self.end_token_ids = section, tokenizer, end_token_ids
         self._known: dict[str, list[int]] = {}
 
-    def prompt(self, prompt: Prompt, observation: Observation) -> Prompt:
-        """Return the prompt with the first observation of an episode, a text at the end of its last message.
+    def prompt(self, prompt: Prompt, request: TurnRequest) -> Prompt:
+        """Return the prompt of a conversation: that of the row with the first observation, whose text is at the end of its last
+        message; the observation alone if the request begins a conversation of its own.
 
         Raises ValueError if it becomes longer than --prompt_max_len.
         """
-        if not observation:
+        observation = request.observation
+        if request.after == BEGINNING:
+            token_ids = self._whole(request)
+            text = self.tokenizer.decode(token_ids)
+        elif not observation:
             return prompt
-        if isinstance(observation, str):
+        elif isinstance(observation, str):
             value = _appended(prompt.columns[INPUT], observation)
             text = render(self.section, self.tokenizer, value)
             token_ids = self.tokenizer(text, add_special_tokens=not self.section.apply_chat_template)["input_ids"]
         else:
-            token_ids = [*prompt.token_ids, *self.tokens(observation, None)]
+            token_ids = [*prompt.token_ids, *self.tokens(request, None)]
             text = self.tokenizer.decode(token_ids)
         if len(token_ids) > self.section.prompt_max_len:
             raise ValueError(f"the prompt with the first observation has {len(token_ids)} tokens, more than --prompt_max_len "
@@ -45,32 +50,52 @@ class TurnFormat:
         return replace(prompt, text=text, token_ids=token_ids)
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return the text of a turn with its special tokens, which may mark tool calls."""
-        return self.tokenizer.decode(token_ids)
+        """Return the text of a turn without its end, with other special tokens, which may mark tool calls."""
+        ended = bool(token_ids) and token_ids[-1] in self.end_token_ids
+        return self.tokenizer.decode(token_ids[:-1] if ended else token_ids)
 
-    def tokens(self, observation: Observation, last_token: int | None) -> list[int]:
-        """Return the tokens of an observation after a turn whose last token is `last_token`."""
-        if observation is None:
-            observation = ""
+    def tokens(self, request: TurnRequest, last_token: int | None) -> list[int]:
+        """Return the tokens of an observation after a turn whose last token is `last_token`.
+
+        Raises ValueError if the chat template rejects it.
+        """
+        observation = request.observation or ""
         if not isinstance(observation, str) and all(isinstance(each, int) for each in observation):
             return list(observation)
-        if not self.section.apply_chat_template:
+        if request.plain or not self.section.apply_chat_template:
             contents = [observation] if isinstance(observation, str) else [each["content"] for each in observation]
             return self._tokenized("".join(contents))
         messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-        token_ids = self._tokenized(self._between(messages))
+        token_ids = self._tokenized(self._between(messages, request))
         ended = last_token in self.end_token_ids and token_ids[:1] and token_ids[0] in self.end_token_ids
         return token_ids[1:] if ended else token_ids
 
-    def _between(self, messages: list[Message]) -> str:
+    def _whole(self, request: TurnRequest) -> list[int]:
+        observation = request.observation or ""
+        if isinstance(observation, str):
+            return self.tokenizer(observation)["input_ids"]
+        if all(isinstance(each, int) for each in observation):
+            return list(observation)
+        if not self.section.apply_chat_template:
+            raise ValueError("messages are rendered by the chat template: set --apply_chat_template")
+        return self._tokenized(self._rendered(observation, request))
+
+    def _between(self, messages: list[Message], request: TurnRequest) -> str:
         """Return the text from the end of a turn to the beginning of the next one, with these messages between them."""
-        chat: list[dict[str, Any]] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}, *messages]
-        text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True,
-                                                  **template_variables(self.section))  # fmt: skip
+        text = self._rendered([{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}, *messages], request)
         _, found, between = text.rpartition(TURN)
         if not found:
             raise ValueError("the chat template leaves out the turns of the assistant before the last message")
         return between
+
+    def _rendered(self, messages: list[dict[str, Any]], request: TurnRequest) -> str:
+        variables = template_variables(self.section)
+        if request.tools:
+            variables["tools"] = [*variables.get("tools", []), *request.tools]
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+        except Exception as error:  # a template is a program and raises its own errors
+            raise ValueError(f"the chat template rejects the messages ({type(error).__name__}: {error})") from error
 
     def _tokenized(self, text: str) -> list[int]:
         if text not in self._known:

@@ -7,6 +7,7 @@ Batches are always flat, without padding: the three batching modes decide only w
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -57,8 +58,11 @@ def plan(
     max_sequences: int | None = None,
     batching: Batching = "packed",
     prompts: Prompts | None = None,
+    units: Sequence[int] | np.ndarray | None = None,
 ) -> Plan:
     """Split rows 0..N-1 into consecutive optimizer steps of `minibatch_size`, each divided over ranks and micro-batches.
+
+    `units` are numbers that ascend from 0, one for each row; those of a unit are counted once, and learned in one step.
 
     packed: any sequences up to max_tokens, so that all ranks finish together; rows with equal `prompts` share a micro-batch,
     which computes their prompt once, if that makes the plan shorter. dynamic: sequences of similar length, whose number times the
@@ -69,8 +73,15 @@ def plan(
     limits = Limits(max_tokens, max_sequences or max(len(lengths), 1))
     prompts = np.column_stack([np.arange(len(lengths)), np.zeros_like(lengths)]) if prompts is None else np.asarray(prompts)
     split = {"packed": partial(_packed, prompts), "dynamic": _dynamic, "plain": _plain}[batching]
-    steps = [range(start, min(start + minibatch_size, len(lengths))) for start in range(0, len(lengths), minibatch_size)]
+    starts = range(0, len(lengths), minibatch_size) if units is None else _starts(np.asarray(units), minibatch_size)
+    steps = [range(start, stop) for start, stop in pairwise([*starts, len(lengths)])]
     return Plan([split(lengths, rows, num_ranks, limits) for rows in steps])
+
+
+def _starts(units: np.ndarray, size: int) -> list[int]:
+    """Return the first row of each optimizer step of `size` units."""
+    steps = units // size
+    return [0, *(1 + np.flatnonzero(steps[1:] != steps[:-1]))] if len(units) else []
 
 
 def _check(lengths: list[int], max_tokens: int) -> None:

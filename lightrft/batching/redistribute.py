@@ -41,15 +41,16 @@ def redistribute(
     max_tokens: int,
     max_sequences: int | None = None,
     batching: Batching = "packed",
+    units: Tensor | None = None,
 ) -> tuple[B, list[list[list[int]]]]:
     """Plan the sequences of all ranks and send each to the rank that computes it.
 
     `batch.rows` are different on all data ranks. Return this rank's new part, and [k][m]: its rows in micro-batch m of
     optimizer step k. A `minibatch_size` of None means one step for all rows. All ranks have equal numbers of steps and
-    micro-batches. See planner.plan for the limits.
+    micro-batches. See planner.plan for the limits, and for `units`, [N] int64 of this rank's rows.
     """
     put_batch(store, batch)
-    rows = store.rows({"prompts": prompts(batch)})
+    rows = store.rows({"prompts": prompts(batch)} | ({} if units is None else {"units": units}))
     schedule = plan(
         rows.lengths.tolist(),
         num_ranks=store.data.size,
@@ -58,6 +59,7 @@ def redistribute(
         max_sequences=max_sequences,
         batching=batching,
         prompts=rows.tags["prompts"].numpy(),
+        units=None if units is None else rows.tags["units"].numpy(),
     )
     owners = [rows.ids[schedule.rows(rank)].tolist() for rank in range(store.data.size)]
     store.move(owners)

@@ -312,6 +312,9 @@ class EnvironmentSection(Section):
     environment: str = ""
     """Class or async function that makes a response an episode of several turns: file.py:Class, file.py:function or
     module:object. Its rewards are those of --reward environment. Empty: a response is one turn."""
+    agent: str = ""
+    """Async function (client, row) that makes a response an episode, and returns its reward: file.py:function or module:function.
+    The client is openai.AsyncOpenAI, for a server that runs beside it and answers with turns of the model that is trained."""
     tools: list[str] = field(default_factory=list)
     """Functions that the model may call in its turns: file.py, file.py:function, module:function, calculator or python. The chat
     template describes them, from their types and docstrings."""
@@ -756,7 +759,7 @@ def field_bounds() -> dict[str, Bound]:
 
 def has_episodes(section: EnvironmentSection) -> bool:
     """Return True if a response has several turns."""
-    return bool(section.environment or section.tools)
+    return bool(section.environment or section.agent or section.tools)
 
 
 JUDGE_PROMPT_TOKENS = 2048

@@ -244,10 +244,12 @@ def _speculation_problems(config: Config) -> list[str]:
 def _environment_problems(config: Config) -> list[str]:
     section, problems = config.environment, []
     names = [term.name for term in reward_terms(config.reward.reward)]
-    if "environment" in names and not section.environment:
-        problems.append("--reward environment is the reward of an environment: set --environment")
+    if "environment" in names and not (section.environment or section.agent):
+        problems.append("--reward environment is the reward of an environment or an agent: set --environment or --agent")
+    if section.agent and (section.environment or section.tools):
+        problems.append("--agent has its own tools and its own environment: omit --environment and --tools")
     if has_episodes(section) and config.data.images_key:
-        problems.append("--environment and --tools are for prompts of text: omit --images_key")
+        problems.append("--environment, --agent and --tools are for prompts of text: omit --images_key")
     if section.tools and not config.data.apply_chat_template:
         problems.append("--tools are described to the model by its chat template: set --apply_chat_template")
     return problems

@@ -145,11 +145,12 @@ class Role(ABC):
 
     def redistribute_flat(
         self, batch: B, gbs: int | None = None, mbs: int | None = None, *, max_tokens: int | None = None,
-        store: SampleStore | None = None,
+        store: SampleStore | None = None, units: Tensor | None = None,
     ) -> tuple[B, list[MicroBatchIndices]]:  # fmt: skip
         """Do the same for a flat batch of this rank's rows. Rows of one prompt are grouped if a micro-batch computes it once.
 
-        The rows travel through `store`; None: one of their own.
+        The rows travel through `store`; None: one of their own. `gbs` counts units, such as episodes, if `units` [N] int64 has
+        the number of each row's, ascending over all ranks.
         """
         used = store or self.strategy.sample_store()
         part, minibatches = redistribute(
@@ -159,6 +160,7 @@ class Role(ABC):
             max_tokens=max_tokens or self.max_tokens,
             max_sequences=mbs,
             batching=self.batching,
+            units=units,
         )
         if store is None:
             used.clear(part.rows.tolist())

@@ -73,10 +73,12 @@ class ExperienceMaker:
         first_token_apart: bool = False,
         expand: Expand | None = None,
         num_updates: int = 1,
+        branches: bool = False,
     ):
         """Set up the experience maker. `first_token_apart`: first tokens were sampled from another distribution than the policy's
         and are not learned. `expand`: expands prompts with images for the policy; without it all are text. `num_updates`: number
-        of optimizer steps on the samples of a step, for compute_early().
+        of optimizer steps on the samples of a step, for compute_early(). `branches`: samples may have branches, which are learned
+        in the same optimizer step.
 
         Raises ValueError for an estimator that needs what this run does not compute.
         """
@@ -87,6 +89,7 @@ class ExperienceMaker:
         self.compare_penalties = penalties[algorithm.advantage_estimator] if algorithm.advantage_estimator in penalties else None
         self.mark = marks[algorithm.policy_loss] if algorithm.policy_loss in marks else None
         self.first_token_apart, self.expand, self.num_updates = first_token_apart, expand, num_updates
+        self.branches = branches
         self.data = policy.strategy.mesh.data
         self._early: Early | None = None
         """Outputs of samples of the current step, if compute_early() was called."""
@@ -94,24 +97,29 @@ class ExperienceMaker:
     def __call__(self, samples: list[Sample], metrics: Metrics) -> Planned:
         if self._early is not None:
             self.compute_early([sample for sample in samples if id(sample) not in self._early.parts])
-        first_row = sum(self.data.gather(len(samples))[: self.data.rank])
-        experience = flatten(samples, first_row=first_row, expand=self.expand)
+        rows = with_branches(samples)
+        before = self.data.gather((len(samples), len(rows)))[: self.data.rank]
+        first_sample, first_row = (sum(counts) for counts in zip((0, 0), *before, strict=True))
+        experience = flatten(rows, first_row=first_row, expand=self.expand)
         if self._early is not None:
-            self._early.set_columns(experience, samples)
+            self._early.set_columns(experience, rows)
             self._early = None
-        filters.mask_sequences(experience, filters.by_length(samples, self.section))
+        filters.mask_sequences(experience, filters.by_length(rows, self.section))
         if self.first_token_apart:
             filters.mask_first_tokens(experience)
-        gathered = GatheredRewards.share(self.data, samples, first_row=first_row)
+        gathered = GatheredRewards.share(self.data, samples, first_row=first_sample)
         rewards, groups = gathered.totals()
         kept = filters.by_difficulty(rewards, groups, self.section)
-        filters.mask_sequences(experience, kept[first_row : first_row + len(samples)])
+        sizes = torch.tensor([len(sample.rows) for sample in samples], dtype=torch.int64)
+        numbers = first_sample + torch.repeat_interleave(sizes)
+        filters.mask_sequences(experience, kept[numbers])
         experience.step_rewards = placed(self._compare(gathered)[gathered.local], samples, experience)
         if self.data.rank == 0:
             measure_groups(rewards, groups, metrics)
         store = self.policy.strategy.sample_store()
         experience, minibatches = self.policy.redistribute_flat(
-            experience, self.train.train_batch_size, self.train.micro_train_batch_size, store=store
+            experience, self.train.train_batch_size, self.train.micro_train_batch_size, store=store,
+            units=numbers if self.branches else None,
         )
         self._ask(experience, [members for minibatch in minibatches for members in minibatch],
                   num_updates=len(minibatches) * self.train.max_epochs)  # fmt: skip
@@ -133,10 +141,11 @@ class ExperienceMaker:
         All ranks call it together, each with samples of its own, or none; until the end of the step in the same thread or
         one after another.
         """
-        counts = self.data.gather(len(samples))
+        rows = with_branches(samples)
+        counts = self.data.gather(len(rows))
         ends = list(accumulate(counts))
         owners = [list(range(end - count, end)) for count, end in zip(counts, ends, strict=True)]
-        given = flatten(samples, first_row=ends[self.data.rank] - len(samples), expand=self.expand)
+        given = flatten(rows, first_row=ends[self.data.rank] - len(rows), expand=self.expand)
         store = self.policy.strategy.sample_store()
         part, steps = self.policy.redistribute_flat(given, None, self.train.micro_train_batch_size, store=store)
         self._ask(part, steps[0] if steps else [], num_updates=self.num_updates)
@@ -147,7 +156,7 @@ class ExperienceMaker:
         store.clear(given.rows.tolist())
         parts = [columns[name].split(given.lengths.tolist()) for name in outputs]
         self._early = self._early or Early(tuple(outputs), {})
-        self._early.parts.update({id(sample): (sample, values) for sample, *values in zip(samples, *parts, strict=True)})
+        self._early.parts.update({id(sample): (sample, values) for sample, *values in zip(rows, *parts, strict=True)})
 
     def _compare(self, gathered: GatheredRewards) -> Tensor:
         """Return the advantages of all ranks' rewards, which are shaped first, so that no statistic is that of one rank: [M]."""
@@ -262,6 +271,14 @@ def _of_steps(experience: Experience, minibatches: list[MicroBatchIndices], choo
         rows = [row for members in minibatch for row in members]
         chosen[token_index(experience.offsets, torch.tensor(rows, dtype=torch.int64))] = choose(experience.select(rows))
     return chosen
+
+
+def with_branches(samples: list[Sample]) -> list[Sample]:
+    """Return the samples, each followed by the branches of its episode, which get its reward."""
+    for sample in samples:
+        for branch in sample.rows[1:]:
+            branch.reward, branch.masked, branch.finish_reason = sample.reward, sample.masked, sample.finish_reason
+    return [row for sample in samples for row in sample.rows]
 
 
 def flatten(samples: list[Sample], *, first_row: int, expand: Expand | None = None) -> Experience:

@@ -63,10 +63,23 @@ def _lines(row: int, sample: Sample) -> Iterator[tuple[float, ...]]:
 
 
 def placed(values: Tensor, samples: list[Sample], experience: Experience) -> Tensor:
-    """Return the values of this rank's rewards at the tokens that earned them, 0 elsewhere: [M of this rank] -> [T] float32."""
+    """Return the values of this rank's rewards at the tokens that earned them, 0 elsewhere: [M of this rank] -> [T] float32.
+
+    The rows of the experience are those of the samples and of their branches. Each branch has the sum of its sample's values at
+    its last token.
+    """
     result = torch.zeros(experience.num_tokens)
-    starts = (int(first) + s.prompt.num_tokens for first, s in zip(experience.offsets, samples, strict=False))
-    tokens = [start + token if token >= 0 else -1 for start, s in zip(starts, samples, strict=True) for token, _ in s.steps]
-    places = torch.tensor(tokens, dtype=torch.int64)
-    result[places[places >= 0]] = values.float()[places >= 0]
+    ends, row, line = experience.offsets.tolist(), 0, 0
+    places, lines = [], []
+    for sample in samples:
+        steps, start = sample.steps, ends[row] + sample.prompt.num_tokens
+        earned = range(line, line + len(steps))
+        places += [start + token if token >= 0 else -1 for token, _ in steps]
+        lines += [[each] for each in earned]
+        row, line = row + len(sample.rows), earned.stop
+        places += [ends[branch] - 1 for branch in range(row - len(sample.rows) + 2, row + 1)]
+        lines += [list(earned)] * (len(sample.rows) - 1)
+    sums = torch.tensor([sum(given[each] for each in one) for one in lines]) if (given := values.tolist()) else values
+    places = torch.tensor(places, dtype=torch.int64)
+    result[places[places >= 0]] = sums.float()[places >= 0]
     return result

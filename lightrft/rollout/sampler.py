@@ -76,7 +76,7 @@ class Growth:
                 ready = episodes.poll(TOOLS)
         requests = [self.sampler.next_turn(play, self._groups[play.sample.group], self.seed) for play in ready]
         self._plays.update(zip(self.generation.add(requests, own=True), ready, strict=True))
-        self._pending += [(request, [play.sample], self._groups[play.sample.group])
+        self._pending += [(request, [play.conversation], self._groups[play.sample.group])
                           for request, play in zip(requests, ready, strict=True)]  # fmt: skip
         for number in {sample.group for sample in episodes.take_ended()}:
             if self._groups[number].complete:
@@ -184,10 +184,11 @@ class Sampler:
 
     def next_turn(self, play: Play, group: Group, seed: int) -> Request:
         """Build the request for the next turn of an episode."""
-        sample, greedy = play.sample, play.sample is group.greedy
+        sample, greedy = play.conversation, play.sample is group.greedy
         sampling = greedy_sampling(self.section) if greedy else sampling_of(self.section, n=1)
         seeds = () if greedy else (derived_seed(seed, *play.seed_parts, *([len(play.turns)] if play.turns else [])),)
-        request = self._request(sample, sampling, seeds, longest=self.episodes.section.turn_max_len)
+        limits = [limit for limit in (self.episodes.section.turn_max_len, play.max_tokens) if limit is not None]
+        request = self._request(sample, sampling, seeds, longest=min(limits, default=None))
         return request if greedy else replace(request, group=group.number)
 
     def _request(self, sample: Sample, sampling: Sampling, seeds: tuple[int, ...], *, longest: int | None = None) -> Request:

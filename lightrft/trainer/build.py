@@ -12,7 +12,7 @@ from lightrft.algorithms.shaping import RewardShaper
 from lightrft.checkpoint.final_model import with_merged_pretrain, with_model_of_run
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import ENGINE, JUDGE, eval_sources, reward_model_terms, reward_terms
-from lightrft.config.sections import Config, needs_critic, needs_reference
+from lightrft.config.sections import Config, has_episodes, needs_critic, needs_reference
 from lightrft.config.values import CommaSeparated
 from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.prompt_set import PromptSet
@@ -97,6 +97,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
             first_token_apart=sampling.first_token_temperature is not None,
             expand=training_data.expand,
             num_updates=updates,
+            branches=has_episodes(config.environment),
         ),
         objective=PolicyObjective(algorithm, kl_coefficient),
         critic=critic,

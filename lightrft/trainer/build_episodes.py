@@ -2,23 +2,40 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from lightrft.agents.endpoint.protocol import ServedModel
 from lightrft.agents.episodes import Episodes
+from lightrft.agents.messages import ToolCall
 from lightrft.agents.programs import ProgramSetup
 from lightrft.agents.tool_calls import Parse, hermes, read_call
 from lightrft.agents.tools import schemas
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.errors import ConfigError
-from lightrft.config.sections import Config, EnvironmentSection, has_episodes
+from lightrft.config.sections import Config, has_episodes
 from lightrft.data.prompts import template_variables
 from lightrft.engine.model_info import end_token_ids
 
 
-def program_setup(section: EnvironmentSection) -> ProgramSetup:
+def program_setup(config: Config) -> ProgramSetup:
+    section = config.environment
     memory = int(section.environment_memory_gb * 1e9)
-    return ProgramSetup(section.environment, tuple(section.tools), section.tool_seconds, memory)
+    served = _served(config) if section.agent else None
+    return ProgramSetup(section.environment, tuple(section.tools), section.agent, served, section.tool_seconds, memory)
+
+
+def _served(config: Config) -> ServedModel:
+    """Return what the servers of agents say about the model."""
+    rollout, longest = config.rollout, config.data.prompt_max_len + config.rollout.generate_max_len
+    sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
+    return ServedModel(Path(config.model.pretrain).name, longest, sampling, _end_token_ids(config).union(rollout.stop_token_ids))
+
+
+def _end_token_ids(config: Config) -> frozenset[int]:
+    model = config.model.pretrain
+    return end_token_ids(model, AutoConfig.from_pretrained(model, trust_remote_code=config.model.trust_remote_code))
 
 
 def with_tools(config: Config) -> Config:
@@ -29,7 +46,7 @@ def with_tools(config: Config) -> Config:
     if not has_episodes(config.environment):
         return config
     try:
-        tools = schemas(program_setup(config.environment).program().all_tools)
+        tools = schemas(program_setup(config).program().all_tools)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if not tools:
@@ -45,11 +62,9 @@ def build_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episod
     section = config.environment
     if not has_episodes(section):
         return None
-    model = config.model.pretrain
-    ends = end_token_ids(model, AutoConfig.from_pretrained(model, trust_remote_code=config.model.trust_remote_code))
-    format = TurnFormat(config.data, tokenizer, ends)
+    format = TurnFormat(config.data, tokenizer, _end_token_ids(config))
     parse = build_parser(config, tokenizer)
-    return Episodes(program_setup(section), section, format, parse, longest=config.rollout.generate_max_len)
+    return Episodes(program_setup(config), section, format, parse, longest=config.rollout.generate_max_len)
 
 
 def build_parser(config: Config, tokenizer: PreTrainedTokenizerBase) -> Parse:
@@ -65,4 +80,9 @@ def build_parser(config: Config, tokenizer: PreTrainedTokenizerBase) -> Parse:
         raise ConfigError(f"--tool_parser {name} is not hermes but a parser of vLLM: it needs {error.name}") from error
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return lambda text: [read_call(*call) for call in parse(text)]
+
+    def read(text: str) -> tuple[str, list[ToolCall]]:
+        content, calls = parse(text)
+        return content, [read_call(*call) for call in calls]
+
+    return read

@@ -18,7 +18,7 @@ from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
 from lightrft.rollout.experience import ExperienceMaker, flatten
 from lightrft.strategy import get_strategy
-from lightrft.types import Prompt, Sample
+from lightrft.types import Episode, Prompt, Sample
 from ranks import run_ranks
 from tiny import tiny_model
 
@@ -105,6 +105,7 @@ def experience_of(
     reward: RewardSection | None = None,
     kl_coefficient: KLCoefficient | None = None,
     train: TrainSection = ONE_STEP,
+    branches: bool = False,
 ) -> dict[str, Any]:
     data = policy.strategy.mesh.data
     mine = samples[sum(held[: data.rank]) : sum(held[: data.rank + 1])]
@@ -112,7 +113,7 @@ def experience_of(
     shape = RewardShaper(reward or RewardSection(), longest=10)
     algorithm = algorithm or AlgorithmSection(use_kl_loss=True)
     given = {"shape": shape, "kl_coefficient": kl_coefficient or KLCoefficient(algorithm.init_kl_coef)}
-    planned = ExperienceMaker(policy, algorithm, train, **given)(mine, metrics)
+    planned = ExperienceMaker(policy, algorithm, train, branches=branches, **given)(mine, metrics)
     return {
         "columns": planned.experience.columns("token") | planned.experience.columns("sequence"),
         "minibatches": planned.minibatches,
@@ -310,6 +311,50 @@ def test_options(made, name):
             assert not learned.any()
         else:
             assert columns["advantages"].tolist() == pytest.approx([0.0] * prompt + expected, abs=1e-6)
+
+
+# -- episodes whose history was rewritten
+
+
+def with_a_branch(sample: Sample, shared: int, *others: list[int]) -> Sample:
+    """Add branches that repeat the first `shared` tokens of the sample."""
+    sample.episode = Episode(sampled=[True] * len(sample.token_ids))
+    for tokens in others:
+        branch = make_sample(list(sample.prompt.token_ids), [*sample.token_ids[:shared], *tokens], sample.group, 0.0)
+        branch.episode = Episode(sampled=[False] * shared + [True] * len(tokens))
+        sample.episode.branches.append(branch)
+    return sample
+
+
+def branched() -> list[Sample]:
+    first, second, *others = stepwise()
+    second.reward = 5.0
+    return [with_a_branch(first, 2, [9], [8, 7]), second, others[0], with_a_branch(others[1], 1, [5])]
+
+
+def make_branched(folder: str, held: list[int]) -> dict[str, Any]:
+    policy = make_policy(folder, 2, reference=False)
+    train = TrainSection(train_batch_size=2, max_tokens_per_microbatch=16)
+    algorithm = AlgorithmSection(advantage_estimator="dr_grpo")
+    return experience_of(policy, branched(), held, algorithm=algorithm, train=train, branches=True)
+
+
+@pytest.mark.parametrize("held", [[4], [1, 3], [0, 4]], ids=str)
+def test_branches_have_the_advantage_of_their_episode(folder, held):
+    """They count neither for the baseline nor for --train_batch_size, and are learned in the step of their sample."""
+    results = run_ranks(len(held), make_branched, folder, held)
+    found = {row: columns for result in results for row, columns in sequences(result).items()}
+    # group 0 has the rewards 1, 3 and 5 with mean 3, so the first episode has -2 and 0, and its branches -2; group 1 has 5 and 1
+    expected = [[-2.0, -2.0, 0.0], [-2.0], [-2.0, -2.0], [2.0, 2.0], [], [-2.0], [-2.0]]
+    learned = [[1, 2, 3], [9], [8, 7], [4, 5], [], [6], [5]]
+    for row, (advantages, tokens) in enumerate(zip(expected, learned, strict=True)):
+        mask = found[row]["loss_mask"]
+        assert found[row]["input_ids"][mask].tolist() == tokens
+        assert found[row]["advantages"][mask].tolist() == pytest.approx(advantages, abs=1e-6)
+    for step, rows in enumerate([[0, 1, 2, 3], [4, 5, 6]]):
+        planned = [result["columns"]["rows"][place].item() for result in results
+                   for members in result["minibatches"][step] for place in members]  # fmt: skip
+        assert sorted(planned) == rows
 
 
 def of_the_moon(rewards, groups, *, phase):

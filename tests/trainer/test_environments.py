@@ -1,6 +1,8 @@
 """Whole runs whose responses have several turns: learned alike in every layout, and learned at all."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +29,43 @@ class Letters:
         good = sum(32 <= ord(letter) < 127 for letter in action) / max(len(action), 1)
         return f"<{self.turns}>", good / 3, self.turns == 3
 '''
+AGENT = '''
+class Game:
+    """Three turns, and one reward at the end."""
+
+    def reset(self, prompt, label, **row):
+        self.turns, self.good = 0, 0.0
+        return f"[{label}]"
+
+    def step(self, action):
+        self.turns += 1
+        self.good += sum(32 <= ord(letter) < 127 for letter in action) / max(len(action), 1) / 3
+        return f"<{self.turns}>", self.good if self.turns == 3 else None, self.turns == 3
+
+
+async def game(client, row):
+    """The same game, by a client of the server."""
+    messages, played = [{"role": "user", "content": row["prompt"]}], Game()
+    messages[0]["content"] += played.reset(**row)
+    done = False
+    while not done:
+        reply = await client.chat.completions.create(model="tiny", messages=messages)
+        observation, reward, done = played.step(reply.choices[0].message.content)
+        messages += [reply.choices[0].message, {"role": "user", "content": observation}]
+    return reward
+
+
+async def forgets(client, row):
+    """Two turns of which it remembers the first, and a third one that follows the first too."""
+    messages = [{"role": "user", "content": row["prompt"]}]
+    reply = await client.chat.completions.create(model="tiny", messages=messages)
+    for text in "xy":
+        later = [*messages, reply.choices[0].message, {"role": "user", "content": text}]
+        last = await client.chat.completions.create(model="tiny", messages=later, max_tokens=4)
+    return sum(32 <= ord(letter) < 127 for letter in last.choices[0].message.content) / 4
+'''
+TEMPLATE = ("{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
+            "{% if add_generation_prompt %}a:{% endif %}")  # fmt: skip
 ENDS = ["--stop_token_ids", *map(str, range(40, 72))]
 
 
@@ -73,6 +112,44 @@ def test_the_rewards_of_turns_are_learned_and_shown(inputs, tmp_path, monkeypatc
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [message["role"] for message in samples[0]["messages"]] == ["user", "assistant"] * 3
     assert "&lt;1&gt;" in (tmp_path / "report.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def chats(inputs, tmp_path_factory):
+    """The same data and model, with a chat template."""
+    folder = tmp_path_factory.mktemp("chats")
+    model = next(Path(flag.removeprefix("--pretrain=")) for flag in inputs if flag.startswith("--pretrain="))
+    shutil.copytree(model, folder / "model")
+    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "agent.py").write_text(AGENT)
+    flags = [flag for flag in inputs if not flag.startswith(("--pretrain", "--environment"))]
+    return folder, [*flags, f"--pretrain={folder}/model", "--apply_chat_template", "--generate_max_len=60", "--turn_max_len=8",
+                    "--max_steps=3"]
+
+
+def test_an_agent_learns_what_a_game_learns(chats, tmp_path):
+    """The server of the OpenAI API changes nothing: every number of three steps is the same.
+
+    The engine's log-probs differ by rounding, since other episodes are in its batch at the same time.
+    """
+    folder, flags = chats
+    game = train("train_ppo", 2, [*flags, f"--environment={folder}/agent.py:Game"], tmp_path / "game")
+    agent = train("train_ppo", 2, [*flags, f"--agent={folder}/agent.py:game"], tmp_path / "agent")
+    for row, other in zip(repeatable(game), repeatable(agent), strict=True):
+        names = [name for name in row if "seconds" not in name and not name.startswith("engine/logprob_mismatch")]
+        assert {name: other[name] for name in names} == {name: row[name] for name in names}
+        assert row["episodes/turns"] > 2 and row["episodes/drift"] == row["episodes/branches"] == 0
+
+
+def test_branches_are_learned_alike_in_every_layout(chats, tmp_path):
+    folder, flags = chats
+    flags = [*flags, f"--agent={folder}/agent.py:forgets", "--train_batch_size=16", "--max_steps=2"]
+    rows = train("train_ppo", 2, flags, tmp_path / "plain")
+    others = train("train_ppo", 2, [*flags, "--sp_size=2"], tmp_path / "sp")
+    for row, other in zip(repeatable(rows), repeatable(others), strict=True):
+        assert row["episodes/branches"] > 0.9 and row["episodes/drift"] == 0 and row["engine/logprob_mismatch_max"] < 1e-4
+        names = [name for name in row if name.startswith(("rollout/", "episodes/", "train/")) and "seconds" not in name]
+        assert {name: other[name] for name in names} == pytest.approx({name: row[name] for name in names}, rel=2e-3, abs=1e-5)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -10,8 +10,9 @@ from vllm.tool_parsers import ToolParserManager
 
 def tool_parser(
     name: str, tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]]
-) -> Callable[[str], list[tuple[str, str]]]:
-    """Return a function from the text of a turn, with its special tokens, to the name and the JSON arguments of each call.
+) -> Callable[[str], tuple[str, list[tuple[str, str]]]]:
+    """Return a function from the text of a turn, with its special tokens, to its text without calls, and the name and the JSON
+    arguments of each call.
 
     Raises ValueError for an unknown name, or a parser that does not fit the tokenizer.
     """
@@ -24,8 +25,8 @@ def tool_parser(
     except Exception as error:  # of many classes, one for each parser
         raise ValueError(f"--tool_parser {name} does not fit the tokenizer: {type(error).__name__}: {error}") from error
 
-    def parse(text: str) -> list[tuple[str, str]]:
+    def parse(text: str) -> tuple[str, list[tuple[str, str]]]:
         found = parser.extract_tool_calls(text, request)
-        return [(call.function.name, call.function.arguments) for call in found.tool_calls]
+        return found.content or "", [(call.function.name, call.function.arguments) for call in found.tool_calls]
 
     return parse

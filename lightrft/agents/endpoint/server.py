@@ -1,0 +1,116 @@
+"""The routes of the server, and the server of one episode on a loopback port of its own process."""
+
+import asyncio
+import hmac
+import json
+import secrets
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import NamedTuple
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from lightrft.agents.endpoint import protocol
+from lightrft.agents.endpoint.protocol import Body, ServedModel
+from lightrft.agents.messages import Turn
+from lightrft.agents.session import Session
+
+Sessions = Callable[[str], Session]
+"""Function from the `x-session-id` of a request, which may be empty, to its episode."""
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Address(NamedTuple):
+    """Where clients of an episode send their requests: AsyncOpenAI(base_url=address.url, api_key=address.key)."""
+
+    url: str
+    key: str
+
+
+def application(sessions: Sessions, served: ServedModel, key: str = "") -> Starlette:
+    """Return the application that answers requests with turns of episodes. With a key, requests without it are refused."""
+
+    def answers(take: Callable[[Session, Body], Awaitable[tuple[Turn, Body]]], *, streams: bool = True) -> Handler:
+        async def route(request: Request) -> Response:
+            given = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if key and not hmac.compare_digest(given.encode(), key.encode()):
+                return JSONResponse(protocol.problem("the key is that of another episode", "invalid_api_key"), 401)
+            try:
+                body = json.loads(await request.body())
+                if not isinstance(body, dict):
+                    raise ValueError("the request is not a JSON object")
+                turn, reply = await take(sessions(request.headers.get("x-session-id", "")), body)
+            except ValueError as error:
+                return JSONResponse(protocol.problem(str(error)), 400)
+            if not turn.token_ids:
+                told = "a limit of the episode leaves no room for a turn (--max_turns, --generate_max_len)"
+                return JSONResponse(protocol.problem(told, "context_length_exceeded"), 400)
+            if streams and body.get("stream"):
+                return StreamingResponse(protocol.events(reply, body), media_type="text/event-stream")
+            return JSONResponse(reply)
+
+        return route
+
+    async def chat(session: Session, body: Body) -> tuple[Turn, Body]:
+        limit, messages = protocol.read_limit(body, served), body.get("messages")
+        if not isinstance(messages, list):
+            raise ValueError("the request needs a list of messages")
+        tools = body.get("tools") if body.get("tool_choice") != "none" else None
+        turn = await session.chat(messages, tools=tools or None, max_tokens=limit)
+        return turn, protocol.chat_reply(turn, len(session.turns), served, body)
+
+    async def complete(session: Session, body: Body) -> tuple[Turn, Body]:
+        limit, prompt = protocol.read_limit(body, served), body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            (prompt,) = prompt
+        if isinstance(prompt, str):
+            turn = await session.complete(prompt, max_tokens=limit)
+        else:
+            turn = await session.generate(_token_ids(prompt), max_tokens=limit)
+        return turn, protocol.completion_reply(turn, len(session.turns), served, body)
+
+    async def generate(session: Session, body: Body) -> tuple[Turn, Body]:
+        limit = protocol.read_limit({"logprobs": None} | (body.get("sampling_params") or {}), served)
+        turn = await session.generate(_token_ids(body.get("token_ids")), max_tokens=limit)
+        return turn, protocol.generate_reply(turn, len(session.turns))
+
+    async def models(request: Request) -> Response:
+        return JSONResponse(protocol.models(served))
+
+    return Starlette(routes=[
+        Route("/v1/models", models),
+        Route("/v1/chat/completions", answers(chat), methods=["POST"]),
+        Route("/v1/completions", answers(complete), methods=["POST"]),
+        Route("/inference/v1/generate", answers(generate, streams=False), methods=["POST"]),
+    ])  # fmt: skip
+
+
+def _token_ids(value: object) -> list[int]:
+    if not isinstance(value, list) or not value or not all(isinstance(token, int) for token in value):
+        raise ValueError("the prompt is a text or a list of token ids")
+    return value
+
+
+@asynccontextmanager
+async def serving(session: Session, served: ServedModel) -> AsyncIterator[Address]:
+    """Serve an episode on a loopback port, while the context is open. Its key keeps out requests of earlier episodes."""
+    key = secrets.token_hex(16)
+    listener = socket.create_server(("127.0.0.1", 0))
+    app = application(lambda _: session, served, key)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False, lifespan="off"))
+    running = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        while not server.started and not running.done():
+            await asyncio.sleep(0.001)
+        yield Address(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", key)
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        listener.close()

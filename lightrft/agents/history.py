@@ -1,0 +1,95 @@
+"""Which turn a history continues, that an agent sends back as messages, text or token ids."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from lightrft.agents.messages import BEGINNING, Message, ToolCall, Turn
+
+Key = tuple[str, str, str]
+"""What two messages have in common that are the same one: role, text, and tool calls."""
+
+
+class History:
+    """The turns of an episode by what was before them. Nothing of them is rendered or tokenized again."""
+
+    def __init__(self) -> None:
+        self._chats: list[tuple[str, list[Key]]] = []
+        self._texts: list[str] = []
+        self._token_ids: list[list[int]] = []
+
+    def add(self, turn: Turn, *, messages: list[Message] | None = None, tools: Any = None, text: str | None = None) -> None:
+        """Remember a turn that answered messages with these tools, or a text, or token ids alone."""
+        self._chats.append((_json(tools), [*map(key, [*messages, reply(turn)])]) if messages is not None else ("", []))
+        self._texts.append(text + turn.text if text is not None else "")
+        self._token_ids.append([*turn.context_ids, *turn.token_ids])
+
+    def of_chat(self, messages: list[Message], tools: Any = None) -> tuple[int, list[Message]]:
+        """Return the number of the turn that the messages continue, or BEGINNING, and the messages after it.
+
+        It is the one with the most messages, and the latest of several. A turn counts as sent back if its text differs in outer
+        white space only, and its calls in their ids and the form of their JSON only.
+        """
+        keys, known = [*map(key, messages)], _json(tools)
+        sizes = [len(chat) if chat and len(chat) < len(keys) and tools_of_it == known and keys[: len(chat)] == chat else 0
+                 for tools_of_it, chat in self._chats]  # fmt: skip
+        return _longest(sizes, messages)
+
+    def of_text(self, text: str) -> tuple[int, str]:
+        """Return the number of the turn that the text continues, or BEGINNING, and the text after it."""
+        return _longest([len(known) if known and text.startswith(known) else 0 for known in self._texts], text)
+
+    def of_token_ids(self, token_ids: list[int]) -> tuple[int, list[int]]:
+        """Return the number of the turn that the tokens continue, or BEGINNING, and the tokens after it."""
+        return _longest([len(known) if token_ids[: len(known)] == known else 0 for known in self._token_ids], token_ids)
+
+
+def _longest(sizes: list[int], sent: Any) -> tuple[int, Any]:
+    size, turn = max(((size, turn) for turn, size in enumerate(sizes) if size), default=(0, BEGINNING))
+    return turn, sent[size:]
+
+
+def reply(turn: Turn) -> Message:
+    """Return a turn as a message, with calls as chat templates read them."""
+    calls = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in good_calls(turn)]
+    return {"role": "assistant", "content": turn.content if calls else turn.text} | ({"tool_calls": calls} if calls else {})
+
+
+def good_calls(turn: Turn) -> list[ToolCall]:
+    """Return the calls of a turn; none if one of them cannot be read, so that its agent reads the text instead."""
+    return [] if any(call.problem for call in turn.tool_calls) else turn.tool_calls
+
+
+def cleaned(message: Any) -> Message:
+    """Return a message as chat templates read it. Raises ValueError for one that has no role, or content other than text."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(f"a message is an object with a role and a content, not {message!r:.100}")
+    parts = message.get("content") or ""
+    if not isinstance(parts, str):
+        if not isinstance(parts, list) or not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+            raise ValueError("the content of a message is text: agents have no images and no sound")
+        parts = "".join(part["text"] for part in parts)
+    calls = [_call(call) for call in message.get("tool_calls") or ()]
+    others = {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
+    return {"role": message["role"], "content": parts} | others | ({"tool_calls": calls} if calls else {})
+
+
+def _call(call: Any) -> dict[str, Any]:
+    try:
+        function = call["function"]
+        name, arguments = function["name"], function.get("arguments") or {}
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"a tool call is not {{'function': {{'name': ..., 'arguments': JSON}}}}: {call!r:.100}") from error
+    identity = {"id": call["id"]} if call.get("id") else {}
+    return identity | {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def key(message: Message) -> Key:
+    """Return what identifies a cleaned message."""
+    calls: Sequence[Any] = [call["function"] for call in message.get("tool_calls", ())]
+    return message["role"], message["content"].strip(), _json(calls)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value or None, sort_keys=True)

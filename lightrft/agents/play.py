@@ -1,0 +1,109 @@
+"""An episode that has begun: its turns, and the conversations to which they belong."""
+
+from dataclasses import dataclass, field
+from operator import ne
+from typing import NamedTuple
+
+from lightrft.agents.messages import BEGINNING, Ended, Message, TurnRequest
+from lightrft.launch.forks import Worker
+from lightrft.samples import Completion, Episode, Prompt, Sample
+
+
+class PlayedTurn(NamedTuple):
+    """A turn, which ends a conversation or is inside of one."""
+
+    conversation: Sample
+    token_ids: list[int]
+    """Tokens as the engine returned them."""
+    num_tokens: int
+    """Number of tokens of the conversation's response up to the end of the turn."""
+    num_messages: int
+
+
+@dataclass(slots=True, eq=False)
+class Play:
+    """An episode that has begun.
+
+    The first conversation is the sample of the group. One that leaves it after an earlier turn is a branch: a sample that repeats
+    the tokens up to there, which are learned in the other one.
+    """
+
+    sample: Sample
+    seed_parts: tuple[int, ...]
+    """Numbers from which the seeds of its turns are derived."""
+    worker: Worker | None = None
+    turns: list[PlayedTurn] = field(default_factory=list)
+    conversation: Sample = field(init=False)
+    """Sample to which the next turn, or the latest one, belongs."""
+    max_tokens: int | None = None
+    """Largest number of tokens of the next turn, if its program has set one."""
+    until: float = 0.0
+    """Time at which its program must have sent something, in seconds of time.monotonic(); infinite while the model samples."""
+
+    def __post_init__(self) -> None:
+        self.conversation = self.sample
+
+    @property
+    def episode(self) -> Episode:
+        assert self.sample.episode is not None
+        return self.sample.episode
+
+    def context(self, request: TurnRequest) -> PlayedTurn | None:
+        """Return the turn after which a requested turn comes; None at the beginning of a conversation."""
+        if not self.turns or request.after == BEGINNING:
+            return None
+        return self.turns[-1 if request.after is None else request.after]
+
+    def begin(self, prompt: Prompt) -> None:
+        """Begin a conversation with its own prompt."""
+        if self.turns:
+            self.conversation = self._branch(prompt, Episode())
+        else:
+            self.sample.prompt = prompt
+
+    def read(self, turn: PlayedTurn, token_ids: list[int], messages: list[Message]) -> None:
+        """Let the model read an observation after a turn, on a branch if others have followed it."""
+        before, end = turn.conversation, turn.num_tokens
+        if end < len(before.token_ids):
+            messages_before = before.episode.messages[: turn.num_messages]
+            branch = self._branch(before.prompt, Episode(sampled=[False] * end, messages=messages_before))
+            branch.token_ids, branch.logprobs = before.token_ids[:end], before.logprobs[:end]
+            branch.weight_versions = before.weight_versions[:end]
+            before = branch
+        self.conversation, count = before, len(token_ids)
+        before.token_ids += token_ids
+        before.logprobs += [0.0] * count
+        before.weight_versions += before.weight_versions[-1:] * count
+        before.episode.sampled += [False] * count
+        before.episode.messages += messages
+
+    def add(self, completion: Completion, text: str) -> None:
+        """Add a turn of the model, whose tokens the conversation has."""
+        sample = self.conversation
+        sample.episode.sampled += [True] * len(completion.token_ids)
+        sample.episode.messages.append({"role": "assistant", "content": text})
+        sample.episode.num_turns += 1
+        self.sample.text = text
+        self.turns.append(PlayedTurn(sample, completion.token_ids, len(sample.token_ids), len(sample.episode.messages)))
+
+    def end(self, ended: Ended) -> None:
+        """Take over what the program reports. A reward for a turn of a branch counts for the latest turn before it."""
+        episode = self.episode
+        ends = [(number, turn.num_tokens - 1) for number, turn in enumerate(self.turns) if turn.conversation is self.sample]
+        episode.rewards = [(max((end for number, end in ends if number <= turn), default=-1), reward)
+                           for turn, reward in ended.rewards]  # fmt: skip
+        episode.tool_calls, episode.tool_errors, episode.tool_seconds = ended.tool_calls, ended.tool_errors, ended.tool_seconds
+        episode.drift = self._drift()
+
+    def _drift(self) -> int:
+        """Return the number of tokens that are not learned as they were sampled: 0 unless there is a bug."""
+        wrong = 0
+        for sample, token_ids, end, _ in self.turns:
+            wrong += sum(map(ne, sample.token_ids[end - len(token_ids) : end], token_ids))
+        learned = sum(sum(sample.episode.sampled) for sample in self.sample.rows)
+        return wrong + abs(learned - sum(len(turn.token_ids) for turn in self.turns))
+
+    def _branch(self, prompt: Prompt, episode: Episode) -> Sample:
+        branch = Sample(prompt, self.sample.group, [], [], "", self.sample.finish_reason, episode=episode)
+        self.episode.branches.append(branch)
+        return branch

@@ -1,0 +1,61 @@
+"""Episodes whose turns are written in the test instead of sampled."""
+
+import time
+
+from lightrft.agents.endpoint.protocol import ServedModel
+from lightrft.agents.episodes import Episodes
+from lightrft.agents.programs import ProgramSetup
+from lightrft.agents.tool_calls import hermes
+from lightrft.agents.turn_format import TurnFormat
+from lightrft.config.sections import DataSection, EnvironmentSection
+from lightrft.types import Completion, Prompt, Sample
+from tiny import EOS, byte_tokenizer
+
+TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool.function.name }};{% endfor %}{% endif %}"
+    "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def tokenizer(chat):
+    made = byte_tokenizer()
+    made.chat_template = TEMPLATE if chat else None
+    return made
+
+
+def ids(text):
+    """Bytes, with the end token for $."""
+    return [EOS if letter == "$" else ord(letter) for letter in text]
+
+
+class Player:
+    """Episodes whose turns are written here instead of sampled."""
+
+    def __init__(self, name="", *, agent="", chat=False, longest=200, **limits):
+        section = EnvironmentSection(environment=name, agent=agent, **limits)
+        data = DataSection(apply_chat_template=chat, prompt_max_len=64)
+        format = TurnFormat(data, tokenizer(chat), frozenset({EOS}))
+        served = ServedModel("tiny", 264, {"temperature": 1.0, "top_p": 1.0}, frozenset({EOS}))
+        setup = ProgramSetup(name, agent=agent, served=served, tool_seconds=section.tool_seconds)
+        self.episodes = Episodes(setup, section, format, hermes, longest=longest)
+
+    def play(self, turns, *, seconds=30.0):
+        """Play an episode for each list of turns, texts or token ids, at the same time; return their samples."""
+        rows = [{"label": str(place), "prompt": "p", "end": EOS} for place in range(len(turns))]
+        samples = [Sample(Prompt(place, "p", ids("p"), row), 0, [], [], "", "") for place, row in enumerate(rows)]
+        for place, sample in enumerate(samples):
+            self.episodes.begin(sample, 0, place)
+        ended, until = [], time.monotonic() + seconds
+        while len(ended) < len(samples):
+            assert time.monotonic() < until
+            for play in self.episodes.poll(0.05):
+                turn = turns[play.sample.prompt.index][len(play.turns)]
+                new = (ids(turn) if isinstance(turn, str) else list(turn))[: play.max_tokens]
+                play.conversation.token_ids += new
+                play.conversation.logprobs += [-0.5] * len(new)
+                reason = "length" if len(new) == play.max_tokens else "stop"
+                text = self.episodes.format.tokenizer.decode(new, skip_special_tokens=True)
+                self.episodes.generated(play, Completion(new, [-0.5] * len(new), reason), text)
+            ended += self.episodes.take_ended()
+        return samples
