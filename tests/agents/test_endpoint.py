@@ -1,4 +1,4 @@
-"""Why: a client sends back text, which others tokenize again. Here exactly what was sampled is learned, whatever a client does."""
+"""Why: a client sends back text, which others tokenize again. Here what was sampled is learned, whatever a client does."""
 
 import json
 
