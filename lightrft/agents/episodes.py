@@ -4,6 +4,7 @@ import selectors
 import time
 import weakref
 from collections import deque
+from multiprocessing.connection import Connection
 from typing import Any
 
 from loguru import logger
@@ -55,6 +56,11 @@ class Episodes:
         sample.episode, self._logged = Episode(), 0
         self._waiting.append(Play(sample, seed_parts))
 
+    def attach(self, sample: Sample, socket: Connection, *seed_parts: int) -> None:
+        """Begin an episode whose program sends its requests over a socket, and is no worker process."""
+        sample.episode = Episode()
+        self._register(Play(sample, seed_parts, Worker(None, socket)))
+
     def poll(self, seconds: float) -> list[Play]:
         """Handle what the programs have sent, after waiting for it at most `seconds`; return the episodes whose turn it is.
 
@@ -103,9 +109,13 @@ class Episodes:
             play.worker = self._idle.pop() if self._idle else Worker(*self._forks.fork())
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        self._plays[play.worker] = play
-        self._selector.register(play.worker.socket, selectors.EVENT_READ, play.worker)
+        self._register(play)
         self._send(play, play.sample.prompt.columns)
+
+    def _register(self, play: Play) -> None:
+        self._plays[play.worker] = play
+        play.until = time.monotonic() + 60 * self.section.environment_minutes
+        self._selector.register(play.worker.socket, selectors.EVENT_READ, play.worker)
 
     def _send(self, play: Play, message: Any) -> None:
         play.until = time.monotonic() + 60 * self.section.environment_minutes
@@ -147,7 +157,7 @@ class Episodes:
             play.conversation.episode.messages += _messages(request.observation)
         else:
             play.read(before, token_ids, _messages(request.observation))
-        play.max_tokens, play.until = request.max_tokens, float("inf")
+        play.max_tokens, play.sampling, play.until = request.max_tokens, request.sampling, float("inf")
         return play
 
     def _end(self, play: Play, ended: Ended) -> None:
@@ -184,6 +194,9 @@ class Episodes:
         """Take an episode out, and kill its process unless it can run another one; return a text on how the process ended."""
         self._selector.unregister(play.worker.socket)
         del self._plays[play.worker]
+        if play.worker.process is None:
+            play.worker.socket.close()
+            return "has closed its connection"
         if reuse:
             self._idle.append(play.worker)
             return ""

@@ -59,6 +59,8 @@ class TurnRequest:
     """Schemas of tools, in addition to those of the run."""
     max_tokens: int | None = None
     """Largest number of tokens of the turn; None: what the run's limits leave."""
+    sampling: dict[str, float] = field(default_factory=dict)
+    """Sampling parameters that replace those of the run; for a model that does not learn."""
 
 
 BEGINNING = -1

@@ -37,6 +37,8 @@ class Play:
     """Sample to which the next turn, or the latest one, belongs."""
     max_tokens: int | None = None
     """Largest number of tokens of the next turn, if its program has set one."""
+    sampling: dict[str, float] = field(default_factory=dict)
+    """Sampling parameters of the next turn that replace those of the run."""
     until: float = 0.0
     """Time at which its program must have sent something, in seconds of time.monotonic(); infinite while the model samples."""
 

@@ -39,10 +39,8 @@ class Session:
         self._over = turn.is_last
         return turn
 
-    async def chat(
-        self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None, max_tokens: int | None = None
-    ) -> Turn:
-        """Return the turn that follows the messages of a chat, with the schemas of tools that it may call.
+    async def chat(self, messages: list[Message], *, tools: list[dict[str, Any]] | None = None, **options: Any) -> Turn:
+        """Return the turn that follows the messages of a chat, with the schemas of tools that it may call, and `max_tokens`.
 
         Messages that were sent and turns that were returned before are recognised and not tokenized again; see history.py. If the
         messages continue none of them, they begin a conversation of their own, which is learned like the first one.
@@ -54,18 +52,18 @@ class Session:
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError("the last message is a turn of the assistant, or there is none: the model has nothing to answer")
         after, rest = self.history.of_chat(messages, tools)
-        request = TurnRequest(rest, after, tools=tools or [], max_tokens=max_tokens)
+        request = TurnRequest(rest, after, tools=tools or [], **options)
         return await self.request(request, messages=messages, tools=tools)
 
-    async def complete(self, text: str, *, max_tokens: int | None = None) -> Turn:
+    async def complete(self, text: str, **options: Any) -> Turn:
         """Return the turn that follows a text, without the chat template; otherwise like chat()."""
         after, rest = self.history.of_text(text)
-        return await self.request(TurnRequest(rest, after, plain=True, max_tokens=max_tokens), text=text)
+        return await self.request(TurnRequest(rest, after, plain=True, **options), text=text)
 
-    async def generate(self, token_ids: list[int], *, max_tokens: int | None = None) -> Turn:
+    async def generate(self, token_ids: list[int], **options: Any) -> Turn:
         """Return the turn that follows these tokens; otherwise like chat()."""
         after, rest = self.history.of_token_ids(token_ids)
-        return await self.request(TurnRequest(rest, after, max_tokens=max_tokens))
+        return await self.request(TurnRequest(rest, after, **options))
 
     async def request(self, request: TurnRequest, **sent: Any) -> Turn:
         """Return the turn of a request, and remember what was `sent`, as History.add() takes it.

@@ -5,7 +5,7 @@ between two turns is what the chat template writes between a short turn in their
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from transformers import PreTrainedTokenizerBase
 
@@ -60,8 +60,8 @@ class TurnFormat:
         Raises ValueError if the chat template rejects it.
         """
         observation = request.observation or ""
-        if not isinstance(observation, str) and all(isinstance(each, int) for each in observation):
-            return list(observation)
+        if _are_token_ids(observation):
+            return self._in_vocabulary(observation)
         if request.plain or not self.section.apply_chat_template:
             contents = [observation] if isinstance(observation, str) else [each["content"] for each in observation]
             return self._tokenized("".join(contents))
@@ -74,8 +74,8 @@ class TurnFormat:
         observation = request.observation or ""
         if isinstance(observation, str):
             return self.tokenizer(observation)["input_ids"]
-        if all(isinstance(each, int) for each in observation):
-            return list(observation)
+        if _are_token_ids(observation):
+            return self._in_vocabulary(observation)
         if not self.section.apply_chat_template:
             raise ValueError("messages are rendered by the chat template: set --apply_chat_template")
         return self._tokenized(self._rendered(observation, request))
@@ -97,12 +97,22 @@ class TurnFormat:
         except Exception as error:  # a template is a program and raises its own errors
             raise ValueError(f"the chat template rejects the messages ({type(error).__name__}: {error})") from error
 
+    def _in_vocabulary(self, token_ids: list[int]) -> list[int]:
+        size = len(self.tokenizer)
+        if outside := [token for token in token_ids if not 0 <= token < size]:
+            raise ValueError(f"token {outside[0]} is not one of the {size} of the tokenizer")
+        return list(token_ids)
+
     def _tokenized(self, text: str) -> list[int]:
         if text not in self._known:
             if len(self._known) > 4096:
                 self._known.clear()
             self._known[text] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._known[text]
+
+
+def _are_token_ids(observation: str | list[Message] | list[int]) -> TypeGuard[list[int]]:
+    return not isinstance(observation, str) and all(isinstance(each, int) for each in observation)
 
 
 def _appended(value: Any, observation: str) -> Any:

@@ -43,7 +43,8 @@ class WorkerSetup(Protocol):
 class Worker:
     """A worker process, as the rank sees it."""
 
-    process: int
+    process: int | None
+    """Process id; None for a program in the process of the rank."""
     socket: Connection
 
     def kill(self) -> None:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import chain, count
+from multiprocessing.connection import Connection
 
 from transformers import PreTrainedTokenizerBase
 
@@ -38,7 +39,7 @@ class Growth:
         n = sampler.section.n_samples_per_prompt
         self.room = room_for(generation.prompts_at_once(n), n)
         """Number of incomplete groups that keep a data replica's engines busy."""
-        self._pending: list[Pending] = []
+        self._pending: dict[int, Pending] = {}
         self._plays: dict[int, Play] = {}
         """Index of a request -> its episode."""
         self._groups: dict[int, Group] = {}
@@ -54,8 +55,16 @@ class Growth:
                 self.sampler.episodes.begin(sample, *seed_parts)
             return
         pending = [each for group in groups for each in self.sampler.pending(group, self.seed)]
-        self._pending += pending
-        self.generation.add([request for request, _, _ in pending])
+        self._pending.update(zip(self.generation.add([request for request, _, _ in pending]), pending, strict=True))
+
+    def attach(self, group: Group, socket: Connection) -> None:
+        """Begin a group of one episode whose program sends its requests over a socket."""
+        self._groups[group.number] = group
+        self.sampler.episodes.attach(group.samples[0], socket, group.number, 0)
+
+    def forget(self, group: Group) -> None:
+        """Forget a complete group."""
+        del self._groups[group.number]
 
     def steps(self, most: int | None = None) -> Iterator[Group]:
         """Let the engine do at most `most` steps; yield each group as soon as its last response has ended."""
@@ -75,9 +84,9 @@ class Growth:
             with self.sampler.strategy.trace.phase("tools", idle=True):
                 ready = episodes.poll(TOOLS)
         requests = [self.sampler.next_turn(play, self._groups[play.sample.group], self.seed) for play in ready]
-        self._plays.update(zip(self.generation.add(requests, own=True), ready, strict=True))
-        self._pending += [(request, [play.conversation], self._groups[play.sample.group])
-                          for request, play in zip(requests, ready, strict=True)]  # fmt: skip
+        for index, request, play in zip(self.generation.add(requests, own=True), requests, ready, strict=True):
+            self._plays[index] = play
+            self._pending[index] = request, [play.conversation], self._groups[play.sample.group]
         for number in {sample.group for sample in episodes.take_ended()}:
             if self._groups[number].complete:
                 yield self._groups[number]
@@ -116,7 +125,7 @@ class Growth:
 
     def _extended(self, finished: Finished) -> Iterator[Group]:
         for index, completions in finished:
-            _, samples, group = self._pending[index]
+            _, samples, group = self._pending.pop(index)
             for sample, completion in zip(samples, completions, strict=True):
                 self.sampler.extend(sample, completion)
             if self.sampler.episodes is not None:
@@ -185,7 +194,7 @@ class Sampler:
     def next_turn(self, play: Play, group: Group, seed: int) -> Request:
         """Build the request for the next turn of an episode."""
         sample, greedy = play.conversation, play.sample is group.greedy
-        sampling = greedy_sampling(self.section) if greedy else sampling_of(self.section, n=1)
+        sampling = greedy_sampling(self.section) if greedy else replace(sampling_of(self.section, n=1), **play.sampling)
         seeds = () if greedy else (derived_seed(seed, *play.seed_parts, *([len(play.turns)] if play.turns else [])),)
         limits = [limit for limit in (self.episodes.section.turn_max_len, play.max_tokens) if limit is not None]
         request = self._request(sample, sampling, seeds, longest=min(limits, default=None))

@@ -4,10 +4,11 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from lightrft.agents.history import good_calls
 from lightrft.agents.messages import Turn
+from lightrft.engine.requests import Sampling
 
 Body = dict[str, Any]
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -17,6 +18,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "structured_outputs": ({},), "bad_words": ([],), "prompt_logprobs": (0,), "skip_special_tokens": (True, False),
 }  # fmt: skip
 """Parameter of a request -> its values, beside null, with which tokens are sampled as the run samples them."""
+SAMPLING = ("temperature", "top_p", "top_k")
+"""Parameters that a request chooses if the model does not learn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +29,21 @@ class ServedModel:
     name: str
     max_length: int
     """Number of tokens of prompt and response together."""
-    sampling: Mapping[str, float]
-    """The run's temperature, top_p and top_k; a request with others is refused, since log-probs are learned as sampled."""
+    fixed: Mapping[str, float]
+    """The run's temperature, top_p and top_k if the model learns: a request with others is refused. Empty: requests choose."""
     end_token_ids: frozenset[int] = frozenset()
 
 
-def read_limit(body: Body, served: ServedModel) -> int | None:
-    """Return the largest number of tokens that a request wants.
+class Options(TypedDict):
+    """Parameters of a request, as the methods of a session take them."""
 
-    Raises ValueError for a parameter with which its tokens would not be sampled as the run samples.
-    """
-    for name, value in served.sampling.items():
+    max_tokens: int | None
+    sampling: dict[str, float]
+
+
+def read_options(body: Body, served: ServedModel) -> Options:
+    """Return what a request chooses. Raises ValueError for a parameter with which its tokens would not be sampled as they must."""
+    for name, value in served.fixed.items():
         if body.get(name) not in (None, value):
             raise ValueError(f"{name} is {value:g} in this run (--{name}), not {body[name]!r}: omit it in the request")
     for name, values in NEUTRAL.items():
@@ -47,7 +54,13 @@ def read_limit(body: Body, served: ServedModel) -> int | None:
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise ValueError(f"the largest number of tokens is at least 1, not {limit!r}")
-    return limit
+    chosen = {name: body[name] for name in SAMPLING if name not in served.fixed and body.get(name) is not None}
+    chosen |= {"top_k": 0} if chosen.get("top_k") == -1 else {}
+    if not all(isinstance(value, int | float) for value in chosen.values()):
+        raise ValueError(f"{', '.join(chosen)}: not all of them are numbers")
+    if problem := Sampling(**chosen).problem():
+        raise ValueError(problem)
+    return Options(max_tokens=limit, sampling=chosen)
 
 
 def models(served: ServedModel) -> Body:

@@ -6,7 +6,7 @@ import json
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from typing import NamedTuple
 
 import uvicorn
@@ -20,8 +20,8 @@ from lightrft.agents.endpoint.protocol import Body, ServedModel
 from lightrft.agents.messages import Turn
 from lightrft.agents.session import Session
 
-Sessions = Callable[[str], Session]
-"""Function from the `x-session-id` of a request, which may be empty, to its episode."""
+Sessions = Callable[[str], AbstractContextManager[Session]]
+"""Function from the `x-session-id` of a request, which may be empty, to the context of its episode."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -45,7 +45,8 @@ def application(sessions: Sessions, served: ServedModel, key: str = "") -> Starl
                 body = json.loads(await request.body())
                 if not isinstance(body, dict):
                     raise ValueError("the request is not a JSON object")
-                turn, reply = await take(sessions(request.headers.get("x-session-id", "")), body)
+                with sessions(request.headers.get("x-session-id", "")) as session:
+                    turn, reply = await take(session, body)
             except ValueError as error:
                 return JSONResponse(protocol.problem(str(error)), 400)
             if not turn.token_ids:
@@ -58,26 +59,26 @@ def application(sessions: Sessions, served: ServedModel, key: str = "") -> Starl
         return route
 
     async def chat(session: Session, body: Body) -> tuple[Turn, Body]:
-        limit, messages = protocol.read_limit(body, served), body.get("messages")
+        options, messages = protocol.read_options(body, served), body.get("messages")
         if not isinstance(messages, list):
             raise ValueError("the request needs a list of messages")
         tools = body.get("tools") if body.get("tool_choice") != "none" else None
-        turn = await session.chat(messages, tools=tools or None, max_tokens=limit)
+        turn = await session.chat(messages, tools=tools or None, **options)
         return turn, protocol.chat_reply(turn, len(session.turns), served, body)
 
     async def complete(session: Session, body: Body) -> tuple[Turn, Body]:
-        limit, prompt = protocol.read_limit(body, served), body.get("prompt")
+        options, prompt = protocol.read_options(body, served), body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             (prompt,) = prompt
         if isinstance(prompt, str):
-            turn = await session.complete(prompt, max_tokens=limit)
+            turn = await session.complete(prompt, **options)
         else:
-            turn = await session.generate(_token_ids(prompt), max_tokens=limit)
+            turn = await session.generate(_token_ids(prompt), **options)
         return turn, protocol.completion_reply(turn, len(session.turns), served, body)
 
     async def generate(session: Session, body: Body) -> tuple[Turn, Body]:
-        limit = protocol.read_limit({"logprobs": None} | (body.get("sampling_params") or {}), served)
-        turn = await session.generate(_token_ids(body.get("token_ids")), max_tokens=limit)
+        options = protocol.read_options(body.get("sampling_params") or {}, served)
+        turn = await session.generate(_token_ids(body.get("token_ids")), **options)
         return turn, protocol.generate_reply(turn, len(session.turns))
 
     async def models(request: Request) -> Response:
@@ -102,7 +103,7 @@ async def serving(session: Session, served: ServedModel) -> AsyncIterator[Addres
     """Serve an episode on a loopback port, while the context is open. Its key keeps out requests of earlier episodes."""
     key = secrets.token_hex(16)
     listener = socket.create_server(("127.0.0.1", 0))
-    app = application(lambda _: session, served, key)
+    app = application(lambda _: nullcontext(session), served, key)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False, lifespan="off"))
     running = asyncio.create_task(server.serve(sockets=[listener]))
     try:

@@ -10,7 +10,7 @@ from typing import Any
 from lightrft.engine.base import EngineError
 from lightrft.engine.loop import ABORTED
 from lightrft.engine.model_info import Vocabulary
-from lightrft.engine.requests import Request
+from lightrft.engine.requests import Request, Sampling
 from lightrft.engine.sglang.sampling import Truncate
 from lightrft.engine.sglang.shim import SGLangShim
 from lightrft.engine.stops import StopStrings
@@ -107,7 +107,16 @@ class Samples:
         logprobs = [logprob for logprob, *_ in about.get("output_token_logprobs") or ()]
         tokens = list(answer["output_ids"])[: len(logprobs)]
         ended = "stop" if about["id"] in running.stopped else reason["type"]
+        if ended == ABORTED:  # perhaps after its last token
+            sampling = running.request.sampling
+            if tokens and tokens[-1] in self._ends(sampling):
+                ended = "stop"
+            elif len(tokens) == sampling.max_tokens:
+                ended = "length"
         return Completion(tokens, logprobs, ended, about.get("cached_tokens", 0))
+
+    def _ends(self, sampling: Sampling) -> frozenset[int]:
+        return self.vocabulary.end_token_ids.union(sampling.stop_token_ids)
 
     def _parameters(self, request: Request, seed: int) -> dict[str, Any]:
         sampling = request.sampling
@@ -115,7 +124,7 @@ class Samples:
             "max_new_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "sampling_seed": seed,
-            "stop_token_ids": sorted(self.vocabulary.end_token_ids | set(sampling.stop_token_ids)),
+            "stop_token_ids": sorted(self._ends(sampling)),
             "skip_special_tokens": False,
             "stream_interval": LOOK_EVERY if sampling.stop else RARELY,
             "custom_params": {"top_k": sampling.top_k, "top_p": sampling.top_p, "banned": list(sampling.banned_token_ids),
