@@ -2,7 +2,7 @@
 
 import time
 
-from lightrft.agents.endpoint.protocol import ServedModel
+from lightrft.agents.endpoint.protocol import EndpointModel
 from lightrft.agents.episodes import Episodes
 from lightrft.agents.programs import ProgramSetup
 from lightrft.agents.tool_calls import hermes
@@ -36,7 +36,7 @@ class Player:
         section = EnvironmentSection(environment=name, agent=agent, **limits)
         data = DataSection(apply_chat_template=chat, prompt_max_len=64)
         format = TurnFormat(data, tokenizer(chat), frozenset({EOS}))
-        served = ServedModel("tiny", 264, {"temperature": 1.0, "top_p": 1.0}, frozenset({EOS}))
+        served = EndpointModel("tiny", 264, {"temperature": 1.0, "top_p": 1.0}, frozenset({EOS}))
         setup = ProgramSetup(name, agent=agent, served=served, tool_seconds=section.tool_seconds)
         self.episodes = Episodes(setup, section, format, hermes, longest=longest)
 

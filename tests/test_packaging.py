@@ -19,6 +19,8 @@ from lightrft import __version__, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDS_AN_EXTRA = {
+    "lightrft.agents.endpoint.client": "openai",
+    "lightrft.agents.endpoint.server": "uvicorn",
     "lightrft.engine.sglang": "sglang",
     "lightrft.engine.vllm": "vllm",
     "lightrft.models.triton": "triton",
@@ -29,6 +31,7 @@ NEEDS_AN_EXTRA = {
     "lightrft.rewards.verifiers.reasoning_gym": "reasoning_gym",
     "lightrft.rewards.judge": "httpx",
     "lightrft.rewards.remote": "httpx",
+    "lightrft.run.model_server": "uvicorn",
     "lightrft.strategy.deepspeed": "deepspeed",
 }
 """Modules that may only be imported where a package of an extra is installed, with those inside of them. Triton comes with torch

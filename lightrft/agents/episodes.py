@@ -179,10 +179,13 @@ class Episodes:
 
     def _failed(self, play: Play, problem: str) -> None:
         """Learn nothing from an episode. Raises ConfigError if many in a row have failed."""
-        sample, self._in_a_row = play.sample, self._in_a_row + 1
+        sample = play.sample
         play.episode.problem, play.episode.rewards = problem, []
         sample.masked, sample.finish_reason = True, "stop"
         self._ended.append(sample)
+        if play.worker.process is None:
+            return
+        self._in_a_row += 1
         told = f"--environment: the episode of prompt {sample.prompt.index} ({sample.prompt.text[-200:]!r}) failed: {problem}"
         if self._in_a_row >= FAILURES_IN_A_ROW:
             raise ConfigError(f"{told}. {self._in_a_row} episodes in a row have failed: the environment itself is broken")

@@ -10,7 +10,7 @@ Key = tuple[str, str, str]
 """What two messages have in common that are the same one: role, text, and tool calls."""
 
 
-class History:
+class TurnHistory:
     """The turns of an episode by what was before them. Nothing of them is rendered or tokenized again."""
 
     def __init__(self) -> None:

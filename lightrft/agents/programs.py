@@ -18,7 +18,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lightrft.agents.endpoint.protocol import ServedModel
+from lightrft.agents.endpoint.protocol import EndpointModel
 from lightrft.agents.messages import Ended, Observation
 from lightrft.agents.session import EpisodeOver, Session
 from lightrft.agents.tools import answers, called, tools_of
@@ -42,7 +42,7 @@ class ProgramSetup:
     """Names of functions, or of modules and files with functions, as in --tools."""
     agent: str = ""
     """Name of an async function, as in --agent."""
-    served: ServedModel | None = None
+    served: EndpointModel | None = None
     """What the agent's server says about the model."""
     tool_seconds: float = 60.0
     """Longest time of a call of a tool."""

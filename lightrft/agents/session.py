@@ -5,7 +5,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lightrft.agents.history import History, cleaned
+from lightrft.agents.history import TurnHistory, cleaned
 from lightrft.agents.messages import Message, Observation, Refused, Turn, TurnRequest
 
 
@@ -17,11 +17,11 @@ class Session:
     """One episode's access to the model. Its turns are sampled by the engine, and exactly these tokens are learned from."""
 
     def __init__(self, connection: Connection):
-        self._connection, self._one_at_a_time = connection, asyncio.Lock()
+        self.connection, self._one_at_a_time = connection, asyncio.Lock()
         self._over = False
         self.turns: list[Turn] = []
         """Turns so far."""
-        self.history = History()
+        self.history = TurnHistory()
         self.limited = False
         """True if a limit of the episode left no room for the latest turn."""
         self.rewards: list[tuple[int, float]] = []
@@ -66,13 +66,13 @@ class Session:
         return await self.request(TurnRequest(rest, after, **options))
 
     async def request(self, request: TurnRequest, **sent: Any) -> Turn:
-        """Return the turn of a request, and remember what was `sent`, as History.add() takes it.
+        """Return the turn of a request, and remember what was `sent`, as TurnHistory.add() takes it.
 
         Requests at the same time wait for each other.
         """
         async with self._one_at_a_time:
-            self._connection.send(request)
-            reply: Turn | Refused = await asyncio.to_thread(self._connection.recv)
+            self.connection.send(request)
+            reply: Turn | Refused = await asyncio.to_thread(self.connection.recv)
             if isinstance(reply, Refused):
                 raise ValueError(reply.problem)
             if reply.token_ids:

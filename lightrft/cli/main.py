@@ -12,6 +12,7 @@ COMMANDS = {
     "train_prm": "train a process reward model on answers whose steps are judged",
     "train_dpo": "train a policy on pairs of answers (direct preference optimisation)",
     "train_kto": "train a policy on single answers that are good or bad (KTO)",
+    "serve": "serve a model over HTTP, as agents see it in training",
     "serve_reward": "serve reward models over HTTP",
     "evaluate": "evaluate a model, a run or a checkpoint on held-out prompts and benchmarks",
     "export": "write a checkpoint or an adapter as a Hugging Face folder",

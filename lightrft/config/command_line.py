@@ -36,7 +36,7 @@ GROUPS = {
     "reward": "reward functions, reward models, reward shaping",
     "algorithm": "advantages, losses, divergence from the reference",
     "preference": "pairs of answers, reward model training, DPO, KTO, steps",
-    "server": "the address of serve_reward",
+    "server": "the address of serve and serve_reward",
     "optim": "learning rates and the optimizer",
     "train": "length of the run, batches, checkpoints",
     "observe": "metrics and their destinations",

@@ -18,6 +18,7 @@ COMMANDS: dict[str, set[str]] = {
     **{command: {"model", "data", "preference", "strategy", "optim", "train", "observe"}
        for command in ("train_rm", "train_dpo", "train_kto", "train_prm")},
     "serve_reward": {"model", "data", "strategy", "reward", "train", "server"},
+    "serve": {"model", "data", "strategy", "engine", "rollout", "environment", "train", "server"},
     "evaluate": {"model", "data", "strategy", "engine", "rollout", "environment", "reward", "train"},
 }  # fmt: skip
 """Command -> the sections that it reads."""
@@ -57,14 +58,22 @@ REWARD_FIELDS = (
 """Fields of the reward section that define a reward, not its use in training."""
 SERVED = (*REWARD_MODELS, "bf16", "trust_remote_code", "step_separator", "step_rewards", "max_tokens_per_microbatch")
 """Fields of the model, data, reward and train sections that serve_reward reads."""
+GENERATING = (
+    *("pretrain", "bf16", "trust_remote_code", "chat_template_kwargs", "prompt_max_len", "generate_max_len", "seed"),
+    *("temperature", "top_p", "top_k", "stop", "stop_token_ids", "tool_parser", "turn_max_len", "environment_minutes"),
+    *("engine_type", "engine_tp_size", "engine_mem_util", "engine_kv_cache_gb", "engine_enforce_eager"),
+    *("micro_rollout_batch_size", "speculative", "num_draft_tokens", "draft_pretrain"),
+)
+"""Fields of other sections than strategy and server that serve reads."""
 ROLES = ("critic_pretrain", "teacher_pretrain", "teacher_url", *REWARD_MODELS)
 """Models in addition to the actor."""
 
 
 def fields_read(command: str) -> set[str]:
     """Return the names of the fields that `command` reads in some configuration."""
-    if command == "serve_reward":
-        return {*SERVED, *(field.name for section in (StrategySection, ServerSection) for field in fields(section))}
+    if command in ("serve", "serve_reward"):
+        own = SERVED if command == "serve_reward" else GENERATING
+        return {*own, *(field.name for section in (StrategySection, ServerSection) for field in fields(section))}
     read = {field.name for section in COMMANDS[command] for field in fields(SECTIONS[section])}
     if command == "evaluate":
         read -= {field.name for field in fields(TrainSection)} - set(OF_EVALUATION)

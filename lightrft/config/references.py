@@ -13,6 +13,8 @@ from lightrft.config.values import nearest
 
 REWARD_KEY = "REWARD_API_KEY"
 """Environment variable with the key of servers of rewards."""
+MODEL_KEY = "MODEL_API_KEY"
+"""Environment variable with the key that clients of `lightrft serve` need."""
 JUDGE = "judge"
 """Name of the reward that a language model at --judge_url gives."""
 ENGINE = "engine"

@@ -548,9 +548,9 @@ class PreferenceSection(Section):
 @dataclass
 class ServerSection(Section):
     host: str = "127.0.0.1"
-    """Address at which serve_reward listens; 0.0.0.0: at every address of the machine."""
+    """Address at which a server listens; 0.0.0.0: at every address of the machine."""
     port: Annotated[int, NOT_NEGATIVE] = 8000
-    """Port at which serve_reward listens; 0: any free port, which is logged."""
+    """Port at which it listens; 0: any free port, which is logged."""
 
 
 @dataclass

@@ -55,10 +55,13 @@ def validate(config: Config, *, command: str, world_size: int) -> None:
         problems += _preference_problems(config, command)
     if config.train.overwrite and config.train.load_checkpoint:
         problems.append("--overwrite starts from the beginning and --load_checkpoint resumes: set only one")
-    if command != "evaluate":
+    if command not in ("evaluate", "serve"):
         problems += _image_problems(config)
     if not problems:
         problems += _layout_problems(config, world_size)
+    if command == "serve" and not problems and world_size != config.engine.engine_tp_size:
+        problems.append(f"serve has one engine on all of its processes: set --engine_tp_size {world_size}, or start "
+                        f"{config.engine.engine_tp_size}")  # fmt: skip
     if not problems and command == "train_ppo":
         problems += _batch_problems(config)
     if problems:
@@ -72,6 +75,8 @@ def _missing_inputs(config: Config, command: str) -> list[str]:
     problems = _model_problems(config)
     if not config.model.pretrain:
         problems.insert(0, "--pretrain is empty: set it to a Hugging Face folder or hub name")
+    if command == "serve":
+        return problems
     problems += _address_problems(config, command)
     try:
         sources = eval_sources(config.data.eval_data)

@@ -6,13 +6,14 @@ from statistics import fmean
 from typing import Any
 
 from lightrft.observe.page import picture, safe
-from lightrft.observe.sinks import THUMBNAILS
+from lightrft.observe.sinks import BRANCHES, THUMBNAILS
 from lightrft.observe.text import is_number, short
 
 PROMPTS_PER_END = 6
 RESPONSES_PER_PROMPT = 4
 ENDS = 256
 """Number of rows at the beginning, and at the end, from which the samples are chosen."""
+BRANCH = '<div class="small">another conversation of the episode:</div>'
 
 Group = list[dict[str, Any]]
 """Rows of one prompt in one step."""
@@ -100,7 +101,8 @@ def _sample(row: dict[str, Any], low: float, high: float, prompt: str | None) ->
     note = f"{length}, truncated" if row.get("finish_reason") == "length" else length
     note += f"; the episode failed: {row['problem']}" if row.get("problem") else ""
     label = f'<div class="text">{safe(row.get("label", ""))}</div>'
-    response = "".join(map(_turn, row.get("messages") or [{"content": row.get("response", "")}]))
+    conversations = [row.get("messages") or [{"content": row.get("response", "")}], *row.get(BRANCHES, ())]
+    response = BRANCH.join("".join(map(_turn, messages)) for messages in conversations)
     step = row["step"] if prompt is not None else ""
     return (
         f'<tr{"" if prompt is not None else " class=more"}><td class="narrow" data-label="Step"><div>{step}</div></td>'

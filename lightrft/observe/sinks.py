@@ -15,6 +15,8 @@ from lightrft.observe.text import is_number
 
 PROMPT_IDS, RESPONSE_IDS, THUMBNAILS = "prompt_token_ids", "response_token_ids", "thumbnails"
 """Columns of samples that are not text for people: token ids, and images as data URIs."""
+BRANCHES = "branches"
+"""Column of the other conversations of an episode, each a list of messages."""
 TAIL_BYTES = 2**24
 """Number of bytes at the end of a long file that are read to find its last rows."""
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from lightrft.data.images import IMAGES
-from lightrft.observe.sinks import PROMPT_IDS, RESPONSE_IDS, THUMBNAILS
-from lightrft.types import Sample
+from lightrft.observe.sinks import BRANCHES, PROMPT_IDS, RESPONSE_IDS, THUMBNAILS
+from lightrft.types import Episode, Sample
 
 
 def sample_rows(samples: list[Sample]) -> list[dict[str, Any]]:
@@ -30,6 +30,11 @@ def _row(sample: Sample, *, first: bool) -> dict[str, Any]:
         "length": len(sample.token_ids),
         PROMPT_IDS: list(prompt.token_ids),
         RESPONSE_IDS: sample.token_ids,
-        **({"messages": sample.episode.messages, "problem": sample.episode.problem} if sample.episode else {}),
+        **(_episode(sample.episode) if sample.episode else {}),
         **({THUMBNAILS: [image.thumbnail() for image in images]} if images else {}),
     }
+
+
+def _episode(episode: Episode) -> dict[str, Any]:
+    branches = [branch.episode.messages for branch in episode.branches]
+    return {"messages": episode.messages, "problem": episode.problem} | ({BRANCHES: branches} if branches else {})

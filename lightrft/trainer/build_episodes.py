@@ -1,4 +1,4 @@
-"""Build the episodes of --environment and --tools."""
+"""Build the episodes of --environment, --agent and --tools."""
 
 import json
 from dataclasses import replace
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from lightrft.agents.endpoint.protocol import ServedModel
+from lightrft.agents.endpoint.protocol import EndpointModel
 from lightrft.agents.episodes import Episodes
 from lightrft.agents.messages import ToolCall
 from lightrft.agents.programs import ProgramSetup
@@ -22,15 +22,16 @@ from lightrft.engine.model_info import end_token_ids
 def program_setup(config: Config) -> ProgramSetup:
     section = config.environment
     memory = int(section.environment_memory_gb * 1e9)
-    served = _served(config) if section.agent else None
+    served = served_model(config) if section.agent else None
     return ProgramSetup(section.environment, tuple(section.tools), section.agent, served, section.tool_seconds, memory)
 
 
-def _served(config: Config) -> ServedModel:
+def served_model(config: Config) -> EndpointModel:
     """Return what the servers of agents say about the model."""
     rollout, longest = config.rollout, config.data.prompt_max_len + config.rollout.generate_max_len
     sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
-    return ServedModel(Path(config.model.pretrain).name, longest, sampling, _end_token_ids(config).union(rollout.stop_token_ids))
+    ends = _end_token_ids(config).union(rollout.stop_token_ids)
+    return EndpointModel(Path(config.model.pretrain).name, longest, sampling, ends)
 
 
 def _end_token_ids(config: Config) -> frozenset[int]:
@@ -59,9 +60,11 @@ def with_tools(config: Config) -> Config:
 
 def build_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes | None:
     """Return what runs the episodes of this rank; None if a response is one turn."""
+    return new_episodes(config, tokenizer) if has_episodes(config.environment) else None
+
+
+def new_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes:
     section = config.environment
-    if not has_episodes(section):
-        return None
     format = TurnFormat(config.data, tokenizer, _end_token_ids(config))
     parse = build_parser(config, tokenizer)
     return Episodes(program_setup(config), section, format, parse, longest=config.rollout.generate_max_len)

@@ -24,6 +24,7 @@ from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import Trainer
 from lightrft.trainer.build import evaluation, ppo_trainer
 from lightrft.trainer.build_roles import build_served_models
+from lightrft.trainer.build_server import model_server
 from lightrft.trainer.build_supervised import dpo_trainer, kto_trainer, prm_trainer, rm_trainer, sft_trainer
 from lightrft.trainer.ppo import PPOTrainer
 from lightrft.trainer.supervised import SupervisedTrainer
@@ -116,6 +117,10 @@ def _serve_reward(config: Config, strategy: StrategyBase) -> None:
     _as_config_error(RewardServer, strategy, models, config.server).serve()
 
 
+def _serve(config: Config, strategy: StrategyBase) -> None:
+    _as_config_error(model_server, config, strategy).serve()
+
+
 WORK: dict[str, Callable[[Config, StrategyBase], Any]] = {
     "train_ppo": partial(_train, ppo_trainer),
     "train_sft": partial(_train, sft_trainer),
@@ -124,6 +129,7 @@ WORK: dict[str, Callable[[Config, StrategyBase], Any]] = {
     "train_dpo": partial(_train, dpo_trainer),
     "train_kto": partial(_train, kto_trainer),
     "evaluate": _evaluate,
+    "serve": _serve,
     "serve_reward": _serve_reward,
 }
 

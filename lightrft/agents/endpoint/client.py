@@ -5,7 +5,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from lightrft.agents.endpoint.protocol import ServedModel
+from lightrft.agents.endpoint.protocol import EndpointModel
 from lightrft.agents.endpoint.server import serving
 from lightrft.agents.session import Session
 
@@ -13,7 +13,7 @@ Agent = Callable[[AsyncOpenAI, dict[str, Any]], Awaitable[float | None]]
 """Function from a client and the columns of a row to the reward of the episode."""
 
 
-async def converse(agent: Agent, session: Session, row: dict[str, Any], served: ServedModel) -> None:
+async def converse(agent: Agent, session: Session, row: dict[str, Any], served: EndpointModel) -> None:
     """Run an episode of an agent. One that raises after a limit of the episode refused its request has ended there."""
     async with (
         serving(session, served) as address,

@@ -8,7 +8,6 @@ from typing import Any, TypedDict
 
 from lightrft.agents.history import good_calls
 from lightrft.agents.messages import Turn
-from lightrft.engine.requests import Sampling
 
 Body = dict[str, Any]
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -18,12 +17,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "structured_outputs": ({},), "bad_words": ([],), "prompt_logprobs": (0,), "skip_special_tokens": (True, False),
 }  # fmt: skip
 """Parameter of a request -> its values, beside null, with which tokens are sampled as the run samples them."""
-SAMPLING = ("temperature", "top_p", "top_k")
-"""Parameters that a request chooses if the model does not learn."""
+RANGES = {"temperature": (0, 100), "top_p": (1e-6, 1), "top_k": (0, 1_000_000)}
+"""Sampling parameters that a request chooses if the model does not learn, and their least and largest values."""
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class EndpointModel:
     """What clients are told about the model, and how it is sampled."""
 
     name: str
@@ -41,8 +40,8 @@ class Options(TypedDict):
     sampling: dict[str, float]
 
 
-def read_options(body: Body, served: ServedModel) -> Options:
-    """Return what a request chooses. Raises ValueError for a parameter with which its tokens would not be sampled as they must."""
+def read_options(body: Body, served: EndpointModel) -> Options:
+    """Return what a request chooses. Raises ValueError for a parameter that it cannot choose, or not so."""
     for name, value in served.fixed.items():
         if body.get(name) not in (None, value):
             raise ValueError(f"{name} is {value:g} in this run (--{name}), not {body[name]!r}: omit it in the request")
@@ -54,21 +53,20 @@ def read_options(body: Body, served: ServedModel) -> Options:
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise ValueError(f"the largest number of tokens is at least 1, not {limit!r}")
-    chosen = {name: body[name] for name in SAMPLING if name not in served.fixed and body.get(name) is not None}
-    chosen |= {"top_k": 0} if chosen.get("top_k") == -1 else {}
-    if not all(isinstance(value, int | float) for value in chosen.values()):
-        raise ValueError(f"{', '.join(chosen)}: not all of them are numbers")
-    if problem := Sampling(**chosen).problem():
-        raise ValueError(problem)
+    chosen = {name: body[name] for name in RANGES if name not in served.fixed and body.get(name) is not None}
+    for name, value in chosen.items():
+        least, most = RANGES[name]
+        if not isinstance(value, int | float) or not least <= value <= most:
+            raise ValueError(f"{name} is a number from {least:g} to {most:g}, not {value!r}")
     return Options(max_tokens=limit, sampling=chosen)
 
 
-def models(served: ServedModel) -> Body:
+def models(served: EndpointModel) -> Body:
     return {"object": "list", "data": [{"id": served.name, "object": "model", "owned_by": "lightrft",
                                         "max_model_len": served.max_length}]}  # fmt: skip
 
 
-def chat_reply(turn: Turn, number: int, served: ServedModel, body: Body) -> Body:
+def chat_reply(turn: Turn, number: int, served: EndpointModel, body: Body) -> Body:
     """Return the reply to a chat completion. Tool calls are part of it if the request has tools."""
     calls = good_calls(turn) if body.get("tools") and body.get("tool_choice") != "none" else []
     written = [{"id": f"call_{number}_{place}", "type": "function",
@@ -80,7 +78,7 @@ def chat_reply(turn: Turn, number: int, served: ServedModel, body: Body) -> Body
     return _reply("chat.completion", "chatcmpl", turn, number, served, body, choice)
 
 
-def completion_reply(turn: Turn, number: int, served: ServedModel, body: Body) -> Body:
+def completion_reply(turn: Turn, number: int, served: EndpointModel, body: Body) -> Body:
     """Return the reply to a completion."""
     logprobs = None
     if body.get("logprobs") is not None:
@@ -97,7 +95,7 @@ def generate_reply(turn: Turn, number: int) -> Body:
     return {"request_id": f"gen-{number}", "choices": [choice]}
 
 
-def _reply(kind: str, prefix: str, turn: Turn, number: int, served: ServedModel, body: Body, choice: Body) -> Body:
+def _reply(kind: str, prefix: str, turn: Turn, number: int, served: EndpointModel, body: Body, choice: Body) -> Body:
     exact = {}
     if body.get("return_token_ids"):
         choice, exact = choice | {"token_ids": turn.token_ids}, {"prompt_token_ids": list(turn.context_ids)}

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from lightrft.agents.endpoint import protocol
-from lightrft.agents.endpoint.protocol import Body, ServedModel
+from lightrft.agents.endpoint.protocol import Body, EndpointModel
 from lightrft.agents.messages import Turn
 from lightrft.agents.session import Session
 
@@ -33,14 +33,15 @@ class Address(NamedTuple):
     key: str
 
 
-def application(sessions: Sessions, served: ServedModel, key: str = "") -> Starlette:
+def application(sessions: Sessions, served: EndpointModel, key: str = "") -> Starlette:
     """Return the application that answers requests with turns of episodes. With a key, requests without it are refused."""
 
     def answers(take: Callable[[Session, Body], Awaitable[tuple[Turn, Body]]], *, streams: bool = True) -> Handler:
         async def route(request: Request) -> Response:
             given = request.headers.get("authorization", "").removeprefix("Bearer ")
             if key and not hmac.compare_digest(given.encode(), key.encode()):
-                return JSONResponse(protocol.problem("the key is that of another episode", "invalid_api_key"), 401)
+                told = "the key is not that of this server, or that of an earlier episode"
+                return JSONResponse(protocol.problem(told, "invalid_api_key"), 401)
             try:
                 body = json.loads(await request.body())
                 if not isinstance(body, dict):
@@ -92,6 +93,10 @@ def application(sessions: Sessions, served: ServedModel, key: str = "") -> Starl
     ])  # fmt: skip
 
 
+def server_settings(app: Starlette) -> uvicorn.Config:
+    return uvicorn.Config(app, log_level="error", access_log=False, lifespan="off")
+
+
 def _token_ids(value: object) -> list[int]:
     if not isinstance(value, list) or not value or not all(isinstance(token, int) for token in value):
         raise ValueError("the prompt is a text or a list of token ids")
@@ -99,12 +104,12 @@ def _token_ids(value: object) -> list[int]:
 
 
 @asynccontextmanager
-async def serving(session: Session, served: ServedModel) -> AsyncIterator[Address]:
+async def serving(session: Session, served: EndpointModel) -> AsyncIterator[Address]:
     """Serve an episode on a loopback port, while the context is open. Its key keeps out requests of earlier episodes."""
     key = secrets.token_hex(16)
     listener = socket.create_server(("127.0.0.1", 0))
     app = application(lambda _: nullcontext(session), served, key)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False, lifespan="off"))
+    server = uvicorn.Server(server_settings(app))
     running = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         while not server.started and not running.done():

@@ -1,0 +1,16 @@
+"""Serve a model over HTTP: the OpenAI-compatible server that agents have in training, alone.
+
+lightrft serve --pretrain runs/guess_number/model --port 8000
+
+Requests with the header `x-session-id` continue a session, whose turns are never tokenized again.
+"""
+
+from lightrft.cli.entrypoint import enter
+
+
+def main(argv: list[str] | None = None) -> None:
+    enter("serve", __doc__, argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Build the server of a model that does not learn."""
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lightrft.checkpoint.final_model import with_merged_pretrain, with_model_of_run
+from lightrft.config.errors import ConfigError
+from lightrft.config.sections import Config
+from lightrft.models.load import load_tokenizer
+from lightrft.rollout.sampler import Sampler
+from lightrft.run.observation import log_duration
+from lightrft.strategy.strategy_base import StrategyBase
+from lightrft.trainer.build_episodes import new_episodes, served_model
+
+if TYPE_CHECKING:
+    from lightrft.run.model_server import ModelServer
+
+
+def model_server(config: Config, strategy: StrategyBase) -> "ModelServer":
+    """Start an engine with the weights of `pretrain`, which may be a run's folder or a checkpoint, and listen for requests."""
+    try:
+        from lightrft.run.model_server import ModelServer
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"lightrft serve needs {error.name}: pip install 'lightrft[agents]'") from error
+    world = strategy.mesh.world
+    config = with_merged_pretrain(with_model_of_run(config, world), world)
+    tokenizer = load_tokenizer(config.model)
+    data, section = replace(config.data, apply_chat_template=True), replace(config.environment, max_turns=sys.maxsize)
+    strategy.announce("start_engine")
+    with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type}) with {config.model.pretrain}"):
+        strategy.setup_inference_engine(replace(config, engine=replace(config.engine, enable_engine_sleep=False)))
+    episodes = new_episodes(replace(config, data=data, environment=section), tokenizer)
+    sampler = Sampler(strategy, tokenizer, config.rollout, episodes=episodes)
+    return ModelServer(strategy, sampler, replace(served_model(config), fixed={}), config.server, seed=config.train.seed)
