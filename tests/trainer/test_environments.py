@@ -96,6 +96,14 @@ def test_episodes_are_alike_in_every_layout(inputs, plain, tmp_path, flags):
         assert other["engine/logprob_mismatch_max"] < 1e-4
 
 
+def test_a_run_of_episodes_resumes_with_the_same_numbers(inputs, plain, tmp_path):
+    train("train_ppo", 2, [*inputs, "--max_steps=2", "--save_steps=2"], tmp_path)
+    rows = train("train_ppo", 2, [*inputs, "--max_steps=3", "--load_checkpoint"], tmp_path)
+    for row, other in zip(repeatable(plain), repeatable(rows), strict=True):
+        names = [name for name in row if name.startswith(("rollout/", "episodes/", "train/")) and "seconds" not in name]
+        assert {name: other[name] for name in names} == {name: row[name] for name in names}
+
+
 def test_ranks_that_share_an_engine_play_as_one(inputs, tmp_path):
     """With an engine over two ranks, more prompts than a step needs, and the aborts of their episodes."""
     flags = ["--engine_type=vllm", "--engine_tp_size=2", "--over_sampling=1.5", "--early_stop_every=4", "--max_steps=3"]
