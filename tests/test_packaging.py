@@ -19,6 +19,7 @@ from lightrft import __version__, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDS_AN_EXTRA = {
+    "lightrft.agents.openenv": "websockets",
     "lightrft.engine.sglang": "sglang",
     "lightrft.engine.vllm": "vllm",
     "lightrft.models.triton": "triton",

@@ -311,7 +311,8 @@ class RolloutSection(Section):
 class EnvironmentSection(Section):
     environment: str = ""
     """Class or async function that makes a response an episode of several turns: file.py:Class, file.py:function or
-    module:object. Its rewards are those of --reward environment. Empty: a response is one turn."""
+    module:object; openenv:URL is an OpenEnv server. Its rewards are those of --reward environment. Empty: a response is one
+    turn."""
     agent: str = ""
     """Async function (client, row) that makes a response an episode, and returns its reward: file.py:function or module:function.
     The client is openai.AsyncOpenAI, for a server that runs beside it and answers with turns of the model that is trained."""
