@@ -32,17 +32,17 @@ def ids(text):
 class Player:
     """Episodes whose turns are written here instead of sampled."""
 
-    def __init__(self, name="", *, agent="", chat=False, longest=200, **limits):
+    def __init__(self, name="", *, agent="", chat=False, longest=200, tokenizer_folder="", **limits):
         section = EnvironmentSection(environment=name, agent=agent, **limits)
         data = DataSection(apply_chat_template=chat, prompt_max_len=64)
         format = TurnFormat(data, tokenizer(chat), frozenset({EOS}))
-        served = ServedModel("tiny", 264, {"temperature": 1.0, "top_p": 1.0}, frozenset({EOS}))
+        served = ServedModel("tiny", 264, {"temperature": 1.0, "top_p": 1.0}, frozenset({EOS}), tokenizer_folder)
         setup = ProgramSetup(name, agent=agent, served=served, tool_seconds=section.tool_seconds)
         self.episodes = Episodes(setup, section, format, hermes, longest=longest)
 
-    def play(self, turns, *, seconds=30.0):
+    def play(self, turns, *, rows=None, seconds=30.0):
         """Play an episode for each list of turns, texts or token ids, at the same time; return their samples."""
-        rows = [{"label": str(place), "prompt": "p", "end": EOS} for place in range(len(turns))]
+        rows = rows or [{"label": str(place), "prompt": "p", "end": EOS} for place in range(len(turns))]
         samples = [Sample(Prompt(place, "p", ids("p"), row), 0, [], [], "", "") for place, row in enumerate(rows)]
         for place, sample in enumerate(samples):
             self.episodes.begin(sample, 0, place)

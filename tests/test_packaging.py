@@ -20,6 +20,8 @@ from lightrft import __version__, versions
 ROOT = Path(__file__).resolve().parent.parent
 NEEDS_AN_EXTRA = {
     "lightrft.agents.openenv": "websockets",
+    "lightrft.agents.verifiers": "verifiers",
+    "lightrft.data.verifiers.tasksets": "verifiers",
     "lightrft.engine.sglang": "sglang",
     "lightrft.engine.vllm": "vllm",
     "lightrft.models.triton": "triton",

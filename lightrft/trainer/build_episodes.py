@@ -22,15 +22,15 @@ from lightrft.engine.model_info import end_token_ids
 def program_setup(config: Config) -> ProgramSetup:
     section = config.environment
     memory = int(section.environment_memory_gb * 1e9)
-    served = _served(config) if section.agent else None
-    return ProgramSetup(section.environment, tuple(section.tools), section.agent, served, section.tool_seconds, memory)
+    return ProgramSetup(section.environment, tuple(section.tools), section.agent, _served(config), section.tool_seconds, memory)
 
 
 def _served(config: Config) -> ServedModel:
     """Return what the servers of agents say about the model."""
     rollout, longest = config.rollout, config.data.prompt_max_len + config.rollout.generate_max_len
     sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
-    return ServedModel(Path(config.model.pretrain).name, longest, sampling, _end_token_ids(config).union(rollout.stop_token_ids))
+    name, ends = config.model.pretrain, _end_token_ids(config).union(rollout.stop_token_ids)
+    return ServedModel(Path(name).name, longest, sampling, ends, tokenizer=name)
 
 
 def _end_token_ids(config: Config) -> frozenset[int]:

@@ -1,0 +1,61 @@
+"""Environments of the package verifiers as programs of episodes: `--environment verifiers:NAME` with `--prompt_data verifiers:NAME`.
+
+An environment runs in the worker of its episode. Its agents send token ids to the episode's own server, as those of the package's
+training client, so the environment needs no change.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from verifiers.v1 import Env, Episode, ModelContext, SamplingConfig, TrainClientConfig
+from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.utils.loaders import load_environment
+
+from lightrft.agents.endpoint.protocol import ServedModel
+from lightrft.agents.endpoint.server import serving
+from lightrft.agents.session import Session
+from lightrft.data.verifiers.tasksets import TASK, parse
+
+
+def program(reference: str, served: ServedModel) -> Callable[[Session, dict[str, Any]], Awaitable[float | None]]:
+    """Return the program that runs an episode of the environment about the task of a row, and returns its reward.
+
+    Raises ValueError if several of its agents would play the model: one can learn.
+    """
+    config, _, renderer = parse(reference)
+    learners = [role for role, agent in agent_config_fields(config).items() if agent.client is None]
+    if len(learners) != 1:
+        raise ValueError(f"--environment verifiers:{reference}: the model can play one agent, not {', '.join(learners) or 'none'}; "
+                         "give the others an endpoint: ?judge.client.type=eval&judge.client.base_url=...&judge.model=...")  # fmt: skip
+    environment = load_environment(config)
+
+    async def play(session: Session, row: dict[str, Any]) -> float | None:
+        async with serving(session, served) as address, environment.serving():
+            client = TrainClientConfig(base_url=address.url, headers={"Authorization": f"Bearer {address.key}"},
+                                       renderer=renderer or None, renderer_model_name=served.tokenizer)  # fmt: skip
+            context = ModelContext(served.name, client, SamplingConfig(**served.sampling))
+            return _reward(await environment.run_episode(_task(environment, row), context), session, learners[0])
+
+    return play
+
+
+def _task(environment: Env, row: dict[str, Any]) -> Any:
+    """Return the task of a row. Raises ValueError for a row of other data."""
+    if TASK not in row:
+        raise ValueError("the row has no task of verifiers: its data is --prompt_data verifiers:NAME")
+    kind = type(environment.taskset).task_type()
+    return kind(kind.data_type().model_validate(row[TASK]), environment.config.taskset.task)
+
+
+def _reward(episode: Episode, session: Session, learner: str) -> float | None:
+    """Return the reward of the model's agent; None if a limit of the episode ended it before it was scored.
+
+    Raises RuntimeError with the first error of the episode, and ValueError if the agent ran several times.
+    """
+    traces = [trace for trace in episode.traces if trace.agent.name in (None, "", learner)]
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if errors and not session.limited:
+        raise RuntimeError(f"verifiers: {errors[0].type}: {errors[0].message}")
+    if len(traces) > 1:
+        raise ValueError(f"verifiers: the agent {learner} has run {len(traces)} times; an episode is one run")
+    return traces[0].reward if traces else None

@@ -1,0 +1,70 @@
+"""Tasks of an environment of the package verifiers as rows: `verifiers:NAME?select.limit=500&taskset.game=Wordle-v0`.
+
+The options are fields of the environment's own configuration by their names: `taskset.*`, and `<role>.*` of an agent, such as
+`agent.harness.id`. Those of `select.*` choose the tasks, and those of `renderer.*` how the package renders chats to tokens.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from verifiers.v1 import EnvConfig, SelectConfig
+from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.utils.loaders import env_config_type, load_taskset, resolve_env_config
+
+from lightrft.config.errors import DataError
+from lightrft.data.readers import VERIFIERS, Row
+
+TASK = "task"
+"""Column with the data of a task."""
+
+
+class Reference(NamedTuple):
+    """What `verifiers:NAME?option=value` means."""
+
+    environment: EnvConfig
+    select: dict[str, Any]
+    renderer: dict[str, Any]
+
+
+def parse(reference: str) -> Reference:
+    """Read `NAME?option=value&option=value`; values are JSON, or else text. Agents run as local processes unless options say where.
+
+    Raise ValueError or ModuleNotFoundError if there is no such environment, or if it has no such option.
+    """
+    name, _, query = reference.removeprefix(VERIFIERS).partition("?")
+    options: dict[str, Any] = {"taskset": {"id": name}, "select": {}, "renderer": {}}
+    for path, _, text in (part.partition("=") for part in query.split("&") if part):
+        *folders, last = path.split(".")
+        place = options
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[last] = _value(text)
+    select, renderer = options.pop("select"), options.pop("renderer")
+    for role in agent_config_fields(env_config_type(name, options.get("id", ""))()):
+        options.setdefault(role, {}).setdefault("runtime", {"type": "subprocess"})
+    return Reference(resolve_env_config(options), select, renderer)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def task_rows(reference: str, flag: str) -> Iterator[Row]:
+    """Yield a row for each task: `input`, the prompt for people, and `task`, its data, from which an episode makes it again.
+
+    Raise DataError for an environment or a task that cannot be loaded.
+    """
+    try:
+        config, select, _ = parse(reference)
+        tasks = load_taskset(config.taskset).select(SelectConfig(**select))
+        if not tasks.bounded:
+            raise ValueError("it has any number of tasks: add select.limit=500")
+        for number, task in enumerate(tasks, 1):
+            name = task.data.prompt_text or task.data.description or task.data.name or f"task {task.data.idx}"
+            yield f"{reference} row {number}", {"input": name, TASK: task.data.model_dump(mode="json")}
+    except Exception as error:  # of the taskset's own code
+        raise DataError(f"{flag} {reference}: {type(error).__name__}: {error}") from error
