@@ -1,4 +1,4 @@
-"""Environments of the package verifiers as programs of episodes: `--environment verifiers:NAME` with `--prompt_data verifiers:NAME`.
+"""Environments of the package verifiers as programs of episodes: `--environment verifiers:NAME --prompt_data verifiers:NAME`.
 
 An environment runs in the worker of its episode. Its agents send token ids to the episode's own server, as those of the package's
 training client, so the environment needs no change.
@@ -20,14 +20,19 @@ from lightrft.data.verifiers.tasksets import TASK, parse
 def program(reference: str, served: ServedModel) -> Callable[[Session, dict[str, Any]], Awaitable[float | None]]:
     """Return the program that runs an episode of the environment about the task of a row, and returns its reward.
 
-    Raises ValueError if several of its agents would play the model: one can learn.
+    Raises ValueError if the model would be several of its agents, of which one can learn, or an environment is impossible.
     """
-    config, _, renderer = parse(reference)
+    try:
+        config, _, renderer = parse(reference)
+        environment = load_environment(config)
+    except Exception as error:  # of the environment's own code
+        raise ValueError(f"--environment verifiers:{reference}: {type(error).__name__}: {error}") from error
     learners = [role for role, agent in agent_config_fields(config).items() if agent.client is None]
     if len(learners) != 1:
-        raise ValueError(f"--environment verifiers:{reference}: the model can play one agent, not {', '.join(learners) or 'none'}; "
-                         "give the others an endpoint: ?judge.client.type=eval&judge.client.base_url=...&judge.model=...")  # fmt: skip
-    environment = load_environment(config)
+        raise ValueError(
+            f"--environment verifiers:{reference}: the model would be {' and '.join(learners) or 'none'} of its agents, not one; "
+            "give the others an endpoint: judge.model=...&judge.client.type=eval&judge.client.base_url=..."
+        )
 
     async def play(session: Session, row: dict[str, Any]) -> float | None:
         async with serving(session, served) as address, environment.serving():
@@ -55,7 +60,7 @@ def _reward(episode: Episode, session: Session, learner: str) -> float | None:
     traces = [trace for trace in episode.traces if trace.agent.name in (None, "", learner)]
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if errors and not session.limited:
-        raise RuntimeError(f"verifiers: {errors[0].type}: {errors[0].message}")
+        raise RuntimeError(f"verifiers: {errors[0].type}: {errors[0].message.strip().splitlines()[-1]}")
     if len(traces) > 1:
         raise ValueError(f"verifiers: the agent {learner} has run {len(traces)} times; an episode is one run")
     return traces[0].reward if traces else None

@@ -60,8 +60,8 @@ def read_rows(source: str, split: str, bad: BadRows) -> Iterator[Row]:
     """Yield the rows of a data set.
 
     It is a file, a folder of files, a folder that `Dataset.save_to_disk` wrote, a name on the hub, a task of reasoning-gym, an
-    environment of verifiers, or an object of Python, as module:object or file.py:object. In a folder of files, those whose names begin with the split are
-    read, or its only file. Raise DataError for a source that does not exist or cannot be read.
+    environment of verifiers, or an object of Python, as module:object or file.py:object. In a folder of files, those whose names
+    begin with the split are read, or its only file. Raise DataError for a source that does not exist or cannot be read.
     """
     path = Path(source).expanduser()
     if source.startswith(TASK):

@@ -84,7 +84,8 @@ def player(rows):
 def test_tasks_are_rows(rows):
     assert [row["input"] for row in rows] == ["Guess."] * 3
     assert [(row["task"]["idx"], row["task"]["digit"]) for row in rows] == [(1, "1"), (2, "2"), (3, "3")]
-    for name, told in ("nowhere", "nowhere"), ("guess-game?player.colour=red", "colour"):
+    unprotected = "guess-game?player.harness.id=bash"
+    for name, told in ("nowhere", "nowhere"), ("guess-game?player.colour=red", "colour"), (unprotected, "player.harness.id=null"):
         with pytest.raises(DataError, match=told):
             list(read_rows(f"verifiers:{name}", "train", BadRows(False, "--prompt_data")))
 
@@ -96,6 +97,7 @@ def test_episodes(player, rows):
     assert won.episode.problem == "" and won.prompt.token_ids == ids("u:Guess.$\na:")
     assert won.token_ids == ids("7$\nu:<$\na:1$") and won.rows == [won] and won.episode.drift == 0
     assert environment([won]) == [2.0]
-    assert limited.truncated and limited.episode.num_turns == 4 and limited.episode.problem == "" and environment([limited]) == [0.0]
+    assert limited.truncated and limited.episode.num_turns == 4 and limited.episode.problem == ""
+    assert environment([limited]) == [0.0]
     assert crashed.masked and "the board is on fire" in crashed.episode.problem
     assert other.masked and "--prompt_data verifiers:NAME" in other.episode.problem

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from verifiers.v1 import EnvConfig, SelectConfig
 from verifiers.v1.configs.agent import agent_config_fields
-from verifiers.v1.utils.loaders import env_config_type, load_taskset, resolve_env_config
+from verifiers.v1.utils.loaders import env_config_type, harness_class, load_taskset, resolve_env_config
 
 from lightrft.config.errors import DataError
 from lightrft.data.readers import VERIFIERS, Row
@@ -28,9 +28,10 @@ class Reference(NamedTuple):
 
 
 def parse(reference: str) -> Reference:
-    """Read `NAME?option=value&option=value`; values are JSON, or else text. Agents run as local processes unless options say where.
+    """Read `NAME?option=value&option=value`; values are JSON, or else text. Agents are local processes if no option says where.
 
-    Raise ValueError or ModuleNotFoundError if there is no such environment, or if it has no such option.
+    Raise ValueError or ModuleNotFoundError if there is no such environment, if it has no such option, or if an agent would run
+    what the model writes on this machine without an option that says so.
     """
     name, _, query = reference.removeprefix(VERIFIERS).partition("?")
     options: dict[str, Any] = {"taskset": {"id": name}, "select": {}, "renderer": {}}
@@ -41,16 +42,27 @@ def parse(reference: str) -> Reference:
             place = place.setdefault(folder, {})
         place[last] = _value(text)
     select, renderer = options.pop("select"), options.pop("renderer")
-    for role in agent_config_fields(env_config_type(name, options.get("id", ""))()):
-        options.setdefault(role, {}).setdefault("runtime", {"type": "subprocess"})
-    return Reference(resolve_env_config(options), select, renderer)
+    roles = [role for role in agent_config_fields(env_config_type(name, options.get("id", ""))())
+             if "runtime" not in options.setdefault(role, {})]  # fmt: skip
+    for role in roles:
+        options[role]["runtime"] = {"type": "subprocess"}
+    config = resolve_env_config(options)
+    for role in roles:
+        harness = config.agent_harnesses()[role].id
+        if harness_class(harness).EXECUTES_CODE:
+            raise ValueError(
+                f"its agent {role} has the harness {harness}, which runs what the model writes: choose {role}.harness.id=null, "
+                f"which has no tools of its own, or {role}.runtime.type=docker, or subprocess for this machine without protection"
+            )
+    return Reference(config, select, renderer)
 
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except json.JSONDecodeError:
         return text
+    return text if value is None else value  # null is the name of a harness
 
 
 def task_rows(reference: str, flag: str) -> Iterator[Row]:
