@@ -32,11 +32,11 @@ def ids(text):
 class Player:
     """Episodes whose turns are written here instead of sampled."""
 
-    def __init__(self, name="", *, agent="", chat=False, longest=200, tokenizer_folder="", **limits):
+    def __init__(self, name="", *, agent="", chat=False, longest=200, **limits):
         section = EnvironmentSection(environment=name, agent=agent, **limits)
         data = DataSection(apply_chat_template=chat, prompt_max_len=64)
         format = TurnFormat(data, tokenizer(chat), frozenset({EOS}))
-        served = ServedModel("tiny", 264, {"temperature": 1.0, "top_p": 1.0}, frozenset({EOS}), tokenizer_folder)
+        served = ServedModel("tiny", 264, {"temperature": 1.0, "top_p": 1.0}, frozenset({EOS}))
         setup = ProgramSetup(name, agent=agent, served=served, tool_seconds=section.tool_seconds)
         self.episodes = Episodes(setup, section, format, hermes, longest=longest)
 

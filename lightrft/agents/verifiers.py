@@ -1,13 +1,15 @@
 """Environments of the package verifiers as programs of episodes: `--environment verifiers:NAME --prompt_data verifiers:NAME`.
 
-An environment runs in the worker of its episode. Its agents send token ids to the episode's own server, as those of the package's
-training client, so the environment needs no change.
+An environment runs in the worker of its episode, and its agents send chats to the episode's own server, as in an evaluation with
+the package. The package's training client would tokenize chats itself, and a turn that it tokenizes otherwise than it was sampled
+would begin a branch. The server has the sampled tokens, the run's chat template, and its parser of tool calls.
 """
 
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from verifiers.v1 import Env, Episode, ModelContext, SamplingConfig, TrainClientConfig
+from verifiers.v1 import Env, Episode, EvalClientConfig, ModelContext, SamplingConfig
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.utils.loaders import load_environment
 
@@ -16,6 +18,9 @@ from lightrft.agents.endpoint.server import serving
 from lightrft.agents.session import Session
 from lightrft.data.verifiers.tasksets import TASK, parse
 
+KEY = "LIGHTRFT_EPISODE_API_KEY"
+"""Environment variable with the key of an episode's server. The package keeps names with API_KEY from the programs of agents."""
+
 
 def program(reference: str, served: ServedModel) -> Callable[[Session, dict[str, Any]], Awaitable[float | None]]:
     """Return the program that runs an episode of the environment about the task of a row, and returns its reward.
@@ -23,7 +28,7 @@ def program(reference: str, served: ServedModel) -> Callable[[Session, dict[str,
     Raises ValueError if the model would be several of its agents, of which one can learn, or an environment is impossible.
     """
     try:
-        config, _, renderer = parse(reference)
+        config, _ = parse(reference)
         environment = load_environment(config)
     except Exception as error:  # of the environment's own code
         raise ValueError(f"--environment verifiers:{reference}: {type(error).__name__}: {error}") from error
@@ -36,8 +41,8 @@ def program(reference: str, served: ServedModel) -> Callable[[Session, dict[str,
 
     async def play(session: Session, row: dict[str, Any]) -> float | None:
         async with serving(session, served) as address, environment.serving():
-            client = TrainClientConfig(base_url=address.url, headers={"Authorization": f"Bearer {address.key}"},
-                                       renderer=renderer or None, renderer_model_name=served.tokenizer)  # fmt: skip
+            os.environ[KEY] = address.key
+            client = EvalClientConfig(base_url=address.url, api_key_var=KEY)
             context = ModelContext(served.name, client, SamplingConfig(**served.sampling))
             return _reward(await environment.run_episode(_task(environment, row), context), session, learners[0])
 

@@ -29,8 +29,7 @@ def _served(config: Config) -> ServedModel:
     """Return what the servers of agents say about the model."""
     rollout, longest = config.rollout, config.data.prompt_max_len + config.rollout.generate_max_len
     sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
-    name, ends = config.model.pretrain, _end_token_ids(config).union(rollout.stop_token_ids)
-    return ServedModel(Path(name).name, longest, sampling, ends, tokenizer=name)
+    return ServedModel(Path(config.model.pretrain).name, longest, sampling, _end_token_ids(config).union(rollout.stop_token_ids))
 
 
 def _end_token_ids(config: Config) -> frozenset[int]:

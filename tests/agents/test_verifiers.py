@@ -1,4 +1,4 @@
-"""Environments of the package verifiers, unmodified: its own client tokenizes, and what was sampled is learned."""
+"""Environments of the package verifiers, unmodified: they send chats, and what was sampled is learned."""
 
 import sys
 
@@ -7,7 +7,7 @@ import pytest
 from lightrft.config.errors import DataError
 from lightrft.data.readers import BadRows, read_rows
 from lightrft.rewards.functions import environment
-from player import Player, ids, tokenizer
+from player import Player, ids
 
 pytest.importorskip("verifiers.v1", reason="verifiers is not installed")
 pytestmark = pytest.mark.slow
@@ -24,7 +24,8 @@ class GuessData(vf.TaskData):
 class GuessTask(vf.Task[GuessData, vf.State, vf.TaskConfig]):
     @vf.reward(weight=2.0)
     async def right(self, trace) -> float:
-        return float(self.data.digit == trace.nodes[-1].message.content)
+        last = trace.nodes[-1].message.content
+        return 1.0 if last == self.data.digit else -0.5
 
 
 class GuessTaskset(vf.Taskset[GuessTask, vf.TasksetConfig]):
@@ -68,7 +69,6 @@ __all__ = ["Guess", "GuessTaskset", "Chat"]
 def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("verifiers")
     (folder / "guess_game.py").write_text(GAME)
-    tokenizer(chat=True).save_pretrained(folder / "tiny")
     sys.path.insert(0, str(folder))
     yield [row for _, row in read_rows("verifiers:guess-game?select.skip=1", "train", BadRows(False, "--prompt_data"))]
     sys.path.remove(str(folder))
@@ -76,7 +76,7 @@ def rows(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def player(rows):
-    made = Player("verifiers:guess-game", chat=True, max_turns=4, tokenizer_folder=f"{sys.path[0]}/tiny")
+    made = Player("verifiers:guess-game", chat=True, max_turns=4)
     yield made
     made.episodes.close()
 
@@ -88,6 +88,14 @@ def test_tasks_are_rows(rows):
     for name, told in ("nowhere", "nowhere"), ("guess-game?player.colour=red", "colour"), (unprotected, "player.harness.id=null"):
         with pytest.raises(DataError, match=told):
             list(read_rows(f"verifiers:{name}", "train", BadRows(False, "--prompt_data")))
+
+
+def test_an_environment_scores_what_its_own_limit_ends(rows):
+    player = Player("verifiers:guess-game?player.max_turns=2", chat=True, max_turns=4)
+    (sample,) = player.play([["7$", "0$"]], rows=rows[:1], seconds=120)
+    player.episodes.close()
+    assert sample.episode.problem == "" and not sample.truncated and sample.episode.num_turns == 2
+    assert environment([sample]) == [-1.0]
 
 
 def test_episodes(player, rows):

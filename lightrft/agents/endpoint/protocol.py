@@ -29,8 +29,6 @@ class ServedModel:
     sampling: Mapping[str, float]
     """The run's temperature, top_p and top_k; a request with others is refused, since log-probs are learned as sampled."""
     end_token_ids: frozenset[int] = frozenset()
-    tokenizer: str = ""
-    """Folder or hub name of its tokenizer, for programs that tokenize themselves."""
 
 
 def read_limit(body: Body, served: ServedModel) -> int | None:

@@ -1,7 +1,7 @@
 """Tasks of an environment of the package verifiers as rows: `verifiers:NAME?select.limit=500&taskset.game=Wordle-v0`.
 
 The options are fields of the environment's own configuration by their names: `taskset.*`, and `<role>.*` of an agent, such as
-`agent.harness.id`. Those of `select.*` choose the tasks, and those of `renderer.*` how the package renders chats to tokens.
+`agent.harness.id`. Those of `select.*` choose the tasks.
 """
 
 import json
@@ -24,7 +24,7 @@ class Reference(NamedTuple):
 
     environment: EnvConfig
     select: dict[str, Any]
-    renderer: dict[str, Any]
+    """Options of SelectConfig."""
 
 
 def parse(reference: str) -> Reference:
@@ -34,14 +34,14 @@ def parse(reference: str) -> Reference:
     what the model writes on this machine without an option that says so.
     """
     name, _, query = reference.removeprefix(VERIFIERS).partition("?")
-    options: dict[str, Any] = {"taskset": {"id": name}, "select": {}, "renderer": {}}
+    options: dict[str, Any] = {"taskset": {"id": name}, "select": {}}
     for path, _, text in (part.partition("=") for part in query.split("&") if part):
         *folders, last = path.split(".")
         place = options
         for folder in folders:
             place = place.setdefault(folder, {})
         place[last] = _value(text)
-    select, renderer = options.pop("select"), options.pop("renderer")
+    select = options.pop("select")
     roles = [role for role in agent_config_fields(env_config_type(name, options.get("id", ""))())
              if "runtime" not in options.setdefault(role, {})]  # fmt: skip
     for role in roles:
@@ -54,7 +54,7 @@ def parse(reference: str) -> Reference:
                 f"its agent {role} has the harness {harness}, which runs what the model writes: choose {role}.harness.id=null, "
                 f"which has no tools of its own, or {role}.runtime.type=docker, or subprocess for this machine without protection"
             )
-    return Reference(config, select, renderer)
+    return Reference(config, select)
 
 
 def _value(text: str) -> Any:
@@ -71,7 +71,7 @@ def task_rows(reference: str, flag: str) -> Iterator[Row]:
     Raise DataError for an environment or a task that cannot be loaded.
     """
     try:
-        config, select, _ = parse(reference)
+        config, select = parse(reference)
         tasks = load_taskset(config.taskset).select(SelectConfig(**select))
         if not tasks.bounded:
             raise ValueError("it has any number of tasks: add select.limit=500")
