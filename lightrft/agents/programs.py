@@ -65,7 +65,7 @@ class ProgramSetup:
 
     def _environment(self) -> Any:
         prefix, _, name = self.environment.partition(":")
-        if prefix not in ADAPTERS:
+        if prefix not in ADAPTERS or not name:
             return environments[self.environment]
         try:
             return importlib.import_module(ADAPTERS[prefix]).program(name, self.served)
