@@ -33,6 +33,8 @@ EXTRAS = {
     "deepspeed": {"deepspeed": ">=0.19.8"},
     "lora": {"peft": ">=0.18"},
     "agents": {"openai": ">=2.0", "starlette": ">=0.40", "uvicorn": ">=0.30"},
+    "openenv": {"websockets": ">=14.0"},
+    "verifiers": {"verifiers": ">=0.4,<0.5", "starlette": ">=0.40", "uvicorn": ">=0.30"},
     "http": {"httpx": ">=0.27", "tenacity": ">=9.0"},
     **{name.removesuffix("_ml"): {name: versions} for name, versions in TRACKERS.items()},
     "math": {"math-verify": ">=0.9,<0.10"},

@@ -33,10 +33,12 @@ LAYERS = {
     "samples": -1,
 }  # fmt: skip
 OPTIONAL = {"deepspeed", "vllm", "sglang", "peft", "flash_attn", "ray", "math_verify", "jsonschema", "liger_kernel", "triton",
-            "reasoning_gym", "transfer_queue", "wandb", "mlflow", "swanlab", "trackio", "comet_ml"}  # fmt: skip
+            "reasoning_gym", "transfer_queue", "wandb", "mlflow", "swanlab", "trackio", "comet_ml", "verifiers"}  # fmt: skip
 OPTIONAL_ELSEWHERE = {"peft": "models/lora.py", "ray": "batching/transfer_queue.py",
                       **dict.fromkeys(("mlflow", "trackio", "comet_ml"), "observe/trackers.py")}  # fmt: skip
 """Exceptions to `only inside the file or folder named after it`, and there only inside a function."""
+OWN = "lightrft.rewards.verifiers"
+"""Folder of our own that is called like an optional package."""
 LARGEST = 14
 """Files of a room, those of the folders inside of it and its __init__.py not counted."""
 HOMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
@@ -96,7 +98,7 @@ def optional_imports(source: str, path: str) -> list[str]:
 def adapter_imports(source: str, path: str) -> list[str]:
     """Files and folders named after an optional package, when others import them without being inside a function."""
     return [f"{path} imports {name}" for name, eager in imports(source, path)
-            if eager and name.startswith("lightrft.") and OPTIONAL & set(name.split(".")) - places(path)]
+            if eager and name.startswith("lightrft.") and OPTIONAL & set(name.removeprefix(OWN).split(".")) - places(path)]
 
 
 def places(path: str) -> set[str]:

@@ -21,6 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 NEEDS_AN_EXTRA = {
     "lightrft.agents.endpoint.client": "openai",
     "lightrft.agents.endpoint.server": "uvicorn",
+    "lightrft.agents.openenv": "websockets",
+    "lightrft.agents.verifiers": "verifiers",
+    "lightrft.data.verifiers.tasksets": "verifiers",
     "lightrft.engine.sglang": "sglang",
     "lightrft.engine.vllm": "vllm",
     "lightrft.models.triton": "triton",

@@ -6,9 +6,11 @@
 | text game | a class with `step(action)` | `reset(**row)`, then a step for each turn, until it is done |
 | program | an async function `(engine, row)` | what the function does; its turns are `await engine.turn(...)` |
 | agent | an async function `(client, row)`, of --agent | what the function asks the OpenAI-compatible server of its episode |
+| another framework's | `prefix:name`, of ADAPTERS | what the module's `program(name, served)` does, as a program |
 """
 
 import asyncio
+import importlib
 import inspect
 import sys
 import traceback
@@ -26,6 +28,8 @@ from lightrft.registry import Registry
 
 environments = Registry("environment", flag="--environment")
 environments.register_deferred("guess_number", "lightrft.agents.games:GuessNumber")
+ADAPTERS = {"openenv": "lightrft.agents.openenv", "verifiers": "lightrft.agents.verifiers"}
+"""Prefix of --environment, and of an extra -> module for the environments of another framework."""
 agents = Registry("agent", flag="--agent")
 tools = Registry("tool", flag="--tools")
 tools.register_deferred("calculator", "lightrft.agents.builtin_tools:calculator")
@@ -54,10 +58,19 @@ class ProgramSetup:
 
     def program(self) -> "Program":
         """Import the user's code. Raises ValueError if that is impossible, or if it has no known form."""
-        environment = environments[self.environment] if self.environment else None
+        environment = self._environment() if self.environment else None
         if self.agent:
             environment = self._client_of(agents[self.agent])
         return Program(environment, _tools(self.tools), self.tool_seconds)
+
+    def _environment(self) -> Any:
+        prefix, _, name = self.environment.partition(":")
+        if prefix not in ADAPTERS or not name:
+            return environments[self.environment]
+        try:
+            return importlib.import_module(ADAPTERS[prefix]).program(name, self.served)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"--environment {prefix}: needs {error.name}: pip install 'lightrft[{prefix}]'") from error
 
     def _client_of(self, agent: Any) -> Callable[[Session, dict[str, Any]], Awaitable[None]]:
         if not inspect.iscoroutinefunction(agent):
@@ -163,7 +176,8 @@ def _work(connection: Connection, program: Program) -> None:
         except (EOFError, BrokenPipeError):
             return
         except Exception as error:
-            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/lightrft/agents/" not in frame.filename]
+            frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+                      if not any(folder in frame.filename for folder in ("/lightrft/agents/", "/asyncio/"))]  # fmt: skip
             place = f", at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
             problem = f"{type(error).__name__}: {error}{place}"
         sys.stdout.flush()

@@ -79,10 +79,10 @@ class ModelSection(Section):
 @dataclass
 class DataSection(Section):
     prompt_data: CommaSeparated = CommaSeparated("")
-    """Training data: a JSONL, JSON or parquet file, a folder of them or of Dataset.save_to_disk, a hub name, a task,
-    reasoning_gym:NAME, or rows of Python, module:object or file.py:object. Several are separated by commas, or a list in YAML;
-    each row is then drawn once in an epoch. In the form NAME:PROBABILITY, each row of a batch is drawn from a data set with its
-    probability."""
+    """Training data: a JSONL, JSON or parquet file, a folder of them or of Dataset.save_to_disk, a hub name, tasks,
+    reasoning_gym:NAME or verifiers:NAME, or rows of Python, module:object or file.py:object. Several are separated by commas, or
+    a list in YAML; each row is then drawn once in an epoch. In the form NAME:PROBABILITY, each row of a batch is drawn from a
+    data set with its probability."""
     prompt_data_probs: list[float] = field(default_factory=list)
     """Probability of each data set of --prompt_data, another form of NAME:PROBABILITY."""
     prompt_split: str = "train"
@@ -311,7 +311,8 @@ class RolloutSection(Section):
 class EnvironmentSection(Section):
     environment: str = ""
     """Class or async function that makes a response an episode of several turns: file.py:Class, file.py:function or
-    module:object. Its rewards are those of --reward environment. Empty: a response is one turn."""
+    module:object; verifiers:NAME is an environment of verifiers, and openenv:URL an OpenEnv server. Its rewards are those of
+    --reward environment. Empty: a response is one turn."""
     agent: str = ""
     """Async function (client, row) that makes a response an episode, and returns its reward: file.py:function or module:function.
     The client is openai.AsyncOpenAI, for a server that runs beside it and answers with turns of the model that is trained."""

@@ -21,6 +21,8 @@ SAVED = ("state.json", "dataset_dict.json")
 """Files by which a folder of Dataset.save_to_disk is known."""
 TASK = "reasoning_gym:"
 """Beginning of the name of a task of the package reasoning-gym."""
+VERIFIERS = "verifiers:"
+"""Beginning of the name of an environment of the package verifiers."""
 ROWS_AT_ONCE = 64
 
 
@@ -57,15 +59,17 @@ Row = tuple[str, dict[str, Any]]
 def read_rows(source: str, split: str, bad: BadRows) -> Iterator[Row]:
     """Yield the rows of a data set.
 
-    It is a file, a folder of files, a folder that `Dataset.save_to_disk` wrote, a name on the hub, a task of reasoning-gym, or
-    an object of Python, as module:object or file.py:object. In a folder of files, those whose names begin with the split are
-    read, or its only file. Raise DataError for a source that does not exist or cannot be read.
+    It is a file, a folder of files, a folder that `Dataset.save_to_disk` wrote, a name on the hub, a task of reasoning-gym, an
+    environment of verifiers, or an object of Python, as module:object or file.py:object. In a folder of files, those whose names
+    begin with the split are read, or its only file. Raise DataError for a source that does not exist or cannot be read.
     """
     path = Path(source).expanduser()
     if source.startswith(TASK):
         from lightrft.data.reasoning_gym.tasks import task_rows
 
         yield from task_rows(source, split, bad.flag)
+    elif source.startswith(VERIFIERS):
+        yield from _verifiers_rows(source, bad.flag)
     elif path.is_file():
         yield from _file_rows(path, bad)
     elif path.is_dir() and any((path / name).exists() for name in SAVED):
@@ -79,6 +83,14 @@ def read_rows(source: str, split: str, bad: BadRows) -> Iterator[Row]:
         raise DataError(f"{bad.flag} {source}: neither an existing file or folder nor a hub name (owner/name)")
     else:
         yield from _hub_rows(source, split, bad.flag)
+
+
+def _verifiers_rows(source: str, flag: str) -> Iterator[Row]:
+    try:
+        from lightrft.data.verifiers.tasksets import task_rows
+    except ModuleNotFoundError as error:
+        raise DataError(f"{flag} {source} needs {error.name}: pip install 'lightrft[verifiers]'") from error
+    yield from task_rows(source, flag)
 
 
 def _saved_rows(folder: Path, split: str, flag: str) -> Iterator[Row]:

@@ -22,7 +22,7 @@ from lightrft.engine.model_info import end_token_ids
 def program_setup(config: Config) -> ProgramSetup:
     section = config.environment
     memory = int(section.environment_memory_gb * 1e9)
-    served = served_model(config) if section.agent else None
+    served = served_model(config)
     return ProgramSetup(section.environment, tuple(section.tools), section.agent, served, section.tool_seconds, memory)
 
 

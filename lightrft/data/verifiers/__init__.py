@@ -1,0 +1,1 @@
+"""Tasksets of the package verifiers as data."""
