@@ -103,6 +103,19 @@ class DataSection(Section):
     """Column of a prompt's images: one path or a list of paths, relative to the folder of the data, or images of the datasets
     package; a row without images is a text prompt. In a chat, an image takes the place of <image> in the text, or precedes the
     text. The model must accept images."""
+    videos_key: str | None = None
+    """Column of a prompt's videos: a file (.gif, .webp, and those that FFmpeg reads), a list of images that are its frames, or a
+    list of several. Unset: no videos."""
+    audios_key: str | None = None
+    """Column of a prompt's clips of sound: a .wav file or another one that FFmpeg reads, one of the datasets package, or a list
+    of several. Unset: no sound."""
+    video_fps: Annotated[float, POSITIVE] = 2.0
+    """Number of frames in a second of a video that the model sees."""
+    video_max_frames: Annotated[int, COUNT] = 64
+    """Largest number of frames of a video that the model sees, evenly spaced."""
+    check_media: Literal["all", "first", "none"] = "first"
+    """Images, videos and clips that are read completely when the data are loaded, in parallel processes: all of them, or those of
+    the first rows. One that cannot be read makes its row a bad row (--bad_rows). The start of each file is read in any case."""
     media_root: str = ""
     """Folder that the paths of images are relative to, and outside of which no file is read; empty: paths are relative to the
     folder of the data, and any path is allowed."""

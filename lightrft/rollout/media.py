@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ModelSection
-from lightrft.data.images import IMAGES, opened
+from lightrft.data.media import IMAGES, opened
 from lightrft.engine.media import MediaReader
 from lightrft.engine.model_info import placeholders
 from lightrft.engine.requests import Request

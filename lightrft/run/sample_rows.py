@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightrft.data.images import IMAGES
+from lightrft.data.media import IMAGES
 from lightrft.observe.sinks import BRANCHES, PROMPT_IDS, RESPONSE_IDS, THUMBNAILS
 from lightrft.types import Episode, Sample
 

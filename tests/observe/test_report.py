@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from lightrft.config import Config
-from lightrft.data.images import ImageFile
+from lightrft.data.media import ImageFile
 from lightrft.observe.charts import Line, line_chart, nice_ticks, smoothed
 from lightrft.observe.report import write_report
 from lightrft.observe.sinks import JsonLines, readable

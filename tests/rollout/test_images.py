@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from lightrft.algorithms.objectives import sft
 from lightrft.batching.redistribute import redistribute
 from lightrft.config import ModelSection
-from lightrft.data.images import IMAGES, ImageFile
+from lightrft.data.media import IMAGES, ImageFile
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.models.trainable import freeze_parameters
