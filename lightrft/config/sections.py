@@ -770,6 +770,12 @@ def field_bounds() -> dict[str, Bound]:
     return {name: kind.__metadata__[0] for name, kind in hints.items() if get_origin(kind) is Annotated}
 
 
+def media_columns(section: DataSection) -> dict[str, str]:
+    """Return medium -> column of the media that the data have: --images_key, --videos_key, --audios_key."""
+    named = {"images": section.images_key, "videos": section.videos_key, "audios": section.audios_key}
+    return {medium: column for medium, column in named.items() if column}
+
+
 def has_episodes(section: EnvironmentSection) -> bool:
     """Return True if a response has several turns."""
     return bool(section.environment or section.agent or section.tools)

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image, ImageOps, ImageSequence
 
 from lightrft.config.errors import DataError
-from lightrft.config.sections import DataSection
+from lightrft.config.sections import DataSection, media_columns
 from lightrft.samples import Prompt
 
 IMAGES, VIDEOS, AUDIOS = "images", "videos", "audios"
@@ -33,6 +33,8 @@ THUMBNAIL = 160
 """Longer side of a thumbnail in pixels: a JPEG of about 5 kB, never more than about 30 kB."""
 UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, wave.Error, Image.DecompressionBombError)
 """Exceptions for damaged files, and for files with too many pixels."""
+PLAYED_RATE, PLAYED = 8000, 64_000
+"""Samples per second, and number of samples of one byte, of the sound that a report plays."""
 FIRST = 64
 """Number of rows whose media --check_media first reads."""
 WINDOW = 1024
@@ -175,11 +177,13 @@ class AudioFile:
             raise DataError(f"sound {self.name} cannot be read: {error}; repair it, or remove its rows from the data") from error
 
     def player(self) -> str:
-        """Return the sound as a .wav file of 16 bits in a data URI, which a page plays without loading anything."""
+        """Return the first seconds as a small .wav file in a data URI, which a page plays without loading anything."""
         clip, content = self.open(), BytesIO()
+        every = max(1, round(clip["sampling_rate"] / PLAYED_RATE))
+        array = clip["array"][: len(clip["array"]) // every * every].reshape(-1, every).mean(1)[:PLAYED]
         with wave.open(content, "wb") as file:
-            file.setparams((1, 2, clip["sampling_rate"], 0, "NONE", ""))
-            file.writeframes((clip["array"].clip(-1, 1) * 32767).astype(np.int16).tobytes())
+            file.setparams((1, 1, clip["sampling_rate"] // every, 0, "NONE", ""))
+            file.writeframes(((array.clip(-1, 1) + 1) * 127.5).astype(np.uint8).tobytes())
         return f"data:audio/wav;base64,{base64.b64encode(content.getvalue()).decode()}"
 
     def _content(self) -> bytes:
@@ -190,12 +194,6 @@ MediaFile = ImageFile | VideoFile | AudioFile
 
 
 # -- media of a row
-
-
-def media_columns(section: DataSection) -> dict[str, str]:
-    """Return the column of each medium that the data have: --images_key, --videos_key, --audios_key."""
-    named = {IMAGES: section.images_key, VIDEOS: section.videos_key, AUDIOS: section.audios_key}
-    return {medium: column for medium, column in named.items() if column}
 
 
 def row_media(section: DataSection, row: Mapping[str, Any], folder: Path) -> dict[str, list[MediaFile]]:

@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.errors import DataError
 from lightrft.config.references import data_problems, data_sources
-from lightrft.config.sections import DataSection
+from lightrft.config.sections import DataSection, media_columns
 from lightrft.data.digests import cache_key
 from lightrft.data.duplicates import Duplicates
-from lightrft.data.media import MediaFile, media_checked, media_columns, row_media, with_parts
+from lightrft.data.media import MediaFile, media_checked, row_media, with_parts
 from lightrft.data.prompt_set import DataPart, PromptSet
 from lightrft.data.readers import TASK, BadRows, is_first_rank, read_rows
 from lightrft.data.stored import stored, storing_problem

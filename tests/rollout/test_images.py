@@ -4,6 +4,7 @@ import io
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -171,7 +172,7 @@ def compare_counts(folder: str) -> None:
     expand, rng = Expander(ModelSection(pretrain=folder)), random.Random(0)
     sizes = [(round(2 ** rng.uniform(0, 10)), round(2 ** rng.uniform(0, 10))) for _ in range(60)]
     counted = [outcome(expand._counted, size) for size in sizes]
-    assert counted == [outcome(expand._expanded_length, size) for size in sizes]
+    assert counted == [outcome(partial(expand._expanded_length, IMAGES), size) for size in sizes]
     assert expand._counts and len(set(counted)) > 6
 
 
