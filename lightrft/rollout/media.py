@@ -60,13 +60,10 @@ class Expander:
         return self.reader.processor.chat_template
 
     @cached_property
-    def blank(self) -> Expanded:
-        """Return the expansion of one item for each tower: an image, which videos share, and a clip of sound."""
-        needed = [AUDIOS] if AUDIOS in self.media else []
-        needed += [medium for medium in (IMAGES, VIDEOS) if medium in self.media][:1]
+    def blank(self) -> tuple[Expanded, ...]:
+        """Return the expansion of a small item of each medium."""
         items = {IMAGES: BLANK, VIDEOS: Video(np.full((2, 28, 28, 3), 255, dtype=np.uint8)), AUDIOS: _noise(RATE // 5)}
-        return self.reader.expanded(Request([min(self.places[medium]) for medium in needed],
-                                            {medium: [items[medium]] for medium in needed}))  # fmt: skip
+        return tuple(self.reader.expanded(Request([min(self.places[medium])], {medium: [items[medium]]})) for medium in self.media)
 
     def measure(self, prompt: Prompt) -> int:
         """Return how many tokens the expansion adds to the prompt.
