@@ -34,8 +34,8 @@ class Actor(SequenceParallelModule):
         self.logit_scale = logit_scale(language_model)
         self.blank: tuple[Expanded, ...] = ()
         """Sequences with an item of each medium, excluded from the loss, that are appended to batches without this medium: while
-        other ranks train on it, all ranks must run the same collectives, and trained towers need a gradient of zeros. Empty if all
-        batches are text."""
+        other ranks train on it, all ranks must run the same collectives, and trained towers need a gradient of zeros. Empty if
+        all batches are text."""
 
     def forward(
         self, batch: Batch, temperature: float, truncation: Truncation = ALL, *, entropy: bool = True, top: int = 0,

@@ -1,6 +1,8 @@
 """Videos and sound from the data to the gradient: as plain transformers computes it sample by sample, in every split."""
 
 import io
+import json
+import random
 
 import numpy as np
 import pytest
@@ -22,6 +24,8 @@ from lightrft.rollout.media import Expander
 from lightrft.strategy import get_strategy
 from lightrft.types import Prompt, Sample
 from ranks import run_ranks
+from runs import train
+from scripts.prepare_digits import recordings, tiny_qwen2_audio
 from seeing import FILMED, FRAMED, hearing_model, picture, seeing_qwen
 from sglang_environment import in_sglang_environment
 
@@ -56,7 +60,8 @@ def prompts(expand: Expander) -> list[Prompt]:
     if AUDIOS in expand.media:
         marks, media = ["<|AUDIO|>", "<|AUDIO|>"], [{AUDIOS: [clip(1, 0.3)]}, {}, {AUDIOS: [clip(2, 0.2), clip(3, 0.5)]}, {}]
     else:
-        marks, media = [FILMED, FRAMED], [{VIDEOS: [film(1, 4)]}, {}, {VIDEOS: [film(5, 2)], IMAGES: [ImageFile("9", png(9))]}, {}]
+        both = {VIDEOS: [film(5, 2)], IMAGES: [ImageFile("9", png(9))]}
+        marks, media = [FILMED, FRAMED], [{VIDEOS: [film(1, 4)]}, {}, both, {}]
     texts = [f"a{marks[0]}b", "cd", "".join(marks), "x"]
     tokenizer = expand.reader.processor.tokenizer
     return [Prompt(index, text, tokenizer(text)["input_ids"], multi_modal=media[index]) for index, text in enumerate(texts)]
@@ -122,7 +127,8 @@ def compare(world_size: int, folder: str, media: tuple[str, ...], tower: str, mo
             assert found.keys() == parameters.keys()
             for name, value in found.items():
                 frozen = name in CONSTANT or (not model and any(part in name for part in (tower, "projector")))
-                torch.testing.assert_close(value, before[name] if frozen else parameters[name], rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+                wanted = before[name] if frozen else parameters[name]
+                torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-5, msg=name)
             changed = [name for name, value in found.items() if tower in name and not torch.equal(value, before[name])]
             assert bool(changed) == bool(model), "the tower is trained if it is to be"
 
@@ -141,3 +147,32 @@ def compare_videos(folder: str) -> None:
 def test_gradients_of_videos_are_those_of_transformers(tmp_path):
     """With images beside them. Their processors need torchvision, which that environment has."""
     in_sglang_environment(compare_videos, str(tmp_path))
+
+
+# -- a whole run
+
+COMMON = ["--fsdp", "--audios_key=sound", "--apply_chat_template", "--prompt_max_len=64", "--lr_scheduler=constant",
+          "--lr_warmup_ratio=0", "--max_tokens_per_microbatch=4096", "--report_to=jsonl"]  # fmt: skip
+SFT = ["--train_batch_size=64", "--actor_learning_rate=2e-3", "--num_episodes=20", "--stop_loss=1"]
+GRPO = ["--engine_type=hf", "--rollout_batch_size=16", "--n_samples_per_prompt=16", "--generate_max_len=2",
+        "--train_batch_size=256", "--limit_mm_audio_per_prompt=2", "--num_episodes=99", "--max_steps=64", "--actor_learning_rate=2e-3", "--init_kl_coef=0", "--eval_steps=64"]  # fmt: skip
+
+
+def test_a_run_learns_to_understand_digits(tmp_path):
+    """From answers first, then by GRPO on two ranks; some rows have two clips, and some none."""
+    rng = random.Random(0)
+    recordings(tmp_path, "train", 320, rng)
+    recordings(tmp_path, "test", 80, rng)
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    for one, other in zip(rows[:8], rows[8:16], strict=True):
+        rows.append({"input": "<audio>before<audio>?", "sound": [one["sound"], other["sound"]], "label": one["label"]})
+    rows += [{"input": f"say {digit}", "label": str(digit)} for digit in range(8)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = [*COMMON, f"--prompt_data={tmp_path / 'train.jsonl'}"]
+    train("train_sft", 1, [*data, f"--pretrain={tiny_qwen2_audio(tmp_path / 'random')}", *SFT], tmp_path / "sft")
+    start = [f"--pretrain={tmp_path / 'sft' / 'model'}", f"--eval_data={tmp_path / 'test.jsonl'}"]
+    found = train("train_ppo", 2, [*data, *start, *GRPO], tmp_path / "grpo")
+    rewards = [row["rollout/reward"] for row in found]
+    assert sum(rewards[:5]) / 5 < 0.35 and sum(rewards[-5:]) / 5 > 0.45 and found[-1]["eval/accuracy"] > 0.45
+    assert all(row["engine/logprob_mismatch_max"] < 1e-5 for row in found)
+    assert "<audio controls" in (tmp_path / "grpo" / "report.html").read_text()
