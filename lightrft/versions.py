@@ -37,6 +37,7 @@ EXTRAS = {
     "verifiers": {"verifiers": ">=0.4,<0.5", "starlette": ">=0.40", "uvicorn": ">=0.30"},
     "http": {"httpx": ">=0.27", "tenacity": ">=9.0"},
     **{name.removesuffix("_ml"): {name: versions} for name, versions in TRACKERS.items()},
+    "media": {"av": ">=14"},
     "math": {"math-verify": ">=0.9,<0.10"},
     "json": {"jsonschema": ">=4.18"},
     "reasoning-gym": {"reasoning-gym": ">=0.1.25,<0.2"},

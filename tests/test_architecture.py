@@ -33,8 +33,9 @@ LAYERS = {
     "samples": -1,
 }  # fmt: skip
 OPTIONAL = {"deepspeed", "vllm", "sglang", "peft", "flash_attn", "ray", "math_verify", "jsonschema", "liger_kernel", "triton",
-            "reasoning_gym", "transfer_queue", "wandb", "mlflow", "swanlab", "trackio", "comet_ml", "verifiers"}  # fmt: skip
-OPTIONAL_ELSEWHERE = {"peft": "models/lora.py", "ray": "batching/transfer_queue.py",
+            "reasoning_gym", "transfer_queue", "av", "verifiers",
+            "wandb", "mlflow", "swanlab", "trackio", "comet_ml"}  # fmt: skip
+OPTIONAL_ELSEWHERE = {"av": "data/media.py", "peft": "models/lora.py", "ray": "batching/transfer_queue.py",
                       **dict.fromkeys(("mlflow", "trackio", "comet_ml"), "observe/trackers.py")}  # fmt: skip
 """Exceptions to `only inside the file or folder named after it`, and there only inside a function."""
 OWN = "lightrft.rewards.verifiers"

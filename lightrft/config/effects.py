@@ -3,7 +3,7 @@
 from lightrft.config.commands import COMMANDS, JUDGE_FIELDS, LORA, fields_read
 from lightrft.config.recipe import TEACHERS
 from lightrft.config.references import JUDGE, TRACKERS, engine_name, eval_sources, report_names, reward_terms
-from lightrft.config.sections import Config, has_episodes, needs_critic, needs_reference, section_of_field
+from lightrft.config.sections import Config, has_episodes, media_columns, needs_critic, needs_reference, section_of_field
 
 CRITIC = ("critic_pretrain", "critic_learning_rate", "lambd", "value_clip")
 """Fields of the critic."""
@@ -17,8 +17,8 @@ ZERO = ("zero_stage", "zpg", "adam_offload", "param_offload", "overlap_comm", "g
 FSDP = ("fsdp_cpu_offload", "reduce_gradients_once")
 """Fields of FSDP2 only."""
 
-OF_IMAGES = ("limit_mm_image_per_prompt", "freeze_vision_tower", "media_root")
-"""Fields of prompts with images."""
+OF_MEDIA = ("freeze_vision_tower", "media_root", "check_media")
+"""Fields of prompts with images, videos or sound."""
 
 REWARDS = ("reward", "reward_key", "reward_pretrain")
 """Fields of the rewards that score data in columns of the user's own."""
@@ -105,9 +105,11 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
         "reward_running_norm_minus_mean": (reward.reward_running_norm, "--reward_running_norm"),
         "num_draft_tokens": (config.engine.speculative != "none", "--speculative"),
         "engine_sleep_level": (config.engine.enable_engine_sleep, "--enable_engine_sleep"),
-        "limit_mm_video_per_prompt": (False, "videos, which prompts cannot contain yet"),
-        "limit_mm_audio_per_prompt": (False, "audio clips, which prompts cannot contain yet"),
-        **{name: (bool(data.images_key), "--images_key") for name in OF_IMAGES},
+        "limit_mm_image_per_prompt": (bool(data.images_key), "--images_key"),
+        **{name: (bool(data.videos_key), "--videos_key")
+           for name in ("limit_mm_video_per_prompt", "video_fps", "video_max_frames")},
+        "limit_mm_audio_per_prompt": (bool(data.audios_key), "--audios_key"),
+        **{name: (bool(media_columns(data)), "--images_key, --videos_key or --audios_key") for name in OF_MEDIA},
         **{name: (bool(data.eval_data), "--eval_data") for name in ("eval_n_samples", "eval_steps", "eval_split",
                                                                     "max_eval_samples")},
         **{name: (bool(data.eval_data) and own_columns, "--eval_data in other formats than those of benchmarks")

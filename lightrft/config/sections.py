@@ -103,6 +103,19 @@ class DataSection(Section):
     """Column of a prompt's images: one path or a list of paths, relative to the folder of the data, or images of the datasets
     package; a row without images is a text prompt. In a chat, an image takes the place of <image> in the text, or precedes the
     text. The model must accept images."""
+    videos_key: str | None = None
+    """Column of a prompt's videos: a file (.gif, .webp, and those that FFmpeg reads), a list of images that are its frames, or a
+    list of several. Unset: no videos."""
+    audios_key: str | None = None
+    """Column of a prompt's clips of sound: a .wav file or another one that FFmpeg reads, one of the datasets package, or a list
+    of several. Unset: no sound."""
+    video_fps: Annotated[float, POSITIVE] = 2.0
+    """Number of frames in a second of a video that the model sees."""
+    video_max_frames: Annotated[int, COUNT] = 64
+    """Largest number of frames of a video that the model sees, evenly spaced."""
+    check_media: Literal["all", "first", "none"] = "first"
+    """Images, videos and clips that are read completely when the data are loaded, in parallel processes: all of them, or those of
+    the first rows. One that cannot be read makes its row a bad row (--bad_rows). The start of each file is read in any case."""
     media_root: str = ""
     """Folder that the paths of images are relative to, and outside of which no file is read; empty: paths are relative to the
     folder of the data, and any path is allowed."""
@@ -756,6 +769,12 @@ def field_bounds() -> dict[str, Bound]:
     """Return field name -> range of its values, for the fields that have one."""
     hints = {name: kind for cls in SECTIONS.values() for name, kind in get_type_hints(cls, include_extras=True).items()}
     return {name: kind.__metadata__[0] for name, kind in hints.items() if get_origin(kind) is Annotated}
+
+
+def media_columns(section: DataSection) -> dict[str, str]:
+    """Return medium -> column of the media that the data have: --images_key, --videos_key, --audios_key."""
+    named = {"images": section.images_key, "videos": section.videos_key, "audios": section.audios_key}
+    return {medium: column for medium, column in named.items() if column}
 
 
 def has_episodes(section: EnvironmentSection) -> bool:

@@ -34,6 +34,7 @@ from lightrft.config.sections import (
     StrategySection,
     field_bounds,
     has_episodes,
+    media_columns,
     needs_critic,
     section_of_field,
 )
@@ -56,7 +57,7 @@ def validate(config: Config, *, command: str, world_size: int) -> None:
     if config.train.overwrite and config.train.load_checkpoint:
         problems.append("--overwrite starts from the beginning and --load_checkpoint resumes: set only one")
     if command not in ("evaluate", "serve"):
-        problems += _image_problems(config)
+        problems += _media_problems(config, command)
     if not problems:
         problems += _layout_problems(config, world_size)
     if command == "serve" and not problems and world_size != config.engine.engine_tp_size:
@@ -171,7 +172,7 @@ def _preference_problems(config: Config, command: str) -> list[str]:
     """Return the settings that training on judged answers cannot use, each with the solution."""
     section, heads = config.preference, config.preference.reward_heads
     impossible = {
-        f"--images_key: {command} learns from text only; omit the flag": bool(config.data.images_key),
+        f"{_media_flags(config)}: {command} learns from text only; omit it": bool(media_columns(config.data)),
     }
     if command in ("train_rm", "train_prm"):
         impossible |= {
@@ -211,22 +212,29 @@ def _preference_problems(config: Config, command: str) -> list[str]:
     return [problem for problem, holds in impossible.items() if holds]
 
 
-def _image_problems(config: Config) -> list[str]:
-    """Return the settings that cannot learn from images, each with the reason."""
+def _media_problems(config: Config, command: str) -> list[str]:
+    """Return the settings that cannot learn from images, videos or sound, each with the reason."""
     strategy, model, algorithm = config.strategy, config.model, config.algorithm
     divided = [f"--{name} {getattr(strategy, name)}" for name in ("tp_size", "sp_size", "cp_size") if getattr(strategy, name) > 1]
-    if not config.data.images_key:
+    if not (flags := _media_flags(config)):
         return [] if model.freeze_vision_tower else ["--no_freeze_vision_tower needs --images_key: only images train the tower"]
     others = [f"--{name}" for name in (*REWARD_MODELS, *TEACHERS) if getattr(model, name)]
     impossible = {
-        f"--images_key does not support {' '.join(divided)}: remove it; --fsdp shards the model without it": divided,
-        f"--images_key: the critic of --advantage_estimator {algorithm.advantage_estimator} does not support images; use grpo": (
+        f"{flags} does not support {' '.join(divided)}: remove it; --fsdp shards the model without it": divided,
+        f"{flags}: the critic of --advantage_estimator {algorithm.advantage_estimator} reads text only; use grpo": (
             needs_critic(algorithm)
         ),
-        f"--images_key: the models of {' '.join(others)} do not support images; a server given as --reward may": others,
-        "--images_key does not support --aux_loss_coef: its loss counts only text tokens": algorithm.aux_loss_coef > 0,
+        f"{flags}: the models of {' '.join(others)} read text only; a server given as --reward may read more": others,
+        f"{flags} does not support --aux_loss_coef: its loss counts only text tokens": algorithm.aux_loss_coef > 0,
+        "--videos_key: set --limit_mm_video_per_prompt, for which the engine reserves memory; its default is 0": (
+            command == "train_ppo" and bool(config.data.videos_key) and config.engine.limit_mm_video_per_prompt == 0
+        ),
     }
     return [problem for problem, holds in impossible.items() if holds]
+
+
+def _media_flags(config: Config) -> str:
+    return " ".join(f"--{medium}_key" for medium in media_columns(config.data))
 
 
 def _speculation_problems(config: Config) -> list[str]:
@@ -253,8 +261,8 @@ def _environment_problems(config: Config) -> list[str]:
         problems.append("--reward environment is the reward of an environment or an agent: set --environment or --agent")
     if section.agent and (section.environment or section.tools):
         problems.append("--agent has its own tools and its own environment: omit --environment and --tools")
-    if has_episodes(section) and config.data.images_key:
-        problems.append("--environment, --agent and --tools are for prompts of text: omit --images_key")
+    if has_episodes(section) and (flags := _media_flags(config)):
+        problems.append(f"--environment, --agent and --tools are for prompts of text: omit {flags}")
     if section.tools and not config.data.apply_chat_template:
         problems.append("--tools are described to the model by its chat template: set --apply_chat_template")
     return problems

@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection
 from lightrft.data.chats import as_messages, conversation_tokens, is_answer
-from lightrft.data.images import IMAGES
 from lightrft.data.prompt_set import PromptSet
-from lightrft.data.prompts import HERE, MediaTokenCounter, complete_chat, load_prompts, make_prompt, measured, row_images
+from lightrft.data.prompts import HERE, MediaTokenCounter, complete_chat, load_prompts, make_prompt, measured, row_media
 from lightrft.types import Answer, Batch, Expand, Prompt
 
 CHATS = ("messages", "conversations")
@@ -52,10 +51,10 @@ def make_example(
     learned, messages = answer or messages, messages + (answer or [])
     if not is_answer(messages[-1]):
         raise ValueError(f"{section.label_key!r} ends with a message of role {messages[-1].get('role')!r}, not of the assistant")
-    images = row_images(section, row, folder)
-    messages = complete_chat(section, messages, len(images))
+    media = row_media(section, row, folder)
+    messages = complete_chat(section, messages, media)
     text, token_ids, answer = conversation_tokens(section, tokenizer, messages, sum(map(is_answer, learned)))
-    prompt = Prompt(index, text, token_ids, {"label": answer}, {IMAGES: images} if images else {})
+    prompt = Prompt(index, text, token_ids, {"label": answer}, media)
     return measured(prompt, section, measure)
 
 
@@ -96,7 +95,7 @@ def supervised_batch(
 ) -> Batch:
     """Build a batch of prompts with their answers. `rows` are their indices in the whole batch.
 
-    `expand` is for prompts with images; without it all prompts are text.
+    `expand` is for prompts with media; without it all prompts are text.
     """
     expanded = [expand(prompt) for prompt in prompts] if expand else None
     prompt_ids = [each.token_ids for each in expanded or prompts]

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import lightrft
 from lightrft.config.sections import DataSection
-from lightrft.data.images import ImageFile
 from lightrft.data.loader import share_of
+from lightrft.data.media import MediaFile
 from lightrft.types import TokenIds
 from lightrft.versions import installed_version
 
@@ -75,6 +75,6 @@ def _stable(value: Any) -> Any:
     """Convert what JSON cannot: token ids and bytes by their content, others by their type, as a repr may contain an address."""
     if isinstance(value, TokenIds):
         return value.tolist()
-    if isinstance(value, ImageFile):
-        return json.dumps([value.name, value.source if isinstance(value.source, bytes) else ""], default=_stable)
+    if isinstance(value, MediaFile):
+        return json.dumps([value.name, "" if isinstance(value.source, Path) else value.source], default=_stable)
     return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else type(value).__name__

@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 from loguru import logger
 
-from lightrft.data.images import IMAGES
 from lightrft.data.readers import is_first_rank
 from lightrft.types import Answer, Prompt
 
@@ -13,7 +12,7 @@ from lightrft.types import Answer, Prompt
 class Duplicates:
     """Prompts that have occurred, as digests of 16 bytes each.
 
-    Two rows are duplicates if their prompts have the same text, as templates render it, and the same images; rows that are
+    Two rows are duplicates if their prompts have the same text, as templates render it, and the same media; rows that are
     learned (`with_answer`) need the same answer, too. With "whitespace", all white space between words is equal, and that around
     the text is ignored.
     """
@@ -28,8 +27,8 @@ class Duplicates:
         """Return True if the prompt has occurred before; otherwise it has now."""
         if self.mode == "none":
             return False
-        images = [(image.name, image.source) for image in prompt.multi_modal.get(IMAGES, [])]
-        key = [self._text(prompt.text), images, self._answers(prompt) if self.with_answer else None]
+        media = [(medium, item.name, item.source) for medium, items in sorted(prompt.multi_modal.items()) for item in items]
+        key = [self._text(prompt.text), media, self._answers(prompt) if self.with_answer else None]
         digest = blake2b(repr(key).encode(), digest_size=16).digest()
         if digest in self._seen:
             self.count += 1

@@ -1,7 +1,7 @@
 """Prompts built from rows: template, chat template, tokens, and the limit on their length."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -13,13 +13,13 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.errors import DataError
 from lightrft.config.references import data_problems, data_sources
-from lightrft.config.sections import DataSection
+from lightrft.config.sections import DataSection, media_columns
 from lightrft.data.digests import cache_key
 from lightrft.data.duplicates import Duplicates
-from lightrft.data.images import IMAGES, ImageFile, image_files, with_parts
+from lightrft.data.media import AUDIOS, IMAGES, VIDEOS, MediaFile, Places, items_of, media_checked, with_parts
 from lightrft.data.prompt_set import DataPart, PromptSet
 from lightrft.data.readers import TASK, BadRows, is_first_rank, read_rows
-from lightrft.data.stored import column_problem, stored
+from lightrft.data.stored import stored, storing_problem
 from lightrft.types import Prompt
 
 RowProblem = Callable[[Prompt], str | None]
@@ -27,8 +27,9 @@ RowProblem = Callable[[Prompt], str | None]
 Make = Callable[..., Prompt]
 """make_prompt(), or another function with its signature."""
 MediaTokenCounter = Callable[[Prompt], int]
-"""Function that returns the number of additional tokens for a prompt's images, and raises ValueError for bad images."""
+"""Function that returns the number of additional tokens for a prompt's media, and raises ValueError for bad ones."""
 HERE = Path()
+NO_MEDIA: Mapping[str, list[MediaFile]] = {}
 INPUT = "prompt"
 """Column with the input of a row, as environments receive it."""
 
@@ -48,7 +49,7 @@ def load_prompts(
     """Load all usable prompts of the data given by the field `source`, in file order; several data sets follow one another.
 
     Rows without the input column, and those with prompts longer than `prompt_max_len` tokens, are bad rows. `measure` returns the
-    tokens that images add to the length; `make` is make_prompt() by default. With `data_cache` they are stored in a file, which
+    tokens that media add to the length; `make` is make_prompt() by default. With `data_cache` they are stored in a file, which
     is used again unless `requirements`, a JSON value that determines `row_problem` and `measure`, changes; `distinguishing` is a
     column for PromptSet.examples. With `keep_input` the input of a row is also a column, INPUT.
     """
@@ -76,10 +77,9 @@ def load_prompts(
     else:
         sets, digests, examples = [list(part) for part in parts], None, [None] * len(parts)
     prompts = PromptSet([DataPart(*part) for part in zip(names, sets, probabilities, examples, strict=True)], digests)
-    if section.images_key and source != "pretrain_data" and not any(prompt.multi_modal for prompt in prompts):
-        raise DataError(
-            f"--images_key {section.images_key}: no row of --{source} {getattr(section, source)} has an image in this column"
-        )
+    for medium, column in media_columns(section).items():
+        if source != "pretrain_data" and not any(prompt.multi_modal.get(medium) for prompt in prompts):
+            raise DataError(f"--{medium}_key {column}: no row of --{source} {getattr(section, source)} has one here")
     if is_first_rank():
         for line in prompts.repetitions():
             logger.info(f"--{source}: {line}")
@@ -107,16 +107,23 @@ def _usable(
     bad = BadRows(skip=section.bad_rows == "skip", flag=f"--{source}")
     place = Path(name).expanduser()
     folder = place.parent if place.is_file() else place
-    for where, row in read_rows(name, getattr(section, split), bad):
-        try:
-            prompt = make(row, index=0, folder=folder)
-        except ValueError as error:
-            bad.add(where, str(error))
-            continue
-        if keep_input:
-            prompt.columns.setdefault(INPUT, row[section.input_key])
-        problem = row_problem(prompt) if row_problem else None
-        problem = problem or (column_problem(prompt.columns) if section.data_cache else None)
+
+    def built() -> Iterator[tuple[str, Prompt]]:
+        for where, row in read_rows(name, getattr(section, split), bad):
+            try:
+                prompt = make(row, index=0, folder=folder)
+            except ValueError as error:
+                bad.add(where, str(error))
+                continue
+            if keep_input:
+                prompt.columns.setdefault(INPUT, row[section.input_key])
+            problem = row_problem(prompt) if row_problem else None
+            if problem := problem or (storing_problem(prompt) if section.data_cache else None):
+                bad.add(where, problem)
+            else:
+                yield where, prompt
+
+    for where, prompt, problem in media_checked(built(), section.check_media):
         if problem:
             bad.add(where, problem)
         elif not duplicates.omits(prompt):
@@ -167,23 +174,27 @@ def make_prompt(
     """Build a prompt from the columns of a row of a file in `folder`. Raise ValueError for a bad row."""
     if section.input_key not in row:
         raise ValueError(f"no column {section.input_key!r} (--input_key); it has {', '.join(row) or 'none'}")
-    images = row_images(section, row, folder)
-    text = render(section, tokenizer, row[section.input_key], num_images=len(images))
+    media = row_media(section, row, folder)
+    text = render(section, tokenizer, row[section.input_key], media=media)
     # a chat template writes its own special tokens
     token_ids = tokenizer(text, add_special_tokens=not section.apply_chat_template)["input_ids"]
     if not token_ids:
         raise ValueError("the prompt is empty")
-    return measured(Prompt(index, text, token_ids, _columns(section, row), {IMAGES: images} if images else {}), section, measure)
+    return measured(Prompt(index, text, token_ids, _columns(section, row), media), section, measure)
 
 
-def row_images(section: DataSection, row: dict[str, Any], folder: Path) -> list[ImageFile]:
-    """Return the images of a row of a file in `folder`."""
-    root = Path(section.media_root).expanduser() if section.media_root else None
-    return image_files(row.get(section.images_key), folder, root=root) if section.images_key else []
+def row_media(section: DataSection, row: Mapping[str, Any], folder: Path) -> dict[str, list[MediaFile]]:
+    """Return the media of a row of a file in `folder`, those that it has. Raise ValueError for values that are none."""
+    places = Places(folder, Path(section.media_root).expanduser() if section.media_root else None)
+    of_item = {IMAGES: places.image, AUDIOS: places.audio,
+               VIDEOS: partial(places.video, fps=section.video_fps, most=section.video_max_frames)}  # fmt: skip
+    found = {medium: [of_item[medium](item) for item in items_of(medium, row.get(column))]
+             for medium, column in media_columns(section).items()}  # fmt: skip
+    return {medium: items for medium, items in found.items() if items}
 
 
 def measured(prompt: Prompt, section: DataSection, measure: MediaTokenCounter | None) -> Prompt:
-    """Set the number of image tokens of the prompt and return it. Raise ValueError if it is too long."""
+    """Set the number of tokens of the prompt's media and return it. Raise ValueError if it is too long."""
     prompt.media_tokens = measure(prompt) if measure else 0
     if prompt.num_tokens > section.prompt_max_len:
         raise ValueError(f"the prompt has {prompt.num_tokens} tokens, more than --prompt_max_len {section.prompt_max_len}")
@@ -192,7 +203,8 @@ def measured(prompt: Prompt, section: DataSection, measure: MediaTokenCounter | 
 
 def _columns(section: DataSection, row: dict[str, Any]) -> dict[str, Any]:
     """Return the columns that rewards receive. Raise ValueError for a configured column that the row does not have."""
-    columns = {name: value for name, value in row.items() if name not in (section.input_key, section.images_key)}
+    others = {section.input_key, *media_columns(section).values()}
+    columns = {name: value for name, value in row.items() if name not in others}
     if section.label_key in row:
         columns["label"] = row[section.label_key]
     elif section.label_key != DataSection.label_key:
@@ -204,7 +216,9 @@ def _columns(section: DataSection, row: dict[str, Any]) -> dict[str, Any]:
     return columns
 
 
-def render(section: DataSection, tokenizer: PreTrainedTokenizerBase, value: Any, *, num_images: int = 0) -> str:
+def render(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, value: Any, *, media: Mapping[str, list[MediaFile]] = NO_MEDIA
+) -> str:
     """Return the text of a prompt from a string or a list of chat messages. Raise ValueError for other values."""
     if section.input_template is not None and isinstance(value, str):
         value = section.input_template.replace("{}", value, 1)
@@ -217,17 +231,20 @@ def render(section: DataSection, tokenizer: PreTrainedTokenizerBase, value: Any,
                 f"the last message of {section.input_key!r} is a turn of the assistant, so the prompt contains the answer; "
                 "remove that message"
             )
-        return render_chat(section, tokenizer, complete_chat(section, messages, num_images), answer_follows=True)
+        return render_chat(section, tokenizer, complete_chat(section, messages, media), answer_follows=True)
     if not isinstance(value, str):
         raise ValueError(f"{section.input_key!r} is {type(value).__name__}, not text; chat messages need --apply_chat_template")
     return value
 
 
-def complete_chat(section: DataSection, messages: list[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
-    """Return the messages with the system prompt, and with images at their positions."""
+def complete_chat(
+    section: DataSection, messages: list[dict[str, Any]], media: Mapping[str, list[MediaFile]]
+) -> list[dict[str, Any]]:
+    """Return the messages with the system prompt, and with media at their positions."""
     if section.system_prompt is not None:
         messages = [{"role": "system", "content": section.system_prompt}, *messages]
-    return with_parts(messages, num_images) if section.images_key else messages
+    counts = {medium: len(media.get(medium, ())) for medium in media_columns(section)}
+    return with_parts(messages, counts) if counts else messages
 
 
 def render_chat(

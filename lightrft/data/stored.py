@@ -20,7 +20,7 @@ from loguru import logger
 
 from lightrft.config.errors import DataError
 from lightrft.data.digests import digests_of_pieces
-from lightrft.data.images import IMAGES, ImageFile
+from lightrft.data.media import AUDIOS, IMAGES, VIDEOS, AudioFile, ImageFile, MediaFile, VideoFile
 from lightrft.data.readers import is_first_rank
 from lightrft.types import Answer, Prompt, TokenIds
 
@@ -29,10 +29,12 @@ SCHEMA = pa.schema({
     "token_ids": pa.list_(pa.int32()),
     "columns": pa.string(),
     "answers": pa.list_(pa.struct({"name": pa.string(), "token_ids": pa.list_(pa.int32()), "learned": pa.list_(pa.bool_())})),
-    "images": pa.list_(pa.struct({"name": pa.string(), "path": pa.string(), "content": pa.large_binary()})),
+    "media": pa.list_(pa.struct({"medium": pa.string(), "name": pa.string(), "path": pa.string(), "content": pa.large_binary(),
+                                 "fps": pa.float64(), "most": pa.int32()})),
     "media_tokens": pa.int32(),
 })  # fmt: skip
 """Columns of the file. `columns` is a JSON object of the columns of the row that are no Answer."""
+CLASSES = {IMAGES: ImageFile, VIDEOS: VideoFile, AUDIOS: AudioFile}
 ROWS_OF_BATCH = 1024
 """Number of rows in each record batch except the last."""
 
@@ -77,12 +79,16 @@ class StoredPrompts(Sequence[Prompt]):
 
     def _prompt(self, row: int) -> Prompt:
         batch, place = self._batches[row // ROWS_OF_BATCH], row % ROWS_OF_BATCH
-        text, token_ids, columns, answers, images, media_tokens = (column[place] for column in batch.columns)
+        text, token_ids, columns, answers, media, media_tokens = (column[place] for column in batch.columns)
         values = json.loads(columns.as_py())
         for answer in answers:
             values[answer["name"].as_py()] = Answer(_token_ids(answer["token_ids"]), answer["learned"].as_py())
-        files = [ImageFile(each["name"], each["content"] or Path(each["path"])) for each in images.as_py() or ()]
-        return Prompt(row, text.as_py(), _token_ids(token_ids), values, {IMAGES: files} if files else {}, media_tokens.as_py())
+        files: dict[str, list[MediaFile]] = {}
+        for each in media.as_py() or ():
+            source = each["name"], each["content"] or Path(each["path"])
+            options = (each["fps"], each["most"]) if each["medium"] == VIDEOS else ()
+            files.setdefault(each["medium"], []).append(CLASSES[each["medium"]](*source, *options))
+        return Prompt(row, text.as_py(), _token_ids(token_ids), values, files, media_tokens.as_py())
 
 
 def _token_ids(ids: pa.ListScalar) -> TokenIds:
@@ -144,7 +150,7 @@ def _batch(prompts: list[Prompt]) -> pa.RecordBatch:
         "token_ids": pa.ListArray.from_arrays(np.cumsum([0, *lengths], dtype=np.int32), ids),
         "columns": [json.dumps(_plain_columns(prompt)) for prompt in prompts],
         "answers": [_answers(prompt) for prompt in prompts],
-        "images": [[_image(image) for image in prompt.multi_modal.get(IMAGES, [])] for prompt in prompts],
+        "media": [[_media(medium, item) for medium, items in prompt.multi_modal.items() for item in items] for prompt in prompts],
         "media_tokens": [prompt.media_tokens for prompt in prompts],
     }
     return pa.RecordBatch.from_arrays(
@@ -164,14 +170,19 @@ def _answers(prompt: Prompt) -> list[dict[str, Any]]:
     return [{"name": name, **value._asdict()} for name, value in prompt.columns.items() if isinstance(value, Answer)]
 
 
-def _image(image: ImageFile) -> dict[str, Any]:
-    inside = isinstance(image.source, bytes)
-    return {"name": image.name, "path": None if inside else str(image.source), "content": image.source if inside else None}
+def _media(medium: str, item: MediaFile) -> dict[str, Any]:
+    inside = isinstance(item.source, bytes)
+    file = {"name": item.name, "path": None if inside else str(item.source), "content": item.source if inside else None}
+    return {"medium": medium} | file | ({"fps": item.fps, "most": item.most} if isinstance(item, VideoFile) else {})
 
 
-def column_problem(columns: dict[str, Any]) -> str | None:
-    """Return the reason why columns cannot be stored; None if they can."""
-    for name, value in columns.items():
+def storing_problem(prompt: Prompt) -> str | None:
+    """Return the reason why a prompt cannot be stored; None if it can."""
+    for items in prompt.multi_modal.values():
+        for item in items:
+            if isinstance(item.source, tuple):
+                return f"{item.name}: --data_cache stores files, not lists of frames and no waveforms"
+    for name, value in prompt.columns.items():
         if isinstance(value, Answer):
             continue
         try:

@@ -3,7 +3,7 @@
 import hashlib
 import wave
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
@@ -32,9 +32,11 @@ class Video:
 
     @classmethod
     def of(cls, given: Any) -> Self:
-        """Build a video from a Video, an array of frames, or a list of PIL images of equal size."""
+        """Build a video from a Video, {"frames", "fps"}, an array of frames, or a list of PIL images of equal size."""
         if isinstance(given, cls):
             return given
+        if isinstance(given, Mapping) and given.keys() >= {"frames", "fps"}:
+            return replace(cls.of(given["frames"]), fps=float(given["fps"]))
         if isinstance(given, list | tuple) and given and all(isinstance(frame, Image.Image) for frame in given):
             given = np.stack([np.asarray(frame.convert("RGB")) for frame in given])
         if not isinstance(given, np.ndarray):

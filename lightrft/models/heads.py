@@ -1,6 +1,6 @@
 """Models with the heads that training needs: log-probs of given tokens instead of logits, or one score per token."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -32,10 +32,10 @@ class Actor(SequenceParallelModule):
         super().__init__()
         self.language_model = language_model
         self.logit_scale = logit_scale(language_model)
-        self.blank: Expanded | None = None
-        """Sequence with an image, excluded from the loss, that is appended to batches without images: while other ranks train on
-        images, all ranks must run the same collectives, and trained vision towers need a gradient of zeros. None if all batches
-        are text."""
+        self.blank: tuple[Expanded, ...] = ()
+        """Sequences with an item of each medium, excluded from the loss, that are appended to batches without this medium: while
+        other ranks train on it, all ranks must run the same collectives, and trained towers need a gradient of zeros. Empty if
+        all batches are text."""
 
     def forward(
         self, batch: Batch, temperature: float, truncation: Truncation = ALL, *, entropy: bool = True, top: int = 0,
@@ -51,7 +51,7 @@ class Actor(SequenceParallelModule):
         With `top`, return instead the `top` likeliest next tokens after each token, over the whole vocabulary, likeliest first:
         log-probs [T, top] float32 and ids [T, top] int64, without gradient.
         """
-        padded = pad_to_multiple(batch if self.blank is None else with_dummy_image(batch, self.blank), self.sequence.multiple)
+        padded = pad_to_multiple(with_blank(batch, self.blank), self.sequence.multiple)
         hidden = hidden_states(self.language_model, padded, self.sequence)
         if top:
             return self._top(hidden, padded, top, temperature / self.logit_scale, batch.num_tokens)
@@ -162,13 +162,13 @@ def hidden_states(model: PreTrainedModel, batch: Batch, sequence: SequenceParall
 
 
 def positions(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Return position ids [T], or [3, T] (time, row, column) for images of models with M-RoPE (arXiv 2409.12191)."""
+    """Return position ids [T], or [3, T] (time, row, column) for images and videos of models with M-RoPE (arXiv 2409.12191)."""
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     if "mrope_section" not in rope or not any(batch.media or ()):
         return batch.position_ids
     ids = padded(batch.input_ids.cpu(), batch.lengths, int(batch.lengths.max()))
     real = padded(torch.ones_like(batch.input_ids, device="cpu"), batch.lengths, ids.shape[1])
-    kinds = (ids == model.config.image_token_id).int()
+    kinds = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
     grids = concatenated_features([{name: value for name, value in each.items() if "grid" in name} for each in batch.media])
     rows = model.base_model.get_rope_index(ids, mm_token_type_ids=kinds, attention_mask=real, **grids)[0]
     return to_device(torch.stack([unpadded(axis, batch.lengths) for axis in rows]), batch.input_ids.device)
@@ -182,9 +182,13 @@ def computed_images(batch: Batch) -> list[Features]:
     return [images for images, own in zip(batch.media, begun, strict=True) if own]
 
 
-def with_dummy_image(batch: Batch, blank: Expanded) -> Batch:
-    """Append the sequence `blank`, which has an image, to a batch without images."""
-    return batch if any(batch.media or ()) else append_sequence(batch, torch.tensor(blank.token_ids), blank.features)
+def with_blank(batch: Batch, blank: Sequence[Expanded]) -> Batch:
+    """Append the sequences of `blank` whose media the batch does not have: a model runs its tower once for each medium."""
+    names = {name for features in batch.media or () for name in features}
+    for each in blank:
+        if not each.features.keys() <= names:
+            batch = append_sequence(batch, torch.tensor(each.token_ids), each.features)
+    return batch
 
 
 def pad_to_multiple(batch: Batch, multiple: int) -> Batch:

@@ -12,10 +12,10 @@ from huggingface_hub import snapshot_download
 from loguru import logger
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
@@ -124,8 +124,8 @@ def _load(
 
 def _generating(config: PretrainedConfig) -> type:
     """Return the Auto class that generates text: the text-only one if the family has both."""
-    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    sees_or_hears = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForMultimodalLM if sees_or_hears else AutoModelForCausalLM
 
 
 def _attention(config: PretrainedConfig) -> dict[str, str | None]:
@@ -269,7 +269,7 @@ def _not_flat(model: PreTrainedModel) -> list[str]:
     config = model.config.get_text_config()
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     reasons = {
-        "its attention implementation cannot be replaced in transformers": not model._supports_attention_backend,
+        "its attention implementation cannot be replaced in transformers": not model.get_decoder()._supports_attention_backend,
         "it carries a recurrent state from token to token": model._is_stateful,
         f"it has layers of type {', '.join(sorted(others))}": bool(others),
         "its attention is bidirectional": getattr(config, "use_bidirectional_attention", None),

@@ -11,6 +11,9 @@ from lightrft.observe.text import visible
 LONGEST_TEXT = 4000
 LONGEST_PICTURE = 60_000
 PICTURE = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]+=*")
+SOUND = re.compile(r"data:audio/wav;base64,[A-Za-z0-9+/]+=*")
+LONGEST_SOUND = 100_000
+"""Number of characters of a sound that is played."""
 
 STYLE = """
 :root { color-scheme: light dark; --mono: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
@@ -129,7 +132,7 @@ def page(title: str, body: str) -> str:
     colors = (f".c{i} {{ stroke: var(--s{i}); }} .f{i} {{ fill: var(--s{i}); color: var(--s{i}); }}\n" for i in range(8))
     style = STYLE + "".join(colors)
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    policy = f"default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -144,6 +147,13 @@ def picture(uri: Any, name: str) -> str:
     if not isinstance(uri, str) or len(uri) > LONGEST_PICTURE or not PICTURE.fullmatch(uri):
         return ""
     return f'<img src="{uri}" alt="{safe(name)}" title="{safe(name)}">'
+
+
+def player(uri: Any) -> str:
+    """Return a sound as markup; nothing unless it is a .wav file inside a data URI, and small."""
+    if not isinstance(uri, str) or len(uri) > LONGEST_SOUND or not SOUND.fullmatch(uri):
+        return ""
+    return f'<audio controls src="{uri}"></audio>'
 
 
 def safe(value: Any, longest: int | None = LONGEST_TEXT) -> str:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from lightrft.observe.page import picture, safe
-from lightrft.observe.sinks import BRANCHES, THUMBNAILS
+from lightrft.observe.page import picture, player, safe
+from lightrft.observe.sinks import BRANCHES, SOUNDS, THUMBNAILS
 from lightrft.observe.text import is_number, short
 
 PROMPTS_PER_END = 6
@@ -74,8 +74,8 @@ def _spread(group: Group) -> Group:
 
 def _prompt(group: Group, shown: int) -> str:
     row = group[0]
-    names = [str(name) for name in row.get("images") or ()]
-    pictures = "".join(map(picture, row.get(THUMBNAILS) or (), names))
+    names = [str(name) for medium in ("images", "videos", "audios") for name in row.get(medium) or ()]
+    pictures = "".join(map(picture, row.get(THUMBNAILS) or (), names)) + "".join(map(player, row.get(SOUNDS) or ()))
     notes = [", ".join(names)] if names else []
     rewards = [row["reward"] for row in group if is_number(row.get("reward"))]
     if len(group) > 1 and rewards:

@@ -13,8 +13,8 @@ from loguru import logger
 
 from lightrft.observe.text import is_number
 
-PROMPT_IDS, RESPONSE_IDS, THUMBNAILS = "prompt_token_ids", "response_token_ids", "thumbnails"
-"""Columns of samples that are not text for people: token ids, and images as data URIs."""
+PROMPT_IDS, RESPONSE_IDS, THUMBNAILS, SOUNDS = "prompt_token_ids", "response_token_ids", "thumbnails", "sounds"
+"""Columns of samples that are not text for people: token ids, and images and sound as data URIs."""
 BRANCHES = "branches"
 """Column of the other conversations of an episode, each a list of messages."""
 TAIL_BYTES = 2**24
@@ -138,7 +138,7 @@ class TensorBoard(Sink):
 
 def readable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the samples without the columns that are not text for people."""
-    unread = (PROMPT_IDS, RESPONSE_IDS, THUMBNAILS)
+    unread = (PROMPT_IDS, RESPONSE_IDS, THUMBNAILS, SOUNDS)
     return [{name: value for name, value in row.items() if name not in unread} for row in rows]
 
 

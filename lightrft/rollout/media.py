@@ -1,44 +1,54 @@
-"""Expand prompts with images for the model that learns."""
+"""Expand prompts with images, videos and sound for the model that learns."""
 
+from collections.abc import Collection, Mapping
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 from loguru import logger
 from PIL import Image
 from transformers import AutoConfig
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ModelSection
-from lightrft.data.images import IMAGES, opened
-from lightrft.engine.media import MediaReader
+from lightrft.data.media import AUDIOS, IMAGES, KINDS, VIDEOS, opened
+from lightrft.engine.media import Clip, MediaReader, Video
 from lightrft.engine.model_info import placeholders
 from lightrft.engine.requests import Request
 from lightrft.types import Expanded, Prompt
 
-FAMILIES = ("idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Model types whose gradients, and whose processors' token counts, were compared with those of transformers."""
+FAMILIES: Mapping[str, Collection[str]] = {
+    **dict.fromkeys(("idefics3", "qwen2_vl"), (IMAGES,)),
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), (IMAGES, VIDEOS)),
+    "qwen2_audio": (AUDIOS,),
+}
+"""Model type -> media whose gradients, and whose numbers of tokens, were compared with those of transformers."""
 PROBES = ((28, 28), (1000, 300), (300, 1000))
 """Sizes of the images that are processed to verify a processor's count of tokens."""
 BLANK = Image.new("RGB", (28, 28), "white")  # some models treat black as padding
+RATE = 16_000
+"""Samples per second of the clip for micro-batches without sound, a fifth of a second of noise."""
 
 
 class Expander:
-    """Replaces every placeholder by the tokens of its image, with the tensors that the model needs for them."""
+    """Replaces every placeholder by the tokens of its item, with the tensors that the model needs for them."""
 
-    def __init__(self, section: ModelSection, *, most: int | None = None):
-        """Load the processor. `most` is the largest number of images of one prompt that the engine takes."""
-        trust, self.most = {"trust_remote_code": section.trust_remote_code}, most
+    def __init__(self, section: ModelSection, media: Collection[str] = (IMAGES,), *, most: Mapping[str, int] | None = None):
+        """Load the processor. `media` are those of the data; `most` has the largest number of each in a prompt for the engine."""
+        trust, self.media, self.most = {"trust_remote_code": section.trust_remote_code}, tuple(media), most
         self.config = AutoConfig.from_pretrained(section.pretrain, **trust)
         self.reader = MediaReader(section.pretrain, placeholders(self.config), media_alone=True, **trust)
-        self.places = self.reader.placeholders["image"]
-        self._lengths: dict[tuple[int, int], int] = {}
+        self.places = {medium: self.reader.placeholders[KINDS[medium]] for medium in media}
+        self._lengths: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def check_family(self) -> None:
-        """Raise ConfigError for a model type that was not verified to learn from images as in transformers."""
-        if self.config.model_type not in FAMILIES:
-            raise ConfigError(
-                f"--images_key: models of type {self.config.model_type} cannot be trained on images, only those of type "
-                f"{', '.join(FAMILIES)}; omit the flag to train on text"
-            )
+        """Raise ConfigError for media from which a model of this type was not verified to learn as in transformers."""
+        learned = FAMILIES.get(self.config.model_type, ())
+        for medium in self.media:
+            if medium not in learned:
+                others = ", ".join(name for name, known in FAMILIES.items() if medium in known)
+                raise ConfigError(f"--{medium}_key: models of type {self.config.model_type} cannot be trained on {medium}, only "
+                                  f"those of type {others}; omit the flag to train on text")  # fmt: skip
 
     def __call__(self, prompt: Prompt) -> Expanded:
         if not prompt.multi_modal:
@@ -50,45 +60,59 @@ class Expander:
         return self.reader.processor.chat_template
 
     @cached_property
-    def blank(self) -> Expanded:
-        """Return the expansion of one image alone."""
-        return self._read(BLANK)
+    def blank(self) -> tuple[Expanded, ...]:
+        """Return the expansion of a small item of each medium."""
+        items = {IMAGES: BLANK, VIDEOS: Video(np.full((2, 28, 28, 3), 255, dtype=np.uint8)), AUDIOS: _noise(RATE // 5)}
+        requests = [Request([min(self.places[medium])], {medium: [items[medium]]}) for medium in self.media]
+        return tuple(map(self.reader.expanded, requests))
 
     def measure(self, prompt: Prompt) -> int:
         """Return how many tokens the expansion adds to the prompt.
 
-        Raises ValueError if the number of images is not that of the placeholders, or exceeds the limit.
+        Raises ValueError if the number of items is not that of the placeholders, or exceeds the limit.
         """
-        images, num_places = prompt.multi_modal.get(IMAGES, []), sum(token in self.places for token in prompt.token_ids)
-        if len(images) != num_places:
-            raise ValueError(f"the prompt has {len(images)} images (--images_key) and {num_places} placeholders for images")
-        if self.most is not None and len(images) > self.most:
-            raise ValueError(f"the prompt has {len(images)} images, more than --limit_mm_image_per_prompt {self.most}")
-        return sum(self._length(image.size) - 1 for image in images)
+        added = 0
+        for medium in self.media:
+            items, places = prompt.multi_modal.get(medium, []), self.places[medium]
+            if len(items) != (count := sum(token in places for token in prompt.token_ids)):
+                raise ValueError(f"the prompt has {len(items)} {medium} (--{medium}_key) and {count} placeholders for {medium}")
+            if self.most is not None and len(items) > self.most[medium]:
+                flag = f"--limit_mm_{KINDS[medium]}_per_prompt {self.most[medium]}"
+                raise ValueError(f"the prompt has {len(items)} {medium}, more than {flag}")
+            added += sum(self._length(medium, item.size) - 1 for item in items)
+        return added
 
-    def _length(self, size: tuple[int, int]) -> int:
-        """Return the tokens of an image of this size in pixels: they do not depend on its content."""
-        if size not in self._lengths:
-            self._lengths[size] = self._counted(size) if self._counts else self._expanded_length(size)
-        return self._lengths[size]
+    def _length(self, medium: str, size: tuple[int, ...]) -> int:
+        """Return the tokens of an item of this size: they do not depend on its content."""
+        if (medium, size) not in self._lengths:
+            counts = medium == IMAGES and self._counts
+            self._lengths[medium, size] = self._counted(size) if counts else self._expanded_length(medium, size)
+        return self._lengths[medium, size]
 
     @cached_property
     def _counts(self) -> bool:
         """Return True if the processor predicts an image's tokens correctly; processing an image takes up to half a second."""
         if self.config.model_type not in FAMILIES:
             return False
-        lengths = {size: (self._counted(size), self._expanded_length(size)) for size in PROBES}
+        lengths = {size: (self._counted(size), self._expanded_length(IMAGES, size)) for size in PROBES}
         wrong = {size: pair for size, pair in lengths.items() if pair[0] != pair[1]}
         for (width, height), (counted, expanded) in wrong.items():
             logger.warning(f"{self.reader.model_path}: the processor gives {counted} tokens for an image of {width} x {height} "
                            f"and produces {expanded}; so one image of every size is processed, which takes longer")  # fmt: skip
         return not wrong
 
-    def _counted(self, size: tuple[int, int]) -> int:
+    def _counted(self, size: tuple[int, ...]) -> int:
         return self.reader.processor._get_num_multimodal_tokens(image_sizes=[size[::-1]])["num_image_tokens"][0]
 
-    def _expanded_length(self, size: tuple[int, int]) -> int:
-        return len(self._read(BLANK.resize(size)).token_ids)
+    def _expanded_length(self, medium: str, size: tuple[int, ...]) -> int:
+        item: Any
+        if medium == IMAGES:
+            item = BLANK.resize((size[0], size[1]))
+        else:
+            item = Video(np.zeros((*size, 3), dtype=np.uint8)) if medium == VIDEOS else Clip(_noise(size[0]).waveform, size[1])
+        return len(self.reader.expanded(Request([min(self.places[medium])], {medium: [item]})).token_ids)
 
-    def _read(self, image: Image.Image) -> Expanded:
-        return self.reader.expanded(Request([min(self.places)], {IMAGES: [image]}))
+
+def _noise(count: int) -> Clip:
+    """Return so many samples of quiet noise, the same in all processes."""
+    return Clip(np.random.default_rng(0).normal(0, 0.01, count).astype(np.float32), RATE)

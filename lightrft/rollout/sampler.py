@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.agents.episodes import Episodes, Play
 from lightrft.config.sections import RolloutSection
-from lightrft.data.images import opened
 from lightrft.data.loader import share_of
+from lightrft.data.media import opened
 from lightrft.engine.loop import ABORTED
 from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from lightrft.data.images import IMAGES
-from lightrft.observe.sinks import BRANCHES, PROMPT_IDS, RESPONSE_IDS, THUMBNAILS
+from lightrft.data.media import AUDIOS, IMAGES, VIDEOS
+from lightrft.observe.sinks import BRANCHES, PROMPT_IDS, RESPONSE_IDS, SOUNDS, THUMBNAILS
 from lightrft.types import Episode, Sample
 
 
 def sample_rows(samples: list[Sample]) -> list[dict[str, Any]]:
-    """Return a row for each sample. The thumbnails of a prompt are in the first row of its group."""
+    """Return a row for each sample. Thumbnails and sound of a prompt are in the first row of its group."""
     rows, groups = [], set()
     for sample in samples:
         rows.append(_row(sample, first=sample.group not in groups))
@@ -18,7 +18,9 @@ def sample_rows(samples: list[Sample]) -> list[dict[str, Any]]:
 
 def _row(sample: Sample, *, first: bool) -> dict[str, Any]:
     prompt = sample.prompt
-    images = prompt.multi_modal.get(IMAGES, ()) if first else ()
+    media = prompt.multi_modal if first else {}
+    pictures = [item.thumbnail() for medium in (IMAGES, VIDEOS) for item in media.get(medium, ())]
+    sounds = [item.player() for item in media.get(AUDIOS, ())]
     return {
         "group": sample.group,
         "prompt": prompt.text,
@@ -31,7 +33,8 @@ def _row(sample: Sample, *, first: bool) -> dict[str, Any]:
         PROMPT_IDS: list(prompt.token_ids),
         RESPONSE_IDS: sample.token_ids,
         **(_episode(sample.episode) if sample.episode else {}),
-        **({THUMBNAILS: [image.thumbnail() for image in images]} if images else {}),
+        **({THUMBNAILS: pictures} if pictures else {}),
+        **({SOUNDS: sounds} if sounds else {}),
     }
 
 

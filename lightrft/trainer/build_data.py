@@ -6,9 +6,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.errors import ConfigError
-from lightrft.config.sections import Config, has_episodes
+from lightrft.config.sections import Config, has_episodes, media_columns
 from lightrft.data.conversations import load_examples
 from lightrft.data.loader import Order
+from lightrft.data.media import AUDIOS, IMAGES, VIDEOS
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import load_prompts
 from lightrft.models.load import load_tokenizer
@@ -31,17 +32,18 @@ def load_training_data(config: Config, batch_size: int, *, rewards: RewardRunner
 
 
 def load_expander(config: Config, tokenizer: PreTrainedTokenizerBase, *, engine: bool) -> Expander | None:
-    """Return the expander of prompts with images, of no more than an `engine` takes; None if all prompts are text.
+    """Return the expander of prompts with media, of no more than an `engine` takes; None if all prompts are text.
 
-    The tokenizer gets the chat template of the processor, which contains the image placeholders.
+    The tokenizer gets the chat template of the processor, which contains the placeholders.
     """
-    if not config.data.images_key:
+    media = media_columns(config.data)
+    if not media:
         return None
-    expand = Expander(config.model, most=config.engine.limit_mm_image_per_prompt if engine else None)
+    expand = Expander(config.model, media, most=_most(config) if engine else None)
     try:
         tokenizer.chat_template = expand.chat_template or tokenizer.chat_template
     except ValueError as error:
-        raise ConfigError(f"--images_key: {error}; omit the flag to train the model on text") from error
+        raise ConfigError(f"--{next(iter(media))}_key: {error}; omit the flag to train the model on text") from error
     return expand
 
 
@@ -61,21 +63,27 @@ def load_rewarded(
         row_problem=rewards.row_problem,
         measure=expand and expand.measure,
         distinguishing=config.reward.reward_key,
-        requirements=[rewards.requirements, _limits_of_images(config)],
+        requirements=[rewards.requirements, _limits_of_media(config)],
         keep_input=has_episodes(config.environment),
     )
 
 
-def _limits_of_images(config: Config) -> Any:
-    """Return what the tokens of a prompt's images depend on; None without images."""
-    return [config.model.pretrain, config.engine.limit_mm_image_per_prompt] if config.data.images_key else None
+def _limits_of_media(config: Config) -> Any:
+    """Return what the tokens of a prompt's media depend on; None if all prompts are text."""
+    return [config.model.pretrain, _most(config)] if media_columns(config.data) else None
+
+
+def _most(config: Config) -> dict[str, int]:
+    engine = config.engine
+    return {IMAGES: engine.limit_mm_image_per_prompt, VIDEOS: engine.limit_mm_video_per_prompt,
+            AUDIOS: engine.limit_mm_audio_per_prompt}  # fmt: skip
 
 
 def load_supervised(
     config: Config, tokenizer: PreTrainedTokenizerBase, expand: Expander | None, *, source: str = "prompt_data"
 ) -> PromptSet:
     longest, measure = config.train.max_tokens_per_microbatch, expand and expand.measure
-    requirements = _limits_of_images(config)
+    requirements = _limits_of_media(config)
     return load_examples(config.data, tokenizer, source=source, longest=longest, measure=measure, requirements=requirements)
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from lightrft.config import ConfigError, DataSection
 from lightrft.data.conversations import load_examples
-from lightrft.data.images import ImageFile, image_files, opened, with_parts
+from lightrft.data.media import ImageFile, Places, opened, with_parts
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError
 from tiny import byte_tokenizer
@@ -99,10 +99,10 @@ def test_data_of_the_datasets_package_keep_their_files(folder, monkeypatch):
     assert [image.size for image in opened(first.multi_modal)["images"]] == [(4, 3), (5, 3)] and not second.multi_modal
 
 
-@pytest.mark.parametrize(("value", "reason"), [(3, "not 3"), ([""], "not ''"), ({"bytes": None}, "an image must be a path")])
+@pytest.mark.parametrize(("value", "reason"), [(3, "not 3"), ("", "not ''"), ({"bytes": None}, "image: it must be a path")])
 def test_what_is_no_image(value, reason):
     with pytest.raises(ValueError, match=reason):
-        image_files(value, Path())
+        Places(Path()).image(value)
 
 
 def test_files_that_cannot_be_read(folder, monkeypatch):
@@ -126,7 +126,7 @@ def test_files_that_cannot_be_read(folder, monkeypatch):
 
 
 def test_a_column_without_images(folder):
-    with pytest.raises(DataError, match="--images_key pictures: no row of --prompt_data .* has an image in this column"):
+    with pytest.raises(DataError, match="--images_key pictures: no row of --prompt_data .* has one here"):
         load(folder, {"input": "a", "images": "0.png"})
 
 
@@ -144,13 +144,13 @@ def test_turned_images_are_upright_and_transparency_is_dropped():
 def test_messages_with_parts():
     system, user = {"role": "system", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": "a"}]}
     image, text = {"type": "image"}, {"type": "text", "text": "a"}
-    assert with_parts([system, user], 2)[1]["content"] == [image, image, text]
-    assert with_parts([user | {"content": [text, image]}], 1)[0]["content"] == [text, image]
-    assert with_parts([system], 0) == [{"role": "system", "content": [{"type": "text", "text": "be brief"}]}]
-    assert with_parts([user | {"content": "<image>a"}], 1)[0]["content"] == [image, text]
+    assert with_parts([system, user], {"images": 2})[1]["content"] == [image, image, text]
+    assert with_parts([user | {"content": [text, image]}], {"images": 1})[0]["content"] == [text, image]
+    assert with_parts([system], {"images": 0}) == [{"role": "system", "content": [{"type": "text", "text": "be brief"}]}]
+    assert with_parts([user | {"content": "<image>a"}], {"images": 1})[0]["content"] == [image, text]
     for content in (["a"], image, 3):
         with pytest.raises(ValueError, match="the content of a chat message must be text, or a list of parts"):
-            with_parts([user | {"content": content}], 1)
+            with_parts([user | {"content": content}], {"images": 1})
 
 
 def test_a_conversation_about_images(folder):

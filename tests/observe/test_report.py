@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from lightrft.config import Config
-from lightrft.data.images import ImageFile
+from lightrft.data.media import ImageFile
 from lightrft.observe.charts import Line, line_chart, nice_ticks, smoothed
 from lightrft.observe.report import write_report
 from lightrft.observe.sinks import JsonLines, readable
@@ -98,7 +98,7 @@ def test_the_browser_is_told_to_run_this_script_only(run):
     script = markup[markup.index("<script>") + len("<script>") : markup.index("</script>")]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = next(value for name, value in Page(markup).attributes if name == "content")
-    assert policy == f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert policy == f"default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
 def test_curves_samples_and_time_are_there(run):

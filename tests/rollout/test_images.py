@@ -4,6 +4,7 @@ import io
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from lightrft.algorithms.objectives import sft
 from lightrft.batching.redistribute import redistribute
 from lightrft.config import ModelSection
-from lightrft.data.images import IMAGES, ImageFile
+from lightrft.data.media import IMAGES, ImageFile
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.models.trainable import freeze_parameters
@@ -171,7 +172,7 @@ def compare_counts(folder: str) -> None:
     expand, rng = Expander(ModelSection(pretrain=folder)), random.Random(0)
     sizes = [(round(2 ** rng.uniform(0, 10)), round(2 ** rng.uniform(0, 10))) for _ in range(60)]
     counted = [outcome(expand._counted, size) for size in sizes]
-    assert counted == [outcome(expand._expanded_length, size) for size in sizes]
+    assert counted == [outcome(partial(expand._expanded_length, IMAGES), size) for size in sizes]
     assert expand._counts and len(set(counted)) > 6
 
 

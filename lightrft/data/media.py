@@ -1,0 +1,386 @@
+"""Images, videos and sound in the data: the files of a row, and their contents, which are read only when needed."""
+
+import base64
+import os
+import re
+import struct
+import wave
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from io import BytesIO
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps, ImageSequence
+
+from lightrft.config.errors import DataError
+from lightrft.samples import Prompt
+
+IMAGES, VIDEOS, AUDIOS = "images", "videos", "audios"
+"""Keys of the media in prompts and requests."""
+KINDS = {IMAGES: "image", VIDEOS: "video", AUDIOS: "audio"}
+"""Key of a medium -> its type in the parts of a chat message; <image>, <video> and <audio> stand for them in its text."""
+ORIENTATION = 0x0112
+"""EXIF tag of the orientation of an image; values from 5 on include a rotation by 90 degrees."""
+THUMBNAIL = 160
+"""Longer side of a thumbnail in pixels: a JPEG of about 5 kB, never more than about 30 kB."""
+UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, wave.Error, Image.DecompressionBombError)
+"""Exceptions for damaged files, and for files with too many pixels."""
+PLAYED_RATE, PLAYED = 8000, 64_000
+"""Samples per second, and number of samples of one byte, of the sound that a report plays."""
+FIRST = 64
+"""Number of rows whose media --check_media first reads."""
+WINDOW = 1024
+"""Number of rows whose media are read ahead by --check_media all."""
+RIFF = b"RIFF"
+"""First bytes of a .wav file."""
+WAVE_TYPES = {1: np.uint8, 2: np.int16, 4: np.int32}
+"""Bytes of a sample -> its type."""
+STILL = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
+"""Suffixes of images in a list that is one video."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFile:
+    """Image file that is read each time it is needed."""
+
+    name: str
+    """Name of the image in the data."""
+    source: Path | bytes
+    """Path of the file, or its contents."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Return width and height, upright. Only the start of the file is read. Raise ValueError if it cannot be read."""
+        try:
+            with _of_bytes(BytesIO(self.source) if isinstance(self.source, bytes) else _regular(self.source)) as image:
+                turned = Image.Image.getexif(image).get(ORIENTATION, 1) >= 5  # PNG's own getexif would decode the whole image
+                return image.size[::-1] if turned else image.size
+        except UNREADABLE as error:
+            raise ValueError(f"image {self.name} cannot be read: {error}") from error
+
+    def open(self) -> Image.Image:
+        """Return the image in RGB, without transparency, and upright. Raise DataError if it cannot be read."""
+        try:
+            content = self.source if isinstance(self.source, bytes) else _regular(self.source).read_bytes()
+            return ImageOps.exif_transpose(_of_bytes(BytesIO(content))).convert("RGB")
+        except UNREADABLE as error:
+            raise DataError(f"image {self.name} cannot be read: {error}; repair it, or remove its rows from the data") from error
+
+    def thumbnail(self) -> str:
+        """Return a small JPEG of the image as a data URI, which a page shows without loading anything."""
+        return _small_jpeg(self.open())
+
+
+@dataclass(frozen=True, slots=True)
+class VideoFile:
+    """Video of which a model sees some frames, evenly spaced: a file, its contents, or the images of its frames."""
+
+    name: str
+    source: Path | bytes | tuple[ImageFile, ...]
+    fps: float = 2.0
+    """Frames per second that the model sees; frames without times count as so many."""
+    most: int = 64
+    """Largest number of frames that the model sees."""
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Return number, height and width of the frames that the model sees. Raise ValueError if it cannot be read."""
+        try:
+            with closing(self._read()) as frames:
+                total, seconds = next(frames)
+                first = next(frames)
+                return len(self._places(total, seconds)), first.height, first.width
+        except UNREADABLE as error:
+            raise ValueError(f"video {self.name} cannot be read: {error}") from error
+
+    def open(self) -> dict[str, Any]:
+        """Return `frames` [T, H, W, 3] uint8 and their `fps`. Raise DataError if it cannot be read."""
+        try:
+            with closing(self._read()) as frames:
+                total, seconds = next(frames)
+                places = self._places(total, seconds)
+                found = {place: frame for place, frame in enumerate(frames) if place in places}
+            last = max(found)  # a header may promise more frames than there are
+            rows = [np.asarray(found[min(place, last)].convert("RGB")) for place in places]
+            return {"frames": np.stack(rows), "fps": len(rows) / seconds if seconds else self.fps}
+        except UNREADABLE as error:
+            raise DataError(f"video {self.name} cannot be read: {error}; repair it, or remove its rows from the data") from error
+
+    def thumbnail(self) -> str:
+        """Return the middle frame as a small JPEG."""
+        frames = self.open()["frames"]
+        return _small_jpeg(Image.fromarray(frames[len(frames) // 2]))
+
+    def _places(self, total: int, seconds: float) -> list[int]:
+        """Return the indices of the frames that the model sees, of `total` in so many seconds; 0: their times are not known."""
+        count = min(max(round(seconds * self.fps), 1) if seconds else total, self.most, total)
+        return [(2 * place + 1) * total // (2 * count) for place in range(count)]
+
+    def _read(self) -> Iterator[Any]:
+        """Yield (number of frames, length in seconds or 0), then the frames as images."""
+        if isinstance(self.source, tuple):
+            yield len(self.source), 0.0
+            yield from (image.open() for image in self.source)
+            return
+        content = self.source if isinstance(self.source, bytes) else _regular(self.source).read_bytes()
+        try:
+            image = Image.open(BytesIO(content))
+        except UNREADABLE:
+            yield from decoded_frames(content)
+            return
+        with image:
+            seconds = sum(frame.info.get("duration", 0) for frame in ImageSequence.Iterator(image)) / 1000
+            yield image.n_frames, seconds
+            yield from (frame.copy() for frame in ImageSequence.Iterator(image))
+
+
+@dataclass(frozen=True, slots=True)
+class AudioFile:
+    """Clip of sound: a file, its contents, or a waveform [N] of floats with its number of samples per second."""
+
+    name: str
+    source: Path | bytes | tuple[Sequence[float], int]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Return the number of samples, and their number in a second. Raise ValueError if it cannot be read."""
+        try:
+            if isinstance(self.source, tuple):
+                return len(self.source[0]), self.source[1]
+            if (content := self._content())[:4] == RIFF:
+                with wave.open(BytesIO(content)) as file:
+                    return file.getnframes(), file.getframerate()
+            clip = decoded_sound(content)
+            return len(clip["array"]), clip["sampling_rate"]
+        except UNREADABLE as error:
+            raise ValueError(f"sound {self.name} cannot be read: {error}") from error
+
+    def open(self) -> dict[str, Any]:
+        """Return `array` [N] float32 from -1 to 1, the mean of its channels, and `sampling_rate`.
+
+        Raise DataError if it cannot be read.
+        """
+        try:
+            if isinstance(self.source, tuple):
+                return {"array": np.asarray(self.source[0], dtype=np.float32), "sampling_rate": self.source[1]}
+            content = self._content()
+            return _wave(content) if content[:4] == RIFF else decoded_sound(content)
+        except UNREADABLE as error:
+            raise DataError(f"sound {self.name} cannot be read: {error}; repair it, or remove its rows from the data") from error
+
+    def player(self) -> str:
+        """Return the first seconds as a small .wav file in a data URI, which a page plays without loading anything."""
+        clip, content = self.open(), BytesIO()
+        every = max(1, round(clip["sampling_rate"] / PLAYED_RATE))
+        array = clip["array"][: len(clip["array"]) // every * every].reshape(-1, every).mean(1)[:PLAYED]
+        with wave.open(content, "wb") as file:
+            file.setparams((1, 1, clip["sampling_rate"] // every, 0, "NONE", ""))
+            file.writeframes(((array.clip(-1, 1) + 1) * 127.5).astype(np.uint8).tobytes())
+        return f"data:audio/wav;base64,{base64.b64encode(content.getvalue()).decode()}"
+
+    def _content(self) -> bytes:
+        return self.source if isinstance(self.source, bytes) else _regular(self.source).read_bytes()
+
+
+MediaFile = ImageFile | VideoFile | AudioFile
+
+
+# -- media of a row
+
+
+def items_of(medium: str, value: Any) -> list[Any]:
+    """Return the items of a column with one or several; a list of images is one video."""
+    if value is None:
+        return []
+    if not isinstance(value, list | tuple):
+        return [value]
+    frames = medium == VIDEOS and value and not isinstance(value[0], list | tuple) and _is_image(value[0])
+    return [value] if frames else list(value)
+
+
+def _is_image(item: Any) -> bool:
+    name = item.get("path") if isinstance(item, dict) else item
+    return isinstance(name, str) and Path(name).suffix.lower() in STILL
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the files of a data set are."""
+
+    folder: Path
+    """Folder that paths are relative to."""
+    root: Path | None = None
+    """Folder that they are relative to instead, and outside of which none may be."""
+
+    def image(self, item: Any) -> ImageFile:
+        return ImageFile(*self._file(item, "image"))
+
+    def video(self, item: Any, *, fps: float, most: int) -> VideoFile:
+        if isinstance(item, list | tuple):
+            frames = tuple(map(self.image, item))
+            return VideoFile(f"{frames[0].name} and {len(frames) - 1} others", frames, fps, most)
+        return VideoFile(*self._file(item, "video"), fps, most)
+
+    def audio(self, item: Any) -> AudioFile:
+        if isinstance(item, dict) and item.get("array") is not None:
+            return AudioFile(item.get("path") or "inside the data", (item["array"], int(item["sampling_rate"])))
+        return AudioFile(*self._file(item, "sound"))
+
+    def _file(self, item: Any, what: str) -> tuple[str, Path | bytes]:
+        """Return the name and the source of a file. Raise ValueError for a path outside of the root, and for other values."""
+        if isinstance(item, str) and item:
+            path = (self.root or self.folder) / Path(item).expanduser()
+            if self.root is not None and not path.resolve().is_relative_to(self.root.resolve()):
+                raise ValueError(f"{what} {item} is not in --media_root {self.root}")
+            return item, path
+        if isinstance(item, dict) and (content := item.get("bytes")):
+            return item.get("path") or "inside the data", content
+        if isinstance(item, dict) and item.get("path"):
+            return self._file(item["path"], what)
+        raise ValueError(f"{what}: it must be a path, or one of the datasets package, not {item!r:.80}")
+
+
+def opened(multi_modal: Mapping[str, list[MediaFile]]) -> dict[str, list]:
+    """Open all media of a prompt, in the form that an engine takes."""
+    return {medium: [item.open() for item in items] for medium, items in multi_modal.items()}
+
+
+def media_checked(rows: Iterable[tuple[str, Prompt]], mode: str) -> Iterator[tuple[str, Prompt, str]]:
+    """Yield the rows with the reason why one of their media cannot be read, empty if all can; see --check_media."""
+    rows, count = iter(rows), 0
+    if mode == "first":
+        for where, prompt in rows:
+            yield where, prompt, unreadable(prompt)
+            count += bool(prompt.multi_modal)
+            if count == FIRST:
+                break
+    elif mode == "all":
+        yield from _checked_by_processes(rows)
+    yield from ((where, prompt, "") for where, prompt in rows)
+
+
+def unreadable(prompt: Prompt) -> str:
+    """Return the reason why one of the media of a prompt cannot be read; empty if all can."""
+    try:
+        opened(prompt.multi_modal)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def _checked_by_processes(rows: Iterator[tuple[str, Prompt]]) -> Iterator[tuple[str, Prompt, str]]:
+    processes = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        while window := list(islice(rows, WINDOW)):
+            media = [replace(prompt, text="", token_ids=(), columns={}) for _, prompt in window]
+            some = any(each.multi_modal for each in media)
+            problems = pool.map(unreadable, media, chunksize=16) if some else [""] * len(window)
+            yield from ((where, prompt, problem) for (where, prompt), problem in zip(window, problems, strict=True))
+
+
+# -- media in chat messages
+
+
+def with_parts(messages: list[dict[str, Any]], counts: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return chat messages whose contents are parts of text and media, as the templates of processors require.
+
+    `counts` has the number of items of each medium that rows may have. An item replaces each mark of its kind in the texts; items
+    of a kind without marks precede the text of the first user message. Raise ValueError for content of another type.
+    """
+    kinds = [KINDS[medium] for medium in counts]
+    messages = [message | {"content": _parts(message.get("content"), kinds)} for message in messages]
+    marked = {part.get("type") for message in messages for part in message["content"]}
+    first = next((message for message in messages if message.get("role") == "user"), None)
+    if first is not None:
+        unmarked = [{"type": KINDS[medium]} for medium, count in counts.items() if KINDS[medium] not in marked
+                    for _ in range(count)]  # fmt: skip
+        first["content"] = unmarked + first["content"]
+    return messages
+
+
+def _parts(content: Any, kinds: list[str]) -> list[dict[str, Any]]:
+    if content is None or (isinstance(content, list) and all(isinstance(part, dict) for part in content)):
+        return list(content or ())
+    if not isinstance(content, str):
+        raise ValueError(f"the content of a chat message must be text, or a list of parts with a type, not {content!r:.80}")
+    parts = re.split(f"<({'|'.join(kinds)})>", content)  # texts and, between them, kinds
+    return [{"type": "text", "text": part} if place % 2 == 0 else {"type": part} for place, part in enumerate(parts) if part]
+
+
+# -- decoding
+
+
+def _of_bytes(file: BytesIO | Path) -> Image.Image:
+    """Open an image. Raise ValueError for more than 8 bits per channel: in RGB, nearly all of its pixels would be white."""
+    image = Image.open(file)
+    if image.mode[0] in "IF":
+        raise ValueError(f"its pixels have mode {image.mode}, not 8 bits; scale them")
+    return image
+
+
+def _regular(file: Path) -> Path:
+    """Return the file. Raise ValueError for a pipe or a device, which may never end."""
+    if file.exists() and not file.is_file():
+        raise ValueError("not a regular file")
+    return file
+
+
+def _small_jpeg(image: Image.Image) -> str:
+    file = BytesIO()
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    image.save(file, "JPEG", quality=75)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _wave(content: bytes) -> dict[str, Any]:
+    with wave.open(BytesIO(content)) as file:
+        kind, channels = WAVE_TYPES.get(file.getsampwidth()), file.getnchannels()
+        if kind is None:
+            raise ValueError(f"its samples have {file.getsampwidth()} bytes, and only {', '.join(map(str, WAVE_TYPES))} are read")
+        samples, rate = np.frombuffer(file.readframes(file.getnframes()), kind).astype(np.float32), file.getframerate()
+    half = 2.0 ** (8 * np.dtype(kind).itemsize - 1)
+    array = ((samples - half * (kind is np.uint8)) / half).reshape(-1, channels).mean(1)
+    if not len(array):
+        raise ValueError("it has no samples")
+    return {"array": array, "sampling_rate": rate}
+
+
+def decoded_frames(content: bytes) -> Iterator[Any]:
+    """Yield (number of frames, seconds) of a video, then its frames as images. Raise ValueError for a file that is none."""
+    av = _av()
+    try:
+        with av.open(BytesIO(content)) as file:
+            stream = file.streams.video[0]
+            total = stream.frames or sum(packet.size > 0 for packet in file.demux(stream))
+            yield total, float(total / stream.average_rate)
+            file.seek(0)
+            yield from (frame.to_image() for frame in file.decode(stream))
+    except (av.FFmpegError, IndexError) as error:
+        raise ValueError(f"no video that FFmpeg reads: {error}") from error
+
+
+def decoded_sound(content: bytes) -> dict[str, Any]:
+    """Return the mean of the channels of a clip and its sampling rate. Raise ValueError for a file that is none."""
+    av = _av()
+    try:
+        with av.open(BytesIO(content)) as file:
+            stream = file.streams.audio[0]
+            resample = av.AudioResampler("fltp", layout="mono", rate=stream.rate)
+            frames = [part.to_ndarray()[0] for frame in (*file.decode(stream), None) for part in resample.resample(frame)]
+            return {"array": np.concatenate(frames), "sampling_rate": stream.rate}
+    except (av.FFmpegError, IndexError, ValueError) as error:
+        raise ValueError(f"no sound that FFmpeg reads: {error}") from error
+
+
+def _av() -> Any:
+    try:
+        import av
+    except ModuleNotFoundError as error:
+        raise ValueError("without FFmpeg only .gif, .webp, .png and .wav are read: pip install 'lightrft[media]'") from error
+    return av

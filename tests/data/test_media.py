@@ -1,0 +1,152 @@
+"""Why: a video that is cut differently than its length was counted, or sound that is read wrongly, spoils a run in silence."""
+
+import io
+import json
+import wave
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lightrft.config import DataSection
+from lightrft.config.errors import DataError
+from lightrft.data.media import AudioFile, ImageFile, VideoFile, opened, with_parts
+from lightrft.data.prompts import load_prompts
+from tiny import byte_tokenizer
+
+
+def frame(value: int, size=(6, 4)) -> Image.Image:
+    return Image.new("RGB", size, (value, value, value))
+
+
+def gif(count: int, milliseconds: int = 100) -> bytes:
+    """Frames of 20 grey values more each time."""
+    file, frames = io.BytesIO(), [frame(20 * number) for number in range(count)]
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=milliseconds)
+    return file.getvalue()
+
+
+def wav(samples: np.ndarray, rate: int = 16000, channels: int = 1) -> bytes:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setparams((channels, 2, rate, 0, "NONE", ""))
+        out.writeframes(samples.astype(np.int16).tobytes())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(("fps", "most", "seen"), [
+    (2.0, 64, [2, 7]), (10.0, 64, list(range(10))), (10.0, 4, [1, 3, 6, 8]), (0.1, 64, [5]), (99.0, 64, list(range(10))),
+])  # fmt: skip
+def test_frames_are_evenly_spaced(fps, most, seen):
+    """Ten frames in one second; the middle of each of as many equal parts."""
+    video = VideoFile("v.gif", gif(10), fps, most)
+    shown = video.open()
+    assert [round(int(each[0, 0, 0]) / 20) for each in shown["frames"]] == seen
+    assert shown["frames"].shape == (*video.size, 3) == (len(seen), 4, 6, 3) and shown["fps"] == pytest.approx(len(seen))
+
+
+def test_a_list_of_images_is_a_video(tmp_path):
+    for number in range(3):
+        frame(100 * number).save(tmp_path / f"{number}.png")
+    files = tuple(ImageFile(f"{number}.png", tmp_path / f"{number}.png") for number in range(3))
+    assert VideoFile("v", files).open()["frames"][:, 0, 0, 0].tolist() == [0, 100, 200]
+    assert VideoFile("v", files).open()["fps"] == 2.0 and VideoFile("v", files, most=2).size == (2, 4, 6)
+
+
+def test_sound_is_the_mean_of_its_channels():
+    samples = np.array([[0, 8192], [-32768, -32768], [16384, 0]])
+    clip = AudioFile("s.wav", wav(samples, 8000, channels=2))
+    assert clip.open()["array"].tolist() == [0.125, -1.0, 0.25] and clip.size == (3, 8000) == (3, clip.open()["sampling_rate"])
+    given = AudioFile("x", ([0.5, -0.5], 16000))
+    assert given.open()["array"].tolist() == [0.5, -0.5] and given.size == (2, 16000)
+    assert given.player().startswith("data:audio/wav;base64,UklGR")
+
+
+@pytest.mark.parametrize("kind", [VideoFile, AudioFile, ImageFile])
+@pytest.mark.parametrize("content", [b"", b"nothing", b"RIFF" + b"\0" * 40, gif(3)[:30]])
+def test_damaged_files_are_named(kind, content):
+    with pytest.raises(DataError, match="bad cannot be read: .*; repair it, or remove its rows"):
+        kind("bad", content).open()
+
+
+def test_media_have_their_places_in_a_chat():
+    text = {"type": "text", "text": "a"}
+    counts = {"images": 1, "videos": 1, "audios": 2}
+    (message,) = with_parts([{"role": "user", "content": "<video>a<audio><audio>"}], counts)
+    assert message["content"] == [{"type": "image"}, {"type": "video"}, text, {"type": "audio"}, {"type": "audio"}]
+    (message,) = with_parts([{"role": "user", "content": "<video>a"}], {"images": 0})
+    assert message["content"] == [{"type": "text", "text": "<video>a"}]
+
+
+TEMPLATE = ("{% for message in messages %}{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% else %}"
+            "[{{ part.type }}]{% endif %}{% endfor %}{% endfor %}")  # fmt: skip
+
+
+def load(folder, rows, **options):
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    section = DataSection(prompt_data=str(folder / "rows.jsonl"), apply_chat_template=True, videos_key="film", audios_key="sound",
+                          **options)  # fmt: skip
+    return load_prompts(section, tokenizer, requirements=1)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "v.gif").write_bytes(gif(3))
+    (tmp_path / "s.wav").write_bytes(wav(np.arange(4)))
+    (tmp_path / "cut.gif").write_bytes(gif(5)[:120])
+    frame(7).save(tmp_path / "0.png")
+    return tmp_path
+
+
+def test_rows_with_every_medium(folder):
+    rows = [{"input": "x<audio>", "film": "v.gif", "sound": ["s.wav", "s.wav"], "label": "1"},
+            {"input": "y", "film": ["0.png", "0.png"], "label": "2"},
+            {"input": "z", "film": ["v.gif", "v.gif"], "label": "3"}, {"input": "w", "label": "4"}]  # fmt: skip
+    first, second, third, fourth = load(folder, rows)
+    assert (first.text, second.text, third.text, fourth.text) == ("[video]x[audio]", "[video]y", "[video][video]z", "w")
+    assert {name: len(items) for name, items in first.multi_modal.items()} == {"videos": 1, "audios": 2}
+    assert opened(second.multi_modal)["videos"][0]["frames"].shape == (2, 4, 6, 3) and fourth.multi_modal == {}
+    del rows[1]
+    direct, cached = load(folder, rows), load(folder, rows, data_cache=str(folder / "cache"))
+    assert [prompt.multi_modal for prompt in cached] == [prompt.multi_modal for prompt in direct]
+
+
+@pytest.mark.parametrize("mode", ["first", "all"])
+def test_media_are_read_before_the_run(folder, mode):
+    rows = [{"input": "x", "film": "v.gif"}, {"input": "y", "film": "cut.gif"}, {"input": "z", "sound": "s.wav"}]
+    with pytest.raises(DataError, match="rows.jsonl:2: video cut.gif cannot be read"):
+        load(folder, rows, check_media=mode)
+    assert [prompt.text for prompt in load(folder, rows, check_media=mode, bad_rows="skip")] == ["[video]x", "[audio]z"]
+    assert len(load(folder, rows, check_media="none")) == 3
+
+
+def test_other_formats_are_read_by_ffmpeg():
+    av = pytest.importorskip("av", reason="av is not installed")
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as out:
+        video = out.add_stream("mpeg4", rate=10)
+        video.width, video.height, video.pix_fmt = 64, 32, "yuv420p"
+        for number in range(20):
+            for packet in video.encode(av.VideoFrame.from_image(frame(10 * number, (64, 32)))):
+                out.mux(packet)
+        out.mux(video.encode())
+    shown = VideoFile("v.mp4", file.getvalue(), fps=2.0)
+    assert shown.size == (4, 32, 64) and shown.open()["fps"] == pytest.approx(2.0)
+    assert shown.open()["frames"][:, 16, 32, 0] == pytest.approx([20, 70, 120, 170], abs=6)
+    with pytest.raises(DataError, match="no sound that FFmpeg reads"):
+        AudioFile("v.mp4", file.getvalue()).open()
+    assert AudioFile("a.flac", flac(av)).open()["array"].mean() == pytest.approx(0.25, abs=1e-3)
+    assert AudioFile("a.flac", flac(av)).size == (4096, 8000)
+
+
+def flac(av) -> bytes:
+    file = io.BytesIO()
+    with av.open(file, "w", format="flac") as out:
+        stream = out.add_stream("flac", rate=8000)
+        sound = av.AudioFrame.from_ndarray(np.full((1, 4096), 8192, dtype=np.int16), format="s16", layout="mono")
+        sound.sample_rate = 8000
+        out.mux(stream.encode(sound))
+        out.mux(stream.encode())
+    return file.getvalue()

@@ -1,0 +1,179 @@
+"""Videos and sound from the data to the gradient: as plain transformers computes it sample by sample, in every split."""
+
+import io
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForMultimodalLM
+
+from lightrft.algorithms.objectives import sft
+from lightrft.batching.redistribute import redistribute
+from lightrft.config import ModelSection
+from lightrft.data.media import AUDIOS, IMAGES, VIDEOS, AudioFile, ImageFile, MediaFile, VideoFile
+from lightrft.models.heads import Actor
+from lightrft.models.load import load_model
+from lightrft.models.trainable import freeze_parameters
+from lightrft.observe.metrics import Metrics
+from lightrft.roles.policy import Policy
+from lightrft.rollout.experience import flatten
+from lightrft.rollout.media import Expander
+from lightrft.strategy import get_strategy
+from lightrft.types import Prompt, Sample
+from ranks import run_ranks
+from runs import train
+from scripts.prepare_digits import recordings, tiny_qwen2_audio
+from seeing import FILMED, FRAMED, hearing_model, picture, seeing_qwen
+from sglang_environment import in_sglang_environment
+
+pytestmark = pytest.mark.slow
+
+DRAWN = [(0, [5, 6, 7]), (0, [5, 9]), (1, [8, 9]), (2, [10, 11, 12]), (3, [14]), (2, [10, 11]), (0, [15])]
+"""The prompt of each sample, and its response: samples of a prompt share its media."""
+HELD = {1: [7], 2: [6, 1]}
+TRAINED = {"freeze_vision_tower": False}
+CONSTANT = ("model.audio_tower.embed_positions.weight",)
+"""Parameters that their model creates as constants; from_pretrained() forgets that."""
+SPLITS = [{"max_tokens": 256}, {"max_tokens": 80, "max_sequences": 1}]
+
+
+def clip(seed: int, seconds: float) -> AudioFile:
+    return AudioFile(f"{seed}", (np.random.default_rng(seed).normal(0, 0.1, int(16000 * seconds)).astype(np.float32), 16000))
+
+
+def film(seed: int, count: int) -> VideoFile:
+    return VideoFile(f"{seed}", tuple(ImageFile(f"{number}", png(seed + number)) for number in range(count)))
+
+
+def png(seed: int) -> bytes:
+    file = io.BytesIO()
+    picture(seed, 60, 60).save(file, "PNG")
+    return file.getvalue()
+
+
+def prompts(expand: Expander) -> list[Prompt]:
+    """Two media in one, a text, and one between letters."""
+    media: list[dict[str, list[MediaFile]]]
+    if AUDIOS in expand.media:
+        marks, media = ["<|AUDIO|>", "<|AUDIO|>"], [{AUDIOS: [clip(1, 0.3)]}, {}, {AUDIOS: [clip(2, 0.2), clip(3, 0.5)]}, {}]
+    else:
+        both = {VIDEOS: [film(5, 2)], IMAGES: [ImageFile("9", png(9))]}
+        marks, media = [FILMED, FRAMED], [{VIDEOS: [film(1, 4)]}, {}, both, {}]
+    texts = [f"a{marks[0]}b", "cd", "".join(marks), "x"]
+    tokenizer = expand.reader.processor.tokenizer
+    return [Prompt(index, text, tokenizer(text)["input_ids"], multi_modal=media[index]) for index, text in enumerate(texts)]
+
+
+def samples(expand: Expander) -> list[Sample]:
+    given = prompts(expand)
+    return [Sample(given[index], index, response, [0.0] * len(response), "", "stop") for index, response in DRAWN]
+
+
+def learned(folder: str, media: tuple[str, ...], model: dict) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """For each split into micro-batches, log-probs by row before an update, and all parameters after it."""
+    results = []
+    for limits in SPLITS:
+        strategy = get_strategy({"fsdp": True, "max_norm": 0.0})
+        strategy.setup_distributed()
+        section = ModelSection(pretrain=folder, **model)
+        with strategy.init_model_context():
+            actor = Actor(freeze_parameters(load_model(section), section))
+        optimizer = torch.optim.SGD([p for p in actor.parameters() if p.requires_grad], lr=1.0)
+        policy = Policy(strategy, *strategy.prepare((actor, optimizer, strategy.create_scheduler(optimizer, "constant", 0, 8))))
+        data, expand = strategy.mesh.data, Expander(section, media)
+        expand.check_family()
+        actor.blank = expand.blank
+        first = sum(HELD[data.size][: data.rank])
+        mine = samples(expand)[first : first + HELD[data.size][data.rank]]
+        for prompt in (sample.prompt for sample in mine):
+            assert expand.measure(prompt) == len(expand(prompt).token_ids) - len(prompt.token_ids)
+        batch, (rows,) = redistribute(strategy.sample_store(), flatten(mine, first_row=first, expand=expand), **limits)
+        said = policy.logprobs(batch, rows).split(batch.lengths.tolist())
+        by_row = dict(pair for part in data.gather(list(zip(batch.rows.tolist(), said, strict=True))) for pair in part)
+        policy.update(batch, rows, sft, policy.denominator(batch, rows, length=1), Metrics())
+        results.append((torch.cat([by_row[row] for row in sorted(by_row)]), dict(strategy.full_params(actor))))
+    return results
+
+
+def plain(folder: str, media: tuple[str, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+    """By transformers, each sample alone."""
+    model = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
+    expand, rows, answers = Expander(ModelSection(pretrain=folder), media), [], []
+    for sample in samples(expand):
+        read = expand(sample.prompt)
+        ids = torch.tensor([read.token_ids + sample.token_ids])
+        inputs = dict(read.features)
+        if VIDEOS in media:
+            config = model.config
+            inputs["mm_token_type_ids"] = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
+        logprobs = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0, :-1].log_softmax(-1)
+        own = logprobs.gather(1, ids[0, 1:, None])[:, 0][len(read.token_ids) - 1 :]
+        rows.append(torch.cat([torch.zeros(len(read.token_ids)), own]))
+        answers.append(own)
+    (-torch.cat(answers).mean()).backward()
+    after = {name: (p if p.grad is None else p - p.grad).detach() for name, p in model.named_parameters()}
+    return torch.cat(rows).detach(), after
+
+
+def compare(world_size: int, folder: str, media: tuple[str, ...], tower: str, model: dict) -> None:
+    expected, parameters = plain(folder, media)
+    before = dict(AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    for results in run_ranks(world_size, learned, folder, media, model):
+        for logprobs, found in results:
+            torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
+            assert found.keys() == parameters.keys()
+            for name, value in found.items():
+                frozen = name in CONSTANT or (not model and any(part in name for part in (tower, "projector")))
+                wanted = before[name] if frozen else parameters[name]
+                torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-5, msg=name)
+            changed = [name for name, value in found.items() if tower in name and not torch.equal(value, before[name])]
+            assert bool(changed) == bool(model), "the tower is trained if it is to be"
+
+
+@pytest.mark.parametrize(("world_size", "model"), [(1, TRAINED), (2, TRAINED), (2, {})])
+def test_gradients_of_sound_are_those_of_transformers(tmp_path, world_size, model):
+    """Of two ranks, one holds a sample without sound; with a sequence in each micro-batch, many have none."""
+    compare(world_size, hearing_model(tmp_path, 2), (AUDIOS,), "audio_tower", model)
+
+
+def compare_videos(folder: str) -> None:
+    for family in ("qwen2_5_vl", "qwen3_vl"):
+        compare(2, seeing_qwen(f"{folder}/{family}", family), (IMAGES, VIDEOS), "visual", TRAINED)
+
+
+def test_gradients_of_videos_are_those_of_transformers(tmp_path):
+    """With images beside them. Their processors need torchvision, which that environment has."""
+    in_sglang_environment(compare_videos, str(tmp_path))
+
+
+# -- a whole run
+
+COMMON = ["--fsdp", "--audios_key=sound", "--apply_chat_template", "--prompt_max_len=64", "--lr_scheduler=constant",
+          "--lr_warmup_ratio=0", "--max_tokens_per_microbatch=4096", "--report_to=jsonl"]  # fmt: skip
+SFT = ["--train_batch_size=64", "--actor_learning_rate=2e-3", "--num_episodes=20", "--stop_loss=1"]
+GRPO = ["--engine_type=hf", "--rollout_batch_size=16", "--n_samples_per_prompt=16", "--generate_max_len=2",
+        "--train_batch_size=256", "--limit_mm_audio_per_prompt=2", "--num_episodes=99", "--max_steps=64",
+        "--actor_learning_rate=2e-3", "--init_kl_coef=0", "--eval_steps=64"]  # fmt: skip
+
+
+def test_a_run_learns_to_understand_digits(tmp_path):
+    """From answers first, then by GRPO on two ranks; some rows have two clips, and some none."""
+    rng = random.Random(0)
+    recordings(tmp_path, "train", 320, rng)
+    recordings(tmp_path, "test", 80, rng)
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    for one, other in zip(rows[:8], rows[8:16], strict=True):
+        rows.append({"input": "<audio>before<audio>?", "sound": [one["sound"], other["sound"]], "label": one["label"]})
+    rows += [{"input": f"say {digit}", "label": str(digit)} for digit in range(8)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = [*COMMON, f"--prompt_data={tmp_path / 'train.jsonl'}"]
+    train("train_sft", 1, [*data, f"--pretrain={tiny_qwen2_audio(tmp_path / 'random')}", *SFT], tmp_path / "sft")
+    start = [f"--pretrain={tmp_path / 'sft' / 'model'}", f"--eval_data={tmp_path / 'test.jsonl'}"]
+    found = train("train_ppo", 2, [*data, *start, *GRPO], tmp_path / "grpo")
+    rewards = [row["rollout/reward"] for row in found]
+    assert sum(rewards[:5]) / 5 < 0.35 and sum(rewards[-5:]) / 5 > 0.45 and found[-1]["eval/accuracy"] > 0.45
+    assert all(row["engine/logprob_mismatch_max"] < 1e-5 for row in found)
+    assert "<audio controls" in (tmp_path / "grpo" / "report.html").read_text()
