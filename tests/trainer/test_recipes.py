@@ -42,3 +42,16 @@ def test_a_tool_is_learned(tmp_path, seed):
     rows = train("train_ppo", 2, flags, tmp_path / "run")
     assert rows[0]["rollout/reward"] < 0.35 and sum(row["rollout/reward"] for row in rows[-3:]) / 3 > 0.7
     assert rows[-1]["episodes/tool_calls"] > 0.9 > rows[0]["episodes/tool_calls"]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_an_agent_learns_a_game(tmp_path, seed):
+    """The same game by a client of the OpenAI API."""
+    model = tiny_qwen3(tmp_path / "model", seed)
+    write_jsonl(tmp_path / "train.jsonl", guessing_problems(seed)[0][:512])
+    flags = ["--config=configs/guess_number.yaml", f"--pretrain={model}", f"--prompt_data={tmp_path}/train.jsonl",
+             "--environment=", "--agent=scripts/agents/guess_number.py:play",
+             "--engine_type=hf", "--rollout_batch_size=8", "--train_batch_size=128", "--environment_workers=16",
+             "--max_steps=16", f"--seed={seed}"]  # fmt: skip
+    rows = train("train_ppo", 2, flags, tmp_path / "run")
+    assert rows[0]["rollout/reward"] < 0.08 and sum(row["rollout/reward"] for row in rows[-3:]) / 3 > 0.18
