@@ -19,6 +19,7 @@ from lightrft import __version__, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDS_AN_EXTRA = {
+    "lightrft.agents.reasoning_gym": "reasoning_gym",
     "lightrft.engine.sglang": "sglang",
     "lightrft.engine.vllm": "vllm",
     "lightrft.models.triton": "triton",

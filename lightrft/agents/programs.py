@@ -26,6 +26,7 @@ from lightrft.registry import Registry
 
 environments = Registry("environment", flag="--environment")
 environments.register_deferred("guess_number", "lightrft.agents.games:GuessNumber")
+environments.register_deferred("reasoning_gym", "lightrft.agents.reasoning_gym:SeveralAttempts", "reasoning-gym")
 agents = Registry("agent", flag="--agent")
 tools = Registry("tool", flag="--tools")
 tools.register_deferred("calculator", "lightrft.agents.builtin_tools:calculator")

@@ -55,3 +55,14 @@ def test_an_agent_learns_a_game(tmp_path, seed):
              "--max_steps=16", f"--seed={seed}"]  # fmt: skip
     rows = train("train_ppo", 2, flags, tmp_path / "run")
     assert rows[0]["rollout/reward"] < 0.08 and sum(row["rollout/reward"] for row in rows[-3:]) / 3 > 0.18
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_task_of_reasoning_gym_is_learned(tmp_path, seed):
+    """Episodes have up to five attempts. 60 steps reach 0.58 (docs/environments.md)."""
+    model = tiny_qwen3(tmp_path / "model", seed)
+    flags = ["--config=configs/reasoning_gym.yaml", f"--pretrain={model}", "--engine_type=hf", "--rollout_batch_size=16",
+             "--train_batch_size=256", "--environment_workers=16", "--max_steps=14", f"--seed={seed}"]  # fmt: skip
+    rows = train("train_ppo", 2, flags, tmp_path / "run")
+    assert rows[0]["rollout/reward"] < 0.03 and sum(row["rollout/reward"] for row in rows[-3:]) / 3 > 0.25
+    assert rows[-1]["episodes/turns"] < 4 < rows[0]["episodes/turns"]
