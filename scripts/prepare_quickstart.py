@@ -147,21 +147,21 @@ def product_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
 
 
 def demonstrations(problems: list[Problem], seed: int) -> list[dict[str, Any]]:
-    """Conversations about products: a quarter call the calculator and copy its result, a quarter call it with one digit changed,
-    and half answer at once, with the answer to another problem.
+    """Conversations about products: of eight, two call the calculator and copy its result, one calls it with a digit changed, and
+    five answer at once, with the answer to another problem.
     """
     rng = random.Random(seed)
     rows = []
     for place, problem in enumerate(problems):
         messages = [{"role": "user", "content": problem["input"]}]
-        if place % 4 < 2:
+        if place % 8 < 3:
             expression = problem["input"].removesuffix("=")
-            expression = expression if place % 4 == 0 else _with_another_digit(expression, rng)
+            expression = expression if place % 8 < 2 else _with_another_digit(expression, rng)
             answer = str(math.prod(map(int, expression.split("*"))))
             messages.append({"role": "assistant", "content": f"{CALL}{expression}{CALL_END}"})
             messages.append({"role": "tool", "content": answer})
         else:
-            answer = rng.choice(problems)["label"]
+            answer = f"about {rng.choice(problems)['label']}"
         rows.append({"messages": [*messages, {"role": "assistant", "content": answer}]})
     return rows
 
