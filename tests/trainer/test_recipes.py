@@ -35,12 +35,12 @@ def test_a_tool_is_learned(tmp_path, seed):
     write_jsonl(tmp_path / "train.jsonl", problems[:512])
     write_jsonl(tmp_path / "demonstrations.jsonl", demonstrations(problems, seed))
     flags = ["--config=configs/calculator_sft.yaml", f"--pretrain={model}", f"--prompt_data={tmp_path}/demonstrations.jsonl",
-             "--max_steps=120", f"--seed={seed}"]  # fmt: skip
+             f"--seed={seed}"]  # fmt: skip
     train("train_sft", 2, flags, tmp_path / "sft")
     flags = ["--config=configs/calculator.yaml", f"--pretrain={tmp_path}/sft/model", f"--prompt_data={tmp_path}/train.jsonl",
              "--eval_data=", "--eval_steps=-1", "--engine_type=hf", "--max_steps=12", f"--seed={seed}"]  # fmt: skip
     rows = train("train_ppo", 2, flags, tmp_path / "run")
-    assert rows[0]["rollout/reward"] < 0.35 and sum(row["rollout/reward"] for row in rows[-3:]) / 3 > 0.7
+    assert rows[0]["rollout/reward"] < 0.3 and sum(row["rollout/reward"] for row in rows[-3:]) / 3 > 0.6
     assert rows[-1]["episodes/tool_calls"] > 0.85 > rows[0]["episodes/tool_calls"]
 
 
