@@ -4,11 +4,13 @@
 
 writes OUT/model (a Hugging Face folder), OUT/train.jsonl and OUT/test.jsonl, always the same for the same seed. The folders
 pairs, answers and steps of OUT contain the same problems, train.jsonl and test.jsonl, with judgements: pairs of a right and a
-wrong answer, single answers of which half are wrong, and wrong answers character by character.
+wrong answer, single answers of which half are wrong, and wrong answers character by character. The task `calculator` also has
+OUT/demonstrations.jsonl: conversations with the calculator, of which a quarter are right.
 """
 
 import argparse
 import json
+import math
 import random
 import string
 from collections.abc import Mapping, Sequence
@@ -29,17 +31,20 @@ CHAT_TEMPLATE = (
 NUM_PROBLEMS = 10_000
 NUM_HELD_OUT = 500
 LONGEST_WORD = 16
+CALL, CALL_END = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
+"""Fixed parts of a call of the calculator; each is one token of the task `calculator`."""
 
 Problem = dict[str, str]
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE without merges: ids 0..255 are the bytes, then <|pad|> 256, <|bos|> 257, <|eos|> 258."""
+def byte_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """A byte-level BPE without merges: ids 0..255 are the bytes, then <|pad|> 256, <|bos|> 257, <|eos|> 258, and the words."""
     model = models.BPE(vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[])
     backend = Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(SPECIAL_TOKENS.values()))
+    backend.add_tokens(list(words))
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=CHAT_TEMPLATE,
@@ -49,9 +54,12 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_qwen3(folder: Path | str, seed: int = 0) -> Path:
-    """Save a random Qwen3 of 0.14 M parameters with its byte tokenizer, in true Hugging Face format."""
-    tokenizer = byte_tokenizer()
+def tiny_qwen3(folder: Path | str, seed: int = 0, words: Sequence[str] = ()) -> Path:
+    """Save a random Qwen3 of 0.14 M parameters with its byte tokenizer, in true Hugging Face format.
+
+    At most 5 words are tokens of their own.
+    """
+    tokenizer = byte_tokenizer(words)
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
@@ -133,7 +141,39 @@ def guessing_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
     return _split([{"input": "guess: ", "label": str(rng.randrange(10))} for _ in range(NUM_PROBLEMS)], seed)
 
 
-TASKS = {"addition": addition_problems, "sorting": sorting_problems, "guessing": guessing_problems}
+def product_problems(seed: int = 0) -> tuple[list[Problem], list[Problem]]:
+    """All products of two numbers of two digits, `27*58=` -> `1566`. Returns (train, held out)."""
+    return _split([{"input": f"{a}*{b}=", "label": str(a * b)} for a in range(10, 100) for b in range(10, 100)], seed)
+
+
+def demonstrations(problems: list[Problem], seed: int) -> list[dict[str, Any]]:
+    """Conversations about products: of eight, two call the calculator and copy its result, one calls it with a digit changed, and
+    five answer at once, with the answer to another problem.
+    """
+    rng = random.Random(seed)
+    rows = []
+    for place, problem in enumerate(problems):
+        messages = [{"role": "user", "content": problem["input"]}]
+        if place % 8 < 3:
+            expression = problem["input"].removesuffix("=")
+            expression = expression if place % 8 < 2 else _with_another_digit(expression, rng)
+            answer = str(math.prod(map(int, expression.split("*"))))
+            messages.append({"role": "assistant", "content": f"{CALL}{expression}{CALL_END}"})
+            messages.append({"role": "tool", "content": answer})
+        else:
+            answer = f"about {rng.choice(problems)['label']}"
+        rows.append({"messages": [*messages, {"role": "assistant", "content": answer}]})
+    return rows
+
+
+def _with_another_digit(expression: str, rng: random.Random) -> str:
+    place = rng.choice([0, 1, 3, 4])
+    digit = rng.choice([digit for digit in "123456789" if digit != expression[place]])
+    return expression[:place] + digit + expression[place + 1 :]
+
+
+TASKS = {"addition": addition_problems, "sorting": sorting_problems, "guessing": guessing_problems,
+         "calculator": product_problems}  # fmt: skip
 
 
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -166,7 +206,9 @@ def main() -> None:
         write_jsonl(args.out / "pairs" / f"{split}.jsonl", pairs(problems, args.seed))
         write_jsonl(args.out / "answers" / f"{split}.jsonl", judged_answers(problems, args.seed))
         write_jsonl(args.out / "steps" / f"{split}.jsonl", judged_steps(problems, args.seed))
-    tiny_qwen3(args.out / "model", args.seed)
+    if args.task == "calculator":
+        write_jsonl(args.out / "demonstrations.jsonl", demonstrations(train, args.seed))
+    tiny_qwen3(args.out / "model", args.seed, [CALL, CALL_END] if args.task == "calculator" else [])
     print(f"{args.out}: {len(train)} training and {len(held_out)} held-out problems, a random Qwen3 in {args.out / 'model'}")
 
 

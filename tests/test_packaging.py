@@ -24,6 +24,7 @@ NEEDS_AN_EXTRA = {
     "lightrft.agents.openenv": "websockets",
     "lightrft.agents.verifiers": "verifiers",
     "lightrft.data.verifiers.tasksets": "verifiers",
+    "lightrft.agents.reasoning_gym": "reasoning_gym",
     "lightrft.engine.sglang": "sglang",
     "lightrft.engine.vllm": "vllm",
     "lightrft.models.triton": "triton",

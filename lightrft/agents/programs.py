@@ -28,6 +28,7 @@ from lightrft.registry import Registry
 
 environments = Registry("environment", flag="--environment")
 environments.register_deferred("guess_number", "lightrft.agents.games:GuessNumber")
+environments.register_deferred("reasoning_gym", "lightrft.agents.reasoning_gym:SeveralAttempts", "reasoning-gym")
 ADAPTERS = {"openenv": "lightrft.agents.openenv", "verifiers": "lightrft.agents.verifiers"}
 """Prefix of --environment, and of an extra -> module for the environments of another framework."""
 agents = Registry("agent", flag="--agent")

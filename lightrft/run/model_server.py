@@ -3,7 +3,6 @@
 import asyncio
 import os
 import queue
-import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ import uvicorn
 from loguru import logger
 
 from lightrft.agents.endpoint.protocol import EndpointModel
-from lightrft.agents.endpoint.server import application, server_settings
+from lightrft.agents.endpoint.server import application, listening, server_settings
 from lightrft.agents.messages import Ended
 from lightrft.agents.session import Session
 from lightrft.config.references import MODEL_KEY
@@ -74,7 +73,7 @@ class ModelServer:
         self.sessions, problem = ClientSessions(), ""
         if strategy.is_rank_0():
             try:
-                self._listener = socket.create_server((section.host, section.port))
+                self._listener = listening(section.host, section.port)
             except OSError as error:
                 problem = f"--host {section.host} --port {section.port}: {error.strerror or error}"
         if problem := strategy.mesh.world.broadcast(problem):

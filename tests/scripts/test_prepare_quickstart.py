@@ -11,13 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lightrft.agents.builtin_tools import calculator
+from lightrft.agents.messages import ToolCall
+from lightrft.agents.tool_calls import hermes
 from scripts.prepare_quickstart import (
+    CALL,
+    CALL_END,
     TASKS,
     addition_problems,
     byte_tokenizer,
+    demonstrations,
     judged_answers,
     judged_steps,
     pairs,
+    product_problems,
     sorting_problems,
     tiny_qwen3,
 )
@@ -42,6 +49,13 @@ def test_special_tokens():
     assert (TOKENIZER.pad_token_id, TOKENIZER.bos_token_id, TOKENIZER.eos_token_id, len(TOKENIZER)) == (256, 257, 258, 259)
     assert TOKENIZER("a<|eos|>")["input_ids"] == [97, 258]
     assert TOKENIZER.decode([97, 258, 256], skip_special_tokens=True) == "a"
+
+
+def test_a_call_has_a_token_at_each_end():
+    tokenizer = byte_tokenizer([CALL, CALL_END])
+    ids = tokenizer(f"{CALL}2*3{CALL_END}")["input_ids"]
+    assert ids == [259, *b"2*3", 260]
+    assert hermes(tokenizer.decode(ids)) == ("", [ToolCall("calculator", {"expression": "2*3"})])
 
 
 def test_chat_template():
@@ -85,6 +99,19 @@ def test_sorting_has_many_lengths_and_is_right():
     assert len({problem["input"] for problem in train + held_out}) == 10_000
     assert all(problem["label"] == "".join(sorted(problem["input"].removesuffix(">"))) for problem in train)
     assert {len(problem["label"]) for problem in train} == set(range(1, 17))
+
+
+def test_a_quarter_of_the_demonstrations_are_right():
+    train, held_out = product_problems(seed=0)
+    assert (len(train), len(held_out)) == (7_600, 500)
+    right, called = 0, 0
+    for problem, row in zip(train, demonstrations(train, 0), strict=True):
+        question, *calls, answer = [message["content"] for message in row["messages"]]
+        right += bool(calls) and answer == problem["label"]
+        for call, result in zip(calls[::2], calls[1::2], strict=True):
+            assert answer == result == calculator(hermes(call)[1][0].arguments["expression"])
+            called += 1
+    assert (right, called) == (1_900, 2_850)
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -1,4 +1,4 @@
-"""Whole runs whose responses have several turns: learned alike in every layout, and learned at all."""
+"""Whole runs whose responses have several turns: learned alike in every layout."""
 
 import json
 import shutil
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from runs import PPO, prepare, repeatable, train
-from scripts.prepare_quickstart import guessing_problems, tiny_qwen3, write_jsonl
 
 pytestmark = pytest.mark.slow
 
@@ -158,15 +157,3 @@ def test_branches_are_learned_alike_in_every_layout(chats, tmp_path):
         assert row["episodes/branches"] > 0.9 and row["episodes/drift"] == 0 and row["engine/logprob_mismatch_max"] < 1e-4
         names = [name for name in row if name.startswith(("rollout/", "episodes/", "train/")) and "seconds" not in name]
         assert {name: other[name] for name in names} == pytest.approx({name: row[name] for name in names}, rel=2e-3, abs=1e-5)
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_game_is_learned(tmp_path, seed):
-    """Only the answers of earlier turns tell which digit it is. 120 steps reach 0.69 of at most 0.72 (docs/environments.md)."""
-    model = tiny_qwen3(tmp_path / "model", seed)
-    write_jsonl(tmp_path / "train.jsonl", guessing_problems(seed)[0][:512])
-    flags = ["--config=configs/guess_number.yaml", f"--pretrain={model}", f"--prompt_data={tmp_path}/train.jsonl",
-             "--engine_type=hf", "--max_steps=20", "--num_episodes=2", f"--seed={seed}"]  # fmt: skip
-    rows = train("train_ppo", 2, flags, tmp_path / "run")
-    assert rows[0]["rollout/reward"] < 0.12 and sum(row["rollout/reward"] for row in rows[-3:]) / 3 > 0.25
-    assert rows[-1]["episodes/turns"] < rows[0]["episodes/turns"]

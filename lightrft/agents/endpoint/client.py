@@ -1,9 +1,10 @@
 """Agents that talk to the model as a client of an OpenAI-compatible server."""
 
+import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from lightrft.agents.endpoint.protocol import EndpointModel
 from lightrft.agents.endpoint.server import serving
@@ -11,13 +12,16 @@ from lightrft.agents.session import Session
 
 Agent = Callable[[AsyncOpenAI, dict[str, Any]], Awaitable[float | None]]
 """Function from a client and the columns of a row to the reward of the episode."""
+CERTIFICATES = ssl.create_default_context()
+"""Loaded once, before the workers are forked: a client of its own takes longer for that than for a turn."""
 
 
 async def converse(agent: Agent, session: Session, row: dict[str, Any], served: EndpointModel) -> None:
     """Run an episode of an agent. One that raises after a limit of the episode refused its request has ended there."""
     async with (
         serving(session, served) as address,
-        AsyncOpenAI(base_url=address.url, api_key=address.key, max_retries=0, timeout=None) as client,
+        DefaultAsyncHttpxClient(verify=CERTIFICATES) as http,
+        AsyncOpenAI(base_url=address.url, api_key=address.key, max_retries=0, timeout=None, http_client=http) as client,
     ):
         try:
             reward = await agent(client, row)

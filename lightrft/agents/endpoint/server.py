@@ -93,6 +93,13 @@ def application(sessions: Sessions, served: EndpointModel, key: str = "") -> Sta
     ])  # fmt: skip
 
 
+def listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; 0: at any free port. Raises OSError for an address that is in use."""
+    listener = socket.create_server((host, port))
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else the body of a reply waits 40 ms for the client
+    return listener
+
+
 def server_settings(app: Starlette) -> uvicorn.Config:
     return uvicorn.Config(app, log_level="error", access_log=False, lifespan="off")
 
@@ -107,7 +114,7 @@ def _token_ids(value: object) -> list[int]:
 async def serving(session: Session, served: EndpointModel) -> AsyncIterator[Address]:
     """Serve an episode on a loopback port, while the context is open. Its key keeps out requests of earlier episodes."""
     key = secrets.token_hex(16)
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = listening("127.0.0.1", 0)
     app = application(lambda _: nullcontext(session), served, key)
     server = uvicorn.Server(server_settings(app))
     running = asyncio.create_task(server.serve(sockets=[listener]))

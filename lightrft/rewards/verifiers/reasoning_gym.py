@@ -34,7 +34,7 @@ def score_of_task(
     """
     options = options or [None] * len(samples)
     return [
-        _score(given_answer(sample.text), right, _dictionary(about), _dictionary(row_options))
+        score_of_answer(sample.text, right, about, row_options)
         for sample, right, about, row_options in zip(samples, answer, metadata, options, strict=True)
     ]
 
@@ -47,14 +47,16 @@ def given_answer(text: str) -> str:
     return (text.strip().splitlines() or [""])[-1].strip()
 
 
-def _score(answer: str, right: str | None, metadata: dict[str, Any], options: dict[str, Any]) -> float:
+def score_of_answer(text: str, right: str | None, metadata: Any, options: Any = None) -> float:
+    """Return the score of one response; the arguments are those of score_of_task()."""
+    answer, metadata = given_answer(text), _dictionary(metadata)
     task = metadata.get("source_dataset")
     if task not in reasoning_gym.factory.DATASETS:
         raise ValueError(f"the column metadata names no task of reasoning-gym as source_dataset: {task!r}")
     if task in WITH_TUPLES:
         metadata = metadata | {"output": tuple(map(tuple, metadata["output"]))}
     row = {"answer": right, "metadata": metadata}
-    score = _scorer(task, json.dumps(options, sort_keys=True))
+    score = _scorer(task, json.dumps(_dictionary(options), sort_keys=True))
     with _time_limit(SECONDS):
         try:
             return float(score(answer, row))
