@@ -64,9 +64,16 @@ def _drop(counts: np.ndarray, lengths: np.ndarray, min_saving: float) -> None:
         groups += [(one + 1, two, shared) for one, two in zip(edges, edges[1:], strict=False) if one + 1 < two]
 
 
-def prompts(batch: Batch) -> Tensor:
-    """Return for each sequence a checksum of the tokens before its first loss token, and their number: [N, 2] int64."""
+def prompts(batch: Batch, units: Tensor | None = None) -> Tensor:
+    """Return for each sequence a checksum of the tokens before its first loss token, and their number: [N, 2] int64.
+
+    Sequences with the same number in `units`, ascending, are branches of the first of them: they count as many tokens as it does,
+    at most.
+    """
     firsts = batch.lengths.scatter_reduce(0, batch.sequence_ids[batch.loss_mask], batch.position_ids[batch.loss_mask], "amin")
+    if units is not None:
+        _, which, counts = units.unique_consecutive(return_inverse=True, return_counts=True)
+        firsts = torch.minimum(firsts, firsts[(counts.cumsum(0) - counts)[which]])
     starts, tokens = batch.offsets.tolist(), batch.input_ids.numpy()
     seen = {id(each): _checksum(each) for each in batch.media or ()}
     before = [seen[id(each)] for each in batch.media] if batch.media else [0] * len(batch)

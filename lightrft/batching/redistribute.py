@@ -50,7 +50,7 @@ def redistribute(
     micro-batches. See planner.plan for the limits, and for `units`, [N] int64 of this rank's rows.
     """
     put_batch(store, batch)
-    rows = store.rows({"prompts": prompts(batch)} | ({} if units is None else {"units": units}))
+    rows = store.rows({"prompts": prompts(batch, units)} | ({} if units is None else {"units": units}))
     schedule = plan(
         rows.lengths.tolist(),
         num_ranks=store.data.size,

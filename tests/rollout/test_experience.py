@@ -11,12 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from lightrft.algorithms.kl import KLCoefficient, kl_estimators
 from lightrft.algorithms.shaping import RewardShaper
+from lightrft.batching.prefix_sharing import prompts
 from lightrft.config import AlgorithmSection, ModelSection, RewardSection, TrainSection
 from lightrft.models.heads import Actor
 from lightrft.models.load import load_model
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.policy import Policy
-from lightrft.rollout.experience import ExperienceMaker, flatten
+from lightrft.rollout.experience import ExperienceMaker, flatten, with_branches
 from lightrft.strategy import get_strategy
 from lightrft.types import Episode, Prompt, Sample
 from ranks import run_ranks
@@ -337,6 +338,14 @@ def make_branched(folder: str, held: list[int]) -> dict[str, Any]:
     train = TrainSection(train_batch_size=2, max_tokens_per_microbatch=16)
     algorithm = AlgorithmSection(advantage_estimator="dr_grpo")
     return experience_of(policy, branched(), held, algorithm=algorithm, train=train, branches=True)
+
+
+def test_branches_share_a_micro_batch_with_their_episode():
+    """To the planner they begin with the same prompt, so that what they have in common is computed once."""
+    rows = with_branches(branched())
+    tags = prompts(flatten(rows, first_row=0), torch.tensor([0, 0, 0, 1, 2, 3, 3]))
+    assert tags[:, 1].tolist() == [1, 1, 1, 1, 2, 2, 2]
+    assert [len(set(tags[rows, 0].tolist())) for rows in ([0, 1, 2, 3], [4, 5, 6], [0, 4])] == [1, 1, 2]
 
 
 @pytest.mark.parametrize("held", [[4], [1, 3], [0, 4]], ids=str)
