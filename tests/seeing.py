@@ -8,10 +8,15 @@ from PIL import Image
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForImageTextToText,
+    CLIPImageProcessor,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     Idefics3ImageProcessor,
     Idefics3Processor,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
     Qwen2_5_VLProcessor,
     Qwen2AudioConfig,
     Qwen2AudioForConditionalGeneration,
@@ -142,3 +147,52 @@ def picture(seed: int, width: int = 40, height: int = 40) -> Image.Image:
     """Coloured noise."""
     pixels = torch.randint(0, 256, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
     return Image.fromarray(pixels.numpy())
+
+
+def seeing_llava(folder: Path | str) -> str:
+    """A LLaVA: four tokens for an image."""
+    config = LlavaConfig(
+        text_config=SIZES | {
+            "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 192,
+            "num_key_value_heads": 2, "max_position_embeddings": 512,
+            "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS,
+        },
+        vision_config=SIZES | {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 64, "image_size": 28,
+                               "patch_size": 14},
+        image_token_index=IMAGE, image_seq_length=4, tie_word_embeddings=False, dtype=torch.float32,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlavaForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<image>"]})
+    images = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    LlavaProcessor(images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+                   image_token="<image>").save_pretrained(folder)  # fmt: skip
+    return str(folder)
+
+
+def seeing_internvl(folder: Path | str) -> str:
+    """An InternVL: four tokens for an image, and one before and after them. Needs torchvision."""
+    from transformers import GotOcr2ImageProcessor, InternVLProcessor, InternVLVideoProcessor
+
+    config = CONFIG_MAPPING["internvl"](
+        text_config=SIZES | {
+            "model_type": "qwen2", "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 192,
+            "num_key_value_heads": 2, "max_position_embeddings": 512,
+            "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS,
+        },
+        vision_config=SIZES | {"hidden_size": 32, "intermediate_size": 64, "image_size": [56, 56], "patch_size": [14, 14]},
+        image_token_id=IMAGE, image_seq_length=4, downsample_ratio=0.5, tie_word_embeddings=False, dtype=torch.float32,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    plain, size = byte_tokenizer(), {"height": 56, "width": 56}
+    marks = {"context_image_token": "<image>", "start_image_token": "<img>", "end_image_token": "</img>", "video_token": "<video>"}
+    plain.add_special_tokens({"extra_special_tokens": list(marks.values())})
+    ends = {name: getattr(plain, name) for name in ("pad_token", "bos_token", "eos_token")}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain.backend_tokenizer, extra_special_tokens=marks, **ends)
+    images = GotOcr2ImageProcessor(size=size, crop_to_patches=False)
+    InternVLProcessor(images, tokenizer, InternVLVideoProcessor(size=size), image_seq_length=4).save_pretrained(folder)
+    return str(folder)

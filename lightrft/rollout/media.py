@@ -18,7 +18,7 @@ from lightrft.engine.requests import Request
 from lightrft.types import Expanded, Prompt
 
 FAMILIES: Mapping[str, Collection[str]] = {
-    **dict.fromkeys(("idefics3", "qwen2_vl"), (IMAGES,)),
+    **dict.fromkeys(("idefics3", "qwen2_vl", "llava", "internvl"), (IMAGES,)),
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), (IMAGES, VIDEOS)),
     "qwen2_audio": (AUDIOS,),
 }
