@@ -189,7 +189,8 @@ def seeing_internvl(folder: Path | str) -> str:
         torch.manual_seed(0)
         AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     plain, size = byte_tokenizer(), {"height": 56, "width": 56}
-    marks = {"context_image_token": "<image>", "start_image_token": "<img>", "end_image_token": "</img>", "video_token": "<video>"}
+    marks = {"context_image_token": "<image>", "start_image_token": "<img>", "end_image_token": "</img>",
+             "video_token": "<video>"}  # fmt: skip
     plain.add_special_tokens({"extra_special_tokens": list(marks.values())})
     ends = {name: getattr(plain, name) for name in ("pad_token", "bos_token", "eos_token")}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain.backend_tokenizer, extra_special_tokens=marks, **ends)

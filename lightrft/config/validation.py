@@ -215,7 +215,7 @@ def _preference_problems(config: Config, command: str) -> list[str]:
 def _media_problems(config: Config, command: str) -> list[str]:
     """Return the settings that cannot learn from images, videos or sound, each with the reason."""
     strategy, model, algorithm = config.strategy, config.model, config.algorithm
-    divided = [f"--{name} {getattr(strategy, name)}" for name in ("tp_size", "sp_size", "cp_size") if getattr(strategy, name) > 1]
+    divided = [f"--tp_size {strategy.tp_size}"] if strategy.tp_size > 1 else []
     if not (flags := _media_flags(config)):
         return [] if model.freeze_vision_tower else ["--no_freeze_vision_tower needs --images_key: only images train the tower"]
     others = [f"--{name}" for name in (*REWARD_MODELS, *TEACHERS) if getattr(model, name)]

@@ -1,6 +1,8 @@
 """Models with the heads that training needs: log-probs of given tokens instead of logits, or one score per token."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -144,21 +146,43 @@ def hidden_states(model: PreTrainedModel, batch: Batch, sequence: SequenceParall
     """Return the backbone's output at each token that this rank computes: [t, H].
 
     A token attends to its own sequence only. Ranks split the computed tokens: all tokens of the batch, or each shared prefix
-    once (see `Batch.shared`).
+    once (see `Batch.shared`). Towers compute all media on each of these ranks, and only the decoder's work is split.
     """
     device, shared = batch.input_ids.device, batch.shared
     if rope_window(model) is not None:
         check_window(model, int(batch.lengths.max()))
     here = sequence.positions(batch.num_computed, device)
-    here = to_device(shared.computed, device)[here] if shared else here
-    return model.base_model(
-        input_ids=batch.input_ids[here].unsqueeze(0),
-        position_ids=positions(model, batch)[..., here].unsqueeze(-2),
-        attention_mask=None,
-        use_cache=False,
-        layout=Layout(batch.lengths, device, sequence, shared),
-        **{name: to_device(value, device) for name, value in concatenated_features(computed_images(batch)).items()},
-    ).last_hidden_state[0]
+    computed = to_device(shared.computed, device) if shared else torch.arange(batch.num_tokens, device=device)
+    features = {name: to_device(value, device) for name, value in concatenated_features(computed_images(batch)).items()}
+    read = computed if features else computed[here]
+    with split_in_decoder(model, here) if features and sequence.axis.size > 1 else nullcontext():
+        return model.base_model(
+            input_ids=batch.input_ids[read].unsqueeze(0),
+            position_ids=positions(model, batch)[..., read].unsqueeze(-2),
+            attention_mask=None,
+            use_cache=False,
+            layout=Layout(batch.lengths, device, sequence, shared),
+            **features,
+        ).last_hidden_state[0]
+
+
+@contextmanager
+def split_in_decoder(model: PreTrainedModel, here: Tensor) -> Iterator[None]:
+    """Let the decoder compute the tokens `here` [t] of those that the model reads, after their media have replaced embeddings."""
+
+    def split(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        kwargs["inputs_embeds"], kwargs["position_ids"] = kwargs["inputs_embeds"][:, here], kwargs["position_ids"][..., here]
+        if (places := kwargs.get("visual_pos_masks")) is not None:  # of Qwen3-VL, whose tower adds to several layers
+            rows = (places[0].cumsum(0) - 1)[here][places[0, here]]
+            kwargs["visual_pos_masks"] = places[:, here]
+            kwargs["deepstack_visual_embeds"] = [each[rows] for each in kwargs["deepstack_visual_embeds"]]
+        return args, kwargs
+
+    handle = model.get_decoder().register_forward_pre_hook(split, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def positions(model: PreTrainedModel, batch: Batch) -> Tensor:

@@ -121,6 +121,8 @@ TRAINED = {"model": {"freeze_vision_tower": False}}
     (1, TRAINED, [{"max_tokens": 256}, SPLITS[2]]), (2, TRAINED, SPLITS), (2, {}, SPLITS[:1]),
     (2, TRAINED | {"strategy": {"gradient_checkpointing": True}}, SPLITS[:1]),
     (2, TRAINED | {"strategy": {"fsdp": False, "zero_stage": 3}}, SPLITS[1:2]),
+    (2, TRAINED | {"strategy": {"sp_size": 2}}, SPLITS[:2]),
+    (2, TRAINED | {"strategy": {"sp_size": 2, "sp_impl": "zigzag"}}, SPLITS[:1]),
 ])  # fmt: skip
 def test_gradients_are_those_of_transformers(folder, world_size, settings, splits):
     """Rank 1 of two holds one image; with a sequence in each micro-batch, half of them have no image."""

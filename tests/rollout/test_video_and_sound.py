@@ -72,11 +72,11 @@ def samples(expand: Expander) -> list[Sample]:
     return [Sample(given[index], index, response, [0.0] * len(response), "", "stop") for index, response in DRAWN]
 
 
-def learned(folder: str, media: tuple[str, ...], model: dict) -> list[tuple[Tensor, dict[str, Tensor]]]:
+def learned(folder: str, media: tuple[str, ...], model: dict, layout: dict) -> list[tuple[Tensor, dict[str, Tensor]]]:
     """For each split into micro-batches, log-probs by row before an update, and all parameters after it."""
     results = []
     for limits in SPLITS:
-        strategy = get_strategy({"fsdp": True, "max_norm": 0.0})
+        strategy = get_strategy({"fsdp": True, "max_norm": 0.0, **layout})
         strategy.setup_distributed()
         section = ModelSection(pretrain=folder, **model)
         with strategy.init_model_context():
@@ -118,10 +118,10 @@ def plain(folder: str, media: tuple[str, ...]) -> tuple[Tensor, dict[str, Tensor
     return torch.cat(rows).detach(), after
 
 
-def compare(world_size: int, folder: str, media: tuple[str, ...], tower: str, model: dict) -> None:
+def compare(world_size: int, folder: str, media: tuple[str, ...], tower: str, model: dict, layout: dict) -> None:
     expected, parameters = plain(folder, media)
     before = dict(AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
-    for results in run_ranks(world_size, learned, folder, media, model):
+    for results in run_ranks(world_size, learned, folder, media, model, layout):
         for logprobs, found in results:
             torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
             assert found.keys() == parameters.keys()
@@ -133,15 +133,18 @@ def compare(world_size: int, folder: str, media: tuple[str, ...], tower: str, mo
             assert bool(changed) == bool(model), "the tower is trained if it is to be"
 
 
-@pytest.mark.parametrize(("world_size", "model"), [(1, TRAINED), (2, TRAINED), (2, {})])
-def test_gradients_of_sound_are_those_of_transformers(tmp_path, world_size, model):
+@pytest.mark.parametrize(("world_size", "model", "layout"), [
+    (1, TRAINED, {}), (2, TRAINED, {}), (2, {}, {}), (2, TRAINED, {"sp_size": 2}),
+])  # fmt: skip
+def test_gradients_of_sound_are_those_of_transformers(tmp_path, world_size, model, layout):
     """Of two ranks, one holds a sample without sound; with a sequence in each micro-batch, many have none."""
-    compare(world_size, hearing_model(tmp_path, 2), (AUDIOS,), "audio_tower", model)
+    compare(world_size, hearing_model(tmp_path, 2), (AUDIOS,), "audio_tower", model, layout)
 
 
 def compare_videos(folder: str) -> None:
     for family in ("qwen2_5_vl", "qwen3_vl"):
-        compare(2, seeing_qwen(f"{folder}/{family}", family), (IMAGES, VIDEOS), "visual", TRAINED)
+        compare(2, seeing_qwen(f"{folder}/{family}", family), (IMAGES, VIDEOS), "visual", TRAINED, {})
+        compare(2, f"{folder}/{family}", (IMAGES, VIDEOS), "visual", TRAINED, {"sp_size": 2})
 
 
 def test_gradients_of_videos_are_those_of_transformers(tmp_path):
