@@ -35,7 +35,6 @@ from lightrft.config.sections import (
     field_bounds,
     has_episodes,
     media_columns,
-    needs_critic,
     section_of_field,
 )
 
@@ -221,9 +220,6 @@ def _media_problems(config: Config, command: str) -> list[str]:
     others = [f"--{name}" for name in (*REWARD_MODELS, *TEACHERS) if getattr(model, name)]
     impossible = {
         f"{flags} does not support {' '.join(divided)}: remove it; --fsdp shards the model without it": divided,
-        f"{flags}: the critic of --advantage_estimator {algorithm.advantage_estimator} reads text only; use grpo": (
-            needs_critic(algorithm)
-        ),
         f"{flags}: the models of {' '.join(others)} read text only; a server given as --reward may read more": others,
         f"{flags} does not support --aux_loss_coef: its loss counts only text tokens": algorithm.aux_loss_coef > 0,
         "--videos_key: set --limit_mm_video_per_prompt, for which the engine reserves memory; its default is 0": (

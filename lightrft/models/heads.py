@@ -102,6 +102,8 @@ class Scorer(SequenceParallelModule):
                 f"{type(model).__name__} has {', '.join(heads) or 'nothing'} above its backbone, not a head with {outputs}"
             )
         self.scored_model, self.head = model, heads[0]
+        self.blank: tuple[Expanded, ...] = ()
+        """As those of Actor."""
         self.log_scale: nn.Parameter | None = None
         if learn_scale:
             with real_parameters():
@@ -109,7 +111,7 @@ class Scorer(SequenceParallelModule):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the head's output at each token: [T] float32, computed in float32; [T, K] of K heads."""
-        padded = pad_to_multiple(batch, self.sequence.multiple)
+        padded = pad_to_multiple(with_blank(batch, self.blank), self.sequence.multiple)
         hidden = hidden_states(self.scored_model, padded, self.sequence).float()
         head: nn.Linear = getattr(self.scored_model, self.head)
         scores = F.linear(hidden, head.weight.float(), None if head.bias is None else head.bias.float())

@@ -4,16 +4,19 @@ import logging
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from loguru import logger
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
@@ -52,9 +55,46 @@ def load_scorer(
 ) -> PreTrainedModel:
     """Load a model with `num_heads` scores per token instead of logits. `name` selects one of several models given by `flag`.
 
-    If the folder has no head, a new random one is created; without `new_head` that is an error like any missing weight.
+    If the folder has no head, a new random one is created; without `new_head` that is an error like any missing weight. For
+    families without such a model in transformers, which are those that see or hear, it is scorer_class().
     """
-    return _load(AutoModelForSequenceClassification, section, flag, name=name, new_head=new_head, num_labels=num_heads)
+    return _load(Scores, section, flag, name=name, new_head=new_head, num_labels=num_heads)
+
+
+class Scores:
+    """Auto class of models with scores."""
+
+    @classmethod
+    def from_pretrained(cls, name: str, **options: Any) -> Any:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=options["trust_remote_code"])
+        return cls._of(config).from_pretrained(name, **options)
+
+    @classmethod
+    def from_config(cls, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+        kind = cls._of(config)
+        return kind.from_config(config, **options) if kind is AutoModelForSequenceClassification else kind._from_config(
+            config, **{name: value for name, value in options.items() if name != "trust_remote_code"})  # fmt: skip
+
+    @staticmethod
+    def _of(config: PretrainedConfig) -> Any:
+        is_media = _generating(config) is AutoModelForMultimodalLM
+        return scorer_class(MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]) if is_media else AutoModelForSequenceClassification
+
+
+@cache
+def scorer_class(generating: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return the class of a model of the same family whose tokens have scores, `num_labels`, instead of logits."""
+    family = next(base for base in generating.__mro__[1:] if issubclass(base, PreTrainedModel))
+
+    class SeeingScorer(family):  # type: ignore[misc, valid-type]
+        def __init__(self, config: PretrainedConfig):
+            super().__init__(config)
+            self.model = AutoModel.from_config(config)
+            self.score = nn.Linear(config.get_text_config().hidden_size, config.num_labels, bias=False)
+            self.post_init()
+
+    SeeingScorer.__name__ = generating.__name__.replace("ForConditionalGeneration", "") + "ForSequenceClassification"
+    return SeeingScorer
 
 
 def stored_heads(section: ModelSection, flag: str = "pretrain", *, name: str = "") -> list[str]:

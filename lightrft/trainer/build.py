@@ -35,7 +35,7 @@ from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import TrainingData
 from lightrft.trainer.build_data import load_expander, load_rewarded, load_supervised, load_training_data
 from lightrft.trainer.build_episodes import build_episodes, with_tools
-from lightrft.trainer.build_roles import build_critic, build_model_rewards, build_policy, build_teacher, set_blank_image
+from lightrft.trainer.build_roles import build_critic, build_model_rewards, build_policy, build_teacher, set_blank_media
 from lightrft.trainer.evaluate import HeldOut
 from lightrft.trainer.evaluation import Evaluation
 from lightrft.trainer.ppo import PPOTrainer
@@ -60,8 +60,8 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     sampling, reference = sampling_of(config.rollout), needs_reference(algorithm)
     with log_duration(strategy, f"loading {config.model.pretrain}"):
         policy = build_policy(config, strategy, updates=(steps - frozen) * updates, reference=reference, sampling=sampling)
-    set_blank_image(policy, training_data.expand)
     critic = build_critic(config, strategy, tokenizer, updates=steps * updates) if needs_critic(algorithm) else None
+    set_blank_media(training_data.expand, policy.actor, policy.reference, critic and critic.module)
     teacher = build_teacher(config, strategy, tokenizer) if algorithm.distill_coef > 0 else None
     if algorithm.aux_loss_coef > 0:
         policy.routers = Routers(policy.actor.language_model, algorithm.aux_loss_coef)

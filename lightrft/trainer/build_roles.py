@@ -79,9 +79,9 @@ def limits(config: Config) -> dict[str, Any]:
     }
 
 
-def set_blank_image(policy: Policy, expand: Expander | None) -> None:
-    """Make the models process a blank image in micro-batches without images, where other micro-batches have some."""
-    for model in (policy.actor, policy.reference):
+def set_blank_media(expand: Expander | None, *models: Actor | Scorer | None) -> None:
+    """Make models process a blank item in micro-batches without a medium, where other micro-batches have some."""
+    for model in models:
         if expand is not None and model is not None:
             model.blank = expand.blank
 

@@ -17,7 +17,7 @@ from lightrft.run.run_folder import RunFolder
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import TrainingData
 from lightrft.trainer.build_data import load_training_data, total_steps
-from lightrft.trainer.build_roles import build_policy, build_reward_model, set_blank_image
+from lightrft.trainer.build_roles import build_policy, build_reward_model, set_blank_media
 from lightrft.trainer.supervised import SupervisedTrainer, Task
 from lightrft.trainer.tasks.dpo import DPOTask
 from lightrft.trainer.tasks.kto import KTOTask
@@ -34,7 +34,7 @@ def sft_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
         training_data = load_training_data(config, config.train.train_batch_size)
         with log_duration(strategy, f"loading {config.model.pretrain}"):
             policy = build_policy(config, strategy, updates=training_data.total_steps, reference=False)
-        set_blank_image(policy, training_data.expand)
+        set_blank_media(policy, training_data.expand)
         return policy, SFTTask(policy, training_data.tokenizer, config.train, expand=training_data.expand), training_data
 
     return _trainer("train_sft", config, strategy, build)

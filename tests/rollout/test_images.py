@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
 
 from lightrft.algorithms.objectives import sft
 from lightrft.batching.redistribute import redistribute
 from lightrft.config import ModelSection
 from lightrft.data.media import IMAGES, ImageFile
-from lightrft.models.heads import Actor
-from lightrft.models.load import load_model
+from lightrft.models.heads import Actor, Scorer
+from lightrft.models.load import load_model, load_scorer, load_tokenizer
 from lightrft.models.trainable import freeze_parameters
 from lightrft.observe.metrics import Metrics
+from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
 from lightrft.rollout.experience import flatten
 from lightrft.rollout.media import Expander
@@ -161,6 +162,41 @@ def compare_in_rows_and_columns(folder: str) -> None:
 def test_gradients_with_positions_in_space(tmp_path):
     """M-RoPE, and InternVL. Processors need torchvision, which that environment has; with it idefics3 makes images otherwise."""
     in_sglang_environment(compare_in_rows_and_columns, str(tmp_path))
+
+
+def valued(folder: str, saved: str, layout: dict) -> list[Tensor]:
+    """Values of this rank's samples by row, with a micro-batch for each, of a critic that starts from `folder` and is saved."""
+    strategy = get_strategy({"fsdp": True, **layout})
+    strategy.setup_distributed()
+    with strategy.init_model_context():
+        scorer = Scorer(load_scorer(ModelSection(pretrain=folder)))
+    critic = Critic(strategy, strategy.prepare(scorer), max_tokens=TOKENS)
+    data, expand = strategy.mesh.data, Expander(ModelSection(pretrain=folder))
+    critic.module.blank = expand.blank
+    strategy.save_model(critic.module, load_tokenizer(ModelSection(pretrain=folder)), Path(saved))
+    first = sum(HELD[data.size][: data.rank])
+    mine = samples(expand.reader.processor)[first : first + HELD[data.size][data.rank]]
+    flat = flatten(mine, first_row=first, expand=expand)
+    batch, (rows,) = redistribute(strategy.sample_store(), flat, max_tokens=TOKENS, max_sequences=1)
+    parts = critic.values(batch, rows).split(batch.lengths.tolist())
+    by_row = dict(pair for part in data.gather(list(zip(batch.rows.tolist(), parts, strict=True))) for pair in part)
+    return [by_row[row] for row in sorted(by_row)]
+
+
+@pytest.mark.parametrize("layout", [{}, {"sp_size": 2}])
+def test_a_critic_sees(folder, tmp_path, layout):
+    """Its head is above the backbone of transformers, alike after it was saved and loaded."""
+    found, _ = run_ranks(2, valued, folder, str(tmp_path), layout)
+    expand = Expander(ModelSection(pretrain=folder))
+    scored = load_scorer(ModelSection(pretrain=str(tmp_path)), new_head=False)
+    backbone = AutoModel.from_pretrained(folder, dtype=torch.float32)
+    for sample, values in zip(samples(expand.reader.processor), found, strict=True):
+        read = expand(sample.prompt)
+        ids = torch.tensor([read.token_ids + sample.token_ids])
+        with torch.no_grad():
+            hidden = backbone(input_ids=ids, attention_mask=torch.ones_like(ids), **read.features).last_hidden_state[0]
+            expected = torch.cat([torch.zeros(1), scored.score(hidden)[:-1, 0]])
+        torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
 
 
 # -- how many tokens an image has
