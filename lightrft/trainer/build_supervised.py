@@ -34,7 +34,7 @@ def sft_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
         training_data = load_training_data(config, config.train.train_batch_size)
         with log_duration(strategy, f"loading {config.model.pretrain}"):
             policy = build_policy(config, strategy, updates=training_data.total_steps, reference=False)
-        set_blank_media(policy, training_data.expand)
+        set_blank_media(training_data.expand, policy.actor)
         return policy, SFTTask(policy, training_data.tokenizer, config.train, expand=training_data.expand), training_data
 
     return _trainer("train_sft", config, strategy, build)
