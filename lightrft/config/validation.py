@@ -213,13 +213,11 @@ def _preference_problems(config: Config, command: str) -> list[str]:
 
 def _media_problems(config: Config, command: str) -> list[str]:
     """Return the settings that cannot learn from images, videos or sound, each with the reason."""
-    strategy, model, algorithm = config.strategy, config.model, config.algorithm
-    divided = [f"--tp_size {strategy.tp_size}"] if strategy.tp_size > 1 else []
+    model, algorithm = config.model, config.algorithm
     if not (flags := _media_flags(config)):
         return [] if model.freeze_vision_tower else ["--no_freeze_vision_tower needs --images_key: only images train the tower"]
     others = [f"--{name}" for name in (*REWARD_MODELS, *TEACHERS) if getattr(model, name)]
     impossible = {
-        f"{flags} does not support {' '.join(divided)}: remove it; --fsdp shards the model without it": divided,
         f"{flags}: the models of {' '.join(others)} read text only; a server given as --reward may read more": others,
         f"{flags} does not support --aux_loss_coef: its loss counts only text tokens": algorithm.aux_loss_coef > 0,
         "--videos_key: set --limit_mm_video_per_prompt, for which the engine reserves memory; its default is 0": (

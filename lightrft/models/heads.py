@@ -15,7 +15,12 @@ from lightrft.attention.layout import Layout
 from lightrft.config.errors import ConfigError
 from lightrft.models.empty import real_parameters
 from lightrft.models.logprobs import Upstream, token_logprobs, top_logprobs
-from lightrft.parallel.sequence_parallel import NO_SEQUENCE_PARALLEL, SequenceParallel, SequenceParallelModule
+from lightrft.parallel.sequence_parallel import (
+    NO_SEQUENCE_PARALLEL,
+    SequenceParallel,
+    SequenceParallelModule,
+    select_tokens,
+)
 from lightrft.types import Batch, Expanded, Features, append_sequence, concatenated_features, padded, to_device, unpadded
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -173,14 +178,10 @@ def split_in_decoder(model: PreTrainedModel, here: Tensor) -> Iterator[None]:
     """Let the decoder compute the tokens `here` [t] of those that the model reads, after their media have replaced embeddings."""
 
     def split(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        kwargs["inputs_embeds"], kwargs["position_ids"] = kwargs["inputs_embeds"][:, here], kwargs["position_ids"][..., here]
-        if (places := kwargs.get("visual_pos_masks")) is not None:  # of Qwen3-VL, whose tower adds to several layers
-            rows = (places[0].cumsum(0) - 1)[here][places[0, here]]
-            kwargs["visual_pos_masks"] = places[:, here]
-            kwargs["deepstack_visual_embeds"] = [each[rows] for each in kwargs["deepstack_visual_embeds"]]
-        return args, kwargs
+        own = select_tokens(kwargs, here)
+        return args, kwargs | own | {"position_ids": kwargs["position_ids"][..., here]}
 
-    handle = model.get_decoder().register_forward_pre_hook(split, with_kwargs=True)
+    handle = model.get_decoder().register_forward_pre_hook(split, prepend=True, with_kwargs=True)
     try:
         yield
     finally:

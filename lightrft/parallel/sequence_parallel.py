@@ -4,7 +4,9 @@ Shapes: T tokens of the whole batch, t = T / ranks of one rank, H heads, D head 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from math import lcm
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -140,6 +142,21 @@ def set_sequence_parallel(module: nn.Module, sequence: SequenceParallel, *, tp: 
             raise ValueError(f"{name} does not support {type(model).__name__}: {'; '.join(problems)}")
         part.sequence = sequence
     return bool(found)
+
+
+def select_tokens(
+    inputs: Mapping[str, Any], here: Tensor, shared: Callable[[Tensor], Tensor] = lambda values: values
+) -> dict[str, Any]:
+    """Return a decoder's embeddings at the tokens `here` [t] of its inputs [1, T, H], and what it adds to them.
+
+    `shared` is applied to the embeddings of all tokens, and to the features that the tower of Qwen3-VL adds in several layers.
+    """
+    selected = {"inputs_embeds": shared(inputs["inputs_embeds"])[:, here]}
+    if (places := inputs.get("visual_pos_masks")) is not None:
+        rows = (places[0].cumsum(0) - 1)[here][places[0, here]]
+        selected["visual_pos_masks"] = places[:, here]
+        selected["deepstack_visual_embeds"] = [shared(each)[rows] for each in inputs["deepstack_visual_embeds"]]
+    return selected
 
 
 def gathered(values: Tensor, axis: Axis) -> Tensor:

@@ -12,6 +12,7 @@ versions.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +33,13 @@ from torch.distributed.tensor.parallel import (
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lightrft.parallel.collectives import Axis
+from lightrft.parallel.sequence_parallel import select_tokens
 
-HEAD_DIM: dict[str, int | None] = {"llama": None, "qwen2": None, "qwen3": 2, "gemma3_text": 1}
+HEAD_DIM: dict[str, int | None] = {
+    **dict.fromkeys(("llama", "qwen2", "qwen2_vl_text", "qwen2_5_vl_text")),
+    **dict.fromkeys(("qwen3", "qwen3_vl_text"), 2),
+    "gemma3_text": 1,
+}
 """Supported values of model_type -> dim of the heads in the input of the query and key norms; None without such norms."""
 
 
@@ -57,7 +63,8 @@ class VocabularyShard:
 def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -> None:
     """Split every language model inside `module` over the one-dimensional `mesh`, in place. All ranks must hold equal weights.
 
-    Tied embeddings stay tied. With `sequence` the number of tokens of a batch must be a multiple of the number of ranks. Raise
+    Of a model that reads media, the language part is split; each rank computes the towers whole, with equal gradients. Tied
+    embeddings stay tied. With `sequence` the number of tokens of a batch must be a multiple of the number of ranks. Raise
     ValueError, with all reasons, for a model that cannot be split, and for a module without a transformers model.
     """
     found = list(_language_models(module))
@@ -107,8 +114,7 @@ def vocabulary_shard(weight: Tensor) -> VocabularyShard | None:
         raise RuntimeError(
             f"the output embedding is sharded as {weight.placements} on {mesh}: use it inside the module's forward"
         )
-    group, rows = mesh.get_group(), -(-weight.shape[0] // mesh.size())
-    axis = Axis("tp", mesh.size(), dist.get_rank(group), group if mesh.size() > 1 else None)
+    axis, rows = _axis(mesh), -(-weight.shape[0] // mesh.size())
     return VocabularyShard(weight.to_local(), min(axis.rank * rows, weight.shape[0]), weight.shape[0], axis)
 
 
@@ -139,14 +145,20 @@ def _language_models(module: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def _split(model: PreTrainedModel, mesh: DeviceMesh, stream: Placement) -> None:
-    """Split a model. `stream` is the placement of the residual stream [1, T, H]: replicated or sharded by tokens."""
+    """Split a model. `stream` is the placement of the residual stream [1, T, H]: replicated or sharded by tokens.
+
+    Where media replace embeddings between the embedding layer and the decoder, the decoder divides the tokens.
+    """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     decoder = model.get_decoder()
     head_dim = HEAD_DIM[model.config.get_text_config().model_type]
     for block in decoder.layers:
         _apply(block, mesh, _block_plan(block, head_dim, stream))
-    _apply(decoder, mesh, {"embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)})
+    embedded = stream if decoder is model.base_model else Replicate()
+    _apply(decoder, mesh, {"embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=embedded)})
+    if stream != embedded:
+        decoder.register_forward_pre_hook(partial(_divide_tokens, axis=_axis(mesh)), with_kwargs=True)
     if stream.is_shard():
         _apply(decoder, mesh, {"norm": SequenceParallel(use_local_output=True)})
         _apply(decoder, mesh, {"norm": PrepareModuleOutput(output_layouts=stream, desired_output_layouts=Replicate())})
@@ -154,6 +166,18 @@ def _split(model: PreTrainedModel, mesh: DeviceMesh, stream: Placement) -> None:
         _apply(model, mesh, {_name_of(model, head): ColwiseParallel(output_layouts=Replicate())})
     if tied:
         head.weight = embedding.weight
+
+
+def _divide_tokens(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], *, axis: Axis) -> tuple[tuple, dict[str, Any]]:
+    """Keep this rank's part of a decoder's inputs, whose gradient is summed over the ranks: a forward pre-hook."""
+    embedded = kwargs["inputs_embeds"]
+    here = torch.arange(embedded.shape[1], device=embedded.device).chunk(axis.size)[axis.rank]
+    return args, kwargs | select_tokens(kwargs, here, lambda values: copy_to_parallel_region(values, axis))
+
+
+def _axis(mesh: DeviceMesh) -> Axis:
+    group = mesh.get_group()
+    return Axis("tp", mesh.size(), dist.get_rank(group), group if mesh.size() > 1 else None)
 
 
 def _block_plan(block: nn.Module, head_dim: int | None, stream: Placement) -> dict[str, ParallelStyle]:

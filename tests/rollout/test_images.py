@@ -124,6 +124,10 @@ TRAINED = {"model": {"freeze_vision_tower": False}}
     (2, TRAINED | {"strategy": {"fsdp": False, "zero_stage": 3}}, SPLITS[1:2]),
     (2, TRAINED | {"strategy": {"sp_size": 2}}, SPLITS[:2]),
     (2, TRAINED | {"strategy": {"sp_size": 2, "sp_impl": "zigzag"}}, SPLITS[:1]),
+    (2, TRAINED | {"strategy": {"tp_size": 2}}, SPLITS[:2]),
+    (2, TRAINED | {"strategy": {"tp_size": 2, "tp_sequence_parallel": True}}, SPLITS[:2]),
+    (4, TRAINED | {"strategy": {"tp_size": 2, "cp_size": 2, "tp_sequence_parallel": True}}, SPLITS[:1]),
+    (4, TRAINED | {"strategy": {"tp_size": 2}}, SPLITS[1:2]),
 ])  # fmt: skip
 def test_gradients_are_those_of_transformers(folder, world_size, settings, splits):
     """Rank 1 of two holds one image; with a sequence in each micro-batch, half of them have no image."""
@@ -154,6 +158,7 @@ def compare_in_rows_and_columns(folder: str) -> None:
         compare_counts(seeing_qwen(f"{folder}/{family}", family))
     for family in ("qwen2_5_vl", "qwen3_vl"):
         compare(2, f"{folder}/{family}", TRAINED, [{"max_tokens": 40}])
+        compare(2, f"{folder}/{family}", TRAINED | {"strategy": {"tp_size": 2, "tp_sequence_parallel": True}}, SPLITS[:2])
     compare_counts(splitting_model(f"{folder}/idefics3"))
     compare_counts(seeing_internvl(f"{folder}/internvl"))
     compare(2, f"{folder}/internvl", TRAINED, [{"max_tokens": 256}])
