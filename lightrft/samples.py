@@ -84,6 +84,8 @@ class Expanded:
     """Token ids, where each placeholder is replaced by the tokens of its image and their delimiters."""
     features: Any
     """Images in the form that the model or engine takes."""
+    tower_tokens: int = 0
+    """Cost of the model's towers for them, in text tokens."""
 
 
 Expand = Callable[[Prompt], Expanded]

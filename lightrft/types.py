@@ -73,6 +73,7 @@ class Batch:
     shared: SharedPrefix | None = field(default=None, metadata={"per": "batch"})  # of a micro-batch; None: nothing is shared
     routing: Routing | None = field(default=None, metadata={"per": "batch"})  # of the trained model, set like entropy
     media: list[Features] | None = field(default=None, metadata={"per": "media"})  # [N] per sequence, on the host; None: text
+    tower_tokens: Tensor | None = per_sequence()  # [N] int64, cost of the towers for its media, in text tokens
     extra_columns: dict[str, Tensor] = field(default_factory=dict, metadata={"per": "batch"})  # of a caller, [T] or [N]
     extra_per_token: frozenset[str] = field(default=frozenset(), metadata={"per": "batch"})  # names of those that are [T]
 

@@ -24,9 +24,12 @@ MAX_LOCAL_SEARCH = 1024
 Bin = list[int]
 
 
-def work(length: int) -> int:
-    """Return the cost of one sequence as an integer: matrix products grow linearly with its length, attention quadratically."""
-    return length * ATTENTION_SCALE + length * length
+def work(length: int, media: int = 0) -> int:
+    """Return the cost of one sequence as an integer: matrix products grow linearly with its length, attention quadratically.
+
+    `media` is the cost of its media in tokens.
+    """
+    return (length + media) * ATTENTION_SCALE + length * length
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ FEW_PLACED = 1 / 8
 def pack_large_step(lengths: Column, prompts: Column, num_ranks: int, limits: Limits) -> list[list[list[int]]]:
     """Return [rank][m]: indices in `lengths` [N] of the sequences of micro-batch m, most expensive first.
 
-    Sequences of a prompt share a micro-batch if that makes the plan shorter. `prompts` [N, 2]: see planner.Prompts.
+    Sequences of a prompt share a micro-batch if that makes the plan shorter. `prompts` [N, 3]: see planner.Prompts.
     """
     spent = _cost(lengths, prompts)
     ways = [_fill(unit, lengths, num_ranks, limits) for unit in _ways(lengths, prompts, limits)]
@@ -35,7 +35,7 @@ def _ways(lengths: Column, prompts: Column, limits: Limits) -> Iterator[Column]:
     yield np.arange(len(lengths))
     order = np.lexsort((prompts[:, 1], prompts[:, 0]))
     new = np.append(True, (np.diff(prompts[order], axis=0) != 0).any(1))
-    if prompts[:, 1].sum() - prompts[order[new], 1].sum() <= MIN_SAVING * lengths.sum():
+    if prompts[:, 1:].sum() - prompts[order[new], 1:].sum() <= MIN_SAVING * lengths.sum():
         return
     starts = new.nonzero()[0][new.cumsum() - 1]
     place = (np.arange(len(order)) - starts) % min(MAX_UNIT, limits.sequences)
@@ -90,8 +90,8 @@ def _cost(lengths: Column, prompts: Column) -> Callable[[Column], Column]:
         order = np.lexsort((key, bins))
         again = (np.diff(bins[order]) == 0) & (np.diff(key[order]) == 0)
         repeated = order[1:][again]
-        spared = np.bincount(bins[repeated], work(prompts[repeated, 1]), minlength=int(bins.max()) + 1)
-        return np.bincount(bins, work(lengths)) - spared
+        spared = np.bincount(bins[repeated], work(*prompts[repeated, 1:].T), minlength=int(bins.max()) + 1)
+        return np.bincount(bins, work(lengths, prompts[:, 2])) - spared
 
     return cost
 

@@ -17,8 +17,9 @@ from lightrft.batching.large_plans import pack_large_step
 from lightrft.batching.prefix_sharing import MIN_SAVING
 
 Batching = Literal["packed", "dynamic", "plain"]
-Prompts = Sequence[tuple[int, int]] | np.ndarray
-"""Prompt of each row as (identifier, number of tokens): rows with equal entries begin with the same tokens."""
+Prompts = Sequence[tuple[int, int, int]] | np.ndarray
+"""Prompt of each row as (identifier, number of tokens, cost of its media in tokens): rows with equal entries begin with the same
+tokens and media."""
 
 LARGE_STEP = 16384
 """Number of rows above which an optimizer step is planned with vectorized operations."""
@@ -71,7 +72,7 @@ def plan(
     """
     _check(lengths, max_tokens)
     limits = Limits(max_tokens, max_sequences or max(len(lengths), 1))
-    prompts = np.column_stack([np.arange(len(lengths)), np.zeros_like(lengths)]) if prompts is None else np.asarray(prompts)
+    prompts = np.column_stack([np.arange(len(lengths)), *[np.zeros_like(lengths)] * 2]) if prompts is None else np.asarray(prompts)
     split = {"packed": partial(_packed, prompts), "dynamic": _dynamic, "plain": _plain}[batching]
     starts = range(0, len(lengths), minibatch_size) if units is None else _starts(np.asarray(units), minibatch_size)
     steps = [range(start, stop) for start, stop in pairwise([*starts, len(lengths)])]
@@ -105,7 +106,7 @@ def _packed(known: np.ndarray, lengths: list[int], rows: range, num_ranks: int, 
 
     def spent(members: list[int]) -> int:
         once = {prompts[row] for row in members}
-        repeated = sum(work(prompts[row][1]) for row in members) - sum(work(tokens) for _, tokens in once)
+        repeated = sum(work(prompts[row][1]) for row in members) - sum(work(tokens, media) for _, tokens, media in once)
         return sum(work(lengths[row]) for row in members) - repeated
 
     def packed(units: list[list[int]]) -> list[list[list[int]]]:
@@ -121,12 +122,12 @@ def _packed(known: np.ndarray, lengths: list[int], rows: range, num_ranks: int, 
     return min(map(packed, [[[row] for row in rows], *_together(prompts, lengths, rows, limits)]), key=time)
 
 
-def _together(prompts: list[tuple[int, int]], lengths: list[int], rows: range, limits: Limits) -> Iterator[list[list[int]]]:
+def _together(prompts: list[tuple[int, int, int]], lengths: list[int], rows: range, limits: Limits) -> Iterator[list[list[int]]]:
     """Yield groupings of rows that keep the rows of a prompt together; none if that saves little."""
-    of_prompt: dict[tuple[int, int], list[int]] = {}
+    of_prompt: dict[tuple[int, int, int], list[int]] = {}
     for row in rows:
         of_prompt.setdefault(prompts[row], []).append(row)
-    saved = sum(tokens * (len(members) - 1) for (_, tokens), members in of_prompt.items())
+    saved = sum((tokens + media) * (len(members) - 1) for (_, tokens, media), members in of_prompt.items())
     if saved > MIN_SAVING * sum(lengths[row] for row in rows):
         for parts in PARTS if len(of_prompt) <= MANY_PROMPTS else PARTS[:1]:
             yield [unit for members in of_prompt.values() for unit in _units(lengths, members, parts, limits)]

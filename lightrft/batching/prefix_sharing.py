@@ -65,7 +65,8 @@ def _drop(counts: np.ndarray, lengths: np.ndarray, min_saving: float) -> None:
 
 
 def prompts(batch: Batch, units: Tensor | None = None) -> Tensor:
-    """Return for each sequence a checksum of the tokens before its first loss token, and their number: [N, 2] int64.
+    """Return for each sequence a checksum of the tokens before its first loss token, their number, and the cost of their media
+    in text tokens: [N, 3] int64.
 
     Sequences with the same number in `units`, ascending, are branches of the first of them: they count as many tokens as it does,
     at most.
@@ -79,7 +80,8 @@ def prompts(batch: Batch, units: Tensor | None = None) -> Tensor:
     before = [seen[id(each)] for each in batch.media] if batch.media else [0] * len(batch)
     ends = zip(starts, firsts.tolist(), before, strict=False)
     sums = [crc32(tokens[start : start + count].tobytes(), images) for start, count, images in ends]
-    return torch.stack([torch.tensor(sums, dtype=torch.int64), firsts], dim=1)
+    towers = torch.zeros_like(firsts) if batch.tower_tokens is None else batch.tower_tokens
+    return torch.stack([torch.tensor(sums, dtype=torch.int64), firsts, towers], dim=1)
 
 
 def _checksum(features: Features) -> int:

@@ -107,4 +107,5 @@ def supervised_batch(
         loss_mask=torch.tensor(learned, dtype=torch.bool),
         rows=torch.tensor(rows, dtype=torch.int64),
         media=[each.features for each in expanded] if expand else None,
+        tower_tokens=torch.tensor([each.tower_tokens for each in expanded]) if expand else None,
     )

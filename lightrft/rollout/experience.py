@@ -303,6 +303,7 @@ def flatten(samples: list[Sample], *, first_row: int, expand: Expand | None = No
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
         engine_logprobs=torch.tensor(logprobs, dtype=torch.float32),
         media=[each.features for each in expanded] if expand else None,
+        tower_tokens=torch.tensor([each.tower_tokens for each in expanded]) if expand else None,
     )
 
 

@@ -1,6 +1,7 @@
 """Expand prompts with images, videos and sound for the model that learns."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightrft.data.media import AUDIOS, IMAGES, KINDS, VIDEOS, opened
 from lightrft.engine.media import Clip, MediaReader, Video
 from lightrft.engine.model_info import placeholders
 from lightrft.engine.requests import Request
+from lightrft.rollout.tower_work import TowerWork
 from lightrft.types import Expanded, Prompt
 
 FAMILIES: Mapping[str, Collection[str]] = {
@@ -36,6 +38,7 @@ class Expander:
     def __init__(self, section: ModelSection, media: Collection[str] = (IMAGES,), *, most: Mapping[str, int] | None = None):
         """Load the processor. `media` are those of the data; `most` has the largest number of each in a prompt for the engine."""
         trust, self.media, self.most = {"trust_remote_code": section.trust_remote_code}, tuple(media), most
+        self.frozen_towers = section.freeze_vision_tower
         self.config = AutoConfig.from_pretrained(section.pretrain, **trust)
         self.reader = MediaReader(section.pretrain, placeholders(self.config), media_alone=True, **trust)
         self.places = {medium: self.reader.placeholders[KINDS[medium]] for medium in media}
@@ -53,7 +56,12 @@ class Expander:
     def __call__(self, prompt: Prompt) -> Expanded:
         if not prompt.multi_modal:
             return Expanded(list(prompt.token_ids), {})
-        return self.reader.expanded(Request(list(prompt.token_ids), opened(prompt.multi_modal)))
+        expanded = self.reader.expanded(Request(list(prompt.token_ids), opened(prompt.multi_modal)))
+        return replace(expanded, tower_tokens=self._tower_work(expanded.features))
+
+    @cached_property
+    def _tower_work(self) -> TowerWork:
+        return TowerWork(self.config, self.media, frozen=self.frozen_towers)
 
     @property
     def chat_template(self) -> str | None:

@@ -30,11 +30,13 @@ def overhead(made: Plan, lengths: list[int], ranks: int) -> float:
     return waited / (sum(map(work, lengths)) / ranks)
 
 
-def time(made: Plan, lengths: list[int], prompts: list[tuple[int, int]]) -> int:
-    """Modelled, where each micro-batch computes a prompt once but attends to it in every row; in tokens times 6 x 4096."""
+def time(made: Plan, lengths: list[int], prompts: list[tuple[int, int, int]]) -> int:
+    """Modelled, where each micro-batch computes a prompt and its media once but attends to it in every row; in tokens times
+    6 x 4096."""
 
     def spent(rows: list[int]) -> int:
-        tokens = sum(lengths[row] - prompts[row][1] for row in rows) + sum(size for _, size in {prompts[row] for row in rows})
+        once = {prompts[row] for row in rows}
+        tokens = sum(lengths[row] - prompts[row][1] for row in rows) + sum(size + media for _, size, media in once)
         return tokens * 6 * 4096 + sum(lengths[row] ** 2 for row in rows)
 
     return sum(max(map(spent, beside)) for ranks in made.minibatches for beside in zip(*ranks, strict=True))
@@ -70,7 +72,7 @@ def test_a_thousand_random_sets(batching, many, monkeypatch):
         assert made == plan(list(lengths), **limits, batching=batching)
         if number % 10:
             continue
-        prompts = [(index // 4, min(lengths[index // 4 * 4 : index // 4 * 4 + 4])) for index in range(len(lengths))]
+        prompts = [(index // 4, min(lengths[index // 4 * 4 : index // 4 * 4 + 4]), 0) for index in range(len(lengths))]
         together = plan(lengths, **limits, batching=batching, prompts=prompts)
         check(together, lengths, ranks=ranks, minibatch=minibatch, tokens=tokens, sequences=sequences)
         assert time(together, lengths, prompts) <= time(made, lengths, prompts)
@@ -86,20 +88,29 @@ def test_a_thousand_random_sets(batching, many, monkeypatch):
 def test_rows_of_a_prompt_meet(ranks, groups, samples, many, monkeypatch):
     """Prompts as long as the responses: nearly half of the time can be saved, and nine tenths of that are."""
     random_ = random.Random(0)
-    prompts = [(group, 300) for group in range(groups) for _ in range(samples)]
+    prompts = [(group, 300, 0) for group in range(groups) for _ in range(samples)]
     lengths = [300 + random_.randint(200, 400) for _ in prompts]
     monkeypatch.setattr("lightrft.batching.planner.LARGE_STEP", many)
     limits = {"num_ranks": ranks, "minibatch_size": len(lengths), "max_tokens": CAPACITY}
     alone, together = plan(lengths, **limits), plan(lengths, **limits, prompts=prompts)
     least = time(Plan([[[list(range(len(lengths)))]]]), lengths, prompts) / ranks
-    nothing_shared = time(alone, lengths, [(row, 0) for row in range(len(lengths))])
+    nothing_shared = time(alone, lengths, [(row, 0, 0) for row in range(len(lengths))])
     assert time(together, lengths, prompts) - least < 0.1 * (nothing_shared - least)
 
 
 def test_prompts_that_are_hardly_there_change_nothing():
     lengths = [random.Random(row).randint(100, 1000) for row in range(40)]
     limits = {"num_ranks": 2, "minibatch_size": 20, "max_tokens": 2048}
-    assert plan(lengths, **limits, prompts=[(0, 3)] * 40) == plan(lengths, **limits)
+    assert plan(lengths, **limits, prompts=[(0, 3, 0)] * 40) == plan(lengths, **limits)
+
+
+@pytest.mark.parametrize("many", [LARGE_STEP, 0])
+def test_towers_are_balanced(many, monkeypatch):
+    """Rows of one length, a quarter of which have an image that costs as much as three rows: all ranks get as many of them."""
+    monkeypatch.setattr("lightrft.batching.planner.LARGE_STEP", many)
+    prompts = [(row, 0, 300 if row < 16 else 0) for row in range(64)]
+    made = plan([100] * 64, num_ranks=4, minibatch_size=64, max_tokens=1600, prompts=prompts)
+    assert [sum(row < 16 for rows in micro_batches for row in rows) for micro_batches in made.minibatches[0]] == [4] * 4
 
 
 def test_no_rows():

@@ -75,12 +75,13 @@ def test_images_are_a_part_of_the_past():
     one, other = {"pixels": torch.ones(1)}, {"pixels": torch.zeros(1)}
     rows, media = [[7, 1], [7, 1, 3], [7, 1, 2], [7, 1, 3]], [one, other, one, {}]
     batch = Batch(lengths=torch.tensor([len(row) for row in rows]), input_ids=torch.tensor(sum(rows, [])), media=media,
-                  loss_mask=torch.tensor([0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 1]).bool(), rows=torch.arange(4))  # fmt: skip
+                  loss_mask=torch.tensor([0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 1]).bool(), rows=torch.arange(4),
+                  tower_tokens=torch.tensor([8, 9, 8, 0]))  # fmt: skip
     shared = find_shared_prefixes(batch.input_ids, batch.lengths, media)
     assert shared.computed.tolist() == [0, 1, 2, 3, 4, 7, 8, 9, 10]
     assert computed_images(replace(batch, shared=shared)) == [one, other, {}]
     _, second, third, fourth = prompts(batch).tolist()
-    assert second != third and third[1] == fourth[1] == 2 and third != fourth
+    assert second != third and third[1:] == [2, 8] and fourth[1:] == [2, 0] and third != fourth
 
 
 def test_what_is_computed_spreads_with_its_gradient():
@@ -98,4 +99,4 @@ def test_prompts_end_at_the_first_learned_token():
     found = prompts(Batch(lengths=torch.tensor([3, 4, 2, 3]), input_ids=torch.tensor(sum(rows, [])), loss_mask=mask,
                           rows=torch.arange(4))).tolist()  # fmt: skip
     assert found[0] == found[1] == found[2] != found[3]
-    assert [tokens for _, tokens in found] == [2, 2, 2, 2]
+    assert [rest for _, *rest in found] == [[2, 0]] * 4

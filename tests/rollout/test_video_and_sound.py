@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForMultimodalLM
 
 from lightrft.algorithms.objectives import sft
@@ -150,6 +151,23 @@ def compare_videos(folder: str) -> None:
 def test_gradients_of_videos_are_those_of_transformers(tmp_path):
     """With images beside them. Their processors need torchvision, which that environment has."""
     in_sglang_environment(compare_videos, str(tmp_path))
+
+
+def test_towers_are_weighed_as_they_compute(tmp_path):
+    """Matrix products of the tower for two clips, in those of the decoder for a token; attention's are left out in both."""
+    expand, total = Expander(ModelSection(pretrain=hearing_model(tmp_path, 2), freeze_vision_tower=False), (AUDIOS,)), {}
+    model = AutoModelForMultimodalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    read = expand(prompts(expand)[2])
+    ids = torch.tensor([read.token_ids])
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), **read.features)
+    for part in ("audio_tower", "language_model"):
+        counts = counter.get_flop_counts()[f"Qwen2AudioForConditionalGeneration.model.{part}"]
+        total[part] = sum(count for product, count in counts.items() if product != torch.ops.aten.bmm)
+    assert read.tower_tokens == pytest.approx(total["audio_tower"] / total["language_model"] * len(read.token_ids), rel=0.1)
+    expand.__dict__.pop("_tower_work")
+    expand.frozen_towers = True
+    assert expand(prompts(expand)[2]).tower_tokens == -(-read.tower_tokens // 3)
 
 
 # -- a whole run
