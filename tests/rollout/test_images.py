@@ -82,7 +82,10 @@ def learned(folder: str, settings: dict, micro_batches: list[dict]) -> list[tupl
         said = policy.logprobs(batch, rows).split(batch.lengths.tolist())
         by_row = dict(pair for part in data.gather(list(zip(batch.rows.tolist(), said, strict=True))) for pair in part)
         policy.update(batch, rows, sft, policy.denominator(batch, rows, length=1), Metrics())
-        results.append((torch.cat([by_row[row] for row in sorted(by_row)]), dict(strategy.full_params(actor))))
+        parameters = strategy.full_params(actor)
+        if section.lora_rank:  # those are merged
+            parameters = ((name, value.full_tensor()) for name, value in actor.hf_parameters())
+        results.append((torch.cat([by_row[row] for row in sorted(by_row)]), dict(parameters)))
     return results
 
 
@@ -146,6 +149,20 @@ def compare(world_size: int, folder: str, settings: dict, splits: list[dict]) ->
                 assert torch.equal(value, before[name]) if frozen else not (
                     torch.equal(value, before[name]) and not torch.equal(parameters[name], before[name])), name  # fmt: skip
                 torch.testing.assert_close(value, before[name] if frozen else parameters[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_adapters_of_towers_learn(folder):
+    """With B = 0 the gradient of B is that of the whole matrix times A: an update by it, of every linear layer but the head."""
+    model = {"freeze_vision_tower": False, "lora_rank": 4, "lora_alpha": 8}
+    _, after = plain(folder)
+    before = dict(AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    for ((_, found),) in run_ranks(2, learned, folder, {"model": model}, SPLITS[1:2]):
+        layers = [name.removesuffix(".lora_B.default.weight") for name in found if ".lora_B" in name]
+        assert sum("vision_model" in name for name in layers) == 12 and sum("text_model" in name for name in layers) == 14
+        for layer in layers:
+            update = (after[f"{layer}.weight"] - before[f"{layer}.weight"]) @ found[f"{layer}.lora_A.default.weight"].T
+            torch.testing.assert_close(found[f"{layer}.lora_B.default.weight"], 2 * update, rtol=1e-5, atol=1e-5, msg=layer)
+            assert torch.equal(found[f"{layer}.base_layer.weight"], before[f"{layer}.weight"])
 
 
 def test_gradients_of_llava_are_those_of_transformers(tmp_path):
