@@ -9,8 +9,6 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForImageTextToText,
     CLIPImageProcessor,
-    Idefics3Config,
-    Idefics3ForConditionalGeneration,
     Idefics3ImageProcessor,
     Idefics3Processor,
     LlavaConfig,
@@ -39,9 +37,9 @@ FILMED = FRAMED.replace("image", "video")
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.12}
 
 
-def seeing_model(folder: Path | str, seed: int = 0) -> str:
-    """It reads seven tokens for an image: four of it and three around them. Returns the folder."""
-    config = Idefics3Config(
+def seeing_model(folder: Path | str, seed: int = 0, family: str = "idefics3") -> str:
+    """It reads seven tokens for an image: four of it and three around them; smolvlm needs torchvision. Returns the folder."""
+    config = CONFIG_MAPPING[family](
         text_config=SIZES | {
             "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 192,
             "num_key_value_heads": 2, "max_position_embeddings": 512,
@@ -52,13 +50,20 @@ def seeing_model(folder: Path | str, seed: int = 0) -> str:
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        Idefics3ForConditionalGeneration(config).save_pretrained(folder)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     tokenizer, size = byte_tokenizer(), {"longest_edge": 56}
     tokenizer.add_special_tokens({"extra_special_tokens": list(MARKS.values())})
     for name, mark in MARKS.items():
         setattr(tokenizer, name, mark)
-    images = Idefics3ImageProcessor(size=size, max_image_size=size, do_image_splitting=False)
-    Idefics3Processor(images, tokenizer, image_seq_len=4).save_pretrained(folder)
+    sizes = {"size": size, "max_image_size": size}
+    if family == "smolvlm":
+        from transformers import SmolVLMImageProcessor, SmolVLMProcessor, SmolVLMVideoProcessor
+
+        images = SmolVLMImageProcessor(**sizes, do_image_splitting=False)
+        SmolVLMProcessor(images, tokenizer, SmolVLMVideoProcessor(**sizes), image_seq_len=4).save_pretrained(folder)
+    else:
+        images = Idefics3ImageProcessor(**sizes, do_image_splitting=False)
+        Idefics3Processor(images, tokenizer, image_seq_len=4).save_pretrained(folder)
     return str(folder)
 
 

@@ -48,6 +48,19 @@ def in_sglang_environment(function: Callable[..., Any], *args: Any, timeout: flo
         return result
 
 
+def beside_torchvision(function: Callable[..., Any], *args: Any, timeout: float = 600) -> Any:
+    """`function(*args)` in a new process of that environment, with torchvision and vLLM instead of SGLang."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"WITH_VLLM": "1", "PYTHONPATH": SEARCHED}
+        (Path(folder) / "call").write_bytes(pickle.dumps((environment, True, pickle.dumps((function, args)))))
+        subprocess.run([PREFIX / "bin" / "python", "-W", "ignore", __file__, folder], cwd=ROOT, env=environment, timeout=timeout)
+        answer, said = Path(folder) / "answer", (Path(folder) / "output").read_text(errors="replace")[-20_000:]
+        result, error = pickle.loads(answer.read_bytes()) if answer.exists() else (None, "it ended without an answer")
+        if error:
+            raise RuntimeError(f"{said}\n{error}")
+        return result
+
+
 class _Host:
     """The process that has imported SGLang. It lives as long as this one."""
 
@@ -121,4 +134,4 @@ def _answer(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _answer(Path(sys.argv[1])) if sys.argv[1:] else _serve()

@@ -72,7 +72,9 @@ def plan(
     """
     _check(lengths, max_tokens)
     limits = Limits(max_tokens, max_sequences or max(len(lengths), 1))
-    prompts = np.column_stack([np.arange(len(lengths)), *[np.zeros_like(lengths)] * 2]) if prompts is None else np.asarray(prompts)
+    if prompts is None:
+        prompts = np.column_stack([np.arange(len(lengths)), *[np.zeros_like(lengths)] * 2])
+    prompts = np.asarray(prompts)
     split = {"packed": partial(_packed, prompts), "dynamic": _dynamic, "plain": _plain}[batching]
     starts = range(0, len(lengths), minibatch_size) if units is None else _starts(np.asarray(units), minibatch_size)
     steps = [range(start, stop) for start, stop in pairwise([*starts, len(lengths)])]

@@ -20,11 +20,13 @@ from lightrft.rollout.tower_work import TowerWork
 from lightrft.types import Expanded, Prompt
 
 FAMILIES: Mapping[str, Collection[str]] = {
-    **dict.fromkeys(("idefics3", "qwen2_vl", "llava", "internvl"), (IMAGES,)),
+    **dict.fromkeys(("idefics3", "smolvlm", "qwen2_vl", "llava", "internvl"), (IMAGES,)),
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), (IMAGES, VIDEOS)),
     "qwen2_audio": (AUDIOS,),
 }
 """Model type -> media whose gradients, and whose numbers of tokens, were compared with those of transformers."""
+UNCOUNTED = ("smolvlm",)
+"""Families whose processors cannot tell how many tokens an image of some size has; one of each size is processed."""
 PROBES = ((28, 28), (1000, 300), (300, 1000))
 """Sizes of the images that are processed to verify a processor's count of tokens."""
 BLANK = Image.new("RGB", (28, 28), "white")  # some models treat black as padding
@@ -100,7 +102,7 @@ class Expander:
     @cached_property
     def _counts(self) -> bool:
         """Return True if the processor predicts an image's tokens correctly; processing an image takes up to half a second."""
-        if self.config.model_type not in FAMILIES:
+        if self.config.model_type not in FAMILIES or self.config.model_type in UNCOUNTED:
             return False
         lengths = {size: (self._counted(size), self._expanded_length(IMAGES, size)) for size in PROBES}
         wrong = {size: pair for size, pair in lengths.items() if pair[0] != pair[1]}

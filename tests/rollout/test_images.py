@@ -175,14 +175,16 @@ def compare_in_rows_and_columns(folder: str) -> None:
         compare_counts(seeing_qwen(f"{folder}/{family}", family))
     for family in ("qwen2_5_vl", "qwen3_vl"):
         compare(2, f"{folder}/{family}", TRAINED, [{"max_tokens": 40}])
-        compare(2, f"{folder}/{family}", TRAINED | {"strategy": {"tp_size": 2, "tp_sequence_parallel": True}}, SPLITS[:2])
+        layout = {"strategy": {"tp_size": 2, "tp_sequence_parallel": True}}
+        compare(2, f"{folder}/{family}", TRAINED | layout, SPLITS[:2])
     compare_counts(splitting_model(f"{folder}/idefics3"))
     compare_counts(seeing_internvl(f"{folder}/internvl"))
     compare(2, f"{folder}/internvl", TRAINED, [{"max_tokens": 256}])
+    compare(2, seeing_model(f"{folder}/smolvlm", family="smolvlm"), TRAINED, SPLITS[:1])
 
 
 def test_gradients_with_positions_in_space(tmp_path):
-    """M-RoPE, and InternVL. Processors need torchvision, which that environment has; with it idefics3 makes images otherwise."""
+    """M-RoPE, InternVL and SmolVLM. Processors need torchvision, which that environment has; with it idefics3 makes images otherwise."""
     in_sglang_environment(compare_in_rows_and_columns, str(tmp_path))
 
 

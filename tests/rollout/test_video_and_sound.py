@@ -3,6 +3,7 @@
 import io
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from lightrft.types import Prompt, Sample
 from ranks import run_ranks
 from runs import train
 from scripts.prepare_digits import recordings, tiny_qwen2_audio
+from scripts.prepare_dots import films, tiny_qwen2_5_vl
 from seeing import FILMED, FRAMED, hearing_model, picture, seeing_qwen
 from sglang_environment import in_sglang_environment
 
@@ -198,3 +200,23 @@ def test_a_run_learns_to_understand_digits(tmp_path):
     assert sum(rewards[:5]) / 5 < 0.35 and sum(rewards[-5:]) / 5 > 0.45 and found[-1]["eval/accuracy"] > 0.45
     assert all(row["engine/logprob_mismatch_max"] < 1e-5 for row in found)
     assert "<audio controls" in (tmp_path / "grpo" / "report.html").read_text()
+
+
+def learn_where_a_dot_moves(folder: Path) -> None:
+    rng = random.Random(0)
+    films(folder, "train", 512, rng)
+    films(folder, "test", 32, rng)
+    data = [flag.replace("audios_key=sound", "videos_key=film") for flag in COMMON] + [f"--prompt_data={folder / 'train.jsonl'}"]
+    sft = [f"--pretrain={tiny_qwen2_5_vl(folder / 'random')}", "--no_freeze_vision_tower", *SFT[:-2], "--num_episodes=40"]
+    train("train_sft", 1, [*data, *sft, "--stop_loss=0.75", "--limit_mm_video_per_prompt=1"], folder / "sft")
+    start = [f"--pretrain={folder / 'sft' / 'model'}", f"--eval_data={folder / 'test.jsonl'}", "--limit_mm_video_per_prompt=1"]
+    grpo = [flag for flag in GRPO if "audio" not in flag and "steps" not in flag] + ["--max_steps=32", "--eval_steps=32"]
+    rows = train("train_ppo", 2, [*data, *start, *grpo], folder / "grpo")
+    rewards = [row["rollout/reward"] for row in rows]
+    assert sum(rewards[:3]) / 3 < 0.35 and sum(rewards[-3:]) / 3 > 0.6 and rows[-1]["eval/accuracy"] > 0.6
+    assert all(row["engine/logprob_mismatch_max"] < 1e-5 for row in rows)
+
+
+def test_a_run_learns_where_a_dot_moves(tmp_path):
+    """From answers first, with its tower; then by GRPO on two ranks."""
+    in_sglang_environment(learn_where_a_dot_moves, tmp_path)

@@ -1,6 +1,7 @@
 """With this folder on PYTHONPATH every process can import SGLang in an environment laid over the one with vLLM."""
 
 import importlib.abc
+import os
 import sys
 from typing import Any
 
@@ -26,4 +27,5 @@ class _BeforeTorchvision(importlib.abc.MetaPathFinder):
 kept: list[Any] = []
 """A library's definitions last as long as the object."""
 sys.meta_path.insert(0, _BeforeTorchvision())
-sys.modules["vllm"] = None  # not installed here: SGLang would take kernels from it
+if "WITH_VLLM" not in os.environ:
+    sys.modules["vllm"] = None  # SGLang would take kernels from it
