@@ -184,7 +184,7 @@ def compare_in_rows_and_columns(folder: str) -> None:
 
 
 def test_gradients_with_positions_in_space(tmp_path):
-    """M-RoPE, InternVL and SmolVLM. Processors need torchvision, which that environment has; with it idefics3 makes images otherwise."""
+    """M-RoPE, InternVL and SmolVLM: their processors need torchvision, with which idefics3 also makes images otherwise."""
     in_sglang_environment(compare_in_rows_and_columns, str(tmp_path))
 
 
