@@ -33,8 +33,8 @@ PREFERENCES: dict[str, set[str]] = {
 }  # fmt: skip
 """Command that learns from judged answers -> the fields of the preference section that it reads."""
 
-OF_MEDIA = ("images_key", "videos_key", "audios_key", "video_fps", "video_max_frames", "check_media", "media_root",
-            "freeze_vision_tower")  # fmt: skip
+OF_MEDIA = ("images_key", "videos_key", "audios_key", "video_fps", "video_max_frames", "audio_sampling_rate",
+            "check_media", "media_max_mb", "media_urls", "media_root", "freeze_vision_tower")  # fmt: skip
 
 LORA = ("lora_alpha", "lora_dropout", "target_modules")
 """Fields of adapters, without effect if there are none."""

@@ -108,7 +108,7 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
         "limit_mm_image_per_prompt": (bool(data.images_key), "--images_key"),
         **{name: (bool(data.videos_key), "--videos_key")
            for name in ("limit_mm_video_per_prompt", "video_fps", "video_max_frames")},
-        "limit_mm_audio_per_prompt": (bool(data.audios_key), "--audios_key"),
+        **{name: (bool(data.audios_key), "--audios_key") for name in ("limit_mm_audio_per_prompt", "audio_sampling_rate")},
         **{name: (bool(media_columns(data)), "--images_key, --videos_key or --audios_key") for name in OF_MEDIA},
         **{name: (bool(data.eval_data), "--eval_data") for name in ("eval_n_samples", "eval_steps", "eval_split",
                                                                     "max_eval_samples")},

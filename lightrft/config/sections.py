@@ -113,9 +113,16 @@ class DataSection(Section):
     """Number of frames in a second of a video that the model sees."""
     video_max_frames: Annotated[int, COUNT] = 64
     """Largest number of frames of a video that the model sees, evenly spaced."""
+    audio_sampling_rate: Annotated[int, NOT_NEGATIVE] = 0
+    """Number of samples per second that clips of sound with another number are converted to, by the package av; that of the model,
+    for example 16000. 0: they are not converted, and a clip with another number is a bad row."""
     check_media: Literal["all", "first", "none"] = "first"
     """Images, videos and clips that are read completely when the data are loaded, in parallel processes: all of them, or those of
     the first rows. One that cannot be read makes its row a bad row (--bad_rows). The start of each file is read in any case."""
+    media_max_mb: Annotated[float, POSITIVE] = 1024.0
+    """Size in MB of the largest file with an image, a video or sound; a larger one makes its row a bad row."""
+    media_urls: bool = False
+    """Allow addresses of HTTP in the columns of media: each is fetched once on each host, into its temporary folder."""
     media_root: str = ""
     """Folder that the paths of images are relative to, and outside of which no file is read; empty: paths are relative to the
     folder of the data, and any path is allowed."""

@@ -4,16 +4,19 @@ import base64
 import os
 import re
 import struct
+import tempfile
 import wave
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from io import BytesIO
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 from PIL import Image, ImageOps, ImageSequence
@@ -37,6 +40,8 @@ FIRST = 64
 """Number of rows whose media --check_media first reads."""
 WINDOW = 1024
 """Number of rows whose media are read ahead by --check_media all."""
+FETCHING = 60.0
+"""Seconds that a server may take to answer."""
 RIFF = b"RIFF"
 """First bytes of a .wav file."""
 WAVE_TYPES = {1: np.uint8, 2: np.int16, 4: np.int32}
@@ -146,20 +151,26 @@ class AudioFile:
 
     name: str
     source: Path | bytes | tuple[Sequence[float], int]
+    rate: int = 0
+    """Samples per second that clips with another number are converted to; 0: they are not."""
 
     @property
     def size(self) -> tuple[int, int]:
         """Return the number of samples, and their number in a second. Raise ValueError if it cannot be read."""
         try:
-            if isinstance(self.source, tuple):
-                return len(self.source[0]), self.source[1]
-            if (content := self._content())[:4] == RIFF:
-                with wave.open(BytesIO(content)) as file:
-                    return file.getnframes(), file.getframerate()
-            clip = decoded_sound(content)
-            return len(clip["array"]), clip["sampling_rate"]
+            count, rate = self._stored_size()
+            return (resampled_length(count, rate, self.rate), self.rate) if self.rate else (count, rate)
         except UNREADABLE as error:
             raise ValueError(f"sound {self.name} cannot be read: {error}") from error
+
+    def _stored_size(self) -> tuple[int, int]:
+        if isinstance(self.source, tuple):
+            return len(self.source[0]), self.source[1]
+        if (content := self._content())[:4] == RIFF:
+            with wave.open(BytesIO(content)) as file:
+                return file.getnframes(), file.getframerate()
+        clip = decoded_sound(content)
+        return len(clip["array"]), clip["sampling_rate"]
 
     def open(self) -> dict[str, Any]:
         """Return `array` [N] float32 from -1 to 1, the mean of its channels, and `sampling_rate`.
@@ -167,12 +178,16 @@ class AudioFile:
         Raise DataError if it cannot be read.
         """
         try:
-            if isinstance(self.source, tuple):
-                return {"array": np.asarray(self.source[0], dtype=np.float32), "sampling_rate": self.source[1]}
-            content = self._content()
-            return _wave(content) if content[:4] == RIFF else decoded_sound(content)
+            clip = self._stored()
+            return resampled(clip, self.rate) if self.rate not in (0, clip["sampling_rate"]) else clip
         except UNREADABLE as error:
             raise DataError(f"sound {self.name} cannot be read: {error}; repair it, or remove its rows from the data") from error
+
+    def _stored(self) -> dict[str, Any]:
+        if isinstance(self.source, tuple):
+            return {"array": np.asarray(self.source[0], dtype=np.float32), "sampling_rate": self.source[1]}
+        content = self._content()
+        return _wave(content) if content[:4] == RIFF else decoded_sound(content)
 
     def player(self) -> str:
         """Return the first seconds as a small .wav file in a data URI, which a page plays without loading anything."""
@@ -217,6 +232,10 @@ class Places:
     """Folder that paths are relative to."""
     root: Path | None = None
     """Folder that they are relative to instead, and outside of which none may be."""
+    most_bytes: int = 1 << 30
+    """Size of the largest file that is read."""
+    urls: bool = False
+    """True if files may have an address of HTTP."""
 
     def image(self, item: Any) -> ImageFile:
         return ImageFile(*self._file(item, "image"))
@@ -227,13 +246,27 @@ class Places:
             return VideoFile(f"{frames[0].name} and {len(frames) - 1} others", frames, fps, most)
         return VideoFile(*self._file(item, "video"), fps, most)
 
-    def audio(self, item: Any) -> AudioFile:
+    def audio(self, item: Any, *, rate: int = 0) -> AudioFile:
         if isinstance(item, dict) and item.get("array") is not None:
-            return AudioFile(item.get("path") or "inside the data", (item["array"], int(item["sampling_rate"])))
-        return AudioFile(*self._file(item, "sound"))
+            return AudioFile(item.get("path") or "inside the data", (item["array"], int(item["sampling_rate"])), rate)
+        return AudioFile(*self._file(item, "sound"), rate)
 
     def _file(self, item: Any, what: str) -> tuple[str, Path | bytes]:
-        """Return the name and the source of a file. Raise ValueError for a path outside of the root, and for other values."""
+        """Return the name and the source of a file.
+
+        Raise ValueError for a path outside of the root, a file that is too large, and other values.
+        """
+        name, source = self._found(item, what)
+        size = len(source) if isinstance(source, bytes) else source.stat().st_size if source.is_file() else 0
+        if size > self.most_bytes:
+            raise ValueError(f"{what} {name} has {size / 1e6:,.6g} MB, more than --media_max_mb {self.most_bytes / 1e6:,.6g}")
+        return name, source
+
+    def _found(self, item: Any, what: str) -> tuple[str, Path | bytes]:
+        if isinstance(item, str) and item.startswith(("http://", "https://")):
+            if not self.urls:
+                raise ValueError(f"{what} {item} is an address: --media_urls allows to fetch it")
+            return item, fetched(item, self.most_bytes)
         if isinstance(item, str) and item:
             path = (self.root or self.folder) / Path(item).expanduser()
             if self.root is not None and not path.resolve().is_relative_to(self.root.resolve()):
@@ -242,8 +275,30 @@ class Places:
         if isinstance(item, dict) and (content := item.get("bytes")):
             return item.get("path") or "inside the data", content
         if isinstance(item, dict) and item.get("path"):
-            return self._file(item["path"], what)
+            return self._found(item["path"], what)
         raise ValueError(f"{what}: it must be a path, or one of the datasets package, not {item!r:.80}")
+
+
+def fetched(address: str, most_bytes: int) -> Path:
+    """Return a file with the content of an address, which all processes of this host fetch once.
+
+    Raise ValueError if it cannot be fetched, and for content of more than `most_bytes`.
+    """
+    folder = Path(tempfile.gettempdir()) / f"lightrft-media-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    file = folder / sha256(address.encode()).hexdigest()
+    if not file.exists():
+        try:
+            with urlopen(address, timeout=FETCHING) as response:
+                content = response.read(most_bytes + 1)
+        except OSError as error:
+            raise ValueError(f"{address} cannot be fetched: {error}") from error
+        if len(content) > most_bytes:
+            raise ValueError(f"{address} has more than --media_max_mb {most_bytes / 1e6:,.6g}")
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_bytes(content)
+        part.rename(file)
+    return file
 
 
 def opened(multi_modal: Mapping[str, list[MediaFile]]) -> dict[str, list]:
@@ -365,6 +420,22 @@ def decoded_frames(content: bytes) -> Iterator[Any]:
         raise ValueError(f"no video that FFmpeg reads: {error}") from error
 
 
+def resampled_length(count: int, rate: int, new_rate: int) -> int:
+    return max(1, round(count * new_rate / rate))
+
+
+def resampled(clip: Mapping[str, Any], rate: int) -> dict[str, Any]:
+    """Return a clip with `rate` samples per second, converted by FFmpeg."""
+    av = _av()
+    array = np.ascontiguousarray(clip["array"], dtype=np.float32)
+    frame = av.AudioFrame.from_ndarray(array[None], format="fltp", layout="mono")
+    frame.sample_rate = clip["sampling_rate"]
+    resample = av.AudioResampler("fltp", layout="mono", rate=rate)
+    found = np.concatenate([part.to_ndarray()[0] for each in (frame, None) for part in resample.resample(each)])
+    count = resampled_length(len(array), clip["sampling_rate"], rate)
+    return {"array": np.pad(found, (0, max(0, count - len(found))))[:count], "sampling_rate": rate}
+
+
 def decoded_sound(content: bytes) -> dict[str, Any]:
     """Return the mean of the channels of a clip and its sampling rate. Raise ValueError for a file that is none."""
     av = _av()
@@ -382,5 +453,6 @@ def _av() -> Any:
     try:
         import av
     except ModuleNotFoundError as error:
-        raise ValueError("without FFmpeg only .gif, .webp, .png and .wav are read: pip install 'lightrft[media]'") from error
+        raise ValueError("without FFmpeg only .gif, .webp, .png and .wav are read, and no clip is resampled: "
+                         "pip install 'lightrft[media]'") from error
     return av

@@ -185,8 +185,9 @@ def make_prompt(
 
 def row_media(section: DataSection, row: Mapping[str, Any], folder: Path) -> dict[str, list[MediaFile]]:
     """Return the media of a row of a file in `folder`, those that it has. Raise ValueError for values that are none."""
-    places = Places(folder, Path(section.media_root).expanduser() if section.media_root else None)
-    of_item = {IMAGES: places.image, AUDIOS: places.audio,
+    root = Path(section.media_root).expanduser() if section.media_root else None
+    places = Places(folder, root, round(section.media_max_mb * 1e6), section.media_urls)
+    of_item = {IMAGES: places.image, AUDIOS: partial(places.audio, rate=section.audio_sampling_rate),
                VIDEOS: partial(places.video, fps=section.video_fps, most=section.video_max_frames)}  # fmt: skip
     found = {medium: [of_item[medium](item) for item in items_of(medium, row.get(column))]
              for medium, column in media_columns(section).items()}  # fmt: skip

@@ -3,11 +3,14 @@
 import io
 import json
 import wave
+from typing import ClassVar
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
 
+from json_server import JsonHandler, listening
 from lightrft.config import DataSection
 from lightrft.config.errors import DataError
 from lightrft.data.media import AudioFile, ImageFile, VideoFile, opened, with_parts
@@ -123,7 +126,6 @@ def test_media_are_read_before_the_run(folder, mode):
 
 
 def test_other_formats_are_read_by_ffmpeg():
-    av = pytest.importorskip("av", reason="av is not installed")
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as out:
         video = out.add_stream("mpeg4", rate=10)
@@ -137,11 +139,55 @@ def test_other_formats_are_read_by_ffmpeg():
     assert shown.open()["frames"][:, 16, 32, 0] == pytest.approx([20, 70, 120, 170], abs=6)
     with pytest.raises(DataError, match="no sound that FFmpeg reads"):
         AudioFile("v.mp4", file.getvalue()).open()
-    assert AudioFile("a.flac", flac(av)).open()["array"].mean() == pytest.approx(0.25, abs=1e-3)
-    assert AudioFile("a.flac", flac(av)).size == (4096, 8000)
+    assert AudioFile("a.flac", flac()).open()["array"].mean() == pytest.approx(0.25, abs=1e-3)
+    assert AudioFile("a.flac", flac()).size == (4096, 8000)
 
 
-def flac(av) -> bytes:
+def test_sound_is_resampled():
+    """A tone of 440 Hz is the same tone with other sampling points; its ends, where the filter sees nothing, are left out."""
+    for rate, count in ((44100, 22051), (8000, 4001)):
+        tone = 0.5 * np.sin(2 * np.pi * 440 * np.arange(count) / rate)
+        for clip in (AudioFile("t", (tone, rate), 16000), AudioFile("t.wav", wav(tone * 32767, rate), 16000)):
+            heard = clip.open()
+            assert clip.size == (len(heard["array"]), 16000) == (round(count * 16000 / rate), heard["sampling_rate"])
+            expected = 0.5 * np.sin(2 * np.pi * 440 * np.arange(len(heard["array"])) / 16000)
+            np.testing.assert_allclose(heard["array"][100:-100], expected[100:-100], atol=2e-3)
+
+
+class Files(JsonHandler):
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        if self.path == "/v.gif":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(gif(3))
+        else:
+            self.send_error(404)
+
+
+def test_addresses_are_fetched_once_and_with_a_flag(folder, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(folder / "fetched"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (folder / "fetched").mkdir()
+    with listening(Files) as address:
+        film = f"{address}/v.gif"
+        rows = [{"input": "x", "film": film}, {"input": "y", "film": {"path": film}, "sound": "s.wav"}]
+        first, _ = load(folder, rows, media_urls=True)
+        assert opened(first.multi_modal)["videos"][0]["frames"].shape == (1, 4, 6, 3) and Files.asked == ["/v.gif"]
+        with pytest.raises(DataError, match="v.gif is an address: --media_urls allows to fetch it"):
+            load(folder, rows)
+        with pytest.raises(DataError, match="nothing.gif cannot be fetched: HTTP Error 404"):
+            load(folder, [{"input": "x", "film": f"{address}/nothing.gif"}], media_urls=True)
+
+
+def test_large_files_are_bad_rows(folder):
+    with pytest.raises(DataError, match="video v.gif has 0.000.* MB, more than --media_max_mb 1e-05"):
+        load(folder, [{"input": "x", "film": "v.gif"}], media_max_mb=1e-5)
+
+
+def flac() -> bytes:
     file = io.BytesIO()
     with av.open(file, "w", format="flac") as out:
         stream = out.add_stream("flac", rate=8000)
