@@ -114,8 +114,8 @@ class DataSection(Section):
     video_max_frames: Annotated[int, COUNT] = 64
     """Largest number of frames of a video that the model sees, evenly spaced."""
     audio_sampling_rate: Annotated[int, NOT_NEGATIVE] = 0
-    """Number of samples per second that clips of sound with another number are converted to, by the package av; that of the model,
-    for example 16000. 0: they are not converted, and a clip with another number is a bad row."""
+    """Number of samples per second that clips of sound with another number are converted to, by the package av: that of the
+    model, for example 16000. 0: they are not converted, and a clip with another number is a bad row."""
     check_media: Literal["all", "first", "none"] = "first"
     """Images, videos and clips that are read completely when the data are loaded, in parallel processes: all of them, or those of
     the first rows. One that cannot be read makes its row a bad row (--bad_rows). The start of each file is read in any case."""
