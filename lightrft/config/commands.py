@@ -33,9 +33,6 @@ PREFERENCES: dict[str, set[str]] = {
 }  # fmt: skip
 """Command that learns from judged answers -> the fields of the preference section that it reads."""
 
-OF_MEDIA = ("images_key", "videos_key", "audios_key", "video_fps", "video_max_frames", "audio_sampling_rate",
-            "check_media", "media_max_mb", "media_urls", "media_root", "freeze_vision_tower")  # fmt: skip
-
 LORA = ("lora_alpha", "lora_dropout", "target_modules")
 """Fields of adapters, without effect if there are none."""
 
@@ -87,7 +84,7 @@ def fields_read(command: str) -> set[str]:
         read -= {"step_separator"} if command != "train_prm" else set()
     if command in PREFERENCES:
         read -= {field.name for field in fields(PreferenceSection)} - PREFERENCES[command]
-        read -= {*OF_MEDIA, "reference_key"}
+        read -= {"reference_key"}
     if command in ("train_rm", "train_dpo"):
         read -= {"label_key", "eval_label_key"}
     if command in ("train_rm", "train_prm"):

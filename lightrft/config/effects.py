@@ -17,7 +17,7 @@ ZERO = ("zero_stage", "zpg", "adam_offload", "param_offload", "overlap_comm", "g
 FSDP = ("fsdp_cpu_offload", "reduce_gradients_once")
 """Fields of FSDP2 only."""
 
-OF_MEDIA = ("freeze_vision_tower", "media_root", "check_media")
+OF_MEDIA = ("freeze_vision_tower", "media_root", "check_media", "media_max_mb", "media_urls")
 """Fields of prompts with images, videos or sound."""
 
 REWARDS = ("reward", "reward_key", "reward_pretrain")

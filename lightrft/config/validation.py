@@ -170,9 +170,7 @@ def _sampling_problems(rollout: RolloutSection) -> list[str]:
 def _preference_problems(config: Config, command: str) -> list[str]:
     """Return the settings that training on judged answers cannot use, each with the solution."""
     section, heads = config.preference, config.preference.reward_heads
-    impossible = {
-        f"{_media_flags(config)}: {command} learns from text only; omit it": bool(media_columns(config.data)),
-    }
+    impossible = {}
     if command in ("train_rm", "train_prm"):
         impossible |= {
             "--save_adapter_only: the head of a reward model is trained besides its adapters; omit the flag, which merges both": (

@@ -1,5 +1,6 @@
 """Supervised examples, each of a prompt and the answer to learn."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from lightrft.config.sections import DataSection
 from lightrft.data.chats import as_messages, conversation_tokens, is_answer
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import HERE, MediaTokenCounter, complete_chat, load_prompts, make_prompt, measured, row_media
-from lightrft.types import Answer, Batch, Expand, Prompt
+from lightrft.types import Answer, Batch, Expand, Expanded, Prompt
 
 CHATS = ("messages", "conversations")
 """Columns with whole conversations, used if no other column is configured."""
@@ -97,15 +98,24 @@ def supervised_batch(
 
     `expand` is for prompts with media; without it all prompts are text.
     """
-    expanded = [expand(prompt) for prompt in prompts] if expand else None
-    prompt_ids = [each.token_ids for each in expanded or prompts]
-    pairs = [(ids, answer_of(prompt, tokenizer)) for ids, prompt in zip(prompt_ids, prompts, strict=True)]
-    learned = [value for prompt, answer in pairs for value in [False] * len(prompt) + answer.learned]
-    return Batch(
-        lengths=torch.tensor([len(prompt) + len(answer.token_ids) for prompt, answer in pairs], dtype=torch.int64),
-        input_ids=torch.tensor([token for prompt, answer in pairs for token in prompt + answer.token_ids], dtype=torch.int64),
-        loss_mask=torch.tensor(learned, dtype=torch.bool),
-        rows=torch.tensor(rows, dtype=torch.int64),
-        media=[each.features for each in expanded] if expand else None,
-        tower_tokens=torch.tensor([each.tower_tokens for each in expanded]) if expand else None,
-    )
+    answered = [(prompt, answer_of(prompt, tokenizer)) for prompt in prompts]
+    return Batch(**flat_columns(answered, expand), rows=torch.tensor(rows, dtype=torch.int64))
+
+
+def flat_columns(answered: Sequence[tuple[Prompt, Answer]], expand: Expand | None = None) -> dict[str, Any]:
+    """Return the columns of a flat batch in which each prompt is followed by its answer, without `rows`.
+
+    A prompt that occurs with several answers is expanded once. The first token of a sequence is never learned.
+    """
+    unique = {id(prompt): prompt for prompt, _ in answered}
+    expanded = {key: expand(prompt) for key, prompt in unique.items()} if expand else {}
+    read = [expanded[id(prompt)] if expand else Expanded(list(prompt.token_ids), {}) for prompt, _ in answered]
+    both = [(each.token_ids, answer) for each, (_, answer) in zip(read, answered, strict=True)]
+    masks = [[False] * len(prompt) + answer.learned for prompt, answer in both]
+    return {
+        "lengths": torch.tensor([len(prompt) + len(answer.token_ids) for prompt, answer in both], dtype=torch.int64),
+        "input_ids": torch.tensor([token for prompt, answer in both for token in (*prompt, *answer.token_ids)], dtype=torch.int64),
+        "loss_mask": torch.tensor([value for mask in masks for value in (False, *mask[1:])], dtype=torch.bool),
+        "media": [each.features for each in read] if expand else None,
+        "tower_tokens": torch.tensor([each.tower_tokens for each in read], dtype=torch.int64) if expand else None,
+    }

@@ -77,6 +77,11 @@ class ImageFile:
         except UNREADABLE as error:
             raise DataError(f"image {self.name} cannot be read: {error}; repair it, or remove its rows from the data") from error
 
+    @property
+    def identity(self) -> bytes:
+        """Return the path or the content, which distinguish it from other images."""
+        return _identity(self.source)
+
     def thumbnail(self) -> str:
         """Return a small JPEG of the image as a data URI, which a page shows without loading anything."""
         return _small_jpeg(self.open())
@@ -116,6 +121,10 @@ class VideoFile:
             return {"frames": np.stack(rows), "fps": len(rows) / seconds if seconds else self.fps}
         except UNREADABLE as error:
             raise DataError(f"video {self.name} cannot be read: {error}; repair it, or remove its rows from the data") from error
+
+    @property
+    def identity(self) -> bytes:
+        return b"".join(frame.identity for frame in self.source) if isinstance(self.source, tuple) else _identity(self.source)
 
     def thumbnail(self) -> str:
         """Return the middle frame as a small JPEG."""
@@ -188,6 +197,10 @@ class AudioFile:
             return {"array": np.asarray(self.source[0], dtype=np.float32), "sampling_rate": self.source[1]}
         content = self._content()
         return _wave(content) if content[:4] == RIFF else decoded_sound(content)
+
+    @property
+    def identity(self) -> bytes:
+        return np.asarray(self.source[0]).tobytes() if isinstance(self.source, tuple) else _identity(self.source)
 
     def player(self) -> str:
         """Return the first seconds as a small .wav file in a data URI, which a page plays without loading anything."""
@@ -369,6 +382,10 @@ def _parts(content: Any, kinds: list[str]) -> list[dict[str, Any]]:
 
 
 # -- decoding
+
+
+def _identity(source: Path | bytes) -> bytes:
+    return source if isinstance(source, bytes) else os.fsencode(source)
 
 
 def _of_bytes(file: BytesIO | Path) -> Image.Image:

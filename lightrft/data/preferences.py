@@ -4,17 +4,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.config.sections import DataSection, PreferenceSection
+from lightrft.config.sections import DataSection, PreferenceSection, media_columns
 from lightrft.data.chats import Message, as_messages, is_answer
-from lightrft.data.conversations import answer_of, answer_problem, make_example
+from lightrft.data.conversations import answer_of, answer_problem, flat_columns, make_example
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import HERE, Make, MediaTokenCounter, load_prompts
-from lightrft.types import Answer, JudgedBatch, Prompt, TokenIds
+from lightrft.types import Answer, Expand, JudgedBatch, Prompt, TokenIds
 
 CHOSEN, REJECTED, MARGIN, TIE, HEAD = "chosen", "rejected", "margin", "tie", "head"
 """Columns of a loaded pair, whatever their names in the data."""
@@ -24,25 +24,18 @@ USUAL_PROMPT, USUAL_ANSWER = "prompt", "completion"
 """Columns that are used if --input_key and --completion_key are not set; the first if its column is missing."""
 
 
-class Sequences(NamedTuple):
-    """Sequences of a flat batch: token ids, and which of them are learned."""
-
-    token_ids: list[list[int]]
-    learned: list[list[bool]]
-
-
 def load_pairs(
     section: DataSection, preference: PreferenceSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data",
-    longest: int, heads: Sequence[str] = (),
+    longest: int, measure: MediaTokenCounter | None = None, requirements: Any = None, heads: Sequence[str] = (),
 ) -> PromptSet:  # fmt: skip
     """Load prompts with a chosen and a rejected Answer, as load_prompts() does; above `longest` tokens a pair is a bad row."""
 
     def problem(prompt: Prompt) -> str | None:
-        length = sum(len(ids) for ids in pair_sequences([prompt]).token_ids)
+        length = pair_size(prompt)
         return f"both answers with the prompt have {length} tokens, more than {longest}" if length > longest else None
 
     return load_prompts(section, tokenizer, source=source, row_problem=problem, make=pair_maker(preference, heads),
-                        requirements=[longest, asdict(preference), list(heads)])  # fmt: skip
+                        measure=measure, requirements=[longest, asdict(preference), list(heads), requirements])  # fmt: skip
 
 
 def pair_maker(preference: PreferenceSection, heads: Sequence[str] = ()) -> Make:
@@ -57,27 +50,24 @@ def pair_maker(preference: PreferenceSection, heads: Sequence[str] = ()) -> Make
         if chosen == rejected:
             raise ValueError("the chosen and the rejected answer are the same")
         prompt, chosen, rejected = _parts(section, row, chosen, rejected)
-        examples = [_example(section, tokenizer, prompt, answer, index) for answer in (chosen, rejected)]
+        options = {"index": index, "folder": folder, "measure": measure}
+        examples = [_example(section, tokenizer, row, prompt, answer, **options) for answer in (chosen, rejected)]
         judgement = {MARGIN: _margin(preference, row), TIE: _tie(preference, row), HEAD: _head(preference, row, heads)}
         return _pair(*examples, tokenizer, judgement)
 
     return make_pair
 
 
-def pair_sequences(pairs: Sequence[Prompt]) -> Sequences:
-    """Return the two sequences of each pair, the chosen answer before the rejected one."""
-    answers = [(pair, pair.columns[name]) for pair in pairs for name in (CHOSEN, REJECTED)]
-    return Sequences(
-        [[*pair.token_ids, *answer.token_ids] for pair, answer in answers],
-        [[False] * len(pair.token_ids) + answer.learned for pair, answer in answers],
-    )
+def pair_size(pair: Prompt) -> int:
+    """Return the number of tokens of both sequences of a pair."""
+    return sum(pair.num_tokens + len(pair.columns[name].token_ids) for name in (CHOSEN, REJECTED))
 
 
-def pair_batch(pairs: Sequence[Prompt], rows: Sequence[int]) -> JudgedBatch:
-    """Build the flat batch of the pairs. `rows` are their indices in the whole batch."""
+def pair_batch(pairs: Sequence[Prompt], rows: Sequence[int], expand: Expand | None = None) -> JudgedBatch:
+    """Build the flat batch of the pairs, the chosen answer before the rejected one. `rows` are their indices in the whole batch."""
     both = [pair.columns for pair in pairs for _ in (CHOSEN, REJECTED)]
     return JudgedBatch(
-        **flat(pair_sequences(pairs)),
+        **flat_columns([(pair, pair.columns[name]) for pair in pairs for name in (CHOSEN, REJECTED)], expand),
         rows=torch.tensor([2 * row + place for row in rows for place in (0, 1)], dtype=torch.int64),
         margins=torch.tensor([columns[MARGIN] for columns in both], dtype=torch.float32),
         ties=torch.tensor([columns[TIE] for columns in both], dtype=torch.bool),
@@ -87,7 +77,7 @@ def pair_batch(pairs: Sequence[Prompt], rows: Sequence[int]) -> JudgedBatch:
 
 def load_answers(
     section: DataSection, preference: PreferenceSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data",
-    longest: int,
+    longest: int, measure: MediaTokenCounter | None = None, requirements: Any = None,
 ) -> PromptSet:  # fmt: skip
     """Load prompts with an Answer that is good or bad, as load_prompts() does; above `longest` tokens a row is a bad row."""
 
@@ -103,16 +93,15 @@ def load_answers(
         else:
             prompt = prompt_column(section, row)
         desirable = _bool(row, section.label_key, "label_key")
-        example = _example(section, tokenizer, prompt, answer, index)
-        columns = {ANSWER: answer_of(example, tokenizer), DESIRABLE: desirable}
-        return Prompt(index, example.text, example.token_ids, columns)
+        example = _example(section, tokenizer, row, prompt, answer, index=index, folder=folder, measure=measure)
+        return replace(example, columns={ANSWER: answer_of(example, tokenizer), DESIRABLE: desirable})
 
     def problem(prompt: Prompt) -> str | None:
         length = prompt.num_tokens + len(prompt.columns[ANSWER].token_ids)
         return f"prompt and answer have {length} tokens, more than {longest}" if length > longest else None
 
-    requirements = [longest, asdict(preference)]
-    return load_prompts(section, tokenizer, source=source, row_problem=problem, make=make, requirements=requirements)
+    others = [longest, asdict(preference), requirements]
+    return load_prompts(section, tokenizer, source=source, row_problem=problem, make=make, measure=measure, requirements=others)
 
 
 def mismatched(answers: Sequence[Prompt], max_tokens: int) -> list[Prompt]:
@@ -124,30 +113,16 @@ def mismatched(answers: Sequence[Prompt], max_tokens: int) -> list[Prompt]:
 def _with_answer_of(prompt: Prompt, answer: Answer, max_tokens: int) -> Prompt:
     room = max_tokens - prompt.num_tokens
     columns = {ANSWER: Answer(answer.token_ids[:room], answer.learned[:room]), DESIRABLE: False}
-    return Prompt(prompt.index, prompt.text, prompt.token_ids, columns)
+    return replace(prompt, columns=columns)
 
 
-def judged_batch(answers: Sequence[Prompt], rows: Sequence[int]) -> JudgedBatch:
+def judged_batch(answers: Sequence[Prompt], rows: Sequence[int], expand: Expand | None = None) -> JudgedBatch:
     """Build the flat batch of single answers. `rows` are their indices in the whole batch."""
-    sequences = Sequences(
-        [[*prompt.token_ids, *prompt.columns[ANSWER].token_ids] for prompt in answers],
-        [[False] * len(prompt.token_ids) + prompt.columns[ANSWER].learned for prompt in answers],
-    )
     return JudgedBatch(
-        **flat(sequences),
+        **flat_columns([(prompt, prompt.columns[ANSWER]) for prompt in answers], expand),
         rows=torch.tensor(rows, dtype=torch.int64),
         desirable=torch.tensor([prompt.columns[DESIRABLE] for prompt in answers], dtype=torch.bool),
     )
-
-
-def flat(sequences: Sequences) -> dict[str, torch.Tensor]:
-    """Return lengths [N], input_ids [T] and loss_mask [T] of the sequences; the first token of a sequence is never learned."""
-    masks = [[False, *learned[1:]] for learned in sequences.learned]
-    return {
-        "lengths": torch.tensor([len(ids) for ids in sequences.token_ids], dtype=torch.int64),
-        "input_ids": torch.tensor([token for ids in sequences.token_ids for token in ids], dtype=torch.int64),
-        "loss_mask": torch.tensor([value for mask in masks for value in mask], dtype=torch.bool),
-    }
 
 
 def prompt_column(section: DataSection, row: dict[str, Any]) -> Any:
@@ -173,10 +148,12 @@ def _next(messages: list[Message], count: int) -> Message:
     return messages[count] if count < len(messages) else {}
 
 
-def _example(section: DataSection, tokenizer: PreTrainedTokenizerBase, prompt: Any, answer: Any, index: int) -> Prompt:
-    """Return the prompt with one Answer as its label. Raise ValueError if it cannot be learned."""
+def _example(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], prompt: Any, answer: Any, **options: Any
+) -> Prompt:
+    """Return the prompt of a row with one Answer as its label. Raise ValueError if it cannot be learned."""
     usual = replace(section, input_key="input", label_key="label")
-    example = make_example(usual, tokenizer, {"input": prompt, "label": answer}, index=index)
+    example = make_example(usual, tokenizer, media_of(section, row) | {"input": prompt, "label": answer}, **options)
     problem = answer_problem(example, tokenizer, longest=2**62)
     if problem:
         raise ValueError("one of the answers is empty, or neither text nor messages")
@@ -193,7 +170,12 @@ def _pair(chosen: Prompt, rejected: Prompt, tokenizer: PreTrainedTokenizerBase, 
     for name, example in ((CHOSEN, chosen), (REJECTED, rejected)):
         rest, answer = list(example.token_ids[shared:]), answer_of(example, tokenizer)
         answers[name] = Answer(TokenIds([*rest, *answer.token_ids]), [False] * len(rest) + answer.learned)
-    return Prompt(chosen.index, chosen.text, chosen.token_ids[:shared], answers | judgement)
+    return replace(chosen, token_ids=chosen.token_ids[:shared], columns=answers | judgement)
+
+
+def media_of(section: DataSection, row: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row with media."""
+    return {name: row[name] for name in media_columns(section).values() if name in row}
 
 
 def column(row: dict[str, Any], name: str, flag: str) -> Any:

@@ -10,11 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.sections import DataSection, PreferenceSection
 from lightrft.data.chats import Answer
-from lightrft.data.preferences import ANSWER, Sequences, column, flat, prompt_column
+from lightrft.data.conversations import flat_columns
+from lightrft.data.preferences import ANSWER, column, media_of, prompt_column
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import HERE, MediaTokenCounter, load_prompts, make_prompt
 from lightrft.data.step_ends import StepEnds
-from lightrft.types import JudgedBatch, Prompt, TokenIds
+from lightrft.types import Expand, JudgedBatch, Prompt, TokenIds
 
 TARGETS = "targets"
 """Column of a loaded answer: the label of each step, from 0 to 1."""
@@ -24,7 +25,7 @@ USUAL_STEPS, USUAL_LABELS = "completions", "labels"
 
 def load_steps(
     section: DataSection, preference: PreferenceSection, tokenizer: PreTrainedTokenizerBase, *, source: str = "prompt_data",
-    longest: int,
+    longest: int, measure: MediaTokenCounter | None = None, requirements: Any = None,
 ) -> PromptSet:  # fmt: skip
     """Load prompts with an Answer of steps, as load_prompts() does; above `longest` tokens a row is a bad row.
 
@@ -41,7 +42,8 @@ def load_steps(
         if len(steps) != len(targets):
             raise ValueError(f"the row has {len(steps)} steps but {len(targets)} labels")
         usual = replace(section, input_key="input", label_key="label", reference_key=None)
-        prompt = make_prompt(usual, tokenizer, {"input": prompt_column(section, row)}, index=index)
+        prompt = make_prompt(usual, tokenizer, media_of(section, row) | {"input": prompt_column(section, row)},
+                             index=index, folder=folder, measure=measure)  # fmt: skip
         text = separator.join(step.removesuffix(separator) for step in steps)
         token_ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         ends = step_ends(token_ids)
@@ -50,24 +52,19 @@ def load_steps(
                 f"the row has {len(steps)} steps, but --step_separator {separator!r} divides their text into {len(ends)}"
             )
         answer = Answer(TokenIds(token_ids), [place in ends for place in range(len(token_ids))])
-        return Prompt(index, prompt.text, prompt.token_ids, {ANSWER: answer, TARGETS: targets})
+        return replace(prompt, columns={ANSWER: answer, TARGETS: targets})
 
     def problem(prompt: Prompt) -> str | None:
         length = prompt.num_tokens + len(prompt.columns[ANSWER].token_ids)
         return f"prompt and steps have {length} tokens, more than {longest}" if length > longest else None
 
-    return load_prompts(
-        section, tokenizer, source=source, row_problem=problem, make=make, requirements=[asdict(preference), longest]
-    )
+    return load_prompts(section, tokenizer, source=source, row_problem=problem, make=make, measure=measure,
+                        requirements=[asdict(preference), longest, requirements])  # fmt: skip
 
 
-def step_batch(answers: Sequence[Prompt], rows: Sequence[int]) -> JudgedBatch:
+def step_batch(answers: Sequence[Prompt], rows: Sequence[int], expand: Expand | None = None) -> JudgedBatch:
     """Build the flat batch of the answers. `rows` are their indices in the whole batch."""
-    sequences = Sequences(
-        [[*prompt.token_ids, *prompt.columns[ANSWER].token_ids] for prompt in answers],
-        [[False] * len(prompt.token_ids) + prompt.columns[ANSWER].learned for prompt in answers],
-    )
-    columns = flat(sequences)
+    columns = flat_columns([(prompt, prompt.columns[ANSWER]) for prompt in answers], expand)
     targets = torch.zeros(len(columns["input_ids"]))
     targets[columns["loss_mask"]] = torch.tensor([label for prompt in answers for label in prompt.columns[TARGETS]])
     return JudgedBatch(**columns, rows=torch.tensor(rows, dtype=torch.int64), targets=targets)

@@ -128,8 +128,9 @@ def load_reward_model(section: ModelSection, heads: Sequence[str], tokenizer: Pr
     """Load --pretrain with a score for each of the named heads, which are new if it generates text."""
     model = load_scorer(section, num_heads=len(heads))
     model.config.id2label, model.config.label2id = dict(enumerate(heads)), {name: place for place, name in enumerate(heads)}
-    if model.config.pad_token_id is None:  # transformers finds the last token of padded rows by it
-        model.config.pad_token_id = tokenizer.pad_token_id
+    config = model.config.get_text_config()
+    if config.pad_token_id is None:  # transformers finds the last token of padded rows by it
+        config.pad_token_id = tokenizer.pad_token_id
     return model
 
 

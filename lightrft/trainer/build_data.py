@@ -21,14 +21,20 @@ from lightrft.trainer.base import TrainingData
 def load_training_data(config: Config, batch_size: int, *, rewards: RewardRunner | None = None) -> TrainingData:
     """Load the training data with the columns that `rewards` needs; without rewards also held-out data, with answers to learn."""
     tokenizer = load_tokenizer(config.model)
-    expand = load_expander(config, tokenizer, engine=rewards is not None)
-    if expand is not None:
-        expand.check_family()
+    expand = load_trained_expander(config, tokenizer, engine=rewards is not None)
     arguments = config, tokenizer, expand
     load = partial(load_rewarded, *arguments, rewards) if rewards else partial(load_supervised, *arguments)
     held_out = config.data.eval_data and rewards is None
     prompts, eval_prompts = load(), load(source="eval_data") if held_out else PromptSet([])
     return TrainingData(tokenizer, prompts, eval_prompts, total_steps(config, prompts.draws_of_epoch, batch_size), expand)
+
+
+def load_trained_expander(config: Config, tokenizer: PreTrainedTokenizerBase, *, engine: bool) -> Expander | None:
+    """Return load_expander(), of a model that can be trained on the media."""
+    expand = load_expander(config, tokenizer, engine=engine)
+    if expand is not None:
+        expand.check_family()
+    return expand
 
 
 def load_expander(config: Config, tokenizer: PreTrainedTokenizerBase, *, engine: bool) -> Expander | None:
@@ -63,12 +69,12 @@ def load_rewarded(
         row_problem=rewards.row_problem,
         measure=expand and expand.measure,
         distinguishing=config.reward.reward_key,
-        requirements=[rewards.requirements, _limits_of_media(config)],
+        requirements=[rewards.requirements, limits_of_media(config)],
         keep_input=has_episodes(config.environment),
     )
 
 
-def _limits_of_media(config: Config) -> Any:
+def limits_of_media(config: Config) -> Any:
     """Return what the tokens of a prompt's media depend on; None if all prompts are text."""
     return [config.model.pretrain, _most(config)] if media_columns(config.data) else None
 
@@ -83,7 +89,7 @@ def load_supervised(
     config: Config, tokenizer: PreTrainedTokenizerBase, expand: Expander | None, *, source: str = "prompt_data"
 ) -> PromptSet:
     longest, measure = config.train.max_tokens_per_microbatch, expand and expand.measure
-    requirements = _limits_of_media(config)
+    requirements = limits_of_media(config)
     return load_examples(config.data, tokenizer, source=source, longest=longest, measure=measure, requirements=requirements)
 
 

@@ -16,7 +16,7 @@ from lightrft.run.prepare import prepare_config
 from lightrft.run.run_folder import RunFolder
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import TrainingData
-from lightrft.trainer.build_data import load_training_data, total_steps
+from lightrft.trainer.build_data import limits_of_media, load_trained_expander, load_training_data, total_steps
 from lightrft.trainer.build_roles import build_policy, build_reward_model, set_blank_media
 from lightrft.trainer.supervised import SupervisedTrainer, Task
 from lightrft.trainer.tasks.dpo import DPOTask
@@ -51,7 +51,9 @@ def rm_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
         training_data = _load_judged(config, partial(load_pairs, config.data, config.preference, heads=heads))
         with log_duration(strategy, f"loading {config.model.pretrain}"):
             role = build_reward_model(config, strategy, training_data.tokenizer, updates=training_data.total_steps, heads=heads)
-        return role, RewardModelTask(role, config.preference, config.train, heads if len(heads) > 1 else []), training_data
+        set_blank_media(training_data.expand, role.module)
+        named = heads if len(heads) > 1 else []
+        return role, RewardModelTask(role, config.preference, config.train, named, training_data.expand), training_data
 
     return _trainer("train_rm", config, strategy, build, role_name="reward_model")
 
@@ -64,7 +66,8 @@ def prm_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
         training_data = _load_judged(config, partial(load_steps, config.data, config.preference))
         with log_duration(strategy, f"loading {config.model.pretrain}"):
             role = build_reward_model(config, strategy, training_data.tokenizer, updates=training_data.total_steps, heads=heads)
-        return role, ProcessRewardTask(role, config.train), training_data
+        set_blank_media(training_data.expand, role.module)
+        return role, ProcessRewardTask(role, config.train, training_data.expand), training_data
 
     return _trainer("train_prm", config, strategy, build, role_name="reward_model")
 
@@ -75,7 +78,8 @@ def dpo_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
         live = not config.preference.precompute_reference
         with log_duration(strategy, f"loading {config.model.pretrain}"):
             policy = build_policy(config, strategy, updates=training_data.total_steps, reference=live)
-        task = DPOTask(policy, config.preference, config.train)
+        set_blank_media(training_data.expand, policy.actor, policy.reference)
+        task = DPOTask(policy, config.preference, config.train, training_data.expand)
         if not live:
             strategy.announce("reference_logprobs")
             with log_duration(strategy, "log-probs of the reference"):
@@ -91,7 +95,8 @@ def kto_trainer(config: Config, strategy: StrategyBase) -> SupervisedTrainer:
         training_data = _load_judged(config, partial(load_answers, config.data, config.preference))
         with log_duration(strategy, f"loading {config.model.pretrain}"):
             policy = build_policy(config, strategy, updates=training_data.total_steps, reference=True)
-        return policy, KTOTask(policy, config.preference, config.train), training_data
+        set_blank_media(training_data.expand, policy.actor, policy.reference)
+        return policy, KTOTask(policy, config.preference, config.train, training_data.expand), training_data
 
     return _trainer("train_kto", config, strategy, build)
 
@@ -113,7 +118,9 @@ def _trainer(
 def _load_judged(config: Config, load: Callable[..., PromptSet]) -> TrainingData:
     """Load judged answers for training and evaluation; `load` is load_pairs() or another such function with its sections."""
     tokenizer, train = load_tokenizer(config.model), config.train
+    expand = load_trained_expander(config, tokenizer, engine=False)
     longest = min(train.max_tokens_per_microbatch, train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch)
-    rows = load(tokenizer, source="prompt_data", longest=longest)
-    eval_rows = load(tokenizer, source="eval_data", longest=longest) if config.data.eval_data else PromptSet([])
-    return TrainingData(tokenizer, rows, eval_rows, total_steps(config, rows.draws_of_epoch, train.train_batch_size))
+    options = {"longest": longest, "measure": expand and expand.measure, "requirements": limits_of_media(config)}
+    rows = load(tokenizer, source="prompt_data", **options)
+    eval_rows = load(tokenizer, source="eval_data", **options) if config.data.eval_data else PromptSet([])
+    return TrainingData(tokenizer, rows, eval_rows, total_steps(config, rows.draws_of_epoch, train.train_batch_size), expand)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lightrft.config import DataSection, PreferenceSection
-from lightrft.data.preferences import judged_batch, load_answers, mismatched, pair_batch, pair_maker, pair_sequences
+from lightrft.data.preferences import judged_batch, load_answers, mismatched, pair_batch, pair_maker
 from lightrft.data.readers import DataError
 from scripts.prepare_quickstart import byte_tokenizer
 
@@ -24,7 +24,8 @@ def made(row: dict, heads=(), chat: bool = True, **preference):
 
 def texts(pair) -> list[tuple[str, str]]:
     """Each whole sequence, and what of it is learned."""
-    both = zip(*pair_sequences([pair]), strict=True)
+    batch = pair_batch([pair], [0])
+    both = zip(*(column.split(batch.lengths.tolist()) for column in (batch.input_ids, batch.loss_mask)), strict=True)
     return [
         (TOKENIZER.decode(ids), TOKENIZER.decode([i for i, one in zip(ids, learned, strict=True) if one]))
         for ids, learned in both

@@ -14,7 +14,7 @@ from lightrft.data.preferences import CHOSEN, REJECTED
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import LossTerm
 from lightrft.trainer.tasks.pairs import local_pairs, pair_denominator
-from lightrft.types import Prompt
+from lightrft.types import Expand, Prompt
 
 PAIRS_AT_ONCE = 1024
 """Number of pairs whose reference log-probs are computed together: data may be larger than memory."""
@@ -23,15 +23,16 @@ PAIRS_AT_ONCE = 1024
 class DPOTask:
     """Pairs of answers; the loss is the mean over all pairs of a step."""
 
-    def __init__(self, policy: Policy, preference: PreferenceSection, train: TrainSection):
-        self.policy, self.train, self.objective = policy, train, DPOObjective(preference)
+    def __init__(self, policy: Policy, preference: PreferenceSection, train: TrainSection, expand: Expand | None = None):
+        """Set up the task. `expand` is for prompts with media."""
+        self.policy, self.train, self.objective, self.expand = policy, train, DPOObjective(preference), expand
         self._known: dict[bytes, Tensor] = {}
         """Digest of a pair -> the reference's log-probs of both answers, [2] float32 on the host."""
 
     def term(self, pairs: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
         """Return this rank's share of the loss on all ranks' pairs, with the reference's log-probs of its answers."""
         strategy = self.policy.strategy
-        batch, rows, local = local_pairs(pairs, strategy.mesh.data, self.train, max_tokens=max_tokens)
+        batch, rows, local = local_pairs(pairs, strategy.mesh.data, self.train, max_tokens=max_tokens, expand=self.expand)
         if self.policy.reference is None:
             sums = [self._known[_digest(pairs[place])] for place in local]
             batch.reference = torch.cat([*sums, torch.zeros(0)])
@@ -45,13 +46,17 @@ class DPOTask:
         max_tokens = train.max_tokens_per_logprob_microbatch or train.max_tokens_per_microbatch
         for start in range(0, len(pairs), PAIRS_AT_ONCE):
             part = pairs[start : start + PAIRS_AT_ONCE]
-            batch, rows, local = local_pairs(part, data, train, max_tokens=max_tokens)
+            batch, rows, local = local_pairs(part, data, train, max_tokens=max_tokens, expand=self.expand)
             sums = sequence_sums(self.policy.logprobs(batch, rows), batch).view(-1, 2)
             places, sums = share(data, torch.tensor(local, dtype=torch.int64)), share(data, sums)
             self._known |= {_digest(part[place]): both.clone() for place, both in zip(places.tolist(), sums, strict=True)}
 
 
 def _digest(pair: Prompt) -> bytes:
-    """Return a digest of the tokens of a pair, which may be built anew each time that it is needed."""
+    """Return a digest of the tokens and the media of a pair, which may be built anew each time that it is needed."""
     tokens = [pair.token_ids, *(pair.columns[name].token_ids for name in (CHOSEN, REJECTED))]
-    return hashlib.blake2b(repr([list(ids) for ids in tokens]).encode(), digest_size=16).digest()
+    digest = hashlib.blake2b(repr([list(ids) for ids in tokens]).encode(), digest_size=16)
+    for items in pair.multi_modal.values():
+        for item in items:
+            digest.update(item.identity)
+    return digest.digest()

@@ -13,14 +13,15 @@ from lightrft.roles.microbatch import MicroBatchIndices
 from lightrft.roles.policy import Policy
 from lightrft.roles.role import LossTerm
 from lightrft.trainer.tasks.examples import known_denominator, plan_local_rows
-from lightrft.types import JudgedBatch, Prompt
+from lightrft.types import Expand, JudgedBatch, Prompt
 
 
 class KTOTask:
     """Single answers; the loss is the mean over all answers of a step."""
 
-    def __init__(self, policy: Policy, preference: PreferenceSection, train: TrainSection):
-        self.policy, self.preference, self.train = policy, preference, train
+    def __init__(self, policy: Policy, preference: PreferenceSection, train: TrainSection, expand: Expand | None = None):
+        """Set up the task. `expand` is for prompts with media."""
+        self.policy, self.preference, self.train, self.expand = policy, preference, train, expand
 
     def term(self, answers: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
         """Return this rank's share of the loss on all ranks' answers.
@@ -47,4 +48,4 @@ class KTOTask:
         lengths = [answer.num_tokens + len(answer.columns["answer"].token_ids) for answer in answers]
         data = self.policy.strategy.mesh.data
         local_rows, micro_batches = plan_local_rows(lengths, data, self.train, max_tokens=max_tokens)
-        return judged_batch([answers[row] for row in local_rows], local_rows), micro_batches
+        return judged_batch([answers[row] for row in local_rows], local_rows, self.expand), micro_batches

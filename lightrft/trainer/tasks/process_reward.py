@@ -6,21 +6,22 @@ from lightrft.data.steps import step_batch
 from lightrft.roles.reward_model import RewardModel
 from lightrft.roles.role import LossTerm
 from lightrft.trainer.tasks.examples import known_denominator, plan_local_rows
-from lightrft.types import Prompt
+from lightrft.types import Expand, Prompt
 
 
 class ProcessRewardTask:
     """Answers whose steps are judged; the loss is the mean over all steps of the answers of an optimizer step."""
 
-    def __init__(self, role: RewardModel, train: TrainSection):
-        self.role, self.train = role, train
+    def __init__(self, role: RewardModel, train: TrainSection, expand: Expand | None = None):
+        """Set up the task. `expand` is for prompts with media."""
+        self.role, self.train, self.expand = role, train, expand
 
     def term(self, answers: list[Prompt], *, max_tokens: int) -> LossTerm:
         """Return this rank's share of the loss on all ranks' answers."""
         strategy = self.role.strategy
         lengths = [answer.num_tokens + len(answer.columns["answer"].token_ids) for answer in answers]
         local_rows, rows = plan_local_rows(lengths, strategy.mesh.data, self.train, max_tokens=max_tokens)
-        batch = step_batch([answers[row] for row in local_rows], local_rows)
+        batch = step_batch([answers[row] for row in local_rows], local_rows, self.expand)
         num_steps = sum(len(answer.columns["targets"]) for answer in answers)
         denominator = known_denominator(num_steps, len(answers), strategy.device)
         return LossTerm(batch, rows, step_objective, denominator, self.role.scores_of_tokens)

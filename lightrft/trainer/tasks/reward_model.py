@@ -7,18 +7,20 @@ from lightrft.config.sections import PreferenceSection, TrainSection
 from lightrft.roles.reward_model import RewardModel
 from lightrft.roles.role import LossTerm
 from lightrft.trainer.tasks.pairs import local_pairs, pair_denominator
-from lightrft.types import Prompt
+from lightrft.types import Expand, Prompt
 
 
 class RewardModelTask:
     """Pairs of answers; the loss is the mean over all pairs of a step."""
 
-    def __init__(self, role: RewardModel, preference: PreferenceSection, train: TrainSection, heads: list[str]):
-        """Set up the task. `heads` are the names of several heads."""
-        self.role, self.train, self.objective = role, train, RewardObjective(preference, heads)
+    def __init__(
+        self, role: RewardModel, preference: PreferenceSection, train: TrainSection, heads: list[str], expand: Expand | None = None
+    ):
+        """Set up the task. `heads` are the names of several heads; `expand` is for prompts with media."""
+        self.role, self.train, self.objective, self.expand = role, train, RewardObjective(preference, heads), expand
 
     def term(self, pairs: Sequence[Prompt], *, max_tokens: int) -> LossTerm:
         """Return this rank's share of the loss on all ranks' pairs."""
         strategy = self.role.strategy
-        batch, rows, _ = local_pairs(pairs, strategy.mesh.data, self.train, max_tokens=max_tokens)
+        batch, rows, _ = local_pairs(pairs, strategy.mesh.data, self.train, max_tokens=max_tokens, expand=self.expand)
         return LossTerm(batch, rows, self.objective, pair_denominator(pairs, strategy.device), self.role.scores_of_heads)

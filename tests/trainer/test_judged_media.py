@@ -1,0 +1,149 @@
+"""Preferences and reward models about images and sound: the gradient of a first step, by plain transformers on each sequence."""
+
+import json
+import shutil
+import wave
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModel, AutoModelForMultimodalLM, AutoProcessor
+
+from lightrft.config import ModelSection
+from lightrft.models.load import Scores, load_scorer
+from runs import train
+from seeing import hearing_model, picture, seeing_model
+
+pytestmark = pytest.mark.slow
+
+TEXTS = [("What is {}?", 1), ("Nothing.", 0), ("{} or {}", 2), ("x{}", 1)]
+"""Of each prompt, with the number of its media."""
+WORDS = [("cat", "a dog"), ("no", "yes!"), ("one", "two"), ("bell", "rain")]
+DESIRABLE = [True, False, True, True]
+FLAGS = ["--no_freeze_vision_tower", "--max_steps=1", "--train_batch_size=4", "--prompt_max_len=100", "--fsdp",
+         "--max_tokens_per_microbatch=160", "--beta=0.5", "--report_to=jsonl"]  # fmt: skip
+ROWS: dict[str, Callable[[str, tuple[str, str], bool], dict]] = {
+    "train_dpo": lambda text, words, _: {"input": text, "chosen": words[0], "rejected": words[1]},
+    "train_rm": lambda text, words, _: {"input": text, "chosen": words[0], "rejected": words[1]},
+    "train_kto": lambda text, words, good: {"input": text, "completion": words[0], "label": good},
+    "train_prm": lambda text, words, good: {"input": text, "completions": list(words), "labels": [True, good]},
+}
+
+
+class Reference:
+    """Plain transformers, which reads each prompt with its media by its processor."""
+
+    def __init__(self, folder: str, mark: str, media: list[list]):
+        self.processor = AutoProcessor.from_pretrained(folder)
+        self.prompts = []
+        for (text, _), items in zip(TEXTS, media, strict=True):
+            given = {} if not items else {"images": [items]} if mark == "<image>" else {"audio": items, "sampling_rate": 16000}
+            self.prompts.append(dict(self.processor(text=[text.format(*[mark] * len(items))], return_tensors="pt", **given)))
+
+    def inputs(self, number: int, answer: list[int]) -> tuple[dict[str, Tensor], int]:
+        prompt = self.prompts[number]
+        ids = torch.cat([prompt["input_ids"], torch.tensor([answer])], 1)
+        return prompt | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, prompt["input_ids"].shape[1]
+
+    def tokens(self, text: str) -> list[int]:
+        return [*self.processor.tokenizer(text, add_special_tokens=False)["input_ids"], self.processor.tokenizer.eos_token_id]
+
+
+def logprob(model, reference: Reference, number: int, word: str) -> Tensor:
+    answer = reference.tokens(word)
+    inputs, start = reference.inputs(number, answer)
+    return model(**inputs).logits[0, start - 1 : -1].log_softmax(-1).gather(1, torch.tensor(answer)[:, None]).sum()
+
+
+def scores(model, reference: Reference, number: int, answer: list[int]) -> Tensor:
+    inputs, start = reference.inputs(number, answer)
+    return model.score(model.model(**inputs).last_hidden_state)[0, start:, 0]
+
+
+def losses(command: str, model, reference: Reference) -> Tensor:
+    """The loss of the four rows; a policy is its own reference, so that its loss is known and only its gradient is not."""
+    total = torch.zeros(())
+    for number, (words, good) in enumerate(zip(WORDS, DESIRABLE, strict=True)):
+        if command == "train_dpo":
+            first, second = (logprob(model, reference, number, word) for word in words)
+            total = total - F.logsigmoid(0.5 * ((first - first.detach()) - (second - second.detach()))) / 4
+        elif command == "train_kto":
+            ratio = logprob(model, reference, number, words[0])
+            total = total + torch.sigmoid(-(1 if good else -1) * 0.5 * (ratio - ratio.detach())) / 4
+        elif command == "train_rm":
+            first, second = (scores(model, reference, number, reference.tokens(word))[-1] for word in words)
+            total = total - F.logsigmoid(first - second) / 4
+        else:
+            steps = [reference.tokens(word)[:-1] for word in words]
+            separator = reference.tokens("\n\n")[:-1]
+            answer = [*steps[0], *separator, *steps[1], reference.processor.tokenizer.eos_token_id]
+            places = [len(steps[0]) + len(separator) - 1, len(answer) - 1]
+            found, wanted = scores(model, reference, number, answer)[places], torch.tensor([1.0, float(good)])
+            total = total + F.binary_cross_entropy_with_logits(found, wanted, reduction="sum") / 8
+    return total
+
+
+@pytest.mark.parametrize("medium", ["images", "audios"])
+def test_a_first_step_is_that_of_transformers(tmp_path, medium):
+    """Two ranks; one row in four is text."""
+    mark, key = ("<image>", "picture") if medium == "images" else ("<|AUDIO|>", "sound")
+    folder = seeing_model(tmp_path / "model") if medium == "images" else hearing_model(tmp_path / "model", 2)
+    media, names = written(tmp_path, medium)
+    reference = Reference(folder, mark, media)
+    scored = scorer(folder, tmp_path / "scorer")
+    for command, row in ROWS.items():
+        with (tmp_path / "rows.jsonl").open("w") as file:
+            for (text, count), words, good, files in zip(TEXTS, WORDS, DESIRABLE, names, strict=True):
+                file.write(json.dumps(row(text.format(*[mark] * count), words, good) | ({key: files} if files else {})) + "\n")
+        policy = command in ("train_dpo", "train_kto")
+        flags = [flag for flag in FLAGS if policy or "beta" not in flag]
+        flags += [f"--prompt_data={tmp_path / 'rows.jsonl'}", f"--{medium}_key={key}", f"--pretrain={folder if policy else scored}"]
+        (found,) = train(command, 2, flags, tmp_path / command)
+        options = {"dtype": torch.float32, "trust_remote_code": False}
+        model = (AutoModelForMultimodalLM if policy else Scores).from_pretrained(folder if policy else scored, **options)
+        loss = losses(command, model, reference)
+        loss.backward()
+        norm = torch.stack([p.grad.norm() for name, p in model.named_parameters() if p.grad is not None and counted(name)]).norm()
+        assert found["train/loss"] == pytest.approx(float(loss), rel=1e-5), command
+        assert found["train/grad_norm"] == pytest.approx(float(norm), rel=1e-5), command
+
+
+def counted(name: str) -> bool:
+    return "audio_tower.embed_positions" not in name  # a constant, which from_pretrained() makes a parameter
+
+
+def written(folder: Path, medium: str) -> tuple[list[list], list[list[str]]]:
+    """The media of each prompt, and the names of their files."""
+    items, names, seed = [], [], 0
+    for _, count in TEXTS:
+        items.append([])
+        names.append([])
+        for _ in range(count):
+            seed += 1
+            if medium == "images":
+                item, name = picture(seed), f"{seed}.png"
+                item.save(folder / name)
+            else:
+                samples, name = np.random.default_rng(seed).integers(-9000, 9000, 3200 * seed).astype(np.int16), f"{seed}.wav"
+                item = samples.astype(np.float32) / 32768
+                with wave.open(str(folder / name), "wb") as file:
+                    file.setparams((1, 2, 16000, 0, "NONE", ""))
+                    file.writeframes(samples.tobytes())
+            items[-1].append(item)
+            names[-1].append(name)
+    return items, names
+
+
+def scorer(folder: str, to: Path) -> str:
+    """A folder with the same backbone and a head."""
+    shutil.copytree(folder, to)
+    torch.manual_seed(0)
+    model = load_scorer(ModelSection(pretrain=folder))
+    torch.testing.assert_close(dict(model.model.named_parameters()),
+                               dict(AutoModel.from_pretrained(folder, dtype=torch.float32).named_parameters()))  # fmt: skip
+    model.save_pretrained(to)
+    return str(to)
