@@ -9,7 +9,7 @@ from typing import Any
 
 from lightrft.config.commands import COMMANDS, PREFERENCES, fields_read
 from lightrft.config.errors import ConfigError
-from lightrft.config.recipe import TEACHERS, algorithm_problems
+from lightrft.config.recipe import algorithm_problems
 from lightrft.config.references import (
     ENGINE,
     JUDGE,
@@ -26,7 +26,6 @@ from lightrft.config.references import (
     reward_terms,
 )
 from lightrft.config.sections import (
-    REWARD_MODELS,
     Config,
     ModelSection,
     RewardSection,
@@ -214,9 +213,8 @@ def _media_problems(config: Config, command: str) -> list[str]:
     model, algorithm = config.model, config.algorithm
     if not (flags := _media_flags(config)):
         return [] if model.freeze_vision_tower else ["--no_freeze_vision_tower needs --images_key: only images train the tower"]
-    others = [f"--{name}" for name in (*REWARD_MODELS, *TEACHERS) if getattr(model, name)]
     impossible = {
-        f"{flags}: the models of {' '.join(others)} read text only; a server given as --reward may read more": others,
+        f"{flags}: the teacher behind --teacher_url reads text only; --teacher_pretrain loads one here": bool(model.teacher_url),
         f"{flags} does not support --aux_loss_coef: its loss counts only text tokens": algorithm.aux_loss_coef > 0,
         "--videos_key: set --limit_mm_video_per_prompt, for which the engine reserves memory; its default is 0": (
             command == "train_ppo" and bool(config.data.videos_key) and config.engine.limit_mm_video_per_prompt == 0

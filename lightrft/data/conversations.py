@@ -114,7 +114,7 @@ def flat_columns(answered: Sequence[tuple[Prompt, Answer]], expand: Expand | Non
     masks = [[False] * len(prompt) + answer.learned for prompt, answer in both]
     return {
         "lengths": torch.tensor([len(prompt) + len(answer.token_ids) for prompt, answer in both], dtype=torch.int64),
-        "input_ids": torch.tensor([token for prompt, answer in both for token in (*prompt, *answer.token_ids)], dtype=torch.int64),
+        "input_ids": torch.tensor([token for ids, answer in both for token in (*ids, *answer.token_ids)], dtype=torch.int64),
         "loss_mask": torch.tensor([value for mask in masks for value in (False, *mask[1:])], dtype=torch.bool),
         "media": [each.features for each in read] if expand else None,
         "tower_tokens": torch.tensor([each.tower_tokens for each in read], dtype=torch.int64) if expand else None,

@@ -64,7 +64,7 @@ def pair_size(pair: Prompt) -> int:
 
 
 def pair_batch(pairs: Sequence[Prompt], rows: Sequence[int], expand: Expand | None = None) -> JudgedBatch:
-    """Build the flat batch of the pairs, the chosen answer before the rejected one. `rows` are their indices in the whole batch."""
+    """Build the flat batch of the pairs, chosen answers before rejected ones. `rows` are their indices in the whole batch."""
     both = [pair.columns for pair in pairs for _ in (CHOSEN, REJECTED)]
     return JudgedBatch(
         **flat_columns([(pair, pair.columns[name]) for pair in pairs for name in (CHOSEN, REJECTED)], expand),

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from lightrft.config.references import chosen_labels
+from lightrft.data.conversations import flat_columns
 from lightrft.rewards.steps import StepRewards, TokenRewards
-from lightrft.roles.padded import IDS, LENGTHS
 from lightrft.roles.reward_model import RewardModel
-from lightrft.types import Sample
+from lightrft.types import Answer, Expand, Sample
 
 FUNCTION = "function"
 """Name of the part of a reward that the reward function returned as one number."""
@@ -32,9 +31,12 @@ class ScoringModel:
 class ModelRewards:
     """Reward models that score prompt and response, as tokens."""
 
-    def __init__(self, models: Sequence[ScoringModel], *, key: str | None = None):
-        """Set up the models. `key` is the column that names those of its row, by label; None: all models score every row."""
-        self.models, self.key = models, key
+    def __init__(self, models: Sequence[ScoringModel], *, key: str | None = None, expand: Expand | None = None):
+        """Set up the models. `key` is the column that names those of its row, by label; None: all models score every row.
+
+        `expand` is for prompts with media.
+        """
+        self.models, self.key, self.expand = models, key, expand
 
     def __call__(self, samples: list[Sample]) -> None:
         """Add the scores of every model to the rewards of samples. All ranks call it together, with any number of samples.
@@ -43,10 +45,11 @@ class ModelRewards:
         """
         for each in self.models:
             scored = [sample for sample in samples if each.label in chosen_labels(sample.prompt.columns, self.key, {each.label})]
-            batch = _batch(scored)
-            rows = each.model.get_scores(batch)
+            answered = [(sample.prompt, Answer(sample.token_ids, [True] * len(sample.token_ids))) for sample in scored]
+            columns = flat_columns(answered, self.expand)
+            rows = each.model.get_flat_scores(columns).split(columns["lengths"].tolist())
             counts = [1 if each.steps is None else len(sample.token_ids) for sample in scored]
-            scores = [row[end - count : end] for row, end, count in zip(rows, batch[LENGTHS].tolist(), counts, strict=True)]
+            scores = [row[len(row) - count :] for row, count in zip(rows, counts, strict=True)]
             _check(each, scores)
             for sample, row in zip(scored, scores, strict=True):
                 if each.steps is None:
@@ -54,13 +57,6 @@ class ModelRewards:
                 elif sample.token_ids:
                     of_tokens = each.steps(sample.token_ids, row)
                     _add_to_tokens(sample, each.label, [None if one is None else each.weight * one for one in of_tokens])
-
-
-def _batch(samples: list[Sample]) -> dict[str, Tensor]:
-    """Return [B, S] ids, right-padded, and [B] lengths; also for no samples."""
-    ids = [torch.tensor([*sample.prompt.token_ids, *sample.token_ids]) for sample in samples]
-    padded = pad_sequence(ids, batch_first=True) if ids else torch.zeros(0, 1, dtype=torch.int64)
-    return {IDS: padded, LENGTHS: torch.tensor([len(row) for row in ids], dtype=torch.int64)}
 
 
 def _check(each: ScoringModel, scores: list[Tensor]) -> None:

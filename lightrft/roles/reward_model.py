@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightrft.algorithms.reduce import Report, TokenGradients, sequence_sums
@@ -24,6 +25,16 @@ class RewardModel(Role, ScorerNames):
     def get_scores(self, batch: Mapping[str, Any], mbs: int | None = None) -> Tensor:
         """Return the score at each token, [B, S] float32 on the host."""
         return self._answer(batch, self.module, lambda part: _mean(self.module(part)), mbs)
+
+    def get_flat_scores(self, columns: Mapping[str, Any], mbs: int | None = None) -> Tensor:
+        """Return the score at each token of this rank's rows, [T] float32 on the host.
+
+        `columns` are those of a flat batch without `rows`, see data.conversations.flat_columns(); all ranks call it together.
+        """
+        counts = [range(count) for count in self.strategy.mesh.data.gather(len(columns["lengths"]))]
+        owners = [[sum(map(len, counts[:rank])) + row for row in rows] for rank, rows in enumerate(counts)]
+        batch = Batch(**columns, rows=torch.tensor(owners[self.strategy.mesh.data.rank], dtype=torch.int64))
+        return self._answer_flat(batch, owners, self.module, lambda part: _mean(self.module(part)), mbs)
 
     def get_rewards(self, batch: Mapping[str, Any], mbs: int | None = None) -> Tensor:
         """Return the rewards, [B] float32 on the host: the scores at the last tokens."""

@@ -299,14 +299,21 @@ class Role(ABC):
         self, batch: Mapping[str, Any], module: nn.Module, forward: Callable[[Batch], Tensor], mbs: int | None
     ) -> Tensor:
         """Compute `forward` for each token of the caller's rows: [B, S, ...] float32 on the host, 0 in the padding."""
-        given, store = flatten(batch, self.strategy.mesh.data), self.strategy.sample_store()
-        part, steps = self.redistribute_flat(given.batch, None, mbs, max_tokens=self.max_logprob_tokens, store=store)
+        given = flatten(batch, self.strategy.mesh.data)
+        return padded(self._answer_flat(given.batch, given.owners, module, forward, mbs), given.batch.lengths, given.width)
+
+    def _answer_flat(
+        self, batch: Batch, owners: list[list[int]], module: nn.Module, forward: Callable[[Batch], Tensor], mbs: int | None
+    ) -> Tensor:
+        """Compute `forward` for each token of a flat batch: [T, ...] on the host. `owners` are the rows of each rank."""
+        store = self.strategy.sample_store()
+        part, steps = self.redistribute_flat(batch, None, mbs, max_tokens=self.max_logprob_tokens, store=store)
         values = self._infer_rows(module, forward, part, steps[0] if steps else [])
         store.put(part.rows, part.lengths, tokens={"values": values})
-        store.move(given.owners, ["values"])
-        values = store.get(given.batch.rows, ["values"])["values"]
-        store.clear(given.batch.rows.tolist())
-        return padded(values, given.batch.lengths, given.width)
+        store.move(owners, ["values"])
+        values = store.get(batch.rows, ["values"])["values"]
+        store.clear(batch.rows.tolist())
+        return values
 
     def _open_step(self) -> TrainStep:
         if self._step is None:

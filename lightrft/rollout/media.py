@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from loguru import logger
 from PIL import Image
 from transformers import AutoConfig
@@ -54,6 +55,29 @@ class Expander:
                 others = ", ".join(name for name, known in FAMILIES.items() if medium in known)
                 raise ConfigError(f"--{medium}_key: models of type {self.config.model_type} cannot be trained on {medium}, only "
                                   f"those of type {others}; omit the flag to train on text")  # fmt: skip
+
+    def check_same(self, section: ModelSection, flag: str, name: str) -> None:
+        """Raise ConfigError if the processor of another model, given by `flag`, reads media otherwise than this one."""
+        other = Expander(replace(section, pretrain=name), self.media)
+        try:
+            pairs = [*zip(self.blank, other.blank, strict=True), (self._probe, other._probe)]
+        except ValueError as error:
+            raise ConfigError(f"--{flag} {name}: {error}; it must read {' and '.join(self.media)} as --pretrain does") from error
+        for ours, theirs in pairs:
+            names = ours.features.keys()
+            same = ours.token_ids == theirs.token_ids and names == theirs.features.keys() and all(
+                torch.equal(ours.features[each], theirs.features[each]) for each in names)  # fmt: skip
+            if not same:
+                raise ConfigError(f"--{flag} {name}: its processor reads {' or '.join(self.media)} otherwise than that of "
+                                  f"--pretrain {section.pretrain}; use a model that was trained from it")  # fmt: skip
+
+    @property
+    def _probe(self) -> Expanded:
+        """Return the expansion of an item that is larger than a blank one."""
+        medium = self.media[0]
+        item = {IMAGES: BLANK.resize(PROBES[1]), AUDIOS: _noise(RATE // 2),
+                VIDEOS: Video(np.zeros((4, *PROBES[1], 3), dtype=np.uint8))}[medium]  # fmt: skip
+        return self.reader.expanded(Request([min(self.places[medium])], {medium: [item]}))
 
     def __call__(self, prompt: Prompt) -> Expanded:
         if not prompt.multi_modal:

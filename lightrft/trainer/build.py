@@ -62,11 +62,11 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         policy = build_policy(config, strategy, updates=(steps - frozen) * updates, reference=reference, sampling=sampling)
     critic = build_critic(config, strategy, tokenizer, updates=steps * updates) if needs_critic(algorithm) else None
     set_blank_media(training_data.expand, policy.actor, policy.reference, critic and critic.module)
-    teacher = build_teacher(config, strategy, tokenizer) if algorithm.distill_coef > 0 else None
+    teacher = build_teacher(config, strategy, tokenizer, training_data.expand) if algorithm.distill_coef > 0 else None
     if algorithm.aux_loss_coef > 0:
         policy.routers = Routers(policy.actor.language_model, algorithm.aux_loss_coef)
     ptx_loss = build_ptx_loss(config, policy, training_data) if config.data.pretrain_data else None
-    rewards.models = build_model_rewards(config, strategy, tokenizer)
+    rewards.models = build_model_rewards(config, strategy, tokenizer, training_data.expand)
     strategy.announce("start_engine")
     with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type})"):
         strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
@@ -182,9 +182,10 @@ def evaluation(config: Config, strategy: StrategyBase) -> Evaluation:
     world = strategy.mesh.world
     original, config = config, with_tools(with_merged_pretrain(with_model_of_run(config, world), world))
     tokenizer, rewards = load_tokenizer(config.model), build_rewards(config, strategy)
-    sets = build_eval_sets(config, strategy, tokenizer, load_expander(config, tokenizer, engine=True), rewards)
+    expand = load_expander(config, tokenizer, engine=True)
+    sets = build_eval_sets(config, strategy, tokenizer, expand, rewards)
     if any(each.rewards is rewards for each in sets):
-        rewards.models = build_model_rewards(config, strategy, tokenizer)
+        rewards.models = build_model_rewards(config, strategy, tokenizer, expand)
     # The engine sleeps only for reward models: nothing else needs the device.
     engine = replace(config.engine, enable_engine_sleep=rewards.models is not None)
     strategy.announce("start_engine")

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.algorithms.truncation import Truncation
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import reward_model_terms
 from lightrft.config.sections import Config, longest_sequence
@@ -100,7 +101,9 @@ def build_critic(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTo
     return Critic(strategy, *strategy.prepare((scorer, optimizer, scheduler)), **limits(config))
 
 
-def build_teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase) -> Teacher:
+def build_teacher(
+    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, expand: Expander | None
+) -> Teacher:
     """Build a frozen model on the same devices, sharded like the reference, or a client of a teacher behind HTTP."""
     strategy.announce("load_teacher")
     if config.model.teacher_url:
@@ -111,21 +114,31 @@ def build_teacher(config: Config, strategy: StrategyBase, tokenizer: PreTrainedT
         patience = 60 * config.reward.server_minutes
         return RemoteTeacher(config.model.teacher_url, tokenizer, strategy.mesh.model_parallel, patience=patience)
     check_vocabulary(config.model, "teacher_pretrain", tokenizer)
+    if expand is not None:
+        expand.check_same(config.model, "teacher_pretrain", config.model.teacher_pretrain)
     with strategy.init_model_context():
         model = Actor(load_model(config.model, "teacher_pretrain")).requires_grad_(False)
-    return Policy(strategy, strategy.prepare(model), temperature=config.rollout.temperature, **limits(config))
+    set_blank_media(expand, model)
+    never_sampled = Truncation(banned=tuple(placeholder_token_ids(model.language_model.config)))
+    return Policy(strategy, strategy.prepare(model), temperature=config.rollout.temperature, truncation=never_sampled,
+                  **limits(config))  # fmt: skip
 
 
-def build_model_rewards(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase) -> ModelRewards | None:
+def build_model_rewards(
+    config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokenizerBase, expand: Expander | None
+) -> ModelRewards | None:
     """Build the frozen reward models, sharded like the reference; return None if there are none."""
     models = []
     of_steps = StepRewards(tokenizer, config.data.step_separator, config.reward.step_rewards)
     for flag, term in reward_model_terms(config.model):
         check_vocabulary(config.model, flag, tokenizer, name=term.name)
+        if expand is not None:
+            expand.check_same(config.model, flag, term.name)
         role = _frozen_reward_model(config, strategy, flag, term.name)
+        set_blank_media(expand, role.module)
         steps = of_steps if flag == "process_reward_pretrain" else None
         models.append(ScoringModel(term.label, role, config.reward.reward_model_coef * term.weight, steps))
-    return ModelRewards(models, key=config.reward.reward_key) if models else None
+    return ModelRewards(models, key=config.reward.reward_key, expand=expand) if models else None
 
 
 def build_served_models(config: Config, strategy: StrategyBase) -> list[ServedModel]:

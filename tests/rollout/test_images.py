@@ -20,8 +20,10 @@ from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer, load_tokenizer
 from lightrft.models.trainable import freeze_parameters
 from lightrft.observe.metrics import Metrics
+from lightrft.rewards.models import ModelRewards, ScoringModel
 from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
+from lightrft.roles.reward_model import RewardModel
 from lightrft.rollout.experience import flatten
 from lightrft.rollout.media import Expander
 from lightrft.strategy import get_strategy
@@ -221,6 +223,36 @@ def test_a_critic_sees(folder, tmp_path, layout):
             hidden = backbone(input_ids=ids, attention_mask=torch.ones_like(ids), **read.features).last_hidden_state[0]
             expected = torch.cat([torch.zeros(1), scored.score(hidden)[:-1, 0]])
         torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
+
+
+def rewarded(folder: str, saved: str) -> list[float]:
+    """Rewards of this rank's samples by a reward model; rank 1 has one of them."""
+    strategy = get_strategy({"fsdp": True})
+    strategy.setup_distributed()
+    section, data = ModelSection(pretrain=folder), strategy.mesh.data
+    with strategy.init_model_context():
+        scorer = Scorer(load_scorer(ModelSection(pretrain=saved), new_head=False)).requires_grad_(False)
+    role, expand = RewardModel(strategy, strategy.prepare(scorer), max_tokens=TOKENS), Expander(section)
+    role.module.blank = expand.blank
+    first = sum(HELD[data.size][: data.rank])
+    mine = samples(expand.reader.processor)[first : first + HELD[data.size][data.rank]]
+    ModelRewards([ScoringModel("seeing", role, 2.0)], expand=expand)(mine)
+    return [sample.reward for sample in mine]
+
+
+def test_a_reward_model_sees(folder, tmp_path):
+    """The score at the last token of each sequence, by the backbone of transformers, times the weight of the model."""
+    torch.manual_seed(0)
+    scored = load_scorer(ModelSection(pretrain=folder))
+    scored.save_pretrained(tmp_path)
+    found = sum(run_ranks(2, rewarded, folder, str(tmp_path)), [])
+    expand, backbone = Expander(ModelSection(pretrain=folder)), AutoModel.from_pretrained(folder, dtype=torch.float32)
+    for sample, reward in zip(samples(expand.reader.processor), found, strict=True):
+        read = expand(sample.prompt)
+        ids = torch.tensor([read.token_ids + sample.token_ids])
+        with torch.no_grad():
+            hidden = backbone(input_ids=ids, attention_mask=torch.ones_like(ids), **read.features).last_hidden_state[0, -1]
+            assert reward == pytest.approx(2 * float(scored.score(hidden)), abs=1e-5)
 
 
 # -- how many tokens an image has

@@ -101,7 +101,8 @@ def test_a_first_step_is_that_of_transformers(tmp_path, medium):
                 file.write(json.dumps(row(text.format(*[mark] * count), words, good) | ({key: files} if files else {})) + "\n")
         policy = command in ("train_dpo", "train_kto")
         flags = [flag for flag in FLAGS if policy or "beta" not in flag]
-        flags += [f"--prompt_data={tmp_path / 'rows.jsonl'}", f"--{medium}_key={key}", f"--pretrain={folder if policy else scored}"]
+        flags += [f"--prompt_data={tmp_path / 'rows.jsonl'}", f"--{medium}_key={key}"]
+        flags += [f"--pretrain={folder if policy else scored}"]
         (found,) = train(command, 2, flags, tmp_path / command)
         options = {"dtype": torch.float32, "trust_remote_code": False}
         model = (AutoModelForMultimodalLM if policy else Scores).from_pretrained(folder if policy else scored, **options)
@@ -110,6 +111,26 @@ def test_a_first_step_is_that_of_transformers(tmp_path, medium):
         norm = torch.stack([p.grad.norm() for name, p in model.named_parameters() if p.grad is not None and counted(name)]).norm()
         assert found["train/loss"] == pytest.approx(float(loss), rel=1e-5), command
         assert found["train/grad_norm"] == pytest.approx(float(norm), rel=1e-5), command
+
+
+def test_a_run_with_a_reward_model_and_a_teacher_that_see(tmp_path):
+    """The teacher is the model itself: it sees what the policy sees if it says the same."""
+    folder, (_, names) = seeing_model(tmp_path / "model"), written(tmp_path, "images")
+    rows = [{"input": text.format(*["<image>"] * count), "picture": files}
+            for (text, count), files in zip(TEXTS, names, strict=True)]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = [f"--prompt_data={tmp_path / 'rows.jsonl'}", "--images_key=picture", f"--pretrain={folder}", "--engine_type=hf",
+             "--fsdp", "--prompt_max_len=100", f"--teacher_pretrain={folder}", "--distill_coef=0.5",
+             f"--reward_pretrain={scorer(folder, tmp_path / 'scorer')}", "--reward=none", "--max_steps=1",
+             "--rollout_batch_size=4", "--n_samples_per_prompt=2", "--train_batch_size=8", "--generate_max_len=4",
+             "--max_tokens_per_microbatch=160", "--report_to=jsonl"]  # fmt: skip
+    (found,) = train("train_ppo", 2, flags, tmp_path / "run")
+    assert abs(found["rollout/teacher_kl"]) < 1e-6 and found["rollout/reward"] != 0 and found["train/grad_norm"] > 0
+    other = seeing_model(tmp_path / "other")
+    config = json.loads((Path(other) / "processor_config.json").read_text())
+    (Path(other) / "processor_config.json").write_text(json.dumps(config | {"image_seq_len": 9}))
+    with pytest.raises(RuntimeError, match="its processor reads images otherwise than that of --pretrain"):
+        train("train_ppo", 1, [*flags, f"--teacher_pretrain={other}"], tmp_path / "refused")
 
 
 def counted(name: str) -> bool:

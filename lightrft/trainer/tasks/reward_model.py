@@ -14,8 +14,9 @@ class RewardModelTask:
     """Pairs of answers; the loss is the mean over all pairs of a step."""
 
     def __init__(
-        self, role: RewardModel, preference: PreferenceSection, train: TrainSection, heads: list[str], expand: Expand | None = None
-    ):
+        self, role: RewardModel, preference: PreferenceSection, train: TrainSection, heads: list[str],
+        expand: Expand | None = None,
+    ):  # fmt: skip
         """Set up the task. `heads` are the names of several heads; `expand` is for prompts with media."""
         self.role, self.train, self.objective, self.expand = role, train, RewardObjective(preference, heads), expand
 
