@@ -35,7 +35,8 @@ VOLUME = fields("name", name=NAME, persistentVolumeClaim=fields("claimName", cla
                 emptyDir=fields(medium={"enum": ["Memory", ""]}, sizeLimit=TEXT))  # fmt: skip
 CONTAINER = fields(
     "name", "image", name=NAME, image=TEXT, command=listed(TEXT), args=listed(TEXT), resources=RESOURCES,
-    env=listed(fields("name", name=TEXT, value=TEXT)), volumeMounts=listed(fields("name", "mountPath", name=NAME, mountPath=TEXT)),
+    env=listed(fields("name", name=TEXT, value=TEXT)),
+    volumeMounts=listed(fields("name", "mountPath", name=NAME, mountPath=TEXT)),
 )  # fmt: skip
 POD = fields("containers", restartPolicy={"enum": ["Never", "OnFailure"]}, containers=listed(CONTAINER), volumes=listed(VOLUME))
 JOB = fields("template", completionMode={"const": "Indexed"}, parallelism=COUNT, completions=COUNT,

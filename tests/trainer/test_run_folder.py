@@ -247,7 +247,9 @@ def test_a_run_that_torchrun_starts_again_resumes(tmp_path, under_torchrun):
     folder.release()
 
 
-@pytest.mark.parametrize("owner", [{"launchers": ["torchrun 1"]}, {"process": f"process {os.getpid()} on {socket.gethostname()}"}])
+@pytest.mark.parametrize("owner", [
+    {"launchers": ["torchrun 1"]}, {"process": f"process {os.getpid()} on {socket.gethostname()}"},
+])
 def test_another_torchrun_s_run_and_another_run_of_this_process_are_still_refused(tmp_path, under_torchrun, owner):
     earlier_attempt(tmp_path / "run", **owner)
     assert "has the results of an earlier run" in refusal(tmp_path / "run")
