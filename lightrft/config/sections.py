@@ -639,7 +639,8 @@ class TrainSection(Section):
     save_adapter_only: bool = False
     """With lora_rank: the final model is only the adapter in peft's format, not the model with the adapter merged into it."""
     load_checkpoint: bool = False
-    """Resume from the newest complete checkpoint; start from the beginning if there is none."""
+    """Resume from the newest complete checkpoint; start from the beginning if there is none. A run that its torchrun starts
+    again, because a rank failed or a node was lost, resumes without it."""
     overwrite: bool = False
     """Start from the beginning in a folder that has the results of an earlier run; they are moved to FOLDER.previous."""
     mismatch_limit: Annotated[float | None, POSITIVE] = None

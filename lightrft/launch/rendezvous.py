@@ -1,6 +1,5 @@
 """Creation of the process group from the launcher's environment: torchrun, Slurm, or one process without a launcher."""
 
-import ipaddress
 import json
 import os
 import re
@@ -17,7 +16,9 @@ import torch.distributed as dist
 from loguru import logger
 from torch.distributed.distributed_c10d import _get_default_store
 
+from lightrft.config.errors import ConfigError
 from lightrft.launch import orphan_guard
+from lightrft.launch.interface import choose_interface, interface_problem, master_address
 from lightrft.launch.monitor import names
 from lightrft.parallel.device import collective_backend
 from lightrft.parallel.processes import RunProcesses
@@ -26,6 +27,10 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 MEETING_POINT = ("SLURM_STEP_NODELIST", "SLURM_JOB_ID")
 """Slurm variables for MASTER_ADDR, the first node, and MASTER_PORT, derived from the job, unless the user has set them."""
+NUMBERS_OF_NODES = ("NNODES", "PET_NNODES", "SKYPILOT_NUM_NODES")
+"""Variables of launchers, Kubeflow and SkyPilot with the number of nodes, as a number or as MIN:MAX."""
+NUMBERS_IN_A_JOB = ("SLURM_NNODES", "SLURM_NTASKS")
+"""The same of a Slurm job, whose steps may be smaller."""
 NOTICE = timedelta(seconds=30)
 """Interval between warnings about ranks that have not arrived."""
 ADVICE = "start the run with `torchrun --standalone --nproc-per-node=N ...`, or unset all of these variables to run one process"
@@ -47,6 +52,24 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
     environment.update({name: environment[source] for name, source in SLURM.items()})
     environment.setdefault("MASTER_ADDR", _first_host(environment["SLURM_STEP_NODELIST"]))
     environment.setdefault("MASTER_PORT", str(20000 + int(environment["SLURM_JOB_ID"]) % 10000))
+
+
+def check_launched(environment: Mapping[str, str]) -> None:
+    """Raise ConfigError for a process without RANK whose other variables say that it is one of several: it would run alone."""
+    if "RANK" in environment:
+        return
+    counts = NUMBERS_OF_NODES if "SLURM_STEP_NUM_TASKS" in environment else NUMBERS_OF_NODES + NUMBERS_IN_A_JOB
+    found = {name: environment[name].rpartition(":")[2] for name in counts if name in environment}
+    several = [name for name, count in found.items() if count.isdecimal() and int(count) > 1]
+    if environment.get("JOB_COMPLETION_INDEX", "0") != "0":
+        several.append("JOB_COMPLETION_INDEX")
+    if several:
+        values = ", ".join(f"{name}={environment[name]}" for name in several)
+        raise ConfigError(
+            f"{values}: this process is one of several, but it has no rank (RANK is not set) and would run alone. Start the "
+            "command on every node with `bash scripts/launch.sh COMMAND ...`, with torchrun, or with srun (docs/launching.md). "
+            f"For a process that is meant to run alone: `env {' '.join(f'-u {name}' for name in several)} COMMAND ...`"
+        )
 
 
 def adopt_node_size(environment: MutableMapping[str, str], num_gpu_per_node: int) -> None:
@@ -76,6 +99,7 @@ def join_process_group(device: torch.device, timeout: timedelta, arrival: timede
     end_with_launcher(os.getppid())
     adopt_slurm(os.environ)
     _check_environment(os.environ)
+    check_launched(os.environ)
     backend = collective_backend(device)
     if "RANK" not in os.environ:
         store = dist.HashStore()
@@ -84,6 +108,7 @@ def join_process_group(device: torch.device, timeout: timedelta, arrival: timede
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _prefixed_store(_meeting_point(rank, arrival))
     _meet(store, rank, world_size, arrival)
+    choose_interface(dist.PrefixStore("arrivals", store), world_size)
     processes = RunProcesses(store, rank, world_size, timeout, rollout_ranks)
     first, last = (world_size - rollout_ranks, world_size) if processes.generates else (0, world_size - rollout_ranks)
     own_store = dist.PrefixStore(processes.side, store) if processes.side else store
@@ -93,31 +118,16 @@ def join_process_group(device: torch.device, timeout: timedelta, arrival: timede
         raise RuntimeError(
             f"rank {rank} on {socket.gethostname()} met the other {world_size - 1} at {_address()}, but cannot connect to all of "
             "them: one has ended since, and its log has the cause, or a firewall blocks the connections, or a rank listens "
-            "on an address that others cannot reach (GLOO_SOCKET_IFNAME sets the interface between the nodes)."
-            f"{_own_loopback()} torch's message: {error}"
+            f"on an address that others cannot reach. {_own_interface()}. torch's message: {error}"
         ) from error
     store.set_timeout(timeout)
     return processes
 
 
-def loopback_problem() -> str:
-    """Return why other nodes cannot connect to gloo on this one, if its name resolves to a loopback address; else empty."""
-    name = socket.gethostname()
-    try:
-        address = socket.gethostbyname(name)
-    except OSError:
-        return ""
-    if "GLOO_SOCKET_IFNAME" in os.environ or not ipaddress.ip_address(address).is_loopback:
-        return ""
-    return (
-        f"{name} resolves to {address}, the address that gloo listens on, and other nodes cannot connect to it: for runs over "
-        "several nodes export GLOO_SOCKET_IFNAME=eth0, or the interface between them according to `ip route`, on every node"
-    )
-
-
-def _own_loopback() -> str:
-    problem = loopback_problem()
-    return problem and f" {problem}."
+def _own_interface() -> str:
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    used = f"This rank listens on the interface {chosen} (GLOO_SOCKET_IFNAME)" if chosen else "GLOO_SOCKET_IFNAME is not set"
+    return interface_problem() or f"{used}: it must be the interface between the nodes"
 
 
 def _address() -> str:
@@ -129,7 +139,7 @@ def _meeting_point(rank: int, arrival: timedelta) -> dist.Store:
 
     Torch's own rendezvous is not used, because it waits for all ranks without reporting which are missing.
     """
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    serves = rank == 0 and not _launcher_serves()
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         return dist.TCPStore(host, port, is_master=serves, timeout=arrival, wait_for_workers=False, multi_tenant=True)
@@ -147,16 +157,24 @@ def _meeting_point(rank: int, arrival: timedelta) -> dist.Store:
 
 
 def _prefixed_store(store: dist.Store) -> dist.Store:
-    """Return the store with a key prefix for this process group, since torchrun's store outlives groups and restarts."""
+    """Return the store with a key prefix for this process group, since torchrun's store outlives groups and restarts.
+
+    A store of rank 0 is new in each restart; the restarts that torchruns count differ when a node is lost or added.
+    """
     global _num_groups
     _num_groups += 1
-    return dist.PrefixStore(f"lightrft/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{_num_groups}", store)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0) if _launcher_serves() else 0
+    return dist.PrefixStore(f"lightrft/{restart}/{_num_groups}", store)
+
+
+def _launcher_serves() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _meet(store: dist.Store, rank: int, world_size: int, arrival: timedelta) -> None:
     """Wait until all ranks have arrived; meanwhile one rank of each node logs which are missing. RuntimeError at the deadline."""
     arrivals = dist.PrefixStore("arrivals", store)
-    arrivals.set(str(rank), socket.gethostname())
+    arrivals.set(str(rank), master_address())
     deadline = time.monotonic() + arrival.total_seconds()
     while True:
         left = timedelta(seconds=max(deadline - time.monotonic(), 0.01))
@@ -181,6 +199,17 @@ def _meet(store: dist.Store, rank: int, world_size: int, arrival: timedelta) -> 
 
 def _said(arrival: timedelta) -> str:
     return f"{arrival.total_seconds():.0f} s (--arrival_minutes {arrival.total_seconds() / 60:g})"
+
+
+def launcher() -> str:
+    """Return a name for the torchrun that started this process, which is the same for all its restarts; empty without one."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    try:
+        began = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+    return f"torchrun {os.getppid()} on {socket.gethostname()}, started at {began}"
 
 
 def tell_launcher(cause: str) -> None:

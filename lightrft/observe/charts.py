@@ -131,8 +131,8 @@ def _value_axis(values: Sequence[float], log: bool) -> tuple[Scale, list[float]]
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:
-    """Return a range that is never empty; a constant metric is drawn in the middle."""
-    if high > low:
+    """Return a range that is never empty; a metric that is constant up to rounding is drawn in the middle."""
+    if high - low > 1e-9 * max(abs(low), abs(high)):
         return low, high
     room = abs(low) * 0.1 or 1.0
     return low - room, high + room

@@ -11,7 +11,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import resolve
 from lightrft.config.sections import Config
 from lightrft.config.summary import summary
-from lightrft.launch.rendezvous import adopt_slurm
+from lightrft.launch.rendezvous import adopt_slurm, check_launched
 from lightrft.versions import check_versions
 
 
@@ -23,6 +23,7 @@ def prepare_config(command: str, config: Config) -> Config:
     if config.command == command:
         return config
     adopt_slurm(os.environ)
+    check_launched(os.environ)
     try:
         notices = [*check_versions(), *resolve(config, command)]
         notices += unread_flags(config.algorithm) if command == "train_ppo" else []

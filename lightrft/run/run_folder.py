@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import socket
+import time
 import uuid
 from collections.abc import Callable
 from itertools import count
@@ -19,6 +20,8 @@ from lightrft.checkpoint.manifest import LATEST, checkpoints
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import TRACKERS
 from lightrft.config.sections import Config
+from lightrft.launch.connection import LOST_AFTER
+from lightrft.launch.rendezvous import launcher
 from lightrft.parallel.collectives import Axis
 
 LOCK, DESCRIPTION = ".lock", "run.json"
@@ -28,6 +31,9 @@ BESIDE_RESULTS = (DESCRIPTION, "config.yaml", "report.html", "trace.json", "summ
                   "tensorboard", "wandb", "swanlog", "comet", *(f"{name}_run_id" for name in TRACKERS))  # fmt: skip
 """Other files and folders of a run, which are moved together with its results."""
 PROBE_BYTES = 4096
+TAKEOVER = LOST_AFTER + 15
+"""Seconds after which a restarted run takes the lock over. By then a rank of a lost machine, whose lock its file server may keep,
+has ended: it had noticed that the connection to the others was lost."""
 
 
 class RunFolder:
@@ -41,6 +47,12 @@ class RunFolder:
         self.outside = self.checkpoints.resolve() != inside.resolve()
         """True if the checkpoints are outside the run's own folder."""
         self.resumes, self.overwrites = train.load_checkpoint, train.overwrite
+        self.process = world.broadcast(f"process {os.getpid()} on {socket.gethostname()}")
+        """Process of rank 0."""
+        self.launchers = sorted({name for name in world.gather(launcher()) if name})
+        """Names of the torchruns that have started the ranks."""
+        self.restarted = world.broadcast(world.rank == 0 and self._is_restarted())
+        """True if the folder belongs to an earlier attempt of this run: a torchrun of it has started these ranks too."""
         self.id = ""
         """Unique id of the run, which its checkpoints contain."""
         self._locks: list[IO[str]] = []
@@ -49,10 +61,16 @@ class RunFolder:
     def claim(cls, config: Config, world: Axis) -> Self:
         """Lock the folder and check that all ranks can write to it. All ranks call this, before anything expensive.
 
+        A run that its torchruns have started again resumes: --load_checkpoint is set, and --overwrite has had its effect.
         Raises ConfigError, on all ranks, if another run is using the folder, if it holds an earlier run's results and the
         configuration does not say what to do with them, or if it cannot be written.
         """
         folder = cls(config, world)
+        if folder.restarted:
+            config.train.load_checkpoint, config.train.overwrite = True, False
+            folder.resumes, folder.overwrites = True, False
+            if world.rank == 0:
+                logger.warning("torchrun has started this run again: it resumes from its newest checkpoint")
         try:
             folder._together(lambda: folder._take() if world.rank == 0 else None)
             folder._together(folder._probe)
@@ -78,7 +96,8 @@ class RunFolder:
     def describe(self, description: dict[str, Any]) -> None:
         """Write `run.json` in place, over the earlier one: this needs no free space on a full disk."""
         with open(os.open(self.path / DESCRIPTION, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
-            file.write((json.dumps({"run": self.id} | description, indent=2) + "\n").encode())
+            owner = {"run": self.id, "process": self.process, "launchers": self.launchers}
+            file.write((json.dumps(owner | description, indent=2) + "\n").encode())
             file.truncate()
 
     def release(self) -> None:
@@ -87,6 +106,10 @@ class RunFolder:
             fcntl.flock(file, fcntl.LOCK_UN)
             file.close()
         self._locks.clear()
+
+    def _is_restarted(self) -> bool:
+        before = self.description()
+        return not set(self.launchers).isdisjoint(before.get("launchers", ())) and before.get("process") != self.process
 
     def _together(self, action: Callable[[], None]) -> None:
         problem = ""
@@ -144,15 +167,18 @@ class RunFolder:
             _move(self.checkpoints, [LATEST, *(path.name for _, path in checkpoints(self.checkpoints))])
 
     def _lock(self, folder: Path, flag: str) -> None:
-        me = f"process {os.getpid()} on {socket.gethostname()}"
         file = open(folder / LOCK, "a+")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _flock(file, TAKEOVER if self.restarted else 0.0)
         except BlockingIOError:
             file.seek(0)
             holder = file.read()
             file.close()
-            if holder == me:  # an earlier attempt of this process, such as a cell of a notebook that failed
+            if self.restarted:
+                logger.warning("{} is taken over from {}, whose machine is lost", folder / LOCK, holder)
+                (folder / LOCK).unlink()
+                return self._lock(folder, flag)
+            if holder == self.process:  # an earlier attempt of this process, such as a cell of a notebook that failed
                 return
             raise ConfigError(
                 f"--{flag} {folder} is in use by another run ({holder or 'unknown process'}): wait until it ends, or set "
@@ -164,7 +190,7 @@ class RunFolder:
             return
         self._locks.append(file)
         file.truncate(0)
-        file.write(me)
+        file.write(self.process)
         file.flush()
 
     def _probe(self) -> None:
@@ -177,6 +203,18 @@ class RunFolder:
                 raise ConfigError(f"--{flag} {folder} cannot be written: {error}") from error
             finally:
                 file.unlink(missing_ok=True)
+
+
+def _flock(file: IO[str], patience: float) -> None:
+    """Lock an open file; BlockingIOError if another process holds the lock for more than `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.2)
 
 
 def _run_of(checkpoint: Path) -> str | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from lightrft.launch.rendezvous import loopback_problem
+from lightrft.launch.interface import interface_problem
 from lightrft.parallel.device import GB, current_device, free_memory
 from lightrft.versions import CORE, ENGINES, EXTRAS, installed_version, untested_versions, version_problems
 
@@ -92,7 +92,7 @@ def _shared_memory() -> Check:
 def _name() -> Check:
     name = socket.gethostname()
     try:
-        return Check("host name", f"{name} is {socket.gethostbyname(name)}", loopback_problem())
+        return Check("host name", f"{name} is {socket.gethostbyname(name)}", interface_problem())
     except OSError as error:
         return Check("host name", name, f"it has no address ({error}): torchrun --standalone needs one; add it to /etc/hosts")
 

@@ -120,8 +120,14 @@ class Trainer(ABC):
         status = "failed"
         try:
             self._start()
-            with self.interruption:
-                self._loop()
+            with self.interruption:  # also while it saves: other ranks' launchers may send the signal later
+                try:
+                    self._loop()
+                except Interrupted:
+                    self.strategy.announce("checkpoint")
+                    self._save_interrupted()
+                    status = "interrupted"
+                    raise
             self.strategy.announce("checkpoint")
             self.strategy.finish_ckpt()
             if not self.nothing_left:
@@ -129,11 +135,6 @@ class Trainer(ABC):
                 self.save_models()
                 self._check_end()
             status = "finished"
-        except Interrupted:
-            self.strategy.announce("checkpoint")
-            self._save_interrupted()
-            status = "interrupted"
-            raise
         finally:
             with ExitStack() as ending:  # all callbacks run, even when one of them fails
                 ending.callback(self.run_folder.release)

@@ -251,7 +251,8 @@ def test_a_long_curve_is_thinned_without_losing_its_spike():
 
 
 def test_degenerate_curves_are_drawn():
-    for points in ([(1, 1.0)], [(1, None)], [(1, 0.0), (2, 0.0)], [(5, None), (6, 2.0)]):
+    rounded = [(1, 0.0030000000000000005), (2, 0.003)]
+    for points in ([(1, 1.0)], [(1, None)], [(1, 0.0), (2, 0.0)], [(5, None), (6, 2.0)], rounded):
         for log in (False, True):
             markup = line_chart([Line("x", points)], log=log)
             assert "nan" not in markup and "inf" not in markup.replace("not finite", "").replace("no finite", "")

@@ -73,7 +73,7 @@ def test_a_run_on_one_node(cluster, monkeypatch, script):
 @pytest.mark.parametrize("script", RUNS)
 def test_a_run_on_two_nodes_of_slurm(cluster, monkeypatch, script):
     job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NNODES": "2", "SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "node[07-08]"}
-    commands = cluster("scripts/slurm/run.sbatch", f"scripts/{script}", "--seed", "7", **job)
+    commands = cluster("deploy/slurm.sbatch", f"scripts/{script}", "--seed", "7", **job)
     assert [option(command, "--node-rank") for command in commands] == ["0", "1"]
     for command in commands:
         assert option(command, "--master-addr") == "node07" and option(command, "--master-port") == "23456"
@@ -88,7 +88,27 @@ def test_two_nodes_by_hand(cluster):
                             "--nproc-per-node", "3"]
 
 
+FIRST = {"MASTER_ADDR": "first", "NPROC": "3"}
+
+
+@pytest.mark.parametrize(("given", "expected"), [
+    (FIRST | {"SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "4", "SLURM_NODEID": "1"}, ["--nnodes", "2", "--node-rank", "1"]),
+    (FIRST | {"NNODES": "4", "JOB_COMPLETION_INDEX": "3"}, ["--nnodes", "4", "--node-rank", "3"]),
+    (FIRST | {"NNODES": "2", "NODE_RANK": "1", "PET_NNODES": "4", "PET_NODE_RANK": "3"}, ["--nnodes", "2", "--node-rank", "1"]),
+    ({"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "auto"}, ["--standalone", "--nproc-per-node", "8"]),
+    (FIRST | {"NNODES": "2:3"}, ["--nnodes", "2:3", "--rdzv-backend", "c10d", "--rdzv-endpoint", "first:29500",
+                                "--rdzv-id", "first:29500", "--max-restarts", "3", "--nproc-per-node", "3"]),
+    ({"PET_NNODES": "1:3", "PET_RDZV_ENDPOINT": "there:1", "PET_RDZV_ID": "job", "PET_MAX_RESTARTS": "9"},
+     ["--nnodes", "1:3", "--rdzv-backend", "c10d", "--rdzv-endpoint", "there:1", "--rdzv-id", "job", "--max-restarts", "9"]),
+])
+def test_the_place_of_a_node_is_read_from_its_launcher(cluster, given, expected):
+    """Where real torchruns meet, tests/launch/test_nodes.py has the others."""
+    (command,) = cluster("scripts/run_grpo_gsm8k.sh", **given)
+    assert command[: len(expected)] == expected
+
+
 @pytest.mark.parametrize(("given", "says"), [
+    ({"SLURM_NNODES": "2"}, "this is one of 2 nodes: MASTER_ADDR is the name of the first node"),
     ({"NNODES": "2", "MASTER_ADDR": "first"}, "NODE_RANK says which of the nodes this is"),
     ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR is the name of the first node"),
 ])
@@ -100,18 +120,18 @@ def test_what_two_nodes_need_is_said(cluster, given, says):
 
 def test_a_slurm_job_needs_a_script(cluster):
     with pytest.raises(subprocess.CalledProcessError) as failed:
-        cluster("scripts/slurm/run.sbatch", SLURM_SUBMIT_DIR=str(ROOT))
-    assert "which run? sbatch scripts/slurm/run.sbatch scripts/" in failed.value.stderr
+        cluster("deploy/slurm.sbatch", SLURM_SUBMIT_DIR=str(ROOT))
+    assert "which run? sbatch deploy/slurm.sbatch scripts/" in failed.value.stderr
 
 
 def test_the_slurm_job_asks_for_one_launcher_on_each_node():
-    header = re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", (ROOT / "scripts/slurm/run.sbatch").read_text(), re.MULTILINE)
+    header = re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", (ROOT / "deploy/slurm.sbatch").read_text(), re.MULTILINE)
     assert dict(header)["ntasks-per-node"] == "1" and int(dict(header)["nodes"]) > 1 and "requeue" in dict(header)
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shellcheck():
-    scripts = [*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("scripts/**/*.sbatch"), ROOT / ".ci" / "run"]
+    scripts = [*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("deploy/*.sbatch"), ROOT / ".ci" / "run"]
     checked = subprocess.run(["shellcheck", "-x", "-P", "SCRIPTDIR", *scripts], cwd=ROOT, capture_output=True, text=True)
     assert checked.stdout == "" and checked.returncode == 0
 

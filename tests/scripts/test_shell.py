@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SHELL = sorted([*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("scripts/**/*.sbatch"), ROOT / ".ci" / "run"])
+SHELL = sorted([*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("deploy/*.sbatch"), ROOT / ".ci" / "run"])
 LOCKS = sorted(ROOT.glob("requirements/*.txt"))
 STAND_IN = """#!/usr/bin/env bash
 echo "$*" >> {log}

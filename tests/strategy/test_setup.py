@@ -164,10 +164,13 @@ def test_a_rank_that_cannot_be_reached_is_explained(clean_environment, monkeypat
     def connect(*args, **kwargs):
         raise RuntimeError("Gloo connectFullMesh failed with [pair.h:311] Connect timeout [none]")
 
+    def meet(store, rank, world_size, arrival):
+        dist.PrefixStore("arrivals", store).multi_set(["0", "1"], ["127.0.1.1", ""])
+
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("lightrft.launch.rendezvous._meeting_point", lambda *args: dist.HashStore())
-    monkeypatch.setattr("lightrft.launch.rendezvous._meet", lambda *args: None)
+    monkeypatch.setattr("lightrft.launch.rendezvous._meet", meet)
     monkeypatch.setattr("lightrft.launch.rendezvous.dist.init_process_group", connect)
     monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.1.1")
     with pytest.raises(RuntimeError, match="cannot connect to all.*resolves to 127.0.1.1.*GLOO_SOCKET_IFNAME=eth0.*Mesh"):

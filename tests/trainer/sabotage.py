@@ -1,5 +1,8 @@
 """An entrypoint with a fault: SABOTAGE=phase:rank:how makes one rank kill itself, raise, sleep or hang when it announces a phase.
 
+`how` may also be `lose`, which kills the rank and its launcher; a rank of * is any. SABOTAGE=phase:rank:how:4 waits for the
+fourth time.
+
     SABOTAGE=train:1:kill torchrun --nproc-per-node 2 tests/trainer/sabotage.py [flags of train_ppo]
 """
 
@@ -14,6 +17,9 @@ def spoil(how: str) -> None:
     if how == "kill":
         time.sleep(0.3)  # what rank 0 announces passes through itself
         os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "lose":
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
     elif how == "raise":
         raise OSError("the disk is on fire")
     elif how == "sleep":
@@ -24,8 +30,10 @@ def spoil(how: str) -> None:
 
 
 def main(flags: list[str] | None = None) -> None:
-    phase, rank, how = os.environ["SABOTAGE"].split(":")
-    mine = os.environ["RANK"] == rank
+    phase, rank, how, *time_of = os.environ["SABOTAGE"].split(":")
+    earlier = iter(range(int(time_of[0]) - 1 if time_of else 0))
+    before = ""
+    mine = rank in ("*", os.environ["RANK"])
     if mine and phase == "import":
         spoil(how)
 
@@ -35,8 +43,10 @@ def main(flags: list[str] | None = None) -> None:
     announce = StrategyBase.announce
 
     def spoiled(strategy: StrategyBase, name: str) -> None:
+        nonlocal before
         announce(strategy, name)
-        if mine and name == phase:
+        begins, before = name == phase and not before.startswith(f"{phase}/"), name
+        if mine and begins and next(earlier, None) is None:
             spoil(how)
 
     StrategyBase.announce = spoiled

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrft.engine.base import Sampling
-from lightrft.strategy import get_strategy
+from lightrft.strategy import StrategyBase, get_strategy
 from ranks import run_ranks
 from runs import PPO, prepare, repeatable, rows_of, train
 from sglang_environment import in_sglang_environment
@@ -35,7 +35,7 @@ def deadly(samples, label, **columns):
         seen.append(version)
     if len(seen) == int(os.environ.get("KILL_AT", 0)):
         os.kill(os.getpid(), signal.SIGKILL)
-    if len(seen) == int(os.environ.get("STOP_AT", 0)):
+    if len(seen) == int(os.environ.get("STOP_AT", 0)) and os.environ["RANK"] in os.environ.get("STOP_RANKS", "01"):
         del os.environ["STOP_AT"]  # a second signal ends the process at once
         os.kill(os.getpid(), signal.SIGTERM)
     if len(seen) == int(os.environ.get("DIE_WRITING_AT", 0)):
@@ -284,6 +284,22 @@ def test_a_step_that_is_interrupted_comes_again(inputs, tmp_path, monkeypatch):
     assert stopped == ["latest", "step2", "step3"]
     run([*flags, "--load_checkpoint"], tmp_path / "stopped")
     assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_the_signal_may_reach_a_rank_while_it_saves_because_of_another_rank_s(inputs, tmp_path, monkeypatch):
+    """The launchers of several nodes do not send it at the same time."""
+    announce = StrategyBase.announce
+
+    def signalled(strategy, phase):
+        announce(strategy, phase)
+        if phase == "checkpoint" and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(StrategyBase, "announce", signalled)
+    flags = [*inputs, *RUN, *STRATEGIES["fsdp"], "--save_steps=5"]
+    stopped = interrupted(flags, tmp_path / "stopped", monkeypatch, "interrupted by SIGTERM", STOP_AT="2", STOP_RANKS="0")
+    assert stopped == ["latest", "step1"]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from loguru import logger
 
 from lightrft.checkpoint.manifest import Manifest
 from lightrft.config import Config, ConfigError
+from lightrft.launch.rendezvous import launcher
 from lightrft.parallel.collectives import Axis
 from lightrft.run.run_folder import RunFolder
 from ranks import run_ranks
@@ -214,3 +216,63 @@ def test_a_full_disk_of_any_rank_is_found_at_the_start_by_all(tmp_path, rank):
     said = run_ranks(2, full, tmp_path, rank)
     assert said[0] == said[1]
     assert said[0] == f"--save_path {tmp_path} cannot be written: [Errno 27] File too large: '{tmp_path}/.probe{rank}'"
+
+
+# -- started again by the same torchrun
+
+
+@pytest.fixture
+def under_torchrun(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert launcher()
+    return monkeypatch
+
+
+def earlier_attempt(folder: Path, **owner) -> None:
+    """What an attempt leaves that another process of this torchrun made, and that has a checkpoint."""
+    use(folder, "a", steps=(2,))
+    description = {"run": "a", "status": "running", "process": "process 1 on lost", "launchers": ["torchrun 1", launcher()]}
+    (folder / "run.json").write_text(json.dumps(description | owner))
+
+
+def test_a_run_that_torchrun_starts_again_resumes(tmp_path, under_torchrun):
+    """Its --overwrite has had its effect: nothing is moved any more."""
+    earlier_attempt(tmp_path / "run")
+    again = config(tmp_path / "run", overwrite=True)
+    folder = RunFolder.claim(again, ALONE)
+    assert folder.id == "a" and (again.train.load_checkpoint, again.train.overwrite) == (True, False)
+    assert not (tmp_path / "run.previous").exists()
+    folder.describe({"status": "running"})
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["launchers"] == [launcher()]
+    folder.release()
+
+
+@pytest.mark.parametrize("owner", [
+    {"launchers": ["torchrun 1"]}, {"process": f"process {os.getpid()} on {socket.gethostname()}"},
+])
+def test_another_torchrun_s_run_and_another_run_of_this_process_are_still_refused(tmp_path, under_torchrun, owner):
+    earlier_attempt(tmp_path / "run", **owner)
+    assert "has the results of an earlier run" in refusal(tmp_path / "run")
+
+
+def test_without_torchrun_nothing_resumes_by_itself(tmp_path, under_torchrun):
+    earlier_attempt(tmp_path / "run")
+    under_torchrun.delenv("TORCHELASTIC_RUN_ID")
+    assert launcher() == "" and "has the results of an earlier run" in refusal(tmp_path / "run")
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_the_lock_of_an_earlier_attempt_is_waited_for_and_then_taken_over(tmp_path, under_torchrun, freed):
+    """A file server may keep the lock of a machine that is lost."""
+    earlier_attempt(tmp_path / "run")
+    under_torchrun.setattr("lightrft.run.run_folder.TAKEOVER", 0.5)
+    held = open(tmp_path / "run" / ".lock", "a+")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    if freed:
+        threading.Timer(0.2, held.close).start()
+    before = os.stat(held.fileno()).st_ino
+    folder = claim(tmp_path / "run")
+    assert ((tmp_path / "run" / ".lock").stat().st_ino == before) == freed
+    with open(tmp_path / "run" / ".lock") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    folder.release()
