@@ -21,7 +21,7 @@ setup(
     packages=find_packages(include=["lightrft", "lightrft.*"]),
     install_requires=versions["requirements"](versions["CORE"]),
     extras_require={extra: versions["requirements"](table) for extra, table in versions["EXTRAS"].items()},
-    entry_points={"console_scripts": ["lightrft = lightrft.cli.main:main"]},
+    entry_points={"console_scripts": ["lightrft = lightrft.__main__:main"]},
     classifiers=[
         "Programming Language :: Python :: 3",
         "Operating System :: POSIX :: Linux",

@@ -45,6 +45,10 @@ def _run(command: str, config: Config) -> int:
 
     end_with_launcher(STARTED_BY)
     try:
+        if config.train.dry_run:
+            from lightrft.cli.plan import dry_run
+
+            return dry_run(config, command)
         run(command, config)
     except ConfigError as error:
         _log_once(str(error))

@@ -641,6 +641,9 @@ class TrainSection(Section):
     load_checkpoint: bool = False
     """Resume from the newest complete checkpoint; start from the beginning if there is none. A run that its torchrun starts
     again, because a rank failed or a node was lost, resumes without it."""
+    dry_run: bool = False
+    """Print the plan of the run on the processes that were started (problems, layout, bytes of a rank in each phase, seconds), as
+    `lightrft plan` does, and exit."""
     overwrite: bool = False
     """Start from the beginning in a folder that has the results of an earlier run; they are moved to FOLDER.previous."""
     mismatch_limit: Annotated[float | None, POSITIVE] = None

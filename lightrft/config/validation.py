@@ -57,12 +57,10 @@ def validate(config: Config, *, command: str, world_size: int) -> None:
     if command not in ("evaluate", "serve"):
         problems += _media_problems(config, command)
     if not problems:
-        problems += _layout_problems(config, world_size)
+        problems += _layout_problems(config, world_size) + (_batch_problems(config) if command == "train_ppo" else [])
     if command == "serve" and not problems and world_size != config.engine.engine_tp_size:
         problems.append(f"serve has one engine on all of its processes: set --engine_tp_size {world_size}, or start "
                         f"{config.engine.engine_tp_size}")  # fmt: skip
-    if not problems and command == "train_ppo":
-        problems += _batch_problems(config)
     if problems:
         raise ConfigError("this configuration cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems))
 

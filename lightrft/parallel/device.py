@@ -23,6 +23,11 @@ def current_device() -> torch.device:
     return torch.device("cpu")
 
 
+def device_name() -> str:
+    """Return the name of this process's GPU, or an empty string without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+
 def select_device() -> torch.device:
     """Bind this process to its device; call once before any tensor is created."""
     device = current_device()

@@ -1,14 +1,14 @@
 """Bytes of one training step on a rank under FSDP2: parameters, gradients, optimizer, activations, and the head's logits.
 
-    python scripts/bench/memory.py                                   # the tables in docs/benchmarks.md, some minutes
+    python scripts/bench/memory.py                                   # the tables in docs/benchmarks.md, minutes
     python scripts/bench/memory.py --measured 2 --shapes --tokens 512
 
 A dense Qwen model, `--tokens` tokens in each of two micro-batches, full recomputation, AdamW; gradients reduced after every
 micro-batch, and with --reduce_gradients_once after the last one.
 
-`--measured N ...`: a small model in float32 on N real ranks over gloo, at most 512 tokens, beside what theory says: 4 bytes a
-parameter for the masters, 4 for gradients, 8 for AdamW, each divided by the ranks, but the gradients of --reduce_gradients_once,
-which are whole.
+`--measured N ...`: a small model on N real ranks over gloo, at most 512 tokens, in float32 and bfloat16, with recomputation and
+without, beside what theory says: 4 bytes a parameter for the masters, 4 for gradients, 8 for AdamW, each divided by the ranks,
+but the gradients of --reduce_gradients_once, which are whole; and the peak beside that of `lightrft plan`, `peak_of_plan`.
 `--shapes NAME ...`: bfloat16 with float32 masters, rank 0 of `--world` ranks over torch's fake process group, with tensors that
 have shapes and no memory: the operations, and so their sizes, are the real ones, those of a CPU; the allocator's rounding is not
 in them.
@@ -16,7 +16,7 @@ in them.
 torch's FSDPMemTracker counts every storage while it lives. `gradients` is what is left between the micro-batches,
 `activations` what is there at the end of the second forward pass beside masters, gradients and gathered parameters, `logits` the
 head's own peak above its inputs and gradients (docs/benchmarks.md, log-probs), `peak` the most at any moment from the second step
-on, when AdamW's moments are there.
+on, when AdamW's moments are there, without the logits.
 """
 
 import argparse
@@ -25,20 +25,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import product
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config
 
 from lightrft.models.logprobs import token_logprobs
-from lightrft.parallel.mesh import Mesh
 from lightrft.strategy import FSDPStrategy
+from lightrft.tools.step_memory import OneOfMany, fake_group, num_parameters, step_bytes, total, traced
 
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
@@ -52,60 +50,20 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """`small` is the one that is measured, the others are those of Qwen2.5-7B, Qwen3-14B and Qwen3-32B."""
 
-GATHERED = ("Unsharded Param", "All Gather", "Reduce Scatter")
-
-
-class Learner(nn.Module):
-    """Log-probs of the model's own tokens, with the head inside, as an actor has it."""
-
-    def __init__(self, model: PreTrainedModel):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-        logprobs, _ = token_logprobs(hidden, self.model.lm_head.weight, ids)
-        return logprobs.clone()
-
-
-class OneOfMany(FSDPStrategy):
-    """A rank whose others are not there, over a fake process group: no monitor, and nothing that waits for an answer."""
-
-    def setup_distributed(self, *_: Any, **__: Any) -> None:
-        self.device, self._mesh = torch.device("cpu"), Mesh("cpu", dp_replicate=self.config.dp_replicate)
+WAYS = [{"reduce_gradients_once": once, "bf16": bf16, "recompute": recompute}
+        for once, bf16, recompute in ((False, False, True), (True, False, True), (False, False, False), (False, True, True))]
+"""What is measured on real ranks."""
 
 
 def training_bytes(strategy: FSDPStrategy, shape: str, tokens: int, layers: int | None = None) -> dict[str, int]:
     """Bytes on this rank. The strategy is set up; inside of FakeTensorMode nothing is computed."""
+    config = shape_config(shape, layers)
+    return {"num_parameters": num_parameters(config), **asdict(traced(strategy, config, tokens))}
+
+
+def shape_config(shape: str, layers: int | None) -> Qwen3Config:
     sizes = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
-    model = Learner(Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=False, **sizes)))
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    optimizer = strategy.create_optimizer(model, lr=1e-6)
-    strategy.make_ready(model)
-    strategy.distribute(model, optimizer)
-    tracker = FSDPMemTracker(model, optimizer)
-    peaks, between, forward = [], {}, {}
-    with tracker:
-        for last in (False, True):
-            loss = model(torch.randint(0, 1000, (tokens,))).sum()
-            forward = _now(tracker)
-            strategy.accumulate(loss, model, last)
-            del loss
-            dist.barrier()  # a thread of gloo may have a gradient for a moment after it was reduced
-            between = between or _now(tracker)
-            peaks.append(_total(tracker.get_tracker_snapshot("peak")))
-            tracker.reset_mod_stats()
-        optimizer.step()
-        after = _now(tracker)
-    held = between["Total"] - between["Sharded Param"] - between["Activation"]
-    return {
-        "num_parameters": num_parameters,
-        "parameters": after["Sharded Param"],
-        "gradients": held,
-        "optimizer": after["OptState"],
-        "activations": forward["Total"] - forward["Sharded Param"] - held - sum(forward[name] for name in GATHERED),
-        "peak": max(peaks) + after["OptState"],
-    }
+    return Qwen3Config(tie_word_embeddings=False, **sizes)
 
 
 def logits_bytes(shape: str, tokens: int) -> int:
@@ -116,7 +74,7 @@ def logits_bytes(shape: str, tokens: int) -> int:
     tracker.track_external(hidden, weight)
     with tracker:
         token_logprobs(hidden, weight, torch.zeros(tokens, dtype=torch.int64))[0].sum().backward()
-    return _total(tracker.get_tracker_snapshot("peak")) - 2 * (hidden.nbytes + weight.nbytes)
+    return total(tracker.get_tracker_snapshot("peak")) - 2 * (hidden.nbytes + weight.nbytes)
 
 
 def theory(num_parameters: int, world: int, once: bool) -> dict[str, float]:
@@ -126,17 +84,15 @@ def theory(num_parameters: int, world: int, once: bool) -> dict[str, float]:
 
 def fake_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each shape and way, as rank 0 of `args.world`."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.world)
     rows = []
-    for shape in args.shapes:
-        for once in (False, True):
+    for shape, once in product(args.shapes, (False, True)):
+        with fake_group(args.world):
             strategy = OneOfMany(seed=0, args=_options(once, bf16=True))
             strategy.setup_distributed()
             with FakeTensorMode(allow_non_fake_inputs=True):
                 found = training_bytes(strategy, shape, args.tokens, args.layers) | {"logits": logits_bytes(shape, args.tokens)}
-            rows.append({"shape": shape, "world": args.world, "reduce_gradients_once": once, **found})
-            print(json.dumps(rows[-1]), flush=True)
-    dist.destroy_process_group()
+        rows.append({"shape": shape, "world": args.world, "reduce_gradients_once": once, **found})
+        print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
@@ -147,22 +103,25 @@ def measured_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
         ask = ["--rank", str(world), "--tokens", str(args.tokens), *(["--layers", str(args.layers)] if args.layers else [])]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", __file__, *ask]
         out = subprocess.check_output(command, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        for row in map(json.loads, out.splitlines()[-2:]):
+        for row in map(json.loads, out.splitlines()[-len(WAYS) :]):
             expected = theory(row["num_parameters"], world, row["reduce_gradients_once"])
             ratios = {f"{name}_of_theory": round(row[name] / size, 3) for name, size in expected.items()}
+            options = _options(row["reduce_gradients_once"], bf16=row["bf16"], recompute=row["recompute"])
+            planned = step_bytes(shape_config("small", args.layers), options, world=world, tokens=min(args.tokens, 512))
+            ratios["peak_of_plan"] = round(row["peak"] / planned.peak, 3)
             rows.append({"shape": "small", "world": world, **row, **ratios})
             print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
 def rank(args: argparse.Namespace) -> None:
-    """Measure both ways, one line each from rank 0."""
-    for once in (False, True):
-        strategy = FSDPStrategy(seed=0, args=_options(once, bf16=False))
+    """Measure all ways, one line each from rank 0."""
+    for way in WAYS:
+        strategy = FSDPStrategy(seed=0, args=_options(way["reduce_gradients_once"], bf16=way["bf16"], recompute=way["recompute"]))
         strategy.setup_distributed()
         found = training_bytes(strategy, "small", args.tokens, args.layers) | {"logits": logits_bytes("small", args.tokens)}
         if strategy.is_rank_0():
-            print(json.dumps({"reduce_gradients_once": once, **found}), flush=True)
+            print(json.dumps(way | found), flush=True)
         strategy.close()
 
 
@@ -184,18 +143,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     return result
 
 
-def _options(once: bool, *, bf16: bool) -> dict[str, Any]:
-    return {"fsdp": True, "bf16": bf16, "gradient_checkpointing": True, "reduce_gradients_once": once,
+def _options(once: bool, *, bf16: bool, recompute: bool = True) -> dict[str, Any]:
+    return {"fsdp": True, "bf16": bf16, "gradient_checkpointing": recompute, "reduce_gradients_once": once,
             "train_batch_size": 1024, "micro_train_batch_size": 1}  # fmt: skip
-
-
-def _now(tracker: MemTracker) -> dict[str, int]:
-    (snapshot,) = tracker.get_tracker_snapshot("current").values()
-    return {getattr(kind, "value", kind): size for kind, size in snapshot.items()}
-
-
-def _total(snapshot: dict[torch.device, dict[str, int]]) -> int:
-    return sum(sizes["Total"] for sizes in snapshot.values())
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ def test_an_image_copies_and_runs_what_exists(name):
     for script in re.findall(r"scripts/[\w./]+", (ROOT / "docker" / name).read_text()):
         assert (ROOT / script).is_file() and "scripts" in copied
     started = [json.loads(rest) for kind, rest in lines if kind == "CMD"]
-    assert started == [["lightrft", "--help"]] and "lightrft = lightrft.cli.main:main" in (ROOT / "setup.py").read_text()
+    assert started == [["lightrft", "--help"]] and "lightrft = lightrft.__main__:main" in (ROOT / "setup.py").read_text()
     assert {"lightrft", "setup.py", "README.md", "scripts", "configs"} <= set(copied), "setup.py reads README.md"
 
 

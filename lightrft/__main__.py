@@ -1,4 +1,4 @@
-"""Run a command: `lightrft train_ppo --config file.yaml`."""
+"""Run a command: `lightrft train_ppo --config file.yaml`, or `python -m lightrft` instead of `lightrft`."""
 
 import argparse
 import importlib
@@ -16,6 +16,7 @@ COMMANDS = {
     "serve_reward": "serve reward models over HTTP",
     "evaluate": "evaluate a model, a run or a checkpoint on held-out prompts and benchmarks",
     "export": "write a checkpoint or an adapter as a Hugging Face folder",
+    "plan": "plan a run: memory, seconds and layout on any number of devices, without weights",
     "report": "write the report of a run",
     "doctor": "check this machine, and compare engine and trainer on a model",
 }
@@ -33,3 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="lightrft COMMAND --help lists them")
     chosen = parser.parse_args(argv)
     importlib.import_module(f"lightrft.cli.{chosen.command}").main(chosen.arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Plan a run without weights and without a device: problems, layout, bytes of a rank in each phase, seconds, and advice.
+
+    lightrft plan configs/grpo_gsm8k_qwen2.5_7b.yaml --ranks 1024 --device h100
+    lightrft plan --command train_sft --pretrain Qwen/Qwen3-8B --prompt_data d.jsonl --bf16 --ranks 8
+
+All other flags are those of the command. Bytes are those of tensors with a shape and no memory in FSDP2's own operations; seconds
+follow from the data sheet of the device, with the shares of its peaks that are printed.
+"""
+
+import argparse
+import json
+import os
+import sys
+import warnings
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lightrft.cli.entrypoint import USER_ERROR, set_up_logging
+from lightrft.config.command_line import parse
+from lightrft.config.errors import ConfigError
+from lightrft.config.resolve import resolve
+from lightrft.config.sections import Config
+from lightrft.parallel.device import device_name
+from lightrft.run.prepare import quiet_libraries
+from lightrft.tools.planning import RunPlan, plan_of
+from lightrft.tools.step_time import DECODING, DEVICES, LINK, MFU
+
+TRAINING = ("train_ppo", "train_sft", "train_rm", "train_prm", "train_dpo", "train_kto")
+
+
+def main(argv: list[str] | None = None) -> None:
+    set_up_logging()
+    quiet_libraries()
+    warnings.simplefilter("ignore")  # torch's about views, in traces whose results nobody uses
+    own, others = _parser().parse_known_args(argv)
+    flags = (["--config", own.config] if own.config else []) + others
+    try:
+        config = parse(flags, own.command)
+        sys.exit(show_plan(config, own.command, own.ranks, own.device, model_file=own.model_config, as_json=own.json))
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(USER_ERROR)
+
+
+def show_plan(
+    config: Config, command: str, ranks: int, device: str, *, model_file: str = "", as_json: bool = False
+) -> int:
+    """Print the plan of a run and return the exit code: 2 if its flags cannot run or it does not fit, else 0.
+
+    Raise ConfigError with all problems of the flags.
+    """
+    notices = resolve(config, command, world_size=ranks)
+    found = plan_of(config, command, ranks, device, model_file=model_file)
+    if as_json:
+        sys.stdout.write(json.dumps(found.as_json()) + "\n")
+    else:
+        console = Console(width=None if sys.stdout.isatty() else 130)
+        for line in (*notices, *found.lines):
+            console.print(line, highlight=False)
+        console.print(_memory(found, device))
+        _conclude(console, config, found, device)
+    return 0 if found.fits else USER_ERROR
+
+
+def dry_run(config: Config, command: str) -> int:
+    """Print the plan of the processes that have been started, on one of them; see show_plan().
+
+    Without an accelerator whose peaks are known it is that of an h100.
+    """
+    if int(os.environ.get("RANK", 0)):
+        return 0
+    quiet_libraries()
+    warnings.simplefilter("ignore")
+    name = device_name().lower()
+    device = next((known for known in DEVICES if known in name), "h100")
+    return show_plan(config, command, int(os.environ.get("WORLD_SIZE", 1)), device)
+
+
+def _memory(found: RunPlan, device: str) -> Table:
+    table = Table(title=f"Bytes of a rank in GB; {found.capacity / 1e9:.0f} of {device} can be used", box=box.SIMPLE,
+                  title_justify="left")  # fmt: skip
+    for name in ("phase", "total", "of which"):
+        table.add_column(name, justify="right" if name == "total" else "left")
+    for phase, parts in found.phases.items():
+        size = sum(parts.values())
+        colour = "green" if size <= found.capacity else "red"
+        of_which = ", ".join(f"{name} {part / 1e9:.1f}" for name, part in parts.items() if part >= 5e7)
+        table.add_row(phase, f"[{colour}]{size / 1e9:.1f}[/]", of_which)
+    return table
+
+
+def _conclude(console: Console, config: Config, found: RunPlan, device: str) -> None:
+    console.print(f"{found.parameters / 1e9:.2f} billion parameters; largest --max_tokens_per_microbatch that fits: "
+                  f"{found.max_tokens or 'none'}", highlight=False)  # fmt: skip
+    if found.cache_tokens:
+        longest = config.data.prompt_max_len + config.rollout.generate_max_len
+        sequences = found.cache_tokens / longest
+        console.print(f"an engine's cache: {found.cache_tokens:,.0f} tokens, {sequences:,.1f} sequences of full length",
+                      highlight=False)  # fmt: skip
+    if found.seconds:
+        parts = ", ".join(f"{name} {value:.1f}" for name, value in found.seconds.items())
+        peaks = DEVICES[device]
+        console.print(f"about {sum(found.seconds.values()):.1f} s a step: {parts}", highlight=False)
+        compute, memory = f"{MFU:.0%} of {peaks.flops / 1e12:.0f} TFLOP/s", f"{DECODING:.0%} of {peaks.bandwidth / 1e12:.1f} TB/s"
+        console.print(f"(prompts and responses half as long as allowed; {compute}, {memory}, {LINK:.0%} of the link)",
+                      highlight=False)  # fmt: skip
+    console.print("[green]it fits[/]" if found.fits else "[red]it does not fit[/]")
+    for line in found.advice:
+        console.print(f"  - {line}", highlight=False)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", nargs="?", default="", help="YAML file of the run")
+    parser.add_argument("--command", choices=TRAINING, default="train_ppo", help="the command that the run uses")
+    parser.add_argument("--ranks", type=int, required=True, help="number of devices, each with one process")
+    parser.add_argument("--device", choices=DEVICES, default="h100", help="kind of device")
+    parser.add_argument("--model_config", default="", help="config.json of --pretrain, if its folder is not on this machine")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

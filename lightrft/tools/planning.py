@@ -1,0 +1,279 @@
+"""Plan of a run without weights and without a device: its layout, the bytes of a rank in each phase, seconds, and advice."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+
+from lightrft.config.errors import ConfigError
+from lightrft.config.references import reward_model_terms
+from lightrft.config.sections import Config, needs_critic, needs_reference, section_of_field
+from lightrft.config.summary import summary
+from lightrft.parallel.tensor_parallel import model_problems
+from lightrft.tools.shapes import model_config
+from lightrft.tools.step_memory import StepBytes, head_bytes, num_parameters, of_tensor_parallel, step_bytes
+from lightrft.tools.step_time import DEVICES, Device, StepWork, kv_bytes, seconds
+
+USABLE = 0.94
+"""Share of a device's memory that remains beside its context, the buffers of collectives, and the allocator's gaps."""
+ENGINE_OVERHEAD = 2e9
+"""Bytes of an engine's activations and graphs, in its share of the memory."""
+ROUNDED = 512
+"""--max_tokens_per_microbatch is rounded down to a multiple of it."""
+Bytes = dict[str, float]
+
+
+@dataclass(slots=True)
+class RunPlan:
+    """What is known about a run before it starts."""
+
+    lines: list[str]
+    """Algorithm, layout, engine and batches, and the layout as a picture."""
+    parameters: int
+    phases: dict[str, Bytes]
+    """Phase -> bytes on a rank by what they are for."""
+    capacity: float
+    """Bytes of a device that can be used."""
+    max_tokens: int
+    """Largest --max_tokens_per_microbatch that fits; 0: none."""
+    cache_tokens: float
+    """Tokens in the cache of an engine; 0 without one."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    advice: list[str] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        return all(sum(parts.values()) <= self.capacity for parts in self.phases.values())
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"fits": self.fits, "totals": {name: sum(parts.values()) for name, parts in self.phases.items()}}
+
+
+class Planner:
+    """Bytes of one configuration, which is resolved, on `ranks` devices."""
+
+    def __init__(self, config: Config, command: str, ranks: int, device: Device, *, shape: PretrainedConfig):
+        self.config, self.command, self.ranks, self.device = config, command, ranks, device
+        strategy, rollout = config.strategy, config.rollout
+        self.generates = command == "train_ppo"
+        self.training = ranks - (rollout.rollout_ranks if self.generates else 0)
+        self.tp, self.sp = strategy.tp_size, max(strategy.sp_size, strategy.cp_size)
+        self.shards = self.training // (self.tp * strategy.dp_replicate)
+        self.shape = shape
+        self.local = of_tensor_parallel(self.shape, self.tp) if self.tp > 1 else self.shape
+        self.parameters, self.of_rank = num_parameters(self.shape), num_parameters(self.local)
+        self.width = 2 if config.model.bf16 else 4
+        self.capacity = device.memory * USABLE
+
+    def plan(self) -> RunPlan:
+        tokens = self.config.train.max_tokens_per_microbatch
+        step = self.step(tokens)
+        made = RunPlan(
+            [*summary(self.config, self.command, self.ranks), *self.picture()], self.parameters, self.phases(step, tokens),
+            self.capacity, self.max_tokens(step, tokens), self.cache_tokens() if self.generates else 0.0,
+        )  # fmt: skip
+        if self.generates:
+            made.seconds = self.seconds(made.cache_tokens)
+        made.advice = self.advice(made)
+        return made
+
+    def step(self, tokens: int) -> StepBytes:
+        """Return the bytes of a step of the model that learns, with tokens of one rank."""
+        model = self.config.model
+        options = {"fsdp": True, "bf16": model.bf16, "reduce_gradients_once": self.config.strategy.reduce_gradients_once,
+                   "gradient_checkpointing": model.gradient_checkpointing,
+                   "gradient_checkpointing_policy": model.gradient_checkpointing_policy}  # fmt: skip
+        return step_bytes(self.local, options, world=self.shards, tokens=-(-tokens // self.sp))
+
+    def states(self, step: StepBytes) -> Bytes:
+        """Return the bytes of what the model that learns keeps between micro-batches."""
+        strategy, model = self.config.strategy, self.config.model
+        if strategy.fsdp_cpu_offload:
+            return {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
+        if model.lora_rank:
+            adapters = self.adapter_parameters() / self.shards
+            return {"parameters": self.frozen() + 4 * adapters, "gradients": 4 * adapters, "optimizer": 8 * adapters}
+        if strategy.strategy == "deepspeed":
+            stage, whole, share = strategy.zero_stage, self.of_rank, self.of_rank / self.training
+            master = 4 * (share if stage else whole) if model.bf16 else 0.0
+            return {
+                "parameters": self.width * (share if stage == 3 else whole) + master,
+                "gradients": 4 * (share if stage >= 2 else whole),
+                "optimizer": 8 * (share if stage else whole),
+            }
+        return {"parameters": step.parameters, "gradients": step.gradients, "optimizer": step.optimizer}
+
+    def frozen(self, shape: PretrainedConfig | None = None) -> float:
+        """Return the bytes of the part of a frozen model that a rank keeps."""
+        count = self.of_rank if shape is None else num_parameters(shape) / self.tp
+        return self.width * count / self.shards
+
+    def others(self, states: Bytes) -> Bytes:
+        """Return the bytes of models beside the actor."""
+        algorithm, model, found = self.config.algorithm, self.config.model, {}
+        if self.command == "train_ppo":
+            if needs_reference(algorithm) and not model.lora_rank:
+                found["reference"] = self.frozen()
+            if needs_critic(algorithm):
+                found["critic"] = sum(states.values())
+            for _, term in reward_model_terms(model):
+                found[f"reward model {term.label}"] = self.frozen(model_config(term.name))
+            if model.teacher_pretrain:
+                found["teacher"] = self.frozen(model_config(model.teacher_pretrain))
+        elif self.command in ("train_dpo", "train_kto") and not self.config.preference.precompute_reference:
+            found["reference"] = self.frozen()
+        return {} if self.config.strategy.fsdp_cpu_offload else found
+
+    def phases(self, step: StepBytes, tokens: int) -> dict[str, Bytes]:
+        states = self.states(step)
+        others, idle = self.others(states), self.config.strategy.offload_idle
+        resident = {} if idle else others
+        head = head_bytes(self.shape, -(-tokens // self.sp), self.tp)
+        kept = step.parameters + step.gradients + step.optimizer
+        block = max(step.peak - kept - step.activations, step.at_head + head - kept - step.activations)
+        phases = {"train": states | {"activations": step.activations, "head, gathered layers": block} | resident}
+        parameters = {"parameters": states["parameters"]} if idle else states
+        if self.generates:
+            phases["log-probs"] = parameters | resident | {"head, gathered layers": head + self.of_layer()}
+            if not self.config.rollout.rollout_ranks:
+                weights = self.width * self.parameters / self.config.engine.engine_tp_size
+                phases["weight sync"] = parameters | resident | {"engine's weights": weights, "buckets": 2 * self.bucket()}
+                share = self.config.engine.engine_mem_util * self.device.memory
+                cache = max(share - weights - ENGINE_OVERHEAD, 0.0)
+                engine = {"engine's weights": weights, "engine's cache": cache, "engine's work": ENGINE_OVERHEAD}
+                phases["generate"] = ({} if idle else states | resident) | engine
+        return phases
+
+    def of_layer(self) -> float:
+        return 2 * self.width * self.of_rank / self.shape.get_text_config().num_hidden_layers
+
+    def bucket(self) -> float:
+        size = self.config.engine.weight_sync_bucket_mb * 1e6
+        return size or self.device.memory / 8
+
+    def adapter_parameters(self) -> float:
+        """Return the parameters of adapters on all linear layers of the decoder."""
+        text, rank = self.shape.get_text_config(), self.config.model.lora_rank
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        queries, keys, hidden, middle = text.num_attention_heads * head, text.num_key_value_heads * head, text.hidden_size, (
+            text.intermediate_size)  # fmt: skip
+        sides = 2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + middle)
+        return rank * sides * text.num_hidden_layers
+
+    def max_tokens(self, step: StepBytes, tokens: int) -> int:
+        """Return the largest micro-batch that fits into the phase of training: bytes grow in proportion to tokens."""
+        used = sum(self.phases(step, tokens)["train"].values())
+        other = 2 * tokens if used <= self.capacity else max(tokens // 2, self.sp)
+        slope = (sum(self.phases(self.step(other), other)["train"].values()) - used) / (other - tokens)
+        most = tokens + (self.capacity - used) / slope
+        return max(int(most) // ROUNDED * ROUNDED, 0)
+
+    def cache_tokens(self) -> float:
+        engine = self.config.engine
+        share = engine.engine_mem_util * self.device.memory * engine.engine_tp_size
+        weights = self.width * self.parameters
+        return max(share - weights - ENGINE_OVERHEAD * engine.engine_tp_size, 0.0) / kv_bytes(self.shape, self.width)
+
+    def seconds(self, cache_tokens: float) -> dict[str, float]:
+        config = self.config
+        algorithm, rollout = config.algorithm, config.rollout
+        samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+        many_updates = samples // config.train.train_batch_size * config.train.max_epochs > 1
+        passes = many_updates + needs_reference(algorithm) + needs_critic(algorithm) + len(config.model.reward_pretrain)
+        work = StepWork(samples, config.data.prompt_max_len // 2, rollout.generate_max_len // 2, passes, config.train.max_epochs,
+                        config.model.gradient_checkpointing)  # fmt: skip
+        generating = rollout.rollout_ranks or self.ranks
+        size = config.engine.engine_tp_size
+        return seconds(self.shape, self.parameters, work, self.device, training=self.training, engines=max(generating // size, 1),
+                       engine_tp=size, cache_tokens=cache_tokens, bytes_per_value=self.width)  # fmt: skip
+
+    def idle_ranks(self) -> list[str]:
+        """Return what a step has too little of to give work to every rank."""
+        replicas, rows = self.training // (self.sp * self.tp), self.config.train.train_batch_size
+        if rows < replicas:
+            return [f"--train_batch_size {rows} gives work to {rows} of {replicas} replicas of data: raise it, or use fewer "
+                    "ranks"]  # fmt: skip
+        return []
+
+    def picture(self) -> list[str]:
+        """Return the ranks of the first replica of data, and how often it is there."""
+        size = self.sp * self.tp
+        rows = [" ".join(f"{rank:>4}" for rank in range(row * self.tp, (row + 1) * self.tp)) for row in range(min(self.sp, 4))]
+        groups = self.config.strategy.dp_replicate
+        lines = [f"a replica of data: {self.sp} x {self.tp} ranks (sp down, tp across); {self.training // size} replicas",
+                 f"the model is there {groups} times, each time divided over {self.shards * self.tp} ranks", *rows]  # fmt: skip
+        if self.sp > len(rows):
+            lines.append("   ...")
+        return lines
+
+    def advice(self, made: RunPlan) -> list[str]:
+        """Return what to change: flags with which a run fits that does not, and where devices would be idle."""
+        found, config = self.idle_ranks(), self.config
+        if not made.fits:
+            changes = self.mended()
+            found.append(f"it fits with {' '.join(changes)}" if changes else
+                         "no combination of flags that was tried fits: use more ranks, a smaller model, or --fsdp_cpu_offload")
+        longest = config.data.prompt_max_len + config.rollout.generate_max_len
+        if "generate" in made.phases and made.cache_tokens < longest:
+            found.append("the engine's cache does not hold one sequence of full length: a larger --engine_tp_size or "
+                         "--engine_mem_util, or fewer tokens")  # fmt: skip
+        return found
+
+    def mended(self) -> list[str]:
+        """Return flags with which every phase fits, none of which can be left out; none if all together do not suffice."""
+        changes: dict[str, Any] = {}
+        for name, value in self.changes():
+            changes[name] = value
+            if self.fits_with(changes):
+                for other in list(changes):
+                    without = {key: changes[key] for key in changes if key != other}
+                    changes = without if self.fits_with(without) else changes
+                return [f"--{name}" if value is True else f"--{name} {value}" for name, value in changes.items()]
+        return []
+
+    def changes(self) -> Iterator[tuple[str, Any]]:
+        """Yield flags in the order in which they cost speed; one that was tried before gets a stronger value."""
+        config = self.config
+        longest = config.data.prompt_max_len + config.rollout.generate_max_len
+        yield "gradient_checkpointing", True
+        if not config.strategy.fsdp_cpu_offload:
+            yield "offload_idle", True
+        sizes = [size for size in (2, 4, 8) if self.ranks % size == 0 and size > config.engine.engine_tp_size]
+        yield from (("engine_tp_size", size) for size in sizes if self.generates)
+        tokens = config.train.max_tokens_per_microbatch
+        while (tokens := tokens // 2) >= longest:
+            yield "max_tokens_per_microbatch", tokens
+        heads = self.shape.get_text_config().num_attention_heads
+        yield from (("sp_size", size) for size in (2, 4, 8) if size > self.sp and heads % size == 0 and self.training % size == 0)
+
+    def fits_with(self, changes: dict[str, Any]) -> bool:
+        config = deepcopy(self.config)
+        for name, value in changes.items():
+            getattr(config, section_of_field()[name]).put(name, value)
+        other = Planner(config, self.command, self.ranks, self.device, shape=self.shape)
+        tokens = config.train.max_tokens_per_microbatch
+        phases = other.phases(other.step(tokens), tokens)
+        longest = config.data.prompt_max_len + config.rollout.generate_max_len
+        enough_cache = "generate" not in phases or other.cache_tokens() >= longest
+        return enough_cache and all(sum(parts.values()) <= self.capacity for parts in phases.values())
+
+
+def plan_of(config: Config, command: str, ranks: int, device: str, *, model_file: str = "") -> RunPlan:
+    """Return the plan of a resolved configuration.
+
+    Raise ConfigError if the shape of the model is not known, if --tp_size does not divide it, or if it cannot be traced.
+    """
+    shape = model_config(config.model.pretrain, model_file)
+    tp = config.strategy.tp_size
+    if problems := model_problems(shape, tp) if tp > 1 else []:
+        raise ConfigError("this configuration cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems))
+    unplanned = f"--pretrain {config.model.pretrain}: models of type {shape.model_type} cannot be planned"
+    if type(shape) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"{unplanned}, only those of text")
+    try:
+        return Planner(config, command, ranks, DEVICES[device], shape=shape).plan()
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise ConfigError(f"{unplanned}: their operations depend on values, as the routing of experts does") from error

@@ -1,0 +1,58 @@
+"""Configurations of models whose folder is not on this machine, for plans, which need no weights."""
+
+import json
+from pathlib import Path
+
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from lightrft.config.errors import ConfigError
+
+QWEN2 = {
+    "0.5B": (896, 4864, 24, 14, 2), "1.5B": (1536, 8960, 28, 12, 2), "3B": (2048, 11008, 36, 16, 2),
+    "7B": (3584, 18944, 28, 28, 4), "14B": (5120, 13824, 48, 40, 8), "32B": (5120, 27648, 64, 40, 8),
+    "72B": (8192, 29568, 80, 64, 8),
+}  # fmt: skip
+"""Size of Qwen2.5 -> hidden size, intermediate size, layers, attention heads, key-value heads (their config.json)."""
+QWEN3 = {
+    "0.6B": (1024, 3072, 28, 16, 8), "1.7B": (2048, 6144, 28, 16, 8), "4B": (2560, 9728, 36, 32, 8),
+    "8B": (4096, 12288, 36, 32, 8), "14B": (5120, 17408, 40, 40, 8), "32B": (5120, 25600, 64, 64, 8),
+}  # fmt: skip
+LLAMA = {"8B": (4096, 14336, 32, 32, 8), "70B": (8192, 28672, 80, 64, 8)}
+TIED = ("0.5B", "1.5B", "3B", "0.6B", "1.7B", "4B")
+"""Sizes whose head is the embedding."""
+
+
+def model_config(name: str, file: str = "") -> PretrainedConfig:
+    """Return the configuration of a model: of `file`, of its folder, of the hub's cache, or of a well-known name.
+
+    Raise ConfigError if there is none.
+    """
+    try:
+        if file:
+            values = json.loads(Path(file).read_text())
+            return AutoConfig.for_model(values.pop("model_type"), **values)
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        known = None if file else known_config(name)
+        if known is None:
+            raise ConfigError(f"--pretrain {name}: its config.json cannot be read ({type(error).__name__}); download it and "
+                              "set --model_config FILE") from error  # fmt: skip
+        return known
+
+
+def known_config(name: str) -> PretrainedConfig | None:
+    """Return the configuration of a Qwen2.5, Qwen3 or Llama 3.1 model by its hub name; None for others."""
+    size = next((part for part in name.split("/")[-1].split("-") if part[:1].isdigit() and part.endswith("B")), "")
+    families = {"Qwen/Qwen2.5-": (Qwen2Config, QWEN2), "Qwen/Qwen3-": (Qwen3Config, QWEN3),
+                "meta-llama/Llama-3.1-": (LlamaConfig, LLAMA)}  # fmt: skip
+    for prefix, (kind, sizes) in families.items():
+        if name.startswith(prefix) and size in sizes and name.split(size)[1] in ("", "-Instruct", "-Base"):
+            hidden, intermediate, layers, heads, kv_heads = sizes[size]
+            vocabulary = 128256 if kind is LlamaConfig else 151936 if kind is Qwen3Config or size in TIED else 152064
+            return kind(
+                hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
+                num_key_value_heads=kv_heads, vocab_size=vocabulary, tie_word_embeddings=size in TIED,
+                **({"head_dim": 128} if kind is Qwen3Config else {}),
+            )  # fmt: skip
+    return None

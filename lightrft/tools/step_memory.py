@@ -1,0 +1,174 @@
+"""Bytes of a training step on one rank, of a model without weights: FSDP2's own operations on tensors that have only a shape.
+
+torch's FSDPMemTracker counts every storage while it lives, on rank 0 of a fake process group. Layers and tokens add bytes in
+proportion, so that two small traces give those of a model of any depth: see tests/bench/test_memory.py for what real ranks take.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from lightrft.models.empty import empty_parameters
+from lightrft.models.logprobs import DEVICE_CHUNK
+from lightrft.parallel.mesh import Mesh
+from lightrft.strategy import FSDPStrategy
+
+FEW = (3, 4)
+"""Numbers of layers that are traced: with fewer, not all that a peak has at the same time exists."""
+GATHERED = ("Unsharded Param", "All Gather", "Reduce Scatter")
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """Bytes on one rank."""
+
+    parameters: float
+    """Masters, and frozen parameters."""
+    gradients: float
+    """Gradients between two micro-batches."""
+    optimizer: float
+    activations: float
+    """What the forward pass leaves beside parameters and gradients."""
+    at_head: float
+    """All of it at the end of the forward pass, from the second step on."""
+    peak: float
+    """The most at any moment, from the second step on, without the head's own memory."""
+
+    def combined(self, factor: float, other: "StepBytes") -> "StepBytes":
+        """Return self + factor * other."""
+        return StepBytes(*(getattr(self, name) + factor * getattr(other, name) for name in StepBytes.__slots__))
+
+
+class Learner(nn.Module):
+    """A model with a product of its head for one token: the head's own memory is head_bytes()."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        return hidden, F.linear(hidden[:1], self.model.get_output_embeddings().weight)
+
+
+class OneOfMany(FSDPStrategy):
+    """A rank whose others are not there, over a fake process group: no monitor, and nothing that waits for an answer."""
+
+    def setup_distributed(self, *_: Any, **__: Any) -> None:
+        self.device, self._mesh = torch.device("cpu"), Mesh("cpu")
+
+
+@contextmanager
+def fake_group(world: int) -> Iterator[None]:
+    """Make this process rank 0 of `world` that answer nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def step_bytes(shape: PretrainedConfig, options: dict[str, Any], *, world: int, tokens: int) -> StepBytes:
+    """Return the bytes of a step with micro-batches of `tokens` tokens, by traces of three and four layers.
+
+    `options` are the arguments of the strategy, without tensor and sequence parallelism: of_tensor_parallel() divides a model.
+    """
+    with fake_group(world):
+        traces = {}
+        for layers in FEW:
+            strategy = OneOfMany(seed=0, args=options)
+            strategy.setup_distributed()
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                traces[layers] = traced(strategy, with_layers(shape, layers), tokens)
+    first, second = (traces[layers] for layers in FEW)
+    of_a_layer = second.combined(-1, first)
+    return first.combined(shape.get_text_config().num_hidden_layers - FEW[0], of_a_layer)
+
+
+def traced(strategy: FSDPStrategy, shape: PretrainedConfig, tokens: int) -> StepBytes:
+    """Measure two micro-batches and an optimizer step. Inside of FakeTensorMode nothing is computed."""
+    model = Learner(AutoModelForCausalLM.from_config(shape, dtype=torch.float32))
+    optimizer = strategy.create_optimizer(model, lr=1e-6)
+    strategy.make_ready(model)
+    strategy.distribute(model, optimizer)
+    tracker = FSDPMemTracker(model, optimizer)
+    peaks, between, forward = [], {}, {}
+    with tracker:
+        for last in (False, True):
+            hidden, logits = model(torch.randint(0, 1000, (tokens,)))
+            forward = _now(tracker)
+            loss = hidden.sum() + logits.sum()
+            del hidden, logits
+            strategy.accumulate(loss, model, last)
+            del loss
+            dist.barrier()  # a thread of gloo may have a gradient for a moment after it was reduced
+            between = between or _now(tracker)
+            peaks.append(total(tracker.get_tracker_snapshot("peak")))
+            tracker.reset_mod_stats()
+        optimizer.step()
+        after = _now(tracker)
+    held = between["Total"] - between["Sharded Param"] - between["Activation"]
+    activations = forward["Total"] - forward["Sharded Param"] - held - sum(forward[name] for name in GATHERED)
+    optimizer_states = after["OptState"]
+    return StepBytes(after["Sharded Param"], held, optimizer_states, activations, forward["Total"] + optimizer_states,
+                     max(peaks) + optimizer_states)  # fmt: skip
+
+
+def head_bytes(shape: PretrainedConfig, tokens: int, tp: int = 1) -> float:
+    """Return the bytes that token_logprobs() needs on an accelerator: logits of a chunk, and float32 gradients of its inputs."""
+    text = shape.get_text_config()
+    rows = -(-text.vocab_size // tp)
+    return 4 * (min(tokens * rows, DEVICE_CHUNK) + rows * text.hidden_size + tokens * text.hidden_size)
+
+
+
+
+def with_layers(shape: PretrainedConfig, layers: int) -> PretrainedConfig:
+    """Return a copy with another number of layers."""
+    shape = deepcopy(shape)
+    text = shape.get_text_config()
+    text.num_hidden_layers = layers
+    if types := getattr(text, "layer_types", None):
+        text.layer_types = [types[layer % len(types)] for layer in range(layers)]
+    return shape
+
+
+def of_tensor_parallel(shape: PretrainedConfig, tp: int) -> PretrainedConfig:
+    """Return a model whose layers have the shapes of the part that one of `tp` ranks has."""
+    shape = deepcopy(shape)
+    text = shape.get_text_config()
+    text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        setattr(text, name, getattr(text, name) // tp)
+    text.vocab_size = -(-text.vocab_size // tp)
+    return shape
+
+
+def num_parameters(shape: PretrainedConfig) -> int:
+    """Return the number of parameters of the model, tied ones once."""
+    with empty_parameters():
+        model = AutoModelForCausalLM.from_config(shape)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _now(tracker: MemTracker) -> dict[str, int]:
+    (snapshot,) = tracker.get_tracker_snapshot("current").values()
+    return {getattr(kind, "value", kind): size for kind, size in snapshot.items()}
+
+
+def total(snapshot: dict[torch.device, dict[str, int]]) -> int:
+    return sum(sizes["Total"] for sizes in snapshot.values())
+
+

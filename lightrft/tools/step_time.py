@@ -1,0 +1,88 @@
+"""Estimate of the seconds of a step by phase, from products, bytes and a device's peaks."""
+
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Peaks of an accelerator, according to its data sheet."""
+
+    memory: float
+    """Bytes."""
+    flops: float
+    """Dense bfloat16 products, floating-point operations per second."""
+    bandwidth: float
+    """Bytes per second between memory and cores."""
+    link: float
+    """Bytes per second to the other devices of a node, in one direction."""
+
+
+DEVICES = {
+    "a100": Device(80e9, 312e12, 2.04e12, 300e9),
+    "h100": Device(80e9, 989e12, 3.35e12, 450e9),
+    "h200": Device(141e9, 989e12, 4.8e12, 450e9),
+    "b200": Device(180e9, 2250e12, 8.0e12, 900e9),
+}
+"""NVIDIA's data sheets of the SXM modules."""
+MFU = 0.35
+"""Share of the peak that training and log-probs are assumed to reach; published: 0.33 to 0.39 for 8B in torchtitan on H100 and
+0.36 for 4B in prime-rl on H200, both with long sequences."""
+DECODING = 0.6
+"""Share of the peak bandwidth that decoding is assumed to reach."""
+LINK = 0.6
+"""The same of the link between devices."""
+RUNNING = 256
+"""Largest number of sequences that an engine decodes at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step computes, in all."""
+
+    samples: int
+    prompt: int
+    """Tokens of a prompt."""
+    response: int
+    """Tokens of a response, on average."""
+    passes: int
+    """Forward passes for log-probs, values and scores, over all samples."""
+    epochs: int
+    recomputes: bool
+    """True if the backward pass computes the forward pass once more."""
+
+
+def token_flops(shape: PretrainedConfig, parameters: int, length: int) -> float:
+    """Return the operations of a forward pass for a token of a sequence with `length` tokens: products and causal attention."""
+    text = shape.get_text_config()
+    heads = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    return 2 * parameters + 2 * text.num_hidden_layers * heads * length
+
+
+def seconds(
+    shape: PretrainedConfig, parameters: int, work: StepWork, device: Device, *, training: int, engines: int, engine_tp: int,
+    cache_tokens: float, bytes_per_value: int,
+) -> dict[str, float]:  # fmt: skip
+    """Return seconds by phase. `training` ranks learn, and `engines` of `engine_tp` ranks each generate."""
+    length = work.prompt + work.response
+    tokens, forward = work.samples * length, token_flops(shape, parameters, length)
+    compute = device.flops * MFU * training
+    of_an_engine = work.samples / engines
+    at_once = max(1.0, min(of_an_engine, RUNNING, cache_tokens / length))
+    read = parameters * bytes_per_value + at_once * length / 2 * kv_bytes(shape, bytes_per_value)
+    steps = work.response * of_an_engine / at_once
+    prefill = of_an_engine * work.prompt * forward / (device.flops * MFU * engine_tp)
+    return {
+        "generate": steps * read / (device.bandwidth * DECODING * engine_tp) + prefill,
+        "log-probs": work.passes * tokens * forward / compute,
+        "train": work.epochs * tokens * forward * (4 if work.recomputes else 3) / compute,
+        "weight sync": parameters * bytes_per_value / (device.link * LINK),
+    }
+
+
+def kv_bytes(shape: PretrainedConfig, bytes_per_value: int) -> float:
+    """Return the bytes of the keys and values of a token."""
+    text = shape.get_text_config()
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * text.num_key_value_heads * head * bytes_per_value

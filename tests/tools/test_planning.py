@@ -1,0 +1,92 @@
+"""Why: whoever rents a cluster by a wrong table pays for it. What real ranks take is in tests/bench/test_memory.py."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightrft.cli.plan import main
+from lightrft.tools.shapes import known_config
+from lightrft.tools.step_memory import num_parameters, of_tensor_parallel
+from lightrft.tools.step_time import DEVICES, StepWork, kv_bytes, seconds
+from tiny import tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = str(ROOT / "configs" / "grpo_gsm8k_qwen2.5_7b.yaml")
+
+
+@pytest.mark.parametrize(("name", "billions"), [
+    ("Qwen/Qwen2.5-0.5B", 0.494), ("Qwen/Qwen2.5-7B-Instruct", 7.616), ("Qwen/Qwen2.5-72B", 72.706), ("Qwen/Qwen3-8B", 8.191),
+    ("Qwen/Qwen3-0.6B", 0.596), ("meta-llama/Llama-3.1-8B", 8.030),
+])  # fmt: skip
+def test_known_shapes_have_their_parameters(name, billions):
+    """Numbers of the models' pages on the hub."""
+    assert num_parameters(known_config(name)) / 1e9 == pytest.approx(billions, abs=6e-4)
+
+
+def test_unknown_names_are_not_guessed():
+    assert known_config("Qwen/Qwen2.5-7B-Instruct-GPTQ") is None and known_config("someone/Qwen2.5-7B") is None
+
+
+def test_tensor_parallel_parts_are_those_of_the_layers():
+    """Of 7B: matrices are halved, norms are not, and biases of queries, keys and values are."""
+    shape = known_config("Qwen/Qwen2.5-7B")
+    matrices = 28 * (3584 * (3584 + 2 * 512 + 3584 + 3 * 18944) + 3584 + 2 * 512) + 2 * 152064 * 3584
+    assert num_parameters(shape) == matrices + (2 * 28 + 1) * 3584
+    assert num_parameters(of_tensor_parallel(shape, 2)) == matrices // 2 + (2 * 28 + 1) * 3584
+
+
+def test_seconds_by_hand():
+    """One rank, one engine that decodes all four samples together: 10 engine steps, each of which reads all weights."""
+    shape, device = known_config("Qwen/Qwen2.5-7B"), DEVICES["h100"]
+    parameters = num_parameters(shape)
+    found = seconds(shape, parameters, StepWork(4, 0, 10, 1, 1, True), device, training=1, engines=1, engine_tp=1,
+                    cache_tokens=1e6, bytes_per_value=2)  # fmt: skip
+    cache = 4 * 5 * kv_bytes(shape, 2)
+    assert kv_bytes(shape, 2) == 2 * 28 * 4 * 128 * 2
+    assert found["generate"] == pytest.approx(10 * (2 * parameters + cache) / (0.6 * 3.35e12))
+    forward = 40 * (2 * parameters + 2 * 28 * 28 * 128 * 10) / (0.35 * 989e12)
+    assert found["log-probs"] == pytest.approx(forward) and found["train"] == pytest.approx(4 * forward)
+
+
+@pytest.mark.slow
+def test_the_command(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([CONFIG, "--ranks", "8", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert ended.value.code == 0 and found["fits"] and not found["advice"]
+    train = found["phases"]["train"]
+    share = 7.616e9 / 8
+    assert [train[name] for name in ("parameters", "gradients", "optimizer")] == pytest.approx(
+        [4 * share, 4 * share, 8 * share], rel=1e-3)  # fmt: skip
+    assert found["phases"]["generate"]["engine's weights"] == pytest.approx(7.616e9, rel=1e-3)  # 2 bytes, on two ranks
+    with pytest.raises(SystemExit) as ended:
+        main([CONFIG, "--ranks", "8", "--json", "--pretrain", "Qwen/Qwen2.5-14B", "--offload_idle=false",
+              "--max_tokens_per_microbatch=65536"])  # fmt: skip
+    found = json.loads(capsys.readouterr().out)
+    assert ended.value.code == 2 and not found["fits"] and found["advice"][0].startswith("it fits with --")
+    flags = found["advice"][0].removeprefix("it fits with ").split()
+    with pytest.raises(SystemExit) as ended:
+        main([CONFIG, "--ranks", "8", "--json", "--pretrain", "Qwen/Qwen2.5-14B", "--offload_idle=false",
+              "--max_tokens_per_microbatch=65536", *flags])  # fmt: skip
+    assert ended.value.code == 0 and json.loads(capsys.readouterr().out)["fits"]
+
+
+def test_all_problems_are_named(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([CONFIG, "--ranks", "6", "--tp_size", "4", "--train_batch_size", "7"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "--tp_size 4 does not divide the 6 processes" in said and "train_batch_size 7" in said
+
+
+@pytest.mark.slow
+def test_a_dry_run_trains_nothing(tmp_path):
+    (tmp_path / "d.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
+    flags = [f"--pretrain={tiny_model(tmp_path / 'model')}", f"--prompt_data={tmp_path / 'd.jsonl'}", "--fsdp", "--dry_run",
+             "--train_batch_size=2", f"--save_path={tmp_path / 'run'}"]  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    ran = subprocess.run([*command, "lightrft.cli.train_sft", *flags], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0 and ran.stdout.count("it fits") == 1, ran.stderr
+    assert not (tmp_path / "run").exists()
