@@ -34,8 +34,9 @@ def main(argv: list[str] | None = None) -> None:
     set_up_logging()
     quiet_libraries()
     warnings.simplefilter("ignore")  # torch's about views, in traces whose results nobody uses
-    own, others = _parser().parse_known_args(argv)
-    flags = (["--config", own.config] if own.config else []) + others
+    own, flags = _parser().parse_known_args(sys.argv[1:] if argv is None else argv)
+    if flags and not flags[0].startswith("-"):
+        flags.insert(0, "--config")
     try:
         config = parse(flags, own.command)
         sys.exit(show_plan(config, own.command, own.ranks, own.device, model_file=own.model_config, as_json=own.json))
@@ -112,8 +113,8 @@ def _conclude(console: Console, config: Config, found: RunPlan, device: str) -> 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", nargs="?", default="", help="YAML file of the run")
+    parser = argparse.ArgumentParser("plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     usage="plan [CONFIG.yaml] --ranks N [flags]", allow_abbrev=False)  # fmt: skip
     parser.add_argument("--command", choices=TRAINING, default="train_ppo", help="the command that the run uses")
     parser.add_argument("--ranks", type=int, required=True, help="number of devices, each with one process")
     parser.add_argument("--device", choices=DEVICES, default="h100", help="kind of device")

@@ -5,7 +5,6 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from lightrft.config.errors import ConfigError
@@ -264,7 +263,7 @@ class Planner:
 def plan_of(config: Config, command: str, ranks: int, device: str, *, model_file: str = "") -> RunPlan:
     """Return the plan of a resolved configuration.
 
-    Raise ConfigError if the shape of the model is not known, if --tp_size does not divide it, or if it cannot be traced.
+    Raise ConfigError if the shape of the model is not known, if --tp_size does not divide it, and for experts and media.
     """
     shape = model_config(config.model.pretrain, model_file)
     tp = config.strategy.tp_size
@@ -273,7 +272,6 @@ def plan_of(config: Config, command: str, ranks: int, device: str, *, model_file
     unplanned = f"--pretrain {config.model.pretrain}: models of type {shape.model_type} cannot be planned"
     if type(shape) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"{unplanned}, only those of text")
-    try:
-        return Planner(config, command, ranks, DEVICES[device], shape=shape).plan()
-    except (DynamicOutputShapeException, DataDependentOutputException) as error:
-        raise ConfigError(f"{unplanned}: their operations depend on values, as the routing of experts does") from error
+    if "num_experts_per_tok" in shape.to_dict():
+        raise ConfigError(f"{unplanned}: the operations of their experts depend on values, which a trace does not have")
+    return Planner(config, command, ranks, DEVICES[device], shape=shape).plan()
