@@ -39,6 +39,7 @@ LORA = ("lora_alpha", "lora_dropout", "target_modules")
 COLLECTING = (
     *("dynamic_sampling", "dynamic_sampling_rounds", "over_sampling", "early_stop_every", "partial_rollout"),
     *("rollout_schedule", "curriculum", "curriculum_rest", "rollout_ranks", "max_staleness", "weight_update", "overlap"),
+    *("dump_rollouts", "replay_rollouts"),
 )
 """Fields of the choice of prompts and groups in training."""
 

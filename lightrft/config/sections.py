@@ -311,6 +311,11 @@ class RolloutSection(Section):
     overlap: bool = False
     """Compute log-probs and values of complete groups in a thread of their own while the engine decodes others. The models stay
     in device memory beside the engine."""
+    dump_rollouts: str = ""
+    """Folder for the samples of each step with their log-probs and rewards, from which --replay_rollouts learns."""
+    replay_rollouts: str = ""
+    """Folder with the samples of a run that had --dump_rollouts: the steps learn from them, without an engine and rewards, and
+    with the same numbers if models, data and flags are the same."""
     curriculum: list[float] = field(default_factory=list)
     """Two shares: a prompt is skipped for curriculum_rest passes when the share of its responses that were right is below the
     first or above the second."""

@@ -382,6 +382,11 @@ def _batch_problems(config: Config) -> list[str]:
             f"rollout_batch_size {rollout.rollout_batch_size} x n_samples_per_prompt {rollout.n_samples_per_prompt} = {samples} "
             f"samples are not a multiple of train_batch_size {train.train_batch_size}"
         )
+    if rollout.replay_rollouts:
+        others = {"--eval_data": config.data.eval_data, "--rollout_ranks": rollout.rollout_ranks, "--overlap": rollout.overlap}
+        problems += [f"--replay_rollouts has no engine: omit {flag}" for flag, value in others.items() if value]
+        if rollout.dump_rollouts:
+            problems.append("--dump_rollouts and --replay_rollouts: samples that are read need not be written again; omit one")
     longest = config.data.prompt_max_len + rollout.generate_max_len
     for name in ("max_tokens_per_microbatch", "max_tokens_per_logprob_microbatch"):
         limit = getattr(train, name)

@@ -24,7 +24,8 @@ TOWERS = ("vision_config", "audio_config")
 """Parts of a model's configuration that describe modules which are not trained."""
 NO_NUMBER_DEPENDS_ON = {
     *("save_path", "ckpt_path", "load_checkpoint", "save_steps", "max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt", "async_save"),
-    *("save_adapter_only", "overwrite", "mismatch_limit", "media_root", "precompute_reference", "data_cache"),
+    *("save_adapter_only", "overwrite", "mismatch_limit", "dry_run", "dump_rollouts", "replay_rollouts",
+       "media_root", "media_max_mb", "media_urls", "precompute_reference", "data_cache"),
     *("eval_steps", "timeout_minutes", "arrival_minutes", "phase_minutes", "server_minutes", "reward_minutes",
        "reward_workers", "reward_memory_gb",
        *(field.name for field in fields(SECTIONS["observe"]))),

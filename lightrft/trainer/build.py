@@ -66,10 +66,11 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     if algorithm.aux_loss_coef > 0:
         policy.routers = Routers(policy.actor.language_model, algorithm.aux_loss_coef)
     ptx_loss = build_ptx_loss(config, policy, training_data) if config.data.pretrain_data else None
-    rewards.models = build_model_rewards(config, strategy, tokenizer, training_data.expand)
-    strategy.announce("start_engine")
-    with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type})"):
-        strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
+    if not config.rollout.replay_rollouts:
+        rewards.models = build_model_rewards(config, strategy, tokenizer, training_data.expand)
+        strategy.announce("start_engine")
+        with log_duration(strategy, f"starting the engine (--engine_type {config.engine.engine_type})"):
+            strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
     sampler = Sampler(strategy, tokenizer, config.rollout, episodes=build_episodes(config, tokenizer))
     collect = collector(config, strategy, training_data.prompts, sampler, rewards)
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)

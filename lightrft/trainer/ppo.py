@@ -15,10 +15,12 @@ from lightrft.rollout.experience import ExperienceMaker, Planned
 from lightrft.rollout.measure import measure_samples
 from lightrft.rollout.overlap import Overlap
 from lightrft.run.interruption import Interrupted
+from lightrft.run.recorded_samples import RecordedSamples
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import Trainer, TrainingData
 from lightrft.trainer.evaluate import HeldOut, ask_judges, evaluate
 from lightrft.trainer.tasks.sft import PtxLoss
+from lightrft.types import Sample
 
 
 class PPOTrainer(Trainer):
@@ -51,18 +53,16 @@ class PPOTrainer(Trainer):
             self.models["critic"] = (critic.module, critic.optimizer, critic.scheduler)
         self.collect, self.make_experience, self.objective = collect, make_experience, objective
         self.eval_sets = eval_sets
+        dumped, replayed = self.config.rollout.dump_rollouts, self.config.rollout.replay_rollouts
+        self.dumped = RecordedSamples(dumped, strategy.mesh) if dumped else None
+        self.replayed = RecordedSamples(replayed, strategy.mesh) if replayed else None
 
     def step(self, number: int) -> None:
-        begun = self.collect.begin(), self.metrics.state_dict(), self.strategy.weight_version
-        with self.trace.phase("generate"), self.strategy.engine_awake(self.policy.actor):
-            ahead = min(self.config.rollout.max_staleness, self.total_steps - number)
-            groups = self.collect(number, self.metrics, ahead=ahead)
-            self.collect.rewards.ask_judge([sample for group in groups for sample in group.responses])
-        with self.trace.phase("reward"):
-            samples = self.collect.rewarded(groups, self.metrics)
-        self._safe_point(*begun)
+        samples, version = self._collected(number) if self.replayed is None else self.replayed.read(number, self.prompts)
+        if self.dumped is not None:
+            self.dumped.write(number, samples, version)
         self.show(number, samples)
-        measure_samples(samples, self.strategy.weight_version, self.metrics)
+        measure_samples(samples, version, self.metrics)
         with self.trace.phase("experience"):
             planned = self.make_experience(samples, self.metrics)
         if self.critic is not None:
@@ -72,6 +72,18 @@ class PPOTrainer(Trainer):
             with self.trace.phase("train"):
                 self._learn(self.policy, self.objective, planned, "train", self.ptx_loss)
         planned.store.clear(planned.experience.rows.tolist())
+
+    def _collected(self, number: int) -> tuple[list[Sample], int]:
+        """Return this rank's samples of a step with their rewards, and the version of the engine's newest weights."""
+        begun = self.collect.begin(), self.metrics.state_dict(), self.strategy.weight_version
+        with self.trace.phase("generate"), self.strategy.engine_awake(self.policy.actor):
+            ahead = min(self.config.rollout.max_staleness, self.total_steps - number)
+            groups = self.collect(number, self.metrics, ahead=ahead)
+            self.collect.rewards.ask_judge([sample for group in groups for sample in group.responses])
+        with self.trace.phase("reward"):
+            samples = self.collect.rewarded(groups, self.metrics)
+        self._safe_point(*begun)
+        return samples, self.strategy.weight_version
 
     def _safe_point(self, take_back: Callable[[], None], metrics: dict[str, Any], weight_version: int) -> None:
         """Undo the step on an interruption: a checkpoint holds only finished steps, and the same prompts come again."""

@@ -1,0 +1,68 @@
+"""Samples of a run in files, from which the same run can learn again without an engine (--dump_rollouts, --replay_rollouts)."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from lightrft.checkpoint.atomic import write_file
+from lightrft.config.errors import DataError
+from lightrft.parallel.mesh import Mesh
+from lightrft.types import Drafts, Episode, Prompt, Sample
+
+OF_SAMPLE = tuple(field.name for field in fields(Sample) if field.name not in ("prompt", "drafts", "episode"))
+OF_EPISODE = tuple(field.name for field in fields(Episode) if field.name not in ("branches", "rewards"))
+
+
+class RecordedSamples:
+    """A folder with the samples of each step and each replica of data: `step_000001/replica_0_of_2.jsonl`.
+
+    The first line of a file has the version of the weights that the engine had, each other line a sample with its rewards. Of a
+    prompt it has the index and the tokens; its columns and media are those of the data of the run that reads it.
+    """
+
+    def __init__(self, folder: str, mesh: Mesh):
+        self.folder, self.mesh = Path(folder).expanduser(), mesh
+
+    def write(self, step: int, samples: Sequence[Sample], version: int) -> None:
+        """Write the samples of this rank's replica."""
+        if self.mesh.model_parallel.rank:
+            return
+        lines = [{"version": version}, *map(_as_json, samples)]
+        self._file(step).parent.mkdir(parents=True, exist_ok=True)
+        write_file(self._file(step), "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+    def read(self, step: int, prompts: Sequence[Prompt]) -> tuple[list[Sample], int]:
+        """Return the samples of this rank's replica and the version of the weights. Raise DataError if they are not there."""
+        try:
+            first, *lines = self._file(step).read_text().splitlines()
+        except OSError as error:
+            raise DataError(f"--replay_rollouts {self.folder} has no samples of step {step} for {self.mesh.data.size} "
+                            f"replicas of data ({error}); replay as many steps, on as many replicas, as were dumped"
+                            ) from error  # fmt: skip
+        return [_of_json(json.loads(line), prompts) for line in lines], json.loads(first)["version"]
+
+    def _file(self, step: int) -> Path:
+        return self.folder / f"step_{step:06d}" / f"replica_{self.mesh.data.rank}_of_{self.mesh.data.size}.jsonl"
+
+
+def _as_json(sample: Sample) -> dict[str, Any]:
+    prompt, episode = sample.prompt, sample.episode
+    found = {name: getattr(sample, name) for name in OF_SAMPLE} | {"drafts": list(sample.drafts)}
+    found["prompt"] = {"index": prompt.index, "text": prompt.text, "token_ids": list(prompt.token_ids)}
+    if episode is not None:
+        found["episode"] = {name: getattr(episode, name) for name in OF_EPISODE} | {
+            "rewards": episode.rewards, "branches": list(map(_as_json, episode.branches))}  # fmt: skip
+    return found
+
+
+def _of_json(values: dict[str, Any], prompts: Sequence[Prompt]) -> Sample:
+    prompt, episode = values.pop("prompt"), values.pop("episode", None)
+    known = prompts[prompt["index"]]
+    if list(known.token_ids) != prompt["token_ids"]:
+        known = replace(known, text=prompt["text"], token_ids=prompt["token_ids"])
+    if episode is not None:
+        branches = [_of_json(branch, prompts) for branch in episode.pop("branches")]
+        episode = Episode(**episode | {"rewards": [tuple(each) for each in episode["rewards"]]}, branches=branches)
+    return Sample(prompt=known, episode=episode, **values | {"drafts": Drafts(*values["drafts"])})

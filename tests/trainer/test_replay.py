@@ -1,0 +1,27 @@
+"""Samples of a run that are learned from again: training alone, without an engine and without rewards."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from runs import PPO, prepare, train
+
+SETTINGS = ["--reward_running_norm", "--use_kl_loss=false", "--init_kl_coef=0.1", "--train_batch_size=16", "--max_steps=3"]
+
+
+@pytest.mark.slow
+def test_a_replay_has_the_same_numbers(tmp_path):
+    """The reward of the second run raises; and a step that is not there is named."""
+    flags = prepare(tmp_path)
+    (tmp_path / "raises.py").write_text("def judge(samples, **columns):\n    raise RuntimeError('a replay asks no reward')\n")
+    first = train("train_ppo", 2, [*flags, *PPO, *SETTINGS, f"--dump_rollouts={tmp_path / 'dump'}"], tmp_path / "first")
+    replay = [*flags, *PPO, *SETTINGS, f"--reward={tmp_path / 'raises.py'}:judge", f"--replay_rollouts={tmp_path / 'dump'}"]
+    second = train("train_ppo", 2, replay, tmp_path / "second")
+    same = [name for name in first[0] if name.startswith(("train/", "rollout/reward", "rollout/kl", "rollout/response"))]
+    assert len(same) > 10 and len(first) == 3
+    assert [{name: row[name] for name in same} for row in first] == [{name: row[name] for name in same} for row in second]
+    assert "time/generate" in first[0] and "time/generate" not in second[0]
+    before, after = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("first", "second"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    with pytest.raises(RuntimeError, match="has no samples of step 4 for 2 replicas of data"):
+        train("train_ppo", 2, [*replay, "--max_steps=4"], tmp_path / "third")
