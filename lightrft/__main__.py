@@ -16,6 +16,7 @@ COMMANDS = {
     "serve_reward": "serve reward models over HTTP",
     "evaluate": "evaluate a model, a run or a checkpoint on held-out prompts and benchmarks",
     "export": "write a checkpoint or an adapter as a Hugging Face folder",
+    "bench": "run ten steps of train_ppo, and say how fast they are and what limits them",
     "plan": "plan a run: memory, seconds and layout on any number of devices, without weights",
     "report": "write the report of a run",
     "doctor": "check this machine, and compare engine and trainer on a model",

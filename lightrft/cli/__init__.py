@@ -1,5 +1,88 @@
-"""Commands of the program. The process id of the launcher is read before their imports, during which it may die."""
+"""Commands of the program, and the entry point of all: read the configuration, run it, and exit with a code.
+
+The configuration is read before anything heavy is imported, so that a misspelt flag is reported at once. The process id of the
+launcher is read before any import, during which it may die.
+"""
 
 import os
 
 STARTED_BY = os.getppid()
+
+import faulthandler  # noqa: E402
+import sys  # noqa: E402
+import traceback  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+
+from loguru import logger  # noqa: E402
+
+from lightrft.config.command_line import parse  # noqa: E402
+from lightrft.config.errors import ConfigError  # noqa: E402
+from lightrft.config.sections import Config  # noqa: E402
+
+USER_ERROR = 2
+"""Exit code for errors that the user can correct: configuration and data."""
+
+
+def enter(command: str, description: str | None, argv: Sequence[str] | None = None) -> None:
+    """Run a command and exit: 0, 2 for errors that the user can correct, 128 + signal when interrupted, 1 otherwise."""
+    if not faulthandler.is_enabled():
+        faulthandler.enable()
+    set_up_logging()
+    try:
+        config = parse(argv, command, description or "")
+    except ConfigError as error:
+        _log_once(str(error))
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            from lightrft.launch.rendezvous import tell_launcher
+
+            tell_launcher(str(error))
+        sys.exit(USER_ERROR)
+    sys.exit(_run(command, config))
+
+
+def _run(command: str, config: Config) -> int:
+    """Run the command and return its exit code. All heavy imports begin here."""
+    from lightrft.launch.rendezvous import end_with_launcher, tell_launcher
+    from lightrft.run.interruption import Interrupted
+    from lightrft.trainer.run import run
+
+    end_with_launcher(STARTED_BY)
+    try:
+        if config.train.dry_run:
+            from lightrft.cli.plan import dry_run
+
+            return dry_run(config, command)
+        run(command, config)
+    except ConfigError as error:
+        _log_once(str(error))
+        tell_launcher(str(error))
+        return USER_ERROR
+    except Interrupted as interrupted:
+        _log_once(str(interrupted))
+        tell_launcher(str(interrupted))
+        return interrupted.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except Exception:
+        tell_launcher(traceback.format_exc())
+        raise
+    return 0
+
+
+def _log_once(message: str) -> None:
+    """Log an error that occurs on every rank on one rank of each machine."""
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        logger.error(message)
+
+
+def set_up_logging() -> None:
+    """Set one log format for all ranks; messages appear above the live display."""
+    rank = os.environ.get("RANK")
+    place = f"rank {rank} " if rank else ""
+    logger.remove()
+    logger.add(
+        lambda line: sys.stderr.write(line),  # looked up at every message: the live display redirects it
+        format="{time:HH:mm:ss} " + place + "<level>{level: <7}</level> {message}",
+        level="INFO",
+        colorize=sys.stderr.isatty(),
+    )

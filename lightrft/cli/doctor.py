@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightrft.cli.entrypoint import set_up_logging
+from lightrft.cli import set_up_logging
 from lightrft.config.sections import (
     Config,
     DataSection,

@@ -3,7 +3,7 @@
 python -m lightrft.cli.evaluate --fsdp --pretrain runs/quickstart/model --eval_data runs/quickstart/data/test.jsonl
 """
 
-from lightrft.cli.entrypoint import enter
+from lightrft.cli import enter
 
 
 def main(argv: list[str] | None = None) -> None:

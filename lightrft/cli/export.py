@@ -11,7 +11,7 @@ from loguru import logger
 
 from lightrft.checkpoint.atomic import CheckpointError
 from lightrft.checkpoint.final_model import export_checkpoint, export_merged
-from lightrft.cli.entrypoint import USER_ERROR, set_up_logging
+from lightrft.cli import USER_ERROR, set_up_logging
 from lightrft.models.lora import is_adapter_folder
 
 MODELS = ("actor", "ema", "critic", "reward_model", "reward_model_ema")

@@ -17,15 +17,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightrft.cli.entrypoint import USER_ERROR, set_up_logging
+from lightrft.cli import USER_ERROR, set_up_logging
 from lightrft.config.command_line import parse
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import resolve
 from lightrft.config.sections import Config
 from lightrft.parallel.device import device_name
+from lightrft.parallel.peaks import DEVICES, known_device
 from lightrft.run.prepare import quiet_libraries
 from lightrft.tools.planning import RunPlan, plan_of
-from lightrft.tools.step_time import DECODING, DEVICES, LINK, MFU
+from lightrft.tools.step_time import DECODING, LINK, MFU
 
 TRAINING = ("train_ppo", "train_sft", "train_rm", "train_prm", "train_dpo", "train_kto")
 
@@ -74,8 +75,7 @@ def dry_run(config: Config, command: str) -> int:
         return 0
     quiet_libraries()
     warnings.simplefilter("ignore")
-    name = device_name().lower()
-    device = next((known for known in DEVICES if known in name), "h100")
+    device = known_device(device_name()) or "h100"
     return show_plan(config, command, int(os.environ.get("WORLD_SIZE", 1)), device)
 
 

@@ -5,7 +5,7 @@ lightrft serve --pretrain runs/guess_number/model --port 8000
 Requests with the header `x-session-id` continue a session, whose turns are never tokenized again.
 """
 
-from lightrft.cli.entrypoint import enter
+from lightrft.cli import enter
 
 
 def main(argv: list[str] | None = None) -> None:

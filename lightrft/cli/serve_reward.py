@@ -3,7 +3,7 @@
 lightrft serve_reward --reward_pretrain runs/quickstart/rm/model --port 8000
 """
 
-from lightrft.cli.entrypoint import enter
+from lightrft.cli import enter
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -3,7 +3,7 @@
 torchrun --nproc-per-node 2 -m lightrft.cli.train_ppo --config configs/quickstart.yaml
 """
 
-from lightrft.cli.entrypoint import enter
+from lightrft.cli import enter
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -18,6 +18,7 @@ import yaml
 from lightrft.observe.charts import Form, Line, Look, Points, line_chart, stacked_chart
 from lightrft.observe.page import page, safe
 from lightrft.observe.sample_table import ENDS, sample_table
+from lightrft.observe.scoreboard import scoreboard
 from lightrft.observe.sinks import read_ends, read_rows
 from lightrft.observe.text import duration, is_number, percent, short
 
@@ -83,6 +84,7 @@ def write_report(folder: Path) -> Path:
         _tiles(history, summary),
         _curves(history),
         _time(history),
+        _speed(folder),
         sample_table(read_ends(folder / "samples.jsonl", ENDS)),
         _others(history),
         _configuration(written),
@@ -227,6 +229,16 @@ def _time(history: History) -> str:
         f'<section class="card chart"><header><h3>Mean step</h3><span class="last">{duration(mean)}</span></header>'
         f'<div class="phases">{_phases(parts)}</div></section></div>'
     )
+
+
+def _speed(folder: Path) -> str:
+    """Return the lines of the scoreboard."""
+    run = json.loads((folder / "run.json").read_text()) if (folder / "run.json").exists() else {}
+    found = scoreboard(read_rows(folder / "metrics.jsonl"), run)
+    if found is None:
+        return ""
+    items = "".join(f"<li>{safe(line)}</li>" for line in found.lines)
+    return f'<section class="card"><header><h3>Speed</h3></header><ul>{items}</ul></section>'
 
 
 def _phases(parts: dict[str, list[float]]) -> str:

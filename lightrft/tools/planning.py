@@ -11,10 +11,11 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.references import reward_model_terms
 from lightrft.config.sections import Config, needs_critic, needs_reference, section_of_field
 from lightrft.config.summary import summary
+from lightrft.parallel.peaks import DEVICES, Device
 from lightrft.parallel.tensor_parallel import model_problems
 from lightrft.tools.shapes import model_config
 from lightrft.tools.step_memory import StepBytes, head_bytes, num_parameters, of_tensor_parallel, step_bytes
-from lightrft.tools.step_time import DEVICES, Device, StepWork, kv_bytes, seconds
+from lightrft.tools.step_time import StepWork, kv_bytes, seconds
 
 USABLE = 0.94
 """Share of a device's memory that remains beside its context, the buffers of collectives, and the allocator's gaps."""

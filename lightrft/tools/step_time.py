@@ -4,28 +4,8 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from lightrft.parallel.peaks import Device
 
-@dataclass(frozen=True, slots=True)
-class Device:
-    """Peaks of an accelerator, according to its data sheet."""
-
-    memory: float
-    """Bytes."""
-    flops: float
-    """Dense bfloat16 products, floating-point operations per second."""
-    bandwidth: float
-    """Bytes per second between memory and cores."""
-    link: float
-    """Bytes per second to the other devices of a node, in one direction."""
-
-
-DEVICES = {
-    "a100": Device(80e9, 312e12, 2.04e12, 300e9),
-    "h100": Device(80e9, 989e12, 3.35e12, 450e9),
-    "h200": Device(141e9, 989e12, 4.8e12, 450e9),
-    "b200": Device(180e9, 2250e12, 8.0e12, 900e9),
-}
-"""NVIDIA's data sheets of the SXM modules."""
 MFU = 0.35
 """Share of the peak that training and log-probs are assumed to reach; published: 0.33 to 0.39 for 8B in torchtitan on H100 and
 0.36 for 4B in prime-rl on H200, both with long sequences."""

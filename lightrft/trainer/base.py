@@ -28,6 +28,7 @@ from lightrft.observe.report import write_report
 from lightrft.observe.sinks import Observer
 from lightrft.observe.timeline import extend_timeline
 from lightrft.observe.trace import Trace
+from lightrft.parallel.device import device_name
 from lightrft.roles.role import Role
 from lightrft.run.health import Health
 from lightrft.run.interruption import Interrupted, Interruption
@@ -308,10 +309,18 @@ class Trainer(ABC):
             "engine": self.strategy.engine_name,
             "strategy": type(self.strategy).__name__,
             "world_size": self.strategy.mesh.world.size,
+            "parameters": self.num_parameters,
+            "weight_bytes": self.num_parameters * (2 if self.config.model.bf16 else 4),
+            "device": device_name(),
             "seconds": round(seconds, 2),
             "warnings": self.health.warnings,
             "versions": {"lightrft": lightrft.__version__} | installed_versions(),
         })  # fmt: skip
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Return the number of parameters of the model that learns, over all ranks."""
+        return sum(self.strategy.full_shape(parameter).numel() for parameter in self.role.module.parameters())
 
     def _log_end(self, status: str) -> None:
         """Log the folder, and write the report unless the run failed: other ranks are waiting to learn of a failure."""

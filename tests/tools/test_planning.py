@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from lightrft.cli.plan import main
+from lightrft.parallel.peaks import DEVICES
 from lightrft.tools.shapes import known_config
 from lightrft.tools.step_memory import num_parameters, of_tensor_parallel
-from lightrft.tools.step_time import DEVICES, StepWork, kv_bytes, seconds
+from lightrft.tools.step_time import StepWork, kv_bytes, seconds
 from tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,102 @@
+"""Speed of a run in a few numbers, what limits it, and the flag to try next."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from lightrft.observe.text import percent, short
+from lightrft.parallel.peaks import DEVICES, known_device
+
+ADVICE = {
+    "generate": "more sequences at once (--engine_mem_util), a smaller --engine_tp_size, or --speculative group",
+    "generate, weight sync": "a larger --weight_sync_bucket_mb",
+    "generate, waiting for other ranks": "--rollout_schedule longest_first, or tail_rounds with --over_sampling",
+    "reward": "more --reward_workers, or a reward that takes less time",
+    "experience": "a larger --max_tokens_per_logprob_microbatch, or --overlap",
+    "train": "a larger --max_tokens_per_microbatch, --fused_kernels liger, or no --gradient_checkpointing if there is room",
+    "critic": "a larger --max_tokens_per_microbatch, or an estimator without a critic",
+    "evaluate": "a larger --eval_steps",
+    "checkpoint": "a larger --save_steps, or --async_save",
+    "data": "--data_cache",
+}
+"""Phase -> flags that make it faster."""
+NESTED = {"time/generate/weight_sync": "generate, weight sync", "time/generate/wait": "generate, waiting for other ranks"}
+"""Parts of phases that have advice of their own, if they take more than half of their phase."""
+
+
+@dataclass(slots=True)
+class Scoreboard:
+    """Medians over the steps after the first one."""
+
+    steps: int
+    seconds: float
+    """Seconds of a step."""
+    tokens_per_second: float
+    """Tokens per second and device."""
+    shares: dict[str, float]
+    """Phase -> share of the step."""
+    sync_seconds: float
+    sync_bytes: float
+    """Bytes of the weights that an engine receives in a step; 0 if they are not known."""
+    peak_gb: float
+    mismatch: float
+    """Mean difference of log-probs between engine and trainer."""
+    idle_share: float
+    mfu: float | None
+    """Share of the device's peak that training reaches, without what is computed twice; None for an unknown device."""
+    bottleneck: str
+    advice: str
+    lines: list[str] = field(default_factory=list)
+
+
+def scoreboard(rows: Sequence[dict[str, Any]], run: dict[str, Any]) -> Scoreboard | None:
+    """Return the scoreboard of the rows of metrics.jsonl and the description of run.json; None without a complete step."""
+    steps = [row for row in rows if "time/step" in row]
+    steps = steps[1:] or steps
+    if not steps:
+        return None
+
+    def typical(name: str) -> float:
+        return median(row.get(name) or 0.0 for row in steps)
+
+    seconds, world = typical("time/step"), run.get("world_size", 1)
+    phases = sorted({name for row in steps for name in row if name.startswith("time/") and name.count("/") == 1})
+    shares = {name.removeprefix("time/"): sum(row.get(name) or 0.0 for row in steps) / sum(row["time/step"] for row in steps)
+              for name in phases if name not in ("time/step", "time/idle_share")}  # fmt: skip
+    tokens = typical("rollout/tokens") or typical("train/tokens")
+    parameters, device = run.get("parameters", 0), known_device(run.get("device", ""))
+    training = typical("time/train")
+    mfu = None
+    if device and parameters and training:
+        mfu = 6 * parameters * tokens / (training * world * DEVICES[device].flops)
+    bottleneck = max(shares, key=shares.__getitem__, default="")
+    for name, part in NESTED.items():
+        if bottleneck == "generate" and typical(name) > typical("time/generate") / 2:
+            bottleneck = part
+    found = Scoreboard(
+        len(steps), seconds, tokens / seconds / world, shares, typical("time/generate/weight_sync"),
+        run.get("weight_bytes", 0), max(row.get("memory/peak_gb") or 0.0 for row in steps),
+        max(row.get("engine/logprob_mismatch") or 0.0 for row in steps), typical("time/idle_share"), mfu, bottleneck,
+        ADVICE.get(bottleneck, ""),
+    )  # fmt: skip
+    found.lines = _lines(found)
+    return found
+
+
+def _lines(found: Scoreboard) -> list[str]:
+    parts = ", ".join(f"{name} {percent(share)}" for name, share in sorted(found.shares.items(), key=lambda each: -each[1]))
+    lines = [
+        f"{short(found.tokens_per_second)} tokens/s per device, {short(found.seconds)} s a step (median of {found.steps})",
+        f"phases: {parts}",
+        f"idle: {percent(found.idle_share)}; peak memory: {short(found.peak_gb)} GB",
+    ]
+    if found.sync_seconds:
+        size = f" for {short(found.sync_bytes / 1e6)} MB" if found.sync_bytes else ""
+        lines.append(f"weight sync: {short(found.sync_seconds)} s{size}; log-probs of engine and trainer differ by "
+                     f"{short(found.mismatch)}")  # fmt: skip
+    if found.mfu is not None:
+        lines.append(f"model FLOPs utilisation in training: {percent(found.mfu)}")
+    if found.advice:
+        lines.append(f"{found.bottleneck} takes longest; try {found.advice}")
+    return lines

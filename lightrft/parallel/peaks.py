@@ -1,0 +1,31 @@
+"""Peaks of accelerators, for plans and for the share of them that a run reaches."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Peaks of an accelerator, according to its data sheet."""
+
+    memory: float
+    """Bytes."""
+    flops: float
+    """Dense bfloat16 products, floating-point operations per second."""
+    bandwidth: float
+    """Bytes per second between memory and cores."""
+    link: float
+    """Bytes per second to the other devices of a node, in one direction."""
+
+
+DEVICES = {
+    "a100": Device(80e9, 312e12, 2.04e12, 300e9),
+    "h100": Device(80e9, 989e12, 3.35e12, 450e9),
+    "h200": Device(141e9, 989e12, 4.8e12, 450e9),
+    "b200": Device(180e9, 2250e12, 8.0e12, 900e9),
+}
+"""NVIDIA's data sheets of the SXM modules."""
+
+
+def known_device(name: str) -> str:
+    """Return the key of DEVICES in the name of a device, such as "NVIDIA H100 80GB HBM3"; empty for others."""
+    return next((known for known in DEVICES if known in name.lower()), "")
