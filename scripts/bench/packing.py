@@ -161,7 +161,7 @@ def planner(rows: int, ranks: int, repeat: int) -> dict[str, float]:
             found[f"overhead_{name}_dp{dp}"] = round(statistics.mean(each), 4)
         generator = random.Random(0)
         lengths = [draw(generator) for _ in range(rows)]
-        groups = np.array([(row // 8, min(lengths[row // 8 * 8 : row // 8 * 8 + 8]) // 2) for row in range(rows)])
+        groups = np.array([(row // 8, min(lengths[row // 8 * 8 : row // 8 * 8 + 8]) // 2, 0) for row in range(rows)])
         for _ in range(repeat):
             for prompts_of in (None, groups):
                 start = time.process_time()

