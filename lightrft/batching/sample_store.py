@@ -273,7 +273,7 @@ class MemoryStore(SampleStore):
         if self.leads:
             sent = [{row: values[row] for row in part if row in values} for part in parts]
             values = {row: value for part in self.data.exchange_objects(sent) for row, value in part.items()}
-        return self.replica.broadcast(values)
+        return self.replica.broadcast_tensors(values)
 
     def get(self, ids: Sequence[int] | Tensor, fields: Sequence[str] | None = None) -> dict[str, Any]:
         ids = torch.as_tensor(ids, dtype=torch.int64)

@@ -1,5 +1,6 @@
 """Collectives along one axis of the mesh. They never modify the caller's tensor."""
 
+import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ class Axis:
         return gathered
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Return the object of the axis's rank `source` on all its ranks."""
+        """Return the object of the axis's rank `source` on all its ranks. For small objects only."""
         if self.size == 1:
             return value
         box = [value]
@@ -117,11 +118,30 @@ class Axis:
         return tensor
 
     def exchange_objects(self, parts: list[Any]) -> list[Any]:
-        """Exchange picklable objects as exchange() does, on the host; an object that a part holds repeatedly is sent once."""
+        """Exchange picklable objects as exchange() does, on the host; an object that a part holds repeatedly is sent once.
+
+        This rank's own part is returned itself. It takes the memory of what is sent to others and of what arrives, once.
+        """
         if self.size == 1:
             return list(parts)
-        sent = [torch.frombuffer(bytearray(pickle.dumps(part)), dtype=torch.uint8) for part in parts]
-        return [pickle.loads(part.numpy().tobytes()) for part in self.exchange(sent)]
+        packed = [[] if rank == self.rank else _packed(part) for rank, part in enumerate(parts)]
+        sent = torch.tensor([sum(map(len, each)) for each in packed])
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        flat = torch.cat([torch.empty(0, dtype=torch.uint8), *(piece for each in packed for piece in each)])
+        arrived = self.all_to_all(flat, sent.tolist(), received.tolist()).split(received.tolist())
+        return [parts[rank] if rank == self.rank else _unpacked(part) for rank, part in enumerate(arrived)]
+
+    def broadcast_tensors(self, value: Any) -> Any:
+        """Return the picklable object of the axis's rank 0 on all its ranks, on the host, without pickling its tensors."""
+        if self.size == 1:
+            return value
+        sent = _packed(value) if self.rank == 0 else []
+        size = torch.tensor(sum(map(len, sent)))
+        dist.broadcast(size, group=self.group, group_src=0)
+        flat = torch.cat(sent) if sent else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(flat, group=self.group, group_src=0)
+        return value if self.rank == 0 else _unpacked(flat)
 
     def _reduce(self, value: Tensor, op: dist.ReduceOp) -> Tensor:
         if self.size == 1:
@@ -129,3 +149,42 @@ class Axis:
         result = value.detach().clone()
         dist.all_reduce(result, op=op, group=self.group)
         return result
+
+
+ALIGNMENT = 64
+"""Multiple of bytes at which each part of a packed object begins."""
+
+
+class _Pickler(pickle.Pickler):
+    """Pickler that does not copy the values of tensors on the host."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or value.device.type != "cpu" or value.layout != torch.strided or value.requires_grad:
+            return NotImplemented
+        contents = value.contiguous().flatten().view(torch.uint8).numpy()
+        return _tensor, (pickle.PickleBuffer(contents), value.dtype, value.shape)
+
+
+def _tensor(contents: memoryview, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    return torch.frombuffer(contents, dtype=dtype).view(shape) if len(contents) else torch.empty(shape, dtype=dtype)
+
+
+def _packed(value: Any) -> list[Tensor]:
+    """Return [bytes] uint8 tensors for _unpacked(), which share the memory of the tensors of `value`: sizes, pickle, values."""
+    stream, buffers = io.BytesIO(), []
+    _Pickler(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append).dump(value)
+    parts = [torch.frombuffer(part, dtype=torch.uint8) for part in (stream.getbuffer(), *(each.raw() for each in buffers))
+             if part.nbytes]  # fmt: skip
+    sizes = torch.tensor([1 + len(buffers), stream.getbuffer().nbytes, *(each.raw().nbytes for each in buffers)])
+    return [piece for part in (sizes.view(torch.uint8), *parts) for piece in (part, part.new_zeros(-len(part) % ALIGNMENT))]
+
+
+def _unpacked(flat: Tensor) -> Any:
+    """Return the object of the [bytes] uint8 of _packed(); its tensors share their memory."""
+    (count,) = flat[:8].view(torch.int64).tolist()
+    place, parts = 8 * (1 + count), []
+    for size in flat[8:place].view(torch.int64).tolist():
+        place += -place % ALIGNMENT
+        parts.append(flat[place : place + size].numpy().data)
+        place += size
+    return pickle.loads(parts[0], buffers=parts[1:])

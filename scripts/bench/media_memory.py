@@ -1,0 +1,89 @@
+"""Host memory of a step's media: the features of a rank's prompts, and the peak while samples move to the ranks that learn them.
+
+    python scripts/bench/media_memory.py --ranks 4 --prompts 16 --samples 8 --megabytes 4
+
+Every rank has groups of samples that share the features of their prompt, as after generation, and all ranks plan and move them.
+Responses have log-normal lengths. One JSON object: megabytes of the features of a rank's own prompts, of those that it has after
+the move, and by how much the peak of the process exceeds its memory with its own features; each of the rank with the most.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+MB = 1_000_000
+PROMPT, MEDIAN = 300, 200
+"""Tokens of a prompt, and of the median response."""
+
+
+def measure(args: argparse.Namespace) -> dict[str, float]:
+    import torch
+    import torch.distributed as dist
+
+    from lightrft.batching.redistribute import redistribute
+    from lightrft.batching.sample_store import MemoryStore
+    from lightrft.parallel.collectives import Axis
+    from lightrft.types import Batch
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    axis, alone = Axis("data", size, rank, dist.group.WORLD), Axis("replica", 1, 0, None)
+    generator = torch.Generator().manual_seed(rank)
+    shape = args.megabytes * MB // 4 // 1000, 1000
+    features = [{"pixel_values": torch.rand(shape, generator=generator)} for _ in range(args.prompts)]
+    media = [each for each in features for _ in range(args.samples)]
+    lengths = PROMPT + (MEDIAN * torch.randn(len(media), generator=generator).exp()).long().clamp(1, 4 * MEDIAN)
+    ends = lengths.cumsum(0)
+    mask = torch.ones(int(ends[-1]), dtype=torch.bool)
+    for start in (ends - lengths).tolist():
+        mask[start : start + PROMPT] = False
+    batch = Batch(
+        lengths=lengths, input_ids=torch.ones_like(mask, dtype=torch.int64), loss_mask=mask, media=media,
+        rows=torch.arange(rank * len(media), (rank + 1) * len(media)), tower_tokens=torch.full((len(media),), PROMPT),
+    )  # fmt: skip
+    own = sum(each["pixel_values"].nbytes for each in features)
+    del features, media
+    dist.barrier()
+    before = _peak()
+    moved, _ = redistribute(MemoryStore(axis, alone), batch, max_tokens=args.tokens)
+    most = _peak() - before
+    kept = {each["pixel_values"].data_ptr(): each["pixel_values"].nbytes for each in moved.media}
+    found = torch.tensor([own, sum(kept.values()), most], dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    dist.destroy_process_group()
+    names = ("own_mb", "moved_mb", "peak_increase_mb")
+    return {name: round(value / MB, 1) for name, value in zip(names, found.tolist(), strict=True)}
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {"ranks": 4, "prompts": 16, "samples": 8, "megabytes": 4, "tokens": 16384}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)  # given to a rank by this program
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(argv)
+    if args.out is not None:
+        result = measure(args)
+        if int(os.environ["RANK"]) == 0:
+            given = {name: value for name, value in vars(args).items() if name != "out"}
+            args.out.write_text(json.dumps(given | result) + "\n")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
+        subprocess.run([*torchrun, __file__, *argv, f"--out={out}"], check=True, stdout=2)
+        print(out.read_text(), end="")
+
+
+if __name__ == "__main__":
+    main()
