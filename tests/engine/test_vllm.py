@@ -188,6 +188,26 @@ def test_both_runners_draw_from_the_seeds_of_requests() -> None:
     assert seeds(greedy, 0) == seeds(greedy, 1) == [5]
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="vLLM for CPUs")
+def test_seeds_drawn_in_place_are_those_that_vllm_draws() -> None:
+    """Rows are greedy or have a generator; draws follow each other, with and without truncation."""
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    from lightrft.engine.vllm.cpu_sampler import draw_seeds_in_place
+
+    plain, quick = (TopKTopPSampler(logprobs_mode="processed_logprobs") for _ in range(2))
+    draw_seeds_in_place(quick)
+    assert plain.forward == plain.forward_cpu and quick.forward != quick.forward_cpu
+    ours, theirs = ({row: torch.Generator().manual_seed(row) for row in (0, 2, 5)} for _ in range(2))
+    for k, p in ((None, None), (torch.full((6,), 7), torch.full((6,), 0.8)), (None, None)):
+        logits, found = torch.randn(6, 50), []
+        for sampler, generators in ((plain, theirs), (quick, ours)):
+            torch.manual_seed(0)
+            found.append(sampler.forward(logits.clone(), generators, k, p))
+        (expected, expected_logprobs), (tokens, logprobs) = found
+        assert torch.equal(tokens, expected) and torch.equal(logprobs, expected_logprobs) and len(set(tokens.tolist())) > 1
+
+
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192,
          "vocab_size": 301, "initializer_range": 0.08, "max_position_embeddings": 512, "pad_token_id": 0, "eos_token_id": 1}
 

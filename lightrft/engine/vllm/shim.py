@@ -19,6 +19,7 @@ from vllm.inputs import MultiModalInput, TokensInput, TokensPrompt
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.outputs import RequestOutput
 from vllm.v1.engine import FinishReason
+from vllm.v1.sample.sampler import Sampler
 
 from lightrft.engine.base import EngineError
 from lightrft.engine.media import Clip, Video, metadata
@@ -102,6 +103,11 @@ class VLLMShim:
             raise EngineError("vLLM did not clear its prefix cache: requests are still in it")
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()  # the scheduler's; reload_weights clears only the runner's
+
+    @property
+    def sampler(self) -> Sampler:
+        """Return the sampler of model runner V1."""
+        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.sampler
 
     def num_cached_blocks(self) -> int:
         return len(self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
