@@ -93,7 +93,8 @@ def _memory(found: RunPlan, device: str) -> Table:
 
 
 def _conclude(console: Console, config: Config, found: RunPlan, device: str) -> None:
-    console.print(f"{found.parameters / 1e9:.2f} billion parameters; largest --max_tokens_per_microbatch that fits: "
+    active = "" if found.active_parameters == found.parameters else f", {found.active_parameters / 1e9:.2f} for a token"
+    console.print(f"{found.parameters / 1e9:.2f} billion parameters{active}; largest --max_tokens_per_microbatch that fits: "
                   f"{found.max_tokens or 'none'}", highlight=False)  # fmt: skip
     if found.cache_tokens:
         longest = config.data.prompt_max_len + config.rollout.generate_max_len

@@ -44,7 +44,8 @@ class Scoreboard:
     """Mean difference of log-probs between engine and trainer."""
     idle_share: float
     mfu: float | None
-    """Share of the device's peak that training reaches, without what is computed twice; None for an unknown device."""
+    """Share of the device's peak that training reaches, 6 operations for a token and each parameter that computes it; None for an
+    unknown device."""
     bottleneck: str
     advice: str
     lines: list[str] = field(default_factory=list)
@@ -65,7 +66,7 @@ def scoreboard(rows: Sequence[dict[str, Any]], run: dict[str, Any]) -> Scoreboar
     shares = {name.removeprefix("time/"): sum(row.get(name) or 0.0 for row in steps) / sum(row["time/step"] for row in steps)
               for name in phases if name not in ("time/step", "time/idle_share")}  # fmt: skip
     tokens = typical("rollout/tokens") or typical("train/tokens")
-    parameters, device = run.get("parameters", 0), known_device(run.get("device", ""))
+    parameters, device = run.get("active_parameters", 0), known_device(run.get("device", ""))
     training = typical("time/train")
     mfu = None
     if device and parameters and training:

@@ -14,7 +14,7 @@ from lightrft.config.summary import summary
 from lightrft.parallel.peaks import DEVICES, Device
 from lightrft.parallel.tensor_parallel import model_problems
 from lightrft.tools.shapes import model_config
-from lightrft.tools.step_memory import StepBytes, head_bytes, num_parameters, of_tensor_parallel, step_bytes
+from lightrft.tools.step_memory import StepBytes, head_bytes, num_parameters, of_tensor_parallel, parameter_counts, step_bytes
 from lightrft.tools.step_time import StepWork, kv_bytes, seconds
 
 USABLE = 0.94
@@ -33,6 +33,8 @@ class RunPlan:
     lines: list[str]
     """Algorithm, layout, engine and batches, and the layout as a picture."""
     parameters: int
+    active_parameters: int
+    """Parameters that compute a token: fewer with experts."""
     phases: dict[str, Bytes]
     """Phase -> bytes on a rank by what they are for."""
     capacity: float
@@ -64,7 +66,8 @@ class Planner:
         self.shards = self.training // (self.tp * strategy.dp_replicate)
         self.shape = shape
         self.local = of_tensor_parallel(self.shape, self.tp) if self.tp > 1 else self.shape
-        self.parameters, self.of_rank = num_parameters(self.shape), num_parameters(self.local)
+        self.parameters, self.active = parameter_counts(self.shape)
+        self.of_rank = num_parameters(self.local)
         self.width = 2 if config.model.bf16 else 4
         self.capacity = device.memory * USABLE
 
@@ -72,8 +75,9 @@ class Planner:
         tokens = self.config.train.max_tokens_per_microbatch
         step = self.step(tokens)
         made = RunPlan(
-            [*summary(self.config, self.command, self.ranks), *self.picture()], self.parameters, self.phases(step, tokens),
-            self.capacity, self.max_tokens(step, tokens), self.cache_tokens() if self.generates else 0.0,
+            [*summary(self.config, self.command, self.ranks), *self.picture()], self.parameters, self.active,
+            self.phases(step, tokens), self.capacity, self.max_tokens(step, tokens),
+            self.cache_tokens() if self.generates else 0.0,
         )  # fmt: skip
         if self.generates:
             made.seconds = self.seconds(made.cache_tokens)
@@ -155,12 +159,12 @@ class Planner:
         return size or self.device.memory / 8
 
     def adapter_parameters(self) -> float:
-        """Return the parameters of adapters on all linear layers of the decoder."""
+        """Return the parameters of adapters on all linear layers of the decoder, experts excepted, which have none."""
         text, rank = self.shape.get_text_config(), self.config.model.lora_rank
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         queries, keys, hidden, middle = text.num_attention_heads * head, text.num_key_value_heads * head, text.hidden_size, (
             text.intermediate_size)  # fmt: skip
-        sides = 2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + middle)
+        sides = 2 * (hidden + queries) + 2 * (hidden + keys) + (3 * (hidden + middle) if self.active == self.parameters else 0)
         return rank * sides * text.num_hidden_layers
 
     def max_tokens(self, step: StepBytes, tokens: int) -> int:
@@ -187,8 +191,9 @@ class Planner:
                         config.model.gradient_checkpointing)  # fmt: skip
         generating = rollout.rollout_ranks or self.ranks
         size = config.engine.engine_tp_size
-        return seconds(self.shape, self.parameters, work, self.device, training=self.training, engines=max(generating // size, 1),
-                       engine_tp=size, cache_tokens=cache_tokens, bytes_per_value=self.width)  # fmt: skip
+        return seconds(self.shape, self.parameters, self.active, work, self.device, training=self.training,
+                       engines=max(generating // size, 1), engine_tp=size, cache_tokens=cache_tokens,
+                       bytes_per_value=self.width)  # fmt: skip
 
     def idle_ranks(self) -> list[str]:
         """Return what a step has too little of to give work to every rank."""
@@ -264,7 +269,7 @@ class Planner:
 def plan_of(config: Config, command: str, ranks: int, device: str, *, model_file: str = "") -> RunPlan:
     """Return the plan of a resolved configuration.
 
-    Raise ConfigError if the shape of the model is not known, if --tp_size does not divide it, and for experts and media.
+    Raise ConfigError if the shape of the model is not known, if --tp_size does not divide it, and for media.
     """
     shape = model_config(config.model.pretrain, model_file)
     tp = config.strategy.tp_size
@@ -273,6 +278,7 @@ def plan_of(config: Config, command: str, ranks: int, device: str, *, model_file
     unplanned = f"--pretrain {config.model.pretrain}: models of type {shape.model_type} cannot be planned"
     if type(shape) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"{unplanned}, only those of text")
-    if "num_experts_per_tok" in shape.to_dict():
-        raise ConfigError(f"{unplanned}: the operations of their experts depend on values, which a trace does not have")
-    return Planner(config, command, ranks, DEVICES[device], shape=shape).plan()
+    planner = Planner(config, command, ranks, DEVICES[device], shape=shape)
+    if planner.active < planner.parameters and not config.model.bf16:
+        raise ConfigError(f"{unplanned} without --bf16: torch has no shapes of their experts' products in float32")
+    return planner.plan()

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from lightrft.config.errors import ConfigError
 
@@ -18,6 +18,9 @@ QWEN3 = {
     "0.6B": (1024, 3072, 28, 16, 8), "1.7B": (2048, 6144, 28, 16, 8), "4B": (2560, 9728, 36, 32, 8),
     "8B": (4096, 12288, 36, 32, 8), "14B": (5120, 17408, 40, 40, 8), "32B": (5120, 25600, 64, 64, 8),
 }  # fmt: skip
+QWEN3_MOE = {"30B-A3B": (2048, 6144, 48, 32, 4), "235B-A22B": (4096, 12288, 94, 64, 4)}
+EXPERT_SIZE = {"30B-A3B": 768, "235B-A22B": 1536}
+"""Intermediate size of each of the 128 experts of a layer; a token has 8."""
 LLAMA = {"8B": (4096, 14336, 32, 32, 8), "70B": (8192, 28672, 80, 64, 8)}
 TIED = ("0.5B", "1.5B", "3B", "0.6B", "1.7B", "4B")
 """Sizes whose head is the embedding."""
@@ -44,6 +47,13 @@ def model_config(name: str, file: str = "") -> PretrainedConfig:
 def known_config(name: str) -> PretrainedConfig | None:
     """Return the configuration of a Qwen2.5, Qwen3 or Llama 3.1 model by its hub name; None for others."""
     size = next((part for part in name.split("/")[-1].split("-") if part[:1].isdigit() and part.endswith("B")), "")
+    if name.startswith("Qwen/Qwen3-") and (size := name.removeprefix("Qwen/Qwen3-")) in QWEN3_MOE:
+        hidden, intermediate, layers, heads, kv_heads = QWEN3_MOE[size]
+        return Qwen3MoeConfig(
+            hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
+            num_key_value_heads=kv_heads, vocab_size=151936, head_dim=128, tie_word_embeddings=False,
+            moe_intermediate_size=EXPERT_SIZE[size], num_experts=128, num_experts_per_tok=8,
+        )  # fmt: skip
     families = {"Qwen/Qwen2.5-": (Qwen2Config, QWEN2), "Qwen/Qwen3-": (Qwen3Config, QWEN3),
                 "meta-llama/Llama-3.1-": (LlamaConfig, LLAMA)}  # fmt: skip
     for prefix, (kind, sizes) in families.items():

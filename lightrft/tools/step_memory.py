@@ -20,8 +20,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from lightrft.models.empty import empty_parameters
 from lightrft.models.logprobs import DEVICE_CHUNK
+from lightrft.models.routers import count_parameters
 from lightrft.parallel.mesh import Mesh
 from lightrft.strategy import FSDPStrategy
 
@@ -133,8 +133,6 @@ def head_bytes(shape: PretrainedConfig, tokens: int, tp: int = 1) -> float:
     return 4 * (min(tokens * rows, DEVICE_CHUNK) + rows * text.hidden_size + tokens * text.hidden_size)
 
 
-
-
 def with_layers(shape: PretrainedConfig, layers: int) -> PretrainedConfig:
     """Return a copy with another number of layers."""
     shape = deepcopy(shape)
@@ -156,11 +154,16 @@ def of_tensor_parallel(shape: PretrainedConfig, tp: int) -> PretrainedConfig:
     return shape
 
 
+def parameter_counts(shape: PretrainedConfig) -> tuple[int, int]:
+    """Return the number of parameters of the model, tied ones once, and of those that compute one token."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape)
+    return count_parameters(((name, parameter.shape) for name, parameter in model.named_parameters()), shape)
+
+
 def num_parameters(shape: PretrainedConfig) -> int:
     """Return the number of parameters of the model, tied ones once."""
-    with empty_parameters():
-        model = AutoModelForCausalLM.from_config(shape)
-    return sum(parameter.numel() for parameter in model.parameters())
+    return parameter_counts(shape)[0]
 
 
 def _now(tracker: MemTracker) -> dict[str, int]:
@@ -170,5 +173,3 @@ def _now(tracker: MemTracker) -> dict[str, int]:
 
 def total(snapshot: dict[torch.device, dict[str, int]]) -> int:
     return sum(sizes["Total"] for sizes in snapshot.values())
-
-

@@ -41,16 +41,19 @@ def token_flops(shape: PretrainedConfig, parameters: int, length: int) -> float:
 
 
 def seconds(
-    shape: PretrainedConfig, parameters: int, work: StepWork, device: Device, *, training: int, engines: int, engine_tp: int,
-    cache_tokens: float, bytes_per_value: int,
+    shape: PretrainedConfig, parameters: int, active: int, work: StepWork, device: Device, *, training: int, engines: int,
+    engine_tp: int, cache_tokens: float, bytes_per_value: int,
 ) -> dict[str, float]:  # fmt: skip
-    """Return seconds by phase. `training` ranks learn, and `engines` of `engine_tp` ranks each generate."""
+    """Return seconds by phase. `training` ranks learn, and `engines` of `engine_tp` ranks each generate.
+
+    `active` is the number of parameters that compute a token: fewer than `parameters` with experts.
+    """
     length = work.prompt + work.response
-    tokens, forward = work.samples * length, token_flops(shape, parameters, length)
+    tokens, forward = work.samples * length, token_flops(shape, active, length)
     compute = device.flops * MFU * training
     of_an_engine = work.samples / engines
     at_once = max(1.0, min(of_an_engine, RUNNING, cache_tokens / length))
-    read = parameters * bytes_per_value + at_once * length / 2 * kv_bytes(shape, bytes_per_value)
+    read = _read(shape, parameters, active, at_once) * bytes_per_value + at_once * length / 2 * kv_bytes(shape, bytes_per_value)
     steps = work.response * of_an_engine / at_once
     prefill = of_an_engine * work.prompt * forward / (device.flops * MFU * engine_tp)
     return {
@@ -59,6 +62,20 @@ def seconds(
         "train": work.epochs * tokens * forward * (4 if work.recomputes else 3) / compute,
         "weight sync": parameters * bytes_per_value / (device.link * LINK),
     }
+
+
+def _read(shape: PretrainedConfig, parameters: int, active: int, num_tokens: float) -> float:
+    """Return the number of parameters that so many tokens use together, each with experts that are chosen at random."""
+    if active == parameters:
+        return parameters
+    text = shape.get_text_config()
+    unused = 1 - text.num_experts_per_tok / num_experts(text)
+    return parameters - (parameters - active) * unused ** (num_tokens - 1)
+
+
+def num_experts(text: PretrainedConfig) -> int:
+    """Return the number of experts of a layer, whose name depends on the family."""
+    return next(getattr(text, name) for name in ("num_experts", "num_local_experts", "n_routed_experts") if hasattr(text, name))
 
 
 def kv_bytes(shape: PretrainedConfig, bytes_per_value: int) -> float:

@@ -21,6 +21,7 @@ from lightrft.backends.optim import own_settings
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config
 from lightrft.data.prompt_set import PromptSet
+from lightrft.models.routers import count_parameters
 from lightrft.models.weight_files import weights_of
 from lightrft.observe.metrics import Metrics
 from lightrft.observe.pending_metrics import PendingMetrics
@@ -303,14 +304,16 @@ class Trainer(ABC):
         """Write `run.json`, the description of the run for people and for the report."""
         if not self.strategy.is_rank_0() or (self.nothing_left and status == "finished"):
             return
+        num_parameters, num_active = self.parameter_counts
         self.run_folder.describe({
             "status": status,
             "steps": self.done,
             "engine": self.strategy.engine_name,
             "strategy": type(self.strategy).__name__,
             "world_size": self.strategy.mesh.world.size,
-            "parameters": self.num_parameters,
-            "weight_bytes": self.num_parameters * (2 if self.config.model.bf16 else 4),
+            "parameters": num_parameters,
+            "active_parameters": num_active,
+            "weight_bytes": num_parameters * (2 if self.config.model.bf16 else 4),
             "device": device_name(),
             "seconds": round(seconds, 2),
             "warnings": self.health.warnings,
@@ -318,9 +321,10 @@ class Trainer(ABC):
         })  # fmt: skip
 
     @cached_property
-    def num_parameters(self) -> int:
-        """Return the number of parameters of the model that learns, over all ranks."""
-        return sum(self.strategy.full_shape(parameter).numel() for parameter in self.role.module.parameters())
+    def parameter_counts(self) -> tuple[int, int]:
+        """Return the number of parameters of the model that learns, over all ranks, and of those that compute a token."""
+        module, shape = self.role.module, self.strategy.full_shape
+        return count_parameters(((name, shape(each)) for name, each in module.named_parameters()), module.hf_model.config)
 
     def _log_end(self, status: str) -> None:
         """Log the folder, and write the report unless the run failed: other ranks are waiting to learn of a failure."""

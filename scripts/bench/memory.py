@@ -6,9 +6,10 @@
 A dense Qwen model, `--tokens` tokens in each of two micro-batches, full recomputation, AdamW; gradients reduced after every
 micro-batch, and with --reduce_gradients_once after the last one.
 
-`--measured N ...`: a small model on N real ranks over gloo, at most 512 tokens, in float32 and bfloat16, with recomputation and
-without, beside what theory says: 4 bytes a parameter for the masters, 4 for gradients, 8 for AdamW, each divided by the ranks,
-but the gradients of --reduce_gradients_once, which are whole; and the peak beside that of `lightrft plan`, `peak_of_plan`.
+`--measured N ...`: a small model, and one with experts, on N real ranks over gloo, at most 512 tokens, in float32 and bfloat16,
+with recomputation and without, beside what theory says: 4 bytes a parameter for the masters, 4 for gradients, 8 for AdamW, each
+divided by the ranks, but the gradients of --reduce_gradients_once, which are whole; and the peak beside that of `lightrft plan`,
+`peak_of_plan`.
 `--shapes NAME ...`: bfloat16 with float32 masters, rank 0 of `--world` ranks over torch's fake process group, with tensors that
 have shapes and no memory: the operations, and so their sizes, are the real ones, those of a CPU; the allocator's rounding is not
 in them.
@@ -32,7 +33,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from lightrft.models.logprobs import token_logprobs
 from lightrft.strategy import FSDPStrategy
@@ -41,6 +42,8 @@ from lightrft.tools.step_memory import OneOfMany, fake_group, num_parameters, st
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
               "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 8000},
+    "experts": {"hidden_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8,
+                "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 8000, "num_experts": 16, "num_experts_per_tok": 4},
     "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
            "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 152064},
     "14B": {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,
@@ -48,10 +51,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "32B": {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
 }  # fmt: skip
-"""`small` is the one that is measured, the others are those of Qwen2.5-7B, Qwen3-14B and Qwen3-32B."""
+"""`small` and `experts` are measured, the others are those of Qwen2.5-7B, Qwen3-14B and Qwen3-32B."""
 
-WAYS = [{"reduce_gradients_once": once, "bf16": bf16, "recompute": recompute}
-        for once, bf16, recompute in ((False, False, True), (True, False, True), (False, False, False), (False, True, True))]
+WAYS = [{"shape": shape, "reduce_gradients_once": once, "bf16": bf16, "recompute": recompute}
+        for shape, once, bf16, recompute in (
+            ("small", False, False, True), ("small", True, False, True), ("small", False, False, False),
+            ("small", False, True, True), ("experts", False, True, True))]  # fmt: skip
 """What is measured on real ranks."""
 
 
@@ -61,9 +66,9 @@ def training_bytes(strategy: FSDPStrategy, shape: str, tokens: int, layers: int 
     return {"num_parameters": num_parameters(config), **asdict(traced(strategy, config, tokens))}
 
 
-def shape_config(shape: str, layers: int | None) -> Qwen3Config:
+def shape_config(shape: str, layers: int | None) -> Qwen3Config | Qwen3MoeConfig:
     sizes = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
-    return Qwen3Config(tie_word_embeddings=False, **sizes)
+    return (Qwen3MoeConfig if "num_experts" in sizes else Qwen3Config)(tie_word_embeddings=False, **sizes)
 
 
 def logits_bytes(shape: str, tokens: int) -> int:
@@ -107,9 +112,9 @@ def measured_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
             expected = theory(row["num_parameters"], world, row["reduce_gradients_once"])
             ratios = {f"{name}_of_theory": round(row[name] / size, 3) for name, size in expected.items()}
             options = _options(row["reduce_gradients_once"], bf16=row["bf16"], recompute=row["recompute"])
-            planned = step_bytes(shape_config("small", args.layers), options, world=world, tokens=min(args.tokens, 512))
+            planned = step_bytes(shape_config(row["shape"], args.layers), options, world=world, tokens=min(args.tokens, 512))
             ratios["peak_of_plan"] = round(row["peak"] / planned.peak, 3)
-            rows.append({"shape": "small", "world": world, **row, **ratios})
+            rows.append({"world": world, **row, **ratios})
             print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -119,7 +124,8 @@ def rank(args: argparse.Namespace) -> None:
     for way in WAYS:
         strategy = FSDPStrategy(seed=0, args=_options(way["reduce_gradients_once"], bf16=way["bf16"], recompute=way["recompute"]))
         strategy.setup_distributed()
-        found = training_bytes(strategy, "small", args.tokens, args.layers) | {"logits": logits_bytes("small", args.tokens)}
+        found = training_bytes(strategy, way["shape"], args.tokens, args.layers)
+        found["logits"] = logits_bytes(way["shape"], args.tokens)
         if strategy.is_rank_0():
             print(json.dumps(way | found), flush=True)
         strategy.close()

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from lightrft.cli.plan import main
 from lightrft.parallel.peaks import DEVICES
 from lightrft.tools.shapes import known_config
-from lightrft.tools.step_memory import num_parameters, of_tensor_parallel
+from lightrft.tools.step_memory import num_parameters, of_tensor_parallel, parameter_counts
 from lightrft.tools.step_time import StepWork, kv_bytes, seconds
 from tiny import tiny_model
 
@@ -20,11 +21,25 @@ CONFIG = str(ROOT / "configs" / "grpo_gsm8k_qwen2.5_7b.yaml")
 
 @pytest.mark.parametrize(("name", "billions"), [
     ("Qwen/Qwen2.5-0.5B", 0.494), ("Qwen/Qwen2.5-7B-Instruct", 7.616), ("Qwen/Qwen2.5-72B", 72.706), ("Qwen/Qwen3-8B", 8.191),
-    ("Qwen/Qwen3-0.6B", 0.596), ("meta-llama/Llama-3.1-8B", 8.030),
+    ("Qwen/Qwen3-0.6B", 0.596), ("meta-llama/Llama-3.1-8B", 8.030), ("Qwen/Qwen3-30B-A3B", 30.532),
 ])  # fmt: skip
 def test_known_shapes_have_their_parameters(name, billions):
     """Numbers of the models' pages on the hub."""
     assert num_parameters(known_config(name)) / 1e9 == pytest.approx(billions, abs=6e-4)
+
+
+def test_experts_by_hand():
+    """Of 128 experts of a layer a token has 8, so two tokens have 15.5 on average; all other parameters are those of every token."""
+    shape, device, none = known_config("Qwen/Qwen3-30B-A3B"), DEVICES["h100"], StepWork(0, 0, 1, 1, 1, True)
+    parameters, active = parameter_counts(shape)
+    expert = 48 * 3 * 2048 * 768
+    assert parameters - active == 120 * expert and num_parameters(known_config("Qwen/Qwen3-235B-A22B")) // 10**9 == 235
+    for samples, chosen in ((1, 8), (2, 15.5)):
+        found = seconds(shape, parameters, active, replace(none, samples=samples), device, training=1, engines=1, engine_tp=1,
+                        cache_tokens=1e6, bytes_per_value=2)  # fmt: skip
+        read = 2 * (parameters - (128 - chosen) * expert) + samples * kv_bytes(shape, 2) / 2
+        assert found["generate"] == pytest.approx(read / (0.6 * 3.35e12))
+        assert found["train"] == pytest.approx(4 * samples * (2 * active + 2 * 48 * 32 * 128) / (0.35 * 989e12))
 
 
 def test_unknown_names_are_not_guessed():
@@ -43,7 +58,7 @@ def test_seconds_by_hand():
     """One rank, one engine that decodes all four samples together: 10 engine steps, each of which reads all weights."""
     shape, device = known_config("Qwen/Qwen2.5-7B"), DEVICES["h100"]
     parameters = num_parameters(shape)
-    found = seconds(shape, parameters, StepWork(4, 0, 10, 1, 1, True), device, training=1, engines=1, engine_tp=1,
+    found = seconds(shape, parameters, parameters, StepWork(4, 0, 10, 1, 1, True), device, training=1, engines=1, engine_tp=1,
                     cache_tokens=1e6, bytes_per_value=2)  # fmt: skip
     cache = 4 * 5 * kv_bytes(shape, 2)
     assert kv_bytes(shape, 2) == 2 * 28 * 4 * 128 * 2
