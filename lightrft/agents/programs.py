@@ -163,7 +163,11 @@ def _unbound(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _work(connection: Connection, program: Program) -> None:
-    """Run an episode for each row of the data that comes over the socket, until the rank closes it."""
+    """Run an episode for each row of the data that comes over the socket, until the rank closes it.
+
+    All episodes run in one event loop: to make a loop takes longer than many an episode.
+    """
+    loop = asyncio.Runner()
     while True:
         try:
             row = connection.recv()
@@ -171,7 +175,7 @@ def _work(connection: Connection, program: Program) -> None:
             return
         session, problem = Session(connection), ""
         try:
-            asyncio.run(program.run(session, row))
+            loop.run(_episode(program, session, row))
         except EpisodeOver:
             pass
         except (EOFError, BrokenPipeError):
@@ -183,3 +187,14 @@ def _work(connection: Connection, program: Program) -> None:
             problem = f"{type(error).__name__}: {error}{place}"
         sys.stdout.flush()
         connection.send(Ended(session.rewards, session.tool_calls, session.tool_errors, session.tool_seconds, problem))
+
+
+async def _episode(program: Program, session: Session, row: dict[str, Any]) -> None:
+    """Run an episode, and end the tasks that it has left."""
+    try:
+        await program.run(session, row)
+    finally:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)

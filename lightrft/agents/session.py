@@ -72,7 +72,7 @@ class Session:
         """
         async with self._one_at_a_time:
             self.connection.send(request)
-            reply: Turn | Refused = await asyncio.to_thread(self.connection.recv)
+            reply: Turn | Refused = await self._received()
             if isinstance(reply, Refused):
                 raise ValueError(reply.problem)
             if reply.token_ids:
@@ -80,6 +80,16 @@ class Session:
                 self.history.add(reply, **sent)
             self.limited = not reply.token_ids
         return reply
+
+    async def _received(self) -> Turn | Refused:
+        """Return the next message, without a thread that waits for it."""
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self.connection.fileno(), ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_reader(self.connection.fileno())
+        return self.connection.recv()
 
     def reward(self, value: float) -> None:
         """Give a reward for the latest turn; the rewards of an episode add up."""
