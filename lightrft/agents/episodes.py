@@ -73,15 +73,16 @@ class Episodes:
         if now - self._checked > CHECK_SECONDS:
             self._checked = now
             for play in [play for play in self._plays.values() if play.until < now]:
-                self._fail(play, f"it sent nothing for {60 * self.section.environment_minutes:g} s (--environment_minutes)")
+                self._fail(play, f"it asked for no turn for {60 * self.section.environment_minutes:g} s (--environment_minutes)")
         return [play for play in ready if play is not None]
 
     def generated(self, play: Play, completion: Completion, text: str) -> None:
         """Give a turn of the model, which its conversation has, and its decoded text to the program of the episode."""
         play.add(completion, text)
         sample, end = play.conversation, -len(completion.token_ids)
-        last = len(sample.token_ids) >= self.longest or len(play.turns) == self.section.max_turns
+        last = len(sample.token_ids) >= self.longest or not self._has_turns_left(play)
         play.episode.finish_reason = LENGTH if last else "stop"
+        play.until = time.monotonic() + 60 * self.section.environment_minutes
         content, calls = self.parse(self.format.decode(completion.token_ids))
         context = TokenIds([*sample.prompt.token_ids, *sample.token_ids[:end]])
         self._send(play, Turn(text, completion.token_ids, completion.finish_reason, last, calls, content if calls else text,
@@ -114,11 +115,16 @@ class Episodes:
 
     def _register(self, play: Play) -> None:
         self._plays[play.worker] = play
-        play.until = time.monotonic() + 60 * self.section.environment_minutes
+        now = time.monotonic()
+        play.until = now + 60 * self.section.environment_minutes
+        if self.section.episode_minutes is not None:
+            play.last_turn_after = now + 60 * self.section.episode_minutes
         self._selector.register(play.worker.socket, selectors.EVENT_READ, play.worker)
 
+    def _has_turns_left(self, play: Play) -> bool:
+        return len(play.turns) < self.section.max_turns and time.monotonic() < play.last_turn_after
+
     def _send(self, play: Play, message: Any) -> None:
-        play.until = time.monotonic() + 60 * self.section.environment_minutes
         try:
             play.worker.socket.send(message)
         except OSError:
@@ -148,7 +154,7 @@ class Episodes:
         else:
             last = before.conversation.token_ids[before.num_tokens - 1]
             token_ids, used = self.format.tokens(request, last), before.num_tokens
-        if len(play.turns) == self.section.max_turns or used + len(token_ids) >= self.longest:
+        if not self._has_turns_left(play) or used + len(token_ids) >= self.longest:
             play.episode.finish_reason = LENGTH
             self._send(play, Turn("", [], LENGTH, is_last=True))
             return None
@@ -163,10 +169,10 @@ class Episodes:
     def _end(self, play: Play, ended: Ended) -> None:
         play.end(ended)
         if ended.problem:
-            self._fail(play, ended.problem, reuse=True)
+            self._fail(play, ended.problem, reuse=not ended.calls_running)
             return
         self._in_a_row = 0
-        self._leave(play, reuse=True)
+        self._leave(play, reuse=not ended.calls_running)
         play.sample.finish_reason = play.episode.finish_reason or "stop"
         self._ended.append(play.sample)
 

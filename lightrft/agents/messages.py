@@ -85,3 +85,5 @@ class Ended:
     tool_seconds: float = 0.0
     problem: str = ""
     """Reason why the episode failed; empty if it ended well."""
+    calls_running: bool = False
+    """True if a function of the episode still runs, so that no other episode should share its process."""

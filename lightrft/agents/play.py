@@ -40,7 +40,9 @@ class Play:
     sampling: dict[str, float] = field(default_factory=dict)
     """Sampling parameters of the next turn that replace those of the run."""
     until: float = 0.0
-    """Time at which its program must have sent something, in seconds of time.monotonic(); infinite while the model samples."""
+    """Time by which its program must ask for its next turn, in seconds of time.monotonic(); infinite while the model samples."""
+    last_turn_after: float = float("inf")
+    """Time after which no turn begins, in seconds of time.monotonic()."""
 
     def __post_init__(self) -> None:
         self.conversation = self.sample

@@ -23,7 +23,7 @@ from typing import Any
 from lightrft.agents.endpoint.protocol import EndpointModel
 from lightrft.agents.messages import Ended, Observation
 from lightrft.agents.session import EpisodeOver, Session
-from lightrft.agents.tools import answers, called, tools_of
+from lightrft.agents.tools import answers, called, calls_running, tools_of
 from lightrft.registry import Registry
 
 environments = Registry("environment", flag="--environment")
@@ -186,7 +186,8 @@ def _work(connection: Connection, program: Program) -> None:
             place = f", at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
             problem = f"{type(error).__name__}: {error}{place}"
         sys.stdout.flush()
-        connection.send(Ended(session.rewards, session.tool_calls, session.tool_errors, session.tool_seconds, problem))
+        connection.send(Ended(session.rewards, session.tool_calls, session.tool_errors, session.tool_seconds, problem,
+                              calls_running()))  # fmt: skip
 
 
 async def _episode(program: Program, session: Session, row: dict[str, Any]) -> None:

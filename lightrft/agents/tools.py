@@ -3,8 +3,10 @@
 import asyncio
 import inspect
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +17,8 @@ Tools = Mapping[str, Callable[..., Any]]
 """Functions by name, sync or async."""
 RESERVED = ("reset", "step", "get_reward", "close")
 """Methods of an environment that are no tools."""
+CALL_THREAD = "call of an episode"
+"""Name of the threads that call sync functions."""
 LONGEST = 20_000
 """Characters of a result that the model reads; the middle of a longer one is left out."""
 
@@ -46,11 +50,37 @@ def schemas(tools: Tools) -> list[dict[str, Any]]:
 
 
 async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function, sync or async; a sync one runs in a thread."""
+    """Call a function, sync or async; a sync one runs in a thread of its own, for which no later call has to wait."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
-    result = await asyncio.to_thread(function, *args, **kwargs)
+    result = await _in_thread(partial(function, *args, **kwargs))
     return await result if inspect.isawaitable(result) else result
+
+
+async def _in_thread(function: Callable[[], Any]) -> Any:
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def finish(result: Any, error: BaseException | None) -> None:
+        if not future.done():  # it is, if the caller does not wait any longer
+            future.set_result(result) if error is None else future.set_exception(error)
+
+    def call() -> None:
+        try:
+            result, error = function(), None
+        except StopIteration as raised:  # which a future does not take
+            result, error = None, RuntimeError(f"StopIteration: {raised}")
+        except BaseException as raised:
+            result, error = None, raised
+        loop.call_soon_threadsafe(finish, result, error)
+
+    threading.Thread(target=call, name=CALL_THREAD, daemon=True).start()
+    return await future
+
+
+def calls_running() -> bool:
+    """Return True if a call of a sync function has not returned, perhaps after its time limit."""
+    return any(thread.name == CALL_THREAD for thread in threading.enumerate())
 
 
 async def answers(tools: Tools, calls: list[ToolCall], session: Session, seconds: float) -> list[Message]:

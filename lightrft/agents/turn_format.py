@@ -4,6 +4,7 @@ Turns of the model are never rendered or tokenized again, since that can give ot
 between two turns is what the chat template writes between a short turn in their place and the next one.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, TypeGuard
 
@@ -21,8 +22,16 @@ TURN = "\u2402turn\u2403"
 class TurnFormat:
     """Rendering of observations. Without a chat template they are plain text."""
 
-    def __init__(self, section: DataSection, tokenizer: PreTrainedTokenizerBase, end_token_ids: frozenset[int]):
+    def __init__(
+        self,
+        section: DataSection,
+        tokenizer: PreTrainedTokenizerBase,
+        end_token_ids: frozenset[int],
+        placeholder_token_ids: Collection[int] = (),
+    ):
+        """Set up the rendering. `placeholder_token_ids` represent media in prompts of the model, which observations cannot have."""
         self.section, self.tokenizer, self.end_token_ids = section, tokenizer, end_token_ids
+        self.placeholder_token_ids = frozenset(placeholder_token_ids)
         self._known: dict[str, list[int]] = {}
 
     def prompt(self, prompt: Prompt, request: TurnRequest) -> Prompt:
@@ -40,7 +49,7 @@ class TurnFormat:
         elif isinstance(observation, str):
             value = _appended(prompt.columns[INPUT], observation)
             text = render(self.section, self.tokenizer, value)
-            token_ids = self.tokenizer(text, add_special_tokens=not self.section.apply_chat_template)["input_ids"]
+            token_ids = self._spelled(self.tokenizer(text, add_special_tokens=not self.section.apply_chat_template)["input_ids"])
         else:
             token_ids = [*prompt.token_ids, *self.tokens(request, None)]
             text = self.tokenizer.decode(token_ids)
@@ -73,7 +82,7 @@ class TurnFormat:
     def _whole(self, request: TurnRequest) -> list[int]:
         observation = request.observation or ""
         if isinstance(observation, str):
-            return self.tokenizer(observation)["input_ids"]
+            return self._spelled(self.tokenizer(observation)["input_ids"])
         if _are_token_ids(observation):
             return self._in_vocabulary(observation)
         if not self.section.apply_chat_template:
@@ -90,6 +99,9 @@ class TurnFormat:
 
     def _rendered(self, messages: list[dict[str, Any]], request: TurnRequest) -> str:
         variables = template_variables(self.section)
+        for message in messages:
+            if isinstance(content := message.get("content"), list) and any(part.get("type") != "text" for part in content):
+                raise ValueError("an observation is text: images, videos and sound cannot be observed")
         if request.tools:
             variables["tools"] = [*variables.get("tools", []), *request.tools]
         try:
@@ -101,14 +113,28 @@ class TurnFormat:
         size = len(self.tokenizer)
         if outside := [token for token in token_ids if not 0 <= token < size]:
             raise ValueError(f"token {outside[0]} is not one of the {size} of the tokenizer")
+        if self.placeholder_token_ids.intersection(token_ids):
+            raise ValueError("an observation is text: its tokens contain a placeholder of an image, a video or sound")
         return list(token_ids)
 
     def _tokenized(self, text: str) -> list[int]:
         if text not in self._known:
             if len(self._known) > 4096:
                 self._known.clear()
-            self._known[text] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            self._known[text] = self._spelled(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return self._known[text]
+
+    def _spelled(self, token_ids: list[int]) -> list[int]:
+        """Return the tokens with placeholders of media replaced by those of their letters: a text that mentions `<image>` has none.
+
+        Raises ValueError if the tokenizer cannot split them.
+        """
+        if not self.placeholder_token_ids.intersection(token_ids):
+            return token_ids
+        texts = [self.tokenizer.convert_ids_to_tokens(token) if token in self.placeholder_token_ids else "" for token in token_ids]
+        parts = [self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] if text else [token]
+                 for token, text in zip(token_ids, texts, strict=True)]  # fmt: skip
+        return self._in_vocabulary([token for part in parts for token in part])
 
 
 def _are_token_ids(observation: str | list[Message] | list[int]) -> TypeGuard[list[int]]:

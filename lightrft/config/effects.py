@@ -91,8 +91,8 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
         "weight_update": (rollout.max_staleness > 0, "--max_staleness"),
         "partial_rollout": (rollout.over_sampling > 1 or rollout.dynamic_sampling, "--over_sampling"),
         **{name: (has_episodes(config.environment), "--environment, --agent or --tools")
-           for name in ("tool_parser", "max_turns", "turn_max_len", "tool_seconds", "environment_minutes", "environment_workers",
-                        "environment_memory_gb")},
+           for name in ("tool_parser", "max_turns", "turn_max_len", "episode_minutes", "tool_seconds", "environment_minutes",
+                        "environment_workers", "environment_memory_gb")},
         "overlap": (_computes_before_updates(config), "--init_kl_coef, --max_epochs 2, or a critic"),
         "curriculum_rest": (bool(rollout.curriculum), "--curriculum"),
         "prompt_data_probs": (several, "several --prompt_data, joined by commas"),

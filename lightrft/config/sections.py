@@ -351,11 +351,13 @@ class EnvironmentSection(Section):
     """Maximum number of turns of an episode. All tokens of its turns and observations count for generate_max_len."""
     turn_max_len: Annotated[int | None, COUNT] = None
     """Maximum length of a turn in tokens; unset: what the limit of the episode leaves."""
+    episode_minutes: Annotated[float | None, POSITIVE] = None
+    """Time limit in minutes for an episode: the turn in which it is reached is the last one. Unset: no limit."""
     tool_seconds: Annotated[float, POSITIVE] = 60.0
     """Time limit in seconds for a call of a tool. The model reads an error instead of the result of one that takes longer."""
     environment_minutes: Annotated[float, POSITIVE] = 10.0
-    """Time limit in minutes for an environment between two turns. The process of one that takes longer is killed, and nothing is
-    learned from its episode."""
+    """Time limit in minutes for an environment to ask for its next turn. The process of one that takes longer is killed, and
+    nothing is learned from its episode."""
     environment_workers: Annotated[int, COUNT] = 64
     """Largest number of episodes that run on a rank at the same time, each in a process of its own."""
     environment_memory_gb: Annotated[float, NOT_NEGATIVE] = 4.0

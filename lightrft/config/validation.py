@@ -250,7 +250,8 @@ def _environment_problems(config: Config) -> list[str]:
     if section.agent and (section.environment or section.tools):
         problems.append("--agent has its own tools and its own environment: omit --environment and --tools")
     if has_episodes(section) and (flags := _media_flags(config)):
-        problems.append(f"--environment, --agent and --tools are for prompts of text: omit {flags}")
+        problems.append(f"{flags}: --environment, --agent and --tools need prompts of text, since the tokens of their turns and "
+                        "observations are not expanded for media")
     if section.tools and not config.data.apply_chat_template:
         problems.append("--tools are described to the model by its chat template: set --apply_chat_template")
     return problems

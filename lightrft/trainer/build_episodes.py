@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from lightrft.agents.endpoint.protocol import EndpointModel
 from lightrft.agents.episodes import Episodes
@@ -16,7 +16,7 @@ from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config, has_episodes
 from lightrft.data.prompts import template_variables
-from lightrft.engine.model_info import end_token_ids
+from lightrft.engine.model_info import end_token_ids, placeholder_token_ids
 
 
 def program_setup(config: Config) -> ProgramSetup:
@@ -35,8 +35,11 @@ def served_model(config: Config) -> EndpointModel:
 
 
 def _end_token_ids(config: Config) -> frozenset[int]:
-    model = config.model.pretrain
-    return end_token_ids(model, AutoConfig.from_pretrained(model, trust_remote_code=config.model.trust_remote_code))
+    return end_token_ids(config.model.pretrain, _model_config(config))
+
+
+def _model_config(config: Config) -> PretrainedConfig:
+    return AutoConfig.from_pretrained(config.model.pretrain, trust_remote_code=config.model.trust_remote_code)
 
 
 def with_tools(config: Config) -> Config:
@@ -65,7 +68,8 @@ def build_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episod
 
 def new_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes:
     section = config.environment
-    format = TurnFormat(config.data, tokenizer, _end_token_ids(config))
+    placeholders = placeholder_token_ids(_model_config(config))
+    format = TurnFormat(config.data, tokenizer, _end_token_ids(config), placeholders)
     parse = build_parser(config, tokenizer)
     return Episodes(program_setup(config), section, format, parse, longest=config.rollout.generate_max_len)
 

@@ -7,16 +7,17 @@ from dataclasses import replace
 import pytest
 
 from lightrft.agents.episodes import FAILURES_IN_A_ROW
-from lightrft.agents.messages import ToolCall
+from lightrft.agents.messages import ToolCall, TurnRequest
 from lightrft.agents.programs import ProgramSetup
 from lightrft.agents.tool_calls import hermes
 from lightrft.agents.tools import schemas
+from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config, DataSection, EnvironmentSection
 from lightrft.rewards.functions import environment
 from lightrft.trainer.build_episodes import build_parser
 from lightrft.types import Prompt, Sample
-from player import Player, ids
+from player import TEMPLATE, Player, ids
 from tiny import EOS, byte_tokenizer
 
 CODE = '''
@@ -40,6 +41,8 @@ class Echo:
             os.kill(os.getpid(), 9)
         if action == "sleep":
             time.sleep(60)
+        if action == "pause":
+            time.sleep(0.7)
         if action == "raise":
             raise OSError("the game is over")
         return f"<{action}>", len(action), action == "end"
@@ -74,8 +77,22 @@ class Shop:
         await asyncio.sleep(seconds)
         return f"waited {seconds}"
 
+    def stall(self) -> str:
+        """Take longer than any limit."""
+        time.sleep(60)
+        return "late"
+
     def get_reward(self):
         return self.sold
+
+
+async def stubborn(engine, row):
+    """An agent that asks again whatever the answer is."""
+    while True:
+        try:
+            await engine.chat([{"role": "user", "content": "again"}])
+        except ValueError:
+            pass
 
 
 async def agent(engine, row):
@@ -138,11 +155,24 @@ def test_tools_are_called_together_and_their_errors_are_read(player):
     replies = [message["content"] for message in sample.episode.messages if message["role"] == "tool"]
     assert replies[:2] == ["3", "waited 0"]
     assert replies[2] == "Error: ValueError: no such fruit"
-    assert replies[3] == "Error: there is no tool 'sell', only buy, wait"
+    assert replies[3] == "Error: there is no tool 'sell', only buy, stall, wait"
     assert replies[4].startswith("Error: TypeError: ") and "'fruit'" in replies[4]
     assert replies[5].startswith("Error: the call is not of the form") and replies[6] == "Error: wait took more than 1 s"
     assert (sample.episode.tool_calls, sample.episode.tool_errors) == (7, 5) and 1 <= sample.episode.tool_seconds < 10
     assert environment([sample]) == [3.0] and sample.text == "done"
+
+
+def test_calls_that_never_return_keep_no_later_episode_waiting(player):
+    """More of them than an event loop has threads by default: the worker that they run in is replaced."""
+    play = player("Shop", chat=True, tool_seconds=0.5, longest=2000, environment_workers=1)
+    stalled, bought = play.play([[call("stall") * 12, "done$"], [call("buy", fruit="pear"), "done$"]], seconds=10.0)
+    replies = [message["content"] for message in stalled.episode.messages if message["role"] == "tool"]
+    assert replies == ["Error: stall took more than 0.5 s"] * 12 and environment([stalled, bought]) == [0.0, 1.0]
+
+
+def test_a_program_that_repeats_refused_requests_fails(player):
+    (sample,) = player("stubborn", environment_minutes=0.02, max_turns=1, chat=True).play([["a", "b"]])
+    assert "asked for no turn for 1.2 s" in sample.episode.problem and sample.masked
 
 
 def test_an_agent_is_an_async_function(player):
@@ -157,7 +187,7 @@ def test_a_program_that_dies_or_hangs_costs_its_own_sample(player):
     samples = play.play(turns)
     problems = [sample.episode.problem for sample in samples]
     assert problems[0] == "its process has ended with exit code 7" and problems[1] == "its process was killed by SIGKILL"
-    assert "sent nothing for 1.2 s" in problems[2]
+    assert "asked for no turn for 1.2 s" in problems[2]
     assert "OSError: the game is over, at " in problems[3] and "mine.py:" in problems[3]
     assert problems[4:] == ["", ""]
     assert [sample.masked for sample in samples] == [True] * 4 + [False] * 2
@@ -167,8 +197,24 @@ def test_a_program_that_dies_or_hangs_costs_its_own_sample(player):
 def test_limits_end_an_episode(player):
     (turns,) = player("Echo", max_turns=2).play([["a", "b", "c"]])
     assert turns.token_ids == ids("a<a>b") and turns.finish_reason == "length"
+    (minutes,) = player("Echo", episode_minutes=0.01).play([["a", "pause", "c"]])
+    assert minutes.token_ids == ids("a<a>pause") and minutes.finish_reason == "length"
     (tokens,) = player("Echo", longest=6).play([["ab", "c"]])
     assert tokens.token_ids == ids("ab") and tokens.truncated, "four tokens of the observation leave no room for a turn"
+
+
+def test_observations_have_no_placeholders_of_media():
+    """A placeholder without an image would end the run in the engine; a text that mentions one is read letter by letter."""
+    reader = byte_tokenizer()
+    reader.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    reader.chat_template = TEMPLATE
+    image = reader.convert_tokens_to_ids("<image>")
+    format = TurnFormat(DataSection(apply_chat_template=True), reader, frozenset({EOS}), [image])
+    assert format.tokens(TurnRequest([{"role": "tool", "content": "an <image>"}]), EOS) == ids("\nt:an <image>$\na:")
+    assert image in TurnFormat(DataSection(apply_chat_template=True), reader, frozenset({EOS})).tokens(TurnRequest("<image>"), EOS)
+    for observation in ([image], [{"role": "user", "content": [{"type": "image"}]}]):
+        with pytest.raises(ValueError, match="an observation is text"):
+            format.tokens(TurnRequest(observation), EOS)
 
 
 def test_an_environment_that_always_fails_ends_the_run(player):
@@ -197,7 +243,7 @@ def test_what_is_no_environment(file, name, message):
 
 
 def test_tools_are_described_by_their_types_and_docstrings(file, tmp_path):
-    buy, wait = schemas(ProgramSetup(f"{file}:Shop").program().all_tools)
+    buy, _, wait = schemas(ProgramSetup(f"{file}:Shop").program().all_tools)
     assert buy["function"]["name"] == "buy" and buy["function"]["parameters"]["required"] == ["fruit"]
     assert wait["function"]["parameters"]["properties"] == {"seconds": {"type": "number", "description": "Time to wait."}}
     (tmp_path / "bare.py").write_text("def bare(x):\n    return x\n")

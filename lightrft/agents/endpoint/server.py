@@ -51,7 +51,7 @@ def application(sessions: Sessions, served: EndpointModel, key: str = "") -> Sta
             except ValueError as error:
                 return JSONResponse(protocol.problem(str(error)), 400)
             if not turn.token_ids:
-                told = "a limit of the episode leaves no room for a turn (--max_turns, --generate_max_len)"
+                told = "a limit of the episode leaves no room for a turn (--max_turns, --generate_max_len, --episode_minutes)"
                 return JSONResponse(protocol.problem(told, "context_length_exceeded"), 400)
             if streams and body.get("stream"):
                 return StreamingResponse(protocol.events(reply, body), media_type="text/event-stream")
