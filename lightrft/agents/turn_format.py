@@ -29,7 +29,7 @@ class TurnFormat:
         end_token_ids: frozenset[int],
         placeholder_token_ids: Collection[int] = (),
     ):
-        """Set up the rendering. `placeholder_token_ids` represent media in prompts of the model, which observations cannot have."""
+        """Set up the rendering. `placeholder_token_ids` represent media in prompts; observations cannot have them."""
         self.section, self.tokenizer, self.end_token_ids = section, tokenizer, end_token_ids
         self.placeholder_token_ids = frozenset(placeholder_token_ids)
         self._known: dict[str, list[int]] = {}
@@ -125,16 +125,20 @@ class TurnFormat:
         return self._known[text]
 
     def _spelled(self, token_ids: list[int]) -> list[int]:
-        """Return the tokens with placeholders of media replaced by those of their letters: a text that mentions `<image>` has none.
+        """Return the tokens with placeholders of media replaced by those of their letters, for texts that mention `<image>`.
 
         Raises ValueError if the tokenizer cannot split them.
         """
         if not self.placeholder_token_ids.intersection(token_ids):
             return token_ids
-        texts = [self.tokenizer.convert_ids_to_tokens(token) if token in self.placeholder_token_ids else "" for token in token_ids]
-        parts = [self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] if text else [token]
-                 for token, text in zip(token_ids, texts, strict=True)]  # fmt: skip
-        return self._in_vocabulary([token for part in parts for token in part])
+        spelled: list[int] = []
+        for token in token_ids:
+            if token in self.placeholder_token_ids:
+                text = self.tokenizer.convert_ids_to_tokens(token)
+                spelled += self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            else:
+                spelled.append(token)
+        return self._in_vocabulary(spelled)
 
 
 def _are_token_ids(observation: str | list[Message] | list[int]) -> TypeGuard[list[int]]:

@@ -1,4 +1,4 @@
-"""Renamed flags and values: the old name still works in files, on the command line and from Python; the help omits it."""
+"""Other and former names of flags and values, which work in files, on the command line and from Python; the help omits them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Renamed:
-    """A flag under its old name."""
+    """A flag under another name."""
 
     section: str
     kind: type
@@ -32,6 +32,7 @@ def _destination(name: str) -> Renamed:
 
 
 RENAMED = {
+    "model": Renamed("model", str, lambda folder, _: {"pretrain": folder}, "--pretrain"),
     "reward_background": Renamed(
         "reward", bool, lambda background, _: {} if background else {"reward_workers": 0}, "--reward_workers 0"
     ),
@@ -47,7 +48,7 @@ RENAMED_VALUES = {("bad_rows", "fail"): "stop"}
 
 
 def current_names(values: Mapping[str, Any], typed: Callable[[Any, Any], Any], config: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return the values under the current names, and a notice for each old name.
+    """Return the values under the current names, and a notice for each other name.
 
     `typed` converts a value to a type, and `config` has the fields that were set before.
     """
@@ -60,7 +61,7 @@ def current_names(values: Mapping[str, Any], typed: Callable[[Any, Any], Any], c
             found |= renamed.now(typed(renamed.kind, values[name]), before | found)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        notices.append(f"--{name} is the old name of a flag: use {renamed.flag}")
+        notices.append(f"--{name} stands for {renamed.flag}")
     for name, former in RENAMED_VALUES:
         if found.get(name) == former:
             found[name] = RENAMED_VALUES[name, former]

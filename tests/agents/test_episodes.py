@@ -211,7 +211,7 @@ def test_observations_have_no_placeholders_of_media():
     image = reader.convert_tokens_to_ids("<image>")
     format = TurnFormat(DataSection(apply_chat_template=True), reader, frozenset({EOS}), [image])
     assert format.tokens(TurnRequest([{"role": "tool", "content": "an <image>"}]), EOS) == ids("\nt:an <image>$\na:")
-    assert image in TurnFormat(DataSection(apply_chat_template=True), reader, frozenset({EOS})).tokens(TurnRequest("<image>"), EOS)
+    assert image in TurnFormat(DataSection(), reader, frozenset({EOS})).tokens(TurnRequest("<image>"), EOS)
     for observation in ([image], [{"role": "user", "content": [{"type": "image"}]}]):
         with pytest.raises(ValueError, match="an observation is text"):
             format.tokens(TurnRequest(observation), EOS)

@@ -23,7 +23,7 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     tiny_qwen3(folder / "model", seed=0)
     (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
-    flags = [f"--pretrain={folder}/model", "--engine_type=hf", "--port=0", "--generate_max_len=200", "--bf16=false",
+    flags = [f"--model={folder}/model", "--engine_type=hf", "--port=0", "--generate_max_len=200", "--bf16=false",
              "--environment_minutes=0.02"]  # fmt: skip
     with (folder / "log").open("w") as log:
         process = subprocess.Popen([sys.executable, "-m", "lightrft.cli.serve", *flags], stderr=log,

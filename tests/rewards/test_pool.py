@@ -168,7 +168,7 @@ def test_the_flag_of_before_still_says_where_a_reward_is_called():
     config = Config()
     config.update({"reward_background": "false"})
     assert config.reward.reward_workers == 0
-    assert config.notices == ["--reward_background is the old name of a flag: use --reward_workers 0"]
+    assert config.notices == ["--reward_background stands for --reward_workers 0"]
     with pytest.raises(ConfigError, match="--reward_background: "):
         config.update({"reward_background": "perhaps"}, source="--")
 

@@ -29,7 +29,7 @@ def test_known_shapes_have_their_parameters(name, billions):
 
 
 def test_experts_by_hand():
-    """Of 128 experts of a layer a token has 8, so two tokens have 15.5 on average; all other parameters are those of every token."""
+    """Of 128 experts of a layer a token has 8, so two tokens have 15.5 on average; other parameters are those of every token."""
     shape, device, none = known_config("Qwen/Qwen3-30B-A3B"), DEVICES["h100"], StepWork(0, 0, 1, 1, 1, True)
     parameters, active = parameter_counts(shape)
     expert = 48 * 3 * 2048 * 768
