@@ -165,9 +165,8 @@ def _unbound(method: Callable[..., Any]) -> Callable[..., Any]:
 def _work(connection: Connection, program: Program) -> None:
     """Run an episode for each row of the data that comes over the socket, until the rank closes it.
 
-    All episodes run in one event loop: to make a loop takes longer than many an episode.
+    Each has an event loop of its own, which ends with what a program has left in it.
     """
-    loop = asyncio.Runner()
     while True:
         try:
             row = connection.recv()
@@ -175,7 +174,7 @@ def _work(connection: Connection, program: Program) -> None:
             return
         session, problem = Session(connection), ""
         try:
-            loop.run(_episode(program, session, row))
+            asyncio.run(program.run(session, row))
         except EpisodeOver:
             pass
         except (EOFError, BrokenPipeError):
@@ -188,14 +187,3 @@ def _work(connection: Connection, program: Program) -> None:
         sys.stdout.flush()
         connection.send(Ended(session.rewards, session.tool_calls, session.tool_errors, session.tool_seconds, problem,
                               calls_running()))  # fmt: skip
-
-
-async def _episode(program: Program, session: Session, row: dict[str, Any]) -> None:
-    """Run an episode, and end the tasks that it has left."""
-    try:
-        await program.run(session, row)
-    finally:
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)

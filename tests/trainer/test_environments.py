@@ -15,7 +15,7 @@ import os
 
 
 class Letters:
-    """Three turns, each rewarded by its share of ASCII letters. The second turn of the prompt 3 is its last in a dead process."""
+    """Two to four turns, each rewarded by its share of ASCII letters. The second turn of prompt 3 is its last in a dead process."""
 
     def reset(self, prompt, label, **row):
         self.turns, self.label = 0, label
@@ -26,7 +26,7 @@ class Letters:
         if self.label == "3" and self.turns == 2 and os.environ.get("DIES"):
             os._exit(1)
         good = sum(32 <= ord(letter) < 127 for letter in action) / max(len(action), 1)
-        return f"<{self.turns}>", good / 3, self.turns == 3
+        return f"<{self.turns}>", good / 3, self.turns == 2 + int(self.label) % 3
 '''
 AGENT = '''
 class Game:
@@ -83,10 +83,11 @@ def plain(inputs, tmp_path_factory):
 
 
 @pytest.mark.parametrize("flags", [
-    ["--sp_size=2"], ["--overlap", "--max_epochs=1", "--init_kl_coef=0"], ["--rollout_schedule=longest_first"],
+    ["--sp_size=2"], ["--tp_size=2"], ["--fsdp=false", "--zero_stage=3"], ["--rollout_schedule=longest_first"],
+    ["--overlap", "--max_epochs=1", "--init_kl_coef=0"], ["--engine_type=vllm", "--engine_tp_size=2"], ["--rollout_ranks=1"],
 ])  # fmt: skip
 def test_episodes_are_alike_in_every_layout(inputs, plain, tmp_path, flags):
-    rows = train("train_ppo", 2, [*inputs, "--max_steps=3", *flags], tmp_path)
+    rows = train("train_ppo", 3 if "--rollout_ranks=1" in flags else 2, [*inputs, "--max_steps=3", *flags], tmp_path)
     for row, other in zip(repeatable(plain), repeatable(rows), strict=True):
         names = [name for name in row if name.startswith(("rollout/", "episodes/", "train/")) and name in other]
         names = [name for name in names if "seconds" not in name]
