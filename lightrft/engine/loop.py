@@ -77,6 +77,10 @@ class RequestLoop:
                 self._submit(index, 0, _first_token(request) if hot else request)
         return indices
 
+    def add_alone(self, requests: list[Request]) -> range:
+        """Begin requests of this rank's own, or of the ranks that share an engine, at a time at which other ranks add none."""
+        return self.add(requests)
+
     def step(self) -> list[tuple[int, list[Completion]]]:
         """Continue the samples that run; return (index, its `n` completions) of each request that has ended.
 

@@ -55,12 +55,13 @@ class Generation:
         return any(self.engine.gather(flag))
 
     def add(self, requests: list[Request], *, own: bool = False) -> range:
-        """Begin requests, any number on each rank; return their indices. `own`: they are not those of the replica's others."""
+        """Begin requests, any number on each rank; return their indices. `own`: they are of this rank alone."""
         part = range(len(requests)) if own else share_of(self.siblings.rank, self.siblings.size, len(requests))
         local = requests[part.start : part.stop]
         by_rank = self.engine.gather(local)
         first = sum(len(others) for others in by_rank[: self.engine.rank])
-        indices = self.loop.add([each for others in by_rank for each in others])
+        add = self.loop.add_alone if own else self.loop.add
+        indices = add([each for others in by_rank for each in others])
         for place in range(len(local)):
             self._places[indices[first + place]] = self.num_requests + part.start + place
         begin, self.num_requests = self.num_requests, self.num_requests + len(requests)

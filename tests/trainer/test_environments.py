@@ -84,16 +84,29 @@ def plain(inputs, tmp_path_factory):
 
 @pytest.mark.parametrize("flags", [
     ["--sp_size=2"], ["--tp_size=2"], ["--fsdp=false", "--zero_stage=3"], ["--rollout_schedule=longest_first"],
-    ["--overlap", "--max_epochs=1", "--init_kl_coef=0"], ["--engine_type=vllm", "--engine_tp_size=2"], ["--rollout_ranks=1"],
+    ["--overlap", "--max_epochs=1", "--init_kl_coef=0"],
 ])  # fmt: skip
 def test_episodes_are_alike_in_every_layout(inputs, plain, tmp_path, flags):
-    rows = train("train_ppo", 3 if "--rollout_ranks=1" in flags else 2, [*inputs, "--max_steps=3", *flags], tmp_path)
-    for row, other in zip(repeatable(plain), repeatable(rows), strict=True):
+    rows = train("train_ppo", 2, [*inputs, "--max_steps=3", *flags], tmp_path)
+    assert_alike(plain, rows)
+    for row in rows:
+        assert row["episodes/turns"] > 2 and row["episodes/tokens_observed"] > 3 and row["engine/logprob_mismatch_max"] < 1e-4
+
+
+def assert_alike(rows, others):
+    for row, other in zip(repeatable(rows), repeatable(others), strict=True):
         names = [name for name in row if name.startswith(("rollout/", "episodes/", "train/")) and name in other]
         names = [name for name in names if "seconds" not in name]
         assert {name: other[name] for name in names} == pytest.approx({name: row[name] for name in names}, rel=2e-3, abs=1e-5)
-        assert other["episodes/turns"] > 2 and other["episodes/tokens_observed"] > 3
-        assert other["engine/logprob_mismatch_max"] < 1e-4
+
+
+def test_episodes_with_adapters_a_critic_and_dynamic_sampling(inputs, tmp_path):
+    """Groups without a signal are replaced; the critic and the adapters learn from episodes of two to four turns."""
+    flags = ["--advantage_estimator=gae", "--lora_rank=4", "--max_steps=3", "--critic_learning_rate=1e-3"]
+    for row in train("train_ppo", 2, [*inputs, *flags], tmp_path / "critic"):
+        assert row["engine/logprob_mismatch_max"] < 1e-4 and row["critic/grad_norm"] > 0 and row["train/grad_norm"] > 0
+    rows = train("train_ppo", 2, [*inputs, "--dynamic_sampling", "--max_steps=3"], tmp_path / "dynamic")
+    assert all(row["rollout/sampling_rounds"] >= 1 and row["episodes/turns"] > 2 for row in rows)
 
 
 def test_a_run_of_episodes_resumes_with_the_same_numbers(inputs, plain, tmp_path):
@@ -105,9 +118,12 @@ def test_a_run_of_episodes_resumes_with_the_same_numbers(inputs, plain, tmp_path
 
 
 def test_ranks_that_share_an_engine_play_as_one(inputs, tmp_path):
-    """With an engine over two ranks, more prompts than a step needs, and the aborts of their episodes."""
-    flags = ["--engine_type=vllm", "--engine_tp_size=2", "--over_sampling=1.5", "--early_stop_every=4", "--max_steps=3"]
-    rows = train("train_ppo", 2, [*inputs, *flags], tmp_path)
+    """An engine over two ranks samples what two engines sample; then also more prompts than a step needs, whose episodes it aborts."""
+    flags = [*inputs, "--engine_type=vllm", "--engine_kv_cache_gb=0.125", "--max_steps=3"]
+    undivided = train("train_ppo", 2, flags, tmp_path / "undivided")
+    assert_alike(undivided, train("train_ppo", 2, [*flags, "--engine_tp_size=2"], tmp_path / "divided"))
+    flags += ["--engine_tp_size=2", "--over_sampling=1.5", "--early_stop_every=4"]
+    rows = train("train_ppo", 2, flags, tmp_path / "over_sampled")
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 and row["episodes/turns"] > 2 for row in rows)
 
 

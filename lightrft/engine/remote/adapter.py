@@ -1,6 +1,6 @@
 """Engine of a rank that trains: its requests and its weights go to the ranks that generate."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
@@ -48,7 +48,7 @@ class RemoteEngine(Engine):
             limit = bucket_limit(setup.section.weight_sync_bucket_mb, self.axis, setup.device)
             self._broadcast = WeightBroadcast(processes, setup.device, bucket_bytes=limit)
         self._first = processes.rank % len(self._engines)
-        self._call = 0
+        self._call = self._calls_alone = 0
         self._arrived: dict[int, list[Finished]] = {}
         """Call -> completions that have not been read."""
         self._processes = processes
@@ -89,12 +89,21 @@ class RemoteEngine(Engine):
     def send(self, requests: list[Request]) -> int:
         """Send the requests of a call, also none, because those of other ranks wait for them; return its number."""
         self._call += 1
+        return self._send(self._call, requests)
+
+    def send_alone(self, requests: list[Request]) -> int:
+        """Send the requests of a call that this rank makes alone; return its number."""
+        self._calls_alone -= 1
+        return self._send(self._calls_alone, requests)
+
+    def _send(self, call: int, requests: list[Request]) -> int:
         if requests:
-            self._arrived[self._call] = []
+            self._arrived[call] = []
+        first = self._first - call if call < 0 else self._first
         for place, engine in enumerate(self._engines):
-            chosen = range((place - self._first) % len(self._engines), len(requests), len(self._engines))
-            engine.send(Generate(self._call, [(index, requests[index]) for index in chosen]))
-        return self._call
+            chosen = range((place - first) % len(self._engines), len(requests), len(self._engines))
+            engine.send(Generate(call, [(index, requests[index]) for index in chosen], self.version))
+        return call
 
     def abort(self, calls: Iterable[int]) -> None:
         """End the requests of calls where they are; they are received as those that end by themselves."""
@@ -150,7 +159,7 @@ class RemoteEngine(Engine):
 
 
 class RemoteLoop(RequestLoop):
-    """Loop whose requests run on other ranks. The ranks that train add requests equally often, also none, and abort together."""
+    """Loop whose requests run on other ranks. The ranks that train call add() equally often, also with none, and abort together."""
 
     def __init__(self, engine: RemoteEngine, sampling: Sampling):
         super().__init__(engine, sampling)
@@ -159,10 +168,16 @@ class RemoteLoop(RequestLoop):
         """Call -> (index of its first request in the loop, number of requests that have not ended)."""
 
     def add(self, requests: list[Request]) -> range:
+        return self._added(requests, self.remote.send)
+
+    def add_alone(self, requests: list[Request]) -> range:
+        return self._added(requests, self.remote.send_alone) if requests else range(self.num_requests, self.num_requests)
+
+    def _added(self, requests: list[Request], send: Callable[[list[Request]], int]) -> range:
         readable = self.remote.begin_requests(requests, self)
         indices = range(self.num_requests, self.num_requests + len(requests))
         self.num_requests += len(requests)
-        call = self.remote.send(readable)
+        call = send(readable)
         if requests:
             self._calls[call] = indices.start, len(requests)
         self.running |= dict.fromkeys(indices)

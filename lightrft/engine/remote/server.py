@@ -29,6 +29,7 @@ class EngineServer:
     All ranks of the engine take the same decisions, by the messages that its first rank has received. Calls begin in their order,
     each when its requests have arrived from all ranks that train, while earlier ones decode. Weights that come between two calls
     wait for the requests that run (`--weight_update wait`), or interrupt them, and they go on with the new weights (`in_flight`).
+    Calls that a rank makes alone, the turns of its episodes, begin when the weights are loaded that the rank had before them.
     """
 
     def __init__(self, engine: Engine, processes: RunProcesses, device: torch.device, announce: Callable[[str], None], *,
@@ -49,6 +50,8 @@ class EngineServer:
         """Index in the loop -> (rank, call, index in the call of the rank) of each request that runs."""
         self._calls: dict[int, dict[int, Generate]] = defaultdict(dict)
         """Call -> rank -> its requests, for calls that wait for the requests of other ranks or for weights."""
+        self._alone: list[tuple[int, Generate]] = []
+        """Rank and requests of calls that ranks make alone, and that wait for weights."""
         self._loads: list[LoadWeights] = []
         self._aborts: list[tuple[int, int]] = []
         """Rank and call of requests that end as soon as the call has begun."""
@@ -67,6 +70,8 @@ class EngineServer:
                     self._loads.append(message)
                 elif isinstance(message, Abort):
                     self._aborts.append((rank, message.call))
+                elif message.call < 0:
+                    self._alone.append((rank, message))
                 else:
                     self._calls[message.call][rank] = message
             self._advance()
@@ -82,6 +87,10 @@ class EngineServer:
 
     def _proceed(self) -> bool:
         """Load weights or begin a call, whichever is next; return False if it cannot begin yet."""
+        if self._alone and self._alone[0][1].version <= self.engine.version:
+            rank, message = self._alone.pop(0)
+            self._begin(message.call, {rank: message})
+            return True
         if self._loads and self._loads[0].after == self._begun:
             if self._owners and not self.in_flight:
                 return False
@@ -90,7 +99,7 @@ class EngineServer:
         if len(self._calls.get(self._begun + 1, {})) < self._num_peers:
             return False
         self._begun += 1
-        self._begin(self._calls.pop(self._begun))
+        self._begin(self._begun, self._calls.pop(self._begun))
         return True
 
     def _load(self, version: int) -> None:
@@ -99,16 +108,17 @@ class EngineServer:
             self.engine.load_weights(self._broadcast.receive(), version)
         self._announce("generate" if self._owners else "")
 
-    def _begin(self, parts: dict[int, Generate]) -> None:
+    def _begin(self, call: int, parts: dict[int, Generate]) -> None:
         chosen = [(rank, index, request) for rank in sorted(parts) for index, request in parts[rank].requests]
         if chosen:
             self._loop = self._loop or self.engine.open(Sampling())
             places = self._loop.add([request for _, _, request in chosen])
-            self._owners |= {place: (rank, self._begun, index) for place, (rank, index, _) in zip(places, chosen, strict=True)}
+            self._owners |= {place: (rank, call, index) for place, (rank, index, _) in zip(places, chosen, strict=True)}
 
     def _abort(self) -> None:
         """End the requests of calls that have begun and are not wanted any longer."""
-        aborted = {each for each in self._aborts if each[1] <= self._begun}
+        waiting = {(rank, message.call) for rank, message in self._alone}
+        aborted = {each for each in self._aborts if each[1] <= self._begun and each not in waiting}
         self._aborts = [each for each in self._aborts if each not in aborted]
         places = [place for place, (rank, call, _) in self._owners.items() if (rank, call) in aborted]
         if places:

@@ -24,11 +24,16 @@ ROOM = f"{KEY}/room"
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """One call's requests for one engine. The ranks that train make the same calls, and each sends its own to every engine."""
+    """One call's requests for one engine. The ranks that train make the same calls, and each sends its own to every engine.
+
+    Calls with negative numbers are those of one rank.
+    """
 
     call: int
     requests: list[tuple[int, Request]]
     """Requests with their indices in the call of the rank."""
+    version: int
+    """Version of the weights that the engine must have loaded before it begins a call of one rank."""
 
 
 @dataclass(frozen=True, slots=True)
