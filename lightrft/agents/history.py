@@ -1,4 +1,4 @@
-"""Which turn a history continues, that an agent sends back as messages, text or token ids."""
+"""Find the turn that a history continues, which an agent sends back as messages, text or token ids."""
 
 import json
 from collections.abc import Sequence

@@ -75,7 +75,7 @@ class ProgramSetup:
 
     def _client_of(self, agent: Any) -> Callable[[Session, dict[str, Any]], Awaitable[None]]:
         if not inspect.iscoroutinefunction(agent):
-            raise ValueError(f"--agent {self.agent}: {agent!r} is no async function (client, row)")
+            raise ValueError(f"--agent {self.agent}: {agent!r} is not an async function (client, row)")
         try:
             from lightrft.agents.endpoint.client import converse
         except ModuleNotFoundError as error:

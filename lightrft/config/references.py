@@ -157,7 +157,7 @@ def report_names(text: str) -> list[str]:
     if wrong := [name for name in names if name not in known_names]:
         raise ValueError(f"--report_to {wrong[0]!r}: unknown{nearest(wrong[0], known_names)}; known are {', '.join(known_names)}")
     if repeated := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"--report_to {text}: {repeated[0]} is there twice")
+        raise ValueError(f"--report_to {text}: {repeated[0]} is listed twice")
     return names
 
 

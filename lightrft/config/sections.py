@@ -72,8 +72,8 @@ class ModelSection(Section):
     freeze_prefix: list[str] = field(default_factory=list)
     """Prefixes of the names of parameters that are not trained; with lora_rank, these get no adapters."""
     freeze_vision_tower: bool = True
-    """With images_key: do not train the parameters that only images use, which are the vision tower and its projection into the
-    language model."""
+    """With a key of media: do not train the parameters that only images, videos or sound use, which are the towers and their
+    projections into the language model."""
 
 
 @dataclass
@@ -110,19 +110,19 @@ class DataSection(Section):
     """Column of a prompt's clips of sound: a .wav file or another one that FFmpeg reads, one of the datasets package, or a list
     of several. Unset: no sound."""
     video_fps: Annotated[float, POSITIVE] = 2.0
-    """Number of frames in a second of a video that the model sees."""
+    """Frames per second sampled from a video."""
     video_max_frames: Annotated[int, COUNT] = 64
-    """Largest number of frames of a video that the model sees, evenly spaced."""
+    """Maximum number of frames sampled from a video, evenly spaced."""
     audio_sampling_rate: Annotated[int, NOT_NEGATIVE] = 0
-    """Number of samples per second that clips of sound with another number are converted to, by the package av: that of the
-    model, for example 16000. 0: they are not converted, and a clip with another number is a bad row."""
+    """Sampling rate in Hz to which audio clips are resampled with the package av: that of the model, for example 16000. 0: clips
+    are not resampled, and one with another rate is a bad row."""
     check_media: Literal["all", "first", "none"] = "first"
     """Images, videos and clips that are read completely when the data are loaded, in parallel processes: all of them, or those of
     the first rows. One that cannot be read makes its row a bad row (--bad_rows). The start of each file is read in any case."""
     media_max_mb: Annotated[float, POSITIVE] = 1024.0
-    """Size in MB of the largest file with an image, a video or sound; a larger one makes its row a bad row."""
+    """Maximum size in MB of an image, video or audio file; a larger file makes its row a bad row."""
     media_urls: bool = False
-    """Allow addresses of HTTP in the columns of media: each is fetched once on each host, into its temporary folder."""
+    """Allow HTTP(S) URLs in the columns of media: each is fetched once on each host, into its temporary folder."""
     media_root: str = ""
     """Folder that the paths of images are relative to, and outside of which no file is read; empty: paths are relative to the
     folder of the data, and any path is allowed."""
@@ -153,7 +153,7 @@ class DataSection(Section):
     """Folder for tokenized data in Arrow files that are mapped into memory and used again, for data larger than memory; empty:
     every process tokenizes the data and holds them in memory."""
     deduplicate: Literal["none", "exact", "whitespace"] = "none"
-    """Omit rows of the training data with the prompt of an earlier row, in SFT with the same answer, and report their number:
+    """Omit training rows whose prompt (in SFT: prompt and answer) repeats an earlier row, and report their number:
     exact compares texts as they are, whitespace takes all white space between words as equal."""
     step_separator: str = "\n\n"
     """Text that ends each step of an answer but the last for process reward models, and belongs to the step: they score a step at
@@ -207,7 +207,7 @@ class StrategySection(Section):
     cp_size: Annotated[int, COUNT] = 1
     """Context parallelism: short for --sp_size N --sp_impl zigzag."""
     sample_store: Literal["memory", "transfer_queue"] = "memory"
-    """Way of the samples between the ranks of a step: memory sends each value directly to the rank that computes with it;
+    """How samples move between ranks within a step: memory sends each value directly to the rank that computes with it;
     transfer_queue writes all of them to a TransferQueue on a Ray cluster, which other programs can read (RAY_ADDRESS)."""
     deterministic: bool = False
     """On an accelerator, train only with kernels that give bitwise equal results in every run, as those of a CPU always do:
@@ -251,9 +251,9 @@ class EngineSection(Section):
     micro_rollout_batch_size: Annotated[int, COUNT] = 64
     """Number of prompts that the hf engine generates at once."""
     speculative: Literal["none", "ngram", "group", "draft", "eagle3", "mtp"] = "none"
-    """Source of the drafts that vLLM verifies several tokens at a time, which changes no distribution: ngram, the prompt and the
-    response itself; group, all responses to the same prompt; draft, a small model; eagle3, an EAGLE-3 head; mtp, the layers of
-    the model that predict several tokens. No drafts are verified at batch sizes where that is measured not to pay."""
+    """Source of draft tokens for speculative decoding in vLLM, which does not change the sampled distribution: ngram, the prompt
+    and the response itself; group, all responses to the same prompt; draft, a small model; eagle3, an EAGLE-3 head; mtp, the
+    layers of the model that predict several tokens. No drafts are verified at batch sizes where measurements show no gain."""
     num_draft_tokens: Annotated[int, COUNT] = 5
     """With speculative: maximum number of tokens in one draft."""
     draft_pretrain: str = ""
@@ -300,16 +300,18 @@ class RolloutSection(Section):
     """Factor by which a step starts more prompts than it needs; it stops as soon as enough of their groups are complete."""
     early_stop_every: Annotated[int, COUNT] = 32
     """With over_sampling, longest_first or overlap: number of steps of the engine, in which each response grows by a token, after
-    which the ranks exchange which groups are complete. They go on meanwhile, and decide after as many steps again."""
+    which the ranks exchange which groups are complete. Generation continues during the exchange, and the decision follows as
+    many steps later."""
     rollout_schedule: Literal["fifo", "longest_first", "tail_rounds"] = "fifo"
     """Order of the prompts of a step. fifo: all begin at once, each on its rank. longest_first: a prompt begins on the first rank
     that has room for it, those with the longest previous responses first. tail_rounds: with over_sampling, prompts that are not
-    complete when enough others are begin anew in later steps, together, so that no response is lost or continued."""
+    complete when enough others are complete start again from the beginning, together, in later steps, so that all responses come
+    from one version of the weights."""
     partial_rollout: bool = False
     """With over_sampling: responses that were stopped are continued in the next step instead of discarded. With
     dynamic_sampling: surplus groups are also used in the next step."""
     overlap: bool = False
-    """Compute log-probs and values of complete groups in a thread of their own while the engine decodes others. The models stay
+    """Compute log-probs and values of complete groups in a separate thread while the engine decodes others. The models stay
     in device memory beside the engine."""
     dump_rollouts: str = ""
     """Folder for the samples of each step with their log-probs and rewards, from which --replay_rollouts learns."""
@@ -325,11 +327,12 @@ class RolloutSection(Section):
     """Number of ranks, the last ones, that only generate. The others train and have no engine: prompts and weights are sent to
     these ranks. 0: every rank does both in turn."""
     max_staleness: Annotated[int, NOT_NEGATIVE] = 0
-    """With rollout_ranks: maximum age of the weights that sample, in steps, when their samples are learned. So many of the next
-    steps are generated while this one is learned; 0: engines wait meanwhile."""
+    """With rollout_ranks: maximum number of steps by which the weights that sampled a token may lag behind the policy that is
+    trained on it. Up to this many later steps are generated while a step is trained on; 0: engines wait during training."""
     weight_update: Literal["wait", "in_flight"] = "wait"
-    """With max_staleness: what new weights do to responses that are being generated. wait: they wait for their ends. in_flight:
-    responses are interrupted between two tokens, and go on with the new weights, which compute their cache anew."""
+    """With max_staleness: what new weights do to responses that are being generated. wait: the update
+    waits until these responses have ended. in_flight: responses are interrupted between two tokens and continue with the new
+    weights, which recompute their cache."""
 
 
 @dataclass
@@ -384,9 +387,9 @@ class RewardSection(Section):
     """Time limit in minutes for a call of the reward function, which is for one prompt. A call that takes longer fails, and its
     worker process is killed."""
     reward_failure: Literal["stop", "zero", "drop"] = "stop"
-    """Handling of a call that raises, dies, takes too long, or does not return a finite number for each response. stop: end the
-    run. zero: repeat the call for each response alone, and give 0 to those that fail again. drop: do not train on any response to
-    the prompt."""
+    """What to do if a reward call raises, crashes, takes too long, or does not return a finite number for each response. stop:
+    end the run. zero: repeat the call for each response alone, and give 0 to those that fail again. drop: do not train on any
+    response to the prompt."""
     judge_url: str = ""
     """Address of the language model of --reward judge: an OpenAI-compatible server, such as http://host:8000/v1. The environment
     variable JUDGE_API_KEY contains its key, if it needs one. engine: the model that is trained judges its own responses."""
@@ -407,9 +410,9 @@ class RewardSection(Section):
     reward_model_coef: float = 1.0
     """Coefficient of the scores of --reward_pretrain and of the rewards of --process_reward_pretrain."""
     step_rewards: Literal["sum", "mean", "difference", "min"] = "mean"
-    """Rewards of the K steps of a response from the probabilities p that they are correct. sum: p, which rewards long responses;
-    mean: p / K; difference: the increase of p over the step before, so that their sum is the last p; min: only the least p, at
-    its step."""
+    """How the rewards of the K steps of a response are computed from the probabilities p that they are correct. sum: p, which
+    rewards long responses; mean: p / K; difference: the increase of p over the step before, so that their sum is the last p; min:
+    only the least p, at its step."""
     overlong_buffer: bool = False
     """Lower the reward of a response whose length is close to generate_max_len."""
     overlong_buffer_len: int | None = None
@@ -442,9 +445,9 @@ class AlgorithmSection(Section):
     dual_clip: Annotated[float | None, ABOVE_1] = None
     """For negative advantages, limit the loss to -dual_clip times the advantage (3 in the paper)."""
     sapo_tau_positive: Annotated[float, POSITIVE] = 1.0
-    """Temperature of sapo's gate for positive advantages; with a larger value the gradient decays faster."""
+    """Temperature of sapo's gate for positive advantages; the larger it is, the faster the gradient decays."""
     sapo_tau_negative: Annotated[float, POSITIVE] = 1.05
-    """Temperature of sapo's gate for negative advantages; with a larger value the gradient decays faster."""
+    """Temperature of sapo's gate for negative advantages; the larger it is, the faster the gradient decays."""
     policy_drift_coef: Annotated[float, NOT_NEGATIVE] = 0.01
     """Coefficient of cpgd's divergence from the policy before the step."""
     policy_drift_clip: Annotated[float | None, POSITIVE] = None
@@ -657,7 +660,7 @@ class TrainSection(Section):
     """End the run when the mean difference between the log-probs of engine and trainer in a step is larger than this; unset: only
     warn of a difference far above that of the previous steps."""
     stop_loss: float | None = None
-    """Without samples of its own, as in SFT: end the run when the loss of a step is below this."""
+    """In supervised training: end the run when the loss of a step is below this value."""
     eval_steps: int = -1
     """Number of steps between evaluations on --eval_data, with one more at the end; -1: only at the end."""
 
@@ -680,7 +683,7 @@ class ObserveSection(Section):
     """Group of runs in Weights & Biases, SwanLab and Trackio."""
     trace_steps: Annotated[int, NOT_NEGATIVE] = 10
     """Number of steps whose timeline is written to save_path/trace.json: what each rank did at which time, for
-    https://ui.perfetto.dev. They are the first ones of a run, and of a resumed run again; 0: none."""
+    https://ui.perfetto.dev. They are the first steps after every start or resume; 0: none."""
     num_trajectories_to_save: Annotated[int, NOT_NEGATIVE] = 8
     """Number of samples of each step that are written to save_path/samples.jsonl, all samples of one prompt before those of the
     next; 0: none."""

@@ -210,7 +210,8 @@ def _media_problems(config: Config, command: str) -> list[str]:
     """Return the settings that cannot learn from images, videos or sound, each with the reason."""
     model, algorithm = config.model, config.algorithm
     if not (flags := _media_flags(config)):
-        return [] if model.freeze_vision_tower else ["--no_freeze_vision_tower needs --images_key: only images train the tower"]
+        needed = "--images_key, --videos_key or --audios_key: only media train a tower"
+        return [] if model.freeze_vision_tower else [f"--no_freeze_vision_tower needs {needed}"]
     impossible = {
         f"{flags}: the teacher behind --teacher_url reads text only; --teacher_pretrain loads one here": bool(model.teacher_url),
         f"{flags} does not support --aux_loss_coef: its loss counts only text tokens": algorithm.aux_loss_coef > 0,

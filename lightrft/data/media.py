@@ -239,7 +239,7 @@ def _is_image(item: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the files of a data set are."""
+    """Location of the files of a data set."""
 
     folder: Path
     """Folder that paths are relative to."""

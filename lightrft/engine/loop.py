@@ -17,7 +17,7 @@ ABORTED = "abort"
 
 
 class Completes(Protocol):
-    """What is called of a loop's engine (base.py)."""
+    """Methods of an engine (base.py) that its loop calls."""
 
     version: int
 

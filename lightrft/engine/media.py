@@ -40,7 +40,7 @@ class Video:
         if isinstance(given, list | tuple) and given and all(isinstance(frame, Image.Image) for frame in given):
             given = np.stack([np.asarray(frame.convert("RGB")) for frame in given])
         if not isinstance(given, np.ndarray):
-            raise ValueError(f"a {type(given).__name__} is none: give frames as an array or as PIL images, or a Video")
+            raise ValueError(f"a {type(given).__name__} is not a video: pass frames as an array or as PIL images, or a Video")
         if given.dtype != np.uint8 or given.ndim != 4 or given.shape[-1] != 3 or not len(given):
             raise ValueError(f"frames must be [T, H, W, 3] of uint8, and these are {list(given.shape)} of {given.dtype}")
         return cls(given)
@@ -65,8 +65,8 @@ class Clip:
         if isinstance(given, Mapping) and given.keys() >= {"array", "sampling_rate"}:
             given = given["array"], given["sampling_rate"]
         if not is_clip(given):
-            raise ValueError(f"a {type(given).__name__} is none: give (waveform, sampling rate), a mapping with array and "
-                             "sampling_rate, the path of a .wav file, or a Clip")
+            raise ValueError(f"a {type(given).__name__} is not an audio clip: pass (waveform, sampling rate), a mapping with "
+                             "array and sampling_rate, the path of a .wav file, or a Clip")
         waveform = np.asarray(given[0])
         if waveform.dtype.kind != "f" or waveform.ndim != 1 or not len(waveform):
             raise ValueError(f"a waveform must be [N] of floats, and this one is {list(waveform.shape)} of {waveform.dtype}")
@@ -99,7 +99,7 @@ def is_clip(given: Any) -> bool:
 def _image(given: Any) -> Image.Image:
     """Convert to RGB and drop transparency, as transformers does; vLLM would render transparent pixels on white."""
     if not isinstance(given, Image.Image):
-        raise ValueError(f"a {type(given).__name__} is none: give PIL images")
+        raise ValueError(f"a {type(given).__name__} is not an image: pass PIL images")
     return given.convert("RGB")
 
 

@@ -39,8 +39,8 @@ class RecordedSamples:
             first, *lines = self._file(step).read_text().splitlines()
         except OSError as error:
             raise DataError(f"--replay_rollouts {self.folder} has no samples of step {step} for {self.mesh.data.size} "
-                            f"replicas of data ({error}); replay as many steps, on as many replicas, as were dumped"
-                            ) from error  # fmt: skip
+                            f"replicas of data ({error}); replay at most the steps that were dumped, on the same number of "
+                            "replicas") from error  # fmt: skip
         return [_of_json(json.loads(line), prompts) for line in lines], json.loads(first)["version"]
 
     def _file(self, step: int) -> Path:

@@ -28,7 +28,7 @@ Bytes = dict[str, float]
 
 @dataclass(slots=True)
 class RunPlan:
-    """What is known about a run before it starts."""
+    """Facts about a run that are known before it starts."""
 
     lines: list[str]
     """Algorithm, layout, engine and batches, and the layout as a picture."""

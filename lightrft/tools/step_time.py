@@ -19,7 +19,7 @@ RUNNING = 256
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step computes, in all."""
+    """Work of a step on all ranks."""
 
     samples: int
     prompt: int

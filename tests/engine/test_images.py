@@ -253,7 +253,7 @@ IMPOSSIBLE: dict[str, list[tuple[Request, str]]] = {
         (Request([IMAGE, 65]), "request 1 has 0 images and 1 placeholders"),
         (Request([65], {"images": [picture(1)]}), "has 1 images and 0 placeholders"),
         (Request([IMAGE] * 4, {"images": [picture(1)] * 4}), "4 images, more than --limit_mm_image_per_prompt 3"),
-        (Request([IMAGE], {"images": ["cat.png"]}), "has media that cannot be read: images: a str is none: give PIL images"),
+        (Request([IMAGE], {"images": ["cat.png"]}), "has media that cannot be read: images: a str is not an image: pass PIL"),
         (Request([IMAGE], {"images": [FIRST], "audios": [1]}), "carries audios: this engine supports only text and images"),
         (Request([IMAGE] + [65] * 120, {"images": [picture(1)]}), r"does not fit: 12\d prompt tokens and max_tokens 10"),
     ],
@@ -262,7 +262,7 @@ IMPOSSIBLE: dict[str, list[tuple[Request, str]]] = {
         (Request([65], {"videos": [FILM]}), "has 1 videos and 0 placeholders"),
         (Request([IMAGE], {"videos": [FILM]}), "has 0 images and 1 placeholders"),
         (Request([IMAGE + 1] * 3, {"videos": [FILM] * 3}), "3 videos, more than --limit_mm_video_per_prompt 2"),
-        (Request([IMAGE + 1], {"videos": [FIRST]}), "has media that cannot be read: videos: a Image is none: give frames"),
+        (Request([IMAGE + 1], {"videos": [FIRST]}), "has media that cannot be read: videos: a Image is not a video: pass frames"),
         (Request([IMAGE + 1], {"videos": [np.zeros((2, 4, 4))]}), "frames must be .* uint8, and these are .2, 4, 4. of float64"),
     ],
     "audios": [

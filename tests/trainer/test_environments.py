@@ -15,7 +15,7 @@ import os
 
 
 class Letters:
-    """Two to four turns, each rewarded by its share of ASCII letters. The second turn of prompt 3 is its last in a dead process."""
+    """Two to four turns, each rewarded by its share of ASCII letters. With DIES, the second turn of prompt 3 ends its process."""
 
     def reset(self, prompt, label, **row):
         self.turns, self.label = 0, label
@@ -118,7 +118,7 @@ def test_a_run_of_episodes_resumes_with_the_same_numbers(inputs, plain, tmp_path
 
 
 def test_ranks_that_share_an_engine_play_as_one(inputs, tmp_path):
-    """An engine over two ranks samples what two engines sample; then also more prompts than a step needs, whose episodes it aborts."""
+    """An engine over two ranks samples what two engines sample, also with episodes that it aborts (--over_sampling)."""
     flags = [*inputs, "--engine_type=vllm", "--engine_kv_cache_gb=0.125", "--max_steps=3"]
     undivided = train("train_ppo", 2, flags, tmp_path / "undivided")
     assert_alike(undivided, train("train_ppo", 2, [*flags, "--engine_tp_size=2"], tmp_path / "divided"))

@@ -23,7 +23,7 @@ RANGES = {"temperature": (0, 100), "top_p": (1e-6, 1), "top_k": (0, 1_000_000)}
 
 @dataclass(frozen=True, slots=True)
 class EndpointModel:
-    """What clients are told about the model, and how it is sampled."""
+    """Description of the model for clients, and how it is sampled."""
 
     name: str
     max_length: int

@@ -27,7 +27,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Address(NamedTuple):
-    """Where clients of an episode send their requests: AsyncOpenAI(base_url=address.url, api_key=address.key)."""
+    """Address to which clients of an episode send their requests: AsyncOpenAI(base_url=address.url, api_key=address.key)."""
 
     url: str
     key: str

@@ -20,7 +20,7 @@ TASK = "task"
 
 
 class Reference(NamedTuple):
-    """What `verifiers:NAME?option=value` means."""
+    """Environment and options of `verifiers:NAME?option=value`."""
 
     environment: EnvConfig
     select: dict[str, Any]

@@ -159,7 +159,7 @@ class RemoteEngine(Engine):
 
 
 class RemoteLoop(RequestLoop):
-    """Loop whose requests run on other ranks. The ranks that train call add() equally often, also with none, and abort together."""
+    """Loop whose requests run on other ranks. The ranks that train call add() equally often, and abort together."""
 
     def __init__(self, engine: RemoteEngine, sampling: Sampling):
         super().__init__(engine, sampling)

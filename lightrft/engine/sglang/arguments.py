@@ -63,7 +63,7 @@ def _on_cpu(setup: EngineSetup, config: PretrainedConfig) -> dict[str, Any]:
     if tokens < setup.max_model_len + SPARE_TOKENS:
         raise ValueError(
             f"--engine_kv_cache_gb {setup.section.engine_kv_cache_gb} holds {tokens} tokens, less than one "
-            f"sequence of {setup.max_model_len}: set a higher value"
+            f"sequence of {setup.max_model_len}: increase it"
         )
     return {
         "attention_backend": "torch_native",
