@@ -31,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from lightrft.versions import CORE  # noqa: E402  after its folder
+from lightrft.versions import CORE, installed_version  # noqa: E402  after its folder
 
 OF_TESTS = ("pytest", "hypothesis")
 """Distributions that the tests import beside those of CORE."""
@@ -290,17 +290,13 @@ def number(value: float | None) -> str:
 
 def versions(device: str) -> dict[str, Any]:
     """Versions and devices that the figures are of, and the signature of torch's attention, which changes between versions."""
-    from importlib.metadata import PackageNotFoundError, version
     from inspect import signature
 
     import torch
 
     found: dict[str, Any] = {"python": sys.version.split()[0], "cuda": torch.version.cuda, "device": device}
     for name in ("torch", "transformers", "triton", "vllm", "deepspeed", "liger-kernel"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
+        found[name] = installed_version(name)
     if device != "cpu":
         found["devices"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     try:
