@@ -305,7 +305,7 @@ steps = []
 def share_of_ascii(samples, label, **columns):
     """The share of tokens that are ASCII bytes: a third at random. In the step that the environment names the process ends."""
     np.random.rand(1 + 7 * int(os.environ.get("RANK", 0)))  # ranks differ in numpy's state afterwards
-    version = samples[0].weight_version
+    version = samples[0].weight_versions[0]
     if version not in steps:
         steps.append(version)
     if len(steps) == int(os.environ.get("KILL_AT", 0)) and os.environ.get("RANK", "0") == os.environ.get("KILL_RANK", "0"):
