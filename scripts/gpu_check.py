@@ -29,13 +29,22 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = {
-    "torch": "torch", "transformers": "transformers", "safetensors": "safetensors", "datasets": "datasets", "numpy": "numpy",
-    "PIL": "pillow", "loguru": "loguru", "easydict": "easydict", "yaml": "pyyaml", "rich": "rich", "psutil": "psutil",
-    "packaging": "packaging", "accelerate": "accelerate", "dill": "dill", "multiprocess": "multiprocess", "xxhash": "xxhash",
-    "pytest": "pytest", "iniconfig": "iniconfig", "pluggy": "pluggy",
-}  # fmt: skip
-"""Module -> distribution: needed by every check. DeepSpeed, hjson, liger-kernel and vLLM are needed by their own."""
+sys.path.insert(0, str(ROOT))
+
+from lightrft.versions import CORE, installed_version  # noqa: E402  after its folder
+
+OF_TESTS = ("pytest", "hypothesis")
+"""Distributions that the tests import beside those of CORE."""
+DEPENDENCIES = (
+    "absl-py", "dill", "grpcio", "iniconfig", "markdown", "multiprocess", "pandas", "pluggy", "protobuf", "pyarrow",
+    "python-dateutil", "sortedcontainers", "tensorboard-data-server", "tzdata", "werkzeug", "xxhash",
+)  # fmt: skip
+"""Distributions that both need, beside those that torch and transformers need: wheels are unpacked without their dependencies."""
+MODULES = {"absl-py": "absl", "grpcio": "grpc", "pillow": "PIL", "protobuf": "google.protobuf", "python-dateutil": "dateutil",
+           "pyyaml": "yaml", "tensorboard-data-server": "tensorboard_data_server"}  # fmt: skip
+"""Distribution -> module, where the names differ."""
+PACKAGES = {MODULES.get(name, name): name for name in (*CORE, *OF_TESTS, *DEPENDENCIES)}
+"""Module -> distribution: needed by every check. DeepSpeed, liger-kernel and vLLM are needed by their own."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,7 @@ def tests(*arguments: str) -> tuple[str, ...]:
 NONE_FAILS = (Aim("failed", most=0, anywhere=True), Aim("skipped", most=0), Aim("passed", least=1, anywhere=True))
 NO_CASE_FAILS = (Aim("failed cases", most=0, anywhere=True),)
 CLOSE, CLOSE_BF16 = (Aim("relative distance", most=1e-5, anywhere=True),), (Aim("relative distance", most=1e-2, anywhere=True),)
-VLLM, DEEPSPEED = {"modules": ("vllm",)}, {"modules": ("deepspeed", "hjson")}
+VLLM, DEEPSPEED = {"modules": ("vllm",)}, {"modules": ("deepspeed", "einops", "hjson", "msgpack", "ninja", "cpuinfo")}
 
 CHECKS = [
     Check("attention", "kernels", tests("tests/attention/test_flash_attn.py", "-k", "every_shape or real_kernels"), NONE_FAILS,
@@ -113,8 +122,14 @@ CHECKS = [
           (Aim("tokens/s"), Aim("share of peak", least=0.25), Aim("peak GB")), 150),
     Check("1.5B, none", "training", measured("training", "no", "none"),
           (Aim("tokens/s"), Aim("share of peak", least=0.25), Aim("peak GB")), 150),
-    Check("1.5B, fused kernels", "training", measured("training", "full", "liger"),
+    Check("1.5B, selective recomputation", "training", measured("training", "selective", "none"),
+          (Aim("tokens/s"), Aim("share of peak", least=0.25), Aim("peak GB")), 150),
+    Check("1.5B, fused kernels", "training_options", measured("training", "full", "liger"),
           (Aim("tokens/s"), Aim("share of peak", least=0.25), Aim("peak GB")), 150, modules=("liger_kernel",), only_gpu=True),
+    Check("1.5B, deterministic", "training_options", measured("deterministic"),
+          (Aim("tokens/s"), Aim("of the speed without", least=0.5)), 180),
+    Check("experts, four layers of 30B-A3B", "training_options", measured("training", "full", "none", "Qwen/Qwen3-30B-A3B", "4"),
+          (Aim("tokens/s"), Aim("share of peak"), Aim("peak GB")), 150),
     Check("gradients of 7B on rank 0 of 8", "memory", measured("gradient_memory", "7B"),
           (Aim("every micro-batch", most=4.2), Aim("once", least=29, most=32)), 150),
     Check("gradients of 14B on rank 0 of 8", "memory", measured("gradient_memory", "14B"),
@@ -134,7 +149,9 @@ CHECKS = [
     Check("sleep and wake", "vllm", measured("sleep_cycles"),
           (Aim("GB that stay", most=4), Aim("GB of growth", most=0.1), Aim("answers that change", most=0, anywhere=True)), 230,
           **VLLM),
-    Check("weights of 7B", "vllm_speed", measured("sync_7b"), (Aim("first: s"), Aim("s", most=0.6)), 200, **VLLM),
+    Check("weights of 7B", "vllm_speed", measured("sync", "Qwen/Qwen2.5-7B"), (Aim("first: s"), Aim("s", most=0.6)), 200, **VLLM),
+    Check("weights of experts, twelve layers of 30B-A3B", "vllm_experts", measured("sync", "Qwen/Qwen3-30B-A3B", "12"),
+          (Aim("tensors"), Aim("GB"), Aim("first: s"), Aim("s", most=0.8)), 300, **VLLM),
     Check("rollout of 1.5B", "vllm_speed", measured("rollout_speed"),
           (Aim("tokens/s"), Aim("of LLM.generate", least=0.95), Aim("beside a busy thread")), 270, **VLLM),
     Check("FSDP", "layouts", measured("layout"), CLOSE, 100, devices=2),
@@ -155,7 +172,7 @@ PARTS = list(dict.fromkeys(check.part for check in CHECKS))
 
 def why_skipped(check: Check, device: str, available: int) -> str:
     """Why a check cannot run here; empty when it can."""
-    missing = [module for module in check.modules if find_spec(module) is None]
+    missing = [module for module in check.modules if not is_installed(module)]
     if missing:
         return f"{' and '.join(missing)} not installed"
     if check.only_gpu and device == "cpu":
@@ -167,7 +184,14 @@ def why_skipped(check: Check, device: str, available: int) -> str:
 
 def missing_packages() -> list[str]:
     """Distributions without which no check runs."""
-    return [name for module, name in PACKAGES.items() if find_spec(module) is None]
+    return [name for module, name in PACKAGES.items() if not is_installed(module)]
+
+
+def is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
 
 
 def run_check(check: Check, device: str, ranks: int, out: Path) -> list[Row]:
@@ -266,17 +290,13 @@ def number(value: float | None) -> str:
 
 def versions(device: str) -> dict[str, Any]:
     """Versions and devices that the figures are of, and the signature of torch's attention, which changes between versions."""
-    from importlib.metadata import PackageNotFoundError, version
     from inspect import signature
 
     import torch
 
     found: dict[str, Any] = {"python": sys.version.split()[0], "cuda": torch.version.cuda, "device": device}
     for name in ("torch", "transformers", "triton", "vllm", "deepspeed", "liger-kernel"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
+        found[name] = installed_version(name)
     if device != "cpu":
         found["devices"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     try:

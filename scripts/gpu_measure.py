@@ -24,20 +24,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PretrainedConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 GB = 1e9
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12}
-"""Dense bfloat16 operations per second, by a part of the device's name."""
-MODEL_1_5B = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
-              "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}  # fmt: skip
-MODEL_7B = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-            "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False}  # fmt: skip
 MODEL_TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
               "num_key_value_heads": 1, "vocab_size": 512, "tie_word_embeddings": True}  # fmt: skip
-"""Qwen2.5-1.5B, Qwen2.5-7B, and one for a CPU."""
+"""Sizes for a CPU, of qwen2."""
+TINY_EXPERTS = MODEL_TINY | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
+"""The same of qwen3_moe."""
 Figures = dict[str, float]
 
 
@@ -50,6 +47,19 @@ class Setting:
     @property
     def tiny(self) -> bool:
         return self.device.type == "cpu"
+
+    def shape(self, name: str, layers: int = 0) -> PretrainedConfig:
+        """Return the configuration of a released model, with `layers` of its layers if given; of a tiny one on a CPU."""
+        from transformers import AutoConfig
+
+        from lightrft.tools.shapes import known_config
+        from lightrft.tools.step_memory import with_layers
+
+        found = known_config(name)
+        if self.tiny:
+            sizes = TINY_EXPERTS if found.model_type == "qwen3_moe" else MODEL_TINY
+            return AutoConfig.for_model(found.model_type, **sizes)
+        return with_layers(found, layers) if layers else found
 
 
 # -- one device: kernels
@@ -109,29 +119,44 @@ def ahead_overlap(setting: Setting) -> Figures:
 # -- one device: training
 
 
-def training(setting: Setting, recompute: str, kernels: str) -> Figures:
-    """Micro-batches of 16,384 tokens through the 1.5B shape under FSDP2 of one rank: tokens per second, share of peak, memory."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def training(setting: Setting, recompute: str, kernels: str, model: str = "Qwen/Qwen2.5-1.5B", layers: str = "0") -> Figures:
+    """Time micro-batches of 16,384 tokens under FSDP2 of one rank: tokens per second, share of the peak, memory."""
+    return train_steps(setting, setting.shape(model, int(layers)), recompute, fused_kernels=kernels)
+
+
+def deterministic(setting: Setting) -> Figures:
+    """Compare training with --deterministic with training without, in this order in one process."""
+    shape = setting.shape("Qwen/Qwen2.5-1.5B")
+    free = train_steps(setting, shape, "full")
+    gc.collect()
+    found = train_steps(setting, shape, "full", deterministic=True)
+    return {"tokens/s": found["tokens/s"], "of the speed without": found["tokens/s"] / free["tokens/s"]}
+
+
+def train_steps(setting: Setting, shape: PretrainedConfig, recompute: str, **options: Any) -> Figures:
+    from transformers import AutoModelForCausalLM
 
     from lightrft.attention.flat import ATTENTION
     from lightrft.models.heads import Actor
     from lightrft.parallel.device import peak_memory, synchronize
+    from lightrft.parallel.peaks import DEVICES, known_device
     from lightrft.roles.microbatch import micro_batches
+    from lightrft.tools.step_memory import parameter_counts
     from lightrft.types import Batch
 
-    strategy = strategy_of(bf16=True, gradient_checkpointing=recompute == "full", fused_kernels=kernels)
-    sizes, lengths = (MODEL_TINY, [32] * 4) if setting.tiny else (MODEL_1_5B, [2048] * 8)
-    config = AutoConfig.for_model("qwen2", max_position_embeddings=4096, use_cache=False, **sizes)
+    policy = {"gradient_checkpointing_policy": recompute} if recompute != "no" else {}
+    strategy = strategy_of(bf16=True, gradient_checkpointing=recompute != "no", **policy, **options)
+    lengths = [32] * 4 if setting.tiny else [2048] * 8
     with setting.device:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(shape, attn_implementation=ATTENTION, dtype=torch.float32)
     actor = Actor(model)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    active = parameter_counts(shape)[1]
     optimizer = strategy.create_optimizer(actor, lr=1e-6)
     actor, optimizer = strategy.prepare((actor, optimizer))
     tokens = sum(lengths)
     mask = torch.ones(tokens, dtype=torch.bool)
     mask[torch.tensor(lengths).cumsum(0) - lengths[0]] = False
-    batch = Batch(lengths=torch.tensor(lengths), input_ids=torch.randint(3, sizes["vocab_size"], (tokens,)), loss_mask=mask,
+    batch = Batch(lengths=torch.tensor(lengths), input_ids=torch.randint(3, shape.vocab_size, (tokens,)), loss_mask=mask,
                   rows=torch.arange(len(lengths)))  # fmt: skip
 
     def known(logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, None]:
@@ -152,14 +177,14 @@ def training(setting: Setting, recompute: str, kernels: str) -> Figures:
         synchronize(setting.device)
         times.append(time.perf_counter() - began)
     speed = 4 * tokens / max(times[1] - times[0], 1e-9)
-    attention = 6 * lengths[0] * sizes["num_hidden_layers"] * sizes["hidden_size"]  # causal: half of 12 x length x width x layers
+    heads = shape.num_attention_heads * (getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads)
+    attention = 6 * lengths[0] * shape.num_hidden_layers * heads  # causal: half of 12 x length x width x layers
     found = {"tokens/s": speed, "peak GB": peak_memory(setting.device) / GB}
-    name = "" if setting.tiny else torch.cuda.get_device_name(setting.device)
-    for part, peak in PEAK_FLOPS.items():
-        if part in name:
-            found["share of peak"] = speed * (6 * num_parameters + attention) / peak
+    name = "" if setting.tiny else known_device(torch.cuda.get_device_name(setting.device))
+    if name:
+        found["share of peak"] = speed * (6 * active + attention) / DEVICES[name].flops
     if not setting.tiny:
-        write_profile(partial(step, 1), f"{recompute}_{kernels}")
+        write_profile(partial(step, 1), "_".join([shape.model_type, recompute, *map(str, options.values())]))
     strategy.close()
     return found
 
@@ -178,24 +203,24 @@ def write_profile(action: Callable[[], Any], name: str) -> None:
 
 def gradient_memory(setting: Setting, shape: str) -> Figures:
     """GB of gradients between two micro-batches on rank 0 of 8, over torch's fake process group, reduced each time and once."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
+    from lightrft.tools.step_memory import fake_group
     from scripts.bench import memory
 
-    if setting.tiny:
-        rows = memory.main(["--measured", "--shapes", "small", "--layers", "2", "--tokens", "64"])["shapes"]
-        return {way: row["gradients"] / GB for way, row in zip(("every micro-batch", "once"), rows, strict=True)}
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    return {way: gradients_on_device(setting, shape, once) / GB for way, once in (("every micro-batch", False), ("once", True))}
+    found, layers = {}, 2 if setting.tiny else None
+    for way, once in (("every micro-batch", False), ("once", True)):
+        with fake_group(8):
+            found[way] = gradients_on_device(setting, memory.shape_config("small" if setting.tiny else shape, layers), once) / GB
+    return found
 
 
-def gradients_on_device(setting: Setting, shape: str, once: bool) -> int:
+def gradients_on_device(setting: Setting, shape: PretrainedConfig, once: bool) -> int:
     """Bytes that a backward pass leaves in the allocator. The parameters have memory and no values."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
+    from lightrft.parallel.device import memory_in_use, synchronize
     from lightrft.parallel.mesh import Mesh
     from lightrft.strategy import FSDPStrategy
-    from scripts.bench import memory
+    from lightrft.tools.step_memory import Learner
 
     class OneOfMany(FSDPStrategy):
         def setup_distributed(self, *_: Any, **__: Any) -> None:
@@ -205,30 +230,31 @@ def gradients_on_device(setting: Setting, shape: str, once: bool) -> int:
     strategy = OneOfMany(seed=0, args=options | {"train_batch_size": 1024, "micro_train_batch_size": 1})
     strategy.setup_distributed()
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=False, **memory.SHAPES[shape]))
-    learner = memory.Learner(model.to_empty(device="cpu"))  # pages that nobody touched take no memory
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+    learner = Learner(model.to_empty(device="cpu"))  # pages that nobody touched take no memory
     optimizer = strategy.create_optimizer(learner, lr=1e-6)
     strategy.make_ready(learner)
     strategy.distribute(learner, optimizer)
     gc.collect()  # what is left of the model before
-    before = torch.accelerator.memory_allocated()
-    loss = learner(torch.randint(0, 1000, (512,), device=setting.device)).sum()
+    before = memory_in_use(setting.device)
+    hidden, logits = learner(torch.randint(0, 1000, (512,), device=setting.device))
+    loss = hidden.sum() + logits.sum()
+    del hidden, logits
     strategy.accumulate(loss, learner, False)
     del loss
-    torch.accelerator.synchronize()
-    return torch.accelerator.memory_allocated() - before
+    synchronize(setting.device)
+    return memory_in_use(setting.device) - before
 
 
 def offload_speed(setting: Setting) -> Figures:
     """GB per second of masters and AdamW's moments to the host and back; the first time host memory is made."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from lightrft.parallel.device import synchronize
 
     strategy = strategy_of(bf16=True)
-    sizes = MODEL_TINY if setting.tiny else MODEL_1_5B
     with setting.device:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **sizes), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(setting.shape("Qwen/Qwen2.5-1.5B"), dtype=torch.float32)
     optimizer = strategy.create_optimizer(model, lr=1e-6)
     model, optimizer = strategy.prepare((model, optimizer))
     ids = torch.ones(1, 8, dtype=torch.int64, device=setting.device)
@@ -279,7 +305,7 @@ steps = []
 def share_of_ascii(samples, label, **columns):
     """The share of tokens that are ASCII bytes: a third at random. In the step that the environment names the process ends."""
     np.random.rand(1 + 7 * int(os.environ.get("RANK", 0)))  # ranks differ in numpy's state afterwards
-    version = samples[0].weight_version
+    version = samples[0].weight_versions[0]
     if version not in steps:
         steps.append(version)
     if len(steps) == int(os.environ.get("KILL_AT", 0)) and os.environ.get("RANK", "0") == os.environ.get("KILL_RANK", "0"):
@@ -300,7 +326,7 @@ def inputs(folder: Path) -> list[str]:
 def ppo_flags(folder: Path, save_path: str, *more: str) -> list[str]:
     from runs import PPO
 
-    return [*inputs(folder), *PPO, f"--save_path={folder / save_path}", *more]
+    return [*inputs(folder), *PPO, "--reward_workers=0", f"--save_path={folder / save_path}", *more]
 
 
 def learning(setting: Setting) -> Figures:
@@ -406,7 +432,7 @@ def sleep_cycles(setting: Setting) -> Figures:
 
     before = occupied_memory(setting.device)
     with temporary_folder() as folder:
-        engine, weights = stream_engine(setting, folder, MODEL_TINY if setting.tiny else MODEL_1_5B)
+        engine, weights = stream_engine(setting, folder, setting.shape("Qwen/Qwen2.5-1.5B"))
         held = sum(tensor.nbytes for tensor in weights.values())
         greedy = Sampling(temperature=0, max_tokens=8 if setting.tiny else 32)
         residual, answers = [], []
@@ -426,12 +452,12 @@ def sleep_cycles(setting: Setting) -> Figures:
     }
 
 
-def sync_7b(setting: Setting) -> Figures:
+def sync(setting: Setting, model: str, layers: str = "0") -> Figures:
     """Seconds of load_weights() with the verification of a part, the best of five, from tensors that are on the device."""
     from lightrft.parallel.device import synchronize
 
     with temporary_folder() as folder:
-        engine, weights = stream_engine(setting, folder, MODEL_TINY if setting.tiny else MODEL_7B)
+        engine, weights = stream_engine(setting, folder, setting.shape(model, int(layers)))
         times = []
         for version in range(6):
             synchronize(setting.device)
@@ -440,7 +466,8 @@ def sync_7b(setting: Setting) -> Figures:
             synchronize(setting.device)
             times.append(time.perf_counter() - began)
         engine.close()
-    return {"first: s": times[0], "s": min(times[1:])}
+    size = sum(tensor.nbytes for tensor in weights.values())
+    return {"first: s": times[0], "s": min(times[1:]), "tensors": len(weights), "GB": size / GB}
 
 
 def rollout_speed(setting: Setting) -> Figures:
@@ -458,7 +485,7 @@ def rollout_speed(setting: Setting) -> Figures:
             sum(range(100_000))
 
     with temporary_folder() as folder:
-        engine, weights = stream_engine(setting, folder, MODEL_TINY if setting.tiny else MODEL_1_5B)
+        engine, weights = stream_engine(setting, folder, setting.shape("Qwen/Qwen2.5-1.5B"))
         engine.load_weights(weights.items(), 0)
         engine.wake("kv_cache")
         plain = SamplingParams(max_tokens=length, temperature=1.0, logprobs=0, detokenize=False)
@@ -490,16 +517,16 @@ def rollout_speed(setting: Setting) -> Figures:
     }
 
 
-def stream_engine(setting: Setting, folder: Path, sizes: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+def stream_engine(setting: Setting, folder: Path, config: PretrainedConfig) -> tuple[Any, dict[str, Tensor]]:
     """vLLM without weights, and weights for it: random, and where it computes."""
-    from transformers import AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from lightrft.config import EngineSection
     from lightrft.engine.build import build_engine
     from tiny import byte_tokenizer
 
     dtype = torch.float32 if setting.tiny else torch.bfloat16
-    config = AutoConfig.for_model("qwen2", max_position_embeddings=2048, dtype=dtype, architectures=["Qwen2ForCausalLM"], **sizes)
+    config.dtype, config.architectures = dtype, [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     config.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     section = EngineSection(engine_type="vllm", engine_kv_cache_gb=0.125)
@@ -574,8 +601,8 @@ class temporary_folder(tempfile.TemporaryDirectory):
 
 MEASUREMENTS: dict[str, Callable[..., Figures]] = {
     f.__name__: f
-    for f in (head_error, head, ahead_overlap, training, gradient_memory, offload_speed, contract, learning, resume, layout,
-              death_of_a_rank, shared_engine, engine_contract, sleep_cycles, sync_7b, rollout_speed)
+    for f in (head_error, head, ahead_overlap, training, deterministic, gradient_memory, offload_speed, contract, learning,
+              resume, layout, death_of_a_rank, shared_engine, engine_contract, sleep_cycles, sync, rollout_speed)
 }  # fmt: skip
 
 

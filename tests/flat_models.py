@@ -27,12 +27,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {"logit_scale": 0.25, "use_qk_norm": False}),
     "granite": ("granite", {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}),
 }  # fmt: skip
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts": ("qwen3_moe", {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}),
+}
+"""Apart from MODELS, since a token may choose other experts by the last bit."""
 LENGTHS = [5, 1, 11, 8, 2, 9, 1, 16]
 TEMPERATURE = 0.8
 
 
 def make_model(name: str, attention: str) -> PreTrainedModel:
-    kind, extra = MODELS[name]
+    kind, extra = (MODELS | MIXTURES)[name]
     config = AutoConfig.for_model(kind, **(SIZES | {"tie_word_embeddings": False} | extra))
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)

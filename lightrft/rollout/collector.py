@@ -321,7 +321,8 @@ class Collector:
         everyone = _flattened(self.data.exchange_objects([own if rank == 0 else [] for rank in ranks]))
         everyone.sort(key=lambda each: each[0])
         carried, owners = [state for _, _, state in everyone], [rank for _, rank, _ in everyone]
-        return {**self._numbers(), "carried": carried, "ranks": owners, "num_ranks": self.data.size}
+        continued = {"carried": carried, "ranks": owners, "num_ranks": self.data.size}
+        return {**self._position(), "history": self.history.state_dict(), **continued}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state. Groups longer than a --generate_max_len that has become shorter are dropped.
@@ -334,28 +335,29 @@ class Collector:
         fitting = [(group, rank) for group, rank in zip(groups, owners, strict=True) if group.fits(self.section.generate_max_len)]
         self.all_carried = [Carried.of(group, rank) for group, rank in fitting]
         self._restore(state, [group for group, rank in fitting if rank == self.data.rank])
+        self.history.load_state_dict(state["history"])
 
     def begin(self) -> Callable[[], None]:
         """Return a function that undoes a step that begins now. It copies the tokens of this rank's groups only."""
-        numbers, carried = deepcopy((self._numbers(), [group.state_dict() for group in self.carried]))
-        all_carried = self.all_carried
+        position, carried = self._position(), deepcopy([group.state_dict() for group in self.carried])
+        all_carried, take_history_back = self.all_carried, self.history.begin()
 
         def take_back() -> None:
             self._ahead.clear()
             self.all_carried = all_carried
-            self._restore(numbers, [Group.restored(group, self.prompts) for group in carried])
+            self._restore(position, [Group.restored(group, self.prompts) for group in carried])
+            take_history_back()
 
         return take_back
 
-    def _numbers(self) -> dict[str, Any]:
-        """Return the position in the data, the groups that begin anew, and the history."""
+    def _position(self) -> dict[str, Any]:
+        """Return the position in the data and the groups that begin anew."""
         parked = sorted([*self.parked, *(each for begun in self._ahead for each in begun.drawn)])
-        return {"place": self.place, "number": self.number, "parked": parked, "history": self.history.state_dict()}
+        return {"place": self.place, "number": self.number, "parked": parked}
 
-    def _restore(self, numbers: dict[str, Any], carried: list[Group]) -> None:
-        self.place, self.number, self.carried = numbers["place"], numbers["number"], carried
-        self.parked = [(times, number, row) for times, number, row in numbers.get("parked", ())]
-        self.history.load_state_dict(numbers["history"])
+    def _restore(self, position: dict[str, Any], carried: list[Group]) -> None:
+        self.place, self.number, self.carried = position["place"], position["number"], carried
+        self.parked = [(times, number, row) for times, number, row in position.get("parked", ())]
 
 
 def _flattened(parts: Iterable[list]) -> list:

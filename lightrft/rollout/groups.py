@@ -1,10 +1,11 @@
 """A prompt with its responses during generation, and the outcome that is kept until the prompt is drawn again."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from lightrft.algorithms.advantage import RIGHT
 from lightrft.types import Prompt, Sample
@@ -125,9 +126,23 @@ class History:
         """Pass over the data in which each prompt was last drawn, [prompts] int64; -1 before the first."""
         self.solved = torch.zeros(num_prompts)
         self.lengths = torch.zeros(num_prompts)
+        self._former: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        """Row that changed since begin() -> its values before."""
+
+    def begin(self) -> Callable[[], None]:
+        """Return a function that undoes what is recorded from now on until the next call. Only rows that change are copied."""
+        former = self._former = {}
+
+        def take_back() -> None:
+            for row, (turn, solved, length) in former.items():
+                self.turns[row], self.solved[row], self.lengths[row] = turn, solved, length
+
+        return take_back
 
     def record(self, outcomes: Iterable[GroupOutcome], turn: int) -> None:
         for outcome in outcomes:
+            if outcome.row not in self._former:
+                self._former[outcome.row] = tuple(each[outcome.row].clone() for each in (self.turns, self.solved, self.lengths))
             self.turns[outcome.row], self.solved[outcome.row], self.lengths[outcome.row] = turn, outcome.solved, outcome.length
 
     def expected_lengths(self, rows: list[int]) -> list[float]:

@@ -33,25 +33,21 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from lightrft.models.logprobs import token_logprobs
 from lightrft.strategy import FSDPStrategy
-from lightrft.tools.step_memory import OneOfMany, fake_group, num_parameters, step_bytes, total, traced
+from lightrft.tools.shapes import known_config
+from lightrft.tools.step_memory import OneOfMany, fake_group, num_parameters, step_bytes, total, traced, with_layers
 
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
               "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 8000},
     "experts": {"hidden_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8,
                 "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 8000, "num_experts": 16, "num_experts_per_tok": 4},
-    "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-           "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 152064},
-    "14B": {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,
-            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
-    "32B": {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
-            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
 }  # fmt: skip
-"""`small` and `experts` are measured, the others are those of Qwen2.5-7B, Qwen3-14B and Qwen3-32B."""
+"""Small models that real ranks train."""
+NAMED = {"7B": "Qwen/Qwen2.5-7B", "14B": "Qwen/Qwen3-14B", "32B": "Qwen/Qwen3-32B"}
 
 WAYS = [{"shape": shape, "reduce_gradients_once": once, "bf16": bf16, "recompute": recompute}
         for shape, once, bf16, recompute in (
@@ -66,15 +62,19 @@ def training_bytes(strategy: FSDPStrategy, shape: str, tokens: int, layers: int 
     return {"num_parameters": num_parameters(config), **asdict(traced(strategy, config, tokens))}
 
 
-def shape_config(shape: str, layers: int | None) -> Qwen3Config | Qwen3MoeConfig:
+def shape_config(shape: str, layers: int | None) -> PretrainedConfig:
+    if shape in NAMED:
+        found = known_config(NAMED[shape])
+        return with_layers(found, layers) if layers else found
     sizes = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
     return (Qwen3MoeConfig if "num_experts" in sizes else Qwen3Config)(tie_word_embeddings=False, **sizes)
 
 
 def logits_bytes(shape: str, tokens: int) -> int:
     """The head's peak above hidden states, weight, and the gradients of both."""
-    hidden = torch.empty(tokens, SHAPES[shape]["hidden_size"], dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.empty(SHAPES[shape]["vocab_size"], SHAPES[shape]["hidden_size"], dtype=torch.bfloat16, requires_grad=True)
+    config = shape_config(shape, None)
+    hidden = torch.empty(tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.empty(config.vocab_size, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     tracker = MemTracker()
     tracker.track_external(hidden, weight)
     with tracker:
@@ -134,7 +134,7 @@ def rank(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", type=int, nargs="*", default=[2, 4], help="numbers of real ranks")
-    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=["7B", "14B", "32B"])
+    parser.add_argument("--shapes", nargs="*", choices=[*SHAPES, *NAMED], default=[*NAMED])
     parser.add_argument("--world", type=int, default=8, help="ranks that the shapes are divided over")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of a micro-batch; at most 512 where they are measured")
     parser.add_argument("--layers", type=int, help="instead of the shape's own")

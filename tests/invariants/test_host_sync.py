@@ -16,6 +16,7 @@ from lightrft.attention.flat import ATTENTION
 from lightrft.config import AlgorithmSection
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.logprobs import Truncation, logprobs_of_logits, token_logprobs
+from lightrft.models.recompute import recompute
 from lightrft.observe.metrics import Metrics
 from lightrft.roles.microbatch import micro_batches
 from lightrft.types import Experience
@@ -92,9 +93,11 @@ def waiting_is_an_error():
     torch.cuda.set_sync_debug_mode("default")
 
 
-def forward_and_backward(family: str, device: torch.device, dtype: torch.dtype):
+def forward_and_backward(family: str, recomputes: str, device: torch.device, dtype: torch.dtype):
     """Return a function that does both for some micro-batches: of a model, and of a head that computes its gradient at once."""
-    actor, batch = Actor(make_model(family, ATTENTION).to(device, dtype)), make_batch(alike=2)
+    actor, batch = Actor(make_model(family, ATTENTION).to(device, dtype)).train(), make_batch(alike=2)
+    if recomputes:
+        recompute(actor, selective=recomputes == "selective")
     hidden, weight = (torch.zeros(rows, 16, device=device, dtype=dtype, requires_grad=True) for rows in (T, V))
     targets = torch.zeros(T, dtype=torch.int64, device=device)
     ones = lambda rows, logprobs, entropy: (torch.ones_like(logprobs), None)  # noqa: E731
@@ -108,20 +111,22 @@ def forward_and_backward(family: str, device: torch.device, dtype: torch.dtype):
     return run
 
 
-FLASH = ["llama", "qwen2 window", "gemma3"]
-"""Families with heads of eight columns, which flash attention takes."""
+FLASH = [("llama", ""), ("llama", "full"), ("llama", "selective"), ("qwen2 window", ""), ("gemma3", ""), ("experts", ""),
+         ("experts", "selective")]  # fmt: skip
+"""Families with heads of eight columns, which flash attention takes, and what is recomputed."""
 
 
-@pytest.mark.parametrize("family", FLASH)
-def test_forward_and_backward_run(family):
-    forward_and_backward(family, torch.device("cpu"), torch.float32)()
+@pytest.mark.parametrize(("family", "recomputes"), FLASH)
+def test_forward_and_backward_run(family, recomputes):
+    """In the precision of a GPU, in which experts are computed in groups on a CPU too."""
+    forward_and_backward(family, recomputes, torch.device("cpu"), torch.bfloat16)()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", FLASH)
-def test_a_real_device_is_never_waited_for(family, request):
+@pytest.mark.parametrize(("family", "recomputes"), FLASH)
+def test_a_real_device_is_never_waited_for(family, recomputes, request):
     """CUDA raises where the host would wait. The first run compiles, and chooses kernels, which may wait."""
-    run = forward_and_backward(family, torch.device(torch.accelerator.current_accelerator()), torch.bfloat16)
+    run = forward_and_backward(family, recomputes, torch.device(torch.accelerator.current_accelerator()), torch.bfloat16)
     run()
     request.getfixturevalue("waiting_is_an_error")
     run()

@@ -11,7 +11,7 @@ from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
 from lightrft.rewards.runner import RewardRunner
 from lightrft.rollout.collector import Collector
-from lightrft.rollout.groups import GROWING
+from lightrft.rollout.groups import GROWING, GroupOutcome, History
 from lightrft.types import Prompt
 from ranks import run_ranks
 
@@ -240,6 +240,21 @@ def test_groups_begun_ahead_begin_anew_in_a_resumed_run(tmp_path):
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert ahead_course(resumed, range(5, 10), 9) == expected[4:] and not resumed.state_dict()["parked"]
     assert len(resumed.sampler.calls) == 5, "the last steps begin nothing that nobody learns from"
+
+
+def test_a_history_takes_back_the_rows_that_changed_since_the_step_began():
+    """Also a row that changed twice, and again after it was taken back; what earlier steps recorded stays."""
+    history = History(4)
+    values = lambda: [each.tolist() for each in (history.turns, history.solved, history.lengths)]  # noqa: E731
+    outcome = lambda row, solved: GroupOutcome(0, row, True, solved, 8 * solved)  # noqa: E731
+    history.begin()
+    history.record([outcome(0, 0.5)], 3)
+    before, take_back = values(), history.begin()
+    for _ in range(2):
+        history.record([outcome(0, 0.25), outcome(2, 1.0), outcome(0, 0.75)], 4)
+        assert values() == [[4, -1, 4, -1], [0.75, 0, 1, 0], [6, 0, 8, 0]]
+        take_back()
+        assert values() == before == [[3, -1, -1, -1], [0.5, 0, 0, 0], [4, 0, 0, 0]]
 
 
 def test_tail_rounds_ahead_lose_no_group_and_learn_from_none_twice():

@@ -1,16 +1,25 @@
 """Why: the one command of a first day on a GPU has to work there at once, so all of it but the device is tried here."""
 
 import json
+import math
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+from lightrft.versions import CORE
+from ranks import run_ranks
+from runs import run_here
 from scripts import gpu_check, gpu_measure
 from scripts.gpu_check import CHECKS, Aim, Check, figures_of_line, figures_of_pytest, rows_of, run_check, table, why_skipped
+from with_vllm import load_vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEED, EXACT = Aim("tokens/s", least=100), Aim("failed", most=0, anywhere=True)
@@ -68,7 +77,80 @@ def test_every_part_is_shorter_than_eight_minutes_and_every_check_exists():
             assert check.command[1] in gpu_measure.MEASUREMENTS
         else:
             assert (ROOT / check.command[5]).is_file() and check.command[1] == "pytest"
-    assert all(find_spec(module) for module in gpu_check.PACKAGES)
+
+
+def needed_by(names: list[str]) -> set[str]:
+    """Return these distributions and all that they need, as their metadata says."""
+    found, left = set(), list(names)
+    while left:
+        name = canonicalize_name(left.pop())
+        if name not in found:
+            found.add(name)
+            needed = map(Requirement, requires(name) or [])
+            left += [each.name for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return found
+
+
+def test_the_packages_of_a_machine_without_a_network():
+    """Wheels are unpacked without what they need, so all of it is named, but for what torch and transformers bring."""
+    of_the_machine = needed_by(["torch", "transformers"])
+    named = set(gpu_check.PACKAGES.values())
+    assert named >= needed_by([*CORE, *gpu_check.OF_TESTS]) - of_the_machine
+    assert gpu_check.missing_packages() == []
+    downloaded = (ROOT / "docs" / "gpu_check.md").read_text().split("pip download")[1].split("```")[0].split()
+    assert named - of_the_machine <= set(downloaded)
+
+
+OF_OTHER_TESTS = ("head", "contract", "engine_contract")
+"""Measurements of tests/bench/test_logprobs.py, tests/strategy/test_contract.py and tests/engine/test_contract.py."""
+ONE_OF_EACH = ("HSDP", "tensor parallel", "FSDP, bfloat16", "sequence parallel, bfloat16", "gradients of 14B on rank 0 of 8",
+               "1.5B, fused kernels")  # fmt: skip
+"""Checks that differ from one that is run only in a flag of the trainer, in the size, or in a package for accelerators."""
+MEASURED = [check for check in CHECKS if check.command[0].endswith("gpu_measure.py") and check.command[1] not in OF_OTHER_TESTS
+            and check.name not in ONE_OF_EACH]  # fmt: skip
+
+
+def measure(check: Check, ranks: int) -> dict[str, float]:
+    """Measure in this process, as in one that no launcher has started."""
+    dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    return gpu_measure.MEASUREMENTS[check.command[1]](gpu_measure.Setting(torch.device("cpu"), ranks), *check.command[2:])
+
+
+def train_here(
+    ranks: int, entrypoint: str, flags: list[str], *, environment: dict[str, str] | None = None, check: bool = True
+) -> tuple[int, str]:
+    """Train as gpu_measure.train() does, on forked ranks, which start in a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (environment or {}).items():
+            patch.setenv(name, value)
+        try:
+            run_ranks(ranks, run_here, entrypoint, flags)
+        except RuntimeError as error:
+            if check:
+                raise
+            return 1, str(error)
+    return 0, ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", MEASURED, ids=lambda check: check.name)
+def test_every_measurement_runs_on_a_cpu(check, monkeypatch):
+    """At tiny sizes. The death of a rank is that of processes of torchrun, whose log has to name it."""
+    if "vllm" in check.modules:
+        pytest.importorskip("vllm", reason="vllm is not installed")
+        load_vllm()
+    if check.part in ("runs", "layouts", "layouts_bf16", "ranks"):
+        if check.name != "death of a rank":
+            monkeypatch.setattr(gpu_measure, "train", train_here)
+        arguments = gpu_measure.Setting(torch.device("cpu"), 2), *check.command[2:]
+        figures = gpu_measure.MEASUREMENTS[check.command[1]](*arguments)
+    else:
+        (figures,) = run_ranks(1, measure, check, 2)
+    assert all(math.isfinite(value) for value in figures.values())
+    assert figures.keys() >= {aim.figure for aim in check.aims} - {"share of peak"}
+    assert [row for row in rows_of(check, figures, "cpu", "") if row.ok is False] == []
 
 
 @pytest.mark.parametrize(("program", "note"), [
