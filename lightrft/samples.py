@@ -65,6 +65,8 @@ class Prompt:
     """Images, videos and audio of the prompt; empty for text."""
     media_tokens: int = 0
     """Number of additional tokens when images replace their placeholders."""
+    location: str = field(default="", compare=False)
+    """Place of the row in the data, `train.jsonl:12`, for messages; empty for prompts that are not from data."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.token_ids, TokenIds):

@@ -227,9 +227,9 @@ def unpadded(values: Tensor, lengths: Tensor) -> Tensor:
     return values[_is_token(lengths, values.shape[1])]
 
 
-def padded(values: Tensor, lengths: Tensor, width: int) -> Tensor:
-    """Convert concatenated tokens [T, ...] to right-padded rows [B, width, ...], 0 in the padding."""
-    rows = values.new_zeros(len(lengths), width, *values.shape[1:])
+def padded(values: Tensor, lengths: Tensor, width: int, *, fill: float = 0) -> Tensor:
+    """Convert concatenated tokens [T, ...] to right-padded rows [B, width, ...], `fill` in the padding."""
+    rows = values.new_full((len(lengths), width, *values.shape[1:]), fill)
     rows[_is_token(lengths, width)] = values
     return rows
 

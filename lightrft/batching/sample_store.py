@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightrft.parallel.collectives import Axis
-from lightrft.types import token_index, unpadded
+from lightrft.types import token_index
 
 ALIGNMENT = 8
 """Multiple of bytes at which each part of a buffer begins."""
@@ -99,13 +99,12 @@ class Column:
 class SampleStore(ABC):
     """Columns of samples under their ids. All ranks call every verb, those of a replica with the same arguments.
 
-    A value is produced when it has been put, and each task can claim a sample once, when the fields that it needs are produced.
+    A value is produced when it has been put.
     """
 
     def __init__(self, data: Axis, replica: Axis):
         """Build an empty store. `replica` are the ranks that compute the same samples; only its rank 0 writes."""
         self.data, self.replica = data, replica
-        self._claimed: dict[str, set[int]] = {}
 
     @property
     def leads(self) -> bool:
@@ -115,13 +114,13 @@ class SampleStore(ABC):
     @abstractmethod
     def put(
         self, ids: Tensor, lengths: Tensor, *, tokens: Mapping[str, Tensor] | None = None,
-        padded: Mapping[str, Tensor] | None = None, sequences: Mapping[str, Tensor] | None = None,
-        objects: Mapping[str, list[Any]] | None = None,
+        sequences: Mapping[str, Tensor] | None = None, objects: Mapping[str, list[Any]] | None = None,
     ) -> None:  # fmt: skip
         """Write columns of rows `ids` [n] with `lengths` [n], summing up to T: `tokens` [T, ...] and `sequences` [n, ...].
 
-        Columns of `padded` are right-padded rows [n, S, ...], which are cut to their lengths; `objects` are picklable, one for
-        each row. Only the leader's values are written. Raises ValueError for columns of another size.
+        `objects` are picklable, one for each row. Only the leader's values are written. Raises ValueError for columns of another
+        size. After rows(), results are written back to rows that this rank holds: raises LookupError for the id of another row,
+        and ValueError for another length.
         """
 
     @abstractmethod
@@ -151,14 +150,7 @@ class SampleStore(ABC):
 
     @abstractmethod
     def clear(self, ids: Collection[int]) -> None:
-        """Forget rows, and who has claimed them."""
-
-    def claim(self, task: str, fields: Sequence[str], count: int | None = None) -> list[int]:
-        """Return the ids, ascending, of at most `count` rows with all these fields that `task` has not claimed before."""
-        claimed = self._claimed.setdefault(task, set())
-        ready = sorted(set.intersection(*(self.produced(name) for name in fields)) - claimed)[:count]
-        claimed |= set(ready)
-        return ready
+        """Forget rows; others may be written then, and rows() comes before the next move."""
 
 
 class MemoryStore(SampleStore):
@@ -174,10 +166,10 @@ class MemoryStore(SampleStore):
 
     def put(
         self, ids: Tensor, lengths: Tensor, *, tokens: Mapping[str, Tensor] | None = None,
-        padded: Mapping[str, Tensor] | None = None, sequences: Mapping[str, Tensor] | None = None,
-        objects: Mapping[str, list[Any]] | None = None,
+        sequences: Mapping[str, Tensor] | None = None, objects: Mapping[str, list[Any]] | None = None,
     ) -> None:  # fmt: skip
-        columns = checked_columns(ids, lengths, tokens=tokens or {}, padded=padded or {}, sequences=sequences or {})
+        columns = checked_columns(ids, lengths, tokens=tokens or {}, sequences=sequences or {})
+        self._check_held(ids, lengths)
         if not self.leads:  # it keeps the types of the columns, which it receives
             columns = {name: column.select(ids[:0]) for name, column in columns.items()}
             ids, lengths = ids[:0], lengths[:0]
@@ -187,6 +179,19 @@ class MemoryStore(SampleStore):
         self._lengths = self._lengths.extended(Column(False, ids, torch.ones_like(ids), lengths))
         for name, column in columns.items():
             self._columns[name] = self._columns[name].extended(column) if name in self._columns else column
+
+    def _check_held(self, ids: Tensor, lengths: Tensor) -> None:
+        """Raise an error for values that are written back to rows that this rank does not hold, or of another length."""
+        if self._known is None:
+            return
+        held = self._known.select(self._known.ranks == self.data.rank)
+        try:
+            expected = Column(False, held.ids, torch.ones_like(held.ids), held.lengths).select(ids).values
+        except KeyError as error:
+            raise LookupError(f"sample {error.args[0]} is not held by this rank, so nothing can be written back to it") from None
+        if len(wrong := (expected != lengths).nonzero()[:, 0]):
+            row = int(wrong[0])
+            raise ValueError(f"sample {int(ids[row])} has {int(expected[row])} tokens, not {int(lengths[row])}")
 
     def rows(self, tags: Mapping[str, Tensor] | None = None) -> SampleRows:
         tags = tags or {}
@@ -302,23 +307,18 @@ class MemoryStore(SampleStore):
             for row in ids:
                 values.pop(row, None)
         self._cleared |= set(ids)
-        for claimed in self._claimed.values():
-            claimed -= set(ids)
+        self._known = None
 
 
 def checked_columns(
-    ids: Tensor, lengths: Tensor, *, tokens: Mapping[str, Tensor], padded: Mapping[str, Tensor], sequences: Mapping[str, Tensor]
+    ids: Tensor, lengths: Tensor, *, tokens: Mapping[str, Tensor], sequences: Mapping[str, Tensor]
 ) -> dict[str, Column]:
     """Return columns of these rows; ValueError for repeated ids, and for values that are not theirs."""
     if len(lengths) != len(ids) or len(set(ids.tolist())) != len(ids):
         raise ValueError(f"{len(ids)} ids, {len(set(ids.tolist()))} of them different, come with {len(lengths)} lengths")
     total, ones = int(lengths.sum()), torch.ones_like(ids)
     columns = {}
-    for name, values in padded.items():
-        if len(values) != len(ids) or (len(ids) and int(lengths.max()) > values.shape[1]):
-            raise ValueError(f"{name!r} has shape {list(values.shape)}, which is not that of {len(ids)} padded samples")
-    flat = {name: unpadded(values.cpu(), lengths) for name, values in padded.items()}
-    for name, values in {**tokens, **flat}.items():
+    for name, values in tokens.items():
         if len(values) != total:
             raise ValueError(f"{name!r} has {len(values)} values for {total} tokens of {len(ids)} samples")
         columns[name] = Column(True, ids, lengths, values.detach().cpu())

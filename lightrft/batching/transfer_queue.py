@@ -37,11 +37,10 @@ class TransferQueueStore(MemoryStore):
 
     def put(
         self, ids: Tensor, lengths: Tensor, *, tokens: Mapping[str, Tensor] | None = None,
-        padded: Mapping[str, Tensor] | None = None, sequences: Mapping[str, Tensor] | None = None,
-        objects: Mapping[str, list[Any]] | None = None,
+        sequences: Mapping[str, Tensor] | None = None, objects: Mapping[str, list[Any]] | None = None,
     ) -> None:  # fmt: skip
-        super().put(ids, lengths, tokens=tokens, padded=padded, sequences=sequences, objects=objects)
-        written = {name: self._columns[name] for name in (*(tokens or {}), *(padded or {}), *(sequences or {}))}
+        super().put(ids, lengths, tokens=tokens, sequences=sequences, objects=objects)
+        written = {name: self._columns[name] for name in (*(tokens or {}), *(sequences or {}))}
         if self.leads and len(ids):
             from tensordict import TensorDict
 

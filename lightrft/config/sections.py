@@ -387,9 +387,9 @@ class RewardSection(Section):
     """Time limit in minutes for a call of the reward function, which is for one prompt. A call that takes longer fails, and its
     worker process is killed."""
     reward_failure: Literal["stop", "zero", "drop"] = "stop"
-    """What to do if a reward call raises, crashes, takes too long, or does not return a finite number for each response. stop:
-    end the run. zero: repeat the call for each response alone, and give 0 to those that fail again. drop: do not train on any
-    response to the prompt."""
+    """What to do if a reward call raises, crashes, takes too long, or does not return a finite number for each response. It is
+    repeated for each response alone, to name one that fails. stop: end the run. zero: give 0 to those that fail. drop: do not
+    train on any response to the prompt."""
     judge_url: str = ""
     """Address of the language model of --reward judge: an OpenAI-compatible server, such as http://host:8000/v1. The environment
     variable JUDGE_API_KEY contains its key, if it needs one. engine: the model that is trained judges its own responses."""

@@ -127,7 +127,7 @@ def _usable(
         if problem:
             bad.add(where, problem)
         elif not duplicates.omits(prompt):
-            prompt.index, kept = next(numbers), kept + 1
+            prompt.index, prompt.location, kept = next(numbers), where, kept + 1
             yield prompt
             if kept == limit:
                 break

@@ -32,6 +32,7 @@ SCHEMA = pa.schema({
     "media": pa.list_(pa.struct({"medium": pa.string(), "name": pa.string(), "path": pa.string(), "content": pa.large_binary(),
                                  "fps": pa.float64(), "most": pa.int32()})),
     "media_tokens": pa.int32(),
+    "location": pa.string(),
 })  # fmt: skip
 """Columns of the file. `columns` is a JSON object of the columns of the row that are no Answer."""
 CLASSES = {IMAGES: ImageFile, VIDEOS: VideoFile, AUDIOS: AudioFile}
@@ -79,7 +80,7 @@ class StoredPrompts(Sequence[Prompt]):
 
     def _prompt(self, row: int) -> Prompt:
         batch, place = self._batches[row // ROWS_OF_BATCH], row % ROWS_OF_BATCH
-        text, token_ids, columns, answers, media, media_tokens = (column[place] for column in batch.columns)
+        text, token_ids, columns, answers, media, media_tokens, location = (column[place] for column in batch.columns)
         values = json.loads(columns.as_py())
         for answer in answers:
             values[answer["name"].as_py()] = Answer(_token_ids(answer["token_ids"]), answer["learned"].as_py())
@@ -88,7 +89,7 @@ class StoredPrompts(Sequence[Prompt]):
             source = each["name"], each["content"] or Path(each["path"])
             options = (each["fps"], each["most"]) if each["medium"] == VIDEOS else ()
             files.setdefault(each["medium"], []).append(CLASSES[each["medium"]](*source, *options))
-        return Prompt(row, text.as_py(), _token_ids(token_ids), values, files, media_tokens.as_py())
+        return Prompt(row, text.as_py(), _token_ids(token_ids), values, files, media_tokens.as_py(), location.as_py())
 
 
 def _token_ids(ids: pa.ListScalar) -> TokenIds:
@@ -152,6 +153,7 @@ def _batch(prompts: list[Prompt]) -> pa.RecordBatch:
         "answers": [_answers(prompt) for prompt in prompts],
         "media": [[_media(medium, item) for medium, items in prompt.multi_modal.items() for item in items] for prompt in prompts],
         "media_tokens": [prompt.media_tokens for prompt in prompts],
+        "location": [prompt.location for prompt in prompts],
     }
     return pa.RecordBatch.from_arrays(
         [_array(values, SCHEMA.field(name).type) for name, values in columns.items()], schema=SCHEMA

@@ -42,6 +42,10 @@ class CallFailed(Exception):
         self.sample, self.hint = sample, hint
 
 
+class WrongCount(CallFailed):
+    """Raised when a call did not return one reward for each sample, which is no matter of one of them."""
+
+
 def out_of_time(limit: float, place: str) -> CallFailed:
     return CallFailed(f"a call has taken more than {limit:g} s (--reward_minutes)", hint=f". It is at {place}" if place else "")
 

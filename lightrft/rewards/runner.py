@@ -5,6 +5,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Protocol
 
 from loguru import logger
@@ -19,7 +20,7 @@ from lightrft.parallel.collectives import Axis
 from lightrft.rewards.conventions import as_number, num_rewards
 from lightrft.rewards.functions import FAST_REWARDS, rewards
 from lightrft.rewards.judge_settings import JudgeSettings
-from lightrft.rewards.pool import CallFailed, Calls, InProcess, Processes, Result, out_of_time
+from lightrft.rewards.pool import CallFailed, Calls, InProcess, Processes, Result, WrongCount, out_of_time
 from lightrft.rewards.worker import Setup
 from lightrft.types import Prompt, Sample
 
@@ -29,6 +30,8 @@ FAILURES_IN_A_ROW = 32
 """Number of failed calls in a row that end a run, because the function itself must be broken."""
 LOGGED = 5
 """Number of failed calls that are logged in each step; the others are only counted."""
+LARGEST_GROUP = 8
+"""Number of responses that a message quotes if it is not known which of them failed."""
 USER_ERROR = 2
 """Exit code, the same as for other mistakes in a user's code."""
 WORKERS = 2
@@ -50,8 +53,8 @@ class RewardRunner:
     """Calls a reward function for the samples of each prompt, and checks what it returns.
 
     A call fails when the function raises, dies, takes too long or returns something that is not a reward. --reward_failure
-    determines what follows: `stop` ends the run; `zero` repeats the call for each sample alone, and gives 0 to those that fail
-    again; `drop` learns nothing from any sample of the call.
+    determines what follows: `stop` ends the run; `zero` gives 0 to the samples that fail; `drop` learns nothing from any sample
+    of the call. A failed call of several samples is repeated for each alone, to find those that fail.
     """
 
     def __init__(
@@ -188,47 +191,61 @@ class RewardRunner:
         begun, self._begun = self._begun, []
         logged = 0
         for samples, result in begun:
-            problem = self._take_in(samples, result)
-            if problem and self.section.reward_failure == "stop":
-                return ConfigError(problem)
-            if problem and logged < LOGGED:
-                logger.warning(problem)
+            error = self._take_in(samples, result)
+            if error is None:
+                self._in_a_row = 0
+                continue
+            alone = self._failures_alone(samples, error)
+            messages = [self._described(each, samples) for each in alone or [error]]
+            if self.section.reward_failure == "stop":
+                return ConfigError(messages[0])
+            for message in messages[: LOGGED - logged]:
+                logger.warning(message)
                 logged += 1
-            self._in_a_row = self._in_a_row + 1 if problem and not self._replace(samples) else 0
+            failed = [each.sample for each in alone] if self.section.reward_failure == "zero" else samples
+            self._replace(failed)
+            self._in_a_row = self._in_a_row + 1 if len(failed) == len(samples) else 0
             if self._in_a_row >= FAILURES_IN_A_ROW:
-                return ConfigError(f"{problem}. {self._in_a_row} calls in a row have failed: the function itself is broken")
+                return ConfigError(f"{messages[0]}. {self._in_a_row} calls in a row have failed: the function itself is broken")
         return None
 
-    def _take_in(self, samples: list[Sample], result: Result) -> str:
-        """Set the rewards that a call returned, and return a text on what is wrong with it; empty if nothing is."""
+    def _take_in(self, samples: list[Sample], result: Result) -> CallFailed | None:
+        """Set the rewards that a call returned; return its failure if there is one, with the sample if it is known."""
         try:
             self._set_all(samples, result.result())
         except CallFailed as error:
-            return self._described(error, samples)
-        return ""
+            error.sample = error.sample or (samples[0] if len(samples) == 1 else None)
+            return error
+        return None
 
-    def _replace(self, samples: list[Sample]) -> bool:
-        """Set the rewards of a failed call as --reward_failure requires; return True if any sample has a reward of its own."""
-        failed = samples
-        if self.section.reward_failure == "zero" and len(samples) > 1:
-            alone = [(sample, self._calls.begin([sample])) for sample in samples]
-            failed = [sample for sample, result in alone if self._take_in([sample], result)]
+    def _failures_alone(self, samples: list[Sample], error: CallFailed) -> list[CallFailed]:
+        """Return the failures of a call's samples alone, as far as they are needed: all for `zero`, otherwise the first."""
+        zero = self.section.reward_failure == "zero"
+        if len(samples) == 1 or not zero and (error.sample or isinstance(error, WrongCount)):
+            return [error]
+        begun = [(sample, self._calls.begin([sample])) for sample in samples]
+        failures = (failure for sample, result in begun if (failure := self._take_in([sample], result)))
+        return list(islice(failures, None if zero else 1))
+
+    def _replace(self, failed: list[Sample]) -> None:
+        """Set the rewards of samples that failed as --reward_failure requires."""
         self._failures += len(failed)
         for sample in failed:
             sample.reward, sample.reward_parts, sample.token_rewards = 0.0, {}, None
             sample.masked |= self.section.reward_failure == "drop"
-        return len(failed) < len(samples)
 
     def _described(self, error: CallFailed, samples: list[Sample], *, name: str = "") -> str:
-        sample = error.sample or samples[0]
-        responses = f"the response {sample.text!r:.200}" if error.sample or len(samples) == 1 else f"{len(samples)} responses"
-        prompt = f"{sample.prompt.text!r:.200} (row {sample.prompt.index})"
-        return f"--reward {name or self.name}: {error}, for {responses} to the prompt {prompt}{error.hint}"
+        prompt = (error.sample or samples[0]).prompt
+        texts = [f"{sample.text!r:.200}" for sample in ([error.sample] if error.sample else samples)]
+        others = f" and {len(texts) - LARGEST_GROUP} others" if len(texts) > LARGEST_GROUP else ""
+        responses = f"the response{'s' * (len(texts) > 1)} {', '.join(texts[:LARGEST_GROUP])}{others}"
+        row = prompt.location or f"row {prompt.index}"
+        return f"--reward {name or self.name}: {error}, for {responses} to the prompt {prompt.text!r:.200} ({row}){error.hint}"
 
     def _set_all(self, samples: list[Sample], values: Any) -> None:
         if num_rewards(values) != len(samples):
             hint = "; to return parts of a reward, return a dictionary for each sample" if isinstance(values, Mapping) else ""
-            raise CallFailed(f"{values!r:.200} is not a list of {len(samples)} rewards, one per sample{hint}")
+            raise WrongCount(f"{values!r:.200} is not a list of {len(samples)} rewards, one per sample{hint}")
         for sample, value in zip(samples, values, strict=True):
             self._set(sample, value)
 

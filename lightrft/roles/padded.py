@@ -23,7 +23,7 @@ class FlattenedBatch:
 
     batch: Batch
     width: int
-    """S, the width to which results are padded."""
+    """Largest S of all ranks, the least width of results."""
     owners: list[list[int]]
     """[rank]: the rows that this rank's caller holds, counted over all ranks."""
 
@@ -38,7 +38,7 @@ def flatten(given: Mapping[str, Any], axis: Axis, *, required: Sequence[str] = (
     masks = [name for name in (TOKEN_MASK, SAMPLE_MASK) if columns and name in given]
     others = sorted(set(given) - {IDS, LENGTHS, TOKEN_MASK, SAMPLE_MASK}) if columns else []
     problem = _problem(given, [IDS, LENGTHS, *required], [*masks, *others])
-    counts = _agree(axis, problem, others, 0 if problem else len(given[IDS]))
+    counts, width = _agree(axis, problem, others, (0, 0) if problem else tuple(given[IDS].shape))
     ids, lengths = given[IDS].cpu(), given[LENGTHS].cpu().long()
     first = sum(counts[: axis.rank])
     parts = {name: _column(given[name], lengths, name) for name in others}
@@ -53,21 +53,21 @@ def flatten(given: Mapping[str, Any], axis: Axis, *, required: Sequence[str] = (
     )
     starts = [sum(counts[:rank]) for rank in range(axis.size)]
     owners = [list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
-    return FlattenedBatch(batch, ids.shape[1], owners)
+    return FlattenedBatch(batch, width, owners)
 
 
-def _agree(axis: Axis, problem: str, columns: list[str], count: int) -> list[int]:
-    """Return the number of rows of every rank.
+def _agree(axis: Axis, problem: str, columns: list[str], shape: tuple[int, int]) -> tuple[list[int], int]:
+    """Return the number of rows of every rank, and the largest width.
 
     Raises the same ValueError on all ranks when one batch is invalid, so that no rank waits for another.
     """
-    everyone = axis.gather((problem, columns, count))
+    everyone = axis.gather((problem, columns, shape))
     for rank, (found, names, _) in enumerate(everyone):
         if not found and names != everyone[0][1]:
             found = f"its columns are {', '.join(names) or 'none'}, those of rank 0 {', '.join(everyone[0][1]) or 'none'}"
         if found:
             raise ValueError(found if axis.size == 1 else f"batch of rank {rank}: {found}")
-    return [number for _, _, number in everyone]
+    return [rows for _, _, (rows, _) in everyone], max(width for _, _, (_, width) in everyone)
 
 
 def _problem(given: Mapping[str, Any], required: list[str], optional: list[str]) -> str:

@@ -25,11 +25,11 @@ from lightrft.observe.metrics import Metrics
 from lightrft.observe.profiler import Profiler
 from lightrft.roles.compatible_names import PolicyNames
 from lightrft.roles.microbatch import MicroBatchIndices, micro_batches
-from lightrft.roles.padded import IDS, flatten
+from lightrft.roles.padded import flatten
 from lightrft.roles.role import Objective, Role
 from lightrft.strategy.phases import Phase
 from lightrft.strategy.strategy_base import StrategyBase
-from lightrft.types import Batch, Completion, Routing
+from lightrft.types import Batch, Completion, Routing, padded
 
 EVERYTHING = 2**62
 
@@ -102,7 +102,8 @@ class Policy(Role, PolicyNames):
             logprobs, ids = self.actor(part, self.temperature, top=k)
             return torch.cat([logprobs, ids.float()], dim=1)  # float32 is exact for ids below 2^24
 
-        found = self._answer(batch, self.actor, ask, mbs).view(*batch[IDS].shape, 2 * k)  # also if no rank has rows
+        found = self._answer(batch, self.actor, ask, mbs)
+        found = found.view(*found.shape[:2], 2 * k)  # also if no rank has rows
         return {"top_logprobs": found[..., :k], "top_ids": found[..., k:].long()}
 
     def logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
@@ -170,13 +171,14 @@ class Policy(Role, PolicyNames):
     def _generated(self, prompts: list[list[int]], completions: list[Completion]) -> dict[str, Tensor]:
         new = torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.int64)
         whole = new + torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
-        width = int(self.strategy.mesh.data.max(torch.tensor(max(whole.tolist(), default=0), device=self.strategy.device)))
-        ids = torch.full((len(prompts), width), self._pad_token_id())
-        logprobs = torch.zeros(len(prompts), width)
-        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            ids[row, : whole[row]] = torch.tensor(prompt + completion.token_ids)
-            logprobs[row, len(prompt) : whole[row]] = torch.tensor(completion.logprobs)
-        return {"output_ids": ids, "generation_lengths": new, "unpadded_sequence_lengths": whole, "logprobs": logprobs}
+        longest = int(self.strategy.mesh.data.max(torch.tensor(max(whole.tolist(), default=0), device=self.strategy.device)))
+        width, rows = self._rounded_up(longest), list(zip(prompts, completions, strict=True))
+        ids = torch.tensor([token for prompt, each in rows for token in (*prompt, *each.token_ids)], dtype=torch.int64)
+        logprobs = torch.tensor([value for prompt, each in rows for value in (*[0.0] * len(prompt), *each.logprobs)])
+        return {
+            "output_ids": padded(ids, whole, width, fill=self._pad_token_id()), "generation_lengths": new,
+            "unpadded_sequence_lengths": whole, "logprobs": padded(logprobs, whole, width),
+        }  # fmt: skip
 
     # -- phases
 

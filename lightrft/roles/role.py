@@ -64,7 +64,8 @@ class Role(ABC):
     """A model under a strategy. It learns if it has an optimizer.
 
     Batches of the public verbs are mappings with `input_ids` [B, S] and `input_lengths` [B], right-padded, and contain this
-    rank's rows: any number, including none. Results are in the caller's order. All ranks call a verb together.
+    rank's rows: any number, including none. Results are in the caller's order, and have the same S on all ranks, the largest of
+    theirs rounded up to a multiple of `width_multiple`. All ranks call a verb together.
     """
 
     TRAIN_KEYS: ClassVar[Sequence[str]] = (TOKEN_MASK, SAMPLE_MASK)
@@ -81,6 +82,7 @@ class Role(ABC):
         max_tokens: int = MAX_TOKENS,
         max_logprob_tokens: int | None = None,
         batching: Batching = "packed",
+        width_multiple: int = 1,
     ):
         self.strategy = strategy
         self.module, self.optimizer, self.scheduler = module, optimizer, scheduler
@@ -92,6 +94,8 @@ class Role(ABC):
         """The same maximum where no gradients are computed; None: max_tokens."""
         self.batching = batching
         """Method of grouping rows into micro-batches; see planner.plan."""
+        self.width_multiple = width_multiple
+        """Number of which the width S of results is a multiple."""
         self._step: TrainStep | None = None
 
     @abstractmethod
@@ -300,7 +304,11 @@ class Role(ABC):
     ) -> Tensor:
         """Compute `forward` for each token of the caller's rows: [B, S, ...] float32 on the host, 0 in the padding."""
         given = flatten(batch, self.strategy.mesh.data)
-        return padded(self._answer_flat(given.batch, given.owners, module, forward, mbs), given.batch.lengths, given.width)
+        values = self._answer_flat(given.batch, given.owners, module, forward, mbs)
+        return padded(values, given.batch.lengths, self._rounded_up(given.width))
+
+    def _rounded_up(self, width: int) -> int:
+        return -(-width // self.width_multiple) * self.width_multiple
 
     def _answer_flat(
         self, batch: Batch, owners: list[list[int]], module: nn.Module, forward: Callable[[Batch], Tensor], mbs: int | None

@@ -31,11 +31,15 @@ class GatheredRewards:
 
     @classmethod
     def share(cls, axis: Axis, samples: list[Sample], *, first_row: int) -> Self:
-        """Gather the rewards of all ranks; the first sample of this rank is row `first_row`; one gather."""
+        """Gather the rewards of all ranks; the first sample of this rank is row `first_row`.
+
+        It takes one collective, or two if a rank has more rewards than any had before.
+        """
         lines = [line for row, sample in enumerate(samples, first_row) for line in _lines(row, sample)]
-        parts = axis.gather(torch.tensor(lines, dtype=torch.float64).reshape(-1, len(fields(cls)) - 1))
+        table = torch.tensor(lines, dtype=torch.float64).reshape(-1, len(fields(cls)) - 1)
+        parts, _ = axis.gather_rows(table.view(torch.int64))  # the same bits
         first = sum(map(len, parts[: axis.rank]))
-        return cls(*torch.cat(parts).unbind(1), slice(first, first + len(lines)))
+        return cls(*torch.cat(parts).view(torch.float64).unbind(1), slice(first, first + len(lines)))
 
     def totals(self) -> tuple[Tensor, Tensor]:
         """Return reward and group of each response of all ranks: [N], [N]."""

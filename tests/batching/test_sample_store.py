@@ -27,7 +27,7 @@ def test_rows_of_any_length_are_read_in_any_order_with_their_types():
 
 def test_results_go_under_the_ids_of_their_rows_whatever_the_order_of_the_plan():
     made = store()
-    made.put(torch.tensor([5, 7]), torch.tensor([3, 2]), padded={"values": torch.tensor([[1.0, 2, 3, 9], [4, 5, 9, 9]])})
+    made.put(torch.tensor([5, 7]), torch.tensor([3, 2]), tokens={"values": torch.tensor([1.0, 2, 3, 4, 5])})
     assert made.get([7, 5], ["values"])["values"].tolist() == [4, 5, 1, 2, 3]
     made.put(torch.tensor([7]), torch.tensor([2]), tokens={"values": torch.tensor([6.0, 7])})
     assert made.get([5, 7], ["values", "half"])["values"].tolist() == [1, 2, 3, 6, 7]
@@ -39,8 +39,6 @@ def test_results_go_under_the_ids_of_their_rows_whatever_the_order_of_the_plan()
     [
         ({"tokens": {"x": torch.zeros(4)}}, "'x' has 4 values for 5 tokens of 3 samples"),
         ({"sequences": {"x": torch.zeros(2)}}, "'x' has 2 values for 3 samples"),
-        ({"padded": {"x": torch.zeros(2, 9)}}, r"'x' has shape \[2, 9\], which is not that of 3 padded samples"),
-        ({"padded": {"x": torch.zeros(3, 2)}}, r"'x' has shape \[3, 2\]"),
     ],
 )
 def test_values_that_are_not_those_of_the_rows_are_refused(columns, says):
@@ -61,12 +59,18 @@ def test_what_was_not_produced_or_was_cleared_is_named():
     assert made.get([7, 3], ["half"])["half"].tolist() == [0, 1]
 
 
-def test_each_task_claims_a_row_once_when_its_fields_are_there():
+def test_results_are_written_back_only_to_rows_that_the_rank_holds():
     made = store()
-    assert made.claim("reference", ["half"], 2) == [3, 5] and made.claim("reference", ["half"]) == [7]
-    assert made.claim("train", ["half", "values"]) == []
+    made.rows()
     made.put(IDS[:1], LENGTHS[:1], tokens={"values": torch.zeros(2)})
-    assert made.claim("train", ["half", "values"]) == [7] and made.claim("train", ["half", "values"]) == []
+    with pytest.raises(LookupError, match="sample 4 is not held by this rank"):
+        made.put(torch.tensor([7, 4]), torch.tensor([2, 3]), tokens={"values": torch.zeros(5)})
+    with pytest.raises(ValueError, match="sample 7 has 2 tokens, not 3"):
+        made.put(IDS[:1], LENGTHS[:1] + 1, tokens={"values": torch.zeros(3)})
+    assert made.produced("values") == {7}
+    made.clear(IDS.tolist())
+    made.put(torch.tensor([4]), torch.tensor([3]), tokens={"values": torch.zeros(3)})
+    assert made.rows().ids.tolist() == [4]
 
 
 def test_only_the_leader_of_a_replica_writes():

@@ -59,6 +59,8 @@ def test_prompts_of_a_file_are_those_in_memory(tmp_path, many):
     assert isinstance(found.parts[0].prompts, StoredPrompts) and found[-1].index == 2101 and found[3:5] == expected[3:5]
     assert type(found[7].token_ids) is type(expected[7].token_ids)
     assert found.digests == expected.digests
+    assert [prompt.location for prompt in found[2099:]] == [prompt.location for prompt in expected[2099:]]
+    assert found[2101].location == f"{other}:2"
     assert [prompt.index for prompt in found.examples] == [0, 1, 2100]
     with pytest.raises(IndexError):
         found[2102]

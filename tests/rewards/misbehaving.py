@@ -18,6 +18,12 @@ async def obey_slowly(samples: list[Sample], label: list[str], **columns) -> lis
     return obey(samples, label)
 
 
+def only_alone(samples: list[Sample], label: list[str], **columns) -> list:
+    if len(samples) > 1:
+        raise ValueError("one at a time")
+    return obey(samples, label)
+
+
 def _obeyed(sample: Sample, right: str) -> object:
     word, _, rest = sample.text.partition(" ")
     if word == "sleep":

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,11 +12,13 @@ from pathlib import Path
 import pytest
 from loguru import logger
 
-from lightrft.config import Config, ConfigError, RewardSection
+from lightrft.config import Config, ConfigError, DataSection, RewardSection
+from lightrft.data.prompts import load_prompts
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.runner import FAILURES_IN_A_ROW, RewardRunner, importable_name
 from lightrft.types import Prompt, Sample
+from tiny import byte_tokenizer
 
 FILE = Path(__file__).with_name("misbehaving.py")
 ALONE = Axis("data", 1, 0, None)
@@ -37,6 +40,15 @@ def judged(made: RewardRunner, *groups: list[Sample]) -> list[float]:
     samples = [sample for each in groups for sample in each]
     made.finish(samples)
     return [sample.reward for sample in samples]
+
+
+def logged(made: RewardRunner, *groups: list[Sample], rewards: list[float]) -> list[str]:
+    """Return what is logged while these rewards are set."""
+    said: list[str] = []
+    sink = logger.add(lambda message: said.append(message.record["message"]))
+    assert judged(made, *groups) == rewards
+    logger.remove(sink)
+    return said
 
 
 def exists(process: int) -> bool:
@@ -71,7 +83,8 @@ def test_calls_run_beside_each_other_in_other_processes(forgiving):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("hang", r"a call has taken more than 1 s \(--reward_minutes\).* It is at \S*misbehaving.py:\d+ \(_obeyed\) < "),
+        pytest.param("hang", r"a call has taken more than 1 s \(--reward_minutes\).* It is at \S*misbehaving.py:\d+ \(_obeyed\) "
+                     "< ", marks=pytest.mark.slow),
         pytest.param("hang_in_c", r"a call has taken more than 1 s .* It is at \S*misbehaving.py:\d+ \(_obeyed\)",
                      marks=pytest.mark.slow),
         ("raise answer", r"KeyError: 'answer', at \S*misbehaving.py:\d+ \(_obeyed\), for .*\. The data has the columns label"),
@@ -83,18 +96,34 @@ def test_calls_run_beside_each_other_in_other_processes(forgiving):
     ],
 )
 def test_a_call_that_fails_costs_no_other_one(forgiving, text, says):
-    said: list[str] = []
-    sink = logger.add(lambda message: said.append(message.record["message"]))
     groups = [group("right", "wrong", row=1), group("right", text, "wrong", row=2), group("wrong", "right", row=3)]
-    assert judged(forgiving, *groups) == [1, 0, 1, 0, 0, 0, 1], "only the response that fails gets 0"
-    logger.remove(sink)
-    assert len(said) == 1 and " to the prompt 'question 2' (row 2)" in said[0]
+    (said,) = logged(forgiving, *groups, rewards=[1, 0, 1, 0, 0, 0, 1])  # only the response that fails gets 0
     metrics = Metrics()
     forgiving.count_failures("failures", metrics)
     assert metrics.reduce(ALONE) == {"failures": 1}
-    with pytest.raises(ConfigError, match=f"--reward {FILE}:obey: {says}") as caught:
-        judged(runner(), group(text, row=5))
-    assert f"for the response '{text}' to the prompt 'question 5' (row 5)" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        judged(runner(), group("right", text, "wrong", row=2))
+    for message in (said, str(caught.value)):
+        assert re.match(f"--reward {FILE}:obey: {says}", message)
+        assert f"for the response '{text}' to the prompt 'question 2' (row 2)" in message
+
+
+def test_a_failure_is_reported_at_the_line_of_the_data(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text('\n{"input": "one", "label": "right"}\n{"input": "two", "label": "right"}\n')
+    section = DataSection(prompt_data=f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl")
+    prompts = load_prompts(section, byte_tokenizer())
+    assert [prompt.location for prompt in prompts] == [f"{tmp_path}/{name}.jsonl:{line}" for name in "ab" for line in (2, 3)]
+    with pytest.raises(ConfigError, match=rf"the response 'raise it' to the prompt 'two' \({tmp_path}/b.jsonl:3\)"):
+        judged(runner(), [Sample(prompts[3], 0, [1], [0.0], text, "stop") for text in ("right", "raise it")])
+
+
+def test_a_call_that_fails_only_with_several_samples_is_reported_with_their_responses(forgiving):
+    failing = runner("only_alone", reward_failure="zero")
+    (said,) = logged(failing, group("right", "wrong"), rewards=[1, 0])
+    assert "for the responses 'right', 'wrong' to the prompt" in said
+    with pytest.raises(ConfigError, match="for the responses 'right', 'wrong' to the prompt"):
+        judged(runner("only_alone"), group("right", "wrong"))
 
 
 def test_a_worker_that_is_killed_for_no_fault_of_its_own_costs_nothing(tmp_path):
@@ -104,7 +133,8 @@ def test_a_worker_that_is_killed_for_no_fault_of_its_own_costs_nothing(tmp_path)
 def test_responses_of_a_failed_call_are_dropped_with_their_prompt():
     made = runner(reward_failure="drop")
     groups = [group("right", "wrong"), group("right", "raise it")]
-    assert judged(made, *groups) == [1, 0, 0, 0]
+    (said,) = logged(made, *groups, rewards=[1, 0, 0, 0])
+    assert "for the response 'raise it' to the prompt 'question 0' (row 0)" in said
     assert [sample.masked for each in groups for sample in each] == [False, False, True, True]
 
 

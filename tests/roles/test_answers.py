@@ -153,3 +153,24 @@ def test_no_rows_anywhere_and_rows_of_one_token(folder, tmp_path):
     assert shapes == ((0, rows.WIDTH), (0, rows.WIDTH, TOP))
     assert logprobs.shape == (10, rows.WIDTH)
     assert short.tolist() == [[0.0], [0.0]]
+
+
+def of_different_widths(folder: str):
+    """Results for rows of widths 5 and 9, of which the second rank has one more, with a multiple of 8."""
+    made = rows.strategy()
+    policy, width = rows.policy(made, folder, width_multiple=8), (5, 9)[made.get_rank()]
+    ids = torch.arange(4 * width).view(4, width)[: 1 + made.get_rank()]
+    given = {"input_ids": ids, "input_lengths": torch.full((len(ids),), width - 1)}
+    top = policy.get_top_logprobs(given, TOP)
+    return ids, policy.get_logprobs(given)["logprobs"], top["top_logprobs"], top["top_ids"]
+
+
+def test_the_width_of_results_is_agreed_by_all_ranks_and_rounded_up(folder):
+    actor = rows.plain_model(folder)
+    for ids, logprobs, top, top_ids in run_ranks(2, of_different_widths, folder):
+        assert logprobs.shape == (len(ids), 16) and top.shape == top_ids.shape == (len(ids), 16, TOP)
+        with torch.no_grad():
+            expected = torch.stack([rows.plain_logprobs(actor, row[:-1]) for row in ids])
+        end = expected.shape[1]
+        torch.testing.assert_close(logprobs[:, :end], expected, rtol=0, atol=1e-5)
+        assert logprobs[:, end:].eq(0).all() and top[:, end:].eq(0).all() and top[:, : end - 1].ne(0).any(-1).all()
