@@ -47,9 +47,9 @@ class Episodes:
         self._in_a_row = self._logged = 0
 
     @property
-    def running(self) -> list[Sample]:
-        """Return the samples whose episodes have not ended."""
-        return [play.sample for play in (*self._waiting, *self._plays.values())]
+    def running(self) -> list[Play]:
+        """Return the episodes that have not ended."""
+        return [*self._waiting, *self._plays.values()]
 
     def begin(self, sample: Sample, *seed_parts: int) -> None:
         """Begin the episode of a sample, when a worker is free."""

@@ -12,9 +12,9 @@ All ranks make the same decisions, from numbers that all of them have. The order
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 from math import ceil
 from typing import Any
@@ -31,23 +31,30 @@ from lightrft.observe.metrics import Metrics
 from lightrft.observe.trace import Untraced
 from lightrft.parallel.collectives import Axis
 from lightrft.rewards.runner import RewardRunner
-from lightrft.rollout.groups import Carried, Group, GroupOutcome, History
+from lightrft.rollout.divided import move_responses
+from lightrft.rollout.groups import GROWING, Carried, Group, GroupOutcome, History
 from lightrft.rollout.overlap import CHUNKS, Overlap
 from lightrft.rollout.sampler import Growth, Sampler
 from lightrft.rollout.schedule import Parked, Round, next_tail_round
 from lightrft.types import Prompt, Sample
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Begun:
-    """A round of which this rank's first groups are being generated."""
+    """A round of which this rank's first responses are being generated."""
 
     growth: Growth
     round: Round
     drawn: list[Parked]
     """Groups of all ranks."""
-    local_groups: dict[int, Group]
-    """Place in `drawn` -> group of this rank."""
+    homes: dict[int, int] | None
+    """Number of a group -> rank to which its responses are moved at the end; None: groups stay where they are generated."""
+    local_groups: dict[int, Group] = field(default_factory=dict)
+    """Place in `drawn` -> group of which this rank generates responses."""
+    local_chunks: list[int] = field(default_factory=list)
+    """Indices of the chunks that this rank generates."""
+    num_taken: int = 0
+    """Number of chunks of all ranks that have begun."""
 
 
 LEAST_ACCEPTANCE = 0.25
@@ -100,8 +107,8 @@ class Collector:
         while missing and rounds < section.dynamic_sampling_rounds:
             tried = len(chosen) + len(idle)
             began_ahead = self._ahead and not rounds
-            begun = (self._ahead.popleft() if began_ahead else
-                     self._begin(step, rounds, missing, acceptance=len(chosen) / tried if tried else 1.0))
+            acceptance = len(chosen) / tried if tried else 1.0
+            begun = self._ahead.popleft() if began_ahead else self._begin(step, rounds, missing, acceptance=acceptance)
             local_groups, drawn = self._generate(begun), begun.drawn
             with_signal, without_signal = self._split_by_signal([group for group in local_groups if group.complete])
             chosen |= set(with_signal[:missing])
@@ -139,8 +146,8 @@ class Collector:
     def _in_tail_rounds(self) -> bool:
         return self.section.rollout_schedule == "tail_rounds"
 
-    def _next_round(self, missing: int, *, acceptance: float, room: int) -> tuple[Round, list[Parked]]:
-        """Return a round, and its groups, which as yet never waited unless they were parked: carried, parked and new ones."""
+    def _next_round(self, growth: Growth, missing: int, *, acceptance: float) -> Begun:
+        """Return a round with its groups, which as yet never waited unless they were parked: carried, parked and new ones."""
         wanted = ceil(missing * self.section.over_sampling / max(acceptance, LEAST_ACCEPTANCE))
         needed = missing if self.section.over_sampling > 1 else wanted
         carried, self.all_carried = self.all_carried[:wanted], self.all_carried[wanted:]
@@ -158,10 +165,14 @@ class Collector:
         work = [group.work(length) for group, length in zip(carried, lengths, strict=False)]
         responses = self.section.n_samples_per_prompt + self.greedy
         costs = [length * responses for length in lengths[len(carried) :]]
-        owners = [group.rank for group in carried]
+        homes = [group.rank for group in carried]
+        homes += self._balanced(homes, work, costs)
         shared = self.section.rollout_schedule == "longest_first"
-        owners += [None] * len(costs) if shared else self._balanced(owners, work, costs)
-        return Round(work + costs, owners, num_ranks=self.data.size, needed=needed, room=room), drawn
+        divided = shared and self.overlap is None and self.sampler.episodes is None
+        ranks = homes[: len(carried)] + [None] * len(costs) if shared else homes
+        round = Round(lengths, ranks, responses, num_ranks=self.data.size, needed=needed, at_once=growth.at_once, divided=divided)
+        numbers = [number for _, number, _ in drawn]
+        return Begun(growth, round, drawn, dict(zip(numbers, homes, strict=True)) if divided else None)
 
     def _balanced(self, owners: list[int], work: list[float], costs: list[float]) -> list[int]:
         """Return the rank of each new group with these costs, beside carried groups with their ranks and work."""
@@ -209,20 +220,24 @@ class Collector:
         """Choose the groups of round `number` of a step, and begin this rank's first ones."""
         parts = () if self._in_tail_rounds else (step, number)
         growth = self.sampler.open(derived_seed(self.seed, *parts, 0))
-        round, drawn = self._next_round(missing, acceptance=acceptance, room=growth.room)
-        begun = Begun(growth, round, drawn, {})
+        begun = self._next_round(growth, missing, acceptance=acceptance)
         self._take(begun)
         return begun
 
     def _take(self, begun: Begun) -> None:
-        """Begin the groups that have been assigned to this rank since the last call."""
-        taken = {place: self._taken(*begun.drawn[place][1:]) for place in begun.round.begun
-                 if begun.round.owners[place] == self.data.rank and place not in begun.local_groups}  # fmt: skip
-        begun.local_groups.update(taken)
-        for group in taken.values():
-            if group.complete:
-                self.rewards.begin(group.responses)
-        begun.growth.add(list(taken.values()))
+        """Begin the responses that have been assigned to this rank since the last call."""
+        round, parts = begun.round, []
+        for index in round.begun[begun.num_taken :]:
+            if round.owners[index] == self.data.rank:
+                place, places = round.chunks[index].place, round.chunks[index].responses
+                if place not in begun.local_groups:
+                    begun.local_groups[place] = group = self._taken(*begun.drawn[place][1:])
+                    if group.complete:
+                        self.rewards.begin(group.responses)
+                parts.append((begun.local_groups[place], places))
+                begun.local_chunks.append(index)
+        begun.num_taken = len(round.begun)
+        begun.growth.add(parts)
 
     def _generate(self, begun: Begun) -> list[Group]:
         """Generate the groups of a round; return this rank's, of which some are unfinished if the round ended before."""
@@ -230,13 +245,13 @@ class Collector:
         computed: set[int] = set()
         while True:
             exchanges = round.open or self.overlap is not None
-            counts = self._begin_exchange(round, drawn, growth.running()) if exchanges else None
+            counts = self._begin_exchange(begun) if exchanges else None
             for group in growth.steps(self.section.early_stop_every if counts else None):
-                self.rewards.begin(group.responses)
+                self._begin_rewards(begun, group)
             if counts is None:
                 break
             with self.trace.phase("wait", idle=not growth.running()):
-                round.decide(counts().tolist())
+                round.decide(*counts().tolist())
             if round.over:
                 growth.abort()
                 break
@@ -252,8 +267,34 @@ class Collector:
         with self.trace.phase("wait", idle=True):
             self.data.sum(torch.zeros(()))
         for group in growth.finish():
+            self._begin_rewards(begun, group)
+        return self._moved_home(begun) if begun.homes is not None else list(begun.local_groups.values())
+
+    def _begin_rewards(self, begun: Begun, group: Group) -> None:
+        """Begin the reward call of a group that is complete here, unless this is not its home."""
+        if begun.homes is None or begun.homes[group.number] == self.data.rank:
             self.rewards.begin(group.responses)
-        return list(begun.local_groups.values())
+
+    def _moved_home(self, begun: Begun) -> list[Group]:
+        """Move the responses of divided groups to their homes; return the groups of this rank."""
+        generated = {group.number: group for group in begun.local_groups.values()}
+        groups = {number: group for number, group in generated.items() if begun.homes[number] == self.data.rank}
+        incomplete = {number for number, group in groups.items() if not group.complete}
+        sent = {}
+        for chunk in (begun.round.chunks[index] for index in begun.local_chunks):
+            group = begun.local_groups[chunk.place]
+            if group.number not in groups:
+                sent |= {(group.number, place): group.responses[place] for place in chunk.responses}
+        rows = {number: row for _, number, row in begun.drawn}
+        for (number, place), completion in move_responses(sent, begun.homes, self.data, self.rewards.model_parallel).items():
+            if number not in groups:
+                groups[number] = self._taken(number, rows[number])
+                incomplete.add(number)
+            self.sampler.extend(groups[number].responses[place], completion)
+        for number in sorted(incomplete):
+            if groups[number].complete:
+                self.rewards.begin(groups[number].responses)
+        return [groups[number] for number in sorted(groups)]
 
     def _taken(self, number: int, row: int) -> Group:
         """Return a group of this rank: one that it carries, which is not carried any longer, or a new one."""
@@ -263,11 +304,21 @@ class Collector:
         self.carried = [group for group in self.carried if group is not carried]
         return carried
 
-    def _begin_exchange(self, round: Round, drawn: list[Parked], running: Mapping[int, int]) -> Callable[[], Tensor]:
-        """Begin to sum the number of requests of each group that run; return a function that waits for the sums."""
-        round.begin_exchange()
-        counts = [running.get(number, 0) for _, number, _ in drawn]
-        return self.sampler.exchange.begin_sum(torch.tensor(counts, dtype=torch.int32))
+    def _begin_exchange(self, begun: Begun) -> Callable[[], Tensor]:
+        """Begin to sum, for each chunk, its responses that run and the lengths of those that have ended: [2, chunks] int32.
+
+        Return a function that waits for the sums.
+        """
+        begun.round.begin_exchange()
+        running, counts = begun.growth.running(), torch.zeros(2, len(begun.round.chunks), dtype=torch.int32)
+        for index in begun.local_chunks:
+            chunk = begun.round.chunks[index]
+            group = begun.local_groups[chunk.place]
+            ended = [len(group.responses[place].token_ids) for place in chunk.responses
+                     if group.responses[place].finish_reason != GROWING]  # fmt: skip
+            counts[0, index] = sum((group.number, place) in running for place in chunk.responses)
+            counts[1, index] = sum(ended)
+        return self.sampler.exchange.begin_sum(counts)
 
     # -- selecting the groups
 
@@ -308,8 +359,8 @@ class Collector:
                 "the reward constant? `lightrft evaluate` shows responses; --dynamic_sampling_rounds allows more rounds"
             )
         if missing and self.data.rank == 0:
-            logger.warning("dynamic sampling: {} of {} groups have no signal after {} rounds", missing,
-                           self.section.rollout_batch_size, self.section.dynamic_sampling_rounds)
+            size, rounds = self.section.rollout_batch_size, self.section.dynamic_sampling_rounds
+            logger.warning("dynamic sampling: {} of {} groups have no signal after {} rounds", missing, size, rounds)
         return sorted(idle)[:missing]
 
     # -- checkpoints

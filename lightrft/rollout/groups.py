@@ -37,6 +37,11 @@ class Group:
         return self.samples if self.greedy is None else [*self.samples, self.greedy]
 
     @property
+    def places(self) -> range:
+        """Return the places of all responses."""
+        return range(len(self.responses))
+
+    @property
     def complete(self) -> bool:
         return all(sample.finish_reason != GROWING for sample in self.responses)
 

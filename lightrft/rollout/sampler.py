@@ -1,6 +1,5 @@
 """Generate responses to prompts with the strategy's engine."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import chain, count
@@ -17,13 +16,14 @@ from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
 from lightrft.parallel.collectives import Axis
 from lightrft.rollout.groups import GROWING, Group
-from lightrft.rollout.schedule import room_for
 from lightrft.strategy.engine_host import Finished, Generation
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.types import Completion, Prompt, Sample
 
-Pending = tuple[Request, list[Sample], Group]
-"""A request, the responses that it extends, and their group."""
+Part = tuple[Group, range]
+"""A group, and the places of its responses that are generated here."""
+Pending = tuple[Request, Group, list[int]]
+"""A request, the group whose responses it extends, and their places."""
 TOOLS = 0.02
 """Seconds for which an engine without requests waits for the programs of episodes, before the ranks exchange their counts."""
 
@@ -37,24 +37,24 @@ class Growth:
     def __init__(self, sampler: "Sampler", generation: Generation, seed: int):
         self.sampler, self.generation, self.seed = sampler, generation, seed
         n = sampler.section.n_samples_per_prompt
-        self.room = room_for(generation.prompts_at_once(n), n)
-        """Number of incomplete groups that keep a data replica's engines busy."""
+        self.at_once = generation.prompts_at_once(n) * n
+        """Number of responses that a data replica's engines decode at the same time."""
         self._pending: dict[int, Pending] = {}
         self._plays: dict[int, Play] = {}
         """Index of a request -> its episode."""
         self._groups: dict[int, Group] = {}
         """Number of a group with episodes -> the group."""
 
-    def add(self, groups: list[Group]) -> None:
-        """Begin or continue the unfinished responses of groups. Ranks that share an engine call it together."""
+    def add(self, parts: list[Part]) -> None:
+        """Begin or continue unfinished responses of groups. Ranks that share an engine call it together."""
         if self.sampler.episodes is not None:
-            self._groups |= {group.number: group for group in groups}
+            self._groups |= {group.number: group for group, _ in parts}
             siblings = self.generation.siblings
-            samples = [(sample, group.number, place) for group in groups for place, sample in enumerate(group.responses)]
+            samples = [(group.responses[place], group.number, place) for group, places in parts for place in places]
             for sample, *seed_parts in samples[siblings.rank :: siblings.size]:
                 self.sampler.episodes.begin(sample, *seed_parts)
             return
-        pending = [each for group in groups for each in self.sampler.pending(group, self.seed)]
+        pending = [each for group, places in parts for each in self.sampler.pending(group, places, self.seed)]
         self._pending.update(zip(self.generation.add([request for request, _, _ in pending]), pending, strict=True))
 
     def attach(self, group: Group, socket: Connection) -> None:
@@ -86,7 +86,7 @@ class Growth:
         requests = [self.sampler.next_turn(play, self._groups[play.sample.group], self.seed) for play in ready]
         for index, request, play in zip(self.generation.add(requests, own=True), requests, ready, strict=True):
             self._plays[index] = play
-            self._pending[index] = request, [play.conversation], self._groups[play.sample.group]
+            self._pending[index] = request, self._groups[play.sample.group], [play.seed_parts[1]]
         for number in {sample.group for sample in episodes.take_ended()}:
             if self._groups[number].complete:
                 yield self._groups[number]
@@ -117,24 +117,31 @@ class Growth:
         if self.sampler.episodes is not None:
             self.sampler.episodes.abort()
 
-    def running(self) -> Counter[int]:
-        """Return the number of requests, or of episodes, of each group, by its number, that this rank has begun and that run."""
+    def running(self) -> set[tuple[int, int]]:
+        """Return (number of its group, place in it) of each response that this rank has begun whose request, or episode, runs."""
         if self.sampler.episodes is not None:
-            return Counter(sample.group for sample in self.sampler.episodes.running)
-        return Counter(self._pending[index][2].number for index in self.generation.unfinished)
+            return {play.seed_parts for play in self.sampler.episodes.running}
+        pending = (self._pending[index] for index in self.generation.unfinished)
+        return {(group.number, place) for _, group, places in pending for place in places}
 
     def _extended(self, finished: Finished) -> Iterator[Group]:
         for index, completions in finished:
-            _, samples, group = self._pending.pop(index)
-            for sample, completion in zip(samples, completions, strict=True):
-                self.sampler.extend(sample, completion)
+            _, group, places = self._pending.pop(index)
             if self.sampler.episodes is not None:
-                (sample,), (completion,) = samples, completions
-                sample.finish_reason = GROWING
-                if completion.finish_reason != ABORTED:
-                    self.sampler.episodes.generated(self._plays.pop(index), completion, sample.text)
-            elif group.complete:
+                self._turn(self._plays.pop(index), completions[0])
+                continue
+            for place, completion in zip(places, completions, strict=True):
+                self.sampler.extend(group.responses[place], completion)
+            if group.complete:
                 yield group
+
+    def _turn(self, play: Play, completion: Completion) -> None:
+        """Give a turn that the engine has sampled to its episode."""
+        sample = play.conversation
+        self.sampler.extend(sample, completion)
+        sample.finish_reason = GROWING
+        if completion.finish_reason != ABORTED:
+            self.sampler.episodes.generated(play, completion, sample.text)
 
 
 class Sampler:
@@ -167,7 +174,7 @@ class Sampler:
         training, self.section = self.section, self._evaluating()
         try:
             growth = self.open(seed)
-            growth.add(groups)
+            growth.add([(group, group.places) for group in groups])
             for _ in chain(growth.steps(), growth.finish()):
                 pass
         finally:
@@ -179,17 +186,19 @@ class Sampler:
         warm = self.section.eval_temperature
         return self.section if warm is None else replace(self.section, temperature=warm)
 
-    def pending(self, group: Group, seed: int) -> Iterator[Pending]:
-        """Yield the requests of a group: one for all new samples, which share its prefill, and one for each continued sample."""
-        growing = [place for place, sample in enumerate(group.samples) if sample.finish_reason == GROWING]
-        first = not any(sample.token_ids for sample in group.samples)
-        for places in [growing] if growing and first else [[place] for place in growing]:
-            seeds = tuple(derived_seed(seed, group.number, place) for place in places)
-            samples = [group.samples[place] for place in places]
-            request = self._request(samples[0], sampling_of(self.section, n=len(samples)), seeds)
-            yield replace(request, group=group.number), samples, group
-        if group.greedy is not None and group.greedy.finish_reason == GROWING:
-            yield self._request(group.greedy, greedy_sampling(self.section), ()), [group.greedy], group
+    def pending(self, group: Group, places: Sequence[int], seed: int) -> Iterator[Pending]:
+        """Yield the requests of these responses of a group: one for all new samples, which share its prefill, and one for each
+        continued sample, and for the greedy response.
+        """
+        growing = [place for place in places if group.responses[place].finish_reason == GROWING]
+        sampled = [place for place in growing if place < len(group.samples)]
+        new = [place for place in sampled if not group.samples[place].token_ids]
+        for chosen in [new] * bool(new) + [[place] for place in sampled if place not in new]:
+            seeds = tuple(derived_seed(seed, group.number, place) for place in chosen)
+            request = self._request(group.samples[chosen[0]], sampling_of(self.section, n=len(chosen)), seeds)
+            yield replace(request, group=group.number), group, chosen
+        for place in growing[len(sampled) :]:
+            yield self._request(group.greedy, greedy_sampling(self.section), ()), group, [place]
 
     def next_turn(self, play: Play, group: Group, seed: int) -> Request:
         """Build the request for the next turn of an episode."""

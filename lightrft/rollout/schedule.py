@@ -1,21 +1,41 @@
-"""Decide which rank generates which groups of a round, and when the round is over: alike on all ranks, from exchanged counts."""
+"""Decide which rank generates which responses of a round, and when it is over: alike on all ranks, from exchanged counts."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from math import ceil, sqrt
 
 Parked = tuple[int, int, int]
 """Group of tail rounds that waits to begin anew: how often it was not complete in time, its number, and its row."""
 
-AHEAD = 4
-"""Largest number of groups of a rank for each that its engine decodes at once."""
+SIBLINGS = 4
+"""Largest number of responses of a chunk, whose rank computes their prompt once."""
 
 
-def room_for(at_once: int, n: int) -> int:
-    """Return how many incomplete groups a rank has whose engine decodes `at_once` groups of n responses at the same time.
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Responses of a group that one rank generates."""
 
-    The responses of a group do not end together, and the engine begins those of other groups in their place. The longest of n
-    log-normal responses (sigma 1) takes three times as long as the mean at n = 8, and four times at 16.
+    place: int
+    """Place of the group in the round."""
+    responses: range
+    """Places of the responses in the group."""
+
+
+def chunks_of(place: int, num_responses: int, *, divided: bool) -> list[Chunk]:
+    """Return a group as one chunk, or divided into as few as have at most SIBLINGS responses each, of nearly the same size."""
+    number = ceil(num_responses / SIBLINGS) if divided else 1
+    edges = [index * num_responses // number for index in range(number + 1)]
+    return [Chunk(place, range(*edge)) for edge in zip(edges, edges[1:], strict=False)]
+
+
+def room_for(at_once: int, size: int) -> int:
+    """Return how many unfinished responses a rank has, in chunks of `size`, whose engine decodes `at_once` at the same time.
+
+    A chunk counts until its last response has ended, and the engine begins others in place of those that have ended before: the
+    longest of n log-normal responses (sigma 1) takes about the square root of n times as long as the mean.
     """
-    return at_once * min(n, AHEAD)
+    return ceil(at_once * sqrt(size))
 
 
 def next_tail_round(parked: list[Parked], rows_left: int, *, batch: int, ahead: int) -> tuple[list[Parked], int]:
@@ -40,51 +60,90 @@ def next_tail_round(parked: list[Parked], rows_left: int, *, batch: int, ahead: 
 class Round:
     """Groups that all ranks generate together. Every rank has the same, and takes the same decisions from the same counts.
 
+    Groups without a rank are divided into chunks, which wait until a rank has room. Those whose responses are expected to be
+    longest come first: as long as the mean of the group's responses that have ended, or else as given.
+
     Ranks go on decoding while the counts of one point are exchanged, and decide by them at the next point. Points are numbers of
     steps of an engine, so decisions do not depend on time if the steps of an engine do not.
     """
 
-    def __init__(self, costs: Sequence[float], owners: Sequence[int | None], *, num_ranks: int, needed: int, room: int = 1):
-        """Set up a round of groups with these expected costs.
+    def __init__(
+        self, lengths: Sequence[float], ranks: Sequence[int | None], num_responses: int, *, num_ranks: int, needed: int,
+        at_once: int = 1, divided: bool = False,
+    ):  # fmt: skip
+        """Set up a round of groups of `num_responses` with these expected lengths, in tokens of a response.
 
-        `owners`: rank of each group; None: the group waits until a rank has less than `room` incomplete groups, and those with
-        the highest cost come first. `needed`: number of complete groups that end the round.
+        `ranks`: rank of each group; None: its chunks wait, of which there is one unless groups are `divided`. `needed`: number of
+        complete groups that end the round. `at_once`: number of responses that the engine of a rank decodes at the same time.
         """
-        self.owners, self.num_ranks, self.needed, self.room = list(owners), num_ranks, needed, room
-        waiting = [place for place, owner in enumerate(owners) if owner is None]
-        self.waiting = sorted(waiting, key=lambda place: (-costs[place], place))
-        self.begun = [place for place, owner in enumerate(owners) if owner is not None]
-        """Groups that have a rank, in the order in which they got it."""
+        self.lengths, self.num_groups, self.num_ranks, self.needed = list(lengths), len(lengths), num_ranks, needed
+        self.chunks = [chunk for place, rank in enumerate(ranks)
+                       for chunk in chunks_of(place, num_responses, divided=divided and rank is None)]  # fmt: skip
+        self.owners = [ranks[chunk.place] for chunk in self.chunks]
+        self.room = room_for(at_once, max((len(chunk.responses) for chunk in self.chunks), default=1))
+        self.waiting = [index for index, rank in enumerate(self.owners) if rank is None]
+        """Indices of chunks without a rank, the next one last."""
+        self.begun = [index for index, rank in enumerate(self.owners) if rank is not None]
+        """Indices of chunks that have a rank, in the order in which they got it."""
         self.complete: set[int] = set()
+        """Places of groups whose responses have all ended."""
+        self._ended: set[int] = set()
         self._counted: list[int] = []
         self._assign()
 
     @property
     def open(self) -> bool:
-        """Return True if there is something to decide: groups wait, or the round may end before all are complete."""
-        return bool(self.waiting) or self.needed < len(self.owners)
+        """Return True if there is something to decide: chunks wait, or the round may end before all are complete."""
+        return bool(self.waiting) or self.needed < self.num_groups
 
     @property
     def over(self) -> bool:
         return len(self.complete) >= self.needed
 
     def begin_exchange(self) -> None:
-        """Note which groups the counts include that are taken now."""
+        """Note which chunks the counts include that are taken now."""
         self._counted = list(self.begun)
 
-    def decide(self, running: Sequence[int]) -> None:
-        """Take the number of requests of each group that ran on all ranks at the last point; assign groups that wait."""
-        self.complete = {place for place in self._counted if not running[place]}
-        if not self.over:
+    def decide(self, running: Sequence[int], tokens: Sequence[int]) -> None:
+        """Take the counts of each chunk on all ranks at the last point, and assign chunks that wait.
+
+        `running`: responses that ran; `tokens`: sum of the lengths of those that had ended.
+        """
+        self._ended = {index for index in self._counted if not running[index]}
+        incomplete = {chunk.place for index, chunk in enumerate(self.chunks) if index not in self._ended}
+        self.complete = set(range(self.num_groups)) - incomplete
+        if self.waiting and not self.over:
+            self._predict(running, tokens)
             self._assign()
 
+    def _predict(self, running: Sequence[int], tokens: Sequence[int]) -> None:
+        """Set the expected lengths of groups of which responses have ended to the mean of these."""
+        sums: dict[int, list[int]] = {}
+        for index in self._counted:
+            chunk = self.chunks[index]
+            ended = sums.setdefault(chunk.place, [0, 0])
+            ended[0] += len(chunk.responses) - running[index]
+            ended[1] += tokens[index]
+        self.lengths = [sums[place][1] / sums[place][0] if sums.get(place, (0,))[0] else length
+                        for place, length in enumerate(self.lengths)]  # fmt: skip
+
     def _assign(self) -> None:
-        loads = [0] * self.num_ranks
-        for place in self.begun:
-            if place not in self.complete:
-                loads[self.owners[place]] += 1
-        while self.waiting and min(loads) < self.room:
-            rank = loads.index(min(loads))
-            self.begun.append(self.waiting.pop(0))
-            self.owners[self.begun[-1]] = rank
-            loads[rank] += 1
+        """Give chunks to the ranks with the fewest unfinished responses, and of these to those that expect the fewest tokens."""
+        loads = [(0, 0.0, rank) for rank in range(self.num_ranks)]
+        for index in self.begun:
+            if index not in self._ended:
+                rank = self.owners[index]
+                loads[rank] = self._with(loads[rank], index)
+        heapify(loads)
+        self.waiting.sort(key=lambda index: (self.lengths[self.chunks[index].place], -index))
+        while self.waiting and loads[0][0] < self.room:
+            index = self.waiting.pop()
+            self.owners[index] = loads[0][2]
+            self.begun.append(index)
+            heapreplace(loads, self._with(loads[0], index))
+
+    def _with(self, load: tuple[int, float, int], index: int) -> tuple[int, float, int]:
+        """Return the load (responses, expected tokens, rank) of a rank with one more chunk."""
+        chunk = self.chunks[index]
+        responses, tokens, rank = load
+        return responses + len(chunk.responses), tokens + len(chunk.responses) * self.lengths[chunk.place], rank

@@ -108,7 +108,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
                       for number in range(args.episodes)]  # fmt: skip
             trace.step()
             began = time.perf_counter()
-            growth.add(groups)
+            growth.add([(group, group.places) for group in groups])
             complete = sum(1 for _ in growth.steps())
             seconds = time.perf_counter() - began
             assert complete == args.episodes

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightrft.config import ConfigError, RewardSection, RolloutSection
+from lightrft.engine.loop import ABORTED
 from lightrft.observe.metrics import Metrics
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.mesh import Mesh
@@ -28,9 +29,11 @@ def rows_reward(samples, mode, length, **columns):
 class Script:
     """Stands for the engine: a response has as many tokens as its prompt's column says, each drawn by the seed."""
 
-    def __init__(self, longest: int = 100, room: int = 1):
+    episodes = None
+
+    def __init__(self, longest: int = 100, at_once: int = 1):
         self.longest, self.calls, self.tokens, self.clock = longest, [], 0, 0
-        self.room = room
+        self.at_once = at_once
 
     @property
     def exchange(self) -> Axis:
@@ -43,39 +46,49 @@ class Script:
         self.calls.append((seed, []))
         return ScriptedGrowth(self, seed)
 
+    def extend(self, sample, completion) -> None:
+        sample.token_ids += completion.token_ids
+        sample.logprobs += completion.logprobs
+        sample.weight_versions += completion.weight_versions
+        sample.finish_reason = GROWING if completion.finish_reason == ABORTED else completion.finish_reason
+
 
 class ScriptedGrowth:
     def __init__(self, script: Script, seed: int):
-        self.script, self.seed, self.groups, self.room = script, seed, [], script.room
+        self.script, self.seed, self.parts, self.at_once = script, seed, [], script.at_once
 
-    def add(self, groups) -> None:
-        self.script.calls[-1][1].extend(group.number for group in groups)
-        self.groups += [group for group in groups if not group.complete]
+    def add(self, parts) -> None:
+        self.script.calls[-1][1].extend(group.number for group, _ in parts)
+        self.parts += [part for part in parts if not part[0].complete]
 
-    def running(self) -> dict[int, int]:
-        return {group.number: sum(s.finish_reason == GROWING for s in group.responses) for group in self.groups}
+    def running(self) -> set[tuple[int, int]]:
+        return {(group.number, place) for group, places in self.parts for place in places
+                if group.responses[place].finish_reason == GROWING}  # fmt: skip
 
     def steps(self, most=None):
-        while self.groups and most != 0:
+        while self.parts and most != 0:
             most = most and most - 1
             self.script.clock += 1
-            for group in list(self.groups):
-                for place, sample in enumerate(group.responses):
-                    self._grow(sample, place)
-                if group.complete:
-                    self.groups.remove(group)
-                    yield group
+            for part in list(self.parts):
+                group, places = part
+                for place in places:
+                    self._grow(group.responses[place], place)
+                if all(group.responses[place].finish_reason != GROWING for place in places):
+                    self.parts.remove(part)
+                    if group.complete:
+                        yield group
 
     def _grow(self, sample, place: int) -> None:
         if sample.finish_reason == GROWING:
-            sample.token_ids.append(self.seed % 251)
-            sample.logprobs.append(-0.5)
+            sample.token_ids.append((self.seed + 7 * place) % 251)
+            sample.logprobs.append(-0.5 - place / 3)
+            sample.weight_versions.append(3)
             self.script.tokens += 1
             if len(sample.token_ids) == min(self.script.length(self.seed, sample, place), self.script.longest):
                 sample.finish_reason = "stop"
 
     def abort(self) -> None:
-        self.groups = []
+        self.parts = []
 
     def finish(self):
         return iter(())
@@ -366,9 +379,9 @@ def longest_first() -> tuple[list, int, list[int]]:
     first = course(collect, range(1, 2))
     before = collect.sampler.clock
     second = step(collect, 2)[0]
-    rows = {group.number: group.row for group in second}
+    rows = collect.order.rows(0, 32)
     return first + [[(g.number, g.row, len(g.samples[0].token_ids)) for g in second]], collect.sampler.clock - before, [
-        rows[number] for number in collect.sampler.calls[-1][1]]  # fmt: skip
+        rows[number - 1] for number in collect.sampler.calls[-1][1]]  # fmt: skip
 
 
 def test_the_longest_prompts_begin_first_on_any_rank_with_room():
@@ -379,6 +392,52 @@ def test_the_longest_prompts_begin_first_on_any_rank_with_room():
     assert 11 in (order[0], other[0]) and sorted([len(order), len(other)]) in ([5, 11], [6, 10], [7, 9])
     time = max(clock for _, clock, _ in pair)
     assert time <= 60 + 5 * (10 + 10), "a rank that becomes free waits for two looks at most"
+
+
+UNEVEN = prompts("s" * 12, [3, 30, 4, 6, 25, 5, 3, 9, 40, 2, 7, 12])
+DIVIDED = {
+    "plain": {}, "dynamic": {"dynamic_sampling": True}, "greedy": {"greedy": True},
+    "over": {"over_sampling": 2.0, "dynamic_sampling": True}, "partial": {"over_sampling": 2.0, "partial_rollout": True},
+}  # fmt: skip
+
+
+class Uneven(Script):
+    def length(self, seed: int, sample, place: int) -> int:
+        return sample.prompt.columns["length"] + place % 3
+
+
+def divided(flags: dict, schedule: str) -> tuple[list, list[int], list]:
+    """All samples of four steps on this rank, the groups whose chunks it generated, and the responses that it carries."""
+    collect = collector(copy.deepcopy(UNEVEN), Mesh("cpu").data, n_samples_per_prompt=8, early_stop_every=2,
+                        rollout_schedule=schedule, **flags)  # fmt: skip
+    collect.sampler = Uneven(at_once=4)
+    steps = [step(collect, number)[0] for number in range(1, 5)]
+    learned = [[(group.number, sample.token_ids, sample.logprobs, sample.weight_versions, sample.reward, sample.greedy_reward)
+                for group in groups for sample in group.samples] for groups in steps]  # fmt: skip
+    carried = [(group.number, group.state_dict()["responses"]) for group in collect.carried]
+    return learned, [number for _, numbers in collect.sampler.calls for number in numbers], carried
+
+
+@pytest.mark.parametrize("case", DIVIDED)
+def test_divided_groups_are_complete_at_home(case):
+    """Ranks share the responses of a prompt, and each learns in the same order what `fifo` would have given it."""
+    flags = DIVIDED[case]
+    pair = run_ranks(2, divided, flags, "longest_first")
+    both = set(pair[0][1]) & set(pair[1][1])
+    assert len(both) > 4, "groups were divided"
+    for learned, _, carried in pair:
+        for samples in learned:
+            lengths = {number: [] for number, *_ in samples}
+            for number, token_ids, logprobs, versions, *_ in samples:
+                lengths[number].append(len(token_ids))
+                assert len(logprobs) == len(versions) == len(token_ids)
+            assert all([each - found[0] for each in found] == [0, 1, 2, 0, 1, 2, 0, 1] for found in lengths.values())
+        assert carried == [] or case == "partial"
+    if "over_sampling" not in flags:
+        assert [learned for learned, *_ in pair] == [learned for learned, *_ in run_ranks(2, divided, flags, "fifo")]
+    if case == "partial":
+        assert any(0 < len(token_ids) for _, _, carried in pair for _, responses in carried for token_ids, *_ in responses)
+    assert all(sum(len(samples) for samples in steps) == 8 * 4 for steps in zip(*(learned for learned, *_ in pair), strict=True))
 
 
 def test_ranks_get_as_much_work_by_the_lengths_of_the_last_visit():

@@ -52,6 +52,18 @@ def test_partial_rollouts_have_the_log_probs_they_were_drawn_with(inputs, tmp_pa
     assert all(row["engine/logprob_mismatch_max"] < 1e-4 for row in rows)
 
 
+@pytest.mark.parametrize("flags", [["--advantage_estimator=remax", "--first_token_temperature=2"], ["--sp_size=2"]],
+                         ids=["greedy", "replicas"])  # fmt: skip
+def test_groups_that_ranks_share_are_learned_to_the_last_bit(inputs, tmp_path, flags):
+    """Responses of a prompt are generated on several ranks, and nothing that is learned depends on which."""
+    flags = [*flags, "--n_samples_per_prompt=8", "--train_batch_size=32", "--rollout_batch_size=4", "--early_stop_every=2",
+             "--engine_type=vllm", "--generate_max_len=24", "--stop_token_ids", *map(str, range(40, 60))]  # fmt: skip
+    flags = [*inputs, *PPO, "--max_steps=3", "--engine_kv_cache_gb=0.125", *flags]
+    fifo, shared = (train("train_ppo", 2, [*flags, f"--rollout_schedule={schedule}"], tmp_path / schedule)
+                    for schedule in ("fifo", "longest_first"))  # fmt: skip
+    assert repeatable(shared) == repeatable(fifo)
+
+
 def test_log_probs_are_computed_while_others_are_generated(inputs, tmp_path):
     """With and without --overlap the same is learned; only how sequences are packed differs."""
     flags = ["--advantage_estimator=ppo", "--init_kl_coef=0.01", "--max_epochs=2", "--max_steps=3", "--generate_max_len=64",

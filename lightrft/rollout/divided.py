@@ -1,0 +1,50 @@
+"""Move the responses of groups that several ranks have generated to one rank each."""
+
+from collections.abc import Mapping
+from itertools import chain
+
+import torch
+
+from lightrft.batching.sample_store import MemoryStore
+from lightrft.engine.loop import ABORTED
+from lightrft.parallel.collectives import Axis
+from lightrft.rollout.groups import GROWING
+from lightrft.types import Completion, Drafts, Sample
+
+REASONS = (GROWING, "stop", "length")
+
+
+WIDTH = 1 << 20
+"""Bound of the number of responses to a prompt."""
+
+
+def move_responses(
+    samples: Mapping[tuple[int, int], Sample], homes: Mapping[int, int], data: Axis, replica: Axis
+) -> dict[tuple[int, int], Completion]:
+    """Return (group, place in it) -> response for those that other ranks had and whose home is this rank.
+
+    `samples`: responses that this rank has for others; `homes`: group -> data rank. All ranks call it together, those of a
+    replica with the same arguments. It takes two collectives, whatever the number of responses.
+    """
+    store, rows = MemoryStore(data, replica), list(samples.values())
+    lengths = torch.tensor([len(sample.token_ids) for sample in rows], dtype=torch.int64)
+    tokens = {"token_ids": torch.int32, "weight_versions": torch.int32, "logprobs": torch.float64}
+    facts = [(REASONS.index(sample.finish_reason), *sample.drafts) for sample in rows]
+    store.put(
+        torch.tensor([group * WIDTH + place for group, place in samples], dtype=torch.int64), lengths,
+        tokens={name: torch.tensor(list(chain.from_iterable(getattr(sample, name) for sample in rows)), dtype=dtype)
+                for name, dtype in tokens.items()},
+        sequences={"facts": torch.tensor(facts, dtype=torch.int32).view(-1, 4)},
+    )  # fmt: skip
+    owners: list[list[int]] = [[] for _ in range(data.size)]
+    for row in store.rows().ids.tolist():
+        owners[homes[row // WIDTH]].append(row)
+    store.move(owners)
+    found = store.get(owners[data.rank])
+    parts = [found[name].split(found["lengths"].tolist()) for name in tokens]
+    return {
+        divmod(row, WIDTH): Completion(token_ids.tolist(), logprobs.tolist(), REASONS[reason] or ABORTED, drafts=Drafts(*drafts),
+                                       weight_versions=versions.tolist())
+        for row, token_ids, versions, logprobs, (reason, *drafts) in zip(
+            owners[data.rank], *parts, found["facts"].tolist(), strict=True)
+    }  # fmt: skip

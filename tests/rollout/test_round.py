@@ -1,0 +1,62 @@
+"""Who generates which responses: the queue that all ranks share, its predictions, and the end of a round."""
+
+from lightrft.rollout.schedule import Round, chunks_of, room_for
+
+
+def test_a_group_is_divided_into_few_chunks_of_nearly_the_same_size():
+    def sizes(num_responses: int, divided: bool = True) -> list[int]:
+        return [len(chunk.responses) for chunk in chunks_of(0, num_responses, divided=divided)]
+
+    assert sizes(16, divided=False) == [16]
+    assert [sizes(n) for n in (1, 4, 8, 16, 17)] == [[1], [4], [4, 4], [4, 4, 4, 4], [3, 3, 4, 3, 4]]
+    assert [place for chunk in chunks_of(5, 17, divided=True) for place in chunk.responses] == list(range(17))
+
+
+def owned(round: Round) -> list[tuple[int, int, int]]:
+    """Return (group, first response, rank) of each chunk that has begun, in order."""
+    return [(round.chunks[index].place, round.chunks[index].responses.start, round.owners[index]) for index in round.begun]
+
+
+def test_the_longest_begin_first_and_are_spread_over_ranks():
+    round = Round([5, 90], [None, None], 8, num_ranks=2, needed=2, at_once=8, divided=True)
+    assert owned(round) == [(1, 0, 0), (1, 4, 1), (0, 0, 0), (0, 4, 1)] and not round.open
+
+
+def test_ended_responses_predict_the_others_of_their_prompt():
+    """One chunk of four at a time on one rank: after a long response to prompt 2, its other chunk comes before those expected."""
+    round = Round([8, 6, 4], [None] * 3, 8, num_ranks=1, needed=3, at_once=1, divided=True)
+    assert room_for(1, 4) == 2 and owned(round) == [(0, 0, 0)]
+
+    def end(index: int, tokens: int) -> None:
+        running = [0] * len(round.chunks)
+        totals[index] = tokens
+        round.begin_exchange()
+        round.decide(running, totals)
+
+    totals = [0] * len(round.chunks)
+    end(0, 4 * 3)
+    assert owned(round)[-1] == (1, 0, 0), "group 0 is short: the mean of its responses is 3"
+    end(2, 4 * 2)
+    assert owned(round)[-1] == (2, 0, 0)
+    end(4, 4 * 50)
+    assert owned(round)[-1] == (2, 4, 0) and round.complete == set()
+    end(5, 4 * 50)
+    assert owned(round)[-1] == (0, 4, 0) and round.complete == {2}
+    end(1, 4 * 3)
+    end(3, 4 * 2)
+    assert round.over and round.complete == {0, 1, 2}
+
+
+def test_chunks_that_begin_after_a_count_are_not_complete_by_it():
+    round = Round([1, 1], [None, None], 1, num_ranks=1, needed=2, at_once=1, divided=True)
+    round.begin_exchange()
+    round.decide([0, 0], [5, 0])
+    assert round.complete == {0} and len(round.begun) == 2
+    round.decide([0, 0], [5, 0])
+    assert round.complete == {0}
+
+
+def test_groups_with_a_rank_stay_whole_and_count_as_its_load():
+    round = Round([9, 9, 9], [1, None, None], 4, num_ranks=2, needed=3, at_once=8, divided=True)
+    assert owned(round) == [(0, 0, 1), (1, 0, 0), (2, 0, 0)] or owned(round) == [(0, 0, 1), (1, 0, 0), (2, 0, 1)]
+    assert owned(Round([9], [1], 16, num_ranks=2, needed=1, divided=True)) == [(0, 0, 1)]
