@@ -95,7 +95,7 @@ class RewardRunner:
 
     def _way_to_call(self, setup: Setup) -> Calls:
         terms, workers = reward_terms(self.name), self.section.reward_workers
-        limit = self._limit([term.name for term in terms])
+        limit = self._limit(terms)
         if workers is None:
             workers = 0 if all(term.name in FAST_REWARDS for term in terms) else WORKERS
         importable = importable_terms(terms)
@@ -108,9 +108,9 @@ class RewardRunner:
         weakref.finalize(self, calls.close)
         return calls
 
-    def _limit(self, names: list[str]) -> float | None:
+    def _limit(self, terms: list[RewardTerm]) -> float | None:
         """Return the time limit of a call in seconds; None for servers, whose requests have limits of their own."""
-        on_server = [name.startswith(SERVER) or name == JUDGE for name in names]
+        on_server = [*map(_is_on_server, terms)]
         if all(on_server):
             return None
         return 60 * (self.section.reward_minutes + any(on_server) * self.section.server_minutes)
@@ -219,9 +219,12 @@ class RewardRunner:
         return None
 
     def _failures_alone(self, samples: list[Sample], error: CallFailed) -> list[CallFailed]:
-        """Return the failures of a call's samples alone, as far as they are needed: all for `zero`, otherwise the first."""
-        zero = self.section.reward_failure == "zero"
-        if len(samples) == 1 or not zero and (error.sample or isinstance(error, WrongCount)):
+        """Return the failures of a call's samples alone, as far as they are needed: all for `zero`, otherwise the first.
+
+        A server is not asked again, as it has already been asked repeatedly.
+        """
+        zero, on_server = self.section.reward_failure == "zero", any(map(_is_on_server, reward_terms(self.name)))
+        if len(samples) == 1 or not zero and (error.sample or on_server or isinstance(error, WrongCount)):
             return [error]
         begun = [(sample, self._calls.begin([sample])) for sample in samples]
         failures = (failure for sample, result in begun if (failure := self._take_in([sample], result)))
@@ -282,12 +285,15 @@ class RewardRunner:
         exit_process(str(error), USER_ERROR)
 
 
+def _is_on_server(term: RewardTerm) -> bool:
+    return term.name.startswith(SERVER) or term.name == JUDGE
+
+
 def importable_terms(terms: list[RewardTerm]) -> str | None:
     """Return the terms with names that another process can import, else None."""
     found = []
     for term in terms:
-        elsewhere = term.name == JUDGE or term.name.startswith(SERVER)
-        by_path = elsewhere or (":" in term.name and not term.name.startswith("__main__:"))
+        by_path = _is_on_server(term) or (":" in term.name and not term.name.startswith("__main__:"))
         name = term.name if by_path else importable_name(rewards[term.name])
         if name is None:
             return None
