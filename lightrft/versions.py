@@ -42,6 +42,7 @@ EXTRAS = {
     "json": {"jsonschema": ">=4.18"},
     "reasoning-gym": {"reasoning-gym": ">=0.1.25,<0.2"},
     "transfer-queue": {"TransferQueue": ">=0.1.11,<0.2"},
+    "docs": {"mkdocs": ">=1.6"},
     "dev": {"pytest": ">=8.0", "pytest-xdist": ">=3.6", "hypothesis": ">=6.100", "ruff": ">=0.12", "pyright": ">=1.1.400"},
 }
 """Name of the extra -> packages that it installs: `pip install '.[vllm]'` in a clone."""
@@ -108,6 +109,6 @@ def check_versions() -> list[str]:
     return [
         f"{problem}: pip install {' '.join(repr(requirement) for requirement in requirements(table))}"
         for extra, table in EXTRAS.items()
-        if extra not in ("dev", *ENGINES)
+        if extra not in ("docs", "dev", *ENGINES)
         for problem in version_problems(table, optional=True)
     ]

@@ -43,7 +43,7 @@ def _packages() -> list[Check]:
 
 
 def _extras() -> str:
-    names = [name for extra, table in EXTRAS.items() if extra != "dev" for name in table]
+    names = [name for extra, table in EXTRAS.items() if extra not in ("docs", "dev") for name in table]
     found = [f"{name} {version}" for name in names if (version := installed_version(name))]
     return ", ".join(found) or "none"
 

@@ -1,0 +1,26 @@
+"""Hooks of mkdocs: README.md and ARCHITECTURE.md, which lie beside docs/, become pages of the site, and links follow them."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTSIDE = {"README.md": "index.md", "ARCHITECTURE.md": "ARCHITECTURE.md"}
+"""Pages beside docs/ -> their names on the site."""
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that lie outside of docs/."""
+    for name, on_site in OUTSIDE.items():
+        text = re.sub(r"\]\(docs/", "](", (ROOT / name).read_text())
+        files.append(File.generated(config, on_site, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Let links lead to the pages of the site; those to files of the program, which the site does not have, become text."""
+    for name, on_site in OUTSIDE.items():
+        markdown = re.sub(rf"\]\((?:\.\./)?{re.escape(name)}", f"]({on_site}", markdown)
+    return re.sub(r"\[([^\]]*)\]\(\.\./[^)]*\)", r"\1", markdown)

@@ -1,0 +1,104 @@
+"""Why: a newcomer copies these commands. All of them are run, or read by the program that they start."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightrft.config import flags_without_effect, parse
+from lightrft.run.prepare import prepare_config
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "tutorial.md").read_text()
+LAPTOP, NODE = PAGE.split("\n## On a node of 8 GPUs\n")
+SHORTER = {
+    "source scripts/environment.sh": "",
+    "configs/quickstart_sft.yaml": "configs/quickstart_sft.yaml --max_steps 4 --logging_steps 1",
+    "--max_steps 100 --save_steps 50": "--max_steps 2 --save_steps 2 --rollout_batch_size 8 --train_batch_size 64",
+    "--max_steps 120 --save_steps 50": "--max_steps 3 --save_steps 2 --rollout_batch_size 8 --train_batch_size 64",
+}
+"""Text of the page -> what the test runs instead: in an environment that exists already, and for a few steps."""
+
+
+def blocks(part: str) -> list[str]:
+    return re.findall(r"^```bash\n(.*?)^```", part, flags=re.DOTALL | re.MULTILINE)
+
+
+def run(script: str) -> str:
+    ran = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=900,
+                         env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert ran.returncode == 0, f"{script}\n{ran.stdout}\n{ran.stderr}"
+    return ran.stdout
+
+
+@pytest.mark.slow
+def test_the_commands_for_a_laptop_run(tmp_path):
+    script = "\n".join(blocks(LAPTOP)).replace("runs/tutorial", str(tmp_path))
+    for text, instead in SHORTER.items():
+        assert script.count(text) == 1, f"the page does not contain {text!r} once"
+        script = script.replace(text, instead)
+    run(script)
+    rows = [json.loads(line) for line in (tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3] and (tmp_path / "grpo" / "report.html").exists()
+    assert (tmp_path / "after" / "evaluation.json").exists()
+
+
+def test_the_commands_for_a_node_are_possible(tmp_path, monkeypatch):
+    """The plan is made, the reward is called, and the flags of each run are read as by its 8 processes."""
+    commands, reward = "\n".join(blocks(NODE)), tmp_path / "my_reward.py"
+    heredoc = re.search(r"cat > my_reward.py <<'PYTHON'\n(.*?)PYTHON\n", commands, flags=re.DOTALL)
+    reward.write_text(heredoc[1])
+    commands = commands.replace(heredoc[0], "").replace("\\\n", " ").replace("my_reward.py", str(reward))
+    assert "it fits" in run(next(line for line in commands.splitlines() if line.startswith("lightrft plan")))
+    runs = [shlex.split(line) for line in commands.splitlines() if "run_grpo_gsm8k.sh" in line or "lightrft.cli." in line]
+    assert len(runs) == 4
+    (tmp_path / "data").mkdir()
+    for name in ("train", "test"):
+        (tmp_path / "data" / f"{name}.jsonl").write_text(json.dumps({"input": "1+1?", "label": "2"}) + "\n")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for words in runs:
+        config = next((word.partition("=")[2] for word in words if word.startswith("CONFIG=")), None)
+        command, flags = "train_ppo", words[3:] if config else words[words.index("-m") + 2 :]
+        if "lightrft.cli.bench" in words:
+            config, flags = flags[0], flags[1:]
+        elif config is None:
+            command = words[words.index("-m") + 1].removeprefix("lightrft.cli.")
+        flags = [flag.replace("data/gsm8k", f"{tmp_path}/data") for flag in flags]
+        if command == "train_ppo":
+            flags = [f"--config={ROOT / config}", f"--prompt_data={tmp_path}/data/train.jsonl",
+                     f"--eval_data={tmp_path}/data/test.jsonl", *flags]  # fmt: skip
+        else:
+            flags = [flag.replace("runs/grpo_gsm8k_1.5b", "Qwen/Qwen2.5-1.5B-Instruct") for flag in flags]
+        found = parse(flags, command)
+        prepare_config(command, found)
+        assert not flags_without_effect(found, command)
+
+
+def test_the_reward_for_a_node_has_its_parts(tmp_path):
+    (tmp_path / "my_reward.py").write_text(re.search(r"<<'PYTHON'\n(.*?)PYTHON\n", NODE, flags=re.DOTALL)[1])
+    script = ("import my_reward; from types import SimpleNamespace as Of; "
+              "print(my_reward.right_and_short([Of(text='so 7', token_ids=[1] * 300)], label=['7']))")  # fmt: skip
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True,
+                         env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"})  # fmt: skip
+    assert ran.stdout == "[{'right': 1.0, 'length': -0.1}]\n"
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path):
+    """Cell by cell in one module that is __main__, as a kernel does it, with few steps."""
+    cells = json.loads((ROOT / "notebooks" / "tutorial.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    code = code.replace("runs/notebook", str(tmp_path)).replace("max_steps=300", "max_steps=4")
+    code = code.replace("max_steps=20", "max_steps=2, rollout_batch_size=8, train_batch_size=64")
+    script = tmp_path / "cells.py"
+    script.write_text(code)
+    ran = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True, timeout=900,
+                         env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    *_, rewards, answer = ran.stdout.splitlines()
+    assert len(json.loads(rewards)) == 2 and answer.startswith("27+58=")
