@@ -55,18 +55,21 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError for variables of a launcher that are incomplete or no numbers."""
+    """Raise ConfigError for variables of a launcher that are incomplete."""
     present = [name for name in LAUNCHER if name in environment]
     absent = [name for name in LAUNCHER if name not in environment]
     if present and absent:
         raise ConfigError(f"{', '.join(present)} is set, but {', '.join(absent)} is not: {ADVICE}")
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
-        if name in environment and not environment[name].isdecimal():
-            raise ConfigError(f"{name}={environment[name]!r} is not a number: {ADVICE}")
 
 
 def check_launched(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError for a process without RANK whose other variables say that it is one of several: it would run alone."""
+    """Raise ConfigError for a process without RANK whose other variables say that it is one of several: it would run alone.
+
+    The same for variables of a launcher that must be numbers, and are not.
+    """
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if name in environment and not environment[name].isdecimal():
+            raise ConfigError(f"{name}={environment[name]!r} is not a number: {ADVICE}")
     if "RANK" in environment:
         return
     counts = NUMBERS_OF_NODES if "SLURM_STEP_NUM_TASKS" in environment else NUMBERS_OF_NODES + NUMBERS_IN_A_JOB
