@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightrft.parallel.device import release_cached_memory, synchronize
 
-
 BLOCK = 2**28
 """Bytes of a buffer in host memory. torch rounds pinned memory up to a power of two, for each allocation."""
 
