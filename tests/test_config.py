@@ -702,6 +702,17 @@ def test_the_plan_of_a_run_in_a_few_lines():
     ]
 
 
+@pytest.mark.parametrize(("flags", "ranks", "suggested"), [
+    (["--fsdp"], 16, True), (["--fsdp"], 8, False), (["--fsdp", "--dp_replicate=2"], 16, False), (["--zero_stage=2"], 16, False),
+    (["--fsdp", "--sp_size=16"], 16, False), (["--fsdp", "--rollout_ranks=8"], 24, True),
+], ids=str)  # fmt: skip
+def test_several_nodes_may_have_a_copy_of_the_model_each(flags, ranks, suggested):
+    config = parsed(*RUNNABLE, *flags)
+    resolve(config, "train_ppo", ranks)
+    found = [line for line in summary(config, "train_ppo", ranks, 8) if "gathered over 2 nodes" in line]
+    assert len(found) == suggested and all("--dp_replicate 2 gathers" in line for line in found)
+
+
 @pytest.mark.parametrize(
     ("argv", "line"),
     [(["--init_kl_coef=0"], "none"), (["--init_kl_coef=0", "--measure_kl"], "only measured"),

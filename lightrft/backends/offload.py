@@ -17,6 +17,45 @@ from torch.utils.hooks import RemovableHandle
 
 from lightrft.parallel.device import release_cached_memory, synchronize
 
+BLOCK = 2**28
+"""Bytes of a buffer in host memory. torch rounds pinned memory up to a power of two, for each allocation."""
+
+
+class HostCopies:
+    """Copies of tensors in host memory, one after the other in a few buffers, which are pinned for tensors of an accelerator.
+
+    A copy may continue in the next buffer. Copies are complete once the device is synchronised.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        tensors = [tensor.detach() for tensor in tensors]
+        total, pinned = sum(tensor.nbytes for tensor in tensors), any(tensor.device.type != "cpu" for tensor in tensors)
+        sizes = [min(BLOCK, total - start) for start in range(0, total, BLOCK)]
+        self.blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+        for source, pieces in self._places(tensors):
+            for part, piece in zip(_flat_bytes(source.contiguous()).split([len(p) for p in pieces]), pieces, strict=True):
+                piece.copy_(part, non_blocking=True)
+
+    def load(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the values into tensors of the same shapes and types, in the same order."""
+        for target, pieces in self._places(tensors):
+            whole = target.detach() if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+            for part, piece in zip(_flat_bytes(whole).split([len(p) for p in pieces]), pieces, strict=True):
+                part.copy_(piece, non_blocking=True)
+            if whole.data_ptr() != target.data_ptr():
+                target.copy_(whole)
+
+    def _places(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Yield each tensor with the parts of the buffers that have its bytes."""
+        start = 0
+        for tensor in tensors:
+            end, pieces = start + tensor.nbytes, []
+            while start < end:
+                block, offset = divmod(start, BLOCK)
+                pieces.append(self.blocks[block][offset : offset + end - start])
+                start += len(pieces[-1])
+            yield tensor, pieces
+
 
 class OffloadedTensors:
     """Offloaded tensors with emptied storages: all views of a storage are restored with it, also those that a library holds."""
@@ -29,7 +68,8 @@ class OffloadedTensors:
         kept, dropped = _with_storage(tensors), _with_storage(scratch)
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in (*kept, *dropped)}
         self.sizes = {key: storage.nbytes() for key, storage in storages.items()}
-        self.host = {key: _to_host(_bytes(storages[key])) for key in {tensor.untyped_storage().data_ptr() for tensor in kept}}
+        self.kept_keys = list(dict.fromkeys(tensor.untyped_storage().data_ptr() for tensor in kept))
+        self.copies = HostCopies(_bytes(storages[key]) for key in self.kept_keys)
         self.views = [(tensor, tensor.untyped_storage().data_ptr(), _geometry(tensor)) for tensor in (*kept, *dropped)]
         synchronize(device)
         for tensor, _, _ in self.views:
@@ -46,8 +86,7 @@ class OffloadedTensors:
         storages = {key: self.emptied.get(key, torch.UntypedStorage(0, device=device)) for key in self.sizes}
         for key, storage in storages.items():
             storage.resize_(self.sizes[key])
-            if key in self.host:
-                _bytes(storage).copy_(self.host[key], non_blocking=True)
+        self.copies.load(_bytes(storages[key]) for key in self.kept_keys)
         for tensor, key, geometry in self.views:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=storages[key].device).set_(storages[key], *geometry)
         synchronize(device)
@@ -59,7 +98,7 @@ class OffloadedModel:
     def __init__(self, model: nn.Module, device: torch.device):
         self.model = model
         self.guards = guard_model(model)
-        self.kept = {name: _to_host(tensor) for name, tensor in _tensors(model)}
+        self.copies = HostCopies(_tensors(model))
         synchronize(device)
         storages = [_local(parameter).untyped_storage() for parameter in model.parameters()]
         with same_parameters():
@@ -75,8 +114,7 @@ class OffloadedModel:
         with same_parameters():
             self.model.to_empty(device=device)
         with torch.no_grad():
-            for name, tensor in _tensors(self.model):
-                tensor.copy_(self.kept[name], non_blocking=True)
+            self.copies.load(_tensors(self.model))
         synchronize(device)
 
 
@@ -85,19 +123,19 @@ class OffloadedOptimizer:
 
     def __init__(self, optimizer: Optimizer, device: torch.device):
         self.guards = guard_optimizer(optimizer)
-        states = [(state, name) for state in optimizer.state.values() for name, value in state.items() if _is_large(value)]
-        self.kept = [(state, name, _to_host(_local(state[name]))) for state, name in states]
+        self.states = [(state, name) for state in optimizer.state.values() for name, value in state.items() if _is_large(value)]
+        self.copies = HostCopies(_local(state[name]) for state, name in self.states)
         synchronize(device)
-        for state, name in states:
+        for state, name in self.states:
             state[name] = torch.empty_like(state[name], device="meta")
         release_cached_memory(device)
 
     def reload(self, device: torch.device) -> None:
         for guard in self.guards:
             guard.remove()
-        for state, name, kept in self.kept:
+        for state, name in self.states:
             state[name] = torch.empty_like(state[name], device=device)
-            _local(state[name]).copy_(kept, non_blocking=True)
+        self.copies.load(_local(state[name]) for state, name in self.states)
         synchronize(device)
 
 
@@ -158,16 +196,13 @@ def _geometry(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
     return tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, this rank's part) of parameters and all buffers, including non-persistent ones; shared ones once."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        yield name, _local(tensor)
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Yield this rank's part of parameters and all buffers, including non-persistent ones; shared ones once."""
+    return map(_local, (*model.parameters(), *model.buffers()))
 
 
-def _to_host(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory, pinned if the tensor is on an accelerator; complete once the device is synchronised."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type != "cpu")
-    return host.copy_(tensor.detach(), non_blocking=True)
+def _flat_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _local(tensor: Tensor) -> Tensor:

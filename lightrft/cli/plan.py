@@ -22,6 +22,7 @@ from lightrft.config.command_line import parse
 from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import resolve
 from lightrft.config.sections import Config
+from lightrft.launch.rendezvous import adopt_slurm, check_environment, check_launched, ranks_per_node
 from lightrft.parallel.device import device_name
 from lightrft.parallel.peaks import DEVICES, known_device
 from lightrft.run.prepare import quiet_libraries
@@ -39,22 +40,25 @@ def main(argv: list[str] | None = None) -> None:
     if flags and not flags[0].startswith("-"):
         flags.insert(0, "--config")
     try:
+        if min(own.ranks, own.ranks_per_node) < 1:
+            raise ConfigError("--ranks and --ranks_per_node must be at least 1")
         config = parse(flags, own.command)
-        sys.exit(show_plan(config, own.command, own.ranks, own.device, model_file=own.model_config, as_json=own.json))
+        sys.exit(show_plan(config, own.command, own.ranks, own.device, ranks_per_node=own.ranks_per_node,
+                           model_file=own.model_config, as_json=own.json))  # fmt: skip
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(USER_ERROR)
 
 
 def show_plan(
-    config: Config, command: str, ranks: int, device: str, *, model_file: str = "", as_json: bool = False
+    config: Config, command: str, ranks: int, device: str, *, ranks_per_node: int, model_file: str = "", as_json: bool = False
 ) -> int:
     """Print the plan of a run and return the exit code: 2 if its flags cannot run or it does not fit, else 0.
 
     Raise ConfigError with all problems of the flags.
     """
     notices = resolve(config, command, world_size=ranks)
-    found = plan_of(config, command, ranks, device, model_file=model_file)
+    found = plan_of(config, command, ranks, device, ranks_per_node=ranks_per_node, model_file=model_file)
     if as_json:
         sys.stdout.write(json.dumps(found.as_json()) + "\n")
     else:
@@ -69,14 +73,19 @@ def show_plan(
 def dry_run(config: Config, command: str) -> int:
     """Print the plan of the processes that have been started, on one of them; see show_plan().
 
-    Without an accelerator whose peaks are known it is that of an h100.
+    Without an accelerator whose peaks are known it is that of an h100. Raise ConfigError for a process that no launcher has
+    started as a rank, and that would run alone.
     """
+    adopt_slurm(os.environ)
+    check_environment(os.environ)
+    check_launched(os.environ)
     if int(os.environ.get("RANK", 0)):
         return 0
     quiet_libraries()
     warnings.simplefilter("ignore")
     device = known_device(device_name()) or "h100"
-    return show_plan(config, command, int(os.environ.get("WORLD_SIZE", 1)), device)
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    return show_plan(config, command, ranks, device, ranks_per_node=ranks_per_node(os.environ) or ranks)
 
 
 def _memory(found: RunPlan, device: str) -> Table:
@@ -118,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
                                      usage="plan [CONFIG.yaml] --ranks N [flags]", allow_abbrev=False)  # fmt: skip
     parser.add_argument("--command", choices=TRAINING, default="train_ppo", help="the command that the run uses")
     parser.add_argument("--ranks", type=int, required=True, help="number of devices, each with one process")
+    parser.add_argument("--ranks_per_node", type=int, default=8, help="devices of a node (8)")
     parser.add_argument("--device", choices=DEVICES, default="h100", help="kind of device")
     parser.add_argument("--model_config", default="", help="config.json of --pretrain, if its folder is not on this machine")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

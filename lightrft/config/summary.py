@@ -5,10 +5,16 @@ from lightrft.config.references import engine_name
 from lightrft.config.sections import Config, needs_reference
 
 
-def summary(config: Config, command: str, world_size: int) -> list[str]:
-    """Return the lines that a run logs first: algorithm, divergence, layout, engine and the arithmetic of its batches."""
+def summary(config: Config, command: str, world_size: int, ranks_per_node: int | None = None) -> list[str]:
+    """Return the lines that a run logs first: algorithm, divergence, layout, engine and the arithmetic of its batches.
+
+    With `ranks_per_node` the layout comes with --dp_replicate for models that fit on one node.
+    """
     lines = [_algorithm(config), _divergence(config)] if command == "train_ppo" else []
     lines.append(_layout(config, world_size))
+    if ranks_per_node and (nodes := nodes_to_replicate(config, world_size, ranks_per_node)):
+        lines.append(f"parameters are gathered over {nodes} nodes: where the model fits on one of them, --dp_replicate {nodes} "
+                     "gathers them within each (`lightrft plan` says whether it fits)")  # fmt: skip
     if "engine" in COMMANDS[command]:
         lines.append(_engine(config, world_size))
     if "optim" in COMMANDS[command]:
@@ -41,6 +47,15 @@ def _layout(config: Config, world_size: int) -> str:
     world_size -= config.rollout.rollout_ranks
     data = world_size // (sequence * strategy.tp_size)
     return f"layout: {strategy.strategy}{zero} on {world_size} processes, {data} data ranks{cut}"
+
+
+def nodes_to_replicate(config: Config, world_size: int, ranks_per_node: int) -> int:
+    """Return the number of nodes over which FSDP2 shards one copy of the model although each could have its own, else 0."""
+    strategy, ranks = config.strategy, world_size - config.rollout.rollout_ranks
+    parallel = max(strategy.sp_size, strategy.cp_size) * strategy.tp_size
+    nodes, rest = divmod(ranks, ranks_per_node)
+    possible = strategy.strategy == "fsdp" and strategy.dp_replicate == 1 and not rest and ranks_per_node % parallel == 0
+    return nodes if possible and nodes > 1 else 0
 
 
 def _engine(config: Config, world_size: int) -> str:

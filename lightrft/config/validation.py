@@ -40,8 +40,8 @@ from lightrft.config.sections import (
 
 def validate(config: Config, *, command: str, world_size: int) -> None:
     """Raise one ConfigError with every impossible combination."""
-    problems = _missing_inputs(config, command)
-    problems += range_problems(config, fields_read(command))
+    problems, out_of_range = _missing_inputs(config, command), range_problems(config, fields_read(command))
+    problems += out_of_range
     problems += _sampling_problems(config.rollout)
     if "engine" in COMMANDS[command]:
         problems += _speculation_problems(config)
@@ -56,7 +56,7 @@ def validate(config: Config, *, command: str, world_size: int) -> None:
         problems.append("--overwrite starts from the beginning and --load_checkpoint resumes: set only one")
     if command not in ("evaluate", "serve"):
         problems += _media_problems(config, command)
-    if not problems:
+    if not out_of_range:  # sizes divide each other
         problems += _layout_problems(config, world_size) + (_batch_problems(config) if command == "train_ppo" else [])
     if command == "serve" and not problems and world_size != config.engine.engine_tp_size:
         problems.append(f"serve has one engine on all of its processes: set --engine_tp_size {world_size}, or start "
@@ -245,7 +245,10 @@ def _speculation_problems(config: Config) -> list[str]:
 
 def _environment_problems(config: Config) -> list[str]:
     section, problems = config.environment, []
-    names = [term.name for term in reward_terms(config.reward.reward)]
+    try:
+        names = [term.name for term in reward_terms(config.reward.reward)]
+    except ValueError:  # _address_problems() says it
+        names = []
     if "environment" in names and not (section.environment or section.agent):
         problems.append("--reward environment is the reward of an environment or an agent: set --environment or --agent")
     if section.agent and (section.environment or section.tools):
@@ -352,7 +355,7 @@ def deepspeed_problems(strategy: Any, *, bf16: bool) -> list[str]:
 def _heads(pretrain: str) -> dict[str, int]:
     """Return the counts that --tp_size and Ulysses must divide, from a local folder; a hub model is checked when loaded."""
     file = Path(pretrain).expanduser() / "config.json"
-    if not file.is_file():
+    if not pretrain or not file.is_file():
         return {}
     content = json.loads(file.read_text())
     content = content.get("text_config", content)

@@ -45,7 +45,7 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
         return
     absent = [name for name in (*SLURM.values(), *MEETING_POINT) if name not in environment]
     if absent:
-        raise RuntimeError(
+        raise ConfigError(
             f"srun started {environment['SLURM_STEP_NUM_TASKS']} tasks, but {', '.join(absent)} is not set: "
             "pass srun's variables on with --export=ALL"
         )
@@ -54,8 +54,22 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("MASTER_PORT", str(20000 + int(environment["SLURM_JOB_ID"]) % 10000))
 
 
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Raise ConfigError for variables of a launcher that are incomplete."""
+    present = [name for name in LAUNCHER if name in environment]
+    absent = [name for name in LAUNCHER if name not in environment]
+    if present and absent:
+        raise ConfigError(f"{', '.join(present)} is set, but {', '.join(absent)} is not: {ADVICE}")
+
+
 def check_launched(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError for a process without RANK whose other variables say that it is one of several: it would run alone."""
+    """Raise ConfigError for a process without RANK whose other variables say that it is one of several: it would run alone.
+
+    The same for variables of a launcher that must be numbers, and are not.
+    """
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if name in environment and not environment[name].isdecimal():
+            raise ConfigError(f"{name}={environment[name]!r} is not a number: {ADVICE}")
     if "RANK" in environment:
         return
     counts = NUMBERS_OF_NODES if "SLURM_STEP_NUM_TASKS" in environment else NUMBERS_OF_NODES + NUMBERS_IN_A_JOB
@@ -70,6 +84,14 @@ def check_launched(environment: Mapping[str, str]) -> None:
             "command on every node with `bash scripts/launch.sh COMMAND ...`, with torchrun, or with srun (docs/launching.md). "
             f"For a process that is meant to run alone: `env {' '.join(f'-u {name}' for name in several)} COMMAND ...`"
         )
+
+
+def ranks_per_node(environment: Mapping[str, str]) -> int | None:
+    """Return the number of ranks of each node as torchrun or srun say it; None if they do not, or if nodes differ."""
+    if "LOCAL_WORLD_SIZE" in environment:
+        return int(environment["LOCAL_WORLD_SIZE"])
+    per_node = re.fullmatch(r"(\d+)(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return int(per_node[1]) if per_node else None
 
 
 def adopt_node_size(environment: MutableMapping[str, str], num_gpu_per_node: int) -> None:
@@ -89,8 +111,8 @@ def end_with_launcher(launcher: int) -> None:
 def join_process_group(device: torch.device, timeout: timedelta, arrival: timedelta, rollout_ranks: int = 0) -> RunProcesses:
     """Create the default process group, unless it exists already. `timeout` is that of its store from then on.
 
-    `arrival` is the longest wait until all processes have started, imported their packages and connected. Raises RuntimeError
-    for an environment that no launcher has set up, and for `rollout_ranks` in a group that exists.
+    `arrival` is the longest wait until all processes have started, imported their packages and connected. Raises ConfigError
+    for an environment that no launcher has set up, and RuntimeError for `rollout_ranks` in a group that exists.
     """
     if dist.is_initialized():
         if rollout_ranks:
@@ -98,7 +120,7 @@ def join_process_group(device: torch.device, timeout: timedelta, arrival: timede
         return RunProcesses(_get_default_store(), dist.get_rank(), dist.get_world_size(), timeout, created=False)
     end_with_launcher(os.getppid())
     adopt_slurm(os.environ)
-    _check_environment(os.environ)
+    check_environment(os.environ)
     check_launched(os.environ)
     backend = collective_backend(device)
     if "RANK" not in os.environ:
@@ -224,13 +246,3 @@ def _first_host(nodes: str) -> str:
     """Return the first host of a node list: `gpu[07-09,12],fat1` -> `gpu07`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group() if first else nodes)
-
-
-def _check_environment(environment: Mapping[str, str]) -> None:
-    present = [name for name in LAUNCHER if name in environment]
-    absent = [name for name in LAUNCHER if name not in environment]
-    if present and absent:
-        raise RuntimeError(f"{', '.join(present)} is set, but {', '.join(absent)} is not: {ADVICE}")
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
-        if name in environment and not environment[name].isdecimal():
-            raise RuntimeError(f"{name}={environment[name]!r} is not a number: {ADVICE}")

@@ -11,7 +11,7 @@ from lightrft.config.errors import ConfigError
 from lightrft.config.resolve import resolve
 from lightrft.config.sections import Config
 from lightrft.config.summary import summary
-from lightrft.launch.rendezvous import adopt_slurm, check_launched
+from lightrft.launch.rendezvous import adopt_slurm, check_launched, ranks_per_node
 from lightrft.versions import check_versions
 
 
@@ -33,7 +33,7 @@ def prepare_config(command: str, config: Config) -> Config:
         for notice in notices:
             logger.warning(notice)
     if int(os.environ.get("RANK", 0)) == 0:
-        for line in summary(config, command, world_size=int(os.environ.get("WORLD_SIZE", 1))):
+        for line in summary(config, command, int(os.environ.get("WORLD_SIZE", 1)), ranks_per_node(os.environ)):
             logger.info(line)
     return config
 

@@ -10,7 +10,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import reward_model_terms
 from lightrft.config.sections import Config, needs_critic, needs_reference, section_of_field
-from lightrft.config.summary import summary
+from lightrft.config.summary import nodes_to_replicate, summary
 from lightrft.parallel.peaks import DEVICES, Device
 from lightrft.parallel.tensor_parallel import model_problems
 from lightrft.tools.shapes import model_config
@@ -57,13 +57,17 @@ class RunPlan:
 class Planner:
     """Bytes of one configuration, which is resolved, on `ranks` devices."""
 
-    def __init__(self, config: Config, command: str, ranks: int, device: Device, *, shape: PretrainedConfig):
-        self.config, self.command, self.ranks, self.device = config, command, ranks, device
+    def __init__(
+        self, config: Config, command: str, ranks: int, device: Device, *, ranks_per_node: int, shape: PretrainedConfig
+    ):  # fmt: skip
+        self.config, self.command, self.ranks, self.device, self.ranks_per_node = config, command, ranks, device, ranks_per_node
         strategy, rollout = config.strategy, config.rollout
         self.generates = command == "train_ppo"
         self.training = ranks - (rollout.rollout_ranks if self.generates else 0)
         self.tp, self.sp = strategy.tp_size, max(strategy.sp_size, strategy.cp_size)
         self.shards = self.training // (self.tp * strategy.dp_replicate)
+        self.replicas = self.training // (self.sp * self.tp)
+        self.engines = max((rollout.rollout_ranks or ranks) // config.engine.engine_tp_size, 1)
         self.shape = shape
         self.local = of_tensor_parallel(self.shape, self.tp) if self.tp > 1 else self.shape
         self.parameters, self.active = parameter_counts(self.shape)
@@ -189,19 +193,23 @@ class Planner:
         passes = many_updates + needs_reference(algorithm) + needs_critic(algorithm) + len(config.model.reward_pretrain)
         work = StepWork(samples, config.data.prompt_max_len // 2, rollout.generate_max_len // 2, passes, config.train.max_epochs,
                         config.model.gradient_checkpointing)  # fmt: skip
-        generating = rollout.rollout_ranks or self.ranks
-        size = config.engine.engine_tp_size
-        return seconds(self.shape, self.parameters, self.active, work, self.device, training=self.training,
-                       engines=max(generating // size, 1), engine_tp=size, cache_tokens=cache_tokens,
-                       bytes_per_value=self.width)  # fmt: skip
+        of_a_replica = self.sp * self.tp
+        return seconds(self.shape, self.parameters, self.active, work, self.device,
+                       training=of_a_replica * min(self.replicas, config.train.train_batch_size),
+                       scoring=of_a_replica * min(self.replicas, samples),
+                       engines=min(self.engines, rollout.rollout_batch_size), engine_tp=config.engine.engine_tp_size,
+                       cache_tokens=cache_tokens, bytes_per_value=self.width)  # fmt: skip
 
     def idle_ranks(self) -> list[str]:
         """Return what a step has too little of to give work to every rank."""
-        replicas, rows = self.training // (self.sp * self.tp), self.config.train.train_batch_size
-        if rows < replicas:
-            return [f"--train_batch_size {rows} gives work to {rows} of {replicas} replicas of data: raise it, or use fewer "
-                    "ranks"]  # fmt: skip
-        return []
+        found, rows, prompts = [], self.config.train.train_batch_size, self.config.rollout.rollout_batch_size
+        if rows < self.replicas:
+            found.append(f"--train_batch_size {rows} gives work to {rows} of {self.replicas} replicas of data: raise it, or use "
+                         "fewer ranks")  # fmt: skip
+        if self.generates and prompts < self.engines:
+            found.append(f"--rollout_batch_size {prompts} gives prompts to {prompts} of {self.engines} engines: raise it, or "
+                         "--engine_tp_size, or use fewer ranks")  # fmt: skip
+        return found
 
     def picture(self) -> list[str]:
         """Return the ranks of the first replica of data, and how often it is there."""
@@ -221,6 +229,10 @@ class Planner:
             changes = self.mended()
             found.append(f"it fits with {' '.join(changes)}" if changes else
                          "no combination of flags that was tried fits: use more ranks, a smaller model, or --fsdp_cpu_offload")
+        nodes = nodes_to_replicate(config, self.ranks, self.ranks_per_node)
+        if nodes and self.fits_with({"dp_replicate": nodes}):
+            found.append(f"the model fits on one node: --dp_replicate {nodes} gathers parameters within each of the {nodes} "
+                         "nodes and sends only gradients between them")  # fmt: skip
         longest = config.data.prompt_max_len + config.rollout.generate_max_len
         if "generate" in made.phases and made.cache_tokens < longest:
             found.append("the engine's cache does not hold one sequence of full length: a larger --engine_tp_size or "
@@ -258,7 +270,7 @@ class Planner:
         config = deepcopy(self.config)
         for name, value in changes.items():
             getattr(config, section_of_field()[name]).put(name, value)
-        other = Planner(config, self.command, self.ranks, self.device, shape=self.shape)
+        other = Planner(config, self.command, self.ranks, self.device, ranks_per_node=self.ranks_per_node, shape=self.shape)
         tokens = config.train.max_tokens_per_microbatch
         phases = other.phases(other.step(tokens), tokens)
         longest = config.data.prompt_max_len + config.rollout.generate_max_len
@@ -266,7 +278,9 @@ class Planner:
         return enough_cache and all(sum(parts.values()) <= self.capacity for parts in phases.values())
 
 
-def plan_of(config: Config, command: str, ranks: int, device: str, *, model_file: str = "") -> RunPlan:
+def plan_of(
+    config: Config, command: str, ranks: int, device: str, *, ranks_per_node: int, model_file: str = ""
+) -> RunPlan:  # fmt: skip
     """Return the plan of a resolved configuration.
 
     Raise ConfigError if the shape of the model is not known, if --tp_size does not divide it, and for media.
@@ -278,7 +292,7 @@ def plan_of(config: Config, command: str, ranks: int, device: str, *, model_file
     unplanned = f"--pretrain {config.model.pretrain}: models of type {shape.model_type} cannot be planned"
     if type(shape) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"{unplanned}, only those of text")
-    planner = Planner(config, command, ranks, DEVICES[device], shape=shape)
+    planner = Planner(config, command, ranks, DEVICES[device], ranks_per_node=ranks_per_node, shape=shape)
     if planner.active < planner.parameters and not config.model.bf16:
         raise ConfigError(f"{unplanned} without --bf16: torch has no shapes of their experts' products in float32")
     return planner.plan()

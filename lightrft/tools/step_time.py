@@ -41,25 +41,28 @@ def token_flops(shape: PretrainedConfig, parameters: int, length: int) -> float:
 
 
 def seconds(
-    shape: PretrainedConfig, parameters: int, active: int, work: StepWork, device: Device, *, training: int, engines: int,
-    engine_tp: int, cache_tokens: float, bytes_per_value: int,
+    shape: PretrainedConfig, parameters: int, active: int, work: StepWork, device: Device, *, training: int,
+    scoring: int, engines: int, engine_tp: int, cache_tokens: float, bytes_per_value: int,
 ) -> dict[str, float]:  # fmt: skip
-    """Return seconds by phase. `training` ranks learn, and `engines` of `engine_tp` ranks each generate.
+    """Return seconds by phase.
+
+    `training` ranks have rows in an optimizer step, `scoring` ranks in the passes over all samples, and `engines` of `engine_tp`
+    ranks each have prompts: those that have none add no speed.
 
     `active` is the number of parameters that compute a token: fewer than `parameters` with experts.
     """
     length = work.prompt + work.response
     tokens, forward = work.samples * length, token_flops(shape, active, length)
-    compute = device.flops * MFU * training
+    compute = device.flops * MFU
     of_an_engine = work.samples / engines
     at_once = max(1.0, min(of_an_engine, RUNNING, cache_tokens / length))
     read = _read(shape, parameters, active, at_once) * bytes_per_value + at_once * length / 2 * kv_bytes(shape, bytes_per_value)
     steps = work.response * of_an_engine / at_once
-    prefill = of_an_engine * work.prompt * forward / (device.flops * MFU * engine_tp)
+    prefill = of_an_engine * work.prompt * forward / (compute * engine_tp)
     return {
         "generate": steps * read / (device.bandwidth * DECODING * engine_tp) + prefill,
-        "log-probs": work.passes * tokens * forward / compute,
-        "train": work.epochs * tokens * forward * (4 if work.recomputes else 3) / compute,
+        "log-probs": work.passes * tokens * forward / (compute * scoring),
+        "train": work.epochs * tokens * forward * (4 if work.recomputes else 3) / (compute * training),
         "weight sync": parameters * bytes_per_value / (device.link * LINK),
     }
 

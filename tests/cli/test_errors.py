@@ -75,6 +75,19 @@ def test_evaluate_needs_held_out_data(inputs, capfd):
     assert "--eval_data is empty" in fails(capfd, evaluate.main, inputs[:2])
 
 
+@pytest.mark.parametrize("dry", [[], ["--dry_run"]], ids=["run", "dry"])
+@pytest.mark.parametrize(("environment", "says"), [
+    ({"WORLD_SIZE": "2", "MASTER_ADDR": "here"}, "WORLD_SIZE, MASTER_ADDR is set, but RANK, MASTER_PORT is not"),
+    ({"RANK": "a", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, "RANK='a' is not a number"),
+    ({"PET_NNODES": "2"}, "this process is one of several, but it has no rank"),
+], ids=["part", "letters", "pod"])  # fmt: skip
+def test_a_process_that_no_launcher_made_a_rank(inputs, capfd, monkeypatch, environment, says, dry):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    said = fails(capfd, train_ppo.main, [*inputs, *PPO, *dry])
+    assert says in said.splitlines()[-1] and "Traceback" not in said
+
+
 def test_report_of_a_folder_without_a_run(tmp_path, capfd):
     assert f"{tmp_path} is not the folder of a run" in fails(capfd, report.main, [str(tmp_path)])
 

@@ -46,7 +46,7 @@ def live_bytes(made: DeepSpeedStrategy | None = None) -> int:
     """Of all tensors of this process, whoever holds them, without what waits in host memory."""
     gc.collect()
     offloaded = made._memory.offloaded.values() if made else ()
-    waiting = {copy.untyped_storage().data_ptr() for item in offloaded for copy in item.host.values()}
+    waiting = {copy.untyped_storage().data_ptr() for item in offloaded for copy in item.copies.blocks}
     storages = {}
     for item in gc.get_objects():
         if isinstance(item, torch.Tensor) and item.device.type == "cpu":

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from lightrft.backends import offload
 from lightrft.parallel.device import host_cores, memory_in_use
 from lightrft.strategy import FSDPStrategy
 from ranks import run_cases, run_ranks
@@ -202,6 +203,24 @@ def away_and_back(dtype_args: dict) -> tuple[float, list[str]]:
     changed = [str(name) for name, tensor in everything().items() if not torch.equal(tensor.detach().cpu(), known[name])]
     made.close()
     return left / max(held, 1), changed
+
+
+def test_copies_in_host_memory_have_the_same_bits_and_no_more_bytes(monkeypatch):
+    """Of several types and strides, with tensors of no and of one element, and with buffers that end within a tensor."""
+    monkeypatch.setattr(offload, "BLOCK", 64)
+    tensors = [torch.randn(3, 7), torch.randn(5, 4).t(), torch.tensor(2.5), torch.randn(0, 3), torch.rand(9) > 0.5,
+               torch.randn(31).bfloat16(), torch.arange(6), torch.tensor([float("nan"), -0.0])]  # fmt: skip
+    copies, targets = offload.HostCopies(tensors), [torch.empty_like(tensor) for tensor in tensors]
+    assert [target.stride() for target in targets] == [tensor.stride() for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    known = copies.blocks
+    copies.load(targets)
+    assert sum(len(block) for block in known) == sum(tensor.nbytes for tensor in tensors)
+    assert max(len(block) for block in known) == 64 < tensors[0].nbytes
+    again = offload.HostCopies(targets)
+    assert all(torch.equal(one, other) for one, other in zip(again.blocks, known, strict=True))
+    assert targets[0].abs().min() > 0 and targets[1].abs().min() > 0 and targets[2] == 2.5 and targets[6].tolist() == [*range(6)]
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from lightrft.launch.rendezvous import adopt_node_size, adopt_slurm, join_process_group
+from lightrft.config.errors import ConfigError
+from lightrft.launch.rendezvous import adopt_node_size, adopt_slurm, join_process_group, ranks_per_node
 from lightrft.parallel.device import check_device_index
 from lightrft.strategy import FSDPStrategy
 from ranks import run_ranks
@@ -197,7 +198,7 @@ def clean_environment(monkeypatch):
 def test_part_of_an_environment_is_an_error(clean_environment, given):
     for name, value in given.items():
         clean_environment.setenv(name, value)
-    with pytest.raises(RuntimeError, match="is not: start the run with `torchrun"):
+    with pytest.raises(ConfigError, match="is not: start the run with `torchrun"):
         FSDPStrategy().setup_distributed()
     assert not dist.is_initialized()
 
@@ -205,13 +206,21 @@ def test_part_of_an_environment_is_an_error(clean_environment, given):
 def test_a_rank_that_is_no_number_is_an_error(clean_environment):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         clean_environment.setenv(name, "one")
-    with pytest.raises(RuntimeError, match="RANK='one' is not a number"):
+    with pytest.raises(ConfigError, match="RANK='one' is not a number"):
         FSDPStrategy().setup_distributed()
 
 
 def test_part_of_what_srun_says_is_an_error():
-    with pytest.raises(RuntimeError, match="SLURM_STEP_NODELIST, SLURM_JOB_ID is not set: pass srun's variables on"):
+    with pytest.raises(ConfigError, match="SLURM_STEP_NODELIST, SLURM_JOB_ID is not set: pass srun's variables on"):
         adopt_slurm({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
+
+
+@pytest.mark.parametrize(("given", "expected"), [
+    ({"LOCAL_WORLD_SIZE": "4"}, 4), ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, 8), ({"SLURM_STEP_TASKS_PER_NODE": "8"}, 8),
+    ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4"}, None), ({}, None),
+])  # fmt: skip
+def test_ranks_of_a_node(given, expected):
+    assert ranks_per_node(given) == expected
 
 
 BATCH_SCRIPT = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "1"}

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from lightrft.cli.plan import main
+from lightrft.config.command_line import parse
+from lightrft.config.resolve import resolve
 from lightrft.parallel.peaks import DEVICES
-from lightrft.tools.shapes import known_config
+from lightrft.tools.planning import Planner
+from lightrft.tools.shapes import known_config, model_config
 from lightrft.tools.step_memory import num_parameters, of_tensor_parallel, parameter_counts
 from lightrft.tools.step_time import StepWork, kv_bytes, seconds
 from tiny import tiny_model
@@ -35,8 +38,8 @@ def test_experts_by_hand():
     expert = 48 * 3 * 2048 * 768
     assert parameters - active == 120 * expert and num_parameters(known_config("Qwen/Qwen3-235B-A22B")) // 10**9 == 235
     for samples, chosen in ((1, 8), (2, 15.5)):
-        found = seconds(shape, parameters, active, replace(none, samples=samples), device, training=1, engines=1, engine_tp=1,
-                        cache_tokens=1e6, bytes_per_value=2)  # fmt: skip
+        found = seconds(shape, parameters, active, replace(none, samples=samples), device, training=1, scoring=1, engines=1,
+                        engine_tp=1, cache_tokens=1e6, bytes_per_value=2)  # fmt: skip
         read = 2 * (parameters - (128 - chosen) * expert) + samples * kv_bytes(shape, 2) / 2
         assert found["generate"] == pytest.approx(read / (0.6 * 3.35e12))
         assert found["train"] == pytest.approx(4 * samples * (2 * active + 2 * 48 * 32 * 128) / (0.35 * 989e12))
@@ -58,8 +61,8 @@ def test_seconds_by_hand():
     """One rank, one engine that decodes all four samples together: 10 engine steps, each of which reads all weights."""
     shape, device = known_config("Qwen/Qwen2.5-7B"), DEVICES["h100"]
     parameters = num_parameters(shape)
-    found = seconds(shape, parameters, parameters, StepWork(4, 0, 10, 1, 1, True), device, training=1, engines=1, engine_tp=1,
-                    cache_tokens=1e6, bytes_per_value=2)  # fmt: skip
+    found = seconds(shape, parameters, parameters, StepWork(4, 0, 10, 1, 1, True), device, training=1, scoring=1, engines=1,
+                    engine_tp=1, cache_tokens=1e6, bytes_per_value=2)  # fmt: skip
     cache = 4 * 5 * kv_bytes(shape, 2)
     assert kv_bytes(shape, 2) == 2 * 28 * 4 * 128 * 2
     assert found["generate"] == pytest.approx(10 * (2 * parameters + cache) / (0.6 * 3.35e12))
@@ -90,11 +93,52 @@ def test_the_command(capsys):
     assert ended.value.code == 0 and json.loads(capsys.readouterr().out)["fits"]
 
 
-def test_all_problems_are_named(capsys):
+def test_ranks_without_work_add_no_speed():
+    """1,024 ranks have 512 engines and 1,024 replicas, for 128 prompts and 512 rows: as fast as with as many as have work."""
+
+    def planner(ranks: int, *flags: str) -> Planner:
+        config = parse(["--config", CONFIG, *flags], "train_ppo")
+        resolve(config, "train_ppo", world_size=ranks)
+        return Planner(config, "train_ppo", ranks, DEVICES["h100"], ranks_per_node=8, shape=model_config(config.model.pretrain))
+
+    many = planner(1024)
+    seconds, with_work = many.seconds(1e6), planner(512).seconds(1e6)
+    assert seconds["train"] == with_work["train"] and seconds["generate"] == with_work["generate"]
+    assert seconds["generate"] == planner(256).seconds(1e6)["generate"] < planner(128).seconds(1e6)["generate"]
+    assert seconds["log-probs"] == pytest.approx(with_work["log-probs"] / 2), "all 1,024 samples are scored at once"
+    rows, prompts = many.idle_ranks()
+    assert "512 of 1024 replicas" in rows and "128 of 512 engines" in prompts
+    assert planner(256).idle_ranks() == planner(512, "--rollout_batch_size=256").idle_ranks() == []
+
+
+@pytest.mark.slow
+def test_the_plan_of_128_nodes(capsys):
     with pytest.raises(SystemExit) as ended:
-        main([CONFIG, "--ranks", "6", "--tp_size", "4", "--train_batch_size", "7"])
+        main([CONFIG, "--ranks", "1024", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    rows, prompts, nodes = found["advice"]
+    assert ended.value.code == 0 and rows.startswith("--train_batch_size 512") and prompts.startswith("--rollout_batch_size 128")
+    assert "--dp_replicate 128 gathers parameters within each of the 128 nodes" in nodes
+
+
+def test_all_problems_are_named(capsys):
+    """Of an input, a reward, a bound, the layout and the batches; sizes are not divided where one is out of its range."""
+    with pytest.raises(SystemExit) as ended:
+        main([CONFIG, "--ranks", "6", "--tp_size", "4", "--train_batch_size", "7", "--pretrain=/nowhere", "--top_p=0",
+              "--reward=gsm8k,gsm8k"])  # fmt: skip
     said = capsys.readouterr().err
     assert ended.value.code == 2 and "--tp_size 4 does not divide the 6 processes" in said and "train_batch_size 7" in said
+    assert "/nowhere: no such folder" in said and "--top_p must be" in said and "two rewards are called gsm8k" in said
+    with pytest.raises(SystemExit):
+        main([CONFIG, "--ranks", "6", "--tp_size", "0", "--train_batch_size", "0"])
+    said = capsys.readouterr().err
+    assert "--tp_size must be" in said and "--train_batch_size must be" in said
+
+
+def test_a_plan_needs_a_rank(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([CONFIG, "--ranks", "0"])
+    assert ended.value.code == 2 and capsys.readouterr().err == "--ranks and --ranks_per_node must be at least 1\n"
 
 
 @pytest.mark.slow
