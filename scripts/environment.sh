@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # The pinned environment in .venv: made once, remade when its requirement files change.
 #
-#     source scripts/environment.sh [test]     make it and enter it; `test` adds what the tests need, SGLang in .venv-sglang
+#     source scripts/environment.sh [test]     make it and enter it; `test` adds what the tests need, with .venv-sglang and .venv-extras
 #     bash scripts/environment.sh [test]       only make it
 #
 # PYTHON chooses the interpreter, LIGHTRFT_VENV another folder. FOLDER/install_s: seconds that the installation took.
@@ -77,27 +77,30 @@ if [[ ${1:-} == test && $(cat "$stamp-test" 2>/dev/null) != "$wanted_by_tests" ]
     echo "$wanted_by_tests" >"$stamp-test"
 fi
 
-sglang=$venv-sglang
-
-make_sglang_environment() {
-    echo "environment: making $sglang, which lies over $venv"
-    rm -rf "$sglang"
-    mkdir -p "$sglang"
-    echo unfinished >"$sglang/lightrft-requirements"
-    "$venv/bin/python" -m venv "$sglang" --without-pip
-    into=$sglang/bin/python pip_install --no-deps -r "$root/requirements/sglang.txt"
-    "$sglang/bin/python" -c 'if True:
+# make_overlay NAME: an environment over $venv, with the packages of requirements/NAME.txt
+make_overlay() {
+    local overlay=$venv-$1
+    echo "environment: making $overlay, which lies over $venv"
+    rm -rf "$overlay"
+    mkdir -p "$overlay"
+    echo unfinished >"$overlay/lightrft-requirements"
+    "$venv/bin/python" -m venv "$overlay" --without-pip
+    into=$overlay/bin/python pip_install --no-deps -r "$root/requirements/$1.txt"
+    "$overlay/bin/python" -c 'if True:
         import pathlib, sys, sysconfig
         beneath = sysconfig.get_path("purelib", vars={"base": sys.argv[1]})
         pathlib.Path(sysconfig.get_path("purelib"), "beneath.pth").write_text(beneath)' "$venv"
 }
 
-wanted_by_sglang="$wanted $(cksum <"$root/requirements/sglang.txt")"
-if [[ ${1:-} == test && $(cat "$sglang/lightrft-requirements" 2>/dev/null) != "$wanted_by_sglang" ]]; then
-    if [[ -e $sglang && ! -e $sglang/lightrft-requirements ]]; then
-        echo "$sglang exists and was not made by this script: move it away" >&2
-        exit 1
+for name in sglang extras; do
+    overlay=$venv-$name
+    wanted_there="$wanted $(cksum <"$root/requirements/$name.txt")"
+    if [[ ${1:-} == test && $(cat "$overlay/lightrft-requirements" 2>/dev/null) != "$wanted_there" ]]; then
+        if [[ -e $overlay && ! -e $overlay/lightrft-requirements ]]; then
+            echo "$overlay exists and was not made by this script: move it away" >&2
+            exit 1
+        fi
+        make_overlay "$name"
+        echo "$wanted_there" >"$overlay/lightrft-requirements"
     fi
-    make_sglang_environment
-    echo "$wanted_by_sglang" >"$sglang/lightrft-requirements"
-fi
+done

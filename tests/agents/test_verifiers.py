@@ -1,4 +1,7 @@
-"""Environments of the package verifiers, unmodified: they send chats, and what was sampled is learned."""
+"""Environments of the package verifiers, unmodified: they send chats, and what was sampled is learned.
+
+It runs in the environment that has the package, by tests/test_extras.py.
+"""
 
 import sys
 
@@ -9,7 +12,7 @@ from lightrft.data.readers import BadRows, read_rows
 from lightrft.rewards.functions import environment
 from player import Player, ids
 
-pytest.importorskip("verifiers.v1", reason="verifiers is not installed")
+pytest.importorskip("verifiers.v1", reason="test_extras.py runs it where verifiers is")
 pytestmark = pytest.mark.slow
 
 GAME = '''

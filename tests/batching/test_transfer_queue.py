@@ -1,17 +1,18 @@
 """Whole steps whose samples travel through a real TransferQueue on a real Ray cluster: the numbers are those of the memory.
 
-It needs the extra: pip install '.[transfer-queue]'.
+It runs in the environment that has the package, by tests/test_extras.py.
 """
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
-from ranks import run_cases
+from ranks import run_ranks
 from runs import PPO, prepare, repeatable, rows_of, run_here
 
-pytestmark = pytest.mark.skipif(find_spec("transfer_queue") is None, reason="TransferQueue is not installed")
+pytestmark = pytest.mark.skipif(find_spec("transfer_queue") is None, reason="test_extras.py runs it where TransferQueue is")
 
 CASES = {"ranks with samples of their own": [], "ranks of one replica": ["--sp_size=2"]}
 
@@ -41,20 +42,23 @@ def course(flags: list[str], folder: str) -> list[dict]:
     return repeatable(rows_of(folder))
 
 
-def everything(cases: dict[str, tuple]) -> dict[str, object]:
-    return {"store": store_of_two_ranks()} | {case: course(*args) for case, args in cases.items()}
+def everything(inputs: list[str], folder: Path) -> dict[str, object]:
+    """Rows of the store, and for each case what is learned through memory and through the queue."""
+    found = {"store": store_of_two_ranks()}
+    for case, flags in CASES.items():
+        found[case] = [course([*inputs, *flags, f"--sample_store={store}"], f"{folder}/{case} {store}")
+                       for store in ("memory", "transfer_queue")]  # fmt: skip
+    return found
 
 
 @pytest.mark.slow
 def test_steps_through_the_queue_are_those_through_memory(tmp_path):
     """All in one start, because that of Ray takes most of the time."""
-    inputs = [*prepare(tmp_path), *PPO, "--max_steps=2", "--init_kl_coef=0.1"]
-    plain = {case: ([*inputs, *flags], tmp_path / f"memory {case}") for case, flags in CASES.items()}
-    expected = run_cases(2, course, plain)
-    queued = {case: ([*flags, "--sample_store=transfer_queue"], tmp_path / case) for case, (flags, _) in plain.items()}
-    found = run_cases(2, everything, {"": (queued,)})[""]
+    inputs = [*prepare(tmp_path), *PPO, "--max_steps=1", "--init_kl_coef=0.1"]
+    found = run_ranks(2, everything, inputs, tmp_path)
     first, second = (found[rank]["store"] for rank in (0, 1))
     assert first == {"half": [11, 12, 13, 0], "mask": [True, True, True, False], "group": [300, 0], "lengths": [3, 1]}
     assert second == {"half": [1, 2, 3, 10], "mask": [False, False, True, True], "group": [100, 200], "lengths": [3, 1]}
     for case in CASES:
-        assert len(found[0][case]) == 2 and found[0][case] == expected[case][0]
+        through_memory, through_queue = found[0][case]
+        assert len(through_queue) == 1 and through_queue == through_memory
