@@ -77,7 +77,7 @@ if [[ ${1:-} == test && $(cat "$stamp-test" 2>/dev/null) != "$wanted_by_tests" ]
     echo "$wanted_by_tests" >"$stamp-test"
 fi
 
-# make_overlay NAME: an environment over $venv, with the packages of requirements/NAME.txt
+# make_overlay NAME: an environment over $venv, with the packages of NAME.txt in requirements/
 make_overlay() {
     local overlay=$venv-$1
     echo "environment: making $overlay, which lies over $venv"
