@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -342,16 +343,18 @@ def way(request, monkeypatch):
     code.find_sandbox.cache_clear()
 
 
-@pytest.fixture
-def sandbox(monkeypatch):
-    """Run in a sandbox, in which programs have one second."""
+@pytest.fixture(params=["bwrap", "unshare"])
+def sandbox(request, monkeypatch):
+    """Run in each kind of sandbox, in which programs have two seconds."""
+    found, (other,) = shutil.which, {"bwrap", "unshare"} - {request.param}
     monkeypatch.delenv(code.WITHOUT_SANDBOX, raising=False)
-    monkeypatch.setattr(code, "SECONDS", 1)
+    monkeypatch.setattr(code, "SECONDS", 2)
+    monkeypatch.setattr(code.shutil, "which", lambda name: None if name == other else found(name))
     code.find_sandbox.cache_clear()
     try:
         code.find_sandbox()
     except ValueError:
-        pytest.skip("neither bubblewrap nor unshare works here")
+        pytest.skip(f"{request.param} does not work here")
     yield
     code.find_sandbox.cache_clear()
 
@@ -429,16 +432,27 @@ CONFINED = {
     "network": "import socket; socket.create_connection(('127.0.0.1', {port}), 1)",
     "raised limits": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1)); x = bytearray(2 << 30)",
     "another process": "import os; os.kill({rank}, 0)",
+    "reads a file of the user": "open({file!r}).read()",
+    "writes a file of the user": "open({file!r}, 'a').write('more')",
+    "writes a folder of the user": "open({file!r} + '.new', 'w')",
+    "reads $HOME": "import os, sys; assert any(not sys.prefix.startswith({home!r} + '/' + x) for x in os.listdir({home!r}))",
+    "writes a folder of the system": "open('/usr/new', 'w')",
+    "mounts": "import ctypes; assert ctypes.CDLL(None).mount(b'tmpfs', b'/tmp', b'tmpfs', 0, b'') == 0",
+    "writes again": "import ctypes; assert ctypes.CDLL(None).mount(b'', b'/usr', b'', 4096 | 32, b'') == 0",  # remount, bind
 }
 
 
 @pytest.mark.parametrize("case", CONFINED)
-def test_programs_are_confined(sandbox, case):
+def test_programs_are_confined(sandbox, case, tmp_path):
+    (tmp_path / "file").write_text("secret")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        program = CONFINED[case].format(port=server.getsockname()[1], rank=os.getpid())
+        program = CONFINED[case].format(
+            port=server.getsockname()[1], rank=os.getpid(), file=f"{tmp_path}/file", home=str(Path.home())
+        )  # fmt: skip
         began = time.monotonic()
         assert judged("code", sample(f"{program}\n{SQUARE}", tests=ASSERTS)) == [0.0]
-        assert time.monotonic() - began < 6
+        assert time.monotonic() - began < 7
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": "secret"}
 
 
 @pytest.mark.parametrize("end", ["pass", "time.sleep(1000)"])

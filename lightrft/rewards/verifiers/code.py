@@ -1,9 +1,8 @@
 """Tests of programs that responses contain, each run in a process of its own inside a sandbox.
 
-A run has no network, an empty environment, an empty folder, and limits of time, memory, processes and file size. bubblewrap also
-hides the files and processes of the machine. Without it, namespaces of the kernel (unshare) end all processes of a run and cut
-off its network, but the program reads and writes the files that the user may read and write, and the limit of processes does
-not hold for root.
+A run has no network, an empty environment, an empty folder, and limits of time, memory, processes and file size. Of the machine
+it sees no processes, and no files but those of the system and of Python, which it can only read. bubblewrap does this, or,
+without it, namespaces of the kernel (unshare, mount), where the limit of processes does not hold for root.
 """
 
 import json
@@ -52,6 +51,45 @@ run()
 """
 """Program that sets the limits, then runs the one of the response. It writes the nonce if all asserts have passed: a program
 that exits before them cannot, and passes none."""
+NEW_ROOT = """
+set -e
+PATH=/usr/sbin:/usr/bin:/sbin:/bin
+root=$(pwd -P)
+mount -t tmpfs -o "size=$0,mode=755" tmpfs "$root"
+cd "$root"
+while [ "$1" != -- ]; do
+    if [ -L "$1" ]; then
+        cp -P "$1" ".$1"
+    elif [ -d "$1" ]; then
+        mkdir -p ".$1"
+        mount --rbind "$1" ".$1"
+    fi
+    shift
+done
+shift
+while read -r _ _ _ _ place options _; do
+    place=$(printf %b "$place")
+    case $place in "$root"/*) mount -o "remount,bind,ro${options#r[ow]}" "$place" ;; esac
+done </proc/self/mountinfo
+mkdir old proc dev tmp
+mount -t proc proc proc 2>/dev/null || :
+for device in null zero random urandom; do
+    : >"dev/$device"
+    mount --bind "/dev/$device" "dev/$device"
+done
+mount -t tmpfs -o "size=$0,mode=1777" tmpfs tmp
+pivot_root . old
+umount -l /old
+rmdir /old
+mount -o remount,bind,ro /
+cd /tmp
+unset OLDPWD
+exec unshare --user --map-user=65534 --map-group=65534 -- "$@"
+"""
+"""Script of an unshared shell in an empty folder: run the command of its arguments where only the folders before it can be read.
+
+Its further arguments are the size of /tmp in bytes, the folders and `--`. The second user namespace ends the right to mount.
+"""
 
 
 def passes_tests(samples: list[Sample], tests: list[Any], **_: Any) -> list[float]:
@@ -81,7 +119,7 @@ def find_sandbox() -> tuple[str, ...]:
     clock = (shutil.which("timeout") or "timeout", "--signal=KILL", str(SECONDS))
     if os.environ.get(WITHOUT_SANDBOX) == "none":
         return clock
-    for sandbox in (_bubblewrap(), _unshare("--mount", "--mount-proc"), _unshare()):
+    for sandbox in (_bubblewrap(), _unshare()):
         if sandbox and _works((*clock, *sandbox)):
             return (*clock, *sandbox)
     raise ValueError(
@@ -94,21 +132,29 @@ def find_sandbox() -> tuple[str, ...]:
 def _bubblewrap() -> tuple[str, ...]:
     if not (path := shutil.which("bwrap")):
         return ()
-    folders = ("/usr", "/bin", "/lib", "/lib64", sysconfig.get_config_var("prefix"), str(_python().parent.parent))
-    binds = [part for folder in dict.fromkeys(folders) for part in ("--ro-bind-try", folder, folder)]
+    binds = [part for folder in _folders() for part in ("--ro-bind-try", folder, folder)]
     alone = ("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv")
     return (path, *alone, "--proc", "/proc", "--dev", "/dev", "--size", str(4 * FILE_SIZE), "--tmpfs", "/tmp", *binds,
             "--chdir", "/tmp")  # fmt: skip
 
 
-def _unshare(*options: str) -> tuple[str, ...]:
-    path = shutil.which("unshare")
-    nobody = ("--user", "--map-user=65534", "--map-group=65534")
-    return (path, *nobody, "--net", "--ipc", "--pid", "--fork", "--kill-child", *options) if path else ()
+def _unshare() -> tuple[str, ...]:
+    if not (path := shutil.which("unshare")):
+        return ()
+    spaces = ("--user", "--map-root-user", "--mount", "--net", "--ipc", "--pid", "--fork", "--kill-child")
+    return (path, *spaces, "sh", "-c", NEW_ROOT, str(4 * FILE_SIZE), *_folders(), "--")
+
+
+def _folders() -> list[str]:
+    """Return the folders that a program may read: those of the system and of Python."""
+    names = ("/usr", "/bin", "/lib", "/lib64", sysconfig.get_config_var("prefix"), str(_python().parent.parent))
+    return [name for name in dict.fromkeys(names) if not any(Path(other) in Path(name).parents for other in names)]
 
 
 def _works(sandbox: tuple[str, ...]) -> bool:
-    return subprocess.run([*sandbox, str(_python()), "-I", "-S", "-c", ""], env={}, capture_output=True).returncode == 0
+    command = [*sandbox, str(_python()), "-I", "-S", "-c", ""]
+    with tempfile.TemporaryDirectory() as folder:
+        return subprocess.run(command, env={}, cwd=folder, capture_output=True).returncode == 0
 
 
 def _python() -> Path:
