@@ -302,8 +302,9 @@ class RolloutSection(Section):
     """With over_sampling, longest_first or overlap: number of steps of the engine, in which each response grows by a token, after
     which the ranks exchange which groups are complete. They go on meanwhile, and decide after as many steps again."""
     rollout_schedule: Literal["fifo", "longest_first", "tail_rounds"] = "fifo"
-    """Order of the prompts of a step. fifo: all begin at once, each on its rank. longest_first: a prompt begins on the first rank
-    that has room for it, those with the longest previous responses first. tail_rounds: with over_sampling, prompts that are not
+    """Order of the prompts of a step. fifo: all begin at once, each on its rank. longest_first: ranks share the responses to each
+    prompt, which begin as soon as a rank has room, the longest first, as responses to it that have ended, or those of its last
+    visit, let expect; what is learned is the same. tail_rounds: with over_sampling, prompts that are not
     complete when enough others are begin anew in later steps, together, so that no response is lost or continued."""
     partial_rollout: bool = False
     """With over_sampling: responses that were stopped are continued in the next step instead of discarded. With
