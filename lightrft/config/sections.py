@@ -303,10 +303,11 @@ class RolloutSection(Section):
     which the ranks exchange which groups are complete. Generation continues during the exchange, and the decision follows as
     many steps later."""
     rollout_schedule: Literal["fifo", "longest_first", "tail_rounds"] = "fifo"
-    """Order of the prompts of a step. fifo: all begin at once, each on its rank. longest_first: a prompt begins on the first rank
-    that has room for it, those with the longest previous responses first. tail_rounds: with over_sampling, prompts that are not
-    complete when enough others are complete start again from the beginning, together, in later steps, so that all responses come
-    from one version of the weights."""
+    """Order of the prompts of a step. fifo: all begin at once, each on its rank. longest_first: ranks share the responses to each
+    prompt, which begin as soon as a rank has room; those that are expected to be longest begin first, by the length of other
+    responses to the prompt, or of those of its last visit. What is learned is the same. tail_rounds: with over_sampling, prompts
+    that are not complete when enough others are complete start again from the beginning, together, in later steps, so that all
+    responses come from one version of the weights."""
     partial_rollout: bool = False
     """With over_sampling: responses that were stopped are continued in the next step instead of discarded. With
     dynamic_sampling: surplus groups are also used in the next step."""

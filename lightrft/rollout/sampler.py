@@ -188,12 +188,13 @@ class Sampler:
 
     def pending(self, group: Group, places: Sequence[int], seed: int) -> Iterator[Pending]:
         """Yield the requests of these responses of a group: one for all new samples, which share its prefill, and one for each
-        continued sample, and for the greedy response.
+        continued sample, and for the greedy response. If ranks share groups, each sample has its own, so that its end is seen.
         """
         growing = [place for place in places if group.responses[place].finish_reason == GROWING]
         sampled = [place for place in growing if place < len(group.samples)]
         new = [place for place in sampled if not group.samples[place].token_ids]
-        for chosen in [new] * bool(new) + [[place] for place in sampled if place not in new]:
+        together = [] if self.section.rollout_schedule == "longest_first" else new
+        for chosen in [together] * bool(together) + [[place] for place in sampled if place not in together]:
             seeds = tuple(derived_seed(seed, group.number, place) for place in chosen)
             request = self._request(group.samples[chosen[0]], sampling_of(self.section, n=len(chosen)), seeds)
             yield replace(request, group=group.number), group, chosen

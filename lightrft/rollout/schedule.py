@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from math import ceil, sqrt
+from math import ceil
 
 Parked = tuple[int, int, int]
 """Group of tail rounds that waits to begin anew: how often it was not complete in time, its number, and its row."""
@@ -29,15 +29,6 @@ def chunks_of(place: int, num_responses: int, *, divided: bool) -> list[Chunk]:
     return [Chunk(place, range(*edge)) for edge in zip(edges, edges[1:], strict=False)]
 
 
-def room_for(at_once: int, size: int) -> int:
-    """Return how many unfinished responses a rank has, in chunks of `size`, whose engine decodes `at_once` at the same time.
-
-    A chunk counts until its last response has ended, and the engine begins others in place of those that have ended before: the
-    longest of n log-normal responses (sigma 1) takes about the square root of n times as long as the mean.
-    """
-    return ceil(at_once * sqrt(size))
-
-
 def next_tail_round(parked: list[Parked], rows_left: int, *, batch: int, ahead: int) -> tuple[list[Parked], int]:
     """Return the parked groups, and the number of new prompts, of the next round of a step that needs `batch` groups.
 
@@ -60,8 +51,9 @@ def next_tail_round(parked: list[Parked], rows_left: int, *, batch: int, ahead: 
 class Round:
     """Groups that all ranks generate together. Every rank has the same, and takes the same decisions from the same counts.
 
-    Groups without a rank are divided into chunks, which wait until a rank has room. Those whose responses are expected to be
-    longest come first: as long as the mean of the group's responses that have ended, or else as given.
+    Groups without a rank are divided into chunks, which wait until the engine of a rank has room. Those whose responses are
+    expected to be longest come first: as long as the mean of the group's responses that have ended, or else as given. Where
+    that is equal, the first chunks of all groups come before others, so that their lengths are known soon.
 
     Ranks go on decoding while the counts of one point are exchanged, and decide by them at the next point. Points are numbers of
     steps of an engine, so decisions do not depend on time if the steps of an engine do not.
@@ -80,15 +72,16 @@ class Round:
         self.chunks = [chunk for place, rank in enumerate(ranks)
                        for chunk in chunks_of(place, num_responses, divided=divided and rank is None)]  # fmt: skip
         self.owners = [ranks[chunk.place] for chunk in self.chunks]
-        self.room = room_for(at_once, max((len(chunk.responses) for chunk in self.chunks), default=1))
+        self.at_once = at_once
         self.waiting = [index for index, rank in enumerate(self.owners) if rank is None]
         """Indices of chunks without a rank, the next one last."""
         self.begun = [index for index, rank in enumerate(self.owners) if rank is not None]
         """Indices of chunks that have a rank, in the order in which they got it."""
         self.complete: set[int] = set()
         """Places of groups whose responses have all ended."""
-        self._ended: set[int] = set()
         self._counted: list[int] = []
+        self._running = [len(chunk.responses) for chunk in self.chunks]
+        """Number of responses of each chunk that have not ended, as far as it is known."""
         self._assign()
 
     @property
@@ -109,20 +102,21 @@ class Round:
 
         `running`: responses that ran; `tokens`: sum of the lengths of those that had ended.
         """
-        self._ended = {index for index in self._counted if not running[index]}
-        incomplete = {chunk.place for index, chunk in enumerate(self.chunks) if index not in self._ended}
+        for index in self._counted:
+            self._running[index] = running[index]
+        incomplete = {chunk.place for chunk, running in zip(self.chunks, self._running, strict=True) if running}
         self.complete = set(range(self.num_groups)) - incomplete
         if self.waiting and not self.over:
-            self._predict(running, tokens)
+            self._predict(tokens)
             self._assign()
 
-    def _predict(self, running: Sequence[int], tokens: Sequence[int]) -> None:
+    def _predict(self, tokens: Sequence[int]) -> None:
         """Set the expected lengths of groups of which responses have ended to the mean of these."""
         sums: dict[int, list[int]] = {}
         for index in self._counted:
             chunk = self.chunks[index]
             ended = sums.setdefault(chunk.place, [0, 0])
-            ended[0] += len(chunk.responses) - running[index]
+            ended[0] += len(chunk.responses) - self._running[index]
             ended[1] += tokens[index]
         self.lengths = [sums[place][1] / sums[place][0] if sums.get(place, (0,))[0] else length
                         for place, length in enumerate(self.lengths)]  # fmt: skip
@@ -131,19 +125,22 @@ class Round:
         """Give chunks to the ranks with the fewest unfinished responses, and of these to those that expect the fewest tokens."""
         loads = [(0, 0.0, rank) for rank in range(self.num_ranks)]
         for index in self.begun:
-            if index not in self._ended:
-                rank = self.owners[index]
-                loads[rank] = self._with(loads[rank], index)
+            loads[self.owners[index]] = self._with(loads[self.owners[index]], index)
         heapify(loads)
-        self.waiting.sort(key=lambda index: (self.lengths[self.chunks[index].place], -index))
-        while self.waiting and loads[0][0] < self.room:
+        self.waiting.sort(key=self._priority)
+        while self.waiting and loads[0][0] < self.at_once:
             index = self.waiting.pop()
             self.owners[index] = loads[0][2]
             self.begun.append(index)
             heapreplace(loads, self._with(loads[0], index))
 
+    def _priority(self, index: int) -> tuple[float, int, int]:
+        """Return a number of a chunk that is the higher the sooner it begins: first ones predict the others of their groups."""
+        chunk = self.chunks[index]
+        return self.lengths[chunk.place], -chunk.responses.start, -index
+
     def _with(self, load: tuple[int, float, int], index: int) -> tuple[int, float, int]:
         """Return the load (responses, expected tokens, rank) of a rank with one more chunk."""
-        chunk = self.chunks[index]
         responses, tokens, rank = load
-        return responses + len(chunk.responses), tokens + len(chunk.responses) * self.lengths[chunk.place], rank
+        running, length = self._running[index], self.lengths[self.chunks[index].place]
+        return responses + running, tokens + running * length, rank

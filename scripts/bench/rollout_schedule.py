@@ -2,6 +2,8 @@
 
     torchrun --standalone --nproc_per_node 2 scripts/bench/rollout_schedule.py          # docs/benchmarks.md, five minutes
     python scripts/bench/rollout_schedule.py --step_ms 10 0.05 0 0 --ranks 8 64 1024      # the simulator alone
+    python scripts/bench/rollout_schedule.py --step_ms 10 0.05 0 0 --ranks 8 64 1024 --samples 16 --slots 16 --steps 10 \\
+        --correlation 0.7 --visits 0                                # prompts differ in length, and nothing of them is known
 
 A step of an engine takes base + per_response milliseconds for each running response + per_context for each token before those
 that are sampled, and each request per_request once: fitted on vLLM in runs of their own, or `--step_ms`. Lengths of responses
@@ -10,6 +12,7 @@ With two ranks the collector itself then runs with vLLM, whose responses are for
 the cores, so its time is CPU time, of the rank that takes longest in each training step: schedules take turns, everything is
 repeated, and the least time of each step of the engine counts, as in the fit.
 `known_lengths` is a bound: prompts are sorted by their longest response, so that every step has prompts of one length.
+`longest_first_whole` does not divide groups, and `longest_first_blind` predicts nothing from responses that have ended.
 Prints one JSON object as its last line.
 """
 
@@ -21,13 +24,14 @@ from dataclasses import replace
 from functools import partial
 from heapq import heapreplace
 from itertools import pairwise
-from math import ceil
+from math import ceil, sqrt
 
 import numpy as np
+import torch
 
 from lightrft.config import RolloutSection
 from lightrft.data.loader import fair_owners
-from lightrft.rollout.schedule import Parked, Round, next_tail_round, room_for
+from lightrft.rollout.schedule import Parked, Round, next_tail_round
 
 PERCENTILES = [0, 10, 25, 50, 75, 90, 95, 99, 100]
 STORED = {
@@ -37,13 +41,20 @@ STORED = {
 """Lengths at PERCENTILES as multiples of the median, between which they are interpolated; invented, as two extremes."""
 
 
-def draw_lengths(distribution: str, shape: tuple[int, int], *, median: float, most: int, seed: int) -> np.ndarray:
-    """Return lengths [prompts, n] int64 of responses."""
+def draw_lengths(
+    distribution: str, shape: tuple[int, int], *, median: float, most: int, seed: int, correlation: float = 0.0
+) -> np.ndarray:
+    """Return lengths [prompts, n] int64 of responses. `correlation` is that of two responses to a prompt, before the
+    distribution's quantiles are taken of normal variables (for the log-normal one: that of the logarithms).
+    """
     generator = np.random.default_rng(seed)
+    own, shared = generator.standard_normal(shape), generator.standard_normal((shape[0], 1))
+    normal = sqrt(1 - correlation) * own + sqrt(correlation) * shared
     if distribution == "log_normal":
-        multiples = np.exp(generator.standard_normal(shape))
+        multiples = np.exp(normal)
     else:
-        multiples = np.interp(generator.random(shape) * 100, PERCENTILES, STORED[distribution])
+        shares = torch.special.ndtr(torch.from_numpy(normal)).numpy()
+        multiples = np.interp(shares * 100, PERCENTILES, STORED[distribution])
     return np.clip(np.rint(median * multiples), 1, most).astype(np.int64)
 
 
@@ -55,8 +66,11 @@ NEVER = 1 << 40
 class Simulation:
     """One way of running prompts on simulated ranks."""
 
-    def __init__(self, section: RolloutSection, *, num_ranks: int, slots: int, costs: Costs):
+    def __init__(
+        self, section: RolloutSection, *, num_ranks: int, slots: int, costs: Costs, divides: bool = True, predicts: bool = True
+    ):
         self.section, self.num_ranks, self.slots, self.costs = section, num_ranks, slots, np.array(costs)
+        self.divides, self.predicts = divides, predicts
         self.elapsed = 0.0
         """Milliseconds until the last rank is ready in each round, with its waits for others in the round."""
         self.rounds: list[np.ndarray] = []
@@ -87,9 +101,9 @@ class Simulation:
         if self.section.rollout_schedule == "longest_first":
             starts, owners, points = self._shared(lengths, expected, free)
         else:
-            owners = np.array(fair_owners(self.num_ranks, expected))
-            starts = np.stack([self._begin(each, free[owner], 0) for each, owner in zip(lengths, owners, strict=True)])
-            points = [0]
+            ranks = fair_owners(self.num_ranks, expected)
+            starts = np.stack([self._begin(each, free[rank], 0) for each, rank in zip(lengths, ranks, strict=True)])
+            owners, points = np.array(ranks)[:, None].repeat(lengths.shape[1], 1), [0]
         ends = starts + lengths
         stop = int(ends.max())
         if needed < len(lengths):
@@ -109,32 +123,39 @@ class Simulation:
     def _shared(
         self, lengths: np.ndarray, expected: list[float], free: list[list[int]]
     ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Return starts [groups, n], owners [groups], and points of exchange, by the decisions of Round."""
+        """Return starts and owners [groups, n], and points of exchange, by the decisions of Round."""
         num_groups, n = lengths.shape
-        room = room_for(max(1, self.slots // n), n)
-        round = Round(expected, [None] * num_groups, num_ranks=self.num_ranks, needed=num_groups, room=room)
-        starts, points, begun = np.full(lengths.shape, NEVER), [0], 0
+        round = Round(expected, [None] * num_groups, n, num_ranks=self.num_ranks, needed=num_groups, at_once=self.slots,
+                      divided=self.divides)  # fmt: skip
+        starts, owners = np.full(lengths.shape, NEVER), np.zeros(lengths.shape, np.int64)
+        first = np.array([chunk.place * n + chunk.responses.start for chunk in round.chunks])
+        known = lengths if self.predicts else np.array(expected)[:, None].repeat(n, 1)
+        points, begun = [0], 0
         while True:
-            for place in round.begun[begun:]:
-                starts[place] = self._begin(lengths[place], free[round.owners[place]], points[-1])
+            for index in round.begun[begun:]:
+                place, responses, owner = round.chunks[index].place, list(round.chunks[index].responses), round.owners[index]
+                starts[place, responses] = self._begin(lengths[place, responses], free[owner], points[-1])
+                owners[place, responses] = owner
             begun = len(round.begun)
             if not round.open:
-                return starts, np.array(round.owners), points
+                return starts, owners, points
             round.begin_exchange()
-            running = (starts + lengths > points[-1]).sum(1)
+            runs = starts + lengths > points[-1]
+            tokens = np.add.reduceat(np.where(runs, 0, known).ravel(), first)
             points.append(points[-1] + self.section.early_stop_every)
-            round.decide(running.tolist())
+            round.decide(np.add.reduceat(runs.ravel(), first, dtype=np.int64).tolist(), tokens.tolist())
 
     def _spend(self, starts: np.ndarray, lengths: np.ndarray, owners: np.ndarray, points: list[int]) -> None:
         """Add the time between points: at each of them the counts that were taken at the last one have to be there."""
         clock, total = np.zeros(self.num_ranks), np.zeros((self.num_ranks, 4))
         for begin, end in pairwise(points):
-            before, after = (np.clip(point - starts, 0, lengths) for point in (begin, end))
-            begun = (starts >= begin) & (starts < end)
+            runs = (starts < end) & (starts + lengths > begin)
+            start, length, owner = starts[runs], lengths[runs], owners[runs]
+            before, after = (np.clip(point - start, 0, length) for point in (begin, end))
             steps = np.zeros(self.num_ranks)
-            np.maximum.at(steps, owners, np.clip((starts + lengths).max(1, where=starts < end, initial=0), begin, end) - begin)
-            sums = ((after - before).sum(1), (after**2 - before**2).sum(1) / 2, begun.sum(1))
-            work = np.stack([steps, *(np.bincount(owners, each, self.num_ranks) for each in sums)], 1)
+            np.maximum.at(steps, owner, np.minimum(start + length, end) - begin)
+            sums = after - before, (after**2 - before**2) / 2, start >= begin
+            work = np.stack([steps, *(np.bincount(owner, each, self.num_ranks) for each in sums)], 1)
             total += work
             clock = np.maximum(clock + work @ self.costs, clock.max())
         self.elapsed += float(clock.max())
@@ -149,23 +170,30 @@ def sections(args: argparse.Namespace, batch: int) -> dict[str, RolloutSection]:
     return {"fifo": plain, "longest_first": replace(plain, rollout_schedule="longest_first"), **tail}
 
 
-def expected_lengths(lengths: np.ndarray, seed: int) -> np.ndarray:
-    """Return the mean lengths of groups as an earlier visit tells them: off by a factor of log-normal noise."""
+def expected_lengths(lengths: np.ndarray, seed: int, visits: int = 1) -> np.ndarray:
+    """Return the mean lengths of groups as an earlier visit tells them: off by a factor of log-normal noise. All are the same
+    without one.
+    """
+    if not visits:
+        return np.full(len(lengths), lengths.mean())
     noise = np.random.default_rng(seed).standard_normal(len(lengths))
     return lengths.mean(1) * np.exp(0.3 * noise)
 
 
 def simulate(args: argparse.Namespace, costs: Costs) -> list[dict]:
     rows = []
-    for distribution, num_ranks in itertools.product(["log_normal", *STORED], args.ranks):
+    for distribution, num_ranks in itertools.product(args.distributions, args.ranks):
         batch = args.prompts_per_rank * num_ranks
-        lengths = draw_lengths(distribution, (args.steps * batch, args.samples), median=args.median, most=args.most, seed=1)
-        expected, chosen = expected_lengths(lengths, 2), sections(args, batch)
-        times = {name: Simulation(section, num_ranks=num_ranks, slots=args.slots, costs=costs).epoch(lengths, expected).elapsed
-                 for name, section in chosen.items()}  # fmt: skip
+        lengths = draw_lengths(distribution, (args.steps * batch, args.samples), median=args.median, most=args.most, seed=1,
+                               correlation=args.correlation)  # fmt: skip
+        expected, chosen = expected_lengths(lengths, 2, args.visits), sections(args, batch)
+        variants = {name: (section, {}) for name, section in chosen.items()}
+        variants["longest_first_whole"] = chosen["longest_first"], {"divides": False}
+        variants["longest_first_blind"] = chosen["longest_first"], {"predicts": False}
+        run = partial(Simulation, num_ranks=num_ranks, slots=args.slots, costs=costs)
+        times = {name: run(section, **limits).epoch(lengths, expected).elapsed for name, (section, limits) in variants.items()}
         order = np.argsort(lengths.max(1))
-        bound = Simulation(chosen["fifo"], num_ranks=num_ranks, slots=args.slots, costs=costs)
-        times["known_lengths"] = bound.epoch(lengths[order], lengths[order].mean(1)).elapsed
+        times["known_lengths"] = run(chosen["fifo"]).epoch(lengths[order], lengths[order].mean(1)).elapsed
         rows.append({"distribution": distribution, "ranks": num_ranks,
                      "speedup": {name: round(times["fifo"] / each, 2) for name, each in times.items()}})  # fmt: skip
     return rows
@@ -225,10 +253,13 @@ def fit(observed: list[list[tuple[list[float], float]]]) -> Costs:
     return tuple(costs.tolist())
 
 
-def options() -> argparse.Namespace:
+def options(flags: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024])
     parser.add_argument("--step_ms", type=float, nargs=4, help="base, per_response, per_context, per_request; default: fitted")
+    parser.add_argument("--distributions", nargs="+", default=["log_normal", *STORED], choices=["log_normal", *STORED])
+    parser.add_argument("--correlation", type=float, default=0.0, help="of the lengths of two responses to a prompt")
+    parser.add_argument("--visits", type=int, default=1, choices=[0, 1], help="0: expected lengths of all prompts are the same")
     parser.add_argument("--prompts_per_rank", type=int, default=4)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--steps", type=int, default=60, help="steps in a pass over the data")
@@ -244,7 +275,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--real_every", type=int, default=16)
     parser.add_argument("--real_samples", type=int, default=4)
     parser.add_argument("--repeat", type=int, default=4)
-    return parser.parse_args()
+    return parser.parse_args(flags)
 
 
 def main() -> None:
@@ -260,4 +291,5 @@ def main() -> None:
         print(json.dumps({"step_ms": costs, **result, "simulated": simulate(args, costs)}))
 
 
-main()
+if __name__ == "__main__":
+    main()

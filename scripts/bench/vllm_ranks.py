@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -95,12 +95,13 @@ class ForcedSampler(Sampler):
     def decode(self, token_ids: list[int], **options: bool) -> str:
         return ""
 
-    def pending(self, group: Group, seed: int) -> Iterator[Pending]:
-        for place, sample in enumerate(group.samples):
+    def pending(self, group: Group, places: Sequence[int], seed: int) -> Iterator[Pending]:
+        for place in places:
+            sample = group.samples[place]
             if sample.finish_reason == GROWING:
                 sampling = Sampling(max_tokens=int(self.lengths[group.row, place]), banned_token_ids=(END,))
                 seeds = (derived_seed(seed, group.number, place),)
-                yield Request([*sample.prompt.token_ids], sampling=sampling, seeds=seeds), [sample], group
+                yield Request([*sample.prompt.token_ids], sampling=sampling, seeds=seeds), group, [place]
 
 
 def forced_collector(ranks: Ranks, section: RolloutSection, lengths: np.ndarray, expected: np.ndarray) -> Collector:
