@@ -350,7 +350,7 @@ class EnvironmentSection(Section):
     template describes them, from their types and docstrings."""
     tool_parser: str = "hermes"
     """Format of tool calls. hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, also that of Qwen models. Others
-    are vLLM's parsers by their names, such as llama3_json, mistral, pythonic or deepseek_v3; they need vLLM."""
+    are the parsers of the engine by their names, such as vLLM's llama3_json, pythonic or deepseek_v3 and SGLang's llama3."""
     max_turns: Annotated[int, COUNT] = 16
     """Maximum number of turns of an episode. All tokens of its turns and observations count for generate_max_len."""
     turn_max_len: Annotated[int | None, COUNT] = None

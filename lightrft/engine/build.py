@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from loguru import logger
@@ -19,6 +20,8 @@ ENGINES = {
     "hf": "lightrft.engine.hf:HFEngine",
 }
 """Name -> adapter. An adapter's module imports its library, so it is imported only if it is chosen."""
+TOOL_PARSERS = {name: f"lightrft.engine.{name}.tool_parsers:tool_parser" for name in ("vllm", "sglang")}
+"""Engine -> function that returns one of its parsers of tool calls by name."""
 REMOTE = "lightrft.engine.remote.adapter:RemoteEngine"
 """Adapter of the engines on other ranks."""
 ON_ONE_NODE = ("sglang",)
@@ -47,6 +50,19 @@ def build_engine(section: EngineSection, **setup) -> Engine:
 def connect_engine(processes: RunProcesses, section: EngineSection, **setup: Any) -> Engine:
     """Connect to the engines of the ranks that only generate; all ranks that train call this together."""
     return _adapter(REMOTE)(EngineSetup(section=section, **setup), processes)
+
+
+def load_tool_parsers(engine_type: str) -> Callable[..., Callable[[str], tuple[str, list[tuple[str, str]]]]]:
+    """Return the function that returns a parser of tool calls by name: the engine's, or for `hf` that of an installed engine.
+
+    Raises ConfigError if there is none.
+    """
+    engine = _resolve(engine_type)
+    if engine not in TOOL_PARSERS:
+        engine = next((name for name in PREFERRED if _installed(name)), "")
+    if not engine:
+        raise ConfigError(f"--tool_parser: only hermes is read without an engine that has parsers: {INSTALL['vllm']}")
+    return _adapter(TOOL_PARSERS[engine])
 
 
 def _adapter(place: str) -> Any:

@@ -16,6 +16,7 @@ from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import Config, has_episodes
 from lightrft.data.prompts import template_variables
+from lightrft.engine.build import load_tool_parsers
 from lightrft.engine.model_info import end_token_ids, placeholder_token_ids
 
 
@@ -80,11 +81,8 @@ def build_parser(config: Config, tokenizer: PreTrainedTokenizerBase) -> Parse:
     if name == "hermes":
         return hermes
     try:
-        from lightrft.engine.vllm.tool_parsers import tool_parser
-
-        parse = tool_parser(name, tokenizer, template_variables(config.data).get("tools", []))
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"--tool_parser {name} is not hermes but a parser of vLLM: it needs {error.name}") from error
+        find = load_tool_parsers(config.engine.engine_type)
+        parse = find(name, tokenizer, template_variables(config.data).get("tools", []))
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

@@ -13,11 +13,12 @@ from lightrft.agents.tool_calls import hermes
 from lightrft.agents.tools import schemas
 from lightrft.agents.turn_format import TurnFormat
 from lightrft.config.errors import ConfigError
-from lightrft.config.sections import Config, DataSection, EnvironmentSection
+from lightrft.config.sections import Config, DataSection, EngineSection, EnvironmentSection
 from lightrft.rewards.functions import environment
 from lightrft.trainer.build_episodes import build_parser
 from lightrft.types import Prompt, Sample
 from player import TEMPLATE, Player, ids
+from sglang_environment import in_sglang_environment
 from tiny import EOS, byte_tokenizer
 
 CODE = '''
@@ -272,10 +273,32 @@ def test_formats_of_other_models_are_read_by_vllm():
 
     assert parser("pythonic")('[f(a="x", b=[1]), g()]')[1] == [ToolCall("f", {"a": "x", "b": [1]}), ToolCall("g", {})]
     assert parser("pythonic")("no call") == ("no call", [])
+    llama = byte_tokenizer()
+    llama.add_special_tokens({"additional_special_tokens": ["<|python_tag|>"]})
+    of_llama = Config(data=data, environment=EnvironmentSection(tool_parser="llama3_json"))
+    assert build_parser(of_llama, llama)('{"name": "f", "parameters": {"a": 1}}')[1] == [ToolCall("f", {"a": 1})]
     with pytest.raises(ConfigError, match="--tool_parser nothing: vLLM has .*llama3_json"):
         parser("nothing")
     with pytest.raises(ConfigError, match="--tool_parser deepseek_v3 does not fit the tokenizer"):
         parser("deepseek_v3")
+
+
+def parsed_by_sglang(name: str, text: str) -> tuple[str, list[ToolCall]]:
+    tools = [{"type": "function", "function": {"name": tool, "parameters": {"type": "object", "properties": {}}}} for tool in "fg"]
+    data = DataSection(chat_template_kwargs=json.dumps({"tools": tools}))
+    config = Config(data=data, engine=EngineSection(engine_type="sglang"), environment=EnvironmentSection(tool_parser=name))
+    return build_parser(config, byte_tokenizer())(text)
+
+
+@pytest.mark.slow
+def test_formats_of_other_models_are_read_by_sglang():
+    _, calls = in_sglang_environment(parsed_by_sglang, "pythonic", '[f(a="x"), g()]')
+    assert calls == [ToolCall("f", {"a": "x"}), ToolCall("g", {})]
+    called = in_sglang_environment(parsed_by_sglang, "llama3", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}')
+    assert called == ("", [ToolCall("f", {"a": 1})])
+    assert in_sglang_environment(parsed_by_sglang, "llama3", "no call") == ("no call", [])
+    with pytest.raises(RuntimeError, match="--tool_parser nothing: SGLang has .*llama3"):
+        in_sglang_environment(parsed_by_sglang, "nothing", "")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "[1]", "null", '{"name": 1}', '{"name": "f", "arguments": [1]}', "[" * 9999])
