@@ -284,7 +284,8 @@ def test_formats_of_other_models_are_read_by_vllm():
 
 
 def parsed_by_sglang(name: str, text: str) -> tuple[str, list[ToolCall]]:
-    tools = [{"type": "function", "function": {"name": tool, "parameters": {"type": "object", "properties": {}}}} for tool in "fg"]
+    empty = {"type": "object", "properties": {}}
+    tools = [{"type": "function", "function": {"name": tool, "parameters": empty}} for tool in "fg"]
     data = DataSection(chat_template_kwargs=json.dumps({"tools": tools}))
     config = Config(data=data, engine=EngineSection(engine_type="sglang"), environment=EnvironmentSection(tool_parser=name))
     return build_parser(config, byte_tokenizer())(text)
