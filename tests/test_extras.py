@@ -18,5 +18,6 @@ SEARCHED = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH
 def test_passes_where_its_package_is(file):
     assert PYTHON.exists(), f"no environment at {PYTHON.parents[1]}: make it with `bash scripts/environment.sh test`"
     command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--numprocesses", "0", f"tests/{file}"]
-    run = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": SEARCHED}, capture_output=True, text=True, timeout=300)
+    environment = os.environ | {"PYTHONPATH": SEARCHED}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0 and re.search(r"^\d+ passed in", run.stdout, re.MULTILINE), run.stdout[-9000:] + run.stderr[-9000:]
