@@ -105,7 +105,7 @@ class DataSource:
     """One of the data sets of --prompt_data, in the form `NAME:PROBABILITY`."""
 
     name: str
-    """A file, folder, hub name, task, module:object or file.py:object."""
+    """A file, folder, hub name with or without a subset, task, module:object or file.py:object."""
     weight: float | None = None
     """Probability, up to a common factor."""
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from inspect import signature
@@ -16,6 +17,8 @@ from pyarrow import ArrowInvalid
 from lightrft.config.errors import DataError
 from lightrft.registry import Registry
 
+HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+(?<!\.py))(?::(?P<subset>[^:/]+))?")
+"""A data set on the hub, owner/name or owner/name:SUBSET."""
 SUFFIXES = (".jsonl", ".json", ".parquet")
 SAVED = ("state.json", "dataset_dict.json")
 """Files by which a folder of Dataset.save_to_disk is known."""
@@ -59,9 +62,10 @@ Row = tuple[str, dict[str, Any]]
 def read_rows(source: str, split: str, bad: BadRows) -> Iterator[Row]:
     """Yield the rows of a data set.
 
-    It is a file, a folder of files, a folder that `Dataset.save_to_disk` wrote, a name on the hub, a task of reasoning-gym, an
-    environment of verifiers, or an object of Python, as module:object or file.py:object. In a folder of files, those whose names
-    begin with the split are read, or its only file. Raise DataError for a source that does not exist or cannot be read.
+    It is a file, a folder of files, a folder that `Dataset.save_to_disk` wrote, a name on the hub, with the name of a subset or
+    without, a task of reasoning-gym, an environment of verifiers, or an object of Python, as module:object or file.py:object. In
+    a folder of files, those whose names begin with the split are read, or its only file. Raise DataError for a source that does
+    not exist or cannot be read.
     """
     path = Path(source).expanduser()
     if source.startswith(TASK):
@@ -77,12 +81,12 @@ def read_rows(source: str, split: str, bad: BadRows) -> Iterator[Row]:
     elif path.is_dir():
         for file in _files_of_split(path, split, bad.flag):
             yield from _file_rows(file, bad)
+    elif path.suffix not in SUFFIXES and (on_hub := HUB.fullmatch(source)):
+        yield from _hub_rows(on_hub["name"], on_hub["subset"], split, bad.flag)
     elif ":" in source:
         yield from _object_rows(source, split, bad)
-    elif path.suffix in SUFFIXES or source.count("/") != 1:
-        raise DataError(f"{bad.flag} {source}: neither an existing file or folder nor a hub name (owner/name)")
     else:
-        yield from _hub_rows(source, split, bad.flag)
+        raise DataError(f"{bad.flag} {source}: neither an existing file or folder nor a hub name (owner/name)")
 
 
 def _verifiers_rows(source: str, flag: str) -> Iterator[Row]:
@@ -105,12 +109,13 @@ def _saved_rows(folder: Path, split: str, flag: str) -> Iterator[Row]:
     yield from ((f"{folder}[{split}] row {number}", row) for number, row in enumerate(_stored(found), 1))
 
 
-def _hub_rows(name: str, split: str, flag: str) -> Iterator[Row]:
+def _hub_rows(name: str, subset: str | None, split: str, flag: str) -> Iterator[Row]:
+    source = f"{name}:{subset}" if subset else name
     try:
-        found = load_dataset(name, split=split)
+        found = load_dataset(name, subset, split=split)
     except (OSError, ValueError) as error:
-        raise DataError(f"{flag} {name}: the hub's data set cannot be loaded: {str(error).splitlines()[0]}") from error
-    yield from ((f"{name}[{split}] row {number}", row) for number, row in enumerate(_stored(found), 1))
+        raise DataError(f"{flag} {source}: the hub's data set cannot be loaded: {str(error).splitlines()[0]}") from error
+    yield from ((f"{source}[{split}] row {number}", row) for number, row in enumerate(_stored(found), 1))
 
 
 def _object_rows(reference: str, split: str, bad: BadRows) -> Iterator[Row]:

@@ -3,10 +3,11 @@
     python scripts/bench/rewards.py                             # the line in docs/benchmarks.md, about a minute
     python scripts/bench/rewards.py --calls 40 --repeat 1 --engine_seconds 1
 
-`overhead_ms` is the time of a call of a function that does nothing, with 8 responses of 512 tokens, over all calls. The engine is
-stood in for by a loop of small matrix products and of plain Python in equal parts, as an engine stepped in this process is. It
-runs for some seconds beside reward calls that compute in plain Python without a pause: `workers_of_alone` and `thread_of_alone`
-are its steps against those without rewards. Two cores at least, or the processes share one with the engine.
+`overhead_ms` is the time of a call of a function that does nothing, with 8 responses of 512 tokens, over all calls, and
+`overhead_cpu_ms` the part that this process computes. The engine is stood in for by a loop of small matrix products and of plain
+Python in equal parts, as an engine stepped in this process is. It runs for some seconds beside reward calls that compute in plain
+Python without a pause: `workers_of_alone` and `thread_of_alone` are its steps against those without rewards. Two cores at least,
+or the processes share one with the engine.
 """
 
 import argparse
@@ -36,15 +37,15 @@ def runner(function: str) -> RewardRunner:
     return RewardRunner(f"{FUNCTIONS}:{function}", section=RewardSection(reward_workers=1))
 
 
-def overhead(calls: int) -> float:
-    """Return the milliseconds of a call."""
+def overhead(calls: int) -> tuple[float, float]:
+    """Return the milliseconds of a call, and those that this process computes."""
     made, groups = runner("nothing"), [group() for _ in range(calls)]
     made(groups[0])
-    began = time.perf_counter()
+    began, busy_before = time.perf_counter(), time.process_time()
     for each in groups:
         made.begin(each)
     made.finish([sample for each in groups for sample in each])
-    return 1000 * (time.perf_counter() - began) / calls
+    return 1000 * (time.perf_counter() - began) / calls, 1000 * (time.process_time() - busy_before) / calls
 
 
 def engine_steps(seconds: float) -> int:
@@ -92,8 +93,8 @@ def main() -> None:
         alone = engine_steps(args.engine_seconds)
         rows.append((beside_workers(args.engine_seconds) / alone, beside_a_thread(args.engine_seconds) / alone))
     workers, thread = (sorted(each)[len(rows) // 2] for each in zip(*rows, strict=True))
-    each_call = min(overhead(args.calls) for _ in range(args.repeat))
-    found = {"overhead_ms": each_call, "workers_of_alone": workers, "thread_of_alone": thread}
+    wall, processor = (min(each) for each in zip(*[overhead(args.calls) for _ in range(args.repeat)], strict=True))
+    found = {"overhead_ms": wall, "overhead_cpu_ms": processor, "workers_of_alone": workers, "thread_of_alone": thread}
     sys.stdout.write(json.dumps({name: round(value, 3) for name, value in found.items()}) + "\n")
 
 

@@ -16,5 +16,7 @@ def test_a_small_run_prints_its_line():
     command = [sys.executable, ROOT / "scripts" / "bench" / "rewards.py", "--calls=5", "--repeat=1", "--engine_seconds=0.3"]
     ran = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
     found = json.loads(ran.stdout.splitlines()[-1])
-    assert set(found) == {"overhead_ms", "workers_of_alone", "thread_of_alone"} and all(value > 0 for value in found.values())
+    assert set(found) == {"overhead_ms", "overhead_cpu_ms", "workers_of_alone", "thread_of_alone"}
+    assert all(value > 0 for value in found.values())
+    assert found["overhead_cpu_ms"] < 20, "milliseconds that the rank computes for a call"
     assert "in this process" not in ran.stderr, "or the figures would be those of no worker"

@@ -15,6 +15,7 @@ from loguru import logger
 from tokenizers.processors import TemplateProcessing
 
 from lightrft.config import DataSection
+from lightrft.data import readers
 from lightrft.data.loader import Order
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError
@@ -227,7 +228,35 @@ def test_folders_that_datasets_saved(tmp_path):
         load(tmp_path / "one")
 
 
+ON_THE_HUB = [
+    ("owner/name", "owner/name", None),
+    ("owner/n.a-me:main", "owner/n.a-me", "main"),
+    ("owner/name:2024:1", "owner/name", "2024"),
+]
+
+
+@pytest.mark.parametrize(("source", "name", "subset"), ON_THE_HUB)
+def test_rows_of_the_hub(monkeypatch, source, name, subset):
+    def loaded(*given, split):
+        assert given == (name, subset) and split == "train"
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(readers, "load_dataset", loaded)
+    prompts = load(source)
+    assert [prompt.text for prompt in prompts] == ["1+1=", "2+3="]
+    assert prompts[1].location == f"{name}{f':{subset}' if subset else ''}[train] row 2"
+
+
+def test_an_object_of_a_file_in_a_folder_is_no_name_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "rows.py").write_text(f"ROWS = {ROWS}")
+    assert len(load("folder/rows.py:ROWS")) == 2
+
+
 def test_a_name_that_the_hub_does_not_have():
+    with pytest.raises(DataError, match="--prompt_data nobody/nothing:main: the hub's data set cannot be loaded: "):
+        load("nobody/nothing:main")
     with pytest.raises(DataError, match="--prompt_data nobody/nothing: the hub's data set cannot be loaded: "):
         load("nobody/nothing")
 

@@ -32,7 +32,34 @@ def judged(name: str, *samples: Sample, workers: int = 0) -> list[float]:
     return [one.reward for one in samples]
 
 
-# -- number and choice
+# -- exact match, number and choice
+
+
+EXACT = [
+    ("580", "580", 1),
+    ("580", 580, 1),
+    ("0.5", 0.5, 1),
+    ("True", True, 1),
+    ("", "", 1),
+    ("\u00e9", "\u00e9", 1),
+    ("e\u0301", "\u00e9", 0),  # another form of the same letter
+    (" 580", "580", 0),
+    ("580\n", "580", 0),
+    ("580.", "580", 0),
+    ("580.0", 580, 0),
+    ("Yes", "yes", 0),
+    ("580 580", "580", 0),
+    ("", "580", 0),
+    ("['a']", ["a"], 1),
+    ("\ud800", "?", 0),
+]
+
+
+@pytest.mark.parametrize(("text", "label", "reward"), EXACT)
+def test_exact_match(text, label, reward):
+    cut = sample(text, label=label)
+    cut.finish_reason = "length"
+    assert judged("exact_match", sample(text, label=label), cut) == [reward, 0]
 
 
 def test_number_is_another_name_of_gsm8k():
@@ -159,8 +186,15 @@ def test_format_counts_a_tag_that_the_prompt_has_opened():
         assert judged("format", sample("a</think><answer>b</answer>", prompt=prompt)) == [reward]
 
 
+LENGTHS = [("", 0, 0.0), ("", 500, 0.5), ("x" * 9000, 1, 0.001), ("\ud800", 2000, 2.0), ("a b c", 100_000, 100.0)]
+
+
+@pytest.mark.parametrize(("text", "num_tokens", "reward"), LENGTHS)
+def test_length_counts_tokens_whatever_the_text(text, num_tokens, reward):
+    assert judged("length", sample(text, num_tokens=num_tokens)) == [reward]
+
+
 def test_length_is_a_penalty_with_a_negative_weight():
-    assert judged("length", sample("", num_tokens=500), sample("", num_tokens=0)) == [0.5, 0.0]
     assert judged("exact_match,length:-2", sample("a", num_tokens=250, label="a")) == [0.5]
 
 
@@ -231,6 +265,22 @@ UNEQUAL = [
     ("(" * 5000, "5"),
     ("\\boxed{\\sum_{k=1}^{10000000} k}", "5"),
 ]
+
+
+KNOWN_LIMITS = [
+    ("\\boxed{0<x<1}", "(0,1)", 0),
+    ("\\boxed{x \\le 2 \\text{ or } x \\ge 3}", "(-\\infty,2] \\cup [3,\\infty)", 0),
+    ("\\boxed{1.5e3}", "1500", 0),
+    ("\\boxed{50\\%}", "0.5", 1),
+    ("\\boxed{50\\%}", "50", 1),
+]
+"""What math-verify judges wrongly: inequalities are no intervals, `e` is a number, and a percentage equals two numbers. README.md
+says so, and a version that judges otherwise is worth knowing."""
+
+
+@pytest.mark.parametrize(("text", "label", "reward"), KNOWN_LIMITS)
+def test_known_limits_of_math(text, label, reward):
+    assert judged("math", sample(text, label=label)) == [reward]
 
 
 @pytest.mark.parametrize(("text", "label", "reward"), [(*one, 1) for one in EQUAL] + [(*one, 0) for one in UNEQUAL])

@@ -11,6 +11,7 @@ from lightrft.config.references import EvalSource, eval_sources
 from lightrft.trainer.run import run
 from ranks import run_ranks
 from runs import PPO, prepare, train
+from sglang_environment import in_sglang_environment
 from with_vllm import load_vllm
 
 QUESTIONS = [{"question": f"{i} + {i}?", "answer": f"It is\n#### {2 * i}"} for i in range(7)]
@@ -63,6 +64,13 @@ def test_engines_give_the_same_greedy_responses(inputs, one_rank, tmp_path):
     load_vllm()
     vllm = ["--engine_type=vllm", "--engine_kv_cache_gb=0.2"]
     _, rows = evaluated(1, [*inputs[1], *vllm], tmp_path)
+    assert [row for row in rows if row["sample"] == "greedy"] == [row for row in one_rank[1] if row["sample"] == "greedy"]
+
+
+@pytest.mark.slow
+def test_sglang_gives_them_too(inputs, one_rank, tmp_path):
+    sglang = ["--engine_type=sglang", "--engine_kv_cache_gb=0.05"]
+    _, rows = in_sglang_environment(evaluated, 1, [*inputs[1], *sglang], tmp_path)
     assert [row for row in rows if row["sample"] == "greedy"] == [row for row in one_rank[1] if row["sample"] == "greedy"]
 
 
