@@ -76,12 +76,13 @@ def test_every_requirement_is_pinned_once(path):
 def test_makes_the_environment_in_order(machine):
     result = machine.make("test")
     assert result.returncode == 0, result.stderr
-    torch, lock, itself, tests, sglang = machine.installed()
+    torch, lock, itself, tests, *overlays = machine.installed()
     assert torch == "--no-compile torch==2.13.0"
     assert lock == f"--no-compile --no-deps -r {ROOT}/requirements/cpu.txt"
     assert itself == f"--no-compile --no-deps --no-build-isolation -e {ROOT}"
     assert tests.endswith(f"-r {ROOT}/requirements/test.txt")
-    assert sglang == f"--python {machine.venv}-sglang/bin/python --no-compile --no-deps -r {ROOT}/requirements/sglang.txt"
+    assert overlays == [f"--python {machine.venv}-{name}/bin/python --no-compile --no-deps -r {ROOT}/requirements/{name}.txt"
+                        for name in ("sglang", "extras")]  # fmt: skip
     assert (machine.venv / "install_s").read_text().strip().isdigit()
 
 
@@ -90,7 +91,7 @@ def test_makes_it_once_and_adds_the_tests_later(machine):
     assert len(machine.installed()) == 3
     assert machine.make().stdout == "" and machine.installed() == []
     machine.make("test")
-    assert len(machine.installed()) == 2
+    assert len(machine.installed()) == 3
     assert machine.make("test").stdout == "" and machine.installed() == []
 
 
