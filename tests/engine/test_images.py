@@ -516,7 +516,8 @@ def test_the_forms_of_a_clip(tmp_path):
     assert digest(Request([1], {"audios": [(waveform, 16000)]})) != digest(Request([1], {"audios": forms[:1]}))
     (tmp_path / "none.wav").write_bytes(b"RIFFWAVE")
     for form, message in (
-        ((waveform * 2**15).astype(np.int16), "a ndarray is not an audio clip"), ((waveform.astype(np.int16), 8000), "floats.* of int16"),
+        ((waveform * 2**15).astype(np.int16), "a ndarray is not an audio clip"),
+        ((waveform.astype(np.int16), 8000), "floats.* of int16"),
         ((np.zeros((4, 2)), 8000), r"\[N\] of floats, and this one is \[4, 2\]"), ((waveform[:0], 8000), r"this one is \[0\]"),
         (tmp_path / "none.wav", "none.wav is not a .wav file"),
     ):  # fmt: skip
