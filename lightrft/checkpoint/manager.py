@@ -129,8 +129,12 @@ def load(contents: CheckpointState, path: Path, world_size: int, *, strict: bool
 
 
 def _write_tensors(tensors: dict[str, Any], world: Axis, part: Path) -> None:
-    writer = _Writer(part, sync_files=True)
-    dcp.save(tensors, storage_writer=writer, planner=SavePlanner(), process_group=world.group, no_dist=world.size == 1)
+    writer, planner = _Writer(part, sync_files=True), SavePlanner()
+    try:
+        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=world.group, no_dist=world.size == 1)
+    except BaseException:  # torch raises it on all ranks
+        planner.forget_plans()
+        raise
 
 
 class _Writer(dcp.FileSystemWriter):

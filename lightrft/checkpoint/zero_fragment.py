@@ -62,7 +62,21 @@ class Fragment:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Torch's planner with support for fragments."""
+    """Torch's planner with support for fragments.
+
+    The plan of the first checkpoint is used for the next ones with the same tensors. Rank 0 makes it for all ranks, in a time
+    that grows with their number, and keeps it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(enable_plan_caching=True)
+
+    def forget_plans(self) -> None:
+        """Forget the plans after a failure, which may have left those of the ranks in different states; all ranks call it."""
+        caches = (self._cached_save_plan, self._cached_final_save_plan, self._cached_all_plans, self._cached_global_plan,
+                  self._cached_metadata)  # fmt: skip
+        for cache in caches:
+            cache.pop(self._cached_plans_key, None)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]

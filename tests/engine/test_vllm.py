@@ -125,12 +125,18 @@ def _verification_of_every_weight(folder: str, dtype: torch.dtype) -> tuple[list
     return unknown, stale
 
 
-ON_V2 = ("new_weights_are_used", "the_seed_of_a_sample_decides", "the_callers_generators_are_left_alone",
-         "the_first_token_has_a_temperature_of_its_own")
-"""The last compares log-probs at three temperatures."""
+ON_V2 = ("greedy_equals_transformers", "new_weights_are_used", "no_prefix_of_the_old_weights_survives",
+         "a_stream_that_raises_is_repaired", "the_engine_has_its_own_copy", "sleeping_keeps_or_drops_the_weights",
+         "stop_ids_end_a_response", "the_length_limit_holds", "a_prompt_is_computed_once_for_all_its_samples",
+         "the_first_token_has_a_temperature_of_its_own", "the_seed_of_a_sample_decides", "the_callers_generators_are_left_alone")
+"""Cases that take seconds. The first token's compares log-probs at three temperatures.
+
+All 47 cases were run once by hand on vLLM 0.32.0, those of CASES and those of STREAM_ONLY_CASES: 44 passed. The others use the kernel
+for top k and top p, which Triton's interpreter cannot run: requests_have_samplings_of_their_own, banned_tokens_never_come, and
+a_part_of_the_vocabulary_is_sampled_and_normalised.
+"""
 NOT_INTERPRETED = "'int' object has no attribute 'to'"
-"""Triton's interpreter cannot run the kernel for top k and top p. So requests_have_samplings_of_their_own and
-banned_tokens_never_come, which use them too, are left out; the one that must fail is last, as it breaks the engine."""
+"""The error of that kernel. The case that must fail is last, as it breaks the engine."""
 
 
 def test_model_runner_v2_keeps_the_contract(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from loguru import logger
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.checkpoint.reader import CheckpointReader
@@ -369,6 +370,42 @@ def test_a_full_disk_leaves_the_checkpoint_before(folder, tmp_path):
         assert f"{roots[bad_rank, limit] / 'bad'} could not be written: rank {bad_rank}: OSError: [Errno 27]" in raised
         assert (left, path, distance_to_good) == (["good", "latest"], "good", 0.0)
         assert finally_there == ["again", "good", "latest"]
+
+
+def repeated(folder, tied_folder, root):
+    """How many global plans this rank made for checkpoints of a model, of another one, and after one that failed."""
+    made = 0
+
+    def counted(planner, plans, make=DefaultSavePlanner._create_global_plan):
+        nonlocal made
+        made += 1
+        return make(planner, plans)
+
+    def save(run: Run, tag: str) -> int:
+        before = made
+        run.save(tag)
+        return made - before
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DefaultSavePlanner, "_create_global_plan", counted)
+        run, other = Run(folder, root), Run(tied_folder, root / "other")
+        counts = [save(run.steps(0, 1), "one"), save(run.steps(1, 2), "two"), save(other.steps(0, 1), "one"), save(run, "again")]
+        if run.strategy.get_rank() == 1:
+            fill_the_disk(1_000)
+        with pytest.raises(RuntimeError, match="could not be written"):
+            run.save("bad")
+        fill_the_disk(resource.RLIM_INFINITY)
+        counts += [save(run, "after"), save(run.steps(2, 3), "last")]
+        known = [run.state(), other.state()]
+        run.steps(3, 4).load(tag="last")
+        other.steps(1, 2).load(tag="one")
+    return counts, [distance(each.state(), before) for each, before in zip((run, other), known, strict=True)]
+
+
+def test_a_plan_is_used_for_all_checkpoints_with_the_same_tensors(folder, tied_folder, root):
+    (counts, changes), (of_rank_1, others) = run_ranks(2, repeated, folder, tied_folder, root)
+    assert counts == [1, 0, 1, 1, 1, 0] and of_rank_1 == [0] * 6, "another model and a failure need another plan"
+    assert changes == others == [0.0, 0.0]
 
 
 def leftovers(folder, root):
