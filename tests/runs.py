@@ -48,7 +48,7 @@ PPO = [
 ]  # fmt: skip
 
 
-def train(entrypoint: str, world_size: int, flags: list[str], save_path: Path, timeout: float = 180) -> list[dict[str, Any]]:
+def train(entrypoint: str, world_size: int, flags: list[str], save_path: Path, timeout: float = 400) -> list[dict[str, Any]]:
     """Run an entrypoint on forked ranks; returns the rows of metrics.jsonl."""
     if "--engine_type=vllm" in flags:
         load_vllm()

@@ -23,7 +23,7 @@ from typing import Any
 from lightrft.agents.endpoint.protocol import EndpointModel
 from lightrft.agents.messages import Ended, Observation
 from lightrft.agents.session import EpisodeOver, Session
-from lightrft.agents.tools import answers, called, calls_running, tools_of
+from lightrft.agents.tools import RUNNING, answers, called, tools_of
 from lightrft.registry import Registry
 
 environments = Registry("environment", flag="--environment")
@@ -186,4 +186,4 @@ def _work(connection: Connection, program: Program) -> None:
             problem = f"{type(error).__name__}: {error}{place}"
         sys.stdout.flush()
         connection.send(Ended(session.rewards, session.tool_calls, session.tool_errors, session.tool_seconds, problem,
-                              calls_running()))  # fmt: skip
+                              bool(RUNNING)))  # fmt: skip

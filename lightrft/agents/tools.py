@@ -17,8 +17,8 @@ Tools = Mapping[str, Callable[..., Any]]
 """Functions by name, sync or async."""
 RESERVED = ("reset", "step", "get_reward", "close")
 """Methods of an environment that are no tools."""
-CALL_THREAD = "call of an episode"
-"""Name of the threads that call sync functions."""
+RUNNING: set[asyncio.Future[Any]] = set()
+"""Calls of sync functions that have not returned, perhaps after its time limit."""
 LONGEST = 20_000
 """Characters of a result that the model reads; the middle of a longer one is left out."""
 
@@ -60,6 +60,7 @@ async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 async def _in_thread(function: Callable[[], Any]) -> Any:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
+    RUNNING.add(future)
 
     def finish(result: Any, error: BaseException | None) -> None:
         if not future.done():  # it is, if the caller does not wait any longer
@@ -72,15 +73,11 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
             result, error = None, RuntimeError(f"StopIteration: {raised}")
         except BaseException as raised:
             result, error = None, raised
+        RUNNING.discard(future)
         loop.call_soon_threadsafe(finish, result, error)
 
-    threading.Thread(target=call, name=CALL_THREAD, daemon=True).start()
+    threading.Thread(target=call, daemon=True).start()
     return await future
-
-
-def calls_running() -> bool:
-    """Return True if a call of a sync function has not returned, perhaps after its time limit."""
-    return any(thread.name == CALL_THREAD for thread in threading.enumerate())
 
 
 async def answers(tools: Tools, calls: list[ToolCall], session: Session, seconds: float) -> list[Message]:

@@ -49,6 +49,16 @@ class Echo:
         return f"<{action}>", len(action), action == "end"
 
 
+class Process:
+    """Says in which process it runs."""
+
+    def reset(self, **row):
+        return str(os.getpid())
+
+    def step(self, action):
+        return "", 0.0, True
+
+
 class Shop:
     """Sells fruit."""
 
@@ -161,6 +171,12 @@ def test_tools_are_called_together_and_their_errors_are_read(player):
     assert replies[5].startswith("Error: the call is not of the form") and replies[6] == "Error: wait took more than 1 s"
     assert (sample.episode.tool_calls, sample.episode.tool_errors) == (7, 5) and 1 <= sample.episode.tool_seconds < 10
     assert environment([sample]) == [3.0] and sample.text == "done"
+
+
+def test_a_process_runs_one_episode_after_another(player):
+    """A call that has just returned is not taken for one that still runs."""
+    samples = player("Process", environment_workers=1).play([["end$"]] * 100)
+    assert len({sample.episode.messages[0]["content"] for sample in samples}) == 1
 
 
 def test_calls_that_never_return_keep_no_later_episode_waiting(player):
