@@ -4,7 +4,7 @@ import io
 import json
 import random
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ from lightrft.rollout.experience import flatten
 from lightrft.rollout.media import Expander
 from lightrft.strategy import get_strategy
 from lightrft.types import Prompt, Sample
-from ranks import run_ranks
+from ranks import run_cases, run_ranks
 from runs import train
 from scripts.prepare_colours import pictures, tiny_idefics3
 from seeing import FRAMED, MARKS, picture, seeing_internvl, seeing_llava, seeing_model, seeing_qwen
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.slow
 TEXTS = [("What is <image>?", [1]), ("No picture.", []), ("<image> or <image>", [2, 1]), ("x", []), ("What is <image>?", [3])]
 DRAWN = [(0, [5, 6, 7]), (0, [5, 9]), (1, [8, 9]), (2, [10, 11, 12, 13]), (3, [14]), (2, [10, 11]), (3, [15]), (4, [5, 6, 7])]
 """The prompt of each sample, and its response. Samples of a prompt share what they begin with; the last looks like the first."""
-HELD = {1: [8], 2: [7, 1]}
+HELD = {1: [8], 2: [7, 1], 4: [3, 2, 2, 1]}
 TOKENS = 64
 """Of a micro-batch: none of the samples has more than 22."""
 
@@ -123,26 +123,55 @@ SPLITS = [{}, {"max_sequences": 1}, {"batching": "dynamic", "max_tokens": 30}]
 TRAINED = {"model": {"freeze_vision_tower": False}}
 
 
-@pytest.mark.parametrize(("world_size", "settings", "splits"), [
-    (1, TRAINED, [{"max_tokens": 256}, SPLITS[2]]), (2, TRAINED, SPLITS), (2, {}, SPLITS[:1]),
-    (2, TRAINED | {"strategy": {"gradient_checkpointing": True}}, SPLITS[:1]),
-    (2, TRAINED | {"strategy": {"fsdp": False, "zero_stage": 3}}, SPLITS[1:2]),
-    (2, TRAINED | {"strategy": {"sp_size": 2}}, SPLITS[:2]),
-    (2, TRAINED | {"strategy": {"sp_size": 2, "sp_impl": "zigzag"}}, SPLITS[:1]),
-    (2, TRAINED | {"strategy": {"tp_size": 2}}, SPLITS[:2]),
-    (2, TRAINED | {"strategy": {"tp_size": 2, "tp_sequence_parallel": True}}, SPLITS[:2]),
-    (4, TRAINED | {"strategy": {"tp_size": 2, "cp_size": 2, "tp_sequence_parallel": True}}, SPLITS[:1]),
-    (4, TRAINED | {"strategy": {"tp_size": 2}}, SPLITS[1:2]),
-])  # fmt: skip
-def test_gradients_are_those_of_transformers(folder, world_size, settings, splits):
+def strategy(**layout) -> dict:
+    return TRAINED | {"strategy": layout}
+
+
+CASES = {
+    1: {"fsdp": (TRAINED, [{"max_tokens": 256}, SPLITS[2]])},
+    2: {
+        "fsdp": (TRAINED, SPLITS),
+        "frozen": ({}, SPLITS[:1]),
+        "recomputed": (strategy(gradient_checkpointing=True), SPLITS[:1]),
+        "ulysses": (strategy(sp_size=2), SPLITS[:2]),
+        "zigzag": (strategy(sp_size=2, sp_impl="zigzag"), SPLITS[:1]),
+        "tp": (strategy(tp_size=2), SPLITS[:2]),
+        "tp_sequence_parallel": (strategy(tp_size=2, tp_sequence_parallel=True), SPLITS[:2]),
+        **{f"zero{stage}": (strategy(fsdp=False, zero_stage=stage), SPLITS[1:2]) for stage in range(4)},
+    },
+    4: {
+        "hsdp": (strategy(dp_replicate=2), SPLITS[1:2]),
+        "tp": (strategy(tp_size=2), SPLITS[1:2]),
+        "tp_cp": (strategy(tp_size=2, cp_size=2, tp_sequence_parallel=True), SPLITS[:1]),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def results(folder) -> Callable[[int], dict[str, list]]:
+    """Results of all cases of as many ranks, by case and rank, in one start."""
+
+    @cache
+    def of(world_size: int) -> dict[str, list]:
+        return run_cases(world_size, learned, {name: (folder, *case) for name, case in CASES[world_size].items()})
+
+    return of
+
+
+@pytest.mark.parametrize(("world_size", "case"), [(size, case) for size, cases in CASES.items() for case in cases])
+def test_gradients_are_those_of_transformers(folder, results, world_size, case):
     """Rank 1 of two holds one image; with a sequence in each micro-batch, half of them have no image."""
-    compare(world_size, folder, settings, splits)
+    check(folder, CASES[world_size][case][0], results(world_size)[case])
 
 
 def compare(world_size: int, folder: str, settings: dict, splits: list[dict]) -> None:
+    check(folder, settings, run_ranks(world_size, learned, folder, settings, splits))
+
+
+def check(folder: str, settings: dict, by_rank: list[list[tuple[Tensor, dict[str, Tensor]]]]) -> None:
     expected, parameters = plain(folder)
     before = dict(AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).named_parameters())
-    for results in run_ranks(world_size, learned, folder, settings, splits):
+    for results in by_rank:
         for logprobs, found in results:
             torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
             assert found.keys() == parameters.keys()

@@ -25,7 +25,7 @@ from lightrft.rollout.experience import flatten
 from lightrft.rollout.media import Expander
 from lightrft.strategy import get_strategy
 from lightrft.types import Prompt, Sample
-from ranks import run_ranks
+from ranks import run_cases
 from runs import train
 from scripts.prepare_digits import recordings, tiny_qwen2_audio
 from scripts.prepare_dots import films, tiny_qwen2_5_vl
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 
 DRAWN = [(0, [5, 6, 7]), (0, [5, 9]), (1, [8, 9]), (2, [10, 11, 12]), (3, [14]), (2, [10, 11]), (0, [15])]
 """The prompt of each sample, and its response: samples of a prompt share its media."""
-HELD = {1: [7], 2: [6, 1]}
+HELD = {1: [7], 2: [6, 1], 4: [3, 2, 1, 1]}
 TRAINED = {"freeze_vision_tower": False}
 CONSTANT = ("model.audio_tower.embed_positions.weight",)
 """Parameters that their model creates as constants; from_pretrained() forgets that."""
@@ -121,10 +121,10 @@ def plain(folder: str, media: tuple[str, ...]) -> tuple[Tensor, dict[str, Tensor
     return torch.cat(rows).detach(), after
 
 
-def compare(world_size: int, folder: str, media: tuple[str, ...], tower: str, model: dict, layout: dict) -> None:
+def check(folder: str, media: tuple[str, ...], tower: str, model: dict, by_rank: list) -> None:
     expected, parameters = plain(folder, media)
     before = dict(AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
-    for results in run_ranks(world_size, learned, folder, media, model, layout):
+    for results in by_rank:
         for logprobs, found in results:
             torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
             assert found.keys() == parameters.keys()
@@ -136,18 +136,33 @@ def compare(world_size: int, folder: str, media: tuple[str, ...], tower: str, mo
             assert bool(changed) == bool(model), "the tower is trained if it is to be"
 
 
-@pytest.mark.parametrize(("world_size", "model", "layout"), [
-    (1, TRAINED, {}), (2, TRAINED, {}), (2, {}, {}), (2, TRAINED, {"sp_size": 2}),
+LAYOUTS = {
+    2: [{}, {"sp_size": 2}, {"sp_size": 2, "sp_impl": "zigzag"}, {"tp_size": 2}, {"tp_size": 2, "tp_sequence_parallel": True},
+        {"fsdp": False, "zero_stage": 3}],
+    4: [{"dp_replicate": 2}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("world_size", "cases"), [
+    (1, {"fsdp": (TRAINED, {})}), (2, {"frozen": ({}, {})} | {str(layout): (TRAINED, layout) for layout in LAYOUTS[2]}),
+    (4, {str(layout): (TRAINED, layout) for layout in LAYOUTS[4]}),
 ])  # fmt: skip
-def test_gradients_of_sound_are_those_of_transformers(tmp_path, world_size, model, layout):
+def test_gradients_of_sound_are_those_of_transformers(tmp_path, world_size, cases):
     """Of two ranks, one holds a sample without sound; with a sequence in each micro-batch, many have none."""
-    compare(world_size, hearing_model(tmp_path, 2), (AUDIOS,), "audio_tower", model, layout)
+    folder = hearing_model(tmp_path, 2)
+    found = run_cases(world_size, learned, {name: (folder, (AUDIOS,), *case) for name, case in cases.items()})
+    for name, (model, _) in cases.items():
+        check(folder, (AUDIOS,), "audio_tower", model, found[name])
 
 
 def compare_videos(folder: str) -> None:
+    media = (IMAGES, VIDEOS)
     for family in ("qwen2_5_vl", "qwen3_vl"):
-        compare(2, seeing_qwen(f"{folder}/{family}", family), (IMAGES, VIDEOS), "visual", TRAINED, {})
-        compare(2, f"{folder}/{family}", (IMAGES, VIDEOS), "visual", TRAINED, {"sp_size": 2})
+        made = seeing_qwen(f"{folder}/{family}", family)
+        for world_size, layouts in LAYOUTS.items():
+            found = run_cases(world_size, learned, {str(layout): (made, media, TRAINED, layout) for layout in layouts})
+            for by_rank in found.values():
+                check(made, media, "visual", TRAINED, by_rank)
 
 
 def test_gradients_of_videos_are_those_of_transformers(tmp_path):
