@@ -233,6 +233,8 @@ def items_of(medium: str, value: Any) -> list[Any]:
 
 
 def _is_image(item: Any) -> bool:
+    if isinstance(item, Image.Image | np.ndarray):
+        return isinstance(item, Image.Image) or item.ndim < 4
     name = item.get("path") if isinstance(item, dict) else item
     return isinstance(name, str) and Path(name).suffix.lower() in STILL
 
@@ -251,9 +253,13 @@ class Places:
     """True if files may have an address of HTTP."""
 
     def image(self, item: Any) -> ImageFile:
+        if isinstance(item, Image.Image | np.ndarray):
+            item = _png(item)
         return ImageFile(*self._file(item, "image"))
 
     def video(self, item: Any, *, fps: float, most: int) -> VideoFile:
+        if isinstance(item, np.ndarray) and item.ndim == 4:
+            item = list(item)
         if isinstance(item, list | tuple):
             frames = tuple(map(self.image, item))
             return VideoFile(f"{frames[0].name} and {len(frames) - 1} others", frames, fps, most)
@@ -285,11 +291,24 @@ class Places:
             if self.root is not None and not path.resolve().is_relative_to(self.root.resolve()):
                 raise ValueError(f"{what} {item} is not in --media_root {self.root}")
             return item, path
+        if isinstance(item, bytes) and item:
+            return "inside the data", item
         if isinstance(item, dict) and (content := item.get("bytes")):
             return item.get("path") or "inside the data", content
         if isinstance(item, dict) and item.get("path"):
             return self._found(item["path"], what)
-        raise ValueError(f"{what}: it must be a path, or one of the datasets package, not {item!r:.80}")
+        raise ValueError(f"{what}: it must be a path, bytes of a file, or what the datasets package yields, not {item!r:.80}")
+
+
+def _png(pixels: Image.Image | np.ndarray) -> bytes:
+    """Return an image, or pixels [H, W] or [H, W, 3] uint8, as a file with the same pixels. Raise ValueError for other arrays."""
+    if isinstance(pixels, np.ndarray):
+        if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] == 3)):
+            raise ValueError(f"image: an array must be [H, W] or [H, W, 3] of uint8, not {list(pixels.shape)} of {pixels.dtype}")
+        pixels = Image.fromarray(pixels)
+    content = BytesIO()
+    (pixels.convert("RGB") if pixels.mode == "CMYK" else pixels).save(content, "PNG", compress_level=1)
+    return content.getvalue()
 
 
 def fetched(address: str, most_bytes: int) -> Path:

@@ -13,7 +13,7 @@ from PIL import Image
 from json_server import JsonHandler, listening
 from lightrft.config import DataSection
 from lightrft.config.errors import DataError
-from lightrft.data.media import AudioFile, ImageFile, VideoFile, opened, with_parts
+from lightrft.data.media import VIDEOS, AudioFile, ImageFile, Places, VideoFile, items_of, opened, with_parts
 from lightrft.data.prompts import load_prompts
 from tiny import byte_tokenizer
 
@@ -54,6 +54,22 @@ def test_a_list_of_images_is_a_video(tmp_path):
     files = tuple(ImageFile(f"{number}.png", tmp_path / f"{number}.png") for number in range(3))
     assert VideoFile("v", files).open()["frames"][:, 0, 0, 0].tolist() == [0, 100, 200]
     assert VideoFile("v", files).open()["fps"] == 2.0 and VideoFile("v", files, most=2).size == (2, 4, 6)
+
+
+def test_pixels_in_memory_are_read_as_they_are(tmp_path):
+    """As rows of `module:object` contain them: a file's bytes, images and arrays."""
+    places, pixels = Places(tmp_path), np.random.default_rng(0).integers(0, 256, (3, 4, 6, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels[0]).save(file, "PNG")
+    for form in (file.getvalue(), Image.fromarray(pixels[0]), pixels[0]):
+        assert np.array_equal(np.asarray(places.image(form).open()), pixels[0])
+    for form in (pixels, list(pixels), [Image.fromarray(each) for each in pixels]):
+        (video,) = items_of(VIDEOS, form)
+        assert np.array_equal(places.video(video, fps=2, most=9).open()["frames"], pixels)
+    assert len(items_of(VIDEOS, [pixels, pixels])) == 2
+    for wrong in (pixels[0] / 255, pixels):
+        with pytest.raises(ValueError, match=r"an array must be \[H, W\] or \[H, W, 3\] of uint8, not"):
+            places.image(wrong)
 
 
 def test_sound_is_the_mean_of_its_channels():

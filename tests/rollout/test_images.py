@@ -202,12 +202,12 @@ def test_gradients_of_llava_are_those_of_transformers(tmp_path):
 
 
 def compare_in_rows_and_columns(folder: str) -> None:
+    cases = {"fsdp": (TRAINED, [{"max_tokens": 40}]), "tp": (strategy(tp_size=2, tp_sequence_parallel=True), SPLITS[:2])}
     for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
-        compare_counts(seeing_qwen(f"{folder}/{family}", family))
-    for family in ("qwen2_5_vl", "qwen3_vl"):
-        compare(2, f"{folder}/{family}", TRAINED, [{"max_tokens": 40}])
-        layout = {"strategy": {"tp_size": 2, "tp_sequence_parallel": True}}
-        compare(2, f"{folder}/{family}", TRAINED | layout, SPLITS[:2])
+        made = seeing_qwen(f"{folder}/{family}", family)
+        compare_counts(made)
+        for name, by_rank in run_cases(2, learned, {name: (made, *case) for name, case in cases.items()}).items():
+            check(made, cases[name][0], by_rank)
     compare_counts(splitting_model(f"{folder}/idefics3"))
     compare_counts(seeing_internvl(f"{folder}/internvl"))
     compare(2, f"{folder}/internvl", TRAINED, [{"max_tokens": 256}])
