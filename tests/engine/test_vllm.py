@@ -132,7 +132,7 @@ ON_V2 = ("greedy_equals_transformers", "new_weights_are_used", "no_prefix_of_the
 """Cases that take seconds. The first token's compares log-probs at three temperatures.
 
 All 47 cases were run once by hand on vLLM 0.32.0, those of CASES and those of STREAM_ONLY_CASES: 44 passed. The others use the
-kernel for top k and top p, which Triton's interpreter cannot run: requests_have_samplings_of_their_own, banned_tokens_never_come, and
+kernel for top k and top p, which the interpreter cannot run: requests_have_samplings_of_their_own, banned_tokens_never_come, and
 a_part_of_the_vocabulary_is_sampled_and_normalised.
 """
 NOT_INTERPRETED = "'int' object has no attribute 'to'"

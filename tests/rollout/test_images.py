@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
 
 from lightrft.algorithms.objectives import sft
+from lightrft.algorithms.reduce import Denominator, share_of_mean
 from lightrft.batching.redistribute import redistribute
 from lightrft.config import ModelSection
 from lightrft.data.media import IMAGES, ImageFile
@@ -27,7 +28,7 @@ from lightrft.roles.reward_model import RewardModel
 from lightrft.rollout.experience import flatten
 from lightrft.rollout.media import Expander
 from lightrft.strategy import get_strategy
-from lightrft.types import Prompt, Sample
+from lightrft.types import Batch, Prompt, Sample
 from ranks import run_cases, run_ranks
 from runs import train
 from scripts.prepare_colours import pictures, tiny_idefics3
@@ -219,13 +220,20 @@ def test_gradients_with_positions_in_space(tmp_path):
     in_sglang_environment(compare_in_rows_and_columns, str(tmp_path))
 
 
-def valued(folder: str, saved: str, layout: dict) -> list[Tensor]:
-    """Values of this rank's samples by row, with a micro-batch for each, of a critic that starts from `folder` and is saved."""
-    strategy = get_strategy({"fsdp": True, **layout})
+def squares(values: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tensor, dict]:
+    """Half of the squared distance from 1, mean over the learned tokens."""
+    return share_of_mean(0.5 * (values - 1) ** 2, batch, "token-mean", denominator), {}
+
+
+def valued(folder: str, saved: str, layout: dict) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Values by row of a critic that starts from `folder` and is saved, a micro-batch for each; its parameters after a step."""
+    strategy = get_strategy({"fsdp": True, "max_norm": 0.0, **layout})
     strategy.setup_distributed()
     with strategy.init_model_context():
         scorer = Scorer(load_scorer(ModelSection(pretrain=folder)))
-    critic = Critic(strategy, strategy.prepare(scorer), max_tokens=TOKENS)
+    optimizer = torch.optim.SGD(scorer.parameters(), lr=0.1)
+    prepared = strategy.prepare((scorer, optimizer, strategy.create_scheduler(optimizer, "constant", 0, 8)))
+    critic = Critic(strategy, *prepared, max_tokens=TOKENS)
     data, expand = strategy.mesh.data, Expander(ModelSection(pretrain=folder))
     critic.module.blank = expand.blank
     strategy.save_model(critic.module, load_tokenizer(ModelSection(pretrain=folder)), Path(saved))
@@ -235,23 +243,30 @@ def valued(folder: str, saved: str, layout: dict) -> list[Tensor]:
     batch, (rows,) = redistribute(strategy.sample_store(), flat, max_tokens=TOKENS, max_sequences=1)
     parts = critic.values(batch, rows).split(batch.lengths.tolist())
     by_row = dict(pair for part in data.gather(list(zip(batch.rows.tolist(), parts, strict=True))) for pair in part)
-    return [by_row[row] for row in sorted(by_row)]
+    critic.update(batch, rows, squares, critic.denominator(batch, rows, length=1), Metrics())
+    return [by_row[row] for row in sorted(by_row)], dict(strategy.full_params(critic.module))
 
 
-@pytest.mark.parametrize("layout", [{}, {"sp_size": 2}])
+@pytest.mark.parametrize("layout", [{}, {"sp_size": 2}, {"tp_size": 2}])
 def test_a_critic_sees(folder, tmp_path, layout):
-    """Its head is above the backbone of transformers, alike after it was saved and loaded."""
-    found, _ = run_ranks(2, valued, folder, str(tmp_path), layout)
-    expand = Expander(ModelSection(pretrain=folder))
+    """Its head is above the backbone of transformers, alike after it was saved and loaded, and both learn."""
+    (found, after), _ = run_ranks(2, valued, folder, str(tmp_path), layout)
+    expand, answers = Expander(ModelSection(pretrain=folder)), []
     scored = load_scorer(ModelSection(pretrain=str(tmp_path)), new_head=False)
     backbone = AutoModel.from_pretrained(folder, dtype=torch.float32)
     for sample, values in zip(samples(expand.reader.processor), found, strict=True):
         read = expand(sample.prompt)
         ids = torch.tensor([read.token_ids + sample.token_ids])
-        with torch.no_grad():
-            hidden = backbone(input_ids=ids, attention_mask=torch.ones_like(ids), **read.features).last_hidden_state[0]
-            expected = torch.cat([torch.zeros(1), scored.score(hidden)[:-1, 0]])
-        torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
+        hidden = backbone(input_ids=ids, attention_mask=torch.ones_like(ids), **read.features).last_hidden_state[0]
+        expected = torch.cat([torch.zeros(1), scored.score(hidden)[:-1, 0]])
+        torch.testing.assert_close(values, expected.detach(), rtol=0, atol=1e-5)
+        answers.append(expected[len(read.token_ids) :])
+    (0.5 * (torch.cat(answers) - 1) ** 2).mean().backward()
+    learned = {**{f"model.{name}": p for name, p in backbone.named_parameters()}, "score.weight": scored.score.weight}
+    assert after.keys() == learned.keys()
+    for name, parameter in learned.items():
+        torch.testing.assert_close(after[name], (parameter - 0.1 * parameter.grad).detach(), rtol=1e-5, atol=1e-5, msg=name)
+        assert parameter.grad.any(), name
 
 
 def rewarded(folder: str, saved: str) -> list[float]:
