@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.utils import cached_file
 
 from lightrft.attention.flat import ATTENTION
@@ -94,6 +95,10 @@ def scorer_class(generating: type[PreTrainedModel]) -> type[PreTrainedModel]:
             self.post_init()
 
     SeeingScorer.__name__ = generating.__name__.replace("ForConditionalGeneration", "") + "ForSequenceClassification"
+    names = (generating.__name__, generating.config_class.model_type)
+    conversions = next(filter(None, map(get_checkpoint_conversion_mapping, names)), None)
+    if conversions is not None:  # of the names in released folders
+        register_checkpoint_conversion_mapping(SeeingScorer.__name__, conversions, overwrite=True)
     return SeeingScorer
 
 

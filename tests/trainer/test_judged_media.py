@@ -16,7 +16,8 @@ from transformers import AutoModel, AutoModelForMultimodalLM, AutoProcessor
 from lightrft.config import ModelSection
 from lightrft.models.load import Scores, load_scorer
 from runs import train
-from seeing import hearing_model, picture, seeing_model
+from seeing import FILMED, hearing_model, picture, seeing_model, seeing_qwen
+from sglang_environment import in_sglang_environment
 
 pytestmark = pytest.mark.slow
 
@@ -34,20 +35,34 @@ ROWS: dict[str, Callable[[str, tuple[str, str], bool], dict]] = {
 }
 
 
+def given_media(medium: str, items: list) -> dict:
+    """What a processor of transformers takes."""
+    if medium == "images":
+        return {"images": [items]}
+    if medium == "audios":
+        return {"audio": items, "sampling_rate": 16000}
+    metadata = [{"total_num_frames": len(item), "fps": 2.0, "frames_indices": [*range(len(item))], "duration": len(item) / 2}
+                for item in items]  # fmt: skip
+    return {"videos": items, "do_sample_frames": False, "video_metadata": metadata}
+
+
 class Reference:
     """Plain transformers, which reads each prompt with its media by its processor."""
 
-    def __init__(self, folder: str, mark: str, media: list[list]):
+    def __init__(self, folder: str, medium: str, mark: str, media: list[list]):
         self.processor = AutoProcessor.from_pretrained(folder)
         self.prompts = []
         for (text, _), items in zip(TEXTS, media, strict=True):
-            given = {} if not items else {"images": [items]} if mark == "<image>" else {"audio": items, "sampling_rate": 16000}
+            given = given_media(medium, items) if items else {}
             self.prompts.append(dict(self.processor(text=[text.format(*[mark] * len(items))], return_tensors="pt", **given)))
 
     def inputs(self, number: int, answer: list[int]) -> tuple[dict[str, Tensor], int]:
         prompt = self.prompts[number]
         ids = torch.cat([prompt["input_ids"], torch.tensor([answer])], 1)
-        return prompt | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, prompt["input_ids"].shape[1]
+        inputs = prompt | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if "mm_token_type_ids" in prompt:
+            inputs["mm_token_type_ids"] = F.pad(prompt["mm_token_type_ids"], (0, len(answer)))
+        return inputs, prompt["input_ids"].shape[1]
 
     def tokens(self, text: str) -> list[int]:
         return [*self.processor.tokenizer(text, add_special_tokens=False)["input_ids"], self.processor.tokenizer.eos_token_id]
@@ -90,10 +105,23 @@ def losses(command: str, model, reference: Reference) -> Tensor:
 @pytest.mark.parametrize("medium", ["images", "audios"])
 def test_a_first_step_is_that_of_transformers(tmp_path, medium):
     """Two ranks; one row in four is text."""
-    mark, key = ("<image>", "picture") if medium == "images" else ("<|AUDIO|>", "sound")
     folder = seeing_model(tmp_path / "model") if medium == "images" else hearing_model(tmp_path / "model", 2)
+    compare(tmp_path, folder, medium, "<image>" if medium == "images" else "<|AUDIO|>")
+
+
+def test_a_first_step_on_videos_is_that_of_transformers(tmp_path):
+    """Qwen2.5-VL, whose processor needs torchvision."""
+    in_sglang_environment(compare_videos, tmp_path)
+
+
+def compare_videos(tmp_path: Path) -> None:
+    compare(tmp_path, seeing_qwen(tmp_path / "model"), "videos", FILMED)
+
+
+def compare(tmp_path: Path, folder: str, medium: str, mark: str) -> None:
+    key = "medium"
     media, names = written(tmp_path, medium)
-    reference = Reference(folder, mark, media)
+    reference = Reference(folder, medium, mark, media)
     scored = scorer(folder, tmp_path / "scorer")
     for command, row in ROWS.items():
         with (tmp_path / "rows.jsonl").open("w") as file:
@@ -102,6 +130,7 @@ def test_a_first_step_is_that_of_transformers(tmp_path, medium):
         policy = command in ("train_dpo", "train_kto")
         flags = [flag for flag in FLAGS if policy or "beta" not in flag]
         flags += [f"--prompt_data={tmp_path / 'rows.jsonl'}", f"--{medium}_key={key}"]
+        flags += ["--limit_mm_video_per_prompt=2"] * (medium == "videos")
         flags += [f"--pretrain={folder if policy else scored}"]
         (found,) = train(command, 2, flags, tmp_path / command)
         options = {"dtype": torch.float32, "trust_remote_code": False}
@@ -148,6 +177,10 @@ def written(folder: Path, medium: str) -> tuple[list[list], list[list[str]]]:
             if medium == "images":
                 item, name = picture(seed), f"{seed}.png"
                 item.save(folder / name)
+            elif medium == "videos":
+                frames, name = [picture(10 * seed + number) for number in range(4)], f"{seed}.webp"
+                frames[0].save(folder / name, save_all=True, append_images=frames[1:], duration=500, lossless=True)
+                item = np.stack([np.asarray(frame) for frame in frames])
             else:
                 samples, name = np.random.default_rng(seed).integers(-9000, 9000, 3200 * seed).astype(np.int16), f"{seed}.wav"
                 item = samples.astype(np.float32) / 32768
