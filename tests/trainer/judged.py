@@ -1,18 +1,24 @@
 """Rows of judged answers, whole runs that learn from them on gloo ranks, and the same in plain torch, one sequence at a time."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, TaskType, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from lightrft.config import ModelSection, parse
 from lightrft.data.loader import Order
-from runs import rows_of, run_here
+from lightrft.run.prepare import prepare_config
+from lightrft.strategy import get_strategy
+from ranks import run_cases, run_ranks, whole
+from runs import build, rows_of, run_here
 
-EOS, SEED, BATCH, STEPS, RATE = 258, 42, 4, 3, 1e-3
+EOS, SEED, BATCH, STEPS, RATE, RANK = 258, 42, 4, 3, 1e-3, 4
 ANSWERS = ["yes", "no, never", "a", "it is so", "bc", "0123456789", "d", "perhaps, or not", "so", "why", "none", "x"]
 PAIRS = [
     {"prompt": "abcdefgh"[: 2 + place % 5] + "?", "chosen": answer, "rejected": ANSWERS[(place + 5) % 12],
@@ -63,6 +69,49 @@ def plain(model: nn.Module, loss: Callable[[nn.Module, list[dict[str, Any]]], Te
         optimizer.step()
         optimizer.zero_grad()
     return numbers, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def first_parameters(command: str, flags: list[str], save_path: str) -> dict[str, Tensor]:
+    """What a run of these flags trains, before its first step; its names begin with the layers of the model, or with the head."""
+    config = prepare_config(command, parse([*RUN, *flags, f"--save_path={save_path}"], command))
+    strategy = get_strategy(config)
+    torch.manual_seed(0)
+    strategy.setup_distributed()
+    trainer = build(command, config, strategy)
+    trained = {tail(name): whole(value.detach()).clone() for name, value in trainer.role.module.named_parameters()
+               if value.requires_grad}  # fmt: skip
+    strategy.close()
+    return trained
+
+
+def tail(name: str) -> str:
+    return re.sub(r"^.*?\b(?=layers\.|score\b)", "", name)
+
+
+def plain_adapters(
+    command: str, flags: list[str], base: nn.Module, loss: Callable[..., Tensor], rows: list, folder: Path
+) -> tuple:
+    """Losses, norms and merged parameters of the same steps of PEFT's model, with the first adapters of a run of these flags."""
+    (first,) = run_ranks(1, first_parameters, command, [*flags, "--fsdp"], f"{folder}/first")
+    kind = TaskType.CAUSAL_LM if base.can_generate() else TaskType.SEQ_CLS
+    settings = LoraConfig(r=RANK, lora_alpha=ModelSection().lora_alpha, target_modules="all-linear", task_type=kind)
+    model = get_peft_model(base, settings)
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    assert len(trained) == len(first) and sum("lora_B" in name for name in trained) > 0
+    with torch.no_grad():
+        for name, value in trained.items():
+            value.copy_(first[tail(name.replace("modules_to_save.default.", ""))])
+    numbers, _ = plain(model.get_base_model(), loss, rows)
+    return numbers, dict(model.merge_and_unload().named_parameters())
+
+
+def assert_adapters_equal(command: str, flags: list[str], expected: tuple, folder: Path) -> None:
+    """Compare the same steps on two ranks, sharded by FSDP2 and by ZeRO 2."""
+    layouts = {"fsdp": ["--fsdp"], "zero2": ["--fsdp=false", "--zero_stage=2"]}
+    cases = {name: (command, [*flags, *layout], f"{folder}/{name}") for name, layout in layouts.items()}
+    for by_rank in run_cases(2, course, cases).values():
+        for found in by_rank:
+            assert_equal(found, expected)
 
 
 def tokens(*texts: str) -> Tensor:

@@ -1,15 +1,16 @@
 """train_dpo: the steps are those of a plain loop over the whole batch, in every layout, with any reference."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
-from peft import PeftModel
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from ranks import run_cases
-from runs import prepare, repeatable, run_here
-from trainer.judged import PAIRS, RUN, answer_logprobs, assert_equal, course, plain, write
+from runs import prepare, repeatable
+from trainer.judged import PAIRS, RANK, answer_logprobs, assert_equal, course, plain, plain_adapters, write
 
 BETA, EPSILON, COEFFICIENT = 0.3, 0.2, 0.7
 CASES = {
@@ -36,10 +37,14 @@ def inputs(tmp_path_factory) -> list[str]:
     return [f"--pretrain={folder}/model", f"--prompt_data={data}", f"--beta={BETA}"]
 
 
-def plain_steps(folder: str, case: str, model: torch.nn.Module | None = None) -> tuple:
+def model_of(inputs: list[str]) -> nn.Module:
+    folder = inputs[0].partition("=")[2]
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def loss_of(case: str, reference: nn.Module) -> Callable[..., Tensor]:
     """The formulas once more, one pair at a time."""
-    model = model or AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    reference = copy.deepcopy(model).requires_grad_(False)
+    reference.requires_grad_(False)
 
     def log_ratio(model, row, name):
         ours, theirs = (answer_logprobs(each, row["prompt"], row[name]) for each in (model, reference))
@@ -60,12 +65,12 @@ def plain_steps(folder: str, case: str, model: torch.nn.Module | None = None) ->
             loss -= COEFFICIENT * torch.cat([answer_logprobs(model, row["prompt"], row["chosen"]) for row in rows]).mean()
         return loss
 
-    return plain(model, of_step, PAIRS)
+    return of_step
 
 
 @pytest.fixture(scope="module")
 def expected(inputs) -> dict[str, tuple]:
-    return {case: plain_steps(inputs[0].partition("=")[2], case) for case in CASES}
+    return {case: plain(model_of(inputs), loss_of(case, model_of(inputs)), PAIRS) for case in CASES}
 
 
 def test_steps_are_those_of_plain_torch(inputs, expected, tmp_path):
@@ -100,23 +105,14 @@ def test_two_ranks_report_what_one_reports(inputs, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_adapters_have_their_base_as_the_reference(inputs, tmp_path):
     """Live or computed before the first step, it is that of a plain loop over PEFT's model with the same first adapters."""
-    flags = [*inputs, *CASES["smoothed"], "--lora_rank=4"]
-    first = ["--fsdp", "--actor_learning_rate=1e-30", "--save_adapter_only"]
+    flags = [*inputs, *CASES["smoothed"], f"--lora_rank={RANK}"]
     cases = {
         name: ("train_dpo", [*flags, "--precompute_reference=" + known, *layout], f"{tmp_path}/{name}")
         for name, known, layout in (("fsdp", "false", ["--fsdp"]), ("known", "true", ["--fsdp"]),
                                     ("zero2", "false", ["--fsdp=false"]))
     }  # fmt: skip
-    found = run_cases(2, course, cases)
-    run_cases(1, run_here, {"": ("train_dpo", [*RUN, *flags, *first, f"--save_path={tmp_path}/first"])})
-    folder = inputs[0].partition("=")[2]
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    model = PeftModel.from_pretrained(base, tmp_path / "first" / "model", is_trainable=True)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.zeros_(parameter)
-    numbers, _ = plain_steps(folder, "smoothed", model)
-    expected = numbers, dict(model.merge_and_unload().named_parameters())
-    for by_rank in found.values():
+    base = model_of(inputs)
+    expected = plain_adapters("train_dpo", flags, base, loss_of("smoothed", copy.deepcopy(base)), PAIRS, tmp_path)
+    for by_rank in run_cases(2, course, cases).values():
         for each in by_rank:
             assert_equal(each, expected)

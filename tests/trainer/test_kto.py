@@ -1,14 +1,26 @@
 """train_kto: the steps are those of a plain loop over the whole batch, in every layout, with one reference point for a step."""
 
-import copy
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from ranks import run_cases
 from runs import prepare, repeatable
-from trainer.judged import LAYOUTS, PAIRS, answer_logprobs, assert_equal, course, plain, write
+from trainer.judged import (
+    LAYOUTS,
+    PAIRS,
+    RANK,
+    answer_logprobs,
+    assert_adapters_equal,
+    assert_equal,
+    course,
+    plain,
+    plain_adapters,
+    write,
+)
 
 BETA, GOOD, BAD = 0.3, 1.3, 0.7
 ROWS = [{"prompt": row["prompt"], "completion": row["chosen"], "label": place % 3 > 0} for place, row in enumerate(PAIRS)]
@@ -22,12 +34,14 @@ def inputs(tmp_path_factory) -> list[str]:
     return [f"--pretrain={folder}/model", f"--prompt_data={data}", f"--beta={BETA}", *weights]
 
 
-@pytest.fixture(scope="module")
-def expected(inputs) -> tuple:
-    """The formulas once more, one answer at a time."""
+def model_of(inputs: list[str]) -> nn.Module:
     folder = inputs[0].partition("=")[2]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    reference = copy.deepcopy(model).requires_grad_(False)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def loss_of(reference: nn.Module) -> Callable[..., Tensor]:
+    """The formulas once more, one answer at a time."""
+    reference.requires_grad_(False)
 
     def log_ratio(model, prompt, answer):
         return answer_logprobs(model, prompt, answer).sum() - answer_logprobs(reference, prompt, answer).sum()
@@ -44,7 +58,12 @@ def expected(inputs) -> tuple:
             total += GOOD * (1 - torch.sigmoid(reward)) if row["label"] else BAD * (1 - torch.sigmoid(-reward))
         return total / len(rows)
 
-    return plain(model, of_step, ROWS)
+    return of_step
+
+
+@pytest.fixture(scope="module")
+def expected(inputs) -> tuple:
+    return plain(model_of(inputs), loss_of(model_of(inputs)), ROWS)
 
 
 def test_steps_are_those_of_plain_torch(inputs, expected, tmp_path):
@@ -60,6 +79,14 @@ def test_layouts_do_not_change_the_steps(inputs, expected, tmp_path):
     for by_rank in run_cases(2, course, cases).values():
         for found in by_rank:
             assert_equal(found, expected)
+
+
+@pytest.mark.slow
+def test_adapters_are_those_of_plain_torch(inputs, tmp_path):
+    """Their reference is the model without them."""
+    flags = [*inputs, f"--lora_rank={RANK}"]
+    expected = plain_adapters("train_kto", flags, model_of(inputs), loss_of(model_of(inputs)), ROWS, tmp_path)
+    assert_adapters_equal("train_kto", flags, expected, tmp_path)
 
 
 def test_two_ranks_report_what_one_reports(inputs, tmp_path):

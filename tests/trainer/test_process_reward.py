@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from ranks import run_cases, run_ranks
 from runs import prepare, repeatable
 from tiny import EOS
-from trainer.judged import ANSWERS, LAYOUTS, RUN, assert_equal, course, plain, write
+from trainer.judged import ANSWERS, LAYOUTS, RANK, RUN, assert_adapters_equal, assert_equal, course, plain, plain_adapters, write
 
 ROWS = [
     {"prompt": "abcdefgh"[: 2 + place % 5] + "?", "completions": ["so", answer, "yes"][: 1 + place % 3],
@@ -67,6 +67,13 @@ def test_layouts_do_not_change_the_steps(inputs, expected, tmp_path):
     for by_rank in run_cases(2, course, cases).values():
         for found in by_rank:
             assert_equal(found, expected)
+
+
+@pytest.mark.slow
+def test_adapters_and_the_head_are_those_of_plain_torch(inputs, tmp_path):
+    flags, folder = [*inputs, f"--lora_rank={RANK}"], inputs[0].partition("=")[2]
+    base = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    assert_adapters_equal("train_prm", flags, plain_adapters("train_prm", flags, base, loss_of, ROWS, tmp_path), tmp_path)
 
 
 def test_two_ranks_report_what_one_reports(inputs, tmp_path):

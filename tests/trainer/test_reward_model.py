@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from lightrft.checkpoint.final_model import export_checkpoint
 from ranks import run_cases, run_ranks
 from runs import PPO, prepare, repeatable, train
-from trainer.judged import PAIRS, RUN, assert_equal, course, plain, score, write
+from trainer.judged import PAIRS, RANK, RUN, assert_adapters_equal, assert_equal, course, plain, plain_adapters, score, write
 
 THETA = 1.5
 CASES = {
@@ -49,12 +50,10 @@ def flags(inputs: dict[str, str], case: str) -> list[str]:
     return [f"--pretrain={inputs['folder']}/scorer{heads}", f"--prompt_data={inputs['data']}", *CASES[case]]
 
 
-@pytest.fixture(scope="module")
-def expected(inputs) -> dict[str, tuple]:
+def loss_of(case: str, log_scale: torch.nn.Parameter) -> Callable[..., torch.Tensor]:
     """The formulas once more, one pair at a time."""
-    log_scale = torch.nn.Parameter(torch.zeros(2))
 
-    def of_pair(case, model, row):
+    def of_pair(model, row):
         chosen, rejected = (score(model, row["prompt"], row[name]) for name in ("chosen", "rejected"))
         if case == "heads":
             place = "ab".index(row["head"])
@@ -68,13 +67,19 @@ def expected(inputs) -> dict[str, tuple]:
         loses = rejected.exp() / (rejected.exp() + THETA * chosen.exp())
         return -torch.log(1 - wins - loses) if row["tie"] else -torch.log(wins)
 
-    def course_of(case):
-        folder = f"{inputs['folder']}/scorer{2 if case == 'heads' else 1}"
-        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        extra = (log_scale,) if case == "heads" else ()
-        return plain(model, lambda model, rows: sum(of_pair(case, model, row) for row in rows) / len(rows), PAIRS, extra)
+    return lambda model, rows: sum(of_pair(model, row) for row in rows) / len(rows)
 
-    return {case: course_of(case) for case in CASES}
+
+def scorer(inputs: dict[str, str], heads: int) -> torch.nn.Module:
+    folder = f"{inputs['folder']}/scorer{heads}"
+    return AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+@pytest.fixture(scope="module")
+def expected(inputs) -> dict[str, tuple]:
+    log_scale = torch.nn.Parameter(torch.zeros(2))
+    found = {case: plain(scorer(inputs, 1), loss_of(case, log_scale), PAIRS) for case in CASES if case != "heads"}
+    return found | {"heads": plain(scorer(inputs, 2), loss_of("heads", log_scale), PAIRS, (log_scale,))}
 
 
 def test_steps_are_those_of_plain_torch(inputs, expected, tmp_path):
@@ -92,6 +97,13 @@ def test_layouts_do_not_change_the_steps(inputs, expected, tmp_path):
     for by_rank in run_cases(2, course, cases).values():
         for found in by_rank:
             assert_equal(found, expected["heads"])
+
+
+@pytest.mark.slow
+def test_adapters_and_the_head_are_those_of_plain_torch(inputs, tmp_path):
+    given, loss = [*flags(inputs, "margin"), f"--lora_rank={RANK}"], loss_of("margin", torch.nn.Parameter(torch.zeros(2)))
+    expected = plain_adapters("train_rm", given, scorer(inputs, 1), loss, PAIRS, tmp_path)
+    assert_adapters_equal("train_rm", given, expected, tmp_path)
 
 
 def test_two_ranks_report_what_one_reports(inputs, tmp_path):
@@ -131,7 +143,7 @@ def test_from_a_language_model_to_the_reward_of_ppo(inputs, tmp_path):
     """A new head; then the next train_rm starts from the folder, and train_ppo scores with it."""
     base = f"{inputs['folder']}/model"
     given = ["--fsdp", f"--prompt_data={inputs['data']}", *RUN]
-    train("train_rm", 2, [*given, f"--pretrain={base}", "--lora_rank=4"], tmp_path / "first")
+    train("train_rm", 2, [*given, f"--pretrain={base}", "--lora_rank=4"], tmp_path)
     train("train_rm", 2, [*given, f"--pretrain={tmp_path}/first/model"], tmp_path / "second")
     assert AutoConfig.from_pretrained(tmp_path / "second" / "model").id2label == {0: "score"}
     prompts = [flag for flag in prepare(tmp_path) if not flag.startswith("--reward")]

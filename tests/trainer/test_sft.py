@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ranks import run_cases
 from runs import prepare, repeatable, train
-from trainer.judged import PAIRS, answer_logprobs, assert_equal, course, plain, write
+from trainer.judged import PAIRS, RANK, answer_logprobs, assert_adapters_equal, assert_equal, course, plain, plain_adapters, write
 
 SFT = ["--train_batch_size=8", "--num_episodes=20", "--actor_learning_rate=3e-3", "--lr_scheduler=constant"]
 
@@ -85,21 +85,26 @@ LAYOUTS = {
     "zero3": ["--fsdp=false", "--zero_stage=3"],
     "sp": ["--fsdp", "--sp_size=2"],
     "tp": ["--fsdp", "--tp_size=2"],
+    "hsdp": ["--fsdp", "--dp_replicate=2"],
 }
+
+
+def model_of(flags: list[str]) -> torch.nn.Module:
+    folder = next(flag for flag in flags if "pretrain=" in flag).partition("=")[2]
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def mean_over_tokens(model, rows) -> torch.Tensor:
+    return -torch.cat([answer_logprobs(model, row["prompt"], row["chosen"]) for row in rows]).mean()
 
 
 @pytest.fixture(scope="module")
 def answers(inputs, tmp_path_factory) -> tuple[list[str], tuple]:
     """Flags, and three steps in plain torch over the whole batch: the mean over all tokens of all answers."""
     folder = next(flag for flag in inputs if "pretrain=" in flag).partition("=")[2]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-
-    def loss(model, rows):
-        return -torch.cat([answer_logprobs(model, row["prompt"], row["chosen"]) for row in rows]).mean()
-
     data = write(PAIRS, tmp_path_factory.mktemp("answers") / "answers.jsonl")
     flags = [f"--pretrain={folder}", f"--prompt_data={data}", "--input_key=prompt", "--label_key=chosen"]
-    return flags, plain(model, loss, PAIRS)
+    return flags, plain(model_of(flags), mean_over_tokens, PAIRS)
 
 
 def test_steps_are_those_of_plain_torch(answers, tmp_path):
@@ -115,3 +120,10 @@ def test_layouts_do_not_change_the_steps(answers, tmp_path):
     for by_rank in run_cases(2, course, cases).values():
         for found in by_rank:
             assert_equal(found, expected)
+
+
+@pytest.mark.slow
+def test_adapters_are_those_of_plain_torch(answers, tmp_path):
+    flags = [*answers[0], f"--lora_rank={RANK}"]
+    expected = plain_adapters("train_sft", flags, model_of(flags), mean_over_tokens, PAIRS, tmp_path)
+    assert_adapters_equal("train_sft", flags, expected, tmp_path)
