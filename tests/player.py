@@ -40,7 +40,7 @@ class Player:
         setup = ProgramSetup(name, agent=agent, served=served, tool_seconds=section.tool_seconds)
         self.episodes = Episodes(setup, section, format, hermes, longest=longest)
 
-    def play(self, turns, *, rows=None, seconds=30.0):
+    def play(self, turns, *, rows=None, seconds=120.0):
         """Play an episode for each list of turns, texts or token ids, at the same time; return their samples."""
         rows = rows or [{"label": str(place), "prompt": "p", "end": EOS} for place in range(len(turns))]
         samples = [Sample(Prompt(place, "p", ids("p"), row), 0, [], [], "", "") for place, row in enumerate(rows)]

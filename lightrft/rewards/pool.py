@@ -191,7 +191,7 @@ class Processes:
             for worker in list(self._pool):
                 if worker.socket.closed:  # it was killed together with others
                     continue
-                if worker.socket in ready:
+                if worker.socket.poll():  # also if it has answered while another one was ended
                     self._take_in(worker)
                 elif worker.call and time.perf_counter() >= worker.began + self.limit:
                     self._out_of_time(worker)
@@ -219,18 +219,20 @@ class Processes:
 
     def _take_in(self, worker: _Worker) -> None:
         try:
-            values, problem = pickle.loads(worker.socket.recv_bytes())
+            values, problem, usable = pickle.loads(worker.socket.recv_bytes())
         except (OSError, EOFError):
             call, how = worker.call, self._end(worker)
             if call is not None:
                 self._repeat(call, how)
             return
         except Exception as error:  # raised by pickle: values of a class that only the worker has
-            values, problem = None, f"{type(error).__name__}: {error}"
+            values, problem, usable = None, f"{type(error).__name__}: {error}", True
         call, worker.call = worker.call, None
         assert call is not None, "a worker answers only calls"
         self.trace.record("rewards", f"reward of {len(call.samples)} responses", worker.began)
         call.future.set_exception(_raised(problem, call.samples)) if problem else call.future.set_result(values)
+        if not usable:
+            self._end(worker)
 
     def _repeat(self, call: _Call, how: str) -> None:
         if call.died:

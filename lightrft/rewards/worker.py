@@ -61,19 +61,20 @@ class Setup:
 
 
 def _work(calls: Connection, function: RewardFunction | WeightedRewards) -> None:
-    """Reply to each list of samples with (values, "") or (None, problem) until the rank closes the socket."""
+    """Reply to each list of samples until the rank closes the socket: (values, "", True), or (None, problem, usable).
+
+    A worker is not usable after a MemoryError, as its memory may not be freed; the rank ends it.
+    """
     while True:
         try:
             samples = calls.recv_bytes()
         except EOFError:
             return
         try:
-            answer = pickle.dumps((function.judge(pickle.loads(samples)), ""))
+            answer = pickle.dumps((function.judge(pickle.loads(samples)), "", True))
         except BaseException as error:
-            answer = pickle.dumps((None, f"{type(error).__name__}: {error}{place(error)}"))
-            if isinstance(error, MemoryError):  # its memory may not be freed
-                calls.send_bytes(answer)
-                return
+            problem = f"{type(error).__name__}: {error}{place(error)}"
+            answer = pickle.dumps((None, problem, not isinstance(error, MemoryError)))
         sys.stdout.flush()
         calls.send_bytes(answer)
 

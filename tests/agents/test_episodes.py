@@ -43,7 +43,7 @@ class Echo:
         if action == "sleep":
             time.sleep(60)
         if action == "pause":
-            time.sleep(0.7)
+            time.sleep(2.5)
         if action == "raise":
             raise OSError("the game is over")
         return f"<{action}>", len(action), action == "end"
@@ -162,14 +162,14 @@ def test_tools_are_called_together_and_their_errors_are_read(player):
     both = call("buy", fruit="pear", count=3) + call("wait", seconds=0)
     wrong = (call("buy", fruit="stone") + call("sell") + call("buy", colour="red") + "<tool_call>{</tool_call>"
              + call("wait", seconds=30))  # fmt: skip
-    (sample,) = player("Shop", chat=True, tool_seconds=1.0, longest=2000).play([[both, wrong, "done$"]])
+    (sample,) = player("Shop", chat=True, tool_seconds=3.0, longest=2000).play([[both, wrong, "done$"]])
     replies = [message["content"] for message in sample.episode.messages if message["role"] == "tool"]
     assert replies[:2] == ["3", "waited 0"]
     assert replies[2] == "Error: ValueError: no such fruit"
     assert replies[3] == "Error: there is no tool 'sell', only buy, stall, wait"
     assert replies[4].startswith("Error: TypeError: ") and "'fruit'" in replies[4]
-    assert replies[5].startswith("Error: the call is not of the form") and replies[6] == "Error: wait took more than 1 s"
-    assert (sample.episode.tool_calls, sample.episode.tool_errors) == (7, 5) and 1 <= sample.episode.tool_seconds < 10
+    assert replies[5].startswith("Error: the call is not of the form") and replies[6] == "Error: wait took more than 3 s"
+    assert (sample.episode.tool_calls, sample.episode.tool_errors) == (7, 5) and 3 <= sample.episode.tool_seconds < 30
     assert environment([sample]) == [3.0] and sample.text == "done"
 
 
@@ -181,15 +181,15 @@ def test_a_process_runs_one_episode_after_another(player):
 
 def test_calls_that_never_return_keep_no_later_episode_waiting(player):
     """More of them than an event loop has threads by default: the worker that they run in is replaced."""
-    play = player("Shop", chat=True, tool_seconds=0.5, longest=2000, environment_workers=1)
-    stalled, bought = play.play([[call("stall") * 12, "done$"], [call("buy", fruit="pear"), "done$"]], seconds=10.0)
+    play = player("Shop", chat=True, tool_seconds=2.0, longest=2000, environment_workers=1)
+    stalled, bought = play.play([[call("stall") * 12, "done$"], [call("buy", fruit="pear"), "done$"]], seconds=50.0)
     replies = [message["content"] for message in stalled.episode.messages if message["role"] == "tool"]
-    assert replies == ["Error: stall took more than 0.5 s"] * 12 and environment([stalled, bought]) == [0.0, 1.0]
+    assert replies == ["Error: stall took more than 2 s"] * 12 and environment([stalled, bought]) == [0.0, 1.0]
 
 
 def test_a_program_that_repeats_refused_requests_fails(player):
-    (sample,) = player("stubborn", environment_minutes=0.02, max_turns=1, chat=True).play([["a", "b"]])
-    assert "asked for no turn for 1.2 s" in sample.episode.problem and sample.masked
+    (sample,) = player("stubborn", environment_minutes=0.05, max_turns=1, chat=True).play([["a", "b"]])
+    assert "asked for no turn for 3 s" in sample.episode.problem and sample.masked
 
 
 def test_an_agent_is_an_async_function(player):
@@ -199,12 +199,12 @@ def test_an_agent_is_an_async_function(player):
 
 
 def test_a_program_that_dies_or_hangs_costs_its_own_sample(player):
-    play = player("Echo", environment_minutes=0.02, environment_workers=3)
+    play = player("Echo", environment_minutes=0.05, environment_workers=3)
     turns = [["die"], ["kill"], ["sleep"], ["raise"], ["end"], ["end"]]
     samples = play.play(turns)
     problems = [sample.episode.problem for sample in samples]
     assert problems[0] == "its process has ended with exit code 7" and problems[1] == "its process was killed by SIGKILL"
-    assert "asked for no turn for 1.2 s" in problems[2]
+    assert "asked for no turn for 3 s" in problems[2]
     assert "OSError: the game is over, at " in problems[3] and "mine.py:" in problems[3]
     assert problems[4:] == ["", ""]
     assert [sample.masked for sample in samples] == [True] * 4 + [False] * 2
@@ -214,7 +214,7 @@ def test_a_program_that_dies_or_hangs_costs_its_own_sample(player):
 def test_limits_end_an_episode(player):
     (turns,) = player("Echo", max_turns=2).play([["a", "b", "c"]])
     assert turns.token_ids == ids("a<a>b") and turns.finish_reason == "length"
-    (minutes,) = player("Echo", episode_minutes=0.01).play([["a", "pause", "c"]])
+    (minutes,) = player("Echo", episode_minutes=2 / 60).play([["a", "pause", "c"]])
     assert minutes.token_ids == ids("a<a>pause") and minutes.finish_reason == "length"
     (tokens,) = player("Echo", longest=6).play([["ab", "c"]])
     assert tokens.token_ids == ids("ab") and tokens.truncated, "four tokens of the observation leave no room for a turn"

@@ -273,7 +273,7 @@ def drip(connection: socket.socket, begin: bytes, byte: bytes) -> None:
 @pytest.mark.parametrize(("begin", "byte"), [(b"X-Header: ", b"x"), (b"Content-Length: 100000\r\n\r\n", b" ")])
 def test_a_server_that_never_ends_its_answer(begin, byte):
     with strange_server(partial(drip, begin=begin, byte=byte)) as url:
-        with pytest.raises(ValueError, match=r"POST sent no complete response within 0 s \(after 0 s of repeated requests"):
+        with pytest.raises(ValueError, match=r"POST sent no complete response within 0 s \(after \d+ s of repeated requests"):
             runner(url, reward_minutes=0.3 / 60)(samples()[:2])
 
 
@@ -284,9 +284,9 @@ def test_a_server_that_is_away_is_asked_again_for_as_long_as_it_may(address, mon
     with socket.create_server(("127.0.0.1", 0)) as closed:
         away = f"http://127.0.0.1:{closed.getsockname()[1]}/x"
     began = time.monotonic()
-    with pytest.raises(ValueError, match=r"POST: ConnectError: .* \(after [12] s of repeated requests, see --server_minutes\)"):
+    with pytest.raises(ValueError, match=r"POST: ConnectError: .* \(after \d+ s of repeated requests, see --server_minutes\)"):
         runner(away, server_minutes=1 / 60)(samples()[:2])
-    assert 1 < time.monotonic() - began < 4
+    assert 1 < time.monotonic() - began < 20
     assert len(said) == 1 and "retrying for at most 1 s (--server_minutes)" in said[0]
 
 

