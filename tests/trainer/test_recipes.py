@@ -32,8 +32,8 @@ CHAIN = {
 }  # fmt: skip
 """Command, file, model, data and further flags of each run of the chain."""
 LEAST = {"rm": 0.65, "prm": 0.7, "dpo": 0.75, "kto": 0.62, "distill": 0.6}
-"""Accuracy over 500 held-out rows, of which two standard deviations are at most 0.045 (of prm, over 1,500 steps, 0.024). By chance
-it is 0.5, of prm 0.667. That of distill is the share of right answers."""
+"""Accuracy over 500 held-out rows, of which two standard deviations are at most 0.045; of prm, over 1,500 steps, 0.024. By chance
+it is 0.5, and 0.667 of prm. That of distill is the share of right answers."""
 
 
 def chain(seed: int, folder: Path) -> dict[str, list[dict[str, float]]]:
