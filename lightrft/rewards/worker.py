@@ -17,7 +17,8 @@ from lightrft.rewards.functions import Reward, rewards
 from lightrft.rewards.judge_settings import JudgeSettings
 from lightrft.rewards.weighted import WeightedRewards
 
-PACKAGE, ASYNCIO = Path(__file__).parent, Path(asyncio.__file__).parent
+NOT_THE_USERS = Path(__file__).parent, Path(__file__).parents[1] / "roles", Path(asyncio.__file__).parent
+"""Folders whose lines are no place of a mistake: of the calls, of requests to servers, and of the event loop."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def _work(calls: Connection, function: RewardFunction | WeightedRewards) -> None
 def place(error: BaseException) -> str:
     """Return the last line of the user's file in the error's traceback; empty if the function was not entered."""
     frames = traceback.extract_tb(error.__traceback__)
-    frames = list(dropwhile(lambda one: Path(one.filename).parent in (PACKAGE, ASYNCIO), frames))
+    frames = list(dropwhile(lambda one: Path(one.filename).parent in NOT_THE_USERS, frames))
     own = [one for one in frames if one.filename == frames[0].filename]
     return f", at {own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else ""
 
