@@ -452,7 +452,7 @@ def the_length_limit_holds(bench: Bench) -> None:
 def impossible_requests_are_refused(bench: Bench) -> None:
     for prompts, sampling, message in (
         ([[1], []], Sampling(max_tokens=4), "request 1 has no tokens"),
-        ([[1] * 250], Sampling(max_tokens=7), "max_model_len"),
+        ([[1] * (MAX_MODEL_LEN - 6)], Sampling(max_tokens=7), "max_model_len"),
         ([[1]], Sampling(n=0), "n and max_tokens"),
         ([[1]], Sampling(max_tokens=0), "n and max_tokens"),
         ([[1]], Sampling(temperature=-1), "temperature"),
