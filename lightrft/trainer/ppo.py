@@ -60,7 +60,7 @@ class PPOTrainer(Trainer):
     def step(self, number: int) -> None:
         samples, version = self._collected(number) if self.replayed is None else self.replayed.read(number, self.prompts)
         if self.dumped is not None:
-            self.dumped.write(number, samples, version)
+            self.dumped.write(number, samples, version, self.observer.writer)
         self.show(number, samples)
         measure_samples(samples, version, self.metrics)
         with self.trace.phase("experience"):

@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import time
 
 import pytest
 from loguru import logger
@@ -126,6 +127,44 @@ def test_the_observer_tells_all_and_closes_all_even_when_one_fails():
         observer.close("failed")
     assert [sink.heard for sink in sinks] == [[(1, {"train/loss": 2.0}), "failed"]] * 3
     Observer().log(1, {})  # other ranks
+
+
+class Slow(Sink):
+    in_background = True
+
+    def __init__(self):
+        self.rows = []
+
+    def log(self, step, metrics):
+        time.sleep(0.2)
+        if step == 3:
+            raise OSError("disk full")
+        self.rows.append(step)
+
+
+def test_files_are_written_while_the_caller_goes_on():
+    """In order; all rows are there after a flush, and what fails is raised by what comes next."""
+    observer = Observer([slow := Slow()])
+    began = time.perf_counter()
+    observer.log(1, {}), observer.log(2, {})
+    assert time.perf_counter() - began < 0.15
+    observer.writer.flush()
+    assert slow.rows == [1, 2]
+    observer.log(3, {}), observer.log(4, {})
+    with pytest.raises(OSError, match="disk full"):
+        observer.writer.flush()
+    observer.writer.flush()
+    assert slow.rows == [1, 2, 4]
+
+
+def test_a_slow_disk_is_waited_for(monkeypatch):
+    monkeypatch.setattr("lightrft.observe.sinks.BACKLOG", 2)
+    observer = Observer([slow := Slow()])
+    for step in (1, 2, 4):
+        observer.log(step, {})
+    assert slow.rows == [1]
+    observer.close("finished")
+    assert slow.rows == [1, 2, 4]
 
 
 def run_console(terminal, rows):
