@@ -22,8 +22,6 @@ BRANCHES = "branches"
 """Column of the other conversations of an episode, each a list of messages."""
 TAIL_BYTES = 2**24
 """Number of bytes at the end of a long file that are read to find its last rows."""
-
-
 BACKLOG = 16
 """Largest number of calls that wait for a writer, so that a slow disk does not fill the memory."""
 
@@ -31,23 +29,42 @@ BACKLOG = 16
 class Writer:
     """A thread that makes calls one after another, such as those that write files, while the caller goes on.
 
-    The error of a call is raised by a later submit(), or by flush().
+    After a call that fails it makes no others: its error is raised by every later submit() and flush().
     """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "writer")
         self._begun: deque[Future[None]] = deque()
+        self.error: Exception | None = None
+        """Error of the call that failed."""
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Make a call after those before it; wait if BACKLOG calls have not been made."""
-        while self._begun and (len(self._begun) >= BACKLOG or self._begun[0].done()):
+        """Make a call after those before it; wait while BACKLOG calls have not been made."""
+        while len(self._begun) >= BACKLOG or self._begun and self._begun[0].done():
             self._begun.popleft().result()
-        self._begun.append(self._thread.submit(call))
+        self._check()
+        self._begun.append(self._thread.submit(self._make, call))
 
-    def flush(self) -> None:
-        """Wait until all calls are made."""
+    def wait(self) -> None:
+        """Wait until all calls are made, or one has failed."""
         while self._begun:
             self._begun.popleft().result()
+
+    def flush(self) -> None:
+        """Wait until all calls are made. Raises the error of one that has failed."""
+        self.wait()
+        self._check()
+
+    def _make(self, call: Callable[[], None]) -> None:
+        if self.error is None:
+            try:
+                call()
+            except Exception as error:
+                self.error = error
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise self.error
 
 
 class Sink:
@@ -104,7 +121,10 @@ class Observer(Sink):
         with ExitStack() as stack:  # every sink that was started is closed, even when another one fails to close
             for sink in self._started:
                 stack.callback(sink.close, status)
-            self.writer.flush()
+            if status == "failed":  # with an error of its own
+                self.writer.wait()
+            else:
+                self.writer.flush()
 
     def _call(self, sink: Sink, call: Callable[[], None]) -> None:
         if sink.in_background:
