@@ -1,6 +1,7 @@
 """PPO and its family: generate samples, score them, estimate advantages, update."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from lightrft.algorithms.objectives import PolicyObjective, ValueObjective
@@ -65,12 +66,14 @@ class PPOTrainer(Trainer):
         measure_samples(samples, version, self.metrics)
         with self.trace.phase("experience"):
             planned = self.make_experience(samples, self.metrics)
-        if self.critic is not None:
-            with self.trace.phase("critic"):
-                self._learn(self.critic, self.value_objective, planned, "critic")
-        if number > self.config.train.freezing_actor_steps:
-            with self.trace.phase("train"):
-                self._learn(self.policy, self.objective, planned, "train", self.ptx_loss)
+        generates = number < self.total_steps and self.replayed is None
+        with self.collect.preparing(number + 1) if generates else nullcontext():
+            if self.critic is not None:
+                with self.trace.phase("critic"):
+                    self._learn(self.critic, self.value_objective, planned, "critic")
+            if number > self.config.train.freezing_actor_steps:
+                with self.trace.phase("train"):
+                    self._learn(self.policy, self.objective, planned, "train", self.ptx_loss)
         planned.store.clear(planned.experience.rows.tolist())
 
     def _collected(self, number: int) -> tuple[list[Sample], int]:
