@@ -312,8 +312,8 @@ class RolloutSection(Section):
     """With over_sampling: responses that were stopped are continued in the next step instead of discarded. With
     dynamic_sampling: surplus groups are also used in the next step."""
     overlap: bool = False
-    """Compute log-probs and values of complete groups in a separate thread while the engine decodes others. The models stay
-    in device memory beside the engine."""
+    """Compute log-probs, values and the scores of reward models of complete groups in a separate thread while the engine decodes
+    others. The models stay in device memory beside the engine."""
     dump_rollouts: str = ""
     """Folder for the samples of each step with their log-probs and rewards, from which --replay_rollouts learns."""
     replay_rollouts: str = ""

@@ -338,8 +338,7 @@ class Collector:
                 break
             if self.overlap is not None and len(round.complete - computed) * CHUNKS >= len(drawn):
                 places = sorted(round.complete - computed)
-                groups = [begun.local_groups[place] for place in places if place in begun.local_groups]
-                self.overlap.begin([sample for group in groups for sample in group.samples])
+                self.overlap.begin([begun.local_groups[place] for place in places if place in begun.local_groups])
                 computed.update(places)
             self._take(begun)
         if self.overlap is not None:
