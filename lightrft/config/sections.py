@@ -645,8 +645,9 @@ class TrainSection(Section):
     """Maximum total size of the checkpoints to keep, in GB; the newest is always kept."""
     save_hf_ckpt: bool = False
     """Also write the model of each checkpoint, to its folder `hf`, in the format that from_pretrained and engines load."""
-    async_save: bool = False
-    """Write checkpoints in the background from a copy in host memory, while training continues."""
+    async_save: bool = True
+    """Write checkpoints in the background from a copy in host memory, while training continues; if the free memory of a host is
+    less than twice the copy, training waits."""
     save_adapter_only: bool = False
     """With lora_rank: the final model is only the adapter in peft's format, not the model with the adapter merged into it."""
     load_checkpoint: bool = False

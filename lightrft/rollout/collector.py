@@ -186,7 +186,7 @@ class Collector:
         return self.section.rollout_schedule == "tail_rounds"
 
     def _plan(self, missing: int, *, acceptance: float, at_once: int) -> Plan:
-        """Choose groups, which as yet never waited unless they were parked: carried, parked and new ones. Nothing is drawn yet."""
+        """Choose carried, parked and new groups, which never waited unless they were parked. Nothing is drawn yet."""
         wanted = ceil(missing * self.section.over_sampling / max(acceptance, LEAST_ACCEPTANCE))
         needed = missing if self.section.over_sampling > 1 else wanted
         carried, all_carried = self.all_carried[:wanted], self.all_carried[wanted:]
