@@ -241,10 +241,10 @@ def _speculation_problems(config: Config) -> list[str]:
         problems.append(f"--draft_pretrain {draft} is used by --speculative draft or eagle3, not by --speculative {speculative}")
     if speculative == "mtp" and _num_mtp_layers(config.model.pretrain) == 0:
         problems.append(f"--speculative mtp: {config.model.pretrain} has no layers for it; --speculative group needs none")
-    sizes = {name: _text_config(name).get("vocab_size") for name in (config.model.pretrain, draft)}
-    if reads_draft and all(sizes.values()) and len(set(sizes.values())) > 1:
-        problems.append(f"--draft_pretrain {draft} has a vocabulary of {sizes[draft]} tokens, and --pretrain {config.model.pretrain} "
-                        f"of {sizes[config.model.pretrain]}: drafts are tokens, so it needs the same")  # fmt: skip
+    own, others = (_text_config(name).get("vocab_size") for name in (config.model.pretrain, draft))
+    if speculative == "draft" and own and others and own != others:
+        problems.append(f"--draft_pretrain {draft} has a vocabulary of {others} tokens, and --pretrain {config.model.pretrain} of "
+                        f"{own}: drafts are tokens, so it needs the same")  # fmt: skip
     return problems
 
 

@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each sample")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), help="the first is what the others are compared with; also self")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), help="the others are compared with the first; also self")
     parser.add_argument("--texts", nargs="+", default=list(TEXTS), choices=TEXTS)
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")

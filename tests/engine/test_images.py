@@ -374,7 +374,8 @@ def it_sleeps_afterwards(scene: Scene) -> None:
 
 
 CASES: list[Callable[[Scene], None]] = [
-    text_and_media_in_one_call, media_may_be_read_before, samples_share_the_images_of_their_prompt, what_follows_a_first_token_sees_the_images,
+    text_and_media_in_one_call, media_may_be_read_before, samples_share_the_images_of_their_prompt,
+    what_follows_a_first_token_sees_the_images,
     a_response_goes_on, the_same_image_under_new_weights, weights_behind_images_are_proven,
     its_parts_are_called_as_in_a_model_of_text, impossible_media_are_refused,
     ranks_of_an_engine_need_the_same_images, each_rank_gets_its_own_answers, a_prompt_without_images_has_no_placeholders,

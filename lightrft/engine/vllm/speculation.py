@@ -64,7 +64,7 @@ class Speculation:
         self._costs, self._reading = self._measure()
         logger.debug("--speculative {}: a step with drafts takes longer than one without by {}", section.speculative, self._costs)
         self._count = self._accepted = 1.0
-        """Number of verified drafts, and of accepted tokens in them, with less weight on older ones; before the first, a guess."""
+        """Number of verified drafts, and of accepted tokens in them, with less weight on older ones; at first a guess."""
         self._credit = CREDIT
         self._of_step = [0, 0]
         """Drafts that the last step has verified, and tokens accepted in them."""
@@ -104,7 +104,10 @@ class Speculation:
             self._schedule()
 
     def renew(self) -> None:
-        """Forget what was said with earlier weights, and try the drafts of a model that has its credit. No request may be running."""
+        """Forget what was said with earlier weights, and try the drafts of a model that has earned its credit.
+
+        No request may be running.
+        """
         if self._text is not None:
             self._text.clear()
         elif self._off and self._credit >= CREDIT:
