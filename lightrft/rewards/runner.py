@@ -49,7 +49,7 @@ class LaterJudge(Protocol):
     def add(self, samples: Sequence[Sample]) -> list[tuple[Sample, str]]: ...
 
 
-class Scores(Protocol):
+class ModelScores(Protocol):
     """Reward models; see models.py."""
 
     def __call__(self, samples: list[Sample]) -> None: ...
@@ -78,7 +78,7 @@ class RewardRunner:
         self.section, self.fail = section or RewardSection(), fail
         setup = self._setup(chat, tuple(models))
         self.function = setup.function()
-        self.models: Scores | None = None
+        self.models: ModelScores | None = None
         """Reward models that score in addition to the function, while the engine sleeps: not all fit on the device at once.
         With --overlap they stay there, and compute scores earlier."""
         self.judge: LaterJudge | None = None
