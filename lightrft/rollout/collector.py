@@ -44,7 +44,7 @@ from lightrft.types import Prompt, Sample
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RoundPlan:
     """Groups of a round, as all ranks have chosen them, and the collector's position once they are drawn."""
 
     drawn: list[Parked]
@@ -71,7 +71,7 @@ class Plan:
 class Prepared:
     """First round of a step that has not begun: its groups on this rank with the requests for their responses."""
 
-    plan: Plan
+    plan: RoundPlan
     groups: dict[int, Group]
     """Number of a group -> the group."""
     requests: Requests
@@ -82,7 +82,7 @@ class Begun:
     """A round of which this rank's first responses are being generated."""
 
     growth: Growth
-    plan: Plan
+    plan: RoundPlan
     local_groups: dict[int, Group] = field(default_factory=dict)
     """Place in `drawn` -> group of which this rank generates responses."""
     local_chunks: list[int] = field(default_factory=list)
@@ -185,7 +185,7 @@ class Collector:
     def _in_tail_rounds(self) -> bool:
         return self.section.rollout_schedule == "tail_rounds"
 
-    def _plan(self, missing: int, *, acceptance: float, at_once: int) -> Plan:
+    def _plan(self, missing: int, *, acceptance: float, at_once: int) -> RoundPlan:
         """Choose carried, parked and new groups, which never waited unless they were parked. Nothing is drawn yet."""
         wanted = ceil(missing * self.section.over_sampling / max(acceptance, LEAST_ACCEPTANCE))
         needed = missing if self.section.over_sampling > 1 else wanted
@@ -211,7 +211,7 @@ class Collector:
         after = {"place": place, "number": self.number + len(rows), "all_carried": all_carried,
                  "parked": sorted({*self.parked}.difference(again))}  # fmt: skip
         numbers = [number for _, number, _ in drawn]
-        return Plan(drawn, round, dict(zip(numbers, homes, strict=True)), divided, **after)
+        return RoundPlan(drawn, round, dict(zip(numbers, homes, strict=True)), divided, **after)
 
     def _balanced(self, owners: list[int], work: list[float], costs: list[float]) -> list[int]:
         """Return the rank of each new group with these costs, beside carried groups with their ranks and work."""
