@@ -243,8 +243,8 @@ def _speculation_problems(config: Config) -> list[str]:
         problems.append(f"--speculative mtp: {config.model.pretrain} has no layers for it; --speculative group needs none")
     own, others = (_text_config(name).get("vocab_size") for name in (config.model.pretrain, draft))
     if speculative == "draft" and own and others and own != others:
-        problems.append(f"--draft_pretrain {draft} has a vocabulary of {others} tokens, and --pretrain {config.model.pretrain} of "
-                        f"{own}: drafts are tokens, so it needs the same")  # fmt: skip
+        problems.append(f"--draft_pretrain {draft} has a vocabulary of {others} tokens, and --pretrain "
+                        f"{config.model.pretrain} of {own}: drafts are tokens, so it needs the same")  # fmt: skip
     return problems
 
 
