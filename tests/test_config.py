@@ -410,6 +410,12 @@ def test_what_cannot_speculate_is_named(tmp_path):
     assert "--speculative draft needs --draft_pretrain, a small model" in problems(*vllm, "--speculative=draft")
     assert "--speculative eagle3 needs --draft_pretrain, an EAGLE-3 head" in problems(*vllm, "--speculative=eagle3")
     assert "--draft_pretrain a/b is used by --speculative draft or eagle3, not" in problems(*vllm, "--draft_pretrain=a/b")
+    (tmp_path / "draft").mkdir()
+    for folder, size in ((tmp_path, 100), (tmp_path / "draft", 90)):
+        (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
+    draft = [*vllm, f"--pretrain={tmp_path}", "--speculative=draft"]
+    assert f"--draft_pretrain {tmp_path}/no: no such folder" in problems(*draft, f"--draft_pretrain={tmp_path}/no")
+    assert "has a vocabulary of 90 tokens, and --pretrain" in problems(*draft, f"--draft_pretrain={tmp_path}/draft")
     mtp = [*vllm, f"--pretrain={tmp_path}", "--speculative=mtp"]
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {}}))
     assert f"--speculative mtp: {tmp_path} has no layers for it" in problems(*mtp)
@@ -455,7 +461,7 @@ def test_what_cannot_speculate_is_named(tmp_path):
         ("train_ppo", ["--limit_mm_image_per_prompt", "2"], "--limit_mm_image_per_prompt has no effect without --images_key"),
         ("train_ppo", ["--system_prompt", "Be brief."], "--system_prompt has no effect without --apply_chat_template"),
         ("train_ppo", ["--save_hf_ckpt"], "--save_hf_ckpt has no effect without --save_steps"),
-        ("train_ppo", ["--async_save", "--max_ckpt_num=2"], "--async_save has no effect without --save_steps"),
+        ("train_ppo", ["--no_async_save", "--max_ckpt_num=2"], "--async_save has no effect without --save_steps"),
         ("train_ppo", ["--max_ckpt_num=2"], "--max_ckpt_num has no effect without --save_steps"),
         ("train_ppo", ["--engine_type=vllm", "--micro_rollout_batch_size=2"], "has no effect without --engine_type hf"),
         ("train_ppo", ["--engine_type=hf", "--engine_mem_util=0.5"], "has no effect without --engine_type vllm"),

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from loguru import logger
+from torch import Tensor
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 from lightrft.checkpoint.atomic import naming, run_on_all_ranks, write_file, write_folder
 from lightrft.checkpoint.manifest import Manifest, manifest_steps, newest_intact, next_number, rotate, update_latest, whole
@@ -70,6 +72,17 @@ def snapshot(contents: CheckpointState, state: dict[str, Any], *, tensors: dict[
 def copied(tensors: dict[str, Any]) -> dict[str, Any]:
     """Copy tensors to host memory, where no training step can change them."""
     return BlockingAsyncStager().stage(tensors)
+
+
+def num_bytes(tensors: Any) -> int:
+    """Return the bytes of this rank's shards in a structure of dictionaries and lists."""
+    if isinstance(tensors, Mapping):
+        return sum(map(num_bytes, tensors.values()))
+    if isinstance(tensors, list | tuple):
+        return sum(map(num_bytes, tensors))
+    if isinstance(tensors, DTensor):
+        return tensors.to_local().nbytes
+    return tensors.nbytes if isinstance(tensors, Tensor) else 0
 
 
 def write(snapshot: Snapshot, folder: Path, world: Axis, retention: RetentionPolicy, hf: Path | None = None) -> None:

@@ -72,6 +72,7 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
     model, data, rollout, reward, algorithm = config.model, config.data, config.rollout, config.reward, config.algorithm
     strategy, train, observe = config.strategy, config.train, config.observe
     correction, engine = bool(algorithm.rollout_correction), engine_name(config.engine) if "engine" in COMMANDS[command] else ""
+    reward_models = model.reward_pretrain or model.process_reward_pretrain
     several, preference = "," in data.prompt_data, config.preference
     own_columns = "reward" not in COMMANDS[command] or not all(each.benchmark for each in eval_sources(data.eval_data))
     scored = own_columns or command == "train_ppo"
@@ -93,10 +94,11 @@ def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
         **{name: (has_episodes(config.environment), "--environment, --agent or --tools")
            for name in ("tool_parser", "max_turns", "turn_max_len", "episode_minutes", "tool_seconds", "environment_minutes",
                         "environment_workers", "environment_memory_gb")},
-        "overlap": (_computes_before_updates(config), "--init_kl_coef, --max_epochs 2, or a critic"),
+        "overlap": (_computes_before_updates(config) or bool(reward_models), "--init_kl_coef, --max_epochs 2, a critic, or a "
+                    "reward model"),
         "curriculum_rest": (bool(rollout.curriculum), "--curriculum"),
         "prompt_data_probs": (several, "several --prompt_data, joined by commas"),
-        "reward_model_coef": (scored and bool(model.reward_pretrain or model.process_reward_pretrain), "--reward_pretrain"),
+        "reward_model_coef": (scored and bool(reward_models), "--reward_pretrain"),
         **{name: (JUDGE in [term.name for term in reward_terms(reward.reward)], "--reward judge") for name in JUDGE_FIELDS},
         "step_rewards": (bool(model.process_reward_pretrain), "--process_reward_pretrain"),
         "step_separator": (bool(model.process_reward_pretrain) or command == "train_prm", "--process_reward_pretrain"),

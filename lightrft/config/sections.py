@@ -312,8 +312,8 @@ class RolloutSection(Section):
     """With over_sampling: responses that were stopped are continued in the next step instead of discarded. With
     dynamic_sampling: surplus groups are also used in the next step."""
     overlap: bool = False
-    """Compute log-probs and values of complete groups in a separate thread while the engine decodes others. The models stay
-    in device memory beside the engine."""
+    """Compute log-probs, values and the scores of reward models of complete groups in a separate thread while the engine decodes
+    others. The models stay in device memory beside the engine."""
     dump_rollouts: str = ""
     """Folder for the samples of each step with their log-probs and rewards, from which --replay_rollouts learns."""
     replay_rollouts: str = ""
@@ -645,8 +645,9 @@ class TrainSection(Section):
     """Maximum total size of the checkpoints to keep, in GB; the newest is always kept."""
     save_hf_ckpt: bool = False
     """Also write the model of each checkpoint, to its folder `hf`, in the format that from_pretrained and engines load."""
-    async_save: bool = False
-    """Write checkpoints in the background from a copy in host memory, while training continues."""
+    async_save: bool = True
+    """Write checkpoints in the background from a copy in host memory, while training continues; if the free memory of a host is
+    less than twice the copy, training waits."""
     save_adapter_only: bool = False
     """With lora_rank: the final model is only the adapter in peft's format, not the model with the adapter merged into it."""
     load_checkpoint: bool = False

@@ -95,6 +95,7 @@ def _model_problems(config: Config) -> list[str]:
     """Return the models that are not where the flags say, or named wrongly."""
     problems = []
     models = [(name, getattr(config.model, name)) for name in ("pretrain", "critic_pretrain", "teacher_pretrain")]
+    models.append(("draft_pretrain", config.engine.draft_pretrain))
     try:
         models += [(flag, term.name) for flag, term in reward_model_terms(config.model)]
     except ValueError as error:
@@ -240,6 +241,10 @@ def _speculation_problems(config: Config) -> list[str]:
         problems.append(f"--draft_pretrain {draft} is used by --speculative draft or eagle3, not by --speculative {speculative}")
     if speculative == "mtp" and _num_mtp_layers(config.model.pretrain) == 0:
         problems.append(f"--speculative mtp: {config.model.pretrain} has no layers for it; --speculative group needs none")
+    own, others = (_text_config(name).get("vocab_size") for name in (config.model.pretrain, draft))
+    if speculative == "draft" and own and others and own != others:
+        problems.append(f"--draft_pretrain {draft} has a vocabulary of {others} tokens, and --pretrain "
+                        f"{config.model.pretrain} of {own}: drafts are tokens, so it needs the same")  # fmt: skip
     return problems
 
 
@@ -354,14 +359,19 @@ def deepspeed_problems(strategy: Any, *, bf16: bool) -> list[str]:
 
 def _heads(pretrain: str) -> dict[str, int]:
     """Return the counts that --tp_size and Ulysses must divide, from a local folder; a hub model is checked when loaded."""
-    file = Path(pretrain).expanduser() / "config.json"
-    if not pretrain or not file.is_file():
-        return {}
-    content = json.loads(file.read_text())
-    content = content.get("text_config", content)
+    content = _text_config(pretrain)
     heads = content.get("num_attention_heads")
     counts = {"attention heads": heads, "key-value heads": content.get("num_key_value_heads", heads)}
     return {name: count for name, count in counts.items() if isinstance(count, int)}
+
+
+def _text_config(name: str) -> dict[str, Any]:
+    """Return the configuration of a model's text part; empty for a hub model, whose files are not here yet."""
+    file = Path(name).expanduser() / "config.json"
+    if not name or not file.is_file():
+        return {}
+    content = json.loads(file.read_text())
+    return content.get("text_config", content)
 
 
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")

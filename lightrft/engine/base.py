@@ -121,6 +121,19 @@ class Engine(ABC):
                for place, each in enumerate(own, loop.num_requests)]  # fmt: skip
         return self._validated(own, loop.sampling)
 
+    def prepared(self, request: Request) -> Request:
+        """Return a request with its media read and expanded, which takes time that a loop's add() then does not take.
+
+        Another thread may call it while the engine does nothing else. Ranks that share an engine read the media of all of them,
+        so their requests stay as they are, and so do media that cannot be read, which add() reports.
+        """
+        if self.axis.size > 1 or not any(request.multi_modal.values()) or self._media_problem(request):
+            return request
+        try:
+            return self._with_media(request)
+        except ValueError:
+            return request
+
     @contextmanager
     def generating(self, loop: RequestLoop) -> Iterator[None]:
         """Guard an action of a loop: an exception inside, or requests that are left in it, make the engine unusable."""
@@ -330,14 +343,17 @@ class Engine(ABC):
         """Return the request with expanded media; ValueError if it is invalid."""
         problem = self._media_problem(request)
         try:
-            if not problem and any(request.multi_modal.values()):
-                request = replace(request, multi_modal=read(request.multi_modal))
-                request = replace(request, expanded=self._expanded(request))
+            if not problem and any(request.multi_modal.values()) and request.expanded is None:
+                request = self._with_media(request)
         except ValueError as error:
             problem = f"has media that cannot be read: {error}"
         if problem := problem or self._problem_of(request):
             raise ValueError(f"request {index} {problem}")
         return request
+
+    def _with_media(self, request: Request) -> Request:
+        request = replace(request, multi_modal=read(request.multi_modal))
+        return replace(request, expanded=self._expanded(request))
 
     def _media_problem(self, request: Request) -> str | None:
         if others := sorted(request.multi_modal.keys() - self.limits):

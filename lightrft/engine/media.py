@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
+from threading import Lock
 from typing import Any, Self
 
 import numpy as np
@@ -151,6 +152,8 @@ class MediaReader:
         self.model_path, self.placeholders, self.trust_remote_code = model_path, placeholders, trust_remote_code
         self.media_alone = media_alone
         """True for an engine that computes token_type_ids itself, so that those of the processor are dropped."""
+        self._lock = Lock()
+        """Lock of the processor, whose tokenizer fails when two threads call it."""
 
     @cached_property
     def processor(self) -> ProcessorMixin:
@@ -169,7 +172,8 @@ class MediaReader:
         features: dict[str, Tensor] = {}
         for name, items in read(request.multi_modal).items():
             if items:
-                texts, tensors = self._processed(name, items)
+                with self._lock:
+                    texts, tensors = self._processed(name, items)
                 spans |= dict.fromkeys(self.placeholders[MEDIA[name]], iter(texts))
                 features |= tensors
         token_ids = [new for token in request.token_ids for new in (next(spans[token]) if token in spans else [token])]

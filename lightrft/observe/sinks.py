@@ -3,8 +3,11 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -19,10 +22,56 @@ BRANCHES = "branches"
 """Column of the other conversations of an episode, each a list of messages."""
 TAIL_BYTES = 2**24
 """Number of bytes at the end of a long file that are read to find its last rows."""
+BACKLOG = 16
+"""Largest number of calls that wait for a writer, so that a slow disk does not fill the memory."""
+
+
+class Writer:
+    """A thread that makes calls one after another, such as those that write files, while the caller goes on.
+
+    After a call that fails it makes no others: its error is raised by every later submit() and flush().
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "writer")
+        self._begun: deque[Future[None]] = deque()
+        self.error: Exception | None = None
+        """Error of the call that failed."""
+
+    def submit(self, call: Callable[[], None]) -> None:
+        """Make a call after those before it; wait while BACKLOG calls have not been made."""
+        while len(self._begun) >= BACKLOG or self._begun and self._begun[0].done():
+            self._begun.popleft().result()
+        self._check()
+        self._begun.append(self._thread.submit(self._make, call))
+
+    def wait(self) -> None:
+        """Wait until all calls are made, or one has failed."""
+        while self._begun:
+            self._begun.popleft().result()
+
+    def flush(self) -> None:
+        """Wait until all calls are made. Raises the error of one that has failed."""
+        self.wait()
+        self._check()
+
+    def _make(self, call: Callable[[], None]) -> None:
+        if self.error is None:
+            try:
+                call()
+            except Exception as error:
+                self.error = error
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise self.error
 
 
 class Sink:
     """Base of all sinks, whose methods do nothing. Steps count from 1; step 0 is before the first update."""
+
+    in_background = False
+    """True if an observer calls log() and samples() in the thread of its writer."""
 
     def start(self, config: dict[str, Any], total_steps: int, resume_step: int | None = None) -> None:
         """Start, once, before anything else. `resume_step` is the last step that a resumed run keeps; None for a fresh run."""
@@ -48,6 +97,8 @@ class Observer(Sink):
     def __init__(self, sinks: Iterable[Sink] = ()):
         self._sinks = list(sinks)
         self._started: list[Sink] = []
+        self.writer = Writer()
+        """Writer of the files of this rank."""
 
     def start(self, config: dict[str, Any], total_steps: int, resume_step: int | None = None) -> None:
         for sink in self._sinks:
@@ -60,16 +111,26 @@ class Observer(Sink):
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for sink in self._sinks:
-            sink.log(step, metrics)
+            self._call(sink, partial(sink.log, step, metrics))
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
         for sink in self._sinks:
-            sink.samples(step, rows)
+            self._call(sink, partial(sink.samples, step, rows))
 
     def close(self, status: str) -> None:
         with ExitStack() as stack:  # every sink that was started is closed, even when another one fails to close
             for sink in self._started:
                 stack.callback(sink.close, status)
+            if status == "failed":  # with an error of its own
+                self.writer.wait()
+            else:
+                self.writer.flush()
+
+    def _call(self, sink: Sink, call: Callable[[], None]) -> None:
+        if sink.in_background:
+            self.writer.submit(call)
+        else:
+            call()
 
 
 class JsonLines(Sink):
@@ -78,6 +139,8 @@ class JsonLines(Sink):
     A resumed run first drops the rows after its checkpoint, so no step is there twice. A fresh run in a used folder moves the
     earlier files to `*.previous.jsonl`.
     """
+
+    in_background = True
 
     def __init__(self, folder: Path | str):
         self._paths = [Path(folder) / "metrics.jsonl", Path(folder) / "samples.jsonl"]
@@ -112,6 +175,8 @@ class JsonLines(Sink):
 
 class TensorBoard(Sink):
     """Event files in `tensorboard/` of the run's folder; a resumed run hides the steps that it repeats."""
+
+    in_background = True
 
     def __init__(self, folder: Path | str):
         self._folder = Path(folder) / "tensorboard"

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import torch
@@ -63,6 +64,10 @@ def collective_backend(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{torch.distributed.get_default_backend_for_device(device)}"
 
 
+CONTAINER = Path("/sys/fs/cgroup")
+"""Folder with the limits of a container's memory (cgroup v2)."""
+
+
 def bucket_bytes(device: torch.device, limit: int) -> int:
     """Return the number of bytes to gather at once, at most `limit`.
 
@@ -115,6 +120,17 @@ def memory_in_use(device: torch.device) -> int:
 def free_memory(device: torch.device) -> tuple[int, int]:
     """Return the free and the total bytes of an accelerator, over all processes."""
     return torch.accelerator.get_memory_info(device)
+
+
+def free_host_memory() -> int:
+    """Return the bytes of host memory that processes can still take, within the limit of their container."""
+    free = psutil.virtual_memory().available
+    try:
+        limit, used = (int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
+        cached = next(int(line.split()[1]) for line in (CONTAINER / "memory.stat").open() if line.startswith("inactive_file "))
+    except (OSError, ValueError, StopIteration):  # not in a container, or without a limit
+        return free
+    return min(free, limit - used + cached)
 
 
 def occupied_memory(device: torch.device) -> int:

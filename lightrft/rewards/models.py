@@ -37,26 +37,43 @@ class ModelRewards:
         `expand` is for prompts with media.
         """
         self.models, self.key, self.expand = models, key, expand
+        self._early: dict[tuple[str, int], tuple[Sample, Tensor]] = {}
+        """(label of a model, id() of a sample) -> the sample, so that its id stays its own, and its scores."""
 
     def __call__(self, samples: list[Sample]) -> None:
         """Add the scores of every model to the rewards of samples. All ranks call it together, with any number of samples.
 
         Raises ValueError, on all ranks, for a score that is not finite.
         """
+        self.compute_early(samples)
         for each in self.models:
-            scored = [sample for sample in samples if each.label in chosen_labels(sample.prompt.columns, self.key, {each.label})]
+            for sample in self._chosen(each, samples):
+                row = self._early[each.label, id(sample)][1]
+                if each.steps is None:
+                    add_score(sample, each.label, each.weight * row.item())
+                elif sample.token_ids:
+                    of_tokens = each.steps(sample.token_ids, row)
+                    _add_to_tokens(sample, each.label, [None if one is None else each.weight * one for one in of_tokens])
+        self._early.clear()
+
+    def compute_early(self, samples: list[Sample]) -> None:
+        """Compute the scores of samples that have none yet; the call that adds them does not compute them again.
+
+        All ranks call it together, with any number of samples.
+        """
+        for each in self.models:
+            scored = [sample for sample in self._chosen(each, samples) if (each.label, id(sample)) not in self._early]
             answered = [(sample.prompt, Answer(sample.token_ids, [True] * len(sample.token_ids))) for sample in scored]
             columns = flat_columns(answered, self.expand)
             rows = each.model.get_flat_scores(columns).split(columns["lengths"].tolist())
             counts = [1 if each.steps is None else len(sample.token_ids) for sample in scored]
             scores = [row[len(row) - count :] for row, count in zip(rows, counts, strict=True)]
             _check(each, scores)
-            for sample, row in zip(scored, scores, strict=True):
-                if each.steps is None:
-                    add_score(sample, each.label, each.weight * row.item())
-                elif sample.token_ids:
-                    of_tokens = each.steps(sample.token_ids, row)
-                    _add_to_tokens(sample, each.label, [None if one is None else each.weight * one for one in of_tokens])
+            self._early |= {(each.label, id(sample)): (sample, row) for sample, row in zip(scored, scores, strict=True)}
+
+    def _chosen(self, each: ScoringModel, samples: list[Sample]) -> list[Sample]:
+        """Return the samples that a model scores."""
+        return [sample for sample in samples if each.label in chosen_labels(sample.prompt.columns, self.key, {each.label})]
 
 
 def _check(each: ScoringModel, scores: list[Tensor]) -> None:

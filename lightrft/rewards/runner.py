@@ -49,6 +49,14 @@ class LaterJudge(Protocol):
     def add(self, samples: Sequence[Sample]) -> list[tuple[Sample, str]]: ...
 
 
+class ModelScores(Protocol):
+    """Reward models; see models.py."""
+
+    def __call__(self, samples: list[Sample]) -> None: ...
+
+    def compute_early(self, samples: list[Sample]) -> None: ...
+
+
 class RewardRunner:
     """Calls a reward function for the samples of each prompt, and checks what it returns.
 
@@ -70,8 +78,9 @@ class RewardRunner:
         self.section, self.fail = section or RewardSection(), fail
         setup = self._setup(chat, tuple(models))
         self.function = setup.function()
-        self.models: Callable[[list[Sample]], None] | None = None
-        """Reward models that score in addition to the function, while the engine sleeps: not all fit on the device at once."""
+        self.models: ModelScores | None = None
+        """Reward models that score in addition to the function, while the engine sleeps: not all fit on the device at once.
+        With --overlap they stay there, and compute scores earlier."""
         self.judge: LaterJudge | None = None
         """The judge of --judge_url engine, which scores in addition to the function."""
         self._failures = self._in_a_row = 0

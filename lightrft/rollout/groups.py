@@ -32,6 +32,10 @@ class Group:
         return cls(number, row, responses[:count], responses[count] if greedy else None)
 
     @property
+    def prompt(self) -> Prompt:
+        return self.samples[0].prompt
+
+    @property
     def responses(self) -> list[Sample]:
         """Return all responses that are generated and scored."""
         return self.samples if self.greedy is None else [*self.samples, self.greedy]

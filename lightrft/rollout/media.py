@@ -1,6 +1,6 @@
 """Expand prompts with images, videos and sound for the model that learns."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -46,6 +46,8 @@ class Expander:
         self.reader = MediaReader(section.pretrain, placeholders(self.config), media_alone=True, **trust)
         self.places = {medium: self.reader.placeholders[KINDS[medium]] for medium in media}
         self._lengths: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._prepared: dict[int, tuple[Prompt, Expanded]] = {}
+        """id() of a prompt -> the prompt, so that its id stays its own, and its expansion."""
 
     def check_family(self) -> None:
         """Raise ConfigError for media from which a model of this type was not verified to learn as in transformers."""
@@ -82,8 +84,15 @@ class Expander:
     def __call__(self, prompt: Prompt) -> Expanded:
         if not prompt.multi_modal:
             return Expanded(list(prompt.token_ids), {})
+        if id(prompt) in self._prepared:
+            return self._prepared[id(prompt)][1]
         expanded = self.reader.expanded(Request(list(prompt.token_ids), opened(prompt.multi_modal)))
         return replace(expanded, tower_tokens=self._tower_work(expanded.features))
+
+    def prepare(self, prompts: Iterable[Prompt]) -> None:
+        """Expand prompts that will be called for, and forget those of the last call. Another thread may call it."""
+        prepared = {id(prompt): (prompt, self(prompt)) for prompt in prompts if prompt.multi_modal}
+        self._prepared = prepared
 
     @cached_property
     def _tower_work(self) -> TowerWork:

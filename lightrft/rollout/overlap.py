@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from lightrft.observe.trace import Untraced
-from lightrft.types import Sample
+from lightrft.rollout.groups import Group
 
-Compute = Callable[[list[Sample]], None]
-"""Function that sets the outputs of samples; all ranks call it together, each with samples of its own."""
+Compute = Callable[[list[Group]], None]
+"""Function that computes the outputs of complete groups; all ranks call it together, each with groups of its own."""
 CHUNKS = 4
 """Number of parts into which the groups of a round are divided: their outputs are computed when so many are complete."""
 
@@ -26,18 +26,18 @@ class Overlap:
     def __init__(self, compute: Compute, device: torch.device):
         self.compute, self.device, self.trace = compute, device, Untraced()
         self._stream = None if device.type == "cpu" else torch.Stream(device)
-        self._jobs: queue.SimpleQueue[tuple[list[Sample], torch.Event | None, Future[None]]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[list[Group], torch.Event | None, Future[None]]] = queue.SimpleQueue()
         self._begun: list[Future[None]] = []
         self._thread: threading.Thread | None = None
 
-    def begin(self, samples: list[Sample]) -> None:
-        """Begin to compute the outputs of complete samples."""
+    def begin(self, groups: list[Group]) -> None:
+        """Begin to compute the outputs of complete groups."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="overlap", daemon=True)
             self._thread.start()
         ready = None if self._stream is None else torch.accelerator.current_stream(self.device).record_event()
         self._begun.append(Future())
-        self._jobs.put((samples, ready, self._begun[-1]))
+        self._jobs.put((groups, ready, self._begun[-1]))
 
     def finish(self) -> None:
         """Wait for all calls, and raise the error of the first that failed."""
@@ -47,11 +47,11 @@ class Overlap:
 
     def _run(self) -> None:
         while True:
-            samples, ready, done = self._jobs.get()
+            groups, ready, done = self._jobs.get()
             began = time.perf_counter()
             try:
                 with self._after(ready):
-                    self.compute(samples)
+                    self.compute(groups)
                 self.trace.record("overlap", "outputs", began)
                 done.set_result(None)
             except BaseException as error:

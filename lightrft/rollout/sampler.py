@@ -24,6 +24,8 @@ Part = tuple[Group, range]
 """A group, and the places of its responses that are generated here."""
 Pending = tuple[Request, Group, list[int]]
 """A request, the group whose responses it extends, and their places."""
+Requests = dict[tuple[int, range], list[Pending]]
+"""(number of a group, places in it) -> requests for these responses."""
 TOOLS = 0.02
 """Seconds for which an engine without requests waits for the programs of episodes, before the ranks exchange their counts."""
 
@@ -45,8 +47,10 @@ class Growth:
         self._groups: dict[int, Group] = {}
         """Number of a group with episodes -> the group."""
 
-    def add(self, parts: list[Part]) -> None:
-        """Begin or continue unfinished responses of groups. Ranks that share an engine call it together."""
+    def add(self, parts: list[Part], prepared: Requests | None = None) -> None:
+        """Begin or continue unfinished responses of groups; `prepared` has requests for some, from Sampler.prepare() with the
+        same seed. Ranks that share an engine call it together.
+        """
         if self.sampler.episodes is not None:
             self._groups |= {group.number: group for group, _ in parts}
             siblings = self.generation.siblings
@@ -54,7 +58,9 @@ class Growth:
             for sample, *seed_parts in samples[siblings.rank :: siblings.size]:
                 self.sampler.episodes.begin(sample, *seed_parts)
             return
-        pending = [each for group, places in parts for each in self.sampler.pending(group, places, self.seed)]
+        requests, pending = prepared or {}, []
+        for group, places in parts:
+            pending += requests.get((group.number, places)) or self.sampler.pending(group, places, self.seed)
         self._pending.update(zip(self.generation.add([request for request, _, _ in pending]), pending, strict=True))
 
     def attach(self, group: Group, socket: Connection) -> None:
@@ -165,6 +171,17 @@ class Sampler:
     def open(self, seed: int) -> Growth:
         """Return the growth of groups, which all ranks open together."""
         return Growth(self, self.strategy.open_generation(sampling_of(self.section)), seed)
+
+    def prepare(self, parts: list[Part], seed: int) -> Requests:
+        """Build the requests for responses that will be added, with media as the engine reads them; none for episodes.
+
+        Another thread may call it while the engine does nothing else. Data that cannot be read raise DataError.
+        """
+        if self.episodes is not None:
+            return {}
+        prepare = self.strategy.engine.prepared
+        return {(group.number, places): [(prepare(request), *rest) for request, *rest in self.pending(group, places, seed)]
+                for group, places in parts}  # fmt: skip
 
     def answer(self, prompts: Sequence[Prompt], *, seed: int) -> list[Group]:
         """Return the greedy response to each of this rank's prompts and --eval_n_samples others, from all ranks' prompts."""

@@ -3,11 +3,13 @@
 import json
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightrft.checkpoint.atomic import write_file
 from lightrft.config.errors import DataError
+from lightrft.observe.sinks import Writer
 from lightrft.parallel.mesh import Mesh
 from lightrft.types import Drafts, Episode, Prompt, Sample
 
@@ -25,11 +27,12 @@ class RecordedSamples:
     def __init__(self, folder: str, mesh: Mesh):
         self.folder, self.mesh = Path(folder).expanduser(), mesh
 
-    def write(self, step: int, samples: Sequence[Sample], version: int) -> None:
-        """Write the samples of this rank's replica."""
-        if self.mesh.model_parallel.rank:
-            return
-        lines = [{"version": version}, *map(_as_json, samples)]
+    def write(self, step: int, samples: Sequence[Sample], version: int, writer: Writer) -> None:
+        """Let the writer write the samples of this rank's replica."""
+        if not self.mesh.model_parallel.rank:
+            writer.submit(partial(self._write, step, [{"version": version}, *map(_as_json, samples)]))
+
+    def _write(self, step: int, lines: Sequence[dict[str, Any]]) -> None:
         self._file(step).parent.mkdir(parents=True, exist_ok=True)
         write_file(self._file(step), "".join(json.dumps(line) + "\n" for line in lines).encode())
 

@@ -1,5 +1,6 @@
 """Checkpoints of a strategy: its models, their optimizers and schedules, and any other part of a run that has a state."""
 
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -7,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from loguru import logger
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
@@ -16,10 +18,13 @@ from lightrft.backends.base import Backend
 from lightrft.checkpoint import manager
 from lightrft.checkpoint.atomic import PART, run_on_all_ranks
 from lightrft.checkpoint.background import Background
+from lightrft.parallel.device import GB, free_host_memory
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 Trained = tuple[nn.Module | None, Optimizer | None, LRScheduler | None]
 """Model with the optimizer and schedule that train it, which may be None."""
+ROOM = 2
+"""Free host memory with which a checkpoint is written in the background, relative to what its copy takes."""
 
 
 class Checkpoints:
@@ -40,21 +45,43 @@ class Checkpoints:
         self, models: Mapping[str, Trained], folder: Path, *, state: dict[str, Any], parts: Mapping[str, Stateful],
         retention: manager.RetentionPolicy, hf: Path | None, in_background: bool,
     ) -> None:  # fmt: skip
-        """Write `folder`. `hf` is a complete Hugging Face folder that becomes part of it; `state` contains JSON types only."""
+        """Write `folder`, `in_background` if host memory has room for a copy.
+
+        `hf` is a complete Hugging Face folder that becomes part of it; `state` contains JSON types only.
+        """
         world = self.backend.mesh.world
+        problem = f"{folder} could not be written"
+        found: dict[str, tuple[dict[str, Any], bool]] = {}
         taken: list[manager.Snapshot] = []
 
+        def find() -> None:
+            found.update((name, self._tensors(*trained)) for name, trained in models.items())
+
         def take() -> None:
-            tensors = {name: self._tensors(*trained, copy=in_background) for name, trained in models.items()}
+            tensors = {name: manager.copied(each) if in_background and not own else each for name, (each, own) in found.items()}
             taken.append(manager.snapshot(self._contents(models, parts), state, tensors=tensors))
 
-        run_on_all_ranks(world, f"{folder} could not be written", take)
+        run_on_all_ranks(world, problem, find)
+        in_background = in_background and self._has_room(sum(manager.num_bytes(each) for each, own in found.values() if not own))
+        run_on_all_ranks(world, problem, take)
         job = partial(manager.write, taken[0], folder, retention=retention, hf=hf)
         if in_background:
             self._background = self._background or Background(world, self.backend.mesh.background_axis())
             self._background.start(job)
         else:
             job(world)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """Return True if every host has ROOM times the memory that copies take on its ranks: `num_bytes` on this one."""
+        hosts: dict[str, tuple[int, int]] = {}
+        for host, needed, free in self.backend.mesh.world.gather((socket.gethostname(), num_bytes, free_host_memory())):
+            others, least = hosts.get(host, (0, free))
+            hosts[host] = others + needed, min(least, free)
+        full = {host: sizes for host, sizes in hosts.items() if sizes[1] < ROOM * sizes[0]}
+        for host, (needed, free) in full.items():
+            logger.info("training waits for the checkpoint: a copy takes {:.1f} GB, and {} has {:.1f} GB of free memory",
+                        needed / GB, host, free / GB)  # fmt: skip
+        return not full
 
     def finish(self, *, wait: bool = True) -> bool:
         """Return True if no checkpoint is being written; with `wait`, wait for that. A failed write raises here, on all ranks."""
@@ -93,12 +120,12 @@ class Checkpoints:
         return manager.CheckpointState(states, parts, self.backend.mesh.world, self.backend.device)
 
     def _tensors(
-        self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None, *, copy: bool
-    ) -> dict[str, Any]:
-        """Return the tensors to save; an offloaded model or optimizer is reloaded for as long as copying takes."""
+        self, model: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None
+    ) -> tuple[dict[str, Any], bool]:
+        """Return the tensors to save, and True if they are copies: those of a model or optimizer that is offloaded again."""
         with self.loaded(model, optimizer) as reloaded:
             tensors = self.backend.training(model, optimizer, scheduler).tensors()
-            return manager.copied(tensors) if copy or reloaded else tensors
+            return (manager.copied(tensors) if reloaded else tensors), reloaded
 
 
 def hf_folder(folder: Path) -> Path:

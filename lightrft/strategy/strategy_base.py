@@ -649,9 +649,9 @@ class StrategyBase(Backend):
         A model is saved with the optimizer and schedule that prepare() received with it, unless others are passed. `parts` are
         objects with state_dict(), which all ranks call together, and load_state_dict(): rank 0's state is written and all ranks
         load it. `hf_model` is also written as a Hugging Face folder, `save_dir/tag/hf`. With `async_save` this returns as soon
-        as everything is copied to host memory; finish_ckpt() raises the error if writing fails. At most `max_num` checkpoints
-        and `max_mem` GB of them are kept. A checkpoint without `save_latest` is loaded only by its tag. Raises CheckpointError
-        on all ranks if one rank cannot write (disk full); existing checkpoints are then untouched.
+        as everything is copied to host memory, if that has twice the room; finish_ckpt() raises the error if writing fails. At
+        most `max_num` checkpoints and `max_mem` GB of them are kept. A checkpoint without `save_latest` is loaded only by its
+        tag. Raises CheckpointError on all ranks if one rank cannot write (disk full); existing checkpoints are then untouched.
         """
         self.finish_ckpt()
         models = self._named(model, optimizer, scheduler)

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,7 @@ class Trainer(ABC):
                     status = "interrupted"
                     raise
             self.strategy.announce("checkpoint")
+            self.observer.writer.flush()
             self.strategy.finish_ckpt()
             if not self.nothing_left:
                 self.strategy.announce("save_model")
@@ -224,7 +225,7 @@ class Trainer(ABC):
         if number - self.resumed <= self.config.observe.trace_steps:
             everyone = self.strategy.mesh.world.gather(spans)
             if self.strategy.is_rank_0():
-                extend_timeline(self.folder / "trace.json", number, everyone)
+                self.observer.writer.submit(partial(extend_timeline, self.folder / "trace.json", number, everyone))
 
     # -- checkpoints
 
@@ -249,6 +250,7 @@ class Trainer(ABC):
     def save(self) -> None:
         """Save a checkpoint of the state after `self.done` steps."""
         self.saved = self.done
+        self.observer.writer.flush()
         train = self.config.train
         self.strategy.save_ckpt(
             self.models,

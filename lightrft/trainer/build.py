@@ -73,6 +73,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
             strategy.setup_inference_engine(config, config.engine.engine_type, actor=policy.actor)
     sampler = Sampler(strategy, tokenizer, config.rollout, episodes=build_episodes(config, tokenizer))
     collect = collector(config, strategy, training_data.prompts, sampler, rewards)
+    collect.expander = training_data.expand
     shaper = RewardShaper(config.reward, longest=config.rollout.generate_max_len)
     kl_coefficient = KLCoefficient(algorithm.init_kl_coef, algorithm.kl_target, algorithm.kl_horizon)
     parts = {"collector": collect, "reward_shaper": shaper, "kl_coefficient": kl_coefficient}

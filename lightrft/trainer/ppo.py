@@ -1,6 +1,7 @@
 """PPO and its family: generate samples, score them, estimate advantages, update."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from lightrft.algorithms.objectives import PolicyObjective, ValueObjective
@@ -12,6 +13,7 @@ from lightrft.roles.policy import Policy
 from lightrft.roles.role import Objective, Role
 from lightrft.rollout.collector import Collector
 from lightrft.rollout.experience import ExperienceMaker, Planned
+from lightrft.rollout.groups import Group
 from lightrft.rollout.measure import measure_samples
 from lightrft.rollout.overlap import Overlap
 from lightrft.run.interruption import Interrupted
@@ -45,7 +47,7 @@ class PPOTrainer(Trainer):
         self.policy = policy
         self.strategy.trace = collect.trace = collect.rewards.trace = self.trace
         if self.config.rollout.overlap:
-            collect.overlap = Overlap(make_experience.compute_early, strategy.device)
+            collect.overlap = Overlap(self._compute_early, strategy.device)
             collect.overlap.trace = self.trace
         self.ptx_loss = ptx_loss
         self.critic, self.value_objective = critic, ValueObjective(self.config.algorithm)
@@ -60,17 +62,19 @@ class PPOTrainer(Trainer):
     def step(self, number: int) -> None:
         samples, version = self._collected(number) if self.replayed is None else self.replayed.read(number, self.prompts)
         if self.dumped is not None:
-            self.dumped.write(number, samples, version)
+            self.dumped.write(number, samples, version, self.observer.writer)
         self.show(number, samples)
         measure_samples(samples, version, self.metrics)
         with self.trace.phase("experience"):
             planned = self.make_experience(samples, self.metrics)
-        if self.critic is not None:
-            with self.trace.phase("critic"):
-                self._learn(self.critic, self.value_objective, planned, "critic")
-        if number > self.config.train.freezing_actor_steps:
-            with self.trace.phase("train"):
-                self._learn(self.policy, self.objective, planned, "train", self.ptx_loss)
+        generates = number < self.total_steps and self.replayed is None
+        with self.collect.preparing(number + 1) if generates else nullcontext():
+            if self.critic is not None:
+                with self.trace.phase("critic"):
+                    self._learn(self.critic, self.value_objective, planned, "critic")
+            if number > self.config.train.freezing_actor_steps:
+                with self.trace.phase("train"):
+                    self._learn(self.policy, self.objective, planned, "train", self.ptx_loss)
         planned.store.clear(planned.experience.rows.tolist())
 
     def _collected(self, number: int) -> tuple[list[Sample], int]:
@@ -84,6 +88,12 @@ class PPOTrainer(Trainer):
             samples = self.collect.rewarded(groups, self.metrics)
         self._safe_point(*begun)
         return samples, self.strategy.weight_version
+
+    def _compute_early(self, groups: list[Group]) -> None:
+        """Compute what models say of complete groups before the step, and their scores by reward models."""
+        self.make_experience.compute_early([sample for group in groups for sample in group.samples])
+        if self.collect.rewards.models is not None:
+            self.collect.rewards.models.compute_early([sample for group in groups for sample in group.responses])
 
     def _safe_point(self, take_back: Callable[[], None], metrics: dict[str, Any], weight_version: int) -> None:
         """Undo the step on an interruption: a checkpoint holds only finished steps, and the same prompts come again."""

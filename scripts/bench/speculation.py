@@ -1,4 +1,4 @@
-"""Tokens per second with --speculative group and ngram, against none, on text that is easy to foresee and on text that is not.
+"""Tokens per second with --speculative against none, on text that is easy to foresee and on text that is not.
 
     python scripts/bench/speculation.py                          # the table in docs/benchmarks.md, some minutes
     python scripts/bench/speculation.py --hidden 64 --layers 1 --batches 1 8 --repeat 1 --texts random --kinds none group
@@ -7,6 +7,9 @@ Each engine is a vLLM in a process of its own; they generate in turn, with one t
 
     repetitive   a random Qwen3 with tied embeddings at a low temperature, which repeats itself: most drafts are accepted
     random       a random Qwen3 with 32 tokens, all about equally likely: contexts recur, and what followed is not said again
+
+The model of `draft` has one layer of half the width, and is not trained: nearly none of its drafts are accepted, so the engine
+should switch it off. That of `self` is the model itself, whose drafts are all accepted, and which costs as much.
 
 `speedup` and `speedup_cpu` are the rates in wall seconds and processor seconds over those without speculation, by batch:
 the median over the repetitions, of two runs next to each other. `slowest_cpu` is the least of the latter.
@@ -22,20 +25,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 
-KINDS = ("none", "ngram", "group")
+KINDS = ("none", "ngram", "group", "draft")
 GROUP = 8
 TEXTS = {"repetitive": 0.05, "random": 1.0}
 """Text -> temperature."""
 
 
-def make_model(folder: Path, text: str, args: argparse.Namespace) -> None:
+def make_model(folder: Path, text: str, args: argparse.Namespace, *, hidden: int, layers: int) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     repetitive = text == "repetitive"
     config = Qwen3Config(
-        vocab_size=args.vocabulary if repetitive else 32, hidden_size=args.hidden, intermediate_size=3 * args.hidden,
-        num_hidden_layers=args.layers, num_attention_heads=args.hidden // 32, num_key_value_heads=args.hidden // 32, head_dim=32,
+        vocab_size=args.vocabulary if repetitive else 32, hidden_size=hidden, intermediate_size=3 * hidden,
+        num_hidden_layers=layers, num_attention_heads=hidden // 32, num_key_value_heads=hidden // 32, head_dim=32,
         tie_word_embeddings=repetitive, max_position_embeddings=2048, eos_token_id=None, bos_token_id=None, pad_token_id=None,
         dtype="float32",
     )  # fmt: skip
@@ -56,7 +59,9 @@ def serve(kind: str, folder: str, temperature: float, tokens: int, commands: Con
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as store:
         dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
-        section = EngineSection(engine_type="vllm", engine_kv_cache_gb=0.5, speculative=kind)
+        drafts = {"draft": f"{folder}-draft", "self": folder}.get(kind, "")
+        section = EngineSection(engine_type="vllm", engine_kv_cache_gb=0.5, speculative="draft" if drafts else kind,
+                                draft_pretrain=drafts)  # fmt: skip
         setup = {"dtype": torch.float32, "device": torch.device("cpu"), "max_model_len": 2 * tokens, "axis": Mesh("cpu").world}
         engine = build_engine(section, model_path=folder, **setup)
         commands.send(None)
@@ -77,8 +82,10 @@ def serve(kind: str, folder: str, temperature: float, tokens: int, commands: Con
 def measure(text: str, args: argparse.Namespace) -> dict[str, dict]:
     """Return kind -> batch size -> figures."""
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder), text, args)
+    with tempfile.TemporaryDirectory() as parent:
+        folder = f"{parent}/model"
+        make_model(Path(folder), text, args, hidden=args.hidden, layers=args.layers)
+        make_model(Path(f"{folder}-draft"), text, args, hidden=args.hidden // 2, layers=1)
         engines = {}
         for kind in args.kinds:
             ours, theirs = context.Pipe()
@@ -121,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each sample")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), help="the first is what the others are compared with")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), help="the others are compared with the first; also self")
     parser.add_argument("--texts", nargs="+", default=list(TEXTS), choices=TEXTS)
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")

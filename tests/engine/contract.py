@@ -32,7 +32,7 @@ from lightrft.weight_sync.verify import PRODUCT_ROUNDS, ROUNDS
 
 PROMPTS = [[50, 55, 43, 53, 56, 61], [1, 2, 3, 4, 5, 6, 7, 8, 9], [200], [50, 55, 43, 53, 56, 61], [61, 60]]
 GREEDY = Sampling(temperature=0, max_tokens=12)
-MAX_MODEL_LEN = 256
+MAX_MODEL_LEN = 384
 
 
 @dataclass
@@ -452,7 +452,7 @@ def the_length_limit_holds(bench: Bench) -> None:
 def impossible_requests_are_refused(bench: Bench) -> None:
     for prompts, sampling, message in (
         ([[1], []], Sampling(max_tokens=4), "request 1 has no tokens"),
-        ([[1] * 250], Sampling(max_tokens=7), "max_model_len"),
+        ([[1] * (MAX_MODEL_LEN - 6)], Sampling(max_tokens=7), "max_model_len"),
         ([[1]], Sampling(n=0), "n and max_tokens"),
         ([[1]], Sampling(max_tokens=0), "n and max_tokens"),
         ([[1]], Sampling(temperature=-1), "temperature"),
@@ -468,7 +468,7 @@ def impossible_requests_are_refused(bench: Bench) -> None:
     with pytest.raises(ValueError, match="supports only text"):
         bench.engine.generate([Request([1], multi_modal={"images": []})], Sampling(max_tokens=4))
     with pytest.raises(ValueError, match="request 1 does not fit.*max_model_len"):
-        bench.engine.generate([Request([1]), Request([1], sampling=Sampling(max_tokens=256))], Sampling(max_tokens=4))
+        bench.engine.generate([Request([1]), Request([1], sampling=Sampling(max_tokens=MAX_MODEL_LEN))], Sampling(max_tokens=4))
     assert bench.greedy() == bench.expected
 
 
@@ -603,6 +603,25 @@ def an_abort_keeps_what_was_sampled(bench: Bench) -> None:
             expected_logprobs = torch.cat([logprobs[0][:1], logprobs[1][1:]])
             torch.testing.assert_close(torch.tensor(sample.logprobs), expected_logprobs, rtol=0, atol=1e-5)
     assert bench.greedy() == bench.expected
+
+
+def continuing_costs_a_hit_in_the_cache(bench: Bench) -> None:
+    """All keys and values of an aborted request are used again, but for the last block: of 128 tokens in vLLM on a CPU."""
+    prompt = [(13 * position) % 250 for position in range(300)]
+    whole = Sampling(temperature=0, max_tokens=80, banned_token_ids=tuple(bench.engine.vocabulary.end_token_ids))
+    expected = bench.generate([prompt], whole)[0][0].token_ids
+    bench.engine.reset_cache()
+    loop = bench.engine.open(whole)
+    loop.add([Request(prompt)])
+    for _ in range(4):
+        loop.step()
+    ((begun,),) = loop.abort().values()
+    assert begun.finish_reason == "abort" and begun.num_cached_tokens == 0
+    rest = replace(whole, max_tokens=80 - len(begun.token_ids))
+    ((continued,),) = bench.generate([prompt + begun.token_ids], rest)
+    assert begun.token_ids + continued.token_ids == expected
+    if type(bench.engine).__name__ != "HFEngine":
+        assert continued.num_cached_tokens > 200
 
 
 def a_part_of_the_vocabulary_is_sampled_and_normalised(bench: Bench) -> None:

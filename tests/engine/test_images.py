@@ -5,6 +5,7 @@ and as one.
 import traceback
 import wave
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, cycle, product
@@ -184,6 +185,20 @@ def an_image_and_a_video_in_one_prompt(scene: Scene) -> None:
         scene.same_as_reference([(text, {"images": [FIRST, CLEAR], "videos": [FILM]}), scene.seen[0]])
 
 
+def media_may_be_read_before(scene: Scene) -> None:
+    """By another thread, while the engine does nothing; what cannot be read is reported when the request begins."""
+    engine, requests = scene.strategy.engine, [scene.reference.request(*prompt) for prompt in scene.seen]
+    with ThreadPoolExecutor(1) as thread:
+        prepared = list(thread.map(engine.prepared, requests))
+    expects = [engine.axis.size == 1 and bool(items) for _, items in scene.seen]
+    assert [request.expanded is not None for request in prepared] == expects
+    answers = engine.generate(prepared, GREEDY)
+    assert [samples[0].token_ids for samples in answers] == [scene.reference.greedy(prompt) for prompt in scene.seen]
+    for request, message in IMPOSSIBLE[scene.name]:
+        with pytest.raises(ValueError, match=message):
+            engine.generate([Request([66]), engine.prepared(request)], GREEDY)
+
+
 def samples_share_the_images_of_their_prompt(scene: Scene) -> None:
     sampling = Sampling(n=3, max_tokens=6, temperature=0.7, seed=3)
     requests = [scene.reference.request(*prompt) for prompt in scene.seen]
@@ -359,7 +374,8 @@ def it_sleeps_afterwards(scene: Scene) -> None:
 
 
 CASES: list[Callable[[Scene], None]] = [
-    text_and_media_in_one_call, samples_share_the_images_of_their_prompt, what_follows_a_first_token_sees_the_images,
+    text_and_media_in_one_call, media_may_be_read_before, samples_share_the_images_of_their_prompt,
+    what_follows_a_first_token_sees_the_images,
     a_response_goes_on, the_same_image_under_new_weights, weights_behind_images_are_proven,
     its_parts_are_called_as_in_a_model_of_text, impossible_media_are_refused,
     ranks_of_an_engine_need_the_same_images, each_rank_gets_its_own_answers, a_prompt_without_images_has_no_placeholders,

@@ -51,10 +51,11 @@ def speculating(folder: str, speculative: str, draft: str = "", tp: int = 1, **o
     mesh, gain = Mesh("cpu"), Costs({1: -1.0})
     engine = start("vllm", folder, mesh.engine(tp), {"speculative": speculative, "draft_pretrain": draft}, **options)
     if engine._speculation:
-        engine._speculation._costs = gain
-        engine._speculation._schedule(expected=1)
+        engine._speculation._costs, engine._speculation._reading = gain, Costs({})
         if engine._speculation._text:
             engine._speculation._text.costs = gain
+        else:
+            engine._speculation._schedule()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     yield engine, Bench(engine, model, mesh.engine(tp), mesh.world.rank)
     engine.close()
@@ -197,6 +198,35 @@ def test_a_draft_model_is_accepted_as_far_as_it_resembles_the_actor(tmp_path: Pa
     (found,) = run_ranks(1, _acceptance_of_a_copy, tiny_model(tmp_path, seed=1), timeout=300)
     own, other, again, after_sleep = (drafts.num_accepted / drafts.num_tokens for drafts in found)
     assert own == again == after_sleep == 1 and other < 0.9
+
+
+def _account(folder: str, draft: str) -> tuple[list[Drafts], list[bool], list[list[int]]]:
+    """Drafts of three generations, each with new weights, and whether the model was off after it; and the samples."""
+    from lightrft.engine.vllm.text_drafter import Costs
+
+    found, off, tokens = [], [], []
+    with speculating(folder, "draft", draft) as (engine, bench):
+        account = engine._speculation
+        account._costs, account._reading = Costs({1: 0.5}), Costs({1: 0.1})
+        for earned in (0.0, 0.0, 10.0):
+            account._credit = min(2.0, account._credit + earned)
+            account.renew()
+            outputs = engine.generate([Request(PROMPTS[0])], Sampling(max_tokens=100, seed=5))
+            found.append(drafts_of(outputs))
+            off.append(account._off)
+            tokens.append(outputs[0][0].token_ids)
+    return found, off, tokens
+
+
+def test_a_model_whose_drafts_do_not_pay_is_switched_off(tmp_path: Path) -> None:
+    """After as many steps as its credit allows, until it has earned new credit; one that pays stays on. Samples are the same."""
+    folder, other = tiny_model(tmp_path / "model", seed=1), tiny_model(tmp_path / "other", seed=2)
+    ((strange, off, tokens),) = run_ranks(1, _account, folder, other, timeout=300)
+    ((own, on, others),) = run_ranks(1, _account, folder, folder, timeout=300)
+    assert off == [True] * 3 and on == [False] * 3
+    assert 0 < strange[0].count < 20 and strange[1].count == 0 and 0 < strange[2].count < 20
+    assert all(drafts.count > 12 and drafts.num_accepted == drafts.num_tokens for drafts in own)
+    assert len({tuple(each) for each in tokens + others}) == 1
 
 
 NUM_DRAWS, LENGTH = 12000, 8

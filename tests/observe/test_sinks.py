@@ -3,6 +3,8 @@
 import errno
 import io
 import json
+import threading
+import time
 
 import pytest
 from loguru import logger
@@ -126,6 +128,66 @@ def test_the_observer_tells_all_and_closes_all_even_when_one_fails():
         observer.close("failed")
     assert [sink.heard for sink in sinks] == [[(1, {"train/loss": 2.0}), "failed"]] * 3
     Observer().log(1, {})  # other ranks
+
+
+class Slow(Sink):
+    """A file on a disk that writes when `disk` is set, and fails in step 3."""
+
+    in_background = True
+
+    def __init__(self):
+        self.rows, self.disk = [], threading.Event()
+
+    def log(self, step, metrics):
+        assert self.disk.wait(60)
+        if step == 3:
+            raise OSError("disk full")
+        self.rows.append(step)
+
+
+def test_files_are_written_while_the_caller_goes_on():
+    """In order; all rows are there after a flush. After a failure nothing is written, and whoever calls next gets it."""
+    observer = Observer([slow := Slow()])
+    observer.log(1, {}), observer.log(2, {})
+    assert slow.rows == []
+    slow.disk.set()
+    observer.writer.flush()
+    assert slow.rows == [1, 2]
+    observer.log(3, {})
+    while observer.writer.error is None:
+        time.sleep(0.01)
+    with pytest.raises(OSError, match="disk full"):
+        observer.log(4, {})
+    with pytest.raises(OSError, match="disk full"):
+        observer.writer.flush()
+    assert slow.rows == [1, 2]
+
+
+def test_the_end_of_a_run_writes_what_waits():
+    """A failure is raised unless the run has failed by itself."""
+    observer = Observer([slow := Slow()])
+    observer.log(1, {})
+    threading.Timer(0.1, slow.disk.set).start()
+    observer.close("failed")
+    assert slow.rows == [1]
+    observer.log(3, {})
+    observer.close("failed")
+    with pytest.raises(OSError, match="disk full"):
+        observer.close("interrupted")
+
+
+def test_a_slow_disk_is_waited_for(monkeypatch):
+    monkeypatch.setattr("lightrft.observe.sinks.BACKLOG", 2)
+    observer = Observer([slow := Slow()])
+    observer.log(1, {}), observer.log(2, {})
+    caller = threading.Thread(target=observer.log, args=(4, {}))
+    caller.start()
+    caller.join(0.2)
+    assert caller.is_alive()
+    slow.disk.set()
+    caller.join(60)
+    observer.close("finished")
+    assert slow.rows == [1, 2, 4]
 
 
 def run_console(terminal, rows):

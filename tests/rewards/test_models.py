@@ -68,7 +68,8 @@ def by_step(given: list[Sample], **_) -> list:
     return [kinds[sample.group](sample) for sample in given]
 
 
-def scored(folders: list[str], held: list[int], key: str | None = None) -> list[tuple[float, dict, list | None]]:
+def scored(folders: list[str], held: list[int], key: str | None = None, early: int = 0) -> list[tuple[float, dict, list | None]]:
+    """The scores of the first `early` samples of each rank are computed before the function is called."""
     made = rows.strategy()
     rewards.register("by_step")(by_step)
     judge = RewardRunner("by_step", made.mesh.model_parallel, RewardSection(reward_workers=0))
@@ -78,6 +79,8 @@ def scored(folders: list[str], held: list[int], key: str | None = None) -> list[
     steps = ScoringModel("steps", models[1], 2.0, of_lines)
     judge.models = ModelRewards(whole if key is None else [whole[0], steps], key=key)
     mine = samples()[sum(held[: made.get_rank()]) : sum(held[: made.get_rank() + 1])]
+    if early:
+        judge.models.compute_early(mine[:early])
     judge(mine)
     return [(sample.reward, sample.reward_parts, sample.token_rewards) for sample in mine]
 
@@ -89,10 +92,10 @@ def folders(tmp_path_factory) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("held", [[5], [2, 3], [5, 0]], ids=str)
-def test_scores_are_added_to_what_the_function_says(folders, held):
-    """Scores of transformers' own class, which reads the last token."""
-    found = [each for part in run_ranks(len(held), scored, folders, held) for each in part]
+@pytest.mark.parametrize(("held", "early"), [([5], 0), ([2, 3], 1), ([5, 0], 5)], ids=str)
+def test_scores_are_added_to_what_the_function_says(folders, held, early):
+    """Scores of transformers' own class, which reads the last token; also if some, or all, are computed early."""
+    found = [each for part in run_ranks(len(held), scored, folders, held, None, early) for each in part]
     plain = [rows.plain_scorer(folder) for folder in folders]
     function = [2.0, 1.0, 4.0, 0.0, 1.0]
     for sample, (reward, parts, tokens), said in zip(samples(), found, function, strict=True):

@@ -33,7 +33,7 @@ class Script:
 
     def __init__(self, longest: int = 100, at_once: int = 1):
         self.longest, self.calls, self.tokens, self.clock = longest, [], 0, 0
-        self.at_once = at_once
+        self.at_once, self.prepared = at_once, 0
 
     @property
     def exchange(self) -> Axis:
@@ -46,6 +46,9 @@ class Script:
         self.calls.append((seed, []))
         return ScriptedGrowth(self, seed)
 
+    def prepare(self, parts, seed: int) -> dict:
+        return {(group.number, places): (seed, group) for group, places in parts}
+
     def extend(self, sample, completion) -> None:
         sample.token_ids += completion.token_ids
         sample.logprobs += completion.logprobs
@@ -57,7 +60,9 @@ class ScriptedGrowth:
     def __init__(self, script: Script, seed: int):
         self.script, self.seed, self.parts, self.at_once = script, seed, [], script.at_once
 
-    def add(self, parts) -> None:
+    def add(self, parts, prepared) -> None:
+        assert all(prepared[group.number, places] == (self.seed, group) for group, places in parts if prepared)
+        self.script.prepared += len(prepared)
         self.script.calls[-1][1].extend(group.number for group, _ in parts)
         self.parts += [part for part in parts if not part[0].complete]
 
@@ -208,6 +213,7 @@ def test_the_greedy_response_is_judged_and_not_learned_from():
 
 
 FLAGS = {"dynamic_sampling": True, "over_sampling": 1.5, "early_stop_every": 3, "partial_rollout": True, "curriculum": [0.1, 0.9]}
+TAIL = {"rollout_schedule": "tail_rounds", "over_sampling": 1.5, "early_stop_every": 3}
 MIXED = prompts("ssanssnassns" * 3, [7, 30, 12, 25, 9, 41, 3, 18, 22, 11, 36, 5] * 3)
 
 
@@ -253,6 +259,25 @@ def test_groups_begun_ahead_begin_anew_in_a_resumed_run(tmp_path):
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert ahead_course(resumed, range(5, 10), 9) == expected[4:] and not resumed.state_dict()["parked"]
     assert len(resumed.sampler.calls) == 5, "the last steps begin nothing that nobody learns from"
+
+
+@pytest.mark.parametrize("flags", [FLAGS, {"rollout_schedule": "longest_first"}, TAIL])
+def test_a_step_that_was_prepared_is_the_same(flags):
+    """Nothing is drawn while it is prepared, so a checkpoint, or a step that is taken back, knows nothing of it."""
+    expected = course(collector(MIXED, **flags), range(1, 10))
+    collect = collector(MIXED, **flags)
+    for number in range(1, 6):
+        if number == 4:
+            take_back = collect.begin()
+            course(collect, range(4, 5))
+            take_back()
+        assert course(collect, range(number, number + 1)) == expected[number - 1 : number]
+        with collect.preparing(number + 1):
+            state = copy.deepcopy(collect.state_dict())
+    assert course(collect, range(6, 10)) == expected[5:] and collect.sampler.prepared >= 5
+    resumed = collector(MIXED, **flags)
+    resumed.load_state_dict(state)
+    assert course(resumed, range(6, 10)) == expected[5:]
 
 
 def test_a_history_takes_back_the_rows_that_changed_since_the_step_began():
@@ -343,9 +368,6 @@ def long_and_short() -> int:
     before = collect.sampler.tokens
     step(collect, 2)
     return collect.sampler.tokens - before
-
-
-TAIL = {"rollout_schedule": "tail_rounds", "over_sampling": 1.5, "early_stop_every": 3}
 
 
 def tail_on_ranks(state: dict | None = None) -> tuple[list, dict]:

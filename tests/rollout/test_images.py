@@ -338,6 +338,19 @@ def test_tokens_are_counted_as_they_are_made(tmp_path):
     assert expand.measure(prompt) == len(expand(prompt).token_ids) - 1 != expand._counted((40, 40)) - 1
 
 
+def test_prompts_that_were_prepared_are_not_expanded_again(folder):
+    """Until the next ones are prepared; another prompt with the same index is another one."""
+    expand = Expander(ModelSection(pretrain=folder))
+    token = expand.reader.processor.image_token_id
+    first, other = (Prompt(0, "", [token, 65], multi_modal={IMAGES: [image(seed)]}) for seed in (1, 2))
+    expand.prepare([first])
+    assert expand(first) is expand(first) and not torch.equal(*(expand(each).features["pixel_values"] for each in (first, other)))
+    prepared = expand(first)
+    expand.prepare([other])
+    assert expand(first) is not prepared
+    assert torch.equal(expand(first).features["pixel_values"], prepared.features["pixel_values"])
+
+
 # -- a whole run
 
 COMMON = ["--fsdp", "--images_key=images", "--apply_chat_template", "--prompt_max_len=48", "--lr_scheduler=constant",

@@ -8,6 +8,7 @@ import torch
 
 from lightrft.checkpoint import manager
 from lightrft.checkpoint.atomic import CheckpointError
+from lightrft.strategy import checkpoints
 from ranks import run_ranks
 from strategy.test_checkpoint import Run
 from strategy.training import fill_the_disk
@@ -70,6 +71,25 @@ def one_after_the_other(folder: str, root: Path):
 
 def test_a_save_is_finished_before_the_next_one_and_before_the_end(folder, root):
     assert run_ranks(2, one_after_the_other, folder, root) == [[True, "second", True, "third"]] * 2
+
+
+def waits_for_room(folder: str, root: Path):
+    """Is a checkpoint there when save() returns, if the second rank sees a little more, or less, than twice the copies?"""
+    run, gate, found = Run(folder, root).steps(0, 1), Gate(), []
+    copies = 3 * 4 * sum(parameter.numel() for parameter in run.model.parameters())  # with two moments, on both ranks of the host
+    for name, share in (("more", 2.1), ("less", 1.9)):
+        free = share * copies if run.strategy.get_rank() == 1 else 1e12
+        checkpoints.free_host_memory = lambda free=free: free
+        gate.opened.clear()
+        threading.Timer(0.5, gate.opened.set).start()
+        run.save(name, async_save=True)
+        found.append((root / name / "manifest.json").is_file())
+        run.strategy.finish_ckpt()
+    return found
+
+
+def test_training_waits_if_a_host_has_no_room_for_copies(folder, root):
+    assert run_ranks(2, waits_for_room, folder, root) == [[False, True]] * 2
 
 
 def fails_on_one_rank(folder: str, root: Path):

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from runs import PPO, prepare, repeatable, train
+from with_vllm import load_vllm
 
 pytestmark = pytest.mark.slow
 
@@ -62,6 +63,22 @@ def test_groups_that_ranks_share_are_learned_to_the_last_bit(inputs, tmp_path, f
     fifo, shared = (train("train_ppo", 2, [*flags, f"--rollout_schedule={schedule}"], tmp_path / schedule)
                     for schedule in ("fifo", "longest_first"))  # fmt: skip
     assert repeatable(shared) == repeatable(fifo)
+
+
+def test_drafts_change_nothing_that_is_learned(inputs, tmp_path, monkeypatch):
+    """At a low temperature, at which the actor's responses repeat themselves, and as if a draft cost a tenth of a step."""
+    load_vllm()
+    from lightrft.engine.vllm.speculation import Costs, Speculation
+
+    monkeypatch.setattr(Speculation, "_measure", lambda speculation: (Costs({1: 0.1}), Costs({})))
+    flags = [*inputs, *PPO, "--max_steps=2", "--engine_type=vllm", "--engine_kv_cache_gb=0.125", "--generate_max_len=64",
+             "--temperature=0.05"]  # fmt: skip
+    plain, drafted = (train("train_ppo", 1, [*flags, f"--speculative={kind}"], tmp_path / kind) for kind in ("none", "group"))
+    assert all(row["rollout/draft_acceptance"] > 0 for row in drafted)
+    for row, other in zip(repeatable(plain), repeatable(drafted), strict=True):
+        names = [name for name in row if name.startswith(("rollout/reward", "rollout/response", "train/loss"))]
+        assert len(names) > 3
+        assert [other[name] for name in names] == [pytest.approx(row[name], rel=1e-3, abs=1e-5) for name in names]
 
 
 def test_log_probs_are_computed_while_others_are_generated(inputs, tmp_path):

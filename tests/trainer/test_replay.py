@@ -1,5 +1,7 @@
 """Samples of a run that are learned from again: training alone, without an engine and without rewards."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -25,3 +27,15 @@ def test_a_replay_has_the_same_numbers(tmp_path):
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     with pytest.raises(RuntimeError, match="has no samples of step 4 for 2 replicas of data"):
         train("train_ppo", 2, [*replay, "--max_steps=4"], tmp_path / "third")
+
+
+@pytest.mark.slow
+def test_samples_that_cannot_be_written_end_the_run(tmp_path):
+    """They are written by a thread: before a checkpoint is complete, its steps' samples are there, or the run has failed."""
+    flags = [*prepare(tmp_path), *PPO, *SETTINGS, f"--dump_rollouts={tmp_path / 'dump'}", "--save_steps=1"]
+    (tmp_path / "dump").mkdir()
+    (tmp_path / "dump" / "step_000002").write_text("in the way")
+    with pytest.raises(RuntimeError, match="FileExistsError.*step_000002"):
+        train("train_ppo", 1, flags, tmp_path / "run")
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest", "step1"]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"

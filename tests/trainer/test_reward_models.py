@@ -58,7 +58,9 @@ def test_its_scores_are_the_rewards(inputs, two_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [["--tp_size=2"], ["--fsdp=false", "--zero_stage=3", "--offload_idle"]], ids=str)
+@pytest.mark.parametrize("layout", [
+    ["--tp_size=2"], ["--fsdp=false", "--zero_stage=3", "--offload_idle"], ["--overlap", "--early_stop_every=2"],
+], ids=str)  # fmt: skip
 def test_in_other_layouts(inputs, two_ranks, tmp_path, layout):
     flags, scored = inputs
     more = [f"--reward_pretrain={scored}", "--reward_model_coef=0.5"]

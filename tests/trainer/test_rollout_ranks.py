@@ -224,12 +224,14 @@ def sabotaged(flags: list[str], folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_generates_and_dies_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("rank", "phase"), [(2, "generate"), (1, "train")], ids=["generates", "trains"])
+def test_a_rank_that_dies_is_named_on_both_sides(tmp_path, monkeypatch, rank, phase):
     monkeypatch.setattr("lightrft.launch.heartbeat.GRACE", 0.4)
-    monkeypatch.setenv("SABOTAGE", "generate:2:kill")
+    monkeypatch.setenv("SABOTAGE", f"{phase}:{rank}:kill")
     flags = [*prepare(tmp_path), *PPO, "--max_steps=3", "--rollout_ranks=1", f"--save_path={tmp_path}/run"]
-    assert exit_codes(3, sabotaged, flags, tmp_path) == [1, 1, -9]
-    for rank in (0, 1):
-        said = (tmp_path / f"log{rank}").read_text()
-        assert re.search(r"this run ends: rank 2 \(pid \d+ on .*\) ended without an error message in phase generate:", said)
+    codes = exit_codes(3, sabotaged, flags, tmp_path)
+    assert codes == [-9 if each == rank else 1 for each in range(3)]
+    for other in {0, 1, 2} - {rank}:
+        said = (tmp_path / f"log{other}").read_text()
+        assert re.search(rf"this run ends: rank {rank} \(pid \d+ on .*\) ended without an error message in phase {phase}:", said)
         assert "Traceback" not in said

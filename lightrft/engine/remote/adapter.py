@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
@@ -177,7 +178,7 @@ class RemoteLoop(RequestLoop):
         readable = self.remote.begin_requests(requests, self)
         indices = range(self.num_requests, self.num_requests + len(requests))
         self.num_requests += len(requests)
-        call = send(readable)
+        call = send([replace(each, expanded=None) for each in readable])
         if requests:
             self._calls[call] = indices.start, len(requests)
         self.running |= dict.fromkeys(indices)

@@ -99,6 +99,8 @@ class VLLMEngine(LibraryEngine):
     def _step(self) -> Iterator[tuple[int, list[Completion]]]:
         with torch_state_kept(self.device), self._stance():
             outputs = self._shim.step()
+        if self._speculation:
+            self._speculation.stepped()
         for output in outputs:
             key, sample = map(int, output.request_id.split("/"))
             self._take(key, sample, output)
@@ -115,7 +117,7 @@ class VLLMEngine(LibraryEngine):
         self._outputs[key][sample] = output
         if self._speculation:
             token_ids = [*(output.prompt_token_ids or ()), *output.outputs[0].token_ids]
-            self._speculation.end(f"{key}/{sample}", token_ids, _drafts_of(output))
+            self._speculation.end(f"{key}/{sample}", token_ids)
 
     def _parameters(self, sampling: Sampling, seed: int) -> SamplingParams:
         parameters = SamplingParams(

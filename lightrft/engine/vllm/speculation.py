@@ -17,7 +17,6 @@ from lightrft.engine.vllm.arguments import TEXT
 from lightrft.engine.vllm.text_drafter import Costs
 from lightrft.engine.vllm.verification import Verifier, with_the_noise_of_samples
 from lightrft.parallel.collectives import Axis
-from lightrft.samples import Drafts
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Batch sizes at which the cost of verification is measured; others have the cost of the next larger one."""
@@ -25,10 +24,12 @@ ROUNDS = 5
 """Number of measurements of each kind at one batch size, of which the fastest counts."""
 PROMPT = [0, 0, 0, 0]
 """Prompt of the measured requests."""
-ENOUGH = 64
-"""Number of verified drafts after which their acceptance is known."""
-PAUSE = 16
-"""Number of weight streams without any draft of a model, because they did not pay, after which they are tried again."""
+WINDOW = 64
+"""Number of verified drafts of a model over which their acceptance is averaged, with less weight on older ones."""
+CREDIT = 2.0
+"""Number of plain steps by which drafts of a model may delay an engine before they are switched off."""
+TOLERANCE = 0.005
+"""Credit for each step, relative to a plain one."""
 
 
 class Speculation:
@@ -36,6 +37,9 @@ class Speculation:
 
     In runner V1 samples are the same as without drafts (verification.py). Runner V2 verifies with vLLM's own rejection sampling,
     whose draws depend on a request's seed alone and follow the same distribution, but differ from those without drafts.
+
+    A model that drafts reads all tokens, also those of steps that verify no drafts, so that it can continue them. An account of
+    what its drafts have saved and cost, in plain steps, decides whether it is used until the next weights: see stepped().
     """
 
     def __init__(self, llm: LLM, section: EngineSection, axis: Axis):
@@ -46,21 +50,29 @@ class Speculation:
         self._most = section.num_draft_tokens
         self._shared = section.speculative == "group"
         self._text = self._runner.drafter if section.speculative in TEXT else None
+        self._off = False
+        """True while a model neither drafts nor reads. In runner V2 it still reads."""
         if not self._engine.vllm_config.use_v2_model_runner:
             self._runner.rejection_sampler = Verifier(self._runner.sampler)
             if self._text is None:
                 with_the_noise_of_samples(self._runner.drafter, self._runner.sampler)
+            if not self._engine.model_config.is_hybrid:  # states of recurrent layers depend on whether a step has drafts
+                _plain_while(self._runner, self._text.rests if self._text else lambda: self._off)
         if self._text is not None:
             self._text.batch = self._runner.input_batch
             self._runner.effective_drafter_max_model_len = 2**31  # vLLM drafts zeros for sequences near the limit
-            if not self._engine.model_config.is_hybrid:  # states of recurrent layers depend on whether a step has drafts
-                _plain_while(self._runner, self._text.rests)
-        self._recent, self._paused = Drafts(), 0
-        self._costs = Costs(self._measure())
+        self._costs, self._reading = self._measure()
         logger.debug("--speculative {}: a step with drafts takes longer than one without by {}", section.speculative, self._costs)
+        self._count = self._accepted = 1.0
+        """Number of verified drafts, and of accepted tokens in them, with less weight on older ones; at first a guess."""
+        self._credit = CREDIT
+        self._of_step = [0, 0]
+        """Drafts that the last step has verified, and tokens accepted in them."""
         if self._text is not None:
             self._text.costs = self._costs
-        self._schedule(expected=self._most / 2)
+        else:
+            self._watch_scheduler()
+            self._schedule()
 
     # -- requests
 
@@ -69,47 +81,80 @@ class Speculation:
         if self._text is not None:
             self._text.begin(name, group if self._shared else name, num_prompt)
 
-    def end(self, name: str, token_ids: list[int], drafts: Drafts) -> None:
+    def end(self, name: str, token_ids: list[int]) -> None:
         """Note that a request has ended; `token_ids` are those of its prompt and response."""
         if self._text is not None:
             self._text.end(name, token_ids)
-        self._recent = self._recent.plus(drafts)
+
+    def stepped(self) -> None:
+        """Enter a step into the account of a model that drafts, and switch the model off when its credit is spent.
+
+        Until the next weights, as it has not read the tokens since. Steps without it earn credit, with which it is tried again.
+        """
+        size = len(self._scheduler.running)
+        if self._text is not None or not size:
+            return
+        (count, accepted), self._of_step = self._of_step, [0, 0]
+        saved = accepted / size - self._costs.of(size) if count else -self._reading.of(size)
+        self._credit = min(CREDIT, self._credit + TOLERANCE + (0.0 if self._off else saved))
+        weight = max(0.0, 1 - count / WINDOW)
+        self._count, self._accepted = weight * self._count + count, weight * self._accepted + accepted
+        self._off |= self._credit < 0
+        if count or self._off:
+            self._schedule()
 
     def renew(self) -> None:
-        """Forget what was said with earlier weights, and decide anew whether a model's drafts pay. No request may be running."""
+        """Forget what was said with earlier weights, and try the drafts of a model that has earned its credit.
+
+        No request may be running.
+        """
         if self._text is not None:
             self._text.clear()
-        self._paused = 0 if self._recent.count else self._paused + 1
-        if self._recent.count >= ENOUGH:
-            self._schedule(expected=self._recent.num_accepted / self._recent.count)
-            self._recent = Drafts()
-        elif self._paused >= PAUSE:
-            self._schedule(expected=self._most / 2)
+        elif self._off and self._credit >= CREDIT:
+            self._off, self._count, self._accepted = False, 1.0, 1.0
+            self._schedule()
 
-    def _schedule(self, expected: float) -> None:
-        """Set the batch sizes with drafts of a model, of which `expected` tokens are accepted in each verification."""
-        if self._text is None:
-            sizes = range(1, self._scheduler.max_num_running_reqs + 1)
-            self._scheduler.dynamic_sd_lookup = [0] + [self._most * (self._costs.of(size) < expected) for size in sizes]
-            self._paused = 0
+    def _schedule(self) -> None:
+        """Set the batch sizes at which drafts of a model are verified: those at which they are expected to save time."""
+        expected = 0.0 if self._off else self._accepted / self._count
+        sizes = range(1, self._scheduler.max_num_running_reqs + 1)
+        self._scheduler.dynamic_sd_lookup = [0] + [self._most * (self._costs.of(size) < expected) for size in sizes]
+
+    def _watch_scheduler(self) -> None:
+        """Let vLLM's scheduler report each draft that was verified."""
+        report = self._scheduler.make_spec_decoding_stats
+
+        def counted(*args: Any, num_draft_tokens: int, num_accepted_tokens: int, **options: Any) -> Any:
+            self._of_step[0] += 1
+            self._of_step[1] += num_accepted_tokens
+            counts = {"num_draft_tokens": num_draft_tokens, "num_accepted_tokens": num_accepted_tokens}
+            return report(*args, **counts, **options)
+
+        self._scheduler.make_spec_decoding_stats = counted
 
     # -- the measurement
 
-    def _measure(self) -> dict[int, float]:
-        """Return the cost by batch size, up to one at which drafts cannot pay even if all their tokens are accepted.
+    def _measure(self) -> tuple[Costs, Costs]:
+        """Return the costs of verifying drafts, and of a model that only reads, up to a size at which drafts cannot pay.
 
         Where other programs disturb the measurement, a larger batch may seem to cost less: the larger cost is returned for both.
         """
-        measured, cost = {}, 0.0
+        drafts: dict[int, float] = {}
+        reading: dict[int, float] = {}
+        cost = least = 0.0
         for size in BATCH_SIZES:
             if size > self._scheduler.max_num_running_reqs or cost >= self._most:
                 break
-            cost = measured[size] = max(cost, *self._axis.gather(self._cost(size)))
-        self._draft(None)
-        return measured
+            measured = self._axis.gather(self._cost(size))
+            cost = drafts[size] = max(cost, *(each for each, _ in measured))
+            if cost < float("inf"):
+                least = reading[size] = max(least, *(each for _, each in measured))
+        self._force(None)
+        return Costs(drafts), Costs(reading)
 
-    def _cost(self, size: int) -> float:
-        """Return the ratio of the times of steps with drafts and without, less 1; infinite if the batch does not fit.
+    def _cost(self, size: int) -> tuple[float, float]:
+        """Return the ratios of the times of steps with drafts, and of those in which a model only reads, to that of plain ones,
+        less 1; infinite if the batch does not fit.
 
         Drafts are verified one step after the switch, which is therefore not timed.
         """
@@ -118,29 +163,33 @@ class Speculation:
         for number, name in enumerate(names):
             parameters = SamplingParams(seed=number, max_tokens=limit, ignore_eos=True, logprobs=0, detokenize=False)
             self._engine.add_request(name, tokens_input(PROMPT), parameters)
-        self._draft(False)
+        self._force("plain")
         for _ in range(size):
             if self._scheduler.waiting:
                 self._engine.step()
-        fastest = {False: float("inf"), True: float("inf")}
+        fastest = dict.fromkeys(("plain", "reads", "drafts") if self._text is None else ("plain", "drafts"), float("inf"))
         for _ in range(ROUNDS):
-            for drafts in fastest:
-                self._draft(drafts)
+            for mode in fastest:
+                self._force(mode)
                 self._engine.step()
                 begin = perf_counter()
                 self._engine.step()
                 seconds = perf_counter() - begin
                 if len(self._scheduler.running) == size:
-                    fastest[drafts] = min(fastest[drafts], seconds)
+                    fastest[mode] = min(fastest[mode], seconds)
         self._engine.abort_request(names)
-        return fastest[True] / fastest[False] - 1 if max(fastest.values()) < float("inf") else float("inf")
+        if max(fastest.values()) == float("inf"):
+            return float("inf"), float("inf")
+        return fastest["drafts"] / fastest["plain"] - 1, max(0.0, fastest.get("reads", 0.0) / fastest["plain"] - 1)
 
-    def _draft(self, always: bool | None) -> None:
-        """Draft in every step, or in none; None: where it pays."""
+    def _force(self, mode: str | None) -> None:
+        """Draft in every step, let a model only read, or do neither (`plain`); None: what pays."""
         if self._text is not None:
-            self._text.forced = always
+            self._text.forced = None if mode is None else mode == "drafts"
         else:
-            self._scheduler.dynamic_sd_lookup = [self._most * bool(always)] * (self._scheduler.max_num_running_reqs + 1)
+            self._off = mode == "plain"
+            lengths = self._most * (mode == "drafts")
+            self._scheduler.dynamic_sd_lookup = [lengths] * (self._scheduler.max_num_running_reqs + 1)
 
 
 def _plain_while(runner: Any, rests: Callable[[], bool]) -> None:
