@@ -287,7 +287,8 @@ def test_a_server_that_is_away_is_asked_again_for_as_long_as_it_may(address, mon
     with socket.create_server(("127.0.0.1", 0)) as closed:
         away = f"http://127.0.0.1:{closed.getsockname()[1]}/x"
     began = time.monotonic()
-    with pytest.raises(ValueError, match=r"POST: ConnectError: .* \(after \d+ s of repeated requests, see --server_minutes\), for the"):
+    problem = r"POST: ConnectError: .* \(after \d+ s of repeated requests, see --server_minutes\), for the"
+    with pytest.raises(ValueError, match=problem):
         runner(away, server_minutes=1 / 60)(samples()[:2])
     assert 1 < time.monotonic() - began < 20
     assert len(said) == 1 and "retrying for at most 1 s (--server_minutes)" in said[0]
