@@ -469,7 +469,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32, 64, 128, 256])
     parser.add_argument("--simulated", type=int, nargs="*", default=[64, 256, 1024])
-    parser.add_argument("--rows", type=int, default=64, help="responses of a rank, a multiple of four")
+    parser.add_argument("--rows", type=int, default=16, help="responses of a rank, a multiple of four")
     parser.add_argument("--figure", type=Path, help="SVG to write")
     args = parser.parse_args(argv)
     runs = []
