@@ -262,7 +262,7 @@ def numbers() -> Metrics:
 # -- ranks that are processes
 
 
-def run_rank(rank: int, size: int, port: int, rows: int, folder: Path) -> dict[str, Any]:
+def run_rank(rank: int, size: int, port: int, rows: int, folder: Path | None) -> dict[str, Any]:
     """Execute and measure every operation as one of `size` ranks."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
                       MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port))  # fmt: skip
@@ -294,6 +294,15 @@ def run_rank(rank: int, size: int, port: int, rows: int, folder: Path) -> dict[s
     metrics = numbers()
     with meter("metrics"):
         metrics.reduce(mesh.world)
+    if folder is not None:
+        checkpoint(meter, mesh, collect, folder)
+    memory = next(line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Pss_Anon"))
+    mesh.world.barrier()
+    watchdog.close()
+    return {"operations": meter.found, "memory_mb": int(memory.split()[1]) / 1024}
+
+
+def checkpoint(meter: Meter, mesh: Mesh, collect: Collector, folder: Path) -> None:
     model = nn.Sequential(*[nn.Linear(1, 1024, bias=False) for _ in range(8)])
     fully_shard(model, mesh=mesh.parameters)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -309,19 +318,16 @@ def run_rank(rank: int, size: int, port: int, rows: int, folder: Path) -> dict[s
     with meter("load"):
         manifest, found, _ = manager.find(folder, None, mesh.world)
         manager.load(contents, found, manifest.world_size, strict=True, module_only=False)
-    memory = next(line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Pss_Anon"))
-    mesh.world.barrier()
-    watchdog.close()
-    return {"operations": meter.found, "memory_mb": int(memory.split()[1]) / 1024}
 
 
-def start(rank: int, size: int, port: int, rows: int, folder: Path) -> None:
+def start(rank: int, size: int, port: int, rows: int, folder: Path, saves: bool) -> None:
     code = 1
     try:
         warnings.filterwarnings("ignore", category=FutureWarning)
         gc.freeze()  # the pages of the parent's objects remain shared
         torch.set_num_threads(1)
-        (folder / f"{rank}.result").write_text(json.dumps(run_rank(rank, size, port, rows, folder / "checkpoints")))
+        checkpoints = folder / "checkpoints" if saves else None
+        (folder / f"{rank}.result").write_text(json.dumps(run_rank(rank, size, port, rows, checkpoints)))
         code = 0
     except BaseException:
         (folder / f"{rank}.error").write_text(traceback.format_exc())
@@ -334,12 +340,12 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def run(size: int, rows: int) -> dict[str, Any]:
+def run(size: int, rows: int, saves: bool) -> dict[str, Any]:
     """Run `size` processes; return, for each operation, the largest numbers of any rank."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), free_port()
-        processes = [context.Process(target=start, args=(rank, size, port, rows, folder)) for rank in range(size)]
+        processes = [context.Process(target=start, args=(rank, size, port, rows, folder, saves)) for rank in range(size)]
         for process in processes:
             process.start()
         try:
@@ -357,7 +363,7 @@ def run(size: int, rows: int) -> dict[str, Any]:
             raise RuntimeError(f"of {size} ranks, {missing} ended without a result")
         ranks = [json.loads((folder / f"{rank}.result").read_text()) for rank in range(size)]
     operations = {}
-    for name in OPERATIONS:
+    for name in ranks[0]["operations"]:
         each = [rank["operations"][name] for rank in ranks]
         operations[name] = {key: max(one[key] for one in each) for key in each[0]}
         operations[name]["cpu_median"] = statistics.median(one["cpu"] for one in each)
@@ -389,11 +395,13 @@ def simulate(size: int, rows: int) -> dict[str, float]:
     axis, alone, found = OneOfMany("data", size, 0, None), Axis("replica", 1, 0, None), {}
 
     def timed(name: str, way: Callable[[], Any]) -> Any:
+        gc.collect()
         began = time.process_time()
         result = way()
         found[name] = time.process_time() - began
         return result
 
+    gc.freeze()
     timed("collect", lambda: decide(size, rows))
     batch, store = experience(rows, 0), MemoryStore(axis, alone)
     put_batch(store, batch)
@@ -433,7 +441,9 @@ def heartbeats(size: int, beats: int = 5) -> dict[str, float]:
         time.sleep(0.01)
     clock = time.pthread_getcpuclockid(monitor._thread.ident)
     issued = {f"group {number} (cpu)": 1 for number in range(6)}
-    state = {"state": {"place": "lightrft/parallel/collectives.py:69 (Axis._reduce) < lightrft/trainer/ppo.py:1", "issued": issued}}
+    state = {
+        "state": {"place": "lightrft/parallel/collectives.py:69 (Axis._reduce) < lightrft/trainer/ppo.py:1", "issued": issued}
+    }
     before, began = time.clock_gettime(clock), time.perf_counter()
     for beat in range(1, beats + 1):
         issued.update(dict.fromkeys(issued, 1 + beat))
@@ -460,31 +470,110 @@ def extrapolated(sizes: list[int], values: list[float], size: int) -> float:
 
 
 def exponent(sizes: list[int], values: list[float]) -> float:
-    """Return p of the growth as size ** p between the two largest sizes; 0 for what never happens."""
+    """Return p of the growth as (size - 1) ** p, the number of others, between the two largest sizes; 0 for what never happens."""
     (low, high), (first, last) = sizes[-2:], values[-2:]
-    return math.log(last / first) / math.log(high / low) if first > 0 and last > 0 else 0.0
+    return math.log(last / first) / math.log((high - 1) / (low - 1)) if first > 0 and last > 0 else 0.0
+
+
+def series(runs: list[dict[str, Any]], name: str, key: str) -> tuple[list[int], list[float]]:
+    """Return the sizes that executed an operation, and its numbers there."""
+    found = [(run["ranks"], run["operations"][name][key]) for run in runs if name in run["operations"]]
+    return [size for size, _ in found], [value for _, value in found]
+
+
+def amount(value: float) -> str:
+    """Format a number of bytes."""
+    return f"{value:,.0f}" if value < 1e4 else f"{value / 1e3:,.0f} k" if value < 1e7 else f"{value / 1e6:,.0f} M"
+
+
+def table(runs: list[dict[str, Any]], key: str, form: Callable[[float], str], last: int | None, names: list[str]) -> str:
+    """Return a Markdown table of one number of each operation; `last` is the size to extrapolate to."""
+    sizes = [run["ranks"] for run in runs]
+    heads = [*map(str, sizes), *([f"{last:,} (line)"] if last else []), "exponent"]
+    lines = ["| ranks | " + " | ".join(heads) + " |", "|---" * (1 + len(heads)) + "|"]
+    for name in names:
+        own, values = series(runs, name, key)
+        known = dict(zip(own, values, strict=True))
+        cells = [form(known[size]) if size in known else "" for size in sizes]
+        cells += [form(extrapolated(own, values, last))] if last else []
+        lines.append(f"| {OPERATIONS[name]} | " + " | ".join([*cells, f"{exponent(own, values):.2f}"]) + " |")
+    return "\n".join(lines)
+
+
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 420, 70, 20, 560, 370
+COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0")
+
+
+def figure(runs: list[dict[str, Any]], last: int) -> str:
+    """Draw the bytes that a rank sends over the number of ranks, both on logarithmic axes, dashed where extrapolated."""
+    sizes = [run["ranks"] for run in runs]
+    found = {name: series(runs, name, "sent") for name in OPERATIONS}
+    most = max(extrapolated(own, values, last) for own, values in found.values())
+    least = min(value for _, values in found.values() for value in values if value)
+    x = lambda size: LEFT + (RIGHT - LEFT) * math.log(size / sizes[0]) / math.log(last / sizes[0])  # noqa: E731
+    y = lambda value: BOTTOM - (BOTTOM - TOP) * math.log(max(value, least) / least) / math.log(most / least)  # noqa: E731
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="12">',
+             f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+             f'<path d="M{LEFT} {TOP}V{BOTTOM}H{RIGHT}" fill="none" stroke="#888"/>']  # fmt: skip
+    for size in [*sizes, last]:
+        parts.append(f'<text x="{x(size):.0f}" y="{BOTTOM + 18}" text-anchor="middle">{size:,}</text>')
+    for power in range(math.ceil(math.log10(least)), math.floor(math.log10(most)) + 1):
+        parts.append(f'<path d="M{LEFT} {y(10**power):.0f}H{RIGHT}" stroke="#ddd"/>'
+                     f'<text x="{LEFT - 6}" y="{y(10**power) + 4:.0f}" text-anchor="end">{amount(10**power)}</text>')  # fmt: skip
+    ends = sorted((y(extrapolated(own, values, last)), name) for name, (own, values) in found.items())
+    place = 0.0
+    for end, name in ends:
+        own, values = found[name]
+        colour, place = COLOURS[list(OPERATIONS).index(name)], max(end + 4, place + 15)
+        points = " ".join(f"{x(size):.1f},{y(value):.1f}" for size, value in zip(own, values, strict=True))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
+                     f'<path d="M{x(own[-1]):.1f} {y(values[-1]):.1f}L{x(last):.1f} {end:.1f}" stroke="{colour}" stroke-dasharray="4 3"/>'
+                     f'<text x="{RIGHT + 8}" y="{place:.0f}" fill="{colour}">{name}: {OPERATIONS[name]}</text>')  # fmt: skip
+    low = sizes[len(sizes) // 2]
+    parts.append(f'<path d="M{x(low):.1f} {y(30 * least):.1f}L{x(last):.1f} {y(30 * least * last / low):.1f}" stroke="#bbb" '
+                 'stroke-width="4" opacity="0.6"/>')  # fmt: skip
+    parts.append(f'<text x="{LEFT}" y="{HEIGHT - 8}">bytes that a rank sends (the rank that sends most), over the number of ranks; '
+                 "grey: linear; dashed: extrapolated</text></svg>")  # fmt: skip
+    return "\n".join(parts) + "\n"
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32, 64, 128, 256])
-    parser.add_argument("--simulated", type=int, nargs="*", default=[64, 256, 1024])
-    parser.add_argument("--rows", type=int, default=16, help="responses of a rank, a multiple of four")
+    parser.add_argument("--simulated", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--rows", type=int, default=8, help="responses of a rank, a multiple of four")
+    parser.add_argument("--checkpoint_ranks", type=int, default=64, help="most ranks that also write and read a checkpoint")
     parser.add_argument("--figure", type=Path, help="SVG to write")
     args = parser.parse_args(argv)
-    runs = []
+    runs, simulated = [], []
     for size in args.ranks:
         began = time.perf_counter()
-        runs.append(run(size, args.rows))
+        runs.append(run(size, args.rows, saves=size <= args.checkpoint_ranks))
         print(f"{size} processes: {time.perf_counter() - began:.0f} s, {runs[-1]['memory_mb']:.0f} MB each", flush=True)
-        for name, each in runs[-1]["operations"].items():
-            print(f"  {name:9}", {key: round(value, 4) for key, value in each.items()}, flush=True)
-    simulated = []
     for size in args.simulated:
         with multiprocessing.get_context("fork").Pool(1) as pool:
             simulated.append({"ranks": size, **pool.apply(simulate, (size, args.rows))})
-        print("simulated", {key: round(value, 4) for key, value in simulated[-1].items()}, flush=True)
-    print(json.dumps({"runs": runs, "simulated": simulated}))
+    last, communicating = args.simulated[-1], list(OPERATIONS)
+    print("\nbytes that a rank sends\n" + table(runs, "sent", amount, last, communicating))
+    print("\nbytes that a rank receives\n" + table(runs, "received", amount, last, communicating))
+    print("\nsegments that a rank sends\n" + table(runs, "segments", "{:,.0f}".format, last, communicating))
+    print("\nCPU seconds of a rank (median)\n" + table(runs, "cpu_median", "{:.3f}".format, None, communicating))
+    print("\nbytes of the store, all ranks together\n" + table(runs, "served", amount, None, ["meet", "watchdog", "mesh"]))
+    names = [name for name in simulated[0] if name != "ranks"]
+    print(
+        "\none rank alone\n| ranks | "
+        + " | ".join(f"{each['ranks']:,}" for each in simulated)
+        + " |\n|---"
+        + "|---" * len(simulated)
+        + "|"
+    )
+    for name in names:
+        print(f"| {name} | " + " | ".join(f"{each[name]:.4g}" for each in simulated) + " |")
+    if args.figure is not None:
+        args.figure.write_text(figure(runs, last))
+    growth = {name: {key: round(exponent(*series(runs, name, key)), 3) for key in ("sent", "received", "segments")}
+              for name in OPERATIONS}  # fmt: skip
+    print(json.dumps({"runs": runs, "simulated": simulated, "exponents": growth}))
 
 
 if __name__ == "__main__":
