@@ -1,6 +1,6 @@
 """Mesh of all processes: its axes, their process groups and this rank's index on each."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -91,7 +91,7 @@ class Mesh:
             raise ValueError(f"--engine_tp_size {size} does not divide the {self.world.size} processes")
         if size not in self._engine_axes:
             first = self.world.rank // size * size
-            self._engine_axes[size] = _axis("engine", self._new_group(range(first, first + size), "engine"))
+            self._engine_axes[size] = self._new_axis("engine", range(first, first + size))
         return self._engine_axes[size]
 
     def engine_replicas(self, size: int) -> Axis:
@@ -101,7 +101,7 @@ class Mesh:
         """
         if size not in self._replica_axes:
             ranks = range(self.world.rank % size, self.world.size, size)
-            self._replica_axes[size] = _axis("replicas", self._new_group(ranks, "replicas"))
+            self._replica_axes[size] = self._new_axis("replicas", ranks)
         return self._replica_axes[size]
 
     def background_axis(self) -> Axis:
@@ -128,8 +128,11 @@ class Mesh:
             self._groups[key] = self._new_group(key, f"mesh_{'_'.join(dims)}")
         return self._groups[key]
 
-    def _new_group(self, ranks: Iterable[int], name: str) -> dist.ProcessGroup:
-        """Create a group of which this rank is a member. Only its members meet: otherwise all ranks meet for each group of any."""
+    def _new_axis(self, name: str, ranks: Sequence[int]) -> Axis:
+        return Axis(name, 1, 0, None) if len(ranks) == 1 else _axis(name, self._new_group(ranks, name))
+
+    def _new_group(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+        """Create a group of which this rank is a member. Only members meet; otherwise all ranks would meet for each group of any."""
         return dist.new_group(list(ranks), timeout=self._timeout, group_desc=name, use_local_synchronization=True)
 
 

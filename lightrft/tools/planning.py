@@ -286,9 +286,10 @@ def plan_of(
     Raise ConfigError if the shape of the model is not known, if --tp_size does not divide it, and for media.
     """
     if media := media_columns(config.data):
-        raise ConfigError(f"{', '.join(f'--{medium}_key {column}' for medium, column in media.items())}: runs with images, videos or "
-                          "sound cannot be planned, as the number of their tokens is known only from the data. Without it, the "
-                          "plan of a text model of the same size shows what the language model takes")  # fmt: skip
+        flags = ", ".join(f"--{medium}_key {column}" for medium, column in media.items())
+        raise ConfigError(f"{flags}: runs with images, videos or sound cannot be planned, as the number of their tokens is known "
+                          "only from the data. The plan of a text model of the same size, without these flags, shows what the "
+                          "language model takes")  # fmt: skip
     shape = model_config(config.model.pretrain, model_file)
     tp = config.strategy.tp_size
     if problems := model_problems(shape, tp) if tp > 1 else []:

@@ -41,7 +41,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
@@ -64,7 +63,7 @@ from lightrft.rollout.collector import Collector  # noqa: E402
 from lightrft.rollout.gathered_rewards import GatheredRewards  # noqa: E402
 from lightrft.rollout.groups import GROWING  # noqa: E402
 from lightrft.rollout.schedule import Round  # noqa: E402
-from lightrft.types import Experience, Prompt  # noqa: E402
+from lightrft.types import Experience, Prompt, Sample  # noqa: E402
 
 LIMIT = timedelta(minutes=30)
 SAMPLES = 4
@@ -77,7 +76,8 @@ METRICS = 60
 OPERATIONS = {
     "meet": "rendezvous, default process group",
     "watchdog": "connections to the monitor",
-    "mesh": "axes, engine's and two further groups",
+    "mesh": "axes of the mesh",
+    "groups": "two further groups of all ranks",
     "collect": "collector: counts, homes, groups",
     "rewards": "rewards of all ranks",
     "plan": "lengths of all ranks to a plan",
@@ -223,15 +223,24 @@ class InventedGrowth:
         return iter(())
 
 
-def collector(axis: Axis, exchange: Axis, rows: int) -> Collector:
+def collector(axis: Axis, exchange: Axis, rewards: RewardRunner, rows: int) -> Collector:
     """Return a collector of `rows` responses for each rank."""
     prompts = [Prompt(number, "", [1, 2, 3], {}) for number in range(2 * axis.size * rows // SAMPLES)]
     section = RolloutSection(
         rollout_batch_size=axis.size * rows // SAMPLES, n_samples_per_prompt=SAMPLES, generate_max_len=LONGEST,
         rollout_schedule="longest_first", early_stop_every=EVERY,
     )  # fmt: skip
-    rewards = RewardRunner(f"{__file__}:reward", section=RewardSection(reward_workers=0))
     return Collector(Invented(exchange), rewards, prompts, section=section, data=axis, seed=0)
+
+
+def invented_samples(rank: int, rows: int) -> list[Sample]:
+    """Return the rewarded samples of a rank."""
+    prompt = Prompt(0, "", [1, 2, 3], {})
+    return [
+        Sample(prompt, group=rank * rows + row // SAMPLES, token_ids=[1, 2], logprobs=[-1.0, -1.0], text="", finish_reason="stop",
+               reward=float(row % 2))
+        for row in range(rows)
+    ]  # fmt: skip
 
 
 def experience(rows: int, first: int) -> Experience:
@@ -262,11 +271,11 @@ def numbers() -> Metrics:
 # -- ranks that are processes
 
 
-def run_rank(rank: int, size: int, port: int, rows: int, folder: Path | None) -> dict[str, Any]:
+def run_rank(rank: int, size: int, port: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Execute and measure every operation as one of `size` ranks."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
                       MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port))  # fmt: skip
-    meter = Meter(port)
+    meter, rows = Meter(port), args.rows
     with meter("meet"):
         processes = join_process_group(torch.device("cpu"), LIMIT, LIMIT)
     with meter("watchdog"):
@@ -275,15 +284,17 @@ def run_rank(rank: int, size: int, port: int, rows: int, folder: Path | None) ->
     with meter("mesh"):
         mesh = Mesh.shared("cpu", timeout=LIMIT)
         mesh.engine(1)
-        exchange, _ = mesh.exchange_axis(), mesh.background_axis()
     axis, alone = mesh.data, mesh.model_parallel
-    collect = collector(axis, exchange, rows)
-    with meter("collect"):
-        groups = collect(1, Metrics())
-        samples = collect.rewarded(groups, Metrics())
-    with meter("rewards"):
-        GatheredRewards.share(axis, samples, first_row=rank * rows)
+    if size <= args.collector_ranks:
+        with meter("groups"):
+            exchange, _ = mesh.exchange_axis(), mesh.background_axis()
+        rewards = RewardRunner(f"{__file__}:reward", section=RewardSection(reward_workers=0))
+        collect = collector(axis, exchange, rewards, rows)
+        with meter("collect"):
+            collect.rewarded(collect(1, Metrics()), Metrics())
     batch, store = experience(rows, rank * rows), MemoryStore(axis, alone)
+    with meter("rewards"):
+        GatheredRewards.share(axis, invented_samples(rank, rows), first_row=rank * rows)
     put_batch(store, batch)
     store.rows()  # the first call learns the largest number of rows
     with meter("plan"):
@@ -294,8 +305,8 @@ def run_rank(rank: int, size: int, port: int, rows: int, folder: Path | None) ->
     metrics = numbers()
     with meter("metrics"):
         metrics.reduce(mesh.world)
-    if folder is not None:
-        checkpoint(meter, mesh, collect, folder)
+    if size <= args.checkpoint_ranks:
+        checkpoint(meter, mesh, collect, folder / "checkpoints")
     memory = next(line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Pss_Anon"))
     mesh.world.barrier()
     watchdog.close()
@@ -320,14 +331,13 @@ def checkpoint(meter: Meter, mesh: Mesh, collect: Collector, folder: Path) -> No
         manager.load(contents, found, manifest.world_size, strict=True, module_only=False)
 
 
-def start(rank: int, size: int, port: int, rows: int, folder: Path, saves: bool) -> None:
+def start(rank: int, size: int, port: int, args: argparse.Namespace, folder: Path) -> None:
     code = 1
     try:
         warnings.filterwarnings("ignore", category=FutureWarning)
         gc.freeze()  # the pages of the parent's objects remain shared
         torch.set_num_threads(1)
-        checkpoints = folder / "checkpoints" if saves else None
-        (folder / f"{rank}.result").write_text(json.dumps(run_rank(rank, size, port, rows, checkpoints)))
+        (folder / f"{rank}.result").write_text(json.dumps(run_rank(rank, size, port, args, folder)))
         code = 0
     except BaseException:
         (folder / f"{rank}.error").write_text(traceback.format_exc())
@@ -340,12 +350,12 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def run(size: int, rows: int, saves: bool) -> dict[str, Any]:
+def run(size: int, args: argparse.Namespace) -> dict[str, Any]:
     """Run `size` processes; return, for each operation, the largest numbers of any rank."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), free_port()
-        processes = [context.Process(target=start, args=(rank, size, port, rows, folder, saves)) for rank in range(size)]
+        processes = [context.Process(target=start, args=(rank, size, port, args, folder)) for rank in range(size)]
         for process in processes:
             process.start()
         try:
@@ -542,13 +552,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32, 64, 128, 256])
     parser.add_argument("--simulated", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--rows", type=int, default=8, help="responses of a rank, a multiple of four")
+    parser.add_argument("--collector_ranks", type=int, default=128, help="most ranks that also collect, in further groups")
     parser.add_argument("--checkpoint_ranks", type=int, default=64, help="most ranks that also write and read a checkpoint")
     parser.add_argument("--figure", type=Path, help="SVG to write")
     args = parser.parse_args(argv)
     runs, simulated = [], []
     for size in args.ranks:
         began = time.perf_counter()
-        runs.append(run(size, args.rows, saves=size <= args.checkpoint_ranks))
+        runs.append(run(size, args))
+        print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
         print(f"{size} processes: {time.perf_counter() - began:.0f} s, {runs[-1]['memory_mb']:.0f} MB each", flush=True)
     for size in args.simulated:
         with multiprocessing.get_context("fork").Pool(1) as pool:
@@ -558,7 +570,9 @@ def main(argv: list[str] | None = None) -> None:
     print("\nbytes that a rank receives\n" + table(runs, "received", amount, last, communicating))
     print("\nsegments that a rank sends\n" + table(runs, "segments", "{:,.0f}".format, last, communicating))
     print("\nCPU seconds of a rank (median)\n" + table(runs, "cpu_median", "{:.3f}".format, None, communicating))
-    print("\nbytes of the store, all ranks together\n" + table(runs, "served", amount, None, ["meet", "watchdog", "mesh"]))
+    print(
+        "\nbytes of the store, all ranks together\n" + table(runs, "served", amount, None, ["meet", "watchdog", "mesh", "groups"])
+    )
     names = [name for name in simulated[0] if name != "ranks"]
     print(
         "\none rank alone\n| ranks | "
