@@ -132,7 +132,7 @@ class Mesh:
         return Axis(name, 1, 0, None) if len(ranks) == 1 else _axis(name, self._new_group(ranks, name))
 
     def _new_group(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-        """Create a group of which this rank is a member. Only members meet; otherwise all ranks would meet for each group of any."""
+        """Create a group with this rank, in which only members meet: all ranks would meet for every group of any otherwise."""
         return dist.new_group(list(ranks), timeout=self._timeout, group_desc=name, use_local_synchronization=True)
 
 

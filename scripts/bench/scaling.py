@@ -480,7 +480,7 @@ def extrapolated(sizes: list[int], values: list[float], size: int) -> float:
 
 
 def exponent(sizes: list[int], values: list[float]) -> float:
-    """Return p of the growth as (size - 1) ** p, the number of others, between the two largest sizes; 0 for what never happens."""
+    """Return p of the growth as (size - 1) ** p, by the number of others, between the two largest sizes; 0 without any."""
     (low, high), (first, last) = sizes[-2:], values[-2:]
     return math.log(last / first) / math.log((high - 1) / (low - 1)) if first > 0 and last > 0 else 0.0
 
@@ -511,7 +511,7 @@ def table(runs: list[dict[str, Any]], key: str, form: Callable[[float], str], la
 
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 420, 70, 20, 560, 370
-COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0")
+COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0", "#1b1b1b")
 
 
 def figure(runs: list[dict[str, Any]], last: int) -> str:
@@ -522,7 +522,8 @@ def figure(runs: list[dict[str, Any]], last: int) -> str:
     least = min(value for _, values in found.values() for value in values if value)
     x = lambda size: LEFT + (RIGHT - LEFT) * math.log(size / sizes[0]) / math.log(last / sizes[0])  # noqa: E731
     y = lambda value: BOTTOM - (BOTTOM - TOP) * math.log(max(value, least) / least) / math.log(most / least)  # noqa: E731
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="12">',
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" '
+             'font-size="12">',
              f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
              f'<path d="M{LEFT} {TOP}V{BOTTOM}H{RIGHT}" fill="none" stroke="#888"/>']  # fmt: skip
     for size in [*sizes, last]:
@@ -537,12 +538,13 @@ def figure(runs: list[dict[str, Any]], last: int) -> str:
         colour, place = COLOURS[list(OPERATIONS).index(name)], max(end + 4, place + 15)
         points = " ".join(f"{x(size):.1f},{y(value):.1f}" for size, value in zip(own, values, strict=True))
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
-                     f'<path d="M{x(own[-1]):.1f} {y(values[-1]):.1f}L{x(last):.1f} {end:.1f}" stroke="{colour}" stroke-dasharray="4 3"/>'
+                     f'<path d="M{x(own[-1]):.1f} {y(values[-1]):.1f}L{x(last):.1f} {end:.1f}" stroke="{colour}" '
+                     'stroke-dasharray="4 3"/>'
                      f'<text x="{RIGHT + 8}" y="{place:.0f}" fill="{colour}">{name}: {OPERATIONS[name]}</text>')  # fmt: skip
     low = sizes[len(sizes) // 2]
     parts.append(f'<path d="M{x(low):.1f} {y(30 * least):.1f}L{x(last):.1f} {y(30 * least * last / low):.1f}" stroke="#bbb" '
                  'stroke-width="4" opacity="0.6"/>')  # fmt: skip
-    parts.append(f'<text x="{LEFT}" y="{HEIGHT - 8}">bytes that a rank sends (the rank that sends most), over the number of ranks; '
+    parts.append(f'<text x="{LEFT}" y="{HEIGHT - 8}">bytes sent by the rank that sends most, over the number of ranks; '
                  "grey: linear; dashed: extrapolated</text></svg>")  # fmt: skip
     return "\n".join(parts) + "\n"
 

@@ -1,6 +1,6 @@
 """Nodes, each a `bash scripts/launch.sh` with a torchrun of its own on this machine: how they meet, and go on without one.
 
-    LOSE_IN=generate,reward,experience,train,checkpoint python -m pytest tests/launch/test_nodes.py    loses a node in each of them
+    LOSE_IN=generate,reward,experience,train,checkpoint python -m pytest tests/launch/test_nodes.py   loses a node in each of them
 """
 
 import json
