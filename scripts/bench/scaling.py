@@ -515,7 +515,7 @@ COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a
 
 
 def figure(runs: list[dict[str, Any]], last: int) -> str:
-    """Draw the bytes that a rank sends over the number of ranks, both on logarithmic axes, dashed where extrapolated."""
+    """Draw the bytes that a rank sends over the number of ranks on logarithmic axes, dashed where extrapolated."""
     sizes = [run["ranks"] for run in runs]
     found = {name: series(runs, name, "sent") for name in OPERATIONS}
     most = max(extrapolated(own, values, last) for own, values in found.values())
