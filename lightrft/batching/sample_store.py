@@ -256,8 +256,8 @@ class MemoryStore(SampleStore):
         rank, size = self.data.rank, self.data.size
         place = {row: at for at, row in enumerate(rows.ids.tolist())}
         source = rows.ranks[[place[row] for row in after.ids.tolist()]]
-        sent = [after.select((source == rank) & (after.ranks == to)) for to in range(size)]
-        coming = [after.select((after.ranks == rank) & (source == other)) for other in range(size)]
+        sent = _divided(after.select(source == rank), after.ranks[source == rank], size)
+        coming = _divided(after.select(after.ranks == rank), source[after.ranks == rank], size)
         types = {name: self._columns[name] for name in names}
         flat = torch.cat([packed([self._columns[name].select(part.ids) for name in names]) for part in sent])
         sizes = [[packed_size(list(types.values()), part) for part in parts] for parts in (sent, coming)]
@@ -274,7 +274,7 @@ class MemoryStore(SampleStore):
         return unpacked(self.replica.broadcast_tensor(flat), types, rows)
 
     def _exchanged_objects(self, values: dict[int, Any], after: SampleRows) -> dict[int, Any]:
-        parts = [after.ids[after.ranks == rank].tolist() for rank in range(self.data.size)]
+        parts = [rows.ids.tolist() for rows in _divided(after, after.ranks, self.data.size)]
         if self.leads:
             sent = [{row: values[row] for row in part if row in values} for part in parts]
             values = {row: value for part in self.data.exchange_objects(sent) for row, value in part.items()}
@@ -370,6 +370,12 @@ def unpacked(flat: Tensor, types: Mapping[str, Column], rows: SampleRows) -> dic
         columns[name] = Column(like.per_token, rows.ids, lengths, values)
         place += size
     return columns
+
+
+def _divided(rows: SampleRows, ranks: Tensor, size: int) -> list[SampleRows]:
+    """Return the rows of each of `size` ranks, in their order; `ranks` [n] is that of each row."""
+    order, counts = ranks.argsort(stable=True), ranks.bincount(minlength=size)
+    return [rows.select(places) for places in order.split(counts.tolist())]
 
 
 def _joined(columns: list[Column]) -> Column:

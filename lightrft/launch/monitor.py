@@ -64,6 +64,7 @@ class Monitor:
         """
         self.world_size, self.limit, self.phase_limit, self.beat, self.token = world_size, limit, phase_limit, beat, token
         self.statuses: dict[int, RankStatus] = {}
+        self._senders: dict[Connection, RankStatus] = {}
         self._listening = listening_socket(address, world_size)
         keep_from_children(self._listening)
         self.port: int = self._listening.getsockname()[1]
@@ -103,7 +104,7 @@ class Monitor:
     # -- messages
 
     def _hear(self, connection: Connection) -> None:
-        status = next((status for status in self.statuses.values() if status.connection is connection), None)
+        status = self._senders.get(connection)
         try:
             for message in connection.receive():
                 if status is None:
@@ -121,7 +122,7 @@ class Monitor:
             raise ValueError("a stranger")
         connection.longest = PENDING
         status = RankStatus(hello["rank"], hello["host"], hello["pid"], hello["node"], connection)
-        self.statuses[status.rank] = status
+        self.statuses[status.rank] = self._senders[connection] = status
         if len(self.statuses) == self.world_size:
             self._tell_all({"complete": True})
         return status

@@ -33,6 +33,8 @@ NUMBERS_IN_A_JOB = ("SLURM_NNODES", "SLURM_NTASKS")
 """The same of a Slurm job, whose steps may be smaller."""
 NOTICE = timedelta(seconds=30)
 """Interval between warnings about ranks that have not arrived."""
+GLOO_ADDRESSES = "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER"
+"""Variable of gloo: each rank publishes one address instead of one for each other rank, which all ranks would read."""
 ADVICE = "start the run with `torchrun --standalone --nproc-per-node=N ...`, or unset all of these variables to run one process"
 _guard: subprocess.Popen | None = None
 _num_groups = 0
@@ -134,6 +136,7 @@ def join_process_group(device: torch.device, timeout: timedelta, arrival: timede
     processes = RunProcesses(store, rank, world_size, timeout, rollout_ranks)
     first, last = (world_size - rollout_ranks, world_size) if processes.generates else (0, world_size - rollout_ranks)
     own_store = dist.PrefixStore(processes.side, store) if processes.side else store
+    os.environ.setdefault(GLOO_ADDRESSES, "1")
     try:
         dist.init_process_group(backend, store=own_store, rank=rank - first, world_size=last - first, timeout=arrival)
     except RuntimeError as error:  # gloo's errors are not DistError
@@ -197,11 +200,13 @@ def _meet(store: dist.Store, rank: int, world_size: int, arrival: timedelta) -> 
     """Wait until all ranks have arrived; meanwhile one rank of each node logs which are missing. RuntimeError at the deadline."""
     arrivals = dist.PrefixStore("arrivals", store)
     arrivals.set(str(rank), master_address())
+    if arrivals.add("number", 1) == world_size:  # the store answers one key of each rank, not all keys of each
+        arrivals.set("complete", "")
     deadline = time.monotonic() + arrival.total_seconds()
     while True:
         left = timedelta(seconds=max(deadline - time.monotonic(), 0.01))
         try:
-            return arrivals.wait([str(other) for other in range(world_size)], min(left, NOTICE))
+            return arrivals.wait(["complete"], min(left, NOTICE))
         except dist.DistStoreError as late:
             absent = names(other for other in range(world_size) if not arrivals.check([str(other)]))
             if time.monotonic() >= deadline:

@@ -237,8 +237,8 @@ def _speed(folder: Path) -> str:
     found = scoreboard(read_rows(folder / "metrics.jsonl"), run)
     if found is None:
         return ""
-    items = "".join(f"<li>{safe(line)}</li>" for line in found.lines)
-    return f'<section class="card"><header><h3>Speed</h3></header><ul>{items}</ul></section>'
+    lines = "\n".join(map(safe, found.lines))
+    return f'<section class="card"><header><h3>Speed</h3></header><pre>{lines}</pre></section>'
 
 
 def _phases(parts: dict[str, list[float]]) -> str:

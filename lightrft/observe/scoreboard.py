@@ -49,6 +49,7 @@ class Scoreboard:
     bottleneck: str
     advice: str
     lines: list[str] = field(default_factory=list)
+    """The numbers as a table."""
 
 
 def scoreboard(rows: Sequence[dict[str, Any]], run: dict[str, Any]) -> Scoreboard | None:
@@ -86,18 +87,18 @@ def scoreboard(rows: Sequence[dict[str, Any]], run: dict[str, Any]) -> Scoreboar
 
 
 def _lines(found: Scoreboard) -> list[str]:
-    parts = ", ".join(f"{name} {percent(share)}" for name, share in sorted(found.shares.items(), key=lambda each: -each[1]))
-    lines = [
-        f"{short(found.tokens_per_second)} tokens/s per device, {short(found.seconds)} s a step (median of {found.steps})",
-        f"phases: {parts}",
-        f"idle: {percent(found.idle_share)}; peak memory: {short(found.peak_gb)} GB",
-    ]
+    """Return a table with the names on the left."""
+    rows = [("tokens/s per device", short(found.tokens_per_second)),
+            ("a step", f"{short(found.seconds)} s (median of {found.steps})"),
+            *((f"  {name}", percent(share)) for name, share in sorted(found.shares.items(), key=lambda each: -each[1])),
+            ("idle", percent(found.idle_share)), ("peak memory", f"{short(found.peak_gb)} GB")]  # fmt: skip
     if found.sync_seconds:
         size = f" for {short(found.sync_bytes / 1e6)} MB" if found.sync_bytes else ""
-        lines.append(f"weight sync: {short(found.sync_seconds)} s{size}; log-probs of engine and trainer differ by "
-                     f"{short(found.mismatch)}")  # fmt: skip
+        rows += [("weight sync", f"{short(found.sync_seconds)} s{size}"),
+                 ("engine - trainer", f"log-probs differ by {short(found.mismatch)}")]  # fmt: skip
     if found.mfu is not None:
-        lines.append(f"model FLOPs utilisation in training: {percent(found.mfu)}")
+        rows.append(("MFU in training", percent(found.mfu)))
     if found.advice:
-        lines.append(f"{found.bottleneck} takes longest; try {found.advice}")
-    return lines
+        rows.append(("takes longest", f"{found.bottleneck}: try {found.advice}"))
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:{width}}  {value}" for name, value in rows]

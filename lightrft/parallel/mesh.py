@@ -1,11 +1,12 @@
 """Mesh of all processes: its axes, their process groups and this rank's index on each."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from lightrft.parallel.collectives import Axis
@@ -37,20 +38,20 @@ class Mesh:
         if problems:
             raise ValueError("; ".join(problems))
         sizes = (dp_replicate, world_size // (dp_replicate * sp * tp), sp, tp)
-        self.device_type = device_type
-        self.device_mesh: DeviceMesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+        self.device_type, self._timeout = device_type, timeout
+        self._ranks = torch.arange(world_size).view(sizes)
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(world_size)): dist.group.WORLD}
+        groups = [self._group((name,)) for name in AXES]
+        self.device_mesh = DeviceMesh.from_group(groups, device_type, self._ranks, mesh_dim_names=AXES)
         self.world = _axis("world", dist.group.WORLD)
-        self.data = self._axis("data", ("dp_replicate", "dp_shard"))
-        self.shard = self._axis("shard", ("dp_shard", "sp"))
-        self.replicate = self._axis("dp_replicate", ("dp_replicate",))
-        self.sp = self._axis("sp", ("sp",))
-        self.tp = self._axis("tp", ("tp",))
-        self.model_parallel = self._axis("model_parallel", ("sp", "tp"))
+        self.data = _axis("data", self._group(("dp_replicate", "dp_shard")))
+        self.shard = _axis("shard", self.device_mesh["dp_shard", "sp"]._flatten("dp_shard_sp").get_group())
+        self.replicate, self.sp, self.tp = (_axis(name, self._group((name,))) for name in ("dp_replicate", "sp", "tp"))
+        self.model_parallel = _axis("model_parallel", self._group(("sp", "tp")))
         self._engine_axes: dict[int, Axis] = {}
         self._replica_axes: dict[int, Axis] = {}
         self._background_axis: Axis | None = None
         self._exchange_axis: Axis | None = None
-        self._timeout = timeout
         for axis in (self.world, self.data, self.shard, self.replicate, self.sp, self.tp, self.model_parallel):
             if timeout is not None and axis.group is not None:
                 _set_pg_timeout(timeout, axis.group)
@@ -90,10 +91,7 @@ class Mesh:
             raise ValueError(f"--engine_tp_size {size} does not divide the {self.world.size} processes")
         if size not in self._engine_axes:
             first = self.world.rank // size * size
-            starts = range(0, self.world.size, size)
-            groups = [dist.new_group(list(range(start, start + size)), timeout=self._timeout, group_desc="engine")
-                      for start in starts]
-            self._engine_axes[size] = _axis("engine", groups[first // size])
+            self._engine_axes[size] = self._new_axis("engine", range(first, first + size))
         return self._engine_axes[size]
 
     def engine_replicas(self, size: int) -> Axis:
@@ -102,9 +100,8 @@ class Mesh:
         All ranks must make the first call together.
         """
         if size not in self._replica_axes:
-            groups = [dist.new_group(list(range(place, self.world.size, size)), timeout=self._timeout, group_desc="replicas")
-                      for place in range(size)]  # fmt: skip
-            self._replica_axes[size] = _axis("replicas", groups[self.world.rank % size])
+            ranks = range(self.world.rank % size, self.world.size, size)
+            self._replica_axes[size] = self._new_axis("replicas", ranks)
         return self._replica_axes[size]
 
     def background_axis(self) -> Axis:
@@ -122,9 +119,21 @@ class Mesh:
             self._exchange_axis = _axis("exchange", dist.new_group(backend="gloo", timeout=self._timeout))
         return self._exchange_axis
 
-    def _axis(self, name: str, dims: tuple[str, ...]) -> Axis:
-        mesh = self.device_mesh[dims] if len(dims) == 1 else self.device_mesh[dims]._flatten("_".join(dims))
-        return _axis(name, mesh.get_group())
+    def _group(self, dims: tuple[str, ...]) -> dist.ProcessGroup:
+        """Return the group of the ranks that differ from this one in these dimensions only; equal ranks have one group."""
+        here = (self._ranks == dist.get_rank()).nonzero()[0].tolist()
+        ranks = self._ranks[tuple(slice(None) if name in dims else place for name, place in zip(AXES, here, strict=True))]
+        key = tuple(ranks.flatten().tolist())
+        if key not in self._groups:
+            self._groups[key] = self._new_group(key, f"mesh_{'_'.join(dims)}")
+        return self._groups[key]
+
+    def _new_axis(self, name: str, ranks: Sequence[int]) -> Axis:
+        return Axis(name, 1, 0, None) if len(ranks) == 1 else _axis(name, self._new_group(ranks, name))
+
+    def _new_group(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+        """Create a group with this rank, in which only members meet: all ranks would meet for every group of any otherwise."""
+        return dist.new_group(list(ranks), timeout=self._timeout, group_desc=name, use_local_synchronization=True)
 
 
 def collectives_begun() -> dict[str, int]:
@@ -134,7 +143,7 @@ def collectives_begun() -> dict[str, int]:
     """
     groups = [group for group in list(_world.pg_map) if group.size() > 1]
     counts = {
-        f"{group.group_desc} #{group.group_name} ({device.type})": _begun(group, device)
+        f"{group.group_desc} #{group.group_name[:8]} ({device.type})": _begun(group, device)
         for group in groups for device in group._device_types
     }
     return {name: count for name, count in counts.items() if count is not None}

@@ -9,7 +9,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import reward_model_terms
-from lightrft.config.sections import Config, needs_critic, needs_reference, section_of_field
+from lightrft.config.sections import Config, media_columns, needs_critic, needs_reference, section_of_field
 from lightrft.config.summary import nodes_to_replicate, summary
 from lightrft.parallel.peaks import DEVICES, Device
 from lightrft.parallel.tensor_parallel import model_problems
@@ -285,6 +285,11 @@ def plan_of(
 
     Raise ConfigError if the shape of the model is not known, if --tp_size does not divide it, and for media.
     """
+    if media := media_columns(config.data):
+        flags = ", ".join(f"--{medium}_key {column}" for medium, column in media.items())
+        raise ConfigError(f"{flags}: runs with images, videos or sound cannot be planned, as the number of their tokens is known "
+                          "only from the data. The plan of a text model of the same size, without these flags, shows what the "
+                          "language model takes")  # fmt: skip
     shape = model_config(config.model.pretrain, model_file)
     tp = config.strategy.tp_size
     if problems := model_problems(shape, tp) if tp > 1 else []:

@@ -56,8 +56,9 @@ def known_config(name: str) -> PretrainedConfig | None:
         )  # fmt: skip
     families = {"Qwen/Qwen2.5-": (Qwen2Config, QWEN2), "Qwen/Qwen3-": (Qwen3Config, QWEN3),
                 "meta-llama/Llama-3.1-": (LlamaConfig, LLAMA)}  # fmt: skip
+    name = name.replace("Qwen2.5-Coder-", "Qwen2.5-").replace("Qwen2.5-Math-", "Qwen2.5-")  # of the same shapes
     for prefix, (kind, sizes) in families.items():
-        if name.startswith(prefix) and size in sizes and name.split(size)[1] in ("", "-Instruct", "-Base"):
+        if size in sizes and name in [f"{prefix}{size}{ending}" for ending in ("", "-Instruct", "-Base")]:
             hidden, intermediate, layers, heads, kv_heads = sizes[size]
             vocabulary = 128256 if kind is LlamaConfig else 151936 if kind is Qwen3Config or size in TIED else 152064
             return kind(

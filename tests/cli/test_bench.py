@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_run_is_measured_and_removed(tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    command = [sys.executable, "-m", "lightrft", "bench", *prepare(tmp_path), *PPO, "--max_steps=4"]
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    command = [*ranks, "lightrft.cli.bench", *prepare(tmp_path), *PPO, "--max_steps=4"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     *lines, last = ran.stdout.splitlines()
     found = json.loads(last)

@@ -1,6 +1,6 @@
 """Nodes, each a `bash scripts/launch.sh` with a torchrun of its own on this machine: how they meet, and go on without one.
 
-    LOSE_IN=generate,train,checkpoint python -m pytest tests/launch/test_nodes.py     loses a node in each of these phases
+    LOSE_IN=generate,reward,experience,train,checkpoint python -m pytest tests/launch/test_nodes.py   loses a node in each of them
 """
 
 import json
@@ -171,3 +171,45 @@ def test_two_nodes_go_on_without_the_third(tmp_path, phase):
     (by_hand / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
     expected = train("train_ppo", 2, [*flags, "--load_checkpoint"], by_hand)
     assert repeatable(rows) == repeatable(expected) and len(expected) == 6
+
+
+MEETING_POINT = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+print("serving", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_the_first_node_may_be_lost_if_the_meeting_point_is_elsewhere(tmp_path):
+    """Rank 0 and its launcher are killed twice, in `generate` and in `train`; no sample is lost or learned twice."""
+    flags, run, rollouts = [*prepare(tmp_path), *ELASTIC], tmp_path / "run", tmp_path / "rollouts"
+    port = free_port()
+    serving = subprocess.Popen([sys.executable, "-c", MEETING_POINT, port], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    every = {"NNODES": "2:4", "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}", "PET_LOCAL_ADDR": "127.0.0.1",
+             "PET_RDZV_CONF": "last_call_timeout=5,keep_alive_interval=2",
+             "SABOTAGE": "4@generate:0:lose:4,3@train:0:lose:4"}  # fmt: skip
+    with ExitStack() as ending:
+        ending.callback(serving.kill)
+        assert serving.stdout.readline() == b"serving\n"
+        nodes = start_nodes(tmp_path, sabotage.__file__, dict.fromkeys("abcd", every), *flags, f"--save_path={run}",
+                            f"--dump_rollouts={rollouts}")  # fmt: skip
+        ending.callback(stop, nodes)
+        codes = sorted(node.wait(400) for node in nodes.values())
+    logs = "\n".join((tmp_path / f"{name}.log").read_text() for name in nodes)
+    assert codes == [-signal.SIGKILL, -signal.SIGKILL, 0, 0], logs
+    assert all(re.search(rf"rank 0 \(pid \d+ on .*in phase {phase}: it was killed", logs) for phase in ("generate", "train"))
+    assert "resuming after step 2 from" in logs and "resuming after step 4 from" in logs
+    assert [row["step"] for row in rows_of(run)] == [1, 2, 3, 4, 5, 6]
+    learned = {step: learned_prompts(rollouts / f"step_{step:06d}") for step in range(1, 7)}
+    assert all(sorted(learned[step] + learned[step + 1]) == sorted([*range(24)] * 2) for step in (1, 3, 5))
+
+
+def learned_prompts(folder: Path) -> list[int]:
+    """Return the prompt of each sample of a step, from the files of the fewest ranks, which did it last."""
+    files = sorted(folder.iterdir(), key=lambda file: int(file.stem.rpartition("_")[2]))
+    size = files[0].stem.rpartition("_")[2]
+    lines = [json.loads(line) for file in files if file.stem.endswith(f"_of_{size}") for line in file.read_text().splitlines()]
+    return [line["prompt"]["index"] for line in lines if "prompt" in line]

@@ -14,7 +14,8 @@ from lightrft.config import Config
 from lightrft.data.media import ImageFile
 from lightrft.observe.charts import Line, line_chart, nice_ticks, smoothed
 from lightrft.observe.report import write_report
-from lightrft.observe.sinks import JsonLines, readable
+from lightrft.observe.scoreboard import scoreboard
+from lightrft.observe.sinks import JsonLines, read_rows, readable
 from lightrft.run.sample_rows import sample_rows
 from lightrft.types import Prompt, Sample
 
@@ -100,6 +101,12 @@ def test_the_browser_is_told_to_run_this_script_only(run):
     policy = next(value for name, value in Page(markup).attributes if name == "content")
     data = "img-src data:; media-src data:"
     assert policy == f"default-src 'none'; {data}; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+
+
+def test_the_scoreboard_is_that_of_the_bench_command(run):
+    found = scoreboard(read_rows(run / "metrics.jsonl"), {})
+    text = Page(write_report(run).read_text(encoding="utf-8")).text
+    assert len(found.lines) > 6 and all(line in text for line in found.lines)
 
 
 def test_curves_samples_and_time_are_there(run):

@@ -46,7 +46,20 @@ def test_experts_by_hand():
 
 
 def test_unknown_names_are_not_guessed():
-    assert known_config("Qwen/Qwen2.5-7B-Instruct-GPTQ") is None and known_config("someone/Qwen2.5-7B") is None
+    for name in ("Qwen/Qwen2.5-7B-Instruct-GPTQ", "someone/Qwen2.5-7B", "Qwen/Qwen2.5-VL-7B-Instruct"):
+        assert known_config(name) is None
+    assert known_config("Qwen/Qwen2.5-Math-7B").hidden_size == 3584
+
+
+@pytest.mark.parametrize(("config", "flag"), [
+    ("grpo_geometry_qwen2.5_vl_7b", "--images_key images"), ("grpo_audio_qwen2_audio_7b", "--audios_key audio"),
+])  # fmt: skip
+def test_runs_with_media_are_refused_with_the_reason(capsys, config, flag):
+    """They were planned as a text model whose name begins alike, and all numbers were wrong."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(ROOT / "configs" / f"{config}.yaml"), "--ranks", "8"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and flag in said and "cannot be planned" in said
 
 
 def test_tensor_parallel_parts_are_those_of_the_layers():

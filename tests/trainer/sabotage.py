@@ -1,7 +1,7 @@
 """An entrypoint with a fault: SABOTAGE=phase:rank:how makes one rank kill itself, raise, sleep or hang when it announces a phase.
 
 `how` may also be `lose`, which kills the rank and its launcher; a rank of * is any. SABOTAGE=phase:rank:how:4 waits for the
-fourth time.
+fourth time. With 3@phase:... it happens only among three ranks; several are separated by commas.
 
     SABOTAGE=train:1:kill torchrun --nproc-per-node 2 tests/trainer/sabotage.py [flags of train_ppo]
 """
@@ -30,7 +30,9 @@ def spoil(how: str) -> None:
 
 
 def main(flags: list[str] | None = None) -> None:
-    phase, rank, how, *time_of = os.environ["SABOTAGE"].split(":")
+    faults = [fault.rpartition("@") for fault in os.environ["SABOTAGE"].split(",")]
+    fault = next((fault for size, _, fault in faults if size in ("", os.environ["WORLD_SIZE"])), "none:0:none")
+    phase, rank, how, *time_of = fault.split(":")
     earlier = iter(range(int(time_of[0]) - 1 if time_of else 0))
     before = ""
     mine = rank in ("*", os.environ["RANK"])
