@@ -261,7 +261,7 @@ def test_a_missing_tracker_is_found_before_anything_heavy(monkeypatch):
 
 @pytest.mark.parametrize(
     ("report_to", "message"),
-    [("wandbb", "--report_to 'wandbb': unknown; did you mean wandb?"), ("", "--report_to '': unknown; known are wandb, mlflow"),
+    [("wandbb", "--report_to 'wandbb': unknown; did you mean wandb?"), ("", "--report_to '': unknown (choices: wandb, mlflow"),
      ("jsonl,jsonl", "--report_to jsonl,jsonl: jsonl is listed twice")],
 )  # fmt: skip
 def test_destinations_are_checked_before_anything_heavy(report_to, message):

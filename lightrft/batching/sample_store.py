@@ -99,12 +99,13 @@ class Column:
 class SampleStore(ABC):
     """Columns of samples under their ids. All ranks call every verb, those of a replica with the same arguments.
 
-    A value is produced when it has been put.
+    A value is produced when it has been put, and each task can claim a sample once, when the fields that it needs are produced.
     """
 
     def __init__(self, data: Axis, replica: Axis):
         """Build an empty store. `replica` are the ranks that compute the same samples; only its rank 0 writes."""
         self.data, self.replica = data, replica
+        self._claimed: dict[str, set[int]] = {}
 
     @property
     def leads(self) -> bool:
@@ -150,7 +151,14 @@ class SampleStore(ABC):
 
     @abstractmethod
     def clear(self, ids: Collection[int]) -> None:
-        """Forget rows; others may be written then, and rows() comes before the next move."""
+        """Forget rows and their claims; others may be written then, and rows() comes before the next move."""
+
+    def claim(self, task: str, fields: Sequence[str], count: int | None = None) -> list[int]:
+        """Return the ids, ascending, of at most `count` rows with all these fields that `task` has not claimed before."""
+        claimed = self._claimed.setdefault(task, set())
+        ready = sorted(set.intersection(*(self.produced(name) for name in fields)) - claimed)[:count]
+        claimed |= set(ready)
+        return ready
 
 
 class MemoryStore(SampleStore):
@@ -307,6 +315,8 @@ class MemoryStore(SampleStore):
             for row in ids:
                 values.pop(row, None)
         self._cleared |= set(ids)
+        for claimed in self._claimed.values():
+            claimed -= set(ids)
         self._known = None
 
 

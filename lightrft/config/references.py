@@ -155,7 +155,7 @@ def report_names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     known_names = (*TRACKERS, *FILES)
     if wrong := [name for name in names if name not in known_names]:
-        raise ValueError(f"--report_to {wrong[0]!r}: unknown{nearest(wrong[0], known_names)}; known are {', '.join(known_names)}")
+        raise ValueError(f"--report_to {wrong[0]!r}: unknown{nearest(wrong[0], known_names)} (choices: {', '.join(known_names)})")
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"--report_to {text}: {repeated[0]} is listed twice")
     return names
@@ -203,7 +203,7 @@ def eval_sources(text: str) -> list[EvalSource]:
 def _benchmark(name: str, given: str | None) -> str:
     if given is not None and given not in BENCHMARKS:
         raise ValueError(
-            f"--eval_data {name}:{given}: unknown format{nearest(given, BENCHMARKS)}; known are {', '.join(BENCHMARKS)}"
+            f"--eval_data {name}:{given}: unknown format{nearest(given, BENCHMARKS)} (choices: {', '.join(BENCHMARKS)})"
         )
     return given or (name if name in BENCHMARKS else "")
 

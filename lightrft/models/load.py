@@ -196,7 +196,9 @@ def _whole(kind: type, name: str, given: str, new_head: bool, options: dict[str,
         missing, unexpected = _without_head(model, missing, unexpected)
     for names, what in ((missing, "of the model are not in the folder"), (unexpected, "in the folder are not in the model")):
         if names:
-            raise ValueError(f"{given}: {len(names)} tensors {what}, the first is {min(names)}")
+            without_head = not model.can_generate() and min(names) == "score.weight"
+            hint = ": it has a model that generates; train_rm and train_prm make models with scores" if without_head else ""
+            raise ValueError(f"{given}: {len(names)} tensors {what}, the first is {min(names)}{hint}")
     for parameter_name, parameter in model.named_parameters():
         check_finite(f"{given}: {parameter_name}", parameter.detach())
     return model

@@ -73,6 +73,14 @@ def test_results_are_written_back_only_to_rows_that_the_rank_holds():
     assert made.rows().ids.tolist() == [4]
 
 
+def test_each_task_claims_a_row_once_when_its_fields_are_there():
+    made = store()
+    assert made.claim("reference", ["half"], 2) == [3, 5] and made.claim("reference", ["half"]) == [7]
+    assert made.claim("train", ["half", "values"]) == []
+    made.put(IDS[:1], LENGTHS[:1], tokens={"values": torch.zeros(2)})
+    assert made.claim("train", ["half", "values"]) == [7] and made.claim("train", ["half", "values"]) == []
+
+
 def test_only_the_leader_of_a_replica_writes():
     sibling = MemoryStore(ALONE, Axis("replica", 2, 1, None))
     sibling.put(IDS, LENGTHS, tokens={"x": torch.zeros(5)})
