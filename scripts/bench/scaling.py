@@ -189,7 +189,7 @@ class InventedGrowth:
     parts: list[Any] = field(default_factory=list)
     at_once: int = SAMPLES
 
-    def add(self, parts: Any) -> None:
+    def add(self, parts: Any, prepared: Any = None) -> None:
         self.parts += [part for part in parts if not part[0].complete]
 
     def running(self) -> set[tuple[int, int]]:
