@@ -142,7 +142,7 @@ def load(contents: CheckpointState, path: Path, world_size: int, *, strict: bool
 
 
 def _write_tensors(tensors: dict[str, Any], world: Axis, part: Path) -> None:
-    writer, planner = _Writer(part, sync_files=True), SavePlanner()
+    writer, planner = _Writer(part, sync_files=True), SavePlanner(world.size)
     try:
         dcp.save(tensors, storage_writer=writer, planner=planner, process_group=world.group, no_dist=world.size == 1)
     except BaseException:  # torch raises it on all ranks

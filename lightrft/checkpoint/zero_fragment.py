@@ -65,11 +65,13 @@ class SavePlanner(DefaultSavePlanner):
     """Torch's planner with support for fragments.
 
     The plan of the first checkpoint is used for the next ones with the same tensors. Rank 0 makes it for all ranks, in a time
-    that grows with their number, and keeps it.
+    that grows with their number, and keeps it. Torch keeps the plans of a process under one key, and would take those of one rank
+    for those of several: the others would wait for a plan for ever.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int = 1) -> None:
         super().__init__(enable_plan_caching=True)
+        self._cached_plans_key = f"{type(self).__name__} of {num_ranks} ranks"
 
     def forget_plans(self) -> None:
         """Forget the plans after a failure, which may have left those of the ranks in different states; all ranks call it."""

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, float]]:
               for name, tensor in model.named_parameters()}  # fmt: skip
     rows = []
     for ranks in args.ranks:
-        plans, planner = [plan_of(rank, ranks, shapes) for rank in range(ranks)], SavePlanner()
+        plans, planner = [plan_of(rank, ranks, shapes) for rank in range(ranks)], SavePlanner(ranks)
         arriving = pickle.dumps(plans[0])
         row = {"ranks": ranks, "items": sum(len(plan.items) for plan in plans),
                "arrive_s": ranks * cpu_seconds(pickle.loads, arriving),

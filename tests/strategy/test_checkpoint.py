@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.checkpoint.reader import CheckpointReader
+from lightrft.checkpoint.zero_fragment import SavePlanner
 from ranks import run_cases, run_ranks, run_refusals, whole
 from strategy.training import distance, fill_the_disk, load, my_rows, one_step, share_of_loss, snapshot, strategy
 
@@ -403,6 +404,8 @@ def repeated(folder, tied_folder, root):
 
 
 def test_a_plan_is_used_for_all_checkpoints_with_the_same_tensors(folder, tied_folder, root):
+    """That of one rank, which this process made and the ranks inherit, is no plan of theirs."""
+    dcp.save({"one": torch.ones(2)}, checkpoint_id=root / "alone", planner=SavePlanner(1), no_dist=True)
     (counts, changes), (of_rank_1, others) = run_ranks(2, repeated, folder, tied_folder, root)
     assert counts == [1, 0, 1, 1, 1, 0] and of_rank_1 == [0] * 6, "another model and a failure need another plan"
     assert changes == others == [0.0, 0.0]
