@@ -461,7 +461,7 @@ def test_what_cannot_speculate_is_named(tmp_path):
         ("train_ppo", ["--limit_mm_image_per_prompt", "2"], "--limit_mm_image_per_prompt has no effect without --images_key"),
         ("train_ppo", ["--system_prompt", "Be brief."], "--system_prompt has no effect without --apply_chat_template"),
         ("train_ppo", ["--save_hf_ckpt"], "--save_hf_ckpt has no effect without --save_steps"),
-        ("train_ppo", ["--async_save", "--max_ckpt_num=2"], "--async_save has no effect without --save_steps"),
+        ("train_ppo", ["--no_async_save", "--max_ckpt_num=2"], "--async_save has no effect without --save_steps"),
         ("train_ppo", ["--max_ckpt_num=2"], "--max_ckpt_num has no effect without --save_steps"),
         ("train_ppo", ["--engine_type=vllm", "--micro_rollout_batch_size=2"], "has no effect without --engine_type hf"),
         ("train_ppo", ["--engine_type=hf", "--engine_mem_util=0.5"], "has no effect without --engine_type vllm"),

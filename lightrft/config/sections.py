@@ -645,7 +645,7 @@ class TrainSection(Section):
     """Maximum total size of the checkpoints to keep, in GB; the newest is always kept."""
     save_hf_ckpt: bool = False
     """Also write the model of each checkpoint, to its folder `hf`, in the format that from_pretrained and engines load."""
-    async_save: bool = False
+    async_save: bool = True
     """Write checkpoints in the background from a copy in host memory, while training continues; if the free memory of a host is
     less than twice the copy, training waits."""
     save_adapter_only: bool = False

@@ -17,7 +17,7 @@ ADVICE = {
     "train": "a larger --max_tokens_per_microbatch, --fused_kernels liger, or no --gradient_checkpointing if there is room",
     "critic": "a larger --max_tokens_per_microbatch, or an estimator without a critic",
     "evaluate": "a larger --eval_steps",
-    "checkpoint": "a larger --save_steps, or --async_save, for which twice the copies must fit into host memory",
+    "checkpoint": "a larger --save_steps; without --no_async_save, twice the copies must fit into host memory",
     "data": "--data_cache",
 }
 """Phase -> flags that make it faster."""

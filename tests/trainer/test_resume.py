@@ -47,7 +47,8 @@ STRATEGIES = {"fsdp": ["--fsdp"], "zero2": ["--zero_stage=2"], "zero3": ["--zero
 REMEMBERS = ["--reward_running_norm", "--use_kl_loss=false", "--init_kl_coef=0.1", "--kl_target=1e-4", "--kl_horizon=50"]
 """What goes on from step to step beside the models: moments of all rewards, a coefficient that moves."""
 SGLANG = ["--engine_type=sglang", "--engine_kv_cache_gb=0.05", "--enable_engine_sleep"]
-RUN = [*PPO, *REMEMBERS, "--max_steps=6", "--train_batch_size=16", "--lr_scheduler=cosine", "--save_steps=2"]
+RUN = [*PPO, *REMEMBERS, "--max_steps=6", "--train_batch_size=16", "--lr_scheduler=cosine", "--save_steps=2",
+       "--no_async_save"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
