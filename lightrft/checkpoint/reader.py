@@ -26,7 +26,17 @@ INDEX_CLASSES = (
     *(_MEM_FORMAT_ENCODING, BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties),
     *(TensorStorageMetadata, _StorageInfo, torch.Size),
 )
+
+
+def _memory_format(owner: Any, name: str) -> _MEM_FORMAT_ENCODING:
+    """Stand in for getattr(), by which Python 3.11.0 to 3.11.3 pickle members of an enum. Raises UnpicklingError for others."""
+    if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise pickle.UnpicklingError(f"its index asks for {name} of {owner!r}, which could execute code; it is not loaded")
+    return _MEM_FORMAT_ENCODING[name]
+
+
 ALLOWED: dict[tuple[str, str], Any] = {
+    ("builtins", "getattr"): _memory_format,
     **{(each.__module__, each.__qualname__): each for each in INDEX_CLASSES},
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # "torch.strided" -> torch.strided
     **{(module, name): PurePosixPath for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},

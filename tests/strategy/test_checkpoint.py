@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from loguru import logger
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightrft.checkpoint.reader import CheckpointReader
@@ -335,6 +336,33 @@ def test_an_index_that_names_files_outside_is_refused(three):
     (three / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(pickle.UnpicklingError, match="a file outside of it: ../b/__0_0.distcp"):
         CheckpointReader(three / "c").read_metadata()
+
+
+class Attribute:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle a member of an enum."""
+
+    def __init__(self, owner: type, name: str):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+def test_an_index_of_python_3_11_2_is_read_but_no_other_attribute(three):
+    metadata, index = dcp.FileSystemReader(three / "c").read_metadata(), three / "c" / ".metadata"
+    stored = next(each for each in metadata.state_dict_metadata.values() if isinstance(each, TensorStorageMetadata))
+    plain = stored.properties.__getstate__()
+    for owner, name in ((type(plain[3]), plain[3].name), (TensorStorageMetadata, "__init__"), (type(plain[3]), "mro")):
+        with pytest.MonkeyPatch.context() as patch:
+            state = (*plain[:3], Attribute(owner, name), *plain[4:])
+            patch.setattr(TensorProperties, "__getstate__", lambda self, state=state: state)
+            index.write_bytes(pickle.dumps(metadata))
+        if name == plain[3].name:
+            read = CheckpointReader(three / "c").read_metadata()
+            assert read.state_dict_metadata == metadata.state_dict_metadata
+        else:
+            with pytest.raises(pickle.UnpicklingError, match=f"its index asks for {name} of .*, which could execute code"):
+                CheckpointReader(three / "c").read_metadata()
 
 
 # -- writing
