@@ -18,7 +18,8 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], device: torch.device, p
 
     The placements of the gradient itself count: it may be whole although its parameter is sharded, and a partial one is summed
     first. Local parts are summed over the axes that shard them, never over those that replicate them: one collective per axis,
-    whatever the number of meshes. A parameter without a gradient counts as 0; plain gradients are assumed to be equal on all
+    whatever the number of meshes, in the order in which the parameters meet the axes, because the groups of one axis have other
+    names on other ranks. A parameter without a gradient counts as 0; plain gradients are assumed to be equal on all
     ranks. All ranks must call this with the same parameters.
     """
     parameters = list(parameters)
@@ -27,9 +28,9 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], device: torch.device, p
     by_axes: dict[Axes, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         by_axes[frozenset(name for name, _ in _cuts(gradient))].append(_local(gradient))
-    subsets = _subsets(sorted(groups))
+    subsets = _subsets(list(groups))
     totals = torch.stack([_power(by_axes.get(subset, []), p, device) for subset in subsets])
-    for name in sorted(groups):
+    for name in groups:
         cut = [index for index, subset in enumerate(subsets) if name in subset]
         part = totals[cut]
         dist.all_reduce(part, op=dist.ReduceOp.MAX if p == torch.inf else dist.ReduceOp.SUM, group=groups[name])

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lightrft.parallel.grad_norm import clip_gradients, global_grad_norm
+from lightrft.parallel.mesh import Mesh
 from ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -27,30 +27,30 @@ def expected_norm(gradients: list[Tensor], p: float) -> float:
     return torch.linalg.vector_norm(flat, p).item()
 
 
-def mixed(mesh: DeviceMesh, dtype: torch.dtype) -> list[nn.Parameter]:
+def mixed(mesh: Mesh, dtype: torch.dtype) -> list[nn.Parameter]:
     """FSDP over tensor parallelism, each alone, plain, a gradient that is whole where its parameter is cut, a partial one."""
     weights = [torch.zeros(shape, dtype=dtype) for shape in SHAPES]
     module = nn.Module()
     for index, placement in enumerate([Shard(0), Shard(1), Replicate()]):
-        module.register_parameter(str(index), nn.Parameter(distribute_tensor(weights[index], mesh["tp"], [placement])))
+        module.register_parameter(str(index), nn.Parameter(distribute_tensor(weights[index], mesh.tensor, [placement])))
     module.register_parameter("3", nn.Parameter(weights[3]))
-    fully_shard(module, mesh=mesh["dp"])
-    cut = [nn.Parameter(distribute_tensor(weights[index], mesh["tp"], [Shard(0)])) for index in (4, 5)]
+    fully_shard(module, mesh=mesh.parameters)
+    cut = [nn.Parameter(distribute_tensor(weights[index], mesh.tensor, [Shard(0)])) for index in (4, 5)]
     parameters = [*module.parameters(), *cut, nn.Parameter(weights[6])]
     gradients = whole_gradients(dtype)
     for parameter, gradient in zip(parameters[:4], gradients[:4], strict=True):
         repeated = distribute_tensor(gradient, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim)
         parameter.grad = repeated.redistribute(placements=parameter.placements)
-    parameters[4].grad = distribute_tensor(gradients[4], mesh["tp"], [Replicate()])
-    share = gradients[5] * (0.25 if mesh["tp"].get_local_rank() else 0.75)
-    parameters[5].grad = DTensor.from_local(share, mesh["tp"], [Partial()], run_check=False)
+    parameters[4].grad = distribute_tensor(gradients[4], mesh.tensor, [Replicate()])
+    share = gradients[5] * (0.25 if mesh.tp.rank else 0.75)
+    parameters[5].grad = DTensor.from_local(share, mesh.tensor, [Partial()], run_check=False)
     parameters[6].grad = gradients[6]
     return parameters
 
 
 def norms_and_clipped(sizes: tuple[int, int], dtype: torch.dtype) -> tuple[list[float], int, list[Tensor]]:
     """The norms for p = 1, 2, 3, inf, the collectives of one of them, and gradients clipped to half of their norm."""
-    parameters = mixed(init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")), dtype)
+    parameters = mixed(Mesh("cpu", tp=sizes[1]), dtype)
     norms = [global_grad_norm(parameters, CPU, p=p).item() for p in (1.0, 2.0, 3.0, math.inf)]
     parameters[5].grad = parameters[5].grad.redistribute(placements=[Replicate()])
     original, count = dist.all_reduce, []
@@ -80,8 +80,7 @@ def test_norm_and_clip_equal_torch_on_the_whole_model(sizes, dtype):
 
 def not_finite(value: float) -> list[bool]:
     """One rank's shard holds it."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    parameters = mixed(mesh, torch.float32)
+    parameters = mixed(Mesh("cpu", tp=2), torch.float32)
     if dist.get_rank() == 2:
         parameters[0].grad.to_local()[0] = value
     return [math.isfinite(global_grad_norm(parameters, CPU, p=p)) for p in (1.0, 2.0, math.inf)]
@@ -93,7 +92,7 @@ def test_every_rank_sees_what_is_not_finite(value):
 
 
 def without_gradients() -> tuple[float, float]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = Mesh("cpu", tp=2).tensor
     cut = [nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)])) for _ in range(2)]
     nothing = global_grad_norm(cut, CPU).item()
     if dist.get_rank() == 0:  # a part of the model that this rank's data did not reach

@@ -143,7 +143,7 @@ def test_from_a_language_model_to_the_reward_of_ppo(inputs, tmp_path):
     """A new head; then the next train_rm starts from the folder, and train_ppo scores with it."""
     base = f"{inputs['folder']}/model"
     given = ["--fsdp", f"--prompt_data={inputs['data']}", *RUN]
-    train("train_rm", 2, [*given, f"--pretrain={base}", "--lora_rank=4"], tmp_path)
+    train("train_rm", 2, [*given, f"--pretrain={base}", "--lora_rank=4"], tmp_path / "first")
     train("train_rm", 2, [*given, f"--pretrain={tmp_path}/first/model"], tmp_path / "second")
     assert AutoConfig.from_pretrained(tmp_path / "second" / "model").id2label == {0: "score"}
     prompts = [flag for flag in prepare(tmp_path) if not flag.startswith("--reward")]
