@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
+from lightrft.backends.zero_state import BUCKET
 from lightrft.config.errors import ConfigError
 from lightrft.config.references import reward_model_terms
 from lightrft.config.sections import Config, media_columns, needs_critic, needs_reference, section_of_field
@@ -14,13 +15,25 @@ from lightrft.config.summary import nodes_to_replicate, summary
 from lightrft.parallel.peaks import DEVICES, Device
 from lightrft.parallel.tensor_parallel import model_problems
 from lightrft.tools.shapes import model_config
-from lightrft.tools.step_memory import StepBytes, head_bytes, num_parameters, of_tensor_parallel, parameter_counts, step_bytes
+from lightrft.tools.step_memory import (
+    StepBytes,
+    head_bytes,
+    num_parameters,
+    of_tensor_parallel,
+    parameter_counts,
+    step_bytes,
+    trained_parameters,
+)
 from lightrft.tools.step_time import StepWork, kv_bytes, seconds
 
 USABLE = 0.94
 """Share of a device's memory that remains beside its context, the buffers of collectives, and the allocator's gaps."""
 ENGINE_OVERHEAD = 2e9
 """Bytes of an engine's activations and graphs, in its share of the memory."""
+LIVE = 1_000_000_000
+"""DeepSpeed's stage3_max_reuse_distance: parameters that are used again within as many stay gathered."""
+PLAIN_BUCKET = 500_000_000
+"""Gradient elements of a reduction of DeepSpeed without ZeRO."""
 ROUNDED = 512
 """--max_tokens_per_microbatch is rounded down to a multiple of it."""
 Bytes = dict[str, float]
@@ -72,7 +85,10 @@ class Planner:
         self.local = of_tensor_parallel(self.shape, self.tp) if self.tp > 1 else self.shape
         self.parameters, self.active = parameter_counts(self.shape)
         self.of_rank = num_parameters(self.local)
+        self.trained = trained_parameters(self.local, config.model)
         self.width = 2 if config.model.bf16 else 4
+        self.gradient_width = 2 if config.model.bf16 and strategy.grad_accum_dtype == "bf16" else 4
+        """Bytes of a gradient under DeepSpeed."""
         self.capacity = device.memory * USABLE
 
     def plan(self) -> RunPlan:
@@ -91,28 +107,45 @@ class Planner:
     def step(self, tokens: int) -> StepBytes:
         """Return the bytes of a step of the model that learns, with tokens of one rank."""
         model = self.config.model
-        options = {"fsdp": True, "bf16": model.bf16, "reduce_gradients_once": self.config.strategy.reduce_gradients_once,
+        options = {"fsdp": True, "bf16": model.bf16, "lora_rank": model.lora_rank, "target_modules": model.target_modules,
+                   "freeze_prefix": model.freeze_prefix, "reduce_gradients_once": self.config.strategy.reduce_gradients_once,
                    "gradient_checkpointing": model.gradient_checkpointing,
                    "gradient_checkpointing_policy": model.gradient_checkpointing_policy}  # fmt: skip
         return step_bytes(self.local, options, world=self.shards, tokens=-(-tokens // self.sp))
 
     def states(self, step: StepBytes) -> Bytes:
         """Return the bytes of what the model that learns keeps between micro-batches."""
-        strategy, model = self.config.strategy, self.config.model
-        if strategy.fsdp_cpu_offload:
+        if self.config.strategy.fsdp_cpu_offload:
             return {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
-        if model.lora_rank:
-            adapters = self.adapter_parameters() / self.shards
-            return {"parameters": self.frozen() + 4 * adapters, "gradients": 4 * adapters, "optimizer": 8 * adapters}
-        if strategy.strategy == "deepspeed":
-            stage, whole, share = strategy.zero_stage, self.of_rank, self.of_rank / self.training
-            master = 4 * (share if stage else whole) if model.bf16 else 0.0
-            return {
-                "parameters": self.width * (share if stage == 3 else whole) + master,
-                "gradients": 4 * (share if stage >= 2 else whole),
-                "optimizer": 8 * (share if stage else whole),
-            }
+        if self.config.strategy.strategy == "deepspeed":
+            return self.states_of_zero()
         return {"parameters": step.parameters, "gradients": step.gradients, "optimizer": step.optimizer}
+
+    def states_of_zero(self) -> Bytes:
+        """Return what DeepSpeed keeps: masters besides parameters; at stage 1 gradients of the micro-batch besides their sum."""
+        stage, trained = self.config.strategy.zero_stage, self.trained
+        share = trained / self.training
+        masters = 4 * (share if stage else trained if self.config.model.bf16 else 0)
+        return {
+            "parameters": self.width * self.of_rank / (self.training if stage == 3 else 1) + masters,
+            "gradients": self.gradient_width * (share if stage >= 2 else trained * (1 + stage)),
+            "optimizer": 8 * (share if stage else trained),
+        }
+
+    def work_of_zero(self, head: float) -> float:
+        """Return the most that DeepSpeed needs at a time beside states and activations: the head, or a bucket of gradients.
+
+        A bucket is copied before it is reduced over the ranks. ZeRO-3 keeps up to LIVE parameters from the forward pass for the
+        backward pass, which ends with the embeddings.
+        """
+        stage, text = self.config.strategy.zero_stage, self.shape.get_text_config()
+        bucket = self.gradient_width * BUCKET * (1 + self.config.strategy.overlap_comm) if stage else 0.0
+        copied = {0: min(PLAIN_BUCKET, self.trained), 1: 0}.get(stage, 2 * min(BUCKET, self.trained))
+        reduced = bucket + self.gradient_width * copied
+        if stage < 3:
+            return max(bucket + head, reduced)
+        embeddings = 2 * self.width * text.vocab_size * text.hidden_size
+        return max(bucket + head + self.width * min(LIVE, self.of_rank), reduced + embeddings)
 
     def frozen(self, shape: PretrainedConfig | None = None) -> float:
         """Return the bytes of the part of a frozen model that a rank keeps."""
@@ -142,6 +175,8 @@ class Planner:
         head = head_bytes(self.shape, -(-tokens // self.sp), self.tp)
         kept = step.parameters + step.gradients + step.optimizer
         block = max(step.peak - kept - step.activations, step.at_head + head - kept - step.activations)
+        if self.config.strategy.strategy == "deepspeed":
+            block = self.work_of_zero(head)
         phases = {"train": states | {"activations": step.activations, "head, gathered layers": block} | resident}
         parameters = {"parameters": states["parameters"]} if idle else states
         if self.generates:
@@ -161,15 +196,6 @@ class Planner:
     def bucket(self) -> float:
         size = self.config.engine.weight_sync_bucket_mb * 1e6
         return size or self.device.memory / 8
-
-    def adapter_parameters(self) -> float:
-        """Return the parameters of adapters on all linear layers of the decoder, experts excepted, which have none."""
-        text, rank = self.shape.get_text_config(), self.config.model.lora_rank
-        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        queries, keys, hidden, middle = text.num_attention_heads * head, text.num_key_value_heads * head, text.hidden_size, (
-            text.intermediate_size)  # fmt: skip
-        sides = 2 * (hidden + queries) + 2 * (hidden + keys) + (3 * (hidden + middle) if self.active == self.parameters else 0)
-        return rank * sides * text.num_hidden_layers
 
     def max_tokens(self, step: StepBytes, tokens: int) -> int:
         """Return the largest micro-batch that fits into the phase of training: bytes grow in proportion to tokens."""

@@ -20,7 +20,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from lightrft.config.sections import ModelSection
 from lightrft.models.logprobs import DEVICE_CHUNK
+from lightrft.models.lora import add_adapters
 from lightrft.models.routers import count_parameters
 from lightrft.parallel.mesh import Mesh
 from lightrft.strategy import FSDPStrategy
@@ -66,6 +68,8 @@ class Learner(nn.Module):
 class OneOfMany(FSDPStrategy):
     """A rank whose others are not there, over a fake process group: no monitor, and nothing that waits for an answer."""
 
+    _shards = True  # the tracker knows FSDP's modules only: here even one rank gathers its parameters
+
     def setup_distributed(self, *_: Any, **__: Any) -> None:
         self.device, self._mesh = torch.device("cpu"), Mesh("cpu")
 
@@ -90,16 +94,17 @@ def step_bytes(shape: PretrainedConfig, options: dict[str, Any], *, world: int, 
         for layers in FEW:
             strategy = OneOfMany(seed=0, args=options)
             strategy.setup_distributed()
+            model = empty_model(with_layers(shape, layers), strategy.config.model)
             with FakeTensorMode(allow_non_fake_inputs=True):
-                traces[layers] = traced(strategy, with_layers(shape, layers), tokens)
+                traces[layers] = traced(strategy, model, tokens)
     first, second = (traces[layers] for layers in FEW)
     of_a_layer = second.combined(-1, first)
     return first.combined(shape.get_text_config().num_hidden_layers - FEW[0], of_a_layer)
 
 
-def traced(strategy: FSDPStrategy, shape: PretrainedConfig, tokens: int) -> StepBytes:
-    """Measure two micro-batches and an optimizer step. Inside of FakeTensorMode nothing is computed."""
-    model = Learner(AutoModelForCausalLM.from_config(shape, dtype=torch.float32))
+def traced(strategy: FSDPStrategy, model: PreTrainedModel, tokens: int) -> StepBytes:
+    """Measure two micro-batches and a step of a model from empty_model(). Inside of FakeTensorMode nothing is computed."""
+    model = Learner(model.to_empty(device="cpu"))
     optimizer = strategy.create_optimizer(model, lr=1e-6)
     strategy.make_ready(model)
     strategy.distribute(model, optimizer)
@@ -126,6 +131,20 @@ def traced(strategy: FSDPStrategy, shape: PretrainedConfig, tokens: int) -> Step
                      max(peaks) + optimizer_states)  # fmt: skip
 
 
+def empty_model(shape: PretrainedConfig, section: ModelSection) -> PreTrainedModel:
+    """Return a model with the adapters of --lora_rank, whose other parameters are on the meta device."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+    if section.lora_rank:
+        add_adapters(model, section)
+    return model
+
+
+def trained_parameters(shape: PretrainedConfig, section: ModelSection) -> int:
+    """Return the number of parameters that learn: those of the adapters, if there are any."""
+    return sum(parameter.numel() for parameter in empty_model(shape, section).parameters() if parameter.requires_grad)
+
+
 def head_bytes(shape: PretrainedConfig, tokens: int, tp: int = 1) -> float:
     """Return the bytes that token_logprobs() needs on an accelerator: logits of a chunk, and float32 gradients of its inputs."""
     text = shape.get_text_config()
@@ -150,7 +169,7 @@ def of_tensor_parallel(shape: PretrainedConfig, tp: int) -> PretrainedConfig:
     text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         setattr(text, name, getattr(text, name) // tp)
-    text.vocab_size = -(-text.vocab_size // tp)
+    text.vocab_size, text.pad_token_id = -(-text.vocab_size // tp), None
     return shape
 
 

@@ -26,6 +26,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import product
 from typing import Any
@@ -38,7 +39,7 @@ from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 from lightrft.models.logprobs import token_logprobs
 from lightrft.strategy import FSDPStrategy
 from lightrft.tools.shapes import known_config
-from lightrft.tools.step_memory import OneOfMany, fake_group, num_parameters, step_bytes, total, traced, with_layers
+from lightrft.tools.step_memory import OneOfMany, empty_model, fake_group, num_parameters, step_bytes, total, traced, with_layers
 
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
@@ -56,10 +57,11 @@ WAYS = [{"shape": shape, "reduce_gradients_once": once, "bf16": bf16, "recompute
 """What is measured on real ranks."""
 
 
-def training_bytes(strategy: FSDPStrategy, shape: str, tokens: int, layers: int | None = None) -> dict[str, int]:
-    """Bytes on this rank. The strategy is set up; inside of FakeTensorMode nothing is computed."""
-    config = shape_config(shape, layers)
-    return {"num_parameters": num_parameters(config), **asdict(traced(strategy, config, tokens))}
+def training_bytes(strategy: FSDPStrategy, config: PretrainedConfig, tokens: int, *, computed: bool) -> dict[str, int]:
+    """Bytes on this rank of a strategy that is set up. Tensors have only a shape unless the step is computed."""
+    model = empty_model(config, strategy.config.model)
+    with nullcontext() if computed else FakeTensorMode(allow_non_fake_inputs=True):
+        return {"num_parameters": num_parameters(config), **asdict(traced(strategy, model, tokens))}
 
 
 def shape_config(shape: str, layers: int | None) -> PretrainedConfig:
@@ -94,8 +96,9 @@ def fake_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
         with fake_group(args.world):
             strategy = OneOfMany(seed=0, args=_options(once, bf16=True))
             strategy.setup_distributed()
+            found = training_bytes(strategy, shape_config(shape, args.layers), args.tokens, computed=False)
             with FakeTensorMode(allow_non_fake_inputs=True):
-                found = training_bytes(strategy, shape, args.tokens, args.layers) | {"logits": logits_bytes(shape, args.tokens)}
+                found["logits"] = logits_bytes(shape, args.tokens)
         rows.append({"shape": shape, "world": args.world, "reduce_gradients_once": once, **found})
         print(json.dumps(rows[-1]), flush=True)
     return rows
@@ -124,7 +127,7 @@ def rank(args: argparse.Namespace) -> None:
     for way in WAYS:
         strategy = FSDPStrategy(seed=0, args=_options(way["reduce_gradients_once"], bf16=way["bf16"], recompute=way["recompute"]))
         strategy.setup_distributed()
-        found = training_bytes(strategy, way["shape"], args.tokens, args.layers)
+        found = training_bytes(strategy, shape_config(way["shape"], args.layers), args.tokens, computed=True)
         found["logits"] = logits_bytes(way["shape"], args.tokens)
         if strategy.is_rank_0():
             print(json.dumps(way | found), flush=True)

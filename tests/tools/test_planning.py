@@ -155,6 +155,24 @@ def test_a_plan_needs_a_rank(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--ranks=1"], ["--ranks=2", "--tp_size=2"]], ids=["one rank", "one shard"])
+def test_ranks_that_share_with_nobody_have_a_plan(tmp_path, capsys, flags):
+    """Every rank has all it trains: 4 bytes a parameter for itself and its gradient, 8 for AdamW."""
+    (tmp_path / "d.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
+    folder = tiny_model(tmp_path / "model")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["--command=train_sft", f"--pretrain={folder}", f"--prompt_data={tmp_path / 'd.jsonl'}", "--fsdp", "--json", *flags])
+    found = json.loads(capsys.readouterr().out)
+    shape = model_config(str(folder))
+    numel = num_parameters(of_tensor_parallel(shape, 2) if "--tp_size=2" in flags else shape)
+    train = found["phases"]["train"]
+    assert ended.value.code == 0
+    kept = [train[name] for name in ("parameters", "gradients", "optimizer")]
+    assert kept == pytest.approx([4 * numel, 4 * numel, 8 * numel], rel=0.01)
+
+
+@pytest.mark.slow
 def test_a_dry_run_trains_nothing(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
     flags = [f"--pretrain={tiny_model(tmp_path / 'model')}", f"--prompt_data={tmp_path / 'd.jsonl'}", "--fsdp", "--dry_run",

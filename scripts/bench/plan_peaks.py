@@ -1,0 +1,146 @@
+"""Peak bytes of a training step on real ranks over gloo, beside those that `lightrft plan` says, layout by layout.
+
+    python scripts/bench/plan_peaks.py                         # all layouts, some minutes
+    python scripts/bench/plan_peaks.py --layouts zero3 adapters
+
+A Qwen3 of 33 million parameters, AdamW, two micro-batches of 512 tokens on each rank, full recomputation. The trainer's own
+policy learns in two steps; torch's MemTracker counts every storage of the process in the second, when AdamW's moments are there.
+The plan is the phase `train` of the same flags. One line for each layout, rank 0's; the last line has all of them.
+"""
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from lightrft.algorithms.objectives import PolicyObjective
+from lightrft.config import Config, parse
+from lightrft.config.resolve import resolve
+from lightrft.engine.sampling_parameters import sampling_of
+from lightrft.models import logprobs
+from lightrft.observe.metrics import Metrics
+from lightrft.roles.policy import Policy
+from lightrft.strategy import get_strategy
+from lightrft.tools.planning import plan_of
+from lightrft.tools.step_memory import total
+from lightrft.trainer.build_roles import build_policy
+from lightrft.types import Experience
+
+TOKENS, VOCABULARY = 512, 8000
+SHAPE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
+         "num_key_value_heads": 4, "head_dim": 64, "vocab_size": VOCABULARY, "tie_word_embeddings": False}  # fmt: skip
+ZERO = ["--fsdp=false", "--strategy=deepspeed"]
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "fsdp": (2, []),
+    "hybrid": (4, ["--dp_replicate=2"]),
+    "tp": (2, ["--tp_size=2"]),
+    "fsdp x tp": (4, ["--tp_size=2"]),
+    "sp": (2, ["--sp_size=2"]),
+    "adapters": (2, ["--lora_rank=16"]),
+    "zero0": (2, [*ZERO, "--zero_stage=0"]),
+    "zero1": (2, [*ZERO, "--zero_stage=1"]),
+    "zero2": (2, [*ZERO, "--zero_stage=2"]),
+    "zero3": (2, [*ZERO, "--zero_stage=3"]),
+    "zero3 bf16": (2, [*ZERO, "--zero_stage=3", "--bf16"]),
+    "zero2 adapters": (2, [*ZERO, "--zero_stage=2", "--lora_rank=16"]),
+}
+"""Layout -> number of ranks and flags."""
+
+
+class Peak(MemTracker):
+    """A MemTracker of the whole process only: that of modules allows each of them one forward pass."""
+
+    def _pre_fw_hook(self, *_: Any) -> None:
+        pass
+
+    _post_fw_hook = _pre_bw_hook = _post_bw_hook = _pre_fw_hook
+
+
+def configuration(folder: str, layout: str) -> tuple[int, Config]:
+    ranks, flags = LAYOUTS[layout]
+    given = [f"--pretrain={folder}", f"--prompt_data={folder}", "--fsdp", "--gradient_checkpointing", *flags]
+    config = parse(given, "train_sft")
+    config.train.max_tokens_per_microbatch = TOKENS * max(config.strategy.sp_size, 1)
+    resolve(config, "train_sft", world_size=ranks)
+    return ranks, config
+
+
+def experience(first: int, tokens: int) -> Experience:
+    """Return two sequences of `tokens` tokens each, whose rows have the indices `first` and the next."""
+    sequences, count = torch.arange(first, first + 2), 2 * tokens
+    generator = torch.Generator().manual_seed(0)
+    return Experience(
+        lengths=torch.full((2,), tokens), input_ids=torch.randint(0, VOCABULARY, (count,), generator=generator),
+        loss_mask=(torch.arange(count) % tokens) > 0, rows=sequences, groups=sequences,
+        rewards=torch.zeros(2), advantages=torch.ones(count), engine_logprobs=torch.full((count,), -9.0),
+        old_logprobs=torch.full((count,), -9.0),
+    )  # fmt: skip
+
+
+def peak(policy: Policy, config: Config) -> int:
+    """Return the most bytes at any moment of the second of two steps."""
+    first = 2 * policy.strategy.mesh.data.rank
+    local, (rows,) = policy.redistribute_flat(experience(first, config.train.max_tokens_per_microbatch), mbs=None)
+    objective = PolicyObjective(config.algorithm)
+    for _ in range(2):
+        tracker = Peak()
+        gc.collect()
+        tracker.track_external(*(found for found in gc.get_objects() if isinstance(found, Tensor)))
+        with tracker:
+            denominator = policy.denominator(local, rows, length=len(local.input_ids))
+            policy.update(local, rows, objective, denominator, Metrics())
+            policy.finish_training()
+        found = total(tracker.get_tracker_snapshot("peak"))
+    return found
+
+
+def rank(folder: str, layout: str) -> None:
+    """Measure one layout on this rank; rank 0 prints."""
+    logprobs.HOST_CHUNK = logprobs.DEVICE_CHUNK
+    ranks, config = configuration(folder, layout)
+    strategy = get_strategy(config)
+    strategy.setup_distributed()
+    policy = build_policy(config, strategy, updates=2, reference=False, sampling=sampling_of(config.rollout))
+    found = peak(policy, config)
+    if strategy.is_rank_0():
+        print(json.dumps({"measured": found}), flush=True)
+    strategy.close()
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=[*LAYOUTS])
+    parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)  # folder and layout, given to a rank by main()
+    args = parser.parse_args(argv)
+    if args.rank:
+        rank(*args.rank)
+        return {}
+    rows = {}
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(folder)
+        for layout in args.layouts:
+            ranks, config = configuration(folder, layout)
+            plan = plan_of(config, "train_sft", ranks, "h100", ranks_per_node=8)
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            out = subprocess.check_output([*torchrun, "--rank", folder, layout], text=True, env=environment)
+            found, planned = json.loads(out.splitlines()[-1])["measured"], sum(plan.phases["train"].values())
+            rows[layout] = {"ranks": ranks, "measured": found, "planned": planned, "ratio": round(found / planned, 3)}
+            print(json.dumps({layout: rows[layout], "parts": plan.phases["train"]}), flush=True)
+    print(json.dumps(rows))
+    return rows
+
+
+if __name__ == "__main__":
+    main()
