@@ -37,6 +37,14 @@ class TokenIds(array):
         return repr(self.tolist())
 
 
+DataRow = tuple[str, dict[str, Any]]
+"""Location of a row of a data set (`train.jsonl:12`) and its columns."""
+REASONING_GYM = "reasoning_gym:"
+"""Beginning of the name of a data set that is a task of the package reasoning-gym."""
+VERIFIERS = "verifiers:"
+"""Beginning of the name of a data set that is an environment of the package verifiers."""
+
+
 class Answer(NamedTuple):
     """Tokens of a conversation from its first learned token on.
 
@@ -113,7 +121,10 @@ class Drafts(NamedTuple):
 
 @dataclass(slots=True)
 class Completion:
-    """Result of an engine for one sample; it has the new tokens only."""
+    """Result of an engine for one sample; it has the new tokens only.
+
+        Completion(token_ids=[53, 56, 257], logprobs=[-.1, -.2, -.01], finish_reason="stop", weight_versions=[4, 4, 5])
+    """
 
     token_ids: list[int]
     logprobs: list[float]
@@ -133,7 +144,13 @@ class Completion:
 
 @dataclass(slots=True)
 class Episode:
-    """Turns of a response, and the observations between them."""
+    """Turns of a response, and the observations between them.
+
+    A response of three tokens: a turn of one token, an observation of one token, and a turn that gets a reward of 0.5:
+
+        Episode(sampled=[True, False, True], rewards=[(2, 0.5)], finish_reason="stop", num_turns=2, messages=[
+            {"role": "assistant", "content": "5"}, {"role": "tool", "content": "8"}, {"role": "assistant", "content": "0"}])
+    """
 
     sampled: list[bool] = field(default_factory=list)
     """For each token of the response, True if the model sampled it, False for tokens of observations."""

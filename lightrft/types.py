@@ -37,7 +37,14 @@ Features = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Prefixes that sequences of a batch share: a causal model computes each of their tokens once, U tokens instead of T."""
+    """Prefixes that sequences of a batch share: a causal model computes each of their tokens once, U tokens instead of T.
+
+    Two sequences `a b c` and `a b d`, of which the second needs only `d`:
+
+        tokens    a b c a b d    [T]
+        computed  0 1 2 5        [U]
+        places    0 1 2 0 1 3    [T], spread() of values w x y z gives w x y w x z
+    """
 
     computed: Tensor  # [U] int64 on the host, ascending: indices of the computed tokens, one for all with the same prefix
     places: Tensor  # [T] int64 on the host: for each token, the index of its representative in `computed`
@@ -155,7 +162,17 @@ class Batch:
 
 @dataclass(slots=True)
 class Experience(Batch):
-    """Batch of scored samples with the tensors that the policy gradient needs."""
+    """Batch of scored samples with the tensors that the policy gradient needs.
+
+    Two samples `p a b` and `p c` of one prompt `p`, with rewards 1 and 0; the estimator subtracts the mean of the group:
+
+        input_ids        p   a   b   p   c       [T]
+        loss_mask        0   1   1   0   1       [T]
+        engine_logprobs  0  -.1 -.2  0  -.9      [T]
+        groups           7           7           [N]
+        rewards          1           0           [N]
+        advantages       0   .5  .5  0  -.5      [T]
+    """
 
     groups: Tensor = per_sequence()  # [N] int64
     rewards: Tensor = per_sequence()  # [N] float32

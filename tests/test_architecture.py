@@ -1,11 +1,11 @@
-"""The walls of the house, read from the source: who may import whom, and what has no place anywhere."""
+"""Rules of the package that can be read from its source: imports between rooms, sizes of folders, names."""
 
 import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -41,7 +41,7 @@ OPTIONAL_ELSEWHERE = {"av": "data/media.py", "peft": "models/lora.py", "ray": "b
 OWN = "lightrft.rewards.verifiers"
 """Folder of our own that is called like an optional package."""
 LARGEST = 14
-"""Files of a room, those of the folders inside of it and its __init__.py not counted."""
+"""Files of a room, or of a folder inside of a room; its __init__.py and the folders in it are not counted."""
 HOMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 
@@ -107,6 +107,30 @@ def places(path: str) -> set[str]:
     return set(Path(path).with_suffix("").parts)
 
 
+def circle(folder: str, files: dict[str, str]) -> list[str]:
+    """Return the files and folders right inside of `folder`, a module, that import each other in a circle, also lazily.
+
+    `files` is path -> source, of the files in the folder and in its folders.
+    """
+    paths = {path.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): path for path in files}
+    needs: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        named = [name if name in paths else name.rpartition(".")[0] for name, _ in imports(files[path], path)]
+        entries = {entry(folder, name) for name in named} - {entry(folder, module), ""}
+        needs.setdefault(entry(folder, module), set()).update(entries)
+    needs.pop("", None)  # __init__.py, which imports what others use from outside of the folder
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def entry(folder: str, module: str) -> str:
+    """`lightrft.engine`, `lightrft.engine.vllm.shim` -> `vllm`; empty for modules that are not inside of the folder."""
+    return module.removeprefix(f"{folder}.").split(".")[0] if module.startswith(f"{folder}.") else ""
+
+
 def calls_of_print(source: str) -> list[int]:
     return [node.lineno for node in nodes(source)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"]
@@ -143,7 +167,7 @@ def fields_read(source: str) -> set[str]:
     return found & set(owners)
 
 
-# -- the house as it stands
+# -- the package
 
 
 def sources() -> Iterator[tuple[str, str]]:
@@ -169,9 +193,9 @@ def test_every_room_is_a_package():
     assert {file.parent for file in FILES} == {file.parent for file in FILES if file.name == "__init__.py"}
 
 
-def test_no_room_has_too_many_files():
-    counts = Counter(file.parent.name for file in FILES if file.parent.parent == ROOT and file.name != "__init__.py")
-    assert {name: count for name, count in counts.items() if count > LARGEST} == {}
+def test_no_folder_has_too_many_files():
+    counts = Counter(file.parent.relative_to(ROOT).as_posix() for file in FILES if file.name != "__init__.py")
+    assert {name: count for name, count in counts.items() if name != "." and count > LARGEST} == {}
 
 
 def test_optional_packages_stay_in_the_place_named_after_them():
@@ -180,6 +204,15 @@ def test_optional_packages_stay_in_the_place_named_after_them():
 
 def test_adapters_of_optional_packages_are_imported_when_chosen():
     assert [wrong for source, path in sources() for wrong in adapter_imports(source, path)] == []
+
+
+def test_files_and_folders_of_a_room_have_no_circle():
+    files = {path: source for source, path in sources()}
+    circles = {}
+    for folder in {file.parent.relative_to(ROOT.parent).as_posix() for file in FILES if file.parent != ROOT}:
+        inside = {path: source for path, source in files.items() if path.startswith(f"{folder}/")}
+        circles[folder] = circle(folder.replace("/", "."), inside)
+    assert {folder: members for folder, members in circles.items() if members} == {}
 
 
 def test_no_room_for_what_has_no_name():
@@ -242,6 +275,15 @@ def test_finds_optional_packages():
     assert adapter_imports("from lightrft.engine.sglang.shim import SGLangShim", "lightrft/engine/build.py")
     assert not adapter_imports("from lightrft.engine.sglang.shim import SGLangShim", "lightrft/engine/sglang/samples.py")
     assert not adapter_imports("def f():\n    from lightrft.engine.vllm import VLLMEngine", "lightrft/engine/build.py")
+
+
+def test_finds_circles():
+    files = {"lightrft/data/a.py": "def f():\n    from lightrft.data.own.b import x", "lightrft/data/own/__init__.py": "",
+             "lightrft/data/own/b.py": "from lightrft.data.c import x",
+             "lightrft/data/c.py": "import lightrft.data.a"}  # fmt: skip
+    assert set(circle("lightrft.data", files)) == {"a", "own", "c"}
+    assert circle("lightrft.data", files | {"lightrft/data/c.py": "import lightrft.config"}) == []
+    assert circle("lightrft.data.own", files) == []
 
 
 def test_finds_prints_cuda_and_reads():

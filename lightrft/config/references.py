@@ -67,8 +67,8 @@ def reward_model_terms(section: ModelSection) -> list[tuple[str, RewardTerm]]:
     for flag, value in [(name, value) for name in REWARD_MODELS for value in getattr(section, name)]:
         if not (parts := LABELLED.fullmatch(value.strip())):
             raise ValueError(f"--{flag} has an empty entry: name reward models as PATH, PATH:WEIGHT or LABEL=PATH:WEIGHT")
-        found = WEIGHTED.fullmatch(parts["reference"])
-        path, weight = (found["name"], float(found["weight"])) if found else (parts["reference"], 1.0)
+        match = WEIGHTED.fullmatch(parts["reference"])
+        path, weight = (match["name"], float(match["weight"])) if match else (parts["reference"], 1.0)
         labels = {term.label for _, term in terms}
         if parts["label"] in labels:
             raise ValueError(f"--{flag}: two reward models are called {parts['label']}")
@@ -90,8 +90,8 @@ def _reward_term(text: str) -> RewardTerm:
     if not (parts := LABELLED.fullmatch(text)):
         raise ValueError("--reward has an empty term: name rewards as NAME or NAME:WEIGHT, separated by commas")
     reference, form = parts["reference"], ADDRESS if parts["reference"].startswith(SERVER) else WEIGHTED
-    found = form.fullmatch(reference)
-    name, weight = (found["name"], found["weight"]) if found else (reference, None)
+    match = form.fullmatch(reference)
+    name, weight = (match["name"], match["weight"]) if match else (reference, None)
     try:
         number = 1.0 if weight is None else float(weight)
     except ValueError:
@@ -191,21 +191,21 @@ def eval_sources(text: str) -> list[EvalSource]:
         return [EvalSource("", text)]
     if not all(named):
         raise ValueError(f"--eval_data {parts[named.index(None)]}: name every set, as NAME=SOURCE, or none")
-    found = [EvalSource(each["name"], each["source"], _benchmark(each["name"], each["benchmark"])) for each in named if each]
-    names = [each.name for each in found]
+    sources = [EvalSource(each["name"], each["source"], _benchmark(each["name"], each["benchmark"])) for each in named if each]
+    names = [each.name for each in sources]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ValueError(
             f"--eval_data: two sets are called {repeated[0]}; a name may be followed by its format: NAME:BENCHMARK=SOURCE"
         )
-    return found
+    return sources
 
 
-def _benchmark(name: str, given: str | None) -> str:
-    if given is not None and given not in BENCHMARKS:
+def _benchmark(name: str, requested: str | None) -> str:
+    if requested is not None and requested not in BENCHMARKS:
         raise ValueError(
-            f"--eval_data {name}:{given}: unknown format{nearest(given, BENCHMARKS)} (choices: {', '.join(BENCHMARKS)})"
+            f"--eval_data {name}:{requested}: unknown format{nearest(requested, BENCHMARKS)} (choices: {', '.join(BENCHMARKS)})"
         )
-    return given or (name if name in BENCHMARKS else "")
+    return requested or (name if name in BENCHMARKS else "")
 
 
 def address_problem(flag: str, url: str, key: str) -> str:

@@ -35,11 +35,11 @@ def digests_of_pieces(rows: Sequence[Any]) -> list[str]:
 
 def digest(rows: Iterable[Any]) -> str:
     """Return a digest of the fields of rows, which are dataclasses, that equality compares; it is the same in every process."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for row in rows:
         values = [getattr(row, field.name) for field in fields(row) if field.compare]
-        found.update(json.dumps(values, sort_keys=True, default=_stable).encode())
-    return found.hexdigest()[:16]
+        hasher.update(json.dumps(values, sort_keys=True, default=_stable).encode())
+    return hasher.hexdigest()[:16]
 
 
 def cache_key(
@@ -59,8 +59,8 @@ def _state(name: str) -> Any:
         module = name.rpartition(":")[0]
         path = Path(module).expanduser()
         with suppress(ImportError, ValueError):
-            found = None if module.endswith(".py") else find_spec(module)
-            path = Path(found.origin) if found and found.origin else path
+            spec = None if module.endswith(".py") else find_spec(module)
+            path = Path(spec.origin) if spec and spec.origin else path
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path] if path.is_file() else []
     return [name, [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]]
 

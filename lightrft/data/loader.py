@@ -75,8 +75,8 @@ class Blend:
         for source, order in enumerate(self.orders):
             places = (line == source).nonzero()[:, 0]
             if len(places):
-                taken = torch.tensor(order.rows(int(drawn[source]), len(places)))
-                rows[places] = taken + self._offsets[source]
+                source_rows = torch.tensor(order.rows(int(drawn[source]), len(places)))
+                rows[places] = source_rows + self._offsets[source]
         return rows.tolist()
 
     def _block(self, number: int) -> torch.Tensor:

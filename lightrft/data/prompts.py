@@ -18,8 +18,9 @@ from lightrft.data.digests import cache_key
 from lightrft.data.duplicates import Duplicates
 from lightrft.data.media import AUDIOS, IMAGES, VIDEOS, MediaFile, Places, items_of, media_checked, with_parts
 from lightrft.data.prompt_set import DataPart, PromptSet
-from lightrft.data.readers import TASK, BadRows, is_first_rank, read_rows
+from lightrft.data.readers import BadRows, is_first_rank, read_rows
 from lightrft.data.stored import stored, storing_problem
+from lightrft.samples import REASONING_GYM
 from lightrft.types import Prompt
 
 RowProblem = Callable[[Prompt], str | None]
@@ -103,7 +104,7 @@ def _usable(
 ) -> Iterator[Prompt]:  # fmt: skip
     """Yield the usable prompts of one data set, with the next of the `numbers` as their indices."""
     split, most = SOURCES[source]
-    limit, kept = most and getattr(section, most), 0
+    limit, count = most and getattr(section, most), 0
     bad = BadRows(skip=section.bad_rows == "skip", flag=f"--{source}")
     place = Path(name).expanduser()
     folder = place.parent if place.is_file() else place
@@ -127,20 +128,20 @@ def _usable(
         if problem:
             bad.add(where, problem)
         elif not duplicates.omits(prompt):
-            prompt.index, prompt.location, kept = next(numbers), where, kept + 1
+            prompt.index, prompt.location, count = next(numbers), where, count + 1
             yield prompt
-            if kept == limit:
+            if count == limit:
                 break
     bad.report()
-    if not kept:
+    if not count:
         others = f" and {duplicates.count} duplicates were omitted" if duplicates.count else ""
         raise DataError(f"--{source} {name}: no usable row ({len(bad.reasons)} bad ones were skipped{others})")
-    duplicates.report(f"--{source} {name}", kept)
+    duplicates.report(f"--{source} {name}", count)
 
 
 def _check_held_out(section: DataSection, names: list[str]) -> None:
     """Raise DataError if tasks of reasoning-gym have the same rows in the training and the held-out data."""
-    if any(name.startswith(TASK) for name in names):
+    if any(name.startswith(REASONING_GYM) for name in names):
         from lightrft.data.reasoning_gym.tasks import check_held_out
 
         training = [data_source.name for data_source in data_sources(section.prompt_data)]
@@ -189,9 +190,9 @@ def row_media(section: DataSection, row: Mapping[str, Any], folder: Path) -> dic
     places = Places(folder, root, round(section.media_max_mb * 1e6), section.media_urls)
     of_item = {IMAGES: places.image, AUDIOS: partial(places.audio, rate=section.audio_sampling_rate),
                VIDEOS: partial(places.video, fps=section.video_fps, most=section.video_max_frames)}  # fmt: skip
-    found = {medium: [of_item[medium](item) for item in items_of(medium, row.get(column))]
+    media = {medium: [of_item[medium](item) for item in items_of(medium, row.get(column))]
              for medium, column in media_columns(section).items()}  # fmt: skip
-    return {medium: items for medium, items in found.items() if items}
+    return {medium: items for medium, items in media.items() if items}
 
 
 def measured(prompt: Prompt, section: DataSection, measure: MediaTokenCounter | None) -> Prompt:

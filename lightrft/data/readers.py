@@ -16,16 +16,13 @@ from pyarrow import ArrowInvalid
 
 from lightrft.config.errors import DataError
 from lightrft.registry import Registry
+from lightrft.samples import REASONING_GYM, VERIFIERS, DataRow
 
 HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+(?<!\.py))(?::(?P<subset>[^:/]+))?")
 """A data set on the hub, owner/name or owner/name:SUBSET."""
 SUFFIXES = (".jsonl", ".json", ".parquet")
 SAVED = ("state.json", "dataset_dict.json")
 """Files by which a folder of Dataset.save_to_disk is known."""
-TASK = "reasoning_gym:"
-"""Beginning of the name of a task of the package reasoning-gym."""
-VERIFIERS = "verifiers:"
-"""Beginning of the name of an environment of the package verifiers."""
 ROWS_AT_ONCE = 64
 
 
@@ -55,11 +52,7 @@ class BadRows:
             logger.warning(f"{len(self.reasons)} bad rows of {self.flag} skipped, the first:\n{shown}")
 
 
-Row = tuple[str, dict[str, Any]]
-"""Location of a row (`train.jsonl:12`) and its columns."""
-
-
-def read_rows(source: str, split: str, bad: BadRows) -> Iterator[Row]:
+def read_rows(source: str, split: str, bad: BadRows) -> Iterator[DataRow]:
     """Yield the rows of a data set.
 
     It is a file, a folder of files, a folder that `Dataset.save_to_disk` wrote, a name on the hub, with the name of a subset or
@@ -68,7 +61,7 @@ def read_rows(source: str, split: str, bad: BadRows) -> Iterator[Row]:
     not exist or cannot be read.
     """
     path = Path(source).expanduser()
-    if source.startswith(TASK):
+    if source.startswith(REASONING_GYM):
         from lightrft.data.reasoning_gym.tasks import task_rows
 
         yield from task_rows(source, split, bad.flag)
@@ -89,7 +82,7 @@ def read_rows(source: str, split: str, bad: BadRows) -> Iterator[Row]:
         raise DataError(f"{bad.flag} {source}: neither an existing file or folder nor a hub name (owner/name)")
 
 
-def _verifiers_rows(source: str, flag: str) -> Iterator[Row]:
+def _verifiers_rows(source: str, flag: str) -> Iterator[DataRow]:
     try:
         from lightrft.data.verifiers.tasksets import task_rows
     except ModuleNotFoundError as error:
@@ -97,38 +90,38 @@ def _verifiers_rows(source: str, flag: str) -> Iterator[Row]:
     yield from task_rows(source, flag)
 
 
-def _saved_rows(folder: Path, split: str, flag: str) -> Iterator[Row]:
+def _saved_rows(folder: Path, split: str, flag: str) -> Iterator[DataRow]:
     try:
-        found = load_from_disk(str(folder))
+        dataset = load_from_disk(str(folder))
     except (OSError, ValueError, KeyError, ArrowInvalid) as error:
         raise DataError(f"{flag} {folder}: it cannot be read as a folder of Dataset.save_to_disk ({error})") from error
-    if isinstance(found, DatasetDict):
-        if split not in found:
-            raise DataError(f"{flag} {folder}: there is no split {split!r}; the data set has {', '.join(map(str, found))}")
-        found = found[split]
-    yield from ((f"{folder}[{split}] row {number}", row) for number, row in enumerate(_stored(found), 1))
+    if isinstance(dataset, DatasetDict):
+        if split not in dataset:
+            raise DataError(f"{flag} {folder}: there is no split {split!r}; the data set has {', '.join(map(str, dataset))}")
+        dataset = dataset[split]
+    yield from ((f"{folder}[{split}] row {number}", row) for number, row in enumerate(_stored(dataset), 1))
 
 
-def _hub_rows(name: str, subset: str | None, split: str, flag: str) -> Iterator[Row]:
+def _hub_rows(name: str, subset: str | None, split: str, flag: str) -> Iterator[DataRow]:
     source = f"{name}:{subset}" if subset else name
     try:
-        found = load_dataset(name, subset, split=split)
+        dataset = load_dataset(name, subset, split=split)
     except (OSError, ValueError) as error:
         raise DataError(f"{flag} {source}: the hub's data set cannot be loaded: {str(error).splitlines()[0]}") from error
-    yield from ((f"{source}[{split}] row {number}", row) for number, row in enumerate(_stored(found), 1))
+    yield from ((f"{source}[{split}] row {number}", row) for number, row in enumerate(_stored(dataset), 1))
 
 
-def _object_rows(reference: str, split: str, bad: BadRows) -> Iterator[Row]:
+def _object_rows(reference: str, split: str, bad: BadRows) -> Iterator[DataRow]:
     """Yield the rows of an iterable, or of a function that returns one; its parameter `split`, if it has one, gets the split."""
     try:
-        found = Registry("data set", flag=bad.flag)[reference]
+        data = Registry("data set", flag=bad.flag)[reference]
     except ValueError as error:
         raise DataError(str(error)) from error
     number = 0
     try:
-        if callable(found):
-            found = found(**({"split": split} if "split" in signature(found).parameters else {}))
-        rows = _stored(found) if isinstance(found, Dataset) else found
+        if callable(data):
+            data = data(**({"split": split} if "split" in signature(data).parameters else {}))
+        rows = _stored(data) if isinstance(data, Dataset) else data
         for number, row in enumerate(rows, 1):
             yield from _object(f"{reference} row {number}", row, bad)
     except DataError:
@@ -151,7 +144,7 @@ def _files_of_split(folder: Path, split: str, flag: str) -> list[Path]:
     return of_split or files
 
 
-def _file_rows(file: Path, bad: BadRows) -> Iterator[Row]:
+def _file_rows(file: Path, bad: BadRows) -> Iterator[DataRow]:
     if file.suffix == ".jsonl":
         yield from _json_lines(file, bad)
     elif file.suffix == ".json":
@@ -172,7 +165,7 @@ def _stored(rows: Dataset) -> Iterator[dict[str, Any]]:
         yield from table.to_pylist()
 
 
-def _json_lines(file: Path, bad: BadRows) -> Iterator[Row]:
+def _json_lines(file: Path, bad: BadRows) -> Iterator[DataRow]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -199,7 +192,7 @@ def _parsed(text: bytes) -> Any:
     return value
 
 
-def _json_list(file: Path, bad: BadRows) -> Iterator[Row]:
+def _json_list(file: Path, bad: BadRows) -> Iterator[DataRow]:
     try:
         rows = _parsed(file.read_bytes())
     except ValueError as error:
@@ -210,7 +203,7 @@ def _json_list(file: Path, bad: BadRows) -> Iterator[Row]:
         yield from _object(f"{file} row {index + 1}", row, bad)
 
 
-def _object(where: str, row: Any, bad: BadRows) -> Iterator[Row]:
+def _object(where: str, row: Any, bad: BadRows) -> Iterator[DataRow]:
     if isinstance(row, dict):
         yield where, row
     else:

@@ -93,9 +93,9 @@ class StoredPrompts(Sequence[Prompt]):
 
 
 def _token_ids(ids: pa.ListScalar) -> TokenIds:
-    found = TokenIds(())
-    array.frombytes(found, ids.values.to_numpy().tobytes())
-    return found
+    token_ids = TokenIds(())
+    array.frombytes(token_ids, ids.values.to_numpy().tobytes())
+    return token_ids
 
 
 def stored(

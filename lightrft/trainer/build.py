@@ -17,13 +17,14 @@ from lightrft.config.values import CommaSeparated
 from lightrft.data.benchmarks import benchmarks, with_own_columns
 from lightrft.data.prompt_set import PromptSet
 from lightrft.data.prompts import load_prompts
-from lightrft.data.readers import TASK
 from lightrft.engine.sampling_parameters import sampling_of
 from lightrft.models.load import load_tokenizer
 from lightrft.models.routers import Routers
 from lightrft.rewards.engine_judge import EngineJudge
 from lightrft.rewards.runner import RewardRunner
+from lightrft.roles.critic import Critic
 from lightrft.roles.policy import Policy
+from lightrft.roles.teacher import Teacher
 from lightrft.rollout.collector import Collector
 from lightrft.rollout.experience import ExperienceMaker
 from lightrft.rollout.media import Expander
@@ -31,6 +32,7 @@ from lightrft.rollout.sampler import Sampler
 from lightrft.run.observation import log_duration, observation
 from lightrft.run.prepare import prepare_config
 from lightrft.run.run_folder import RunFolder
+from lightrft.samples import REASONING_GYM
 from lightrft.strategy.strategy_base import StrategyBase
 from lightrft.trainer.base import TrainingData
 from lightrft.trainer.build_data import load_expander, load_rewarded, load_supervised, load_training_data
@@ -50,21 +52,10 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
     training_data = load_training_data(config, config.rollout.rollout_batch_size, rewards=rewards)
     rewards.check(training_data.prompts.examples)
     eval_sets = build_eval_sets(config, strategy, training_data.tokenizer, training_data.expand, rewards)
-    tokenizer, steps = training_data.tokenizer, training_data.total_steps
+    algorithm, tokenizer = config.algorithm, training_data.tokenizer
     samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     updates = samples // config.train.train_batch_size * config.train.max_epochs
-    algorithm = config.algorithm
-    frozen = config.train.freezing_actor_steps
-    if frozen >= steps:
-        raise ConfigError(f"--freezing_actor_steps {frozen} leaves no step to train the actor: this run has {steps} steps")
-    sampling, reference = sampling_of(config.rollout), needs_reference(algorithm)
-    with log_duration(strategy, f"loading {config.model.pretrain}"):
-        policy = build_policy(config, strategy, updates=(steps - frozen) * updates, reference=reference, sampling=sampling)
-    critic = build_critic(config, strategy, tokenizer, updates=steps * updates) if needs_critic(algorithm) else None
-    set_blank_media(training_data.expand, policy.actor, policy.reference, critic and critic.module)
-    teacher = build_teacher(config, strategy, tokenizer, training_data.expand) if algorithm.distill_coef > 0 else None
-    if algorithm.aux_loss_coef > 0:
-        policy.routers = Routers(policy.actor.language_model, algorithm.aux_loss_coef)
+    policy, critic, teacher = build_ppo_roles(config, strategy, training_data, updates=updates)
     ptx_loss = build_ptx_loss(config, policy, training_data) if config.data.pretrain_data else None
     if not config.rollout.replay_rollouts:
         rewards.models = build_model_rewards(config, strategy, tokenizer, training_data.expand)
@@ -96,7 +87,7 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
             kl_coefficient=kl_coefficient,
             critic=critic,
             teacher=teacher,
-            first_token_apart=sampling.first_token_temperature is not None,
+            first_token_apart=config.rollout.first_token_temperature is not None,
             expand=training_data.expand,
             num_updates=updates,
             branches=has_episodes(config.environment),
@@ -107,6 +98,25 @@ def ppo_trainer(config: Config, strategy: StrategyBase) -> PPOTrainer:
         eval_sets=eval_sets,
         parts=parts | ({"mixin": ptx_loss} if ptx_loss else {}),
     )
+
+
+def build_ppo_roles(
+    config: Config, strategy: StrategyBase, training_data: TrainingData, *, updates: int
+) -> tuple[Policy, Critic | None, Teacher | None]:
+    """Build the policy, and the critic and the teacher if the run needs them; a step has `updates` optimizer steps."""
+    algorithm, tokenizer, expand = config.algorithm, training_data.tokenizer, training_data.expand
+    steps, frozen = training_data.total_steps, config.train.freezing_actor_steps
+    if frozen >= steps:
+        raise ConfigError(f"--freezing_actor_steps {frozen} leaves no step to train the actor: this run has {steps} steps")
+    sampling, reference = sampling_of(config.rollout), needs_reference(algorithm)
+    with log_duration(strategy, f"loading {config.model.pretrain}"):
+        policy = build_policy(config, strategy, updates=(steps - frozen) * updates, reference=reference, sampling=sampling)
+    critic = build_critic(config, strategy, tokenizer, updates=steps * updates) if needs_critic(algorithm) else None
+    set_blank_media(expand, policy.actor, policy.reference, critic and critic.module)
+    teacher = build_teacher(config, strategy, tokenizer, expand) if algorithm.distill_coef > 0 else None
+    if algorithm.aux_loss_coef > 0:
+        policy.routers = Routers(policy.actor.language_model, algorithm.aux_loss_coef)
+    return policy, critic, teacher
 
 
 def collector(
@@ -159,7 +169,7 @@ def build_eval_sets(
     sets = []
     for each in eval_sources(config.data.eval_data):
         benchmark = benchmarks[each.benchmark] if each.benchmark else None
-        name = benchmark.reward if benchmark else "reasoning_gym" if each.name and each.source.startswith(TASK) else ""
+        name = benchmark.reward if benchmark else "reasoning_gym" if each.name and each.source.startswith(REASONING_GYM) else ""
         if name not in runners:
             scoring = replace(config.reward, reward=CommaSeparated(name), reward_key=None)
             runners[name] = build_rewards(replace(config, reward=scoring), strategy)

@@ -42,7 +42,7 @@ def _task(name: str, **options: Any) -> Any:
         near = get_close_matches(name, tasks, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else f"tasks are {', '.join(tasks)}"
         raise ValueError(f"reasoning-gym has no task {name!r}; {hint}")
-    known = [each.name for each in fields(reasoning_gym.factory.DATASETS[name][1])]
-    if unknown := sorted(options.keys() - set(known)):
-        raise ValueError(f"the task has no option {unknown[0]!r}; its options are {', '.join(known)}")
+    option_names = [each.name for each in fields(reasoning_gym.factory.DATASETS[name][1])]
+    if unknown := sorted(options.keys() - set(option_names)):
+        raise ValueError(f"the task has no option {unknown[0]!r}; its options are {', '.join(option_names)}")
     return reasoning_gym.create_dataset(name, **options)

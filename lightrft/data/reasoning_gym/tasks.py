@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from lightrft.config.errors import DataError
-from lightrft.data.readers import TASK, Row
+from lightrft.samples import REASONING_GYM, DataRow
 
 SIZE = 500
 """Number of rows of a task without `size`."""
@@ -33,7 +33,7 @@ class ReasoningTask:
 
         Raise DataError for a size or a seed that is not a number.
         """
-        name, _, query = reference.removeprefix(TASK).partition("?")
+        name, _, query = reference.removeprefix(REASONING_GYM).partition("?")
         options = {key: _value(text) for key, _, text in (part.partition("=") for part in query.split("&") if part)}
         size, seed = options.pop("size", SIZE), options.pop("seed", zlib.crc32(split.encode()))
         for key, value, least in (("size", size, 1), ("seed", seed, 0)):
@@ -54,7 +54,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def task_rows(reference: str, split: str, flag: str) -> Iterator[Row]:
+def task_rows(reference: str, split: str, flag: str) -> Iterator[DataRow]:
     """Yield the rows of a task: `input` and `question`, `label` and `answer` (None without a single right one), and `metadata`.
 
     A process of their own generates them, in which sets have one order and the global random numbers a seed: with those of
@@ -71,7 +71,7 @@ def task_rows(reference: str, split: str, flag: str) -> Iterator[Row]:
                 row = json.loads(line)
                 if "problem" in row:
                     raise DataError(f"{flag} {reference}: {row['problem']}")
-                where = f"{TASK}{task.name} row {number}"
+                where = f"{REASONING_GYM}{task.name} row {number}"
                 question, answer = row["question"], row["answer"]
                 yield where, {"input": question, "label": answer, "options": task.options, **row}
             if process.wait():
@@ -82,9 +82,9 @@ def task_rows(reference: str, split: str, flag: str) -> Iterator[Row]:
 
 def check_held_out(training: list[str], held_out: list[str], *, split: str, eval_split: str) -> None:
     """Raise DataError if a task of the held-out data has rows of the training data."""
-    tasks = [ReasoningTask.parse(name, split) for name in training if name.startswith(TASK)]
+    tasks = [ReasoningTask.parse(name, split) for name in training if name.startswith(REASONING_GYM)]
     for name in held_out:
-        task = ReasoningTask.parse(name, eval_split) if name.startswith(TASK) else None
+        task = ReasoningTask.parse(name, eval_split) if name.startswith(REASONING_GYM) else None
         shared = [other for other in tasks if task and task.shares_rows(other)]
         if shared:
             raise DataError(

@@ -13,7 +13,7 @@ from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.utils.loaders import env_config_type, harness_class, load_taskset, resolve_env_config
 
 from lightrft.config.errors import DataError
-from lightrft.data.readers import VERIFIERS, Row
+from lightrft.samples import VERIFIERS, DataRow
 
 TASK = "task"
 """Column with the data of a task."""
@@ -65,7 +65,7 @@ def _value(text: str) -> Any:
     return text if value is None else value  # null is the name of a harness
 
 
-def task_rows(reference: str, flag: str) -> Iterator[Row]:
+def task_rows(reference: str, flag: str) -> Iterator[DataRow]:
     """Yield a row for each task: `input`, the prompt for people, and `task`, its data, from which an episode makes it again.
 
     Raise DataError for an environment or a task that cannot be loaded.
