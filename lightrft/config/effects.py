@@ -1,5 +1,7 @@
 """Find the flags that the user wrote and that change nothing in this run."""
 
+from collections.abc import Iterator, Sequence
+
 from lightrft.config.commands import COMMANDS, JUDGE_FIELDS, LORA, fields_read
 from lightrft.config.recipe import TEACHERS
 from lightrft.config.references import JUDGE, TRACKERS, engine_name, eval_sources, report_names, reward_terms
@@ -31,8 +33,14 @@ TRACKER_NAMES = {
 """Fields of names in trackers -> the trackers that know them."""
 
 OF_CHECKPOINTS = ("ckpt_path", "max_ckpt_num", "max_ckpt_mem", "save_hf_ckpt", "async_save")
+CORRECTION = ("rollout_correction_level", "rollout_correction_low", "rollout_correction_high")
+OF_EPISODES = ("tool_parser", "max_turns", "turn_max_len", "episode_minutes", "tool_seconds", "environment_minutes",
+               "environment_workers", "environment_memory_gb")  # fmt: skip
 OF_FAST_ENGINES = ("engine_mem_util", "engine_kv_cache_gb", "engine_enforce_eager")
 """Fields of vLLM and SGLang that the hf engine does not read."""
+
+Condition = tuple[bool, str, Sequence[str]]
+"""(True if the fields have an effect, the flag that they need for one, the fields)."""
 
 
 def flags_without_effect(config: Config, command: str) -> list[str]:
@@ -41,9 +49,9 @@ def flags_without_effect(config: Config, command: str) -> list[str]:
     if command == "evaluate" and not config.rollout.eval_n_samples:
         read -= set(RANDOM)
     unused = [f"--{name} has no effect in {command}" for name in sorted(written - read)]
-    needs = _conditions(config, command)
-    unused += [f"--{name} has no effect without {needs[name][1]}" for name in needs
-               if name in written & read and not needs[name][0]]  # fmt: skip
+    conditions = *_of_models(config, command), *_of_algorithm(config), *_of_rollout(config), *_of_data(config, command)
+    unused += [f"--{name} has no effect without {flag}" for has_effect, flag, names in conditions if not has_effect
+               for name in names if name in written & read]  # fmt: skip
     if config.strategy.strategy == "fsdp":
         unused += [f"--{name} has no effect with --strategy fsdp" for name in sorted(written & set(ZERO))]
     if config.strategy.strategy == "deepspeed":
@@ -67,74 +75,73 @@ def _computes_before_updates(config: Config) -> bool:
     return several or entropy or marked or needs_reference(algorithm) or needs_critic(algorithm)
 
 
-def _conditions(config: Config, command: str) -> dict[str, tuple[bool, str]]:
-    """Return field -> (True if it has an effect, the flag that it needs for one)."""
-    model, data, rollout, reward, algorithm = config.model, config.data, config.rollout, config.reward, config.algorithm
-    strategy, train, observe = config.strategy, config.train, config.observe
-    correction, engine = bool(algorithm.rollout_correction), engine_name(config.engine) if "engine" in COMMANDS[command] else ""
-    reward_models = model.reward_pretrain or model.process_reward_pretrain
-    several, preference = "," in data.prompt_data, config.preference
+def _of_models(config: Config, command: str) -> Iterator[Condition]:
+    model, strategy, train = config.model, config.strategy, config.train
+    engine = engine_name(config.engine) if "engine" in COMMANDS[command] else ""
+    process_model = bool(model.process_reward_pretrain)
+    yield model.gradient_checkpointing, "--gradient_checkpointing", ("gradient_checkpointing_policy",)
+    yield model.lora_rank > 0, "--lora_rank", (*LORA, "save_adapter_only")
+    yield model.bf16, "--bf16", ("grad_accum_dtype",)
+    yield process_model, "--process_reward_pretrain", ("step_rewards",)
+    yield process_model or command == "train_prm", "--process_reward_pretrain", ("step_separator",)
+    yield strategy.tp_size > 1, "--tp_size", ("tp_sequence_parallel",)
+    yield strategy.sp_size > 1 or strategy.cp_size > 1, "--sp_size", ("sp_impl",)
+    yield train.enable_ema, "--enable_ema", ("ema_beta",)
+    yield train.save_steps > 0 or train.load_checkpoint, "--save_steps", OF_CHECKPOINTS
+    yield config.preference.rm_loss == "ties", "--rm_loss ties", ("tie_threshold",)
+    yield engine != "hf", "--engine_type vllm or sglang", OF_FAST_ENGINES
+    yield engine == "hf", "--engine_type hf", ("micro_rollout_batch_size",)
+    yield config.engine.speculative != "none", "--speculative", ("num_draft_tokens",)
+    yield config.engine.enable_engine_sleep, "--enable_engine_sleep", ("engine_sleep_level",)
+
+
+def _of_algorithm(config: Config) -> Iterator[Condition]:
+    algorithm = config.algorithm
+    yield needs_reference(algorithm), "--init_kl_coef", ("kl_estimator",)
+    yield algorithm.init_kl_coef > 0, "--init_kl_coef", ("use_kl_loss", "kl_target")
+    yield algorithm.kl_target is not None, "--kl_target", ("kl_horizon",)
+    yield algorithm.advantage_estimator == "rloo", "--advantage_estimator rloo", ("kl_after_baseline",)
+    yield algorithm.rollout_mask != "none", "--rollout_mask", ("rollout_mask_low", "rollout_mask_high")
+    yield bool(algorithm.rollout_correction), "--rollout_correction", CORRECTION
+    yield needs_critic(algorithm), "--advantage_estimator ppo", CRITIC
+    yield algorithm.distill_coef > 0, "--distill_coef", TEACHERS
+
+
+def _of_rollout(config: Config) -> Iterator[Condition]:
+    rollout, reward = config.rollout, config.reward
+    reward_models = bool(config.model.reward_pretrain or config.model.process_reward_pretrain)
+    over_sampling, longest_first = rollout.over_sampling > 1, rollout.rollout_schedule == "longest_first"
+    yield rollout.dynamic_sampling, "--dynamic_sampling", ("dynamic_sampling_rounds",)
+    yield over_sampling or longest_first or rollout.overlap, "--over_sampling", ("early_stop_every",)
+    yield over_sampling or rollout.dynamic_sampling, "--over_sampling", ("partial_rollout",)
+    yield rollout.max_staleness > 0, "--max_staleness", ("weight_update",)
+    yield has_episodes(config.environment), "--environment, --agent or --tools", OF_EPISODES
+    overlaps = _computes_before_updates(config) or reward_models
+    yield overlaps, "--init_kl_coef, --max_epochs 2, a critic, or a reward model", ("overlap",)
+    yield bool(rollout.curriculum), "--curriculum", ("curriculum_rest",)
+    yield rollout.eval_n_samples > 0, "--eval_n_samples", ("eval_temperature",)
+    yield JUDGE in [term.name for term in reward_terms(reward.reward)], "--reward judge", JUDGE_FIELDS
+    yield reward.overlong_buffer, "--overlong_buffer", ("overlong_buffer_len", "overlong_buffer_penalty_factor")
+    yield reward.reward_running_norm, "--reward_running_norm", ("reward_running_norm_minus_mean",)
+
+
+def _of_data(config: Config, command: str) -> Iterator[Condition]:
+    data, reward_models = config.data, bool(config.model.reward_pretrain or config.model.process_reward_pretrain)
     own_columns = "reward" not in COMMANDS[command] or not all(each.benchmark for each in eval_sources(data.eval_data))
     scored = own_columns or command == "train_ppo"
-    return {
-        "gradient_checkpointing_policy": (model.gradient_checkpointing, "--gradient_checkpointing"),
-        "kl_estimator": (needs_reference(algorithm), "--init_kl_coef"),
-        "use_kl_loss": (algorithm.init_kl_coef > 0, "--init_kl_coef"),
-        "kl_target": (algorithm.init_kl_coef > 0, "--init_kl_coef"),
-        "kl_after_baseline": (algorithm.advantage_estimator == "rloo", "--advantage_estimator rloo"),
-        **{name: (algorithm.rollout_mask != "none", "--rollout_mask") for name in ("rollout_mask_low", "rollout_mask_high")},
-        "kl_horizon": (algorithm.kl_target is not None, "--kl_target"),
-        **{name: (correction, "--rollout_correction")
-           for name in ("rollout_correction_level", "rollout_correction_low", "rollout_correction_high")},
-        "dynamic_sampling_rounds": (rollout.dynamic_sampling, "--dynamic_sampling"),
-        "early_stop_every": (rollout.over_sampling > 1 or rollout.rollout_schedule == "longest_first" or rollout.overlap,
-                             "--over_sampling"),
-        "weight_update": (rollout.max_staleness > 0, "--max_staleness"),
-        "partial_rollout": (rollout.over_sampling > 1 or rollout.dynamic_sampling, "--over_sampling"),
-        **{name: (has_episodes(config.environment), "--environment, --agent or --tools")
-           for name in ("tool_parser", "max_turns", "turn_max_len", "episode_minutes", "tool_seconds", "environment_minutes",
-                        "environment_workers", "environment_memory_gb")},
-        "overlap": (_computes_before_updates(config) or bool(reward_models), "--init_kl_coef, --max_epochs 2, a critic, or a "
-                    "reward model"),
-        "curriculum_rest": (bool(rollout.curriculum), "--curriculum"),
-        "prompt_data_probs": (several, "several --prompt_data, joined by commas"),
-        "reward_model_coef": (scored and bool(reward_models), "--reward_pretrain"),
-        **{name: (JUDGE in [term.name for term in reward_terms(reward.reward)], "--reward judge") for name in JUDGE_FIELDS},
-        "step_rewards": (bool(model.process_reward_pretrain), "--process_reward_pretrain"),
-        "step_separator": (bool(model.process_reward_pretrain) or command == "train_prm", "--process_reward_pretrain"),
-        "overlong_buffer_len": (reward.overlong_buffer, "--overlong_buffer"),
-        "overlong_buffer_penalty_factor": (reward.overlong_buffer, "--overlong_buffer"),
-        "reward_running_norm_minus_mean": (reward.reward_running_norm, "--reward_running_norm"),
-        "num_draft_tokens": (config.engine.speculative != "none", "--speculative"),
-        "engine_sleep_level": (config.engine.enable_engine_sleep, "--enable_engine_sleep"),
-        "limit_mm_image_per_prompt": (bool(data.images_key), "--images_key"),
-        **{name: (bool(data.videos_key), "--videos_key")
-           for name in ("limit_mm_video_per_prompt", "video_fps", "video_max_frames")},
-        **{name: (bool(data.audios_key), "--audios_key") for name in ("limit_mm_audio_per_prompt", "audio_sampling_rate")},
-        **{name: (bool(media_columns(data)), "--images_key, --videos_key or --audios_key") for name in OF_MEDIA},
-        **{name: (bool(data.eval_data), "--eval_data") for name in ("eval_n_samples", "eval_steps", "eval_split",
-                                                                    "max_eval_samples")},
-        **{name: (bool(data.eval_data) and own_columns, "--eval_data in other formats than those of benchmarks")
-           for name in ("eval_input_key", "eval_label_key")},
-        **{name: (scored, "--eval_data in other formats than those of benchmarks") for name in REWARDS},
-        **{name: (bool(tracker & set(report_names(observe.report_to))), f"--report_to {' or '.join(sorted(tracker))}")
-           for name, tracker in TRACKER_NAMES.items()},
-        "eval_temperature": (rollout.eval_n_samples > 0, "--eval_n_samples"),
-        "tp_sequence_parallel": (strategy.tp_size > 1, "--tp_size"),
-        "sp_impl": (strategy.sp_size > 1 or strategy.cp_size > 1, "--sp_size"),
-        "grad_accum_dtype": (model.bf16, "--bf16"),
-        "ema_beta": (train.enable_ema, "--enable_ema"),
-        "learned_turns": (command != "train_ppo" or bool(data.pretrain_data), "--pretrain_data"),
-        "tie_threshold": (preference.rm_loss == "ties", "--rm_loss ties"),
-        "system_prompt": (data.apply_chat_template, "--apply_chat_template"),
-        "chat_template_kwargs": (data.apply_chat_template, "--apply_chat_template"),
-        **{name: (train.save_steps > 0 or train.load_checkpoint, "--save_steps") for name in OF_CHECKPOINTS},
-        **{name: (model.lora_rank > 0, "--lora_rank") for name in (*LORA, "save_adapter_only")},
-        **{name: (needs_critic(algorithm), "--advantage_estimator ppo") for name in CRITIC},
-        **{name: (bool(data.pretrain_data), "--pretrain_data") for name in ("ptx_coef", "pretrain_split")},
-        **{name: (algorithm.distill_coef > 0, "--distill_coef") for name in TEACHERS},
-        **{name: (engine != "hf", "--engine_type vllm or sglang") for name in OF_FAST_ENGINES},
-        "micro_rollout_batch_size": (engine == "hf", "--engine_type hf"),
-    }  # fmt: skip
-
-
+    other_formats = "--eval_data in other formats than those of benchmarks"
+    yield "," in data.prompt_data, "several --prompt_data, joined by commas", ("prompt_data_probs",)
+    yield scored, other_formats, REWARDS
+    yield scored and reward_models, "--reward_pretrain", ("reward_model_coef",)
+    yield bool(data.eval_data), "--eval_data", ("eval_n_samples", "eval_steps", "eval_split", "max_eval_samples")
+    yield bool(data.eval_data) and own_columns, other_formats, ("eval_input_key", "eval_label_key")
+    yield bool(data.images_key), "--images_key", ("limit_mm_image_per_prompt",)
+    yield bool(data.videos_key), "--videos_key", ("limit_mm_video_per_prompt", "video_fps", "video_max_frames")
+    yield bool(data.audios_key), "--audios_key", ("limit_mm_audio_per_prompt", "audio_sampling_rate")
+    yield bool(media_columns(data)), "--images_key, --videos_key or --audios_key", OF_MEDIA
+    yield data.apply_chat_template, "--apply_chat_template", ("system_prompt", "chat_template_kwargs")
+    yield bool(data.pretrain_data), "--pretrain_data", ("ptx_coef", "pretrain_split")
+    yield command != "train_ppo" or bool(data.pretrain_data), "--pretrain_data", ("learned_turns",)
+    destinations = set(report_names(config.observe.report_to))
+    for name, trackers in TRACKER_NAMES.items():
+        yield bool(trackers & destinations), f"--report_to {' or '.join(sorted(trackers))}", (name,)
