@@ -60,8 +60,8 @@ class Registry:
 
     def __getitem__(self, name: str) -> Any:
         if name in self._objects:
-            found = self._objects[name]
-            return self._imported(name, found) if isinstance(found, Deferred) else found
+            value = self._objects[name]
+            return self._imported(name, value) if isinstance(value, Deferred) else value
         if ":" in name:
             return self._import(name)
         near = get_close_matches(name, self._objects, n=1)

@@ -65,11 +65,11 @@ def version_problems(table: dict[str, str], *, optional: bool = False) -> list[s
 
     problems = []
     for name, versions in table.items():
-        found = installed_version(name)
-        if found is None and not optional:
+        version = installed_version(name)
+        if version is None and not optional:
             problems.append(f"{name} is not installed (needed: {versions})")
-        elif found is not None and not SpecifierSet(versions).contains(found, prereleases=True):
-            problems.append(f"{name} {found} is installed, lightrft works with {versions}")
+        elif version is not None and not SpecifierSet(versions).contains(version, prereleases=True):
+            problems.append(f"{name} {version} is installed, lightrft works with {versions}")
     return problems
 
 
@@ -77,9 +77,9 @@ def untested_versions(table: dict[str, str]) -> list[str]:
     """Return the packages whose versions are outside of the range of `table`."""
     from packaging.specifiers import SpecifierSet
 
-    found = {name: installed_version(name) or "0" for name in table}
-    outside = [name for name in table if not SpecifierSet(table[name]).contains(found[name], prereleases=True)]
-    return [f"{name} {found[name]} (tested: {table[name]})" for name in outside]
+    installed = {name: installed_version(name) or "0" for name in table}
+    outside = [name for name in table if not SpecifierSet(table[name]).contains(installed[name], prereleases=True)]
+    return [f"{name} {installed[name]} (tested: {table[name]})" for name in outside]
 
 
 def installed_version(name: str) -> str | None:
@@ -97,7 +97,7 @@ def installed_version(name: str) -> str | None:
 def installed_versions() -> dict[str, str]:
     """Return the versions of all known packages that are installed, for the record of a run."""
     names = [*CORE, *(name for table in EXTRAS.values() for name in table)]
-    return {name: found for name in names if (found := installed_version(name)) is not None}
+    return {name: version for name in names if (version := installed_version(name)) is not None}
 
 
 def check_versions() -> list[str]:

@@ -20,7 +20,7 @@ SETTINGS = (
     "--rollout_batch_size 128 --n_samples_per_prompt 8 --train_batch_size 1024 --reward exact_match --actor_learning_rate 1e-3 "
     "--lr_scheduler constant --lr_warmup_ratio 0.125 --num_episodes 3 --report_to jsonl"
 ).split()
-BESIDE = {"ppo": "--critic_learning_rate 1e-3", "distill": "--teacher_pretrain {quickstart}/model"}
+EXTRA_FLAGS = {"ppo": "--critic_learning_rate 1e-3", "distill": "--teacher_pretrain {quickstart}/model"}
 """What a preset needs beside its name."""
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 420, 130, 34, 108, 8
 LOWEST, HIGHEST = 0.0, 1.0
@@ -31,9 +31,9 @@ def run(name: str, quickstart: Path, out: Path, steps: int) -> list[float]:
     """The mean reward of each step."""
     file = out / name / "metrics.jsonl"
     if not file.exists() or len(file.read_text().splitlines()) < steps:
-        beside = BESIDE.get(name, "").format(quickstart=quickstart).split()
+        extra = EXTRA_FLAGS.get(name, "").format(quickstart=quickstart).split()
         data = [f"--pretrain={quickstart}/sft/model", f"--prompt_data={quickstart}/data/train.jsonl", f"--save_path={out / name}"]
-        command = ["lightrft.cli.train_ppo", *SETTINGS, *beside, *data, f"--advantage_estimator={name}", f"--max_steps={steps}"]
+        command = ["lightrft.cli.train_ppo", *SETTINGS, *extra, *data, f"--advantage_estimator={name}", f"--max_steps={steps}"]
         command += ["--overwrite"]  # of a run with fewer steps
         subprocess.run([sys.executable, "-m", *command], check=True)
     return [json.loads(line)["rollout/reward"] for line in file.read_text().splitlines()][:steps]

@@ -199,7 +199,7 @@ def run_check(check: Check, device: str, ranks: int, out: Path) -> list[Row]:
     is_measurement = check.command[0] == "scripts/gpu_measure.py"
     marked = "not gpu" if device == "cpu" else "gpu"
     where = [f"--device={device}", f"--ranks={ranks}"] if is_measurement else ["-m", marked]
-    asked = [*check.command[:2], *where, *check.command[2:]]
+    arguments = [*check.command[:2], *where, *check.command[2:]]
     log = out / f"{re.sub('[^a-z0-9]+', '_', check.name.lower())}.log"
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
@@ -208,7 +208,7 @@ def run_check(check: Check, device: str, ranks: int, out: Path) -> list[Row]:
     } | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})  # fmt: skip
     note = ""
     with open(log, "w") as errors, open(log.with_suffix(".out"), "w") as printed:
-        process = subprocess.Popen([sys.executable, *asked], cwd=ROOT, env=environment, stdout=printed, stderr=errors,
+        process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, stdout=printed, stderr=errors,
                                    start_new_session=True)  # fmt: skip
         try:
             code = process.wait(check.seconds)
@@ -217,12 +217,12 @@ def run_check(check: Check, device: str, ranks: int, out: Path) -> list[Row]:
             note = f"not done after {check.seconds} s"
         finally:
             end_group(process)
-    said = log.with_suffix(".out").read_text()
-    figures = figures_of_line(said) if is_measurement else figures_of_pytest(said)
+    output = log.with_suffix(".out").read_text()
+    figures = figures_of_line(output) if is_measurement else figures_of_pytest(output)
     if is_measurement and note:
         figures = {}
     if not figures:
-        note = f"{note or 'printed no figures'}: {last_line(log.read_text() or said)}"
+        note = f"{note or 'printed no figures'}: {last_line(log.read_text() or output)}"
     return rows_of(check, figures, device, note)
 
 
@@ -236,19 +236,19 @@ def end_group(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def figures_of_line(said: str) -> dict[str, float]:
+def figures_of_line(output: str) -> dict[str, float]:
     """The last line of a measurement."""
-    lines = [line for line in said.splitlines() if line.startswith("{")]
+    lines = [line for line in output.splitlines() if line.startswith("{")]
     return json.loads(lines[-1]) if lines else {}
 
 
-def figures_of_pytest(said: str) -> dict[str, float]:
+def figures_of_pytest(output: str) -> dict[str, float]:
     """Numbers of the last line of pytest's summary; an error counts as a failure."""
     counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
-    found = re.findall(r"(\d+) (passed|failed|skipped|errors?)", last_line(said))
-    for number, word in found:
+    matches = re.findall(r"(\d+) (passed|failed|skipped|errors?)", last_line(output))
+    for number, word in matches:
         counts["failed" if word.startswith("error") else word] += int(number)
-    return counts if found else {}
+    return counts if matches else {}
 
 
 def last_line(text: str) -> str:
@@ -294,18 +294,18 @@ def versions(device: str) -> dict[str, Any]:
 
     import torch
 
-    found: dict[str, Any] = {"python": sys.version.split()[0], "cuda": torch.version.cuda, "device": device}
+    installed: dict[str, Any] = {"python": sys.version.split()[0], "cuda": torch.version.cuda, "device": device}
     for name in ("torch", "transformers", "triton", "vllm", "deepspeed", "liger-kernel"):
-        found[name] = installed_version(name)
+        installed[name] = installed_version(name)
     if device != "cpu":
-        found["devices"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        installed["devices"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     try:
         from torch.nn.attention.varlen import varlen_attn
 
-        found["varlen_attn"] = str(signature(varlen_attn))
+        installed["varlen_attn"] = str(signature(varlen_attn))
     except ImportError:
-        found["varlen_attn"] = None
-    return found
+        installed["varlen_attn"] = None
+    return installed
 
 
 def available_devices(device: str) -> int:

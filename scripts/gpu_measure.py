@@ -55,11 +55,11 @@ class Setting:
         from lightrft.tools.shapes import known_config
         from lightrft.tools.step_memory import with_layers
 
-        found = known_config(name)
+        config = known_config(name)
         if self.tiny:
-            sizes = TINY_EXPERTS if found.model_type == "qwen3_moe" else MODEL_TINY
-            return AutoConfig.for_model(found.model_type, **sizes)
-        return with_layers(found, layers) if layers else found
+            sizes = TINY_EXPERTS if config.model_type == "qwen3_moe" else MODEL_TINY
+            return AutoConfig.for_model(config.model_type, **sizes)
+        return with_layers(config, layers) if layers else config
 
 
 # -- one device: kernels
@@ -77,11 +77,11 @@ def head(setting: Setting) -> Figures:
     command = [ROOT / "scripts" / "bench" / "logprobs.py", "--cases", *cases, "--tokens", str(tokens), "--repeat", "3",
                "--device", setting.device.type, "--variants", "lightrft", "full_logits"]  # fmt: skip
     rows = [json.loads(line) for line in python(*command).splitlines()][:-1]
-    ours = [row for row in rows if row["variant"] == "lightrft"]
-    found = {}
-    for place, row in zip(("H 1,536", "H 3,584"), ours, strict=True):
-        found |= {f"{place}: ms": 1000 * row["seconds"], f"{place}: peak GB": row["peak_mb"] / 1000}
-    return found
+    own_rows = [row for row in rows if row["variant"] == "lightrft"]
+    figures = {}
+    for place, row in zip(("H 1,536", "H 3,584"), own_rows, strict=True):
+        figures |= {f"{place}: ms": 1000 * row["seconds"], f"{place}: peak GB": row["peak_mb"] / 1000}
+    return figures
 
 
 def ahead_overlap(setting: Setting) -> Figures:
@@ -129,8 +129,8 @@ def deterministic(setting: Setting) -> Figures:
     shape = setting.shape("Qwen/Qwen2.5-1.5B")
     free = train_steps(setting, shape, "full")
     gc.collect()
-    found = train_steps(setting, shape, "full", deterministic=True)
-    return {"tokens/s": found["tokens/s"], "of the speed without": found["tokens/s"] / free["tokens/s"]}
+    figures = train_steps(setting, shape, "full", deterministic=True)
+    return {"tokens/s": figures["tokens/s"], "of the speed without": figures["tokens/s"] / free["tokens/s"]}
 
 
 def train_steps(setting: Setting, shape: PretrainedConfig, recompute: str, **options: Any) -> Figures:
@@ -159,12 +159,12 @@ def train_steps(setting: Setting, shape: PretrainedConfig, recompute: str, **opt
     batch = Batch(lengths=torch.tensor(lengths), input_ids=torch.randint(3, shape.vocab_size, (tokens,)), loss_mask=mask,
                   rows=torch.arange(len(lengths)))  # fmt: skip
 
-    def known(logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, None]:
+    def constant_gradients(logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, None]:
         return torch.full_like(logprobs, -1 / tokens), None
 
     def step(count: int) -> None:
         for number, part in enumerate(micro_batches(batch, [list(range(len(lengths)))] * count, setting.device)):
-            logprobs, _ = actor(part, 1.0, entropy=False, gradients=known)
+            logprobs, _ = actor(part, 1.0, entropy=False, gradients=constant_gradients)
             strategy.backward(-logprobs.sum() / tokens, actor, optimizer, last=number == count - 1)
         strategy.optimizer_step(optimizer, actor)
 
@@ -179,24 +179,24 @@ def train_steps(setting: Setting, shape: PretrainedConfig, recompute: str, **opt
     speed = 4 * tokens / max(times[1] - times[0], 1e-9)
     heads = shape.num_attention_heads * (getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads)
     attention = 6 * lengths[0] * shape.num_hidden_layers * heads  # causal: half of 12 x length x width x layers
-    found = {"tokens/s": speed, "peak GB": peak_memory(setting.device) / GB}
+    figures = {"tokens/s": speed, "peak GB": peak_memory(setting.device) / GB}
     name = "" if setting.tiny else known_device(torch.cuda.get_device_name(setting.device))
     if name:
-        found["share of peak"] = speed * (6 * active + attention) / DEVICES[name].flops
+        figures["share of peak"] = speed * (6 * active + attention) / DEVICES[name].flops
     if not setting.tiny:
         write_profile(partial(step, 1), "_".join([shape.model_type, recompute, *map(str, options.values())]))
     strategy.close()
-    return found
+    return figures
 
 
 def write_profile(action: Callable[[], Any], name: str) -> None:
     """The operations that take longest, into the folder of results."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         action()
         torch.accelerator.synchronize()
-    table = seen.key_averages().table(sort_by="self_device_time_total", row_limit=40)
+    table = profiler.key_averages().table(sort_by="self_device_time_total", row_limit=40)
     folder = Path(os.environ.get("GPU_CHECK_OUT", tempfile.gettempdir()))
     (folder / f"profile_{name}.txt").write_text(table)
 
@@ -206,11 +206,11 @@ def gradient_memory(setting: Setting, shape: str) -> Figures:
     from lightrft.tools.step_memory import fake_group
     from scripts.bench import memory
 
-    found, layers = {}, 2 if setting.tiny else None
+    sizes, layers = {}, 2 if setting.tiny else None
     for way, once in (("every micro-batch", False), ("once", True)):
         with fake_group(8):
-            found[way] = gradients_on_device(setting, memory.shape_config("small" if setting.tiny else shape, layers), once) / GB
-    return found
+            sizes[way] = gradients_on_device(setting, memory.shape_config("small" if setting.tiny else shape, layers), once) / GB
+    return sizes
 
 
 def gradients_on_device(setting: Setting, shape: PretrainedConfig, once: bool) -> int:
@@ -261,7 +261,7 @@ def offload_speed(setting: Setting) -> Figures:
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     strategy.backward(loss, model, optimizer)
     strategy.optimizer_step(optimizer, model)
-    size, found = 3 * 4 * sum(parameter.numel() for parameter in model.parameters()), {}
+    size, figures = 3 * 4 * sum(parameter.numel() for parameter in model.parameters()), {}
     for number in range(3):
         for way, actions in (
             ("to the host", (partial(strategy.offload_model, model), partial(strategy.maybe_offload_optimizer, optimizer))),
@@ -274,9 +274,9 @@ def offload_speed(setting: Setting) -> Figures:
             synchronize(setting.device)
             speed = size / GB / (time.perf_counter() - began)
             if number:
-                found[way] = max(speed, found.get(way, 0.0))
+                figures[way] = max(speed, figures.get(way, 0.0))
     strategy.close()
-    return found
+    return figures
 
 
 def contract(setting: Setting, stage: str) -> Figures:
@@ -390,12 +390,12 @@ def death_of_a_rank(setting: Setting) -> Figures:
         rank = str(setting.ranks - 1)
         environment = {"KILL_AT": "3", "KILL_RANK": rank, "KILLED": str(folder / "when")}
         flags = ppo_flags(folder, "run", "--max_steps=6")
-        code, said = train(setting.ranks, "train_ppo", flags, environment=environment, check=False)
+        code, output = train(setting.ranks, "train_ppo", flags, environment=environment, check=False)
         ended = time.time()
         if code == 0 or not (folder / "when").exists():
             raise RuntimeError("no rank was killed")
         seconds = ended - float((folder / "when").read_text())
-    return {"seconds": seconds, "named": float(f"rank {rank}" in said)}
+    return {"seconds": seconds, "named": float(f"rank {rank}" in output)}
 
 
 def shared_engine(setting: Setting) -> Figures:
@@ -433,13 +433,13 @@ def sleep_cycles(setting: Setting) -> Figures:
     before = occupied_memory(setting.device)
     with temporary_folder() as folder:
         engine, weights = stream_engine(setting, folder, setting.shape("Qwen/Qwen2.5-1.5B"))
-        held = sum(tensor.nbytes for tensor in weights.values())
+        weight_bytes = sum(tensor.nbytes for tensor in weights.values())
         greedy = Sampling(temperature=0, max_tokens=8 if setting.tiny else 32)
         residual, answers = [], []
         for version in range(3 if setting.tiny else 20):
             if version:
                 engine.sleep(2)
-                residual.append(occupied_memory(setting.device) - before - held)
+                residual.append(occupied_memory(setting.device) - before - weight_bytes)
                 engine.wake("weights")
             engine.load_weights(weights.items(), version)
             engine.wake("kv_cache")
@@ -490,17 +490,17 @@ def rollout_speed(setting: Setting) -> Figures:
         engine.wake("kv_cache")
         plain = SamplingParams(max_tokens=length, temperature=1.0, logprobs=0, detokenize=False)
 
-        def ours() -> int:
-            found = engine.generate([Request(prompt) for prompt in prompts], Sampling(max_tokens=length))
-            return sum(len(sample.token_ids) for samples in found for sample in samples)
+        def with_engine() -> int:
+            outputs = engine.generate([Request(prompt) for prompt in prompts], Sampling(max_tokens=length))
+            return sum(len(sample.token_ids) for samples in outputs for sample in samples)
 
-        def theirs() -> int:
-            found = engine._llm.generate([tokens_input(prompt) for prompt in prompts], plain, use_tqdm=False)
-            return sum(len(output.outputs[0].token_ids) for output in found)
+        def with_vllm() -> int:
+            outputs = engine._llm.generate([tokens_input(prompt) for prompt in prompts], plain, use_tqdm=False)
+            return sum(len(output.outputs[0].token_ids) for output in outputs)
 
-        speeds = {"ours": 0.0, "theirs": 0.0, "beside a thread": 0.0}
+        speeds = {"engine": 0.0, "LLM.generate": 0.0, "beside a thread": 0.0}
         for _ in range(3):
-            for name, action in (("ours", ours), ("theirs", theirs), ("beside a thread", ours)):
+            for name, action in (("engine", with_engine), ("LLM.generate", with_vllm), ("beside a thread", with_engine)):
                 stop = threading.Event()
                 thread = threading.Thread(target=busy, args=(stop,), daemon=True)
                 if name == "beside a thread":
@@ -511,9 +511,9 @@ def rollout_speed(setting: Setting) -> Figures:
                 stop.set()
         engine.close()
     return {
-        "tokens/s": speeds["ours"],
-        "of LLM.generate": speeds["ours"] / speeds["theirs"],
-        "beside a busy thread": speeds["beside a thread"] / speeds["ours"],
+        "tokens/s": speeds["engine"],
+        "of LLM.generate": speeds["engine"] / speeds["LLM.generate"],
+        "beside a busy thread": speeds["beside a thread"] / speeds["engine"],
     }
 
 

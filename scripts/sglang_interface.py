@@ -98,26 +98,26 @@ def interface(packages: Path | str) -> dict[str, Any]:
     }
 
 
-def missing(wanted: dict[str, Any], there: dict[str, Any]) -> list[str]:
+def missing(expected: dict[str, Any], installed: dict[str, Any]) -> list[str]:
     """What the adapter uses and the version does not have."""
-    problems = [f"from {module} import {name}" for module, name in wanted["imports"]
-                if name not in there["names"].get(module, [])]
-    for method, keywords in wanted["methods"].items():
-        lost = [method] if method not in there["methods"] else sorted(keywords - set(there["methods"][method]))
-        takes_all = "**" in there["methods"].get(method, [])
+    problems = [f"from {module} import {name}" for module, name in expected["imports"]
+                if name not in installed["names"].get(module, [])]
+    for method, keywords in expected["methods"].items():
+        lost = [method] if method not in installed["methods"] else sorted(keywords - set(installed["methods"][method]))
+        takes_all = "**" in installed["methods"].get(method, [])
         problems += [] if lost and takes_all else [f"Engine.{method}: {name}" for name in lost]
     for kind in ("arguments", "sampling", "tags"):
-        problems += [f"{kind}: {name}" for name in sorted(wanted[kind] - set(there[kind]))]
+        problems += [f"{kind}: {name}" for name in sorted(expected[kind] - set(installed[kind]))]
     return problems + [f"{place}.{name}" for place, names in ATTRIBUTES.items() for name in names
-                       if name not in there["attributes"].get(place, [])]
+                       if name not in installed["attributes"].get(place, [])]
 
 
 def _imported() -> dict[str, set[str]]:
     """Module -> what the adapter imports of it."""
-    found: dict[str, set[str]] = {}
+    imported: dict[str, set[str]] = {}
     for module, name in used(source())["imports"]:
-        found.setdefault(module, set()).add(name)
-    return found
+        imported.setdefault(module, set()).add(name)
+    return imported
 
 
 def _module(packages: Path | str, module: str) -> ast.Module:
@@ -132,27 +132,27 @@ def _class(tree: ast.AST, name: str) -> ast.ClassDef:
 def _names(packages: Path | str, module: str) -> set[str]:
     """What can be imported from a module: what it defines or imports, and the modules in a package."""
     folder = Path(packages, *module.split("."))
-    found = {path.stem for path in folder.glob("*")}
+    names = {path.stem for path in folder.glob("*")}
     if folder.is_dir() and not (folder / "__init__.py").exists():
-        return found
+        return names
     for node in ast.walk(_module(packages, module)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and str(node.module).startswith(module):
-            found |= _names(packages, node.module)
+            names |= _names(packages, node.module)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {name.asname or name.name for name in node.names}
-    return found
+            names |= {name.asname or name.name for name in node.names}
+    return names
 
 
 def _methods(cls: ast.ClassDef) -> dict[str, list[str]]:
     """Method -> its parameters; `**` for any."""
-    found = {}
+    methods = {}
     for node in cls.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
             spec = node.args
-            found[node.name] = [one.arg for one in [*spec.args, *spec.kwonlyargs]] + (["**"] if spec.kwarg else [])
-    return found
+            methods[node.name] = [one.arg for one in [*spec.args, *spec.kwonlyargs]] + (["**"] if spec.kwarg else [])
+    return methods
 
 
 def _annotated(tree: ast.AST) -> Iterator[str]:
@@ -190,9 +190,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, "sglang"], check=True)
         zipfile.ZipFile(next(Path(folder).glob("*.whl"))).extractall(folder)
-        found = interface(folder)
-    out.write_text(json.dumps(found) + "\n")
-    print(f"{out}: sglang {found['version']}")
+        used_interface = interface(folder)
+    out.write_text(json.dumps(used_interface) + "\n")
+    print(f"{out}: sglang {used_interface['version']}")
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ class Episodes:
         """
         while self._waiting and len(self._plays) < self.section.environment_workers:
             self._start(self._waiting.popleft())
-        ready = [self._received(self._plays[key.data]) for key, _ in self._selector.select(seconds if self._plays else 0)]
+        ready = [self._handle_message(self._plays[key.data]) for key, _ in self._selector.select(seconds if self._plays else 0)]
         now = time.monotonic()
         if now - self._checked > CHECK_SECONDS:
             self._checked = now
@@ -130,7 +130,7 @@ class Episodes:
         except OSError:
             self._died(play)
 
-    def _received(self, play: Play) -> Play | None:
+    def _handle_message(self, play: Play) -> Play | None:
         """Handle a message of a program; return its episode if the model is to sample a turn."""
         try:
             message: TurnRequest | Ended = play.worker.socket.recv()
@@ -141,12 +141,12 @@ class Episodes:
             self._end(play, message)
             return None
         try:
-            return self._observed(play, message)
+            return self._observe(play, message)
         except (ValueError, TypeError, KeyError) as error:
             self._send(play, Refused(f"the observation cannot be rendered: {error}"))
             return None
 
-    def _observed(self, play: Play, request: TurnRequest) -> Play | None:
+    def _observe(self, play: Play, request: TurnRequest) -> Play | None:
         """Let the model read an observation; return None if no turn can follow it."""
         before = play.context(request)
         if before is None:
@@ -192,12 +192,12 @@ class Episodes:
         if play.worker.process is None:
             return
         self._in_a_row += 1
-        told = f"--environment: the episode of prompt {sample.prompt.index} ({sample.prompt.text[-200:]!r}) failed: {problem}"
+        message = f"--environment: the episode of prompt {sample.prompt.index} ({sample.prompt.text[-200:]!r}) failed: {problem}"
         if self._in_a_row >= FAILURES_IN_A_ROW:
-            raise ConfigError(f"{told}. {self._in_a_row} episodes in a row have failed: the environment itself is broken")
+            raise ConfigError(f"{message}. {self._in_a_row} episodes in a row have failed: the environment itself is broken")
         if self._logged < LOGGED:
             self._logged += 1
-            logger.warning(told)
+            logger.warning(message)
 
     def _leave(self, play: Play, *, reuse: bool) -> str:
         """Take an episode out, and kill its process unless it can run another one; return a text on how the process ended."""

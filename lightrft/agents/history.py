@@ -30,18 +30,18 @@ class TurnHistory:
         It is the one with the most messages, and the latest of several. A turn counts as sent back if its text differs in outer
         white space only, and its calls in their ids and the form of their JSON only.
         """
-        keys, known = [*map(key, messages)], _json(tools)
-        sizes = [len(chat) if chat and len(chat) < len(keys) and tools_of_it == known and keys[: len(chat)] == chat else 0
+        keys, tools_json = [*map(key, messages)], _json(tools)
+        sizes = [len(chat) if chat and len(chat) < len(keys) and tools_of_it == tools_json and keys[: len(chat)] == chat else 0
                  for tools_of_it, chat in self._chats]  # fmt: skip
         return _longest(sizes, messages)
 
     def of_text(self, text: str) -> tuple[int, str]:
         """Return the number of the turn that the text continues, or BEGINNING, and the text after it."""
-        return _longest([len(known) if known and text.startswith(known) else 0 for known in self._texts], text)
+        return _longest([len(earlier) if earlier and text.startswith(earlier) else 0 for earlier in self._texts], text)
 
     def of_token_ids(self, token_ids: list[int]) -> tuple[int, list[int]]:
         """Return the number of the turn that the tokens continue, or BEGINNING, and the tokens after it."""
-        return _longest([len(known) if token_ids[: len(known)] == known else 0 for known in self._token_ids], token_ids)
+        return _longest([len(earlier) if token_ids[: len(earlier)] == earlier else 0 for earlier in self._token_ids], token_ids)
 
 
 def _longest(sizes: list[int], sent: Any) -> tuple[int, Any]:

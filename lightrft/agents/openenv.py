@@ -35,10 +35,10 @@ def program(url: str, served: EndpointModel | None) -> Callable[[Session, dict[s
         except (OSError, WebSocketException) as error:
             raise ConnectionError(f"no OpenEnv server answers at {address}: {error}") from error
         async with socket:
-            observation, _, done = await _ask(socket, "reset", row)
+            observation, _, done = await _request(socket, "reset", row)
             while not done:
                 turn = await session.turn(observation)
-                observation, reward, done = await _ask(socket, "step", action(turn.text))
+                observation, reward, done = await _request(socket, "step", action(turn.text))
                 if reward is not None:
                     session.reward(reward)
                 done = done or turn.is_last
@@ -62,7 +62,7 @@ def observed(observation: dict[str, Any]) -> str:
     return values[0] if len(values) == 1 and isinstance(values[0], str) else json.dumps(fields, ensure_ascii=False)
 
 
-async def _ask(socket: ClientConnection, kind: str, data: dict[str, Any]) -> Step:
+async def _request(socket: ClientConnection, kind: str, data: dict[str, Any]) -> Step:
     """Return the reply to a message. An action that does not fit is answered with the errors, which the model reads."""
     with suppress(ConnectionClosed):  # a server without a free environment says so, then closes
         await socket.send(json.dumps({"type": kind, "data": data}))

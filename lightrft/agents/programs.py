@@ -88,11 +88,11 @@ class ProgramSetup:
 
 
 def _tools(names: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
-    found: dict[str, Callable[..., Any]] = {}
+    named_tools: dict[str, Callable[..., Any]] = {}
     for name in names:
         one = tools[name] if name in tools or ":" in name else tools.module(name)
-        found |= {one.__name__: one} if inspect.isfunction(one) else tools_of(one)
-    return found
+        named_tools |= {one.__name__: one} if inspect.isfunction(one) else tools_of(one)
+    return named_tools
 
 
 class Program:

@@ -39,14 +39,14 @@ def schemas(tools: Tools) -> list[dict[str, Any]]:
     """
     from transformers.utils.chat_template_utils import get_json_schema
 
-    found = []
+    json_schemas = []
     for name, tool in tools.items():
         try:
-            found.append(get_json_schema(tool))
+            json_schemas.append(get_json_schema(tool))
         except Exception as error:  # of several classes of transformers
             raise ValueError(f"tool {name}: {error}. A tool has a type for each argument, and a docstring that describes it and, "
                              "under `Args:`, each argument") from error  # fmt: skip
-    return found
+    return json_schemas
 
 
 async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -42,14 +42,15 @@ class TurnFormat:
         """
         observation = request.observation
         if request.after == BEGINNING:
-            token_ids = self._whole(request)
+            token_ids = self._observation_tokens(request)
             text = self.tokenizer.decode(token_ids)
         elif not observation:
             return prompt
         elif isinstance(observation, str):
             value = _appended(prompt.columns[INPUT], observation)
             text = render(self.section, self.tokenizer, value)
-            token_ids = self._spelled(self.tokenizer(text, add_special_tokens=not self.section.apply_chat_template)["input_ids"])
+            special_tokens = not self.section.apply_chat_template
+            token_ids = self._expand_media(self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
         else:
             token_ids = [*prompt.token_ids, *self.tokens(request, None)]
             text = self.tokenizer.decode(token_ids)
@@ -79,10 +80,10 @@ class TurnFormat:
         ended = last_token in self.end_token_ids and token_ids[:1] and token_ids[0] in self.end_token_ids
         return token_ids[1:] if ended else token_ids
 
-    def _whole(self, request: TurnRequest) -> list[int]:
+    def _observation_tokens(self, request: TurnRequest) -> list[int]:
         observation = request.observation or ""
         if isinstance(observation, str):
-            return self._spelled(self.tokenizer(observation)["input_ids"])
+            return self._expand_media(self.tokenizer(observation)["input_ids"])
         if _are_token_ids(observation):
             return self._in_vocabulary(observation)
         if not self.section.apply_chat_template:
@@ -92,8 +93,8 @@ class TurnFormat:
     def _between(self, messages: list[Message], request: TurnRequest) -> str:
         """Return the text from the end of a turn to the beginning of the next one, with these messages between them."""
         text = self._rendered([{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}, *messages], request)
-        _, found, between = text.rpartition(TURN)
-        if not found:
+        _, marker, between = text.rpartition(TURN)
+        if not marker:
             raise ValueError("the chat template leaves out the turns of the assistant before the last message")
         return between
 
@@ -121,10 +122,10 @@ class TurnFormat:
         if text not in self._known:
             if len(self._known) > 4096:
                 self._known.clear()
-            self._known[text] = self._spelled(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            self._known[text] = self._expand_media(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return self._known[text]
 
-    def _spelled(self, token_ids: list[int]) -> list[int]:
+    def _expand_media(self, token_ids: list[int]) -> list[int]:
         """Return the tokens with placeholders of media replaced by those of their letters, for texts that mention `<image>`.
 
         Raises ValueError if the tokenizer cannot split them.

@@ -138,10 +138,10 @@ def solved_share(rewards: Tensor, groups: Tensor) -> Tensor:
     return group_sum((rewards > RIGHT).double(), groups) / group_sum(torch.ones(len(rewards), dtype=torch.float64), groups)
 
 
-def share_of_draws(part: Tensor, whole: Tensor, k: int) -> Tensor:
+def share_of_draws(part: Tensor, total: Tensor, k: int) -> Tensor:
     """Return C(part, k) / C(whole, k): the share of draws of k that are entirely in the part. [N], [N] -> [N] float64."""
     drawn = torch.arange(k, dtype=torch.float64)
-    return ((part[:, None] - drawn).clamp(min=0) / (whole[:, None] - drawn).clamp(min=1)).prod(1)
+    return ((part[:, None] - drawn).clamp(min=0) / (total[:, None] - drawn).clamp(min=1)).prod(1)
 
 
 def group_mean_std(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,10 +25,10 @@ class Balance:
     """Loss over all tokens, [] float32."""
 
     @classmethod
-    def of(cls, mine: Routing, total: Sum) -> Self:
+    def of(cls, local: Routing, total: Sum) -> Self:
         """Compute the balance from the routing of this rank's tokens; one collective."""
-        chosen, probabilities, count = total(torch.cat([mine.chosen, mine.probabilities, mine.count[None]])).split(
-            [len(mine.chosen), len(mine.probabilities), 1]
+        chosen, probabilities, count = total(torch.cat([local.chosen, local.probabilities, local.count[None]])).split(
+            [len(local.chosen), len(local.probabilities), 1]
         )
         weights = len(chosen) * chosen / count.square().clamp(min=1)
         return cls(weights, (weights * probabilities).sum())

@@ -68,8 +68,8 @@ def token_gradients(
         batch.entropy = None if entropy is None else inputs[1]
         with torch.enable_grad():
             loss, _ = objective(inputs[0], batch, denominator)
-        found = torch.autograd.grad(loss, inputs, allow_unused=True)
-        return found[0], None if entropy is None else found[1]
+        grads = torch.autograd.grad(loss, inputs, allow_unused=True)
+        return grads[0], None if entropy is None else grads[1]
 
     return gradients
 
@@ -94,9 +94,9 @@ class ValueObjective:
         if reach:
             change = values - batch.values
             near = torch.where(change.abs() > reach, batch.values + reach * change.sign(), values)
-            held = (near - batch.returns).square()
-            report["critic/clip"] = held > loss
-            loss = torch.max(loss, held)
+            clipped_loss = (near - batch.returns).square()
+            report["critic/clip"] = clipped_loss > loss
+            loss = torch.max(loss, clipped_loss)
         return share_of_mean(loss / 2, batch, "token-mean", denominator), report
 
 
@@ -109,7 +109,7 @@ class PolicyObjective:
         Raises ValueError for a function that does not exist or needs data that the run does not have.
         """
         self.section, self.kl_coefficient = section, kl_coefficient or KLCoefficient(section.init_kl_coef)
-        self.policy_loss: PolicyLoss = resolve(policy_losses, section.policy_loss, given=("batch", "marked"))
+        self.policy_loss: PolicyLoss = resolve(policy_losses, section.policy_loss, extra=("batch", "marked"))
         self.correction = section.rollout_correction and resolve(corrections, section.rollout_correction)
         self.kl = kl_estimators[section.kl_estimator]
 
@@ -131,8 +131,8 @@ class PolicyObjective:
             values, report = values * weights, report | more
         if section.rollout_mask != "none":
             bounds = section.rollout_mask, section.rollout_mask_low, section.rollout_mask_high
-            kept = kept_sequences(old, batch.engine_logprobs, batch, *bounds)
-            values, report["engine/sequences_masked_share"] = torch.where(kept, values, 0.0), ~kept
+            sequence_mask = kept_sequences(old, batch.engine_logprobs, batch, *bounds)
+            values, report["engine/sequences_masked_share"] = torch.where(sequence_mask, values, 0.0), ~sequence_mask
         if batch.reference_logprobs is not None:
             divergence = report["train/kl"] = self.kl(logprobs, batch.reference_logprobs)
             report |= {f"train/kl_{name}": kl_estimators[name](logprobs, batch.reference_logprobs) for name in ("k1", "k3")}
@@ -185,11 +185,11 @@ class PolicyObjective:
         }
 
 
-def _of_tokens(what: str, values: Tensor, like: Tensor) -> Tensor:
+def _of_tokens(label: str, values: Tensor, like: Tensor) -> Tensor:
     """Check the shape: a scalar would be broadcast over all tokens and change the meaning of the loss."""
     shape = list(values.shape) if isinstance(values, Tensor) else []
     if shape != list(like.shape):
-        raise ConfigError(f"{what} has shape {shape}, not one value for each of the {len(like)} tokens")
+        raise ConfigError(f"{label} has shape {shape}, not one value for each of the {len(like)} tokens")
     return values
 
 

@@ -23,19 +23,19 @@ def keywords(function: Callable[..., Any]) -> dict[str, bool]:
     return {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def options(function: Callable[..., Any], section: AlgorithmSection, **given: Any) -> dict[str, Any]:
-    """Return the keyword arguments of `function`: from `given`, else from the section, else its own defaults."""
-    values = {name: getattr(section, name) for name in FIELDS} | given
+def options(function: Callable[..., Any], section: AlgorithmSection, **extra: Any) -> dict[str, Any]:
+    """Return the keyword arguments of `function`: from `extra`, else from the section, else its own defaults."""
+    values = {name: getattr(section, name) for name in FIELDS} | extra
     return {name: values[name] for name in keywords(function) if name in values}
 
 
-def resolve(registry: Registry, name: str, given: Iterable[str] = ()) -> Callable[..., Any]:
+def resolve(registry: Registry, name: str, extra: Iterable[str] = ()) -> Callable[..., Any]:
     """Return the function of this name.
 
-    Raises ValueError if it requires a parameter that is neither a field of the section nor `given`.
+    Raises ValueError if it requires a parameter that is neither a field of the section nor `extra`.
     """
     function = registry[name]
-    lacking = [keyword for keyword, needed in keywords(function).items() if needed and keyword not in FIELDS | set(given)]
+    lacking = [keyword for keyword, needed in keywords(function).items() if needed and keyword not in FIELDS | set(extra)]
     if lacking:
         raise ValueError(f"{registry.flag} {name} needs {', '.join(lacking)}, which this run does not compute")
     return function

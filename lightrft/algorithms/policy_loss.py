@@ -76,8 +76,8 @@ def gmpo(
     steps, --gamma or a teacher make them differ.
     """
     log_ratio, sign = logprobs - old_logprobs, advantages.sign()
-    kept = sign * torch.min(sign * log_ratio, sign * log_ratio.clamp(-eps_clip_low, eps_clip_high))
-    ratio = sequence_means(kept, batch).exp()[batch.sequence_ids]
+    clipped_log_ratio = sign * torch.min(sign * log_ratio, sign * log_ratio.clamp(-eps_clip_low, eps_clip_high))
+    ratio = sequence_means(clipped_log_ratio, batch).exp()[batch.sequence_ids]
     report = {
         "train/ratio": log_ratio.exp(),
         "train/clip_low": (log_ratio < -eps_clip_low) & (advantages < 0),
@@ -128,16 +128,16 @@ def cpgd(
     """
     log_ratio = logprobs - old_logprobs
     bounded = log_ratio.clamp(math.log(1 - eps_clip_low), math.log(1 + eps_clip_high))
-    free, held = -log_ratio * advantages, -bounded * advantages
+    plain_loss, clipped_loss = -log_ratio * advantages, -bounded * advantages
     drift = log_ratio.expm1() - log_ratio
     report = {
         "train/ratio": log_ratio.exp(),
-        "train/clip_low": (held > free) & (advantages < 0),
-        "train/clip_high": (held > free) & (advantages > 0),
+        "train/clip_low": (clipped_loss > plain_loss) & (advantages < 0),
+        "train/clip_high": (clipped_loss > plain_loss) & (advantages > 0),
         "train/policy_drift": drift,
     }
     counted = drift if policy_drift_clip is None else drift.clamp(max=policy_drift_clip)
-    return torch.max(free, held) + policy_drift_coef * counted, report
+    return torch.max(plain_loss, clipped_loss) + policy_drift_coef * counted, report
 
 
 @policy_losses.register("reinforce")
@@ -173,10 +173,10 @@ def clip_cov(
 
 def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Loss:
     """-min(r A, clip(r, 1 - low, 1 + high) A)."""
-    free, held = -ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages
+    plain_loss, clipped_loss = -ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages
     report = {
         "train/ratio": ratio,
-        "train/clip_low": (held > free) & (advantages < 0),
-        "train/clip_high": (held > free) & (advantages > 0),
+        "train/clip_low": (clipped_loss > plain_loss) & (advantages < 0),
+        "train/clip_high": (clipped_loss > plain_loss) & (advantages > 0),
     }
-    return torch.max(free, held), report
+    return torch.max(plain_loss, clipped_loss), report

@@ -50,12 +50,12 @@ def share_of_mean(values: Tensor, batch: Batch, mode: str, denominator: Denomina
     sequences (GRPO, arXiv 2402.03300). seq-mean-token-sum: sum per sequence, mean over sequences. seq-mean-token-sum-norm:
     the same divided by a constant length (Dr. GRPO, arXiv 2503.20783).
     """
-    kept = torch.where(batch.loss_mask, values, 0.0)
+    loss_values = torch.where(batch.loss_mask, values, 0.0)
     if mode == "token-mean":
-        return kept.sum() / denominator.tokens.clamp(min=1)
+        return loss_values.sum() / denominator.tokens.clamp(min=1)
     if mode == "seq-mean-token-mean":
         return sequence_means(values, batch).sum() / denominator.sequences.clamp(min=1)
-    mean_of_sums = kept.sum() / denominator.sequences.clamp(min=1)
+    mean_of_sums = loss_values.sum() / denominator.sequences.clamp(min=1)
     if mode == "seq-mean-token-sum":
         return mean_of_sums
     if mode == "seq-mean-token-sum-norm":

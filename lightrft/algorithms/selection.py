@@ -60,15 +60,15 @@ def kth_largest(keys: Tensor, k: int, bits: int, total: Sum) -> tuple[int, int]:
 
     If there are fewer than k keys, return the smallest of them, with all that are equal to it.
     """
-    found = 0
+    key = 0
     for shift in range(bits - 8, -1, -8):
-        here = keys[(keys >> (shift + 8)) == (found >> (shift + 8))]
-        counts = total(torch.bincount((here >> shift) & (BYTE - 1), minlength=BYTE))
+        candidates = keys[(keys >> (shift + 8)) == (key >> (shift + 8))]
+        counts = total(torch.bincount((candidates >> shift) & (BYTE - 1), minlength=BYTE))
         from_above = counts.flip(0).cumsum(0).flip(0)  # [256], keys of this byte or a larger one
         byte = max(int((from_above >= k).sum()) - 1, 0)
         k -= int(from_above[byte] - counts[byte])
-        found |= byte << shift
-    return found, k
+        key |= byte << shift
+    return key, k
 
 
 def value_keys(values: Tensor) -> Tensor:

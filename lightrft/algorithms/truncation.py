@@ -32,14 +32,14 @@ class Truncation:
     def active(self) -> bool:
         return self.top_k > 0 or self.top_p < 1.0 or bool(self.banned)
 
-    def __call__(self, logits: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Return `logits` [t, V] with -inf outside of the part; `kept` [t, K] tokens stay, if they are not negative."""
-        if kept is not None:
-            kept = torch.where(kept < 0, logits.shape[-1], kept)
-        return logits.masked_fill_(self.outside(logits, self.threshold(logits), kept=kept), -torch.inf)
+    def __call__(self, logits: Tensor, keep: Tensor | None = None) -> Tensor:
+        """Return `logits` [t, V] with -inf outside of the part; `keep` [t, K] tokens stay, if they are not negative."""
+        if keep is not None:
+            keep = torch.where(keep < 0, logits.shape[-1], keep)
+        return logits.masked_fill_(self.outside(logits, self.threshold(logits), keep=keep), -torch.inf)
 
-    def outside(self, logits: Tensor, threshold: Tensor, *, first: int = 0, kept: Tensor | None = None) -> Tensor:
-        """Return [t, v] bool: below the threshold [t, 1], or banned, except `kept` [t, K], positions among the v; v itself: none.
+    def outside(self, logits: Tensor, threshold: Tensor, *, first: int = 0, keep: Tensor | None = None) -> Tensor:
+        """Return [t, v] bool: below the threshold [t, 1], or banned, except `keep` [t, K], positions among the v; v itself: none.
 
         `logits` [t, v] are those of the tokens from `first` on.
         """
@@ -47,8 +47,8 @@ class Truncation:
         for token in self.banned:
             if 0 <= token - first < logits.shape[-1]:
                 outside[:, token - first] = True
-        if kept is not None:  # positions that are no token go to an extra column
-            outside = torch.nn.functional.pad(outside, (0, 1)).scatter_(-1, kept, False)[:, :-1]
+        if keep is not None:  # positions that are no token go to an extra column
+            outside = torch.nn.functional.pad(outside, (0, 1)).scatter_(-1, keep, False)[:, :-1]
         return outside
 
     def threshold(self, logits: Tensor) -> Tensor:
@@ -74,20 +74,20 @@ def nucleus_threshold(logits: Tensor, top_p: float) -> Tensor:
     over the vocabulary instead of sorting it.
     """
     rows = max(1, HOST_BLOCK // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(logits))
-    return torch.cat([_bisected(part, top_p) for part in logits.split(rows)])
+    return torch.cat([_bisect_threshold(part, top_p) for part in logits.split(rows)])
 
 
-def _bisected(logits: Tensor, top_p: float) -> Tensor:
+def _bisect_threshold(logits: Tensor, top_p: float) -> Tensor:
     top = logits.amax(-1, keepdim=True)
     weights = (logits - top).exp_()
-    wanted = top_p * weights.sum(-1, keepdim=True)
+    target_mass = top_p * weights.sum(-1, keepdim=True)
     above = torch.empty_like(logits)
     high = float_keys(top)  # belongs to the part
     low = float_keys(torch.full_like(top, -torch.inf))  # does not belong to it
     for _ in range(32):
         middle = (low + high) // 2
         torch.gt(logits, floats_of(middle), out=above)
-        inside = above.mul_(weights).sum(-1, keepdim=True) < wanted
+        inside = above.mul_(weights).sum(-1, keepdim=True) < target_mass
         low, high = torch.where(inside, low, middle), torch.where(inside, middle, high)
     return floats_of(high)
 

@@ -67,7 +67,7 @@ def flat_attention(
     """
     if softcap is not None or s_aux is not None:
         raise ValueError(f"{type(module).__name__} uses soft-capped or sink attention, which flat batches do not support")
-    query, key, value = layout.sequence.enter(*(x[0].transpose(0, 1) for x in (query, key, value)))
+    query, key, value = layout.sequence.before_attention(*(x[0].transpose(0, 1) for x in (query, key, value)))
     window = sliding_window if sliding_window and sliding_window < layout.longest else None
     if layout.needs_several_calls:
         kernel = None if dropout else part_kernel(query.device, query.dtype)
@@ -80,7 +80,7 @@ def flat_attention(
     else:
         kernel = attention_kernel(query.device, query.dtype)
         output = kernel(query, key, value, layout, scaling=scaling, window=window, dropout=dropout)
-    return layout.sequence.leave(output).unsqueeze(0), None
+    return layout.sequence.after_attention(output).unsqueeze(0), None
 
 
 def _copies(query: Tensor, layout: Layout) -> bool:

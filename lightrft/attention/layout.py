@@ -155,12 +155,12 @@ class Layout:
     @cached_property
     def blocks(self) -> Blocks:
         """Return the sequences as blocks on the device, with a copy of a shared prefix for each sequence."""
-        found = blocks(self.lengths, self.device)
+        full = blocks(self.lengths, self.device)
         if self.shared is None:
-            return found
+            return full
         places, computed = to_device(self.shared.places, self.device), to_device(self.shared.computed, self.device)
-        source = places if found.source is None else places.index_select(0, found.source)
-        return Blocks(found.shapes, source, computed if found.places is None else found.places.index_select(0, computed))
+        source = places if full.source is None else places.index_select(0, full.source)
+        return Blocks(full.shapes, source, computed if full.places is None else full.places.index_select(0, computed))
 
     def copies_are_faster(self, width: int) -> bool:
         """Return True if a CPU needs less time for whole sequences, with copies of their prefixes, than for parts.
@@ -230,13 +230,13 @@ class Layout:
         level = _copy_numbers(piece)
         local = pieces.sizes.cumsum() - pieces.sizes
         for number in range(int(level.max()) + 1):
-            here = (level == number).nonzero()[0]
-            here = here[begins[here].argsort(kind="stable")]
-            first = np.r_[True, np.diff(begins[here]) != 0].nonzero()[0]  # first reader of each node
-            readers_here = piece[here]
-            query_lengths = np.add.reduceat(pieces.sizes[readers_here], first)
-            queries = Selection(_ranges(local[readers_here], pieces.sizes[readers_here]), self.device)
-            nodes = here[first]
+            at_level = (level == number).nonzero()[0]
+            at_level = at_level[begins[at_level].argsort(kind="stable")]
+            first = np.r_[True, np.diff(begins[at_level]) != 0].nonzero()[0]  # first reader of each node
+            readers_at_level = piece[at_level]
+            query_lengths = np.add.reduceat(pieces.sizes[readers_at_level], first)
+            queries = Selection(_ranges(local[readers_at_level], pieces.sizes[readers_at_level]), self.device)
+            nodes = at_level[first]
             keys = Selection(_ranges(begins[nodes], sizes[nodes]), self.device)
             yield Part(queries, keys, query_lengths, sizes[nodes], self.device)
 
@@ -265,13 +265,13 @@ class Layout:
         computed = np.arange(self.num_computed) if self.shared is None else self.shared.computed.numpy()
         first = np.searchsorted(computed, self._rows)
         stop = np.searchsorted(computed, self._rows + lengths)
-        found = []
+        runs = []
         for start, end in self.queries:
             begins, stops = np.maximum(first, start), np.minimum(stop, end)
             row = (begins < stops).nonzero()[0]
             depth = lengths[row] - (stop[row] - begins[row])
-            found.append((row, begins[row], stops[row] - begins[row], depth))
-        return TokenRuns(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
+            runs.append((row, begins[row], stops[row] - begins[row], depth))
+        return TokenRuns(*(np.concatenate(columns) for columns in zip(*runs, strict=True)))
 
 
 @dataclass(frozen=True)

@@ -73,10 +73,10 @@ class _InParts(torch.autograd.Function):
             selections = (part.queries, part.keys, part.keys)
             if not totals:
                 columns = zip(selections, gradients, (query, key, value), strict=True)
-                totals = [selection.spread(found, x) for selection, found, x in columns]
+                totals = [selection.spread(columns_gradient, x) for selection, columns_gradient, x in columns]
                 continue
-            for total, selection, found in zip(totals, selections, gradients, strict=True):
-                selection.add_to(total, found)
+            for total, selection, columns_gradient in zip(totals, selections, gradients, strict=True):
+                selection.add_to(total, columns_gradient)
         return *(total.to(x.dtype) for total, x in zip(totals, (query, key, value), strict=True)), None, None, None
 
 
@@ -98,7 +98,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: flo
 def _backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, part: Part, scaling: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = []
+    parts_of_each = []
     if part.causal and part.blocks.places is not None:  # padding has no gradient
         places, source = part.blocks.places, part.blocks.source
         padded = gradient.new_zeros(len(source), *gradient.shape[1:]).index_copy_(0, places, gradient)
@@ -109,8 +109,8 @@ def _backward(
         (q, o, its_lse), (k, v), mask = dense
         above = above.view(len(q), -1, *above.shape[1:]).transpose(1, 2)
         each = _BACKWARD(above, q, k, v, o, its_lse, 0.0, part.causal, attn_mask=mask, scale=scaling)
-        found.append([x.transpose(1, 2).flatten(0, 1) for x in each])
-    return tuple(_flat(list(each), part) for each in zip(*found, strict=True))
+        parts_of_each.append([x.transpose(1, 2).flatten(0, 1) for x in each])
+    return tuple(_flat(list(each), part) for each in zip(*parts_of_each, strict=True))
 
 
 CPU_KERNEL = PartKernel(_forward, _backward)

@@ -15,18 +15,18 @@ def draw_by_data_rank(module: nn.Module, data: Axis, device: torch.device) -> No
     The seed of a forward pass is drawn from torch's own generator. That generator advances equally on all ranks, so that modules
     made later are initialised equally; checkpoints contain it, so that a resumed run draws the same numbers.
     """
-    kept: list[tuple[Any, Any]] = []
+    rng_states: list[tuple[Any, Any]] = []
     accelerator = None if device.type == "cpu" else torch.get_device_module(device)
 
     def begin(*_: Any) -> None:
         if module.training:
             seed = int(torch.randint(2**62, ())) + data.rank
-            kept.append((torch.get_rng_state(), accelerator and accelerator.get_rng_state(device)))
+            rng_states.append((torch.get_rng_state(), accelerator and accelerator.get_rng_state(device)))
             seed_generators(seed, device)
 
     def end(*_: Any) -> None:
-        if kept:
-            host, own = kept.pop()
+        if rng_states:
+            host, own = rng_states.pop()
             torch.set_rng_state(host)
             if accelerator:
                 accelerator.set_rng_state(own, device)

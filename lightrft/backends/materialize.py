@@ -38,13 +38,13 @@ def materialize(module: nn.Module, device: torch.device, world: Axis) -> None:
     if not is_empty(module):
         return
     source = Source.of(module, world)
-    kept = {name: tensor.clone() for name, tensor in _local_tensors(module) if not tensor.is_meta}
+    materialized = {name: tensor.clone() for name, tensor in _local_tensors(module) if not tensor.is_meta}
     with same_parameters():
         module.to_empty(device=device)
     with torch.no_grad():
         for name, tensor in _local_tensors(module):
-            if name in kept:
-                tensor.copy_(kept[name])
+            if name in materialized:
+                tensor.copy_(materialized[name])
         run_on_all_ranks(world, source.failure, source.fill)
 
 
@@ -82,15 +82,15 @@ class Source:
 
     model: PreTrainedModel
     files: ConvertedFiles
-    wanted: dict[str, str]
+    stored_names: dict[str, str]
     """Name in the model -> name in the files, for each tensor to read; the files may use another name of a tied tensor."""
 
     @classmethod
     def of(cls, module: nn.Module, world: Axis) -> Self:
         """Locate the files of a module; ValueError if no folder can provide all of its weights."""
-        model, found = _model_inside(module), []
-        run_on_all_ranks(world, f"{model.name_or_path} could not be loaded", lambda: found.append(_located(model)))
-        return cls(model, *found[0])
+        model, located = _model_inside(module), []
+        run_on_all_ranks(world, f"{model.name_or_path} could not be loaded", lambda: located.append(_locate(model)))
+        return cls(model, *located[0])
 
     @property
     def failure(self) -> str:
@@ -98,11 +98,11 @@ class Source:
 
     def fill(self) -> None:
         """Load this rank's part of every tensor to read."""
-        self._fill(self.wanted)
+        self._fill(self.stored_names)
 
     def fill_buffers(self) -> None:
         buffers = dict(self.model.named_buffers())
-        self._fill([name for name in self.wanted if name in buffers])
+        self._fill([name for name in self.stored_names if name in buffers])
 
     def read(self, parameter: nn.Parameter, values: Tensor) -> None:
         """Load the whole value of an empty parameter into `values`, in their dtype."""
@@ -117,14 +117,14 @@ class Source:
 
     def _read(self, name: str, tensor: Tensor, values: Tensor) -> None:
         """Load this rank's part of a tensor into `values`. ValueError for a weight, but not for a buffer, that is not finite."""
-        stored = self.wanted[name]
+        stored = self.stored_names[name]
         for index, piece in self.files.read(stored, local_slices(tensor)):
             if _is_parameter(tensor):
                 check_finite(self.files.origin(stored), piece)
             values[index].copy_(piece)
 
 
-def _located(model: PreTrainedModel) -> tuple[ConvertedFiles, dict[str, str]]:
+def _locate(model: PreTrainedModel) -> tuple[ConvertedFiles, dict[str, str]]:
     """Return the files and their names for the tensors to read; ValueError if they do not match the model.
 
     The first of several tied names represents all of them.
@@ -139,16 +139,16 @@ def _located(model: PreTrainedModel) -> tuple[ConvertedFiles, dict[str, str]]:
     missing, unexpected = missing_and_unexpected(model, converted.shapes)
     missing &= {name for names in groups for name in names}
     unexpected = {name for name in unexpected if is_backbone(model, name)}
-    for names, what in ((missing, "of the model are not in it"), (unexpected, "in it are not of the model")):
+    for names, problem in ((missing, "of the model are not in it"), (unexpected, "in it are not of the model")):
         if names:
-            raise ValueError(f"{len(names)} tensors {what}, the first is {min(names)}")
-    wanted = {names[0]: next(name for name in names if name in converted.shapes) for names in groups}
+            raise ValueError(f"{len(names)} tensors {problem}, the first is {min(names)}")
+    stored_names = {names[0]: next(name for name in names if name in converted.shapes) for names in groups}
     shapes = converted.shapes
-    for name, stored in wanted.items():
+    for name, stored in stored_names.items():
         if shapes[stored] != tuple(tensors[name].shape):
             shape = tuple(tensors[name].shape)
             raise ValueError(f"{converted.origin(stored)} has shape {shapes[stored]} there, the model's is {shape}")
-    return converted, wanted
+    return converted, stored_names
 
 
 def _model_inside(module: nn.Module) -> PreTrainedModel:

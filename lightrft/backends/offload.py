@@ -39,11 +39,11 @@ class HostCopies:
     def load(self, tensors: Iterable[Tensor]) -> None:
         """Copy the values into tensors of the same shapes and types, in the same order."""
         for target, pieces in self._places(tensors):
-            whole = target.detach() if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-            for part, piece in zip(_flat_bytes(whole).split([len(p) for p in pieces]), pieces, strict=True):
+            dense = target.detach() if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+            for part, piece in zip(_flat_bytes(dense).split([len(p) for p in pieces]), pieces, strict=True):
                 part.copy_(piece, non_blocking=True)
-            if whole.data_ptr() != target.data_ptr():
-                target.copy_(whole)
+            if dense.data_ptr() != target.data_ptr():
+                target.copy_(dense)
 
     def _places(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Yield each tensor with the parts of the buffers that have its bytes."""
@@ -65,12 +65,12 @@ class OffloadedTensors:
     ):
         """Offload `tensors`; the values in `scratch` are discarded."""
         self.guards = guards
-        kept, dropped = _with_storage(tensors), _with_storage(scratch)
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in (*kept, *dropped)}
+        copied, dropped = _with_storage(tensors), _with_storage(scratch)
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in (*copied, *dropped)}
         self.sizes = {key: storage.nbytes() for key, storage in storages.items()}
-        self.kept_keys = list(dict.fromkeys(tensor.untyped_storage().data_ptr() for tensor in kept))
+        self.kept_keys = list(dict.fromkeys(tensor.untyped_storage().data_ptr() for tensor in copied))
         self.copies = HostCopies(_bytes(storages[key]) for key in self.kept_keys)
-        self.views = [(tensor, tensor.untyped_storage().data_ptr(), _geometry(tensor)) for tensor in (*kept, *dropped)]
+        self.views = [(tensor, tensor.untyped_storage().data_ptr(), _geometry(tensor)) for tensor in (*copied, *dropped)]
         synchronize(device)
         for tensor, _, _ in self.views:
             tensor.data = tensor.data.new_empty(0)

@@ -26,8 +26,8 @@ def all_gather(data: Any, axis: Axis) -> Any:
     """See StrategyBase.all_gather."""
     parts = axis.gather(_on_host(data))
     if isinstance(data, dict):
-        return {key: _joined([part[key] for part in parts], value) for key, value in data.items()}
-    return _joined(parts, data)
+        return {key: _concatenate([part[key] for part in parts], value) for key, value in data.items()}
+    return _concatenate(parts, data)
 
 
 def _reduce_dict(data: dict[str, Any], op: Op, axis: Axis) -> dict[str, Any]:
@@ -65,10 +65,10 @@ def _result_dtype(dtype: torch.dtype, op: Op) -> torch.dtype:
     return torch.int64 if op == "sum" and dtype == torch.bool else dtype
 
 
-def _number(given: int | float | bool, value: float, op: Op) -> int | float | bool:
-    if op == "mean" or isinstance(given, float):
+def _number(like: int | float | bool, value: float, op: Op) -> int | float | bool:
+    if op == "mean" or isinstance(like, float):
         return value
-    return bool(value) if isinstance(given, bool) and op in ("max", "min") else int(value)
+    return bool(value) if isinstance(like, bool) and op in ("max", "min") else int(value)
 
 
 def _checked(value: Any) -> int | float | bool:
@@ -83,7 +83,7 @@ def _on_host(data: Any) -> Any:
     return data.detach().cpu() if isinstance(data, Tensor) else data
 
 
-def _joined(parts: list[Any], given: Any) -> Any:
-    if not isinstance(given, Tensor):
+def _concatenate(parts: list[Any], like: Any) -> Any:
+    if not isinstance(like, Tensor):
         return parts
-    return torch.cat([part.reshape(1) if part.ndim == 0 else part for part in parts]).to(given.device)
+    return torch.cat([part.reshape(1) if part.ndim == 0 else part for part in parts]).to(like.device)

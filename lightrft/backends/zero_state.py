@@ -40,7 +40,7 @@ def engine_config(
             "stage3_prefetch_bucket_size": BUCKET,
             "stage3_param_persistence_threshold": max(vectors, default=0),
             "zero_hpz_partition_size": config.zpg,
-            **{f"offload_{what}": {"device": "cpu" if so else "none", "pin_memory": pinned} for what, so in on_host.items()},
+            **{f"offload_{name}": {"device": "cpu" if so else "none", "pin_memory": pinned} for name, so in on_host.items()},
         },
     }
 
@@ -155,11 +155,11 @@ class ZeroModelState(ModelState):
         names = self._names()
         for group, flat in self.partitions:
             begin(self.optimizer, flat)
-            kept = {key: value for key, value in self.optimizer.state[flat].items() if isinstance(value, Tensor)}
+            state = {key: value for key, value in self.optimizer.state[flat].items() if isinstance(value, Tensor)}
             for parameter in group:
                 piece = pieces.get(parameter, FlatSlice(parameter, 0, flat, 0, 0))
                 moments[names[parameter]] = {
-                    key: _fragment(piece, value) if value.ndim else value for key, value in kept.items()
+                    key: _fragment(piece, value) if value.ndim else value for key, value in state.items()
                 }
         return moments
 

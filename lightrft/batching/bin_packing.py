@@ -64,7 +64,7 @@ class Packer:
                 best = bins
             if self._time(best) <= enough:
                 return best
-        return self._improved(best) if few else best
+        return self._improve(best) if few else best
 
     def even(self, rows: Bin) -> list[Bin]:
         """Fill all bins to nearly equal cost: best if no sequence is more expensive than an average bin."""
@@ -145,7 +145,7 @@ class Packer:
                 insort(rooms, (room - self.sizes[row], index))
         return bins
 
-    def _improved(self, bins: list[Bin]) -> list[Bin]:
+    def _improve(self, bins: list[Bin]) -> list[Bin]:
         """Return the bins after moving and swapping sequences out of the bins that the other ranks wait for."""
         tokens, sequences = self.limits.tokens, self.limits.sequences
         search = LocalSearch(self.works, self.sizes, bins, num_ranks=self.num_ranks, max_tokens=tokens, max_sequences=sequences)

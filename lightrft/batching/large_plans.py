@@ -25,12 +25,12 @@ def pack_large_step(lengths: Column, prompts: Column, num_ranks: int, limits: Li
     Sequences of a prompt share a micro-batch if that makes the plan shorter. `prompts` [N, 3]: see planner.Prompts.
     """
     spent = _cost(lengths, prompts)
-    ways = [_fill(unit, lengths, num_ranks, limits) for unit in _ways(lengths, prompts, limits)]
+    ways = [_fill(unit, lengths, num_ranks, limits) for unit in _groupings(lengths, prompts, limits)]
     bins = min(ways, key=lambda bins: np.sort(spent(bins))[::-1][::num_ranks].sum())
     return _by_rank(bins, spent(bins), num_ranks)
 
 
-def _ways(lengths: Column, prompts: Column, limits: Limits) -> Iterator[Column]:
+def _groupings(lengths: Column, prompts: Column, limits: Limits) -> Iterator[Column]:
     """Yield the unit of each sequence, [N] each: first the sequence alone, then those of its prompt if that saves enough."""
     yield np.arange(len(lengths))
     order = np.lexsort((prompts[:, 1], prompts[:, 0]))
@@ -42,14 +42,14 @@ def _ways(lengths: Column, prompts: Column, limits: Limits) -> Iterator[Column]:
     unit, first = np.empty_like(order), order.copy()
     tokens = np.zeros_like(order)
     for number in range(int(place.max()) + 1):
-        here = (place == number).nonzero()[0]
-        sizes = lengths[order[here]]
+        members = (place == number).nonzero()[0]
+        sizes = lengths[order[members]]
         if number:
-            whole = tokens[here - 1] + sizes
-            joins = whole <= limits.tokens
-            first[here] = np.where(joins, first[here - 1], order[here])
-            sizes = np.where(joins, whole, sizes)
-        tokens[here] = sizes
+            combined = tokens[members - 1] + sizes
+            joins = combined <= limits.tokens
+            first[members] = np.where(joins, first[members - 1], order[members])
+            sizes = np.where(joins, combined, sizes)
+        tokens[members] = sizes
     unit[order] = np.unique(first, return_inverse=True)[1]
     yield unit
 

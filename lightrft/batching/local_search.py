@@ -59,14 +59,14 @@ class LocalSearch:
         """Move or swap one sequence out of bin `first`, the most expensive of its micro-batch, to a bin that can absorb it."""
         home, works, spent = self.home, self.works, self._spent()
         used = np.bincount(home, weights=self.sizes, minlength=self.count)
-        held = np.bincount(home[: self.real], minlength=self.count)
+        num_sequences = np.bincount(home[: self.real], minlength=self.count)
         same_micro_batch = (home >= first) & (home < first + self.num_ranks)
         ceiling = np.where(same_micro_batch, spent[first] - 1, spent[home - home % self.num_ranks])
         members = np.flatnonzero(home[: self.real] == first)[:, None]
-        gain, taken = works[members] - works, self.sizes[members] - self.sizes
+        gain, size_change = works[members] - works, self.sizes[members] - self.sizes
         allowed = (gain > 0) & (gain <= ceiling - spent[home])
-        allowed &= (taken <= self.max_tokens - used[home]) & (taken >= used[first] - self.max_tokens)
-        allowed[:, self.real :] &= held[home[self.real :]] < self.max_sequences
+        allowed &= (size_change <= self.max_tokens - used[home]) & (size_change >= used[first] - self.max_tokens)
+        allowed[:, self.real :] &= num_sequences[home[self.real :]] < self.max_sequences
         if allowed.any():
             after = np.maximum(spent[first] - gain, np.where(same_micro_batch, spent[home] + gain, 0))
             row, partner = np.unravel_index(np.where(allowed, after, np.iinfo(np.int64).max).argmin(), allowed.shape)

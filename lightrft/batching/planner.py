@@ -75,7 +75,7 @@ def plan(
     if prompts is None:
         prompts = np.column_stack([np.arange(len(lengths)), *[np.zeros_like(lengths)] * 2])
     prompts = np.asarray(prompts)
-    split = {"packed": partial(_packed, prompts), "dynamic": _dynamic, "plain": _plain}[batching]
+    split = {"packed": partial(_shortest, prompts), "dynamic": _dynamic, "plain": _consecutive_rows}[batching]
     starts = range(0, len(lengths), minibatch_size) if units is None else _starts(np.asarray(units), minibatch_size)
     steps = [range(start, stop) for start, stop in pairwise([*starts, len(lengths)])]
     return Plan([split(lengths, rows, num_ranks, limits) for rows in steps])
@@ -96,15 +96,15 @@ def _check(lengths: list[int], max_tokens: int) -> None:
         raise ValueError(f"row {lengths.index(shortest)} has no tokens")
 
 
-def _packed(known: np.ndarray, lengths: list[int], rows: range, num_ranks: int, limits: Limits) -> list[list[list[int]]]:
+def _shortest(prefixes: np.ndarray, lengths: list[int], rows: range, num_ranks: int, limits: Limits) -> list[list[list[int]]]:
     """Return [rank][m], the shortest of several plans: bins of similar cost run at the same time, most expensive first."""
     if len(rows) > LARGE_STEP:
         part = slice(rows.start, rows.stop)
-        micro_batches = pack_large_step(np.array(lengths[part]), known[part], num_ranks, limits)
+        micro_batches = pack_large_step(np.array(lengths[part]), prefixes[part], num_ranks, limits)
         if not rows.start:
             return micro_batches
         return [[[rows.start + row for row in bin_] for bin_ in rank] for rank in micro_batches]
-    prompts = [tuple(prompt) for prompt in known.tolist()]
+    prompts = [tuple(prompt) for prompt in prefixes.tolist()]
 
     def spent(members: list[int]) -> int:
         once = {prompts[row] for row in members}
@@ -121,10 +121,10 @@ def _packed(known: np.ndarray, lengths: list[int], rows: range, num_ranks: int, 
     def time(by_rank: list[list[list[int]]]) -> int:
         return sum(max(map(spent, bins)) for bins in zip(*by_rank, strict=True))
 
-    return min(map(packed, [[[row] for row in rows], *_together(prompts, lengths, rows, limits)]), key=time)
+    return min(map(packed, [[[row] for row in rows], *_by_prompt(prompts, lengths, rows, limits)]), key=time)
 
 
-def _together(prompts: list[tuple[int, int, int]], lengths: list[int], rows: range, limits: Limits) -> Iterator[list[list[int]]]:
+def _by_prompt(prompts: list[tuple[int, int, int]], lengths: list[int], rows: range, limits: Limits) -> Iterator[list[list[int]]]:
     """Yield groupings of rows that keep the rows of a prompt together; none if that saves little."""
     of_prompt: dict[tuple[int, int, int], list[int]] = {}
     for row in rows:
@@ -153,7 +153,7 @@ def _dynamic(lengths: list[int], rows: range, num_ranks: int, limits: Limits) ->
     return [[share[start:end] for start, end in zip(cuts, cuts[1:], strict=False)] for share in shares]
 
 
-def _plain(lengths: list[int], rows: range, num_ranks: int, limits: Limits) -> list[list[list[int]]]:
+def _consecutive_rows(lengths: list[int], rows: range, num_ranks: int, limits: Limits) -> list[list[list[int]]]:
     """Return [rank][m]: consecutive rows for every rank and in every micro-batch."""
     ends = [len(rows) * (rank + 1) // num_ranks for rank in range(num_ranks)]
     by_rank = [_in_order(lengths, rows[start:end], limits) for start, end in zip([0, *ends], ends, strict=False)]

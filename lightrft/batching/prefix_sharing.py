@@ -30,10 +30,10 @@ def find_shared_prefixes(
     tokens, stops = input_ids.numpy(), lengths.cumsum(0).tolist()
     starts = [0, *stops[:-1]]
     rows = [tokens[start:stop] for start, stop in zip(starts, stops, strict=True)]
-    seen = [id(each) if each else 0 for each in media] if media else [0] * len(rows)
-    order = sorted(range(len(rows)), key=lambda row: (seen[row], rows[row].tobytes()))
+    images = [id(each) if each else 0 for each in media] if media else [0] * len(rows)
+    order = sorted(range(len(rows)), key=lambda row: (images[row], rows[row].tobytes()))
     pairs = list(zip(order, order[1:], strict=False))
-    counts = np.array([common(rows[one], rows[two]) if seen[one] == seen[two] else 0 for one, two in pairs], dtype=np.int64)
+    counts = np.array([common(rows[one], rows[two]) if images[one] == images[two] else 0 for one, two in pairs], dtype=np.int64)
     _drop(counts, lengths.numpy()[order], min_saving)
     same = np.arange(len(tokens))
     for (before, row), count in zip(pairs, counts.tolist(), strict=True):
@@ -54,12 +54,12 @@ def _drop(counts: np.ndarray, lengths: np.ndarray, min_saving: float) -> None:
     """
     groups = [(0, len(counts), 0)] if len(counts) else []  # (first, stop) of counts, and the length that more sequences share
     while groups:
-        first, stop, known = groups.pop()
+        first, stop, shared_by_more = groups.pop()
         shared = int(counts[first:stop].min())
         parted = first + (counts[first:stop] == shared).nonzero()[0]
         behind = (lengths[first : stop + 1] - shared).sum() - (counts[first:stop] - shared).sum()
-        if known < shared and (shared - known) * len(parted) <= min_saving * behind:
-            counts[parted] = shared = known
+        if shared_by_more < shared and (shared - shared_by_more) * len(parted) <= min_saving * behind:
+            counts[parted] = shared = shared_by_more
         edges = [first - 1, *parted.tolist(), stop]
         groups += [(one + 1, two, shared) for one, two in zip(edges, edges[1:], strict=False) if one + 1 < two]
 
@@ -76,8 +76,8 @@ def prompts(batch: Batch, units: Tensor | None = None) -> Tensor:
         _, which, counts = units.unique_consecutive(return_inverse=True, return_counts=True)
         firsts = torch.minimum(firsts, firsts[(counts.cumsum(0) - counts)[which]])
     starts, tokens = batch.offsets.tolist(), batch.input_ids.numpy()
-    seen = {id(each): _checksum(each) for each in batch.media or ()}
-    before = [seen[id(each)] for each in batch.media] if batch.media else [0] * len(batch)
+    checksums = {id(each): _checksum(each) for each in batch.media or ()}
+    before = [checksums[id(each)] for each in batch.media] if batch.media else [0] * len(batch)
     ends = zip(starts, firsts.tolist(), before, strict=False)
     sums = [crc32(tokens[start : start + count].tobytes(), images) for start, count, images in ends]
     towers = torch.zeros_like(firsts) if batch.tower_tokens is None else batch.tower_tokens
@@ -85,10 +85,10 @@ def prompts(batch: Batch, units: Tensor | None = None) -> Tensor:
 
 
 def _checksum(features: Features) -> int:
-    found = 0
+    checksum = 0
     for tensor in features.values():
-        found = crc32(tensor.contiguous().numpy(), found)
-    return found
+        checksum = crc32(tensor.contiguous().numpy(), checksum)
+    return checksum
 
 
 def common(one: np.ndarray, other: np.ndarray) -> int:

@@ -76,16 +76,16 @@ class Column:
             return self
         order = self.ids.argsort()
         place = torch.searchsorted(self.ids[order], ids).clamp(max=max(len(order) - 1, 0))
-        found = order[place] if len(order) else place
-        absent = ids[self.ids[found] != ids] if len(order) else ids
+        rows = order[place] if len(order) else place
+        absent = ids[self.ids[rows] != ids] if len(order) else ids
         if len(absent):
             raise KeyError(int(absent[0]))
         offsets = F.pad(self.lengths.cumsum(0), (1, 0))
-        return Column(self.per_token, ids, self.lengths[found], self.values[token_index(offsets, found)])
+        return Column(self.per_token, ids, self.lengths[rows], self.values[token_index(offsets, rows)])
 
     def without(self, ids: Tensor) -> "Column":
-        kept = self.ids[~torch.isin(self.ids, ids)]
-        return self.select(kept)
+        remaining = self.ids[~torch.isin(self.ids, ids)]
+        return self.select(remaining)
 
     def extended(self, other: "Column") -> "Column":
         """Return the rows of both; those of `other` replace earlier ones of the same id."""
@@ -192,9 +192,9 @@ class MemoryStore(SampleStore):
         """Raise an error for values that are written back to rows that this rank does not hold, or of another length."""
         if self._known is None:
             return
-        held = self._known.select(self._known.ranks == self.data.rank)
+        local_rows = self._known.select(self._known.ranks == self.data.rank)
         try:
-            expected = Column(False, held.ids, torch.ones_like(held.ids), held.lengths).select(ids).values
+            expected = Column(False, local_rows.ids, torch.ones_like(local_rows.ids), local_rows.lengths).select(ids).values
         except KeyError as error:
             raise LookupError(f"sample {error.args[0]} is not held by this rank, so nothing can be written back to it") from None
         if len(wrong := (expected != lengths).nonzero()[:, 0]):
@@ -229,9 +229,9 @@ class MemoryStore(SampleStore):
 
     def _disagreement(self) -> str:
         """Describe the first column that differs between ranks, alike on all of them."""
-        everyone = self.data.gather(self._types())
-        for name in sorted(set().union(*everyone)):
-            kinds = [types.get(name, "absent") for types in everyone]
+        types_of_ranks = self.data.gather(self._types())
+        for name in sorted(set().union(*types_of_ranks)):
+            kinds = [types.get(name, "absent") for types in types_of_ranks]
             if len(set(kinds)) > 1:
                 each = ", ".join(f"{kind} on data rank {rank}" for rank, kind in enumerate(kinds))
                 return f"the ranks have different columns {name!r}: {each}"
@@ -245,35 +245,35 @@ class MemoryStore(SampleStore):
         after = self._known = rows.held_by(owners)
         names = [name for name in self._columns if fields is None or name in fields]
         names.sort(key=lambda name: -self._columns[name].values.itemsize)
-        mine = after.select(after.ranks == self.data.rank)
+        local_rows = after.select(after.ranks == self.data.rank)
         types = {name: self._columns[name] for name in names}
         columns = types
         if self.leads and self.data.size > 1:
-            columns = self._exchanged(rows, after, names)
+            columns = self._exchange(rows, after, names)
         if self.replica.size > 1:
-            columns = self._shared(mine, types, columns)
+            columns = self._share(local_rows, types, columns)
         for name in [name for name in self._objects if fields is None or name in fields]:
             self._objects[name] = self._exchanged_objects(self._objects[name], after)
         for name in names:
-            self._columns[name] = columns[name].select(mine.ids)
-        self._lengths = Column(False, mine.ids, torch.ones_like(mine.ids), mine.lengths)
+            self._columns[name] = columns[name].select(local_rows.ids)
+        self._lengths = Column(False, local_rows.ids, torch.ones_like(local_rows.ids), local_rows.lengths)
         return after
 
-    def _exchanged(self, rows: SampleRows, after: SampleRows, names: list[str]) -> dict[str, Column]:
+    def _exchange(self, rows: SampleRows, after: SampleRows, names: list[str]) -> dict[str, Column]:
         """Send each row to its new rank; return the columns of the rows that arrive."""
         rank, size = self.data.rank, self.data.size
         place = {row: at for at, row in enumerate(rows.ids.tolist())}
         source = rows.ranks[[place[row] for row in after.ids.tolist()]]
-        sent = _divided(after.select(source == rank), after.ranks[source == rank], size)
-        coming = _divided(after.select(after.ranks == rank), source[after.ranks == rank], size)
+        sent = _split_by_rank(after.select(source == rank), after.ranks[source == rank], size)
+        coming = _split_by_rank(after.select(after.ranks == rank), source[after.ranks == rank], size)
         types = {name: self._columns[name] for name in names}
         flat = torch.cat([packed([self._columns[name].select(part.ids) for name in names]) for part in sent])
         sizes = [[packed_size(list(types.values()), part) for part in parts] for parts in (sent, coming)]
         received = self.data.all_to_all(flat, sizes[0], sizes[1])
         arrived = [unpacked(buffer, types, part) for buffer, part in zip(received.split(sizes[1]), coming, strict=True)]
-        return {name: _joined([each[name] for each in arrived]) for name in names}
+        return {name: _concatenate([each[name] for each in arrived]) for name in names}
 
-    def _shared(self, rows: SampleRows, types: dict[str, Column], columns: dict[str, Column]) -> dict[str, Column]:
+    def _share(self, rows: SampleRows, types: dict[str, Column], columns: dict[str, Column]) -> dict[str, Column]:
         """Send the leader's rows to the other ranks of the replica, in one buffer whose size all of them know."""
         if self.leads:
             flat = packed([column.select(rows.ids) for column in columns.values()])
@@ -282,7 +282,7 @@ class MemoryStore(SampleStore):
         return unpacked(self.replica.broadcast_tensor(flat), types, rows)
 
     def _exchanged_objects(self, values: dict[int, Any], after: SampleRows) -> dict[int, Any]:
-        parts = [rows.ids.tolist() for rows in _divided(after, after.ranks, self.data.size)]
+        parts = [rows.ids.tolist() for rows in _split_by_rank(after, after.ranks, self.data.size)]
         if self.leads:
             sent = [{row: values[row] for row in part if row in values} for part in parts]
             values = {row: value for part in self.data.exchange_objects(sent) for row, value in part.items()}
@@ -382,12 +382,12 @@ def unpacked(flat: Tensor, types: Mapping[str, Column], rows: SampleRows) -> dic
     return columns
 
 
-def _divided(rows: SampleRows, ranks: Tensor, size: int) -> list[SampleRows]:
+def _split_by_rank(rows: SampleRows, ranks: Tensor, size: int) -> list[SampleRows]:
     """Return the rows of each of `size` ranks, in their order; `ranks` [n] is that of each row."""
     order, counts = ranks.argsort(stable=True), ranks.bincount(minlength=size)
     return [rows.select(places) for places in order.split(counts.tolist())]
 
 
-def _joined(columns: list[Column]) -> Column:
+def _concatenate(columns: list[Column]) -> Column:
     return Column(columns[0].per_token, *(torch.cat([getattr(each, name) for each in columns])
                                           for name in ("ids", "lengths", "values")))  # fmt: skip

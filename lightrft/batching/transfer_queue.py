@@ -73,8 +73,8 @@ class TransferQueueStore(MemoryStore):
             if absent := set(ids.tolist()) - self.produced(name):
                 raise LookupError(f"sample {min(absent)} has no {name!r} on this rank")
         rows = SampleRows(ids, self._values("lengths", ids), torch.zeros_like(ids))
-        found = {name: self._values(name, ids) for name in names if name in self._objects}
-        return found | self._read(types, rows) | {"lengths": rows.lengths}
+        objects = {name: self._values(name, ids) for name in names if name in self._objects}
+        return objects | self._read(types, rows) | {"lengths": rows.lengths}
 
     def _read(self, types: dict[str, Column], rows: SampleRows) -> dict[str, Tensor]:
         """Read fields on the leader, and send them to the other ranks of the replica in one buffer."""

@@ -26,12 +26,12 @@ def write_folder(folder: Path, world: Axis, *steps: Callable[[Path], None]) -> N
     contents of `folder` are untouched. A step that fails on one rank must not leave other ranks waiting in a collective.
     """
     part = folder.with_name(folder.name + PART)
-    what = f"{folder} could not be written"
+    summary = f"{folder} could not be written"
     try:
-        run_on_all_ranks(world, what, partial(_on_first, world, partial(_start, part)))
+        run_on_all_ranks(world, summary, partial(_on_first, world, partial(_start, part)))
         for step in steps:
-            run_on_all_ranks(world, what, partial(step, part))
-        run_on_all_ranks(world, what, partial(_on_first, world, partial(_publish, part, folder)))
+            run_on_all_ranks(world, summary, partial(step, part))
+        run_on_all_ranks(world, summary, partial(_on_first, world, partial(_publish, part, folder)))
     except CheckpointError:
         if world.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
@@ -39,7 +39,7 @@ def write_folder(folder: Path, world: Axis, *steps: Callable[[Path], None]) -> N
         raise
 
 
-def run_on_all_ranks(world: Axis, what: str, action: Callable[[], None]) -> None:
+def run_on_all_ranks(world: Axis, summary: str, action: Callable[[], None]) -> None:
     """Run `action`; if it failed on any rank, every rank raises one CheckpointError with all the reasons."""
     cause, reasons = None, {}
     try:
@@ -48,11 +48,11 @@ def run_on_all_ranks(world: Axis, what: str, action: Callable[[], None]) -> None
         cause, reasons = error, {rank: _reason(failure) for rank, (failure, _) in error.failures.items()}
     except Exception as error:
         cause, reasons = error, {world.rank: _reason(error)}
-    everyone: dict[int, str] = {}
+    errors: dict[int, str] = {}
     for part in world.gather(reasons):
-        everyone |= part
-    if everyone:
-        raise CheckpointError(f"{what}: " + "; ".join(f"rank {rank}: {everyone[rank]}" for rank in sorted(everyone))) from cause
+        errors |= part
+    if errors:
+        raise CheckpointError(f"{summary}: " + "; ".join(f"rank {rank}: {errors[rank]}" for rank in sorted(errors))) from cause
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -44,10 +44,10 @@ def export_checkpoint(
     parameters come from the run's --pretrain, or from `pretrain`. This process loads the whole model, in float32.
     Raises ConfigError (a ValueError) or CheckpointError (a RuntimeError) if something is missing or does not match.
     """
-    found = _checkpoint(path)
-    if found is None:
+    newest = _checkpoint(path)
+    if newest is None:
         raise ConfigError(f"{path} is not a checkpoint of a run, and contains none")
-    manifest, path, state = found
+    manifest, path, state = newest
     identity = state["client"].get("identity") or {}
     if "settings" not in identity:
         raise ConfigError(f"{path} was not written by a run of lightrft, so its models are unknown")
@@ -192,8 +192,8 @@ def _tokenizer(adapter: str, section: ModelSection) -> PreTrainedTokenizerBase:
 
 def _digest(adapter: str) -> str:
     """Return a hash of an adapter's configuration and weights."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         with open(Path(adapter) / name, "rb") as file:
-            found.update(hashlib.file_digest(file, "sha256").digest())
-    return found.hexdigest()[:16]
+            hasher.update(hashlib.file_digest(file, "sha256").digest())
+    return hasher.hexdigest()[:16]

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from lightrft.checkpoint.atomic import naming, run_on_all_ranks, write_file, write_folder
-from lightrft.checkpoint.manifest import Manifest, manifest_steps, newest_intact, next_number, rotate, update_latest, whole
+from lightrft.checkpoint.manifest import Manifest, manifest_steps, newest_intact, next_number, read_intact, rotate, update_latest
 from lightrft.checkpoint.model_state import ModelState
 from lightrft.checkpoint.random_states import random_states, set_random_states
 from lightrft.checkpoint.reader import CheckpointReader
@@ -120,8 +120,8 @@ def find(root: Path, tag: str | None, world: Axis) -> tuple[Manifest, Path, dict
 
     Raises CheckpointError if the requested tag is missing or damaged.
     """
-    found = newest_intact(root, world) if tag is None else whole(root / tag, world)
-    return found and (*found, json.loads((found[1] / STATE).read_text()))
+    intact = newest_intact(root, world) if tag is None else read_intact(root / tag, world)
+    return intact and (*intact, json.loads((intact[1] / STATE).read_text()))
 
 
 def load(contents: CheckpointState, path: Path, world_size: int, *, strict: bool, module_only: bool) -> None:
@@ -177,22 +177,22 @@ def _read_tensors(contents: CheckpointState, path: Path, *, strict: bool, module
         model.restore(states[name])
 
 
-def _check_same(wanted: set[str], saved: set[str], what: str, *, subset: bool = False) -> None:
-    if wanted - saved or (saved - wanted and not subset):
-        names = [", ".join(sorted(names)) or "none" for names in (saved, wanted)]
-        raise ValueError(f"it contains a {what} for each of: {names[0]}; requested are: {names[1]}")
+def _check_same(requested: set[str], saved: set[str], kind: str, *, subset: bool = False) -> None:
+    if requested - saved or (saved - requested and not subset):
+        names = [", ".join(sorted(names)) or "none" for names in (saved, requested)]
+        raise ValueError(f"it contains a {kind} for each of: {names[0]}; requested are: {names[1]}")
 
 
 def _check_tensors(state: dict[str, Any], prefix: str, saved: dict[str, torch.Size | None], strict: bool) -> None:
     """Check names and shapes. Without `strict`, tensors that are not saved keep their values and are removed from `state`."""
-    wanted, found = set(state), {name.removeprefix(prefix) for name in saved if name.startswith(prefix)}
+    expected, stored = set(state), {name.removeprefix(prefix) for name in saved if name.startswith(prefix)}
     if strict:
-        for names, what in ((wanted - found, "of the model are not in it"), (found - wanted, "in it are not in the model")):
+        for names, side in ((expected - stored, "of the model are not in it"), (stored - expected, "in it are not in the model")):
             if names:
-                raise ValueError(f"{len(names)} tensors {what}, the first is {min(names)}")
-    for name in wanted - found:
+                raise ValueError(f"{len(names)} tensors {side}, the first is {min(names)}")
+    for name in expected - stored:
         del state[name]
-    other = [name for name in sorted(wanted & found) if saved[prefix + name] != state[name].size()]
+    other = [name for name in sorted(expected & stored) if saved[prefix + name] != state[name].size()]
     if other:
         shapes = [list(shape) for shape in (saved[prefix + other[0]], state[other[0]].size())]
         raise ValueError(

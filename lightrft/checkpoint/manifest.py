@@ -71,33 +71,33 @@ def manifest_steps(manifest: Manifest, world: Axis) -> list[Callable[[Path], Non
 
 def checkpoints(root: Path, *, warn: bool = False) -> list[tuple[Manifest, Path]]:
     """Return all checkpoints with a readable manifest, newest first; with `warn`, log the folders without one."""
-    found = []
+    manifests = []
     for path in root.iterdir() if root.is_dir() else ():
         if not path.is_dir() or path.name.endswith(PART):
             continue
         try:
-            found.append((Manifest.read(path), path))
+            manifests.append((Manifest.read(path), path))
         except (OSError, ValueError, TypeError) as error:
             if warn:
                 logger.warning("{} is not a complete checkpoint: its {} cannot be read ({})", path, MANIFEST, error)
-    return sorted(found, key=lambda pair: pair[0].number, reverse=True)
+    return sorted(manifests, key=lambda pair: pair[0].number, reverse=True)
 
 
 def damage(folder: Path, manifest: Manifest, world: Axis) -> list[str]:
     """Return the problems of the files, the same list on all ranks, each of which reads its share; empty if undamaged."""
-    found = []
+    problems = []
     for name in sorted(manifest.files)[world.rank :: world.size]:
         size, checksum = manifest.files[name]
         try:
             actual_size, actual_checksum = _measure(folder / name)
         except OSError as error:
-            found.append(f"{name}: {error.strerror}")
+            problems.append(f"{name}: {error.strerror}")
             continue
         if actual_size != size:
-            found.append(f"{name} has {actual_size} bytes instead of {size}")
+            problems.append(f"{name} has {actual_size} bytes instead of {size}")
         elif actual_checksum != checksum:
-            found.append(f"{name} has changed")
-    return [problem for part in world.gather(found) for problem in part]
+            problems.append(f"{name} has changed")
+    return [problem for part in world.gather(problems) for problem in part]
 
 
 def newest_intact(root: Path, world: Axis) -> tuple[Manifest, Path] | None:
@@ -112,7 +112,7 @@ def newest_intact(root: Path, world: Axis) -> tuple[Manifest, Path] | None:
     return None
 
 
-def whole(path: Path, world: Axis) -> tuple[Manifest, Path]:
+def read_intact(path: Path, world: Axis) -> tuple[Manifest, Path]:
     """Return the checkpoint at `path`; CheckpointError if it is missing or damaged."""
     manifest: list[Manifest] = []
     run_on_all_ranks(world, f"{path} is not a complete checkpoint", lambda: manifest.append(Manifest.read(path)))

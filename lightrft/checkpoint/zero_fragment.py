@@ -34,11 +34,11 @@ class Fragment:
 
     def parts(self) -> dict[tuple[int, ...], Tensor]:
         """Return offsets in the whole tensor -> this rank's values there, as boxes in the order of the elements."""
-        found, position = {}, 0
+        slices, position = {}, 0
         for offsets, sizes in boxes(tuple(self.shape), self.start, self.start + len(self.values)):
-            found[offsets] = self.values[position : position + prod(sizes)].view(sizes)
+            slices[offsets] = self.values[position : position + prod(sizes)].view(sizes)
             position += prod(sizes)
-        return found
+        return slices
 
     def __deepcopy__(self, _: dict) -> "Fragment":
         """Copy to host memory; a default deep copy of a view would copy its whole storage."""

@@ -23,7 +23,7 @@ USER_ERROR = 2
 """Exit code for errors that the user can correct: configuration and data."""
 
 
-def enter(command: str, description: str | None, argv: Sequence[str] | None = None) -> None:
+def run_command(command: str, description: str | None, argv: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0, 2 for errors that the user can correct, 128 + signal when interrupted, 1 otherwise."""
     if not faulthandler.is_enabled():
         faulthandler.enable()

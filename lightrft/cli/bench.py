@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from lightrft.cli import enter
+from lightrft.cli import run_command
 from lightrft.observe.scoreboard import scoreboard
 from lightrft.observe.sinks import read_rows
 
@@ -29,13 +29,13 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit("bench has a folder of its own and removes it: set TMPDIR to one that all nodes see, instead of --save_path")
     flags = [f"--max_steps={STEPS}", *flags, f"--save_path={folder}", "--save_steps=-1", "--eval_data=", "--report_to=jsonl"]
     try:
-        enter("train_ppo", __doc__, flags)
+        run_command("train_ppo", __doc__, flags)
     except SystemExit as ended:
         code = ended.code
     if code == 0 and not int(os.environ.get("RANK", 0)) and folder.exists():
-        found = scoreboard(read_rows(folder / "metrics.jsonl"), json.loads((folder / "run.json").read_text()))
+        board = scoreboard(read_rows(folder / "metrics.jsonl"), json.loads((folder / "run.json").read_text()))
         shutil.rmtree(folder)
-        sys.stdout.write("\n".join([*found.lines, json.dumps(asdict(found))]) + "\n")
+        sys.stdout.write("\n".join([*board.lines, json.dumps(asdict(board))]) + "\n")
     sys.exit(code)
 
 

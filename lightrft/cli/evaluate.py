@@ -3,11 +3,11 @@
 python -m lightrft.cli.evaluate --fsdp --pretrain runs/quickstart/model --eval_data runs/quickstart/data/test.jsonl
 """
 
-from lightrft.cli import enter
+from lightrft.cli import run_command
 
 
 def main(argv: list[str] | None = None) -> None:
-    enter("evaluate", __doc__, argv)
+    run_command("evaluate", __doc__, argv)
 
 
 if __name__ == "__main__":

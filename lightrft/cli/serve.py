@@ -5,11 +5,11 @@ lightrft serve --pretrain runs/guess_number/model --port 8000
 Requests with the header `x-session-id` continue a session, whose turns are never tokenized again.
 """
 
-from lightrft.cli import enter
+from lightrft.cli import run_command
 
 
 def main(argv: list[str] | None = None) -> None:
-    enter("serve", __doc__, argv)
+    run_command("serve", __doc__, argv)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
 lightrft serve_reward --reward_pretrain runs/quickstart/rm/model --port 8000
 """
 
-from lightrft.cli import enter
+from lightrft.cli import run_command
 
 
 def main(argv: list[str] | None = None) -> None:
-    enter("serve_reward", __doc__, argv)
+    run_command("serve_reward", __doc__, argv)
 
 
 if __name__ == "__main__":

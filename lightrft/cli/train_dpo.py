@@ -3,11 +3,11 @@
 torchrun --nproc-per-node 2 -m lightrft.cli.train_dpo --config configs/quickstart_dpo.yaml
 """
 
-from lightrft.cli import enter
+from lightrft.cli import run_command
 
 
 def main(argv: list[str] | None = None) -> None:
-    enter("train_dpo", __doc__, argv)
+    run_command("train_dpo", __doc__, argv)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def _values_of_flags(arguments: list[str], problems: list[str]) -> dict[str, Any
     switches = {f"--no_{name}" for name, kind in field_types().items() if kind is bool}
     flags = {f"--{name}" for name in sections} | switches
     before = {f"--{name}" for name in RENAMED} | {f"--no_{name}" for name, old in RENAMED.items() if old.kind is bool}
-    unknown = [f"unknown flag {name}{_meant(name, flags - switches)}" for name in names if name not in flags | before]
+    unknown = [f"unknown flag {name}{_suggestion(name, flags - switches)}" for name in names if name not in flags | before]
     if unknown or problems:
         raise ConfigError(f"{'; '.join([*unknown, *problems])}. All flags: --help all; of other tools: docs/migrating.md")
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
@@ -94,7 +94,7 @@ def _values_of_flags(arguments: list[str], problems: list[str]) -> dict[str, Any
     return vars(values)
 
 
-def _meant(name: str, flags: set[str]) -> str:
+def _suggestion(name: str, flags: set[str]) -> str:
     word = SUGGESTED.get(name.removeprefix("--"))
     return f"; the flag here is --{word}" if word else nearest(name, flags).rstrip("?")
 

@@ -266,13 +266,13 @@ def _translate(name: str, values: list[str], given: dict[str, list[str]], result
             result.notices.append(f"--{name} is {' '.join(SWITCHES[name])}")
     elif name in SPECIAL:
         try:
-            flags = SPECIAL[name](values, given)
+            translated = SPECIAL[name](values, given)
         except ConfigError as error:
             result.refused.append(f"--{name}: {error}")
             return
-        first += flags
-        if flags and name not in (flags[0][2:], "remote_rm_url"):
-            result.notices.append(f"--{name} is {' '.join(flags)}")
+        first += translated
+        if translated and name not in (translated[0][2:], "remote_rm_url"):
+            result.notices.append(f"--{name} is {' '.join(translated)}")
     elif name in RENAMED:
         result.flags += [f"--{RENAMED[name]}", *values]
         result.notices.append(f"--{name} is --{RENAMED[name]}")

@@ -16,26 +16,26 @@ COMPARING = (
 
 def algorithm_problems(config: Config) -> list[str]:
     """Return the problems of the algorithm in train_ppo, a sentence for each."""
-    parts = (_teaching, _ranges, _bounds, _losses, _comparisons, _sampling)
-    return [problem for part in parts for problem in _holding(part(config))]
+    parts = (_distillation, _ranges, _bounds, _losses, _comparisons, _sampling)
+    return [problem for part in parts for problem in _problems(part(config))]
 
 
-def _holding(impossible: Mapping[str, bool]) -> Iterator[str]:
+def _problems(impossible: Mapping[str, bool]) -> Iterator[str]:
     return (problem for problem, holds in impossible.items() if holds)
 
 
-def _teaching(config: Config) -> dict[str, bool]:
+def _distillation(config: Config) -> dict[str, bool]:
     algorithm, teachers = config.algorithm, [name for name in TEACHERS if getattr(config.model, name)]
-    wanted = algorithm.distill_coef > 0
+    distills = algorithm.distill_coef > 0
     return {
         "--distill_coef must not be negative": algorithm.distill_coef < 0,
         "--advantage_estimator distill learns only from the teacher: --distill_coef must be above 0": (
-            algorithm.advantage_estimator == "distill" and not wanted
+            algorithm.advantage_estimator == "distill" and not distills
         ),
-        "--distill_coef needs a teacher: set --teacher_pretrain or --teacher_url": wanted and not teachers,
+        "--distill_coef needs a teacher: set --teacher_pretrain or --teacher_url": distills and not teachers,
         "--teacher_pretrain and --teacher_url both name a teacher: set only one": len(teachers) > 1,
         "a server at --teacher_url computes log-probs at temperature 1: set --temperature 1, or use --teacher_pretrain": (
-            wanted and bool(config.model.teacher_url) and config.rollout.temperature != 1
+            distills and bool(config.model.teacher_url) and config.rollout.temperature != 1
         ),
     }
 

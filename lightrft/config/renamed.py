@@ -22,11 +22,11 @@ class Renamed:
 def _destination(name: str) -> Renamed:
     """Return the former switch of a destination of metrics, which adds it to the others or removes it."""
 
-    def now(wanted: bool, others: dict[str, Any]) -> dict[str, Any]:
+    def now(enabled: bool, others: dict[str, Any]) -> dict[str, Any]:
         before = others["report_to"]
         names = before.split(",") if isinstance(before, str) else before
         rest = [each for each in names if each != name]
-        return {"report_to": ",".join([*rest, name] if wanted else rest or ["jsonl"])} if wanted != (name in names) else {}
+        return {"report_to": ",".join([*rest, name] if enabled else rest or ["jsonl"])} if enabled != (name in names) else {}
 
     return Renamed("observe", bool, now, f"--report_to with or without {name}", reads="report_to")
 
@@ -52,18 +52,18 @@ def current_names(values: Mapping[str, Any], typed: Callable[[Any, Any], Any], c
 
     `typed` converts a value to a type, and `config` has the fields that were set before.
     """
-    found: dict[str, Any] = {name: value for name, value in values.items() if name not in RENAMED}
+    current: dict[str, Any] = {name: value for name, value in values.items() if name not in RENAMED}
     notices = []
     for name in [name for name in RENAMED if name in values]:
         renamed = RENAMED[name]
         before = {renamed.reads: getattr(config, renamed.reads)} if renamed.reads else {}
         try:
-            found |= renamed.now(typed(renamed.kind, values[name]), before | found)
+            current |= renamed.now(typed(renamed.kind, values[name]), before | current)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         notices.append(f"--{name} stands for {renamed.flag}")
     for name, former in RENAMED_VALUES:
-        if found.get(name) == former:
-            found[name] = RENAMED_VALUES[name, former]
-            notices.append(f"--{name} {former} is the old form of a flag: use --{name} {found[name]}")
-    return found, notices
+        if current.get(name) == former:
+            current[name] = RENAMED_VALUES[name, former]
+            notices.append(f"--{name} {former} is the old form of a flag: use --{name} {current[name]}")
+    return current, notices

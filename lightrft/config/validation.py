@@ -235,8 +235,8 @@ def _speculation_problems(config: Config) -> list[str]:
     if speculative != "none" and engine != "vllm":
         problems.append(f"--speculative {speculative} needs --engine_type vllm; here {engine} generates without drafts")
     if reads_draft and not draft:
-        what = "a small model with the vocabulary of --pretrain" if speculative == "draft" else "an EAGLE-3 head for --pretrain"
-        problems.append(f"--speculative {speculative} needs --draft_pretrain, {what}; --speculative group needs no other model")
+        model = "a small model with the vocabulary of --pretrain" if speculative == "draft" else "an EAGLE-3 head for --pretrain"
+        problems.append(f"--speculative {speculative} needs --draft_pretrain, {model}; --speculative group needs no other model")
     if draft and not reads_draft:
         problems.append(f"--draft_pretrain {draft} is used by --speculative draft or eagle3, not by --speculative {speculative}")
     if speculative == "mtp" and _num_mtp_layers(config.model.pretrain) == 0:

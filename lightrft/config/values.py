@@ -151,7 +151,7 @@ _READERS: dict[Any, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, choices: Iterable[str]) -> str:
     """Return `; did you mean X?` for the most similar known name, or an empty string."""
-    near = get_close_matches(name, list(known), n=1, cutoff=0.7)
+    near = get_close_matches(name, list(choices), n=1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""

@@ -98,11 +98,11 @@ class Forks:
             self._parent = None
 
     def _start(self) -> None:
-        self._control, theirs = Pipe()
+        self._control, child_end = Pipe()
         path = [str(folder) for folder in sys.path]
-        program = f"import sys; sys.path[:] = {path!r}; from lightrft.launch.forks import main; main({theirs.fileno()})"
-        self._parent = subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()], start_new_session=True)
-        theirs.close()
+        program = f"import sys; sys.path[:] = {path!r}; from lightrft.launch.forks import main; main({child_end.fileno()})"
+        self._parent = subprocess.Popen([sys.executable, "-c", program], pass_fds=[child_end.fileno()], start_new_session=True)
+        child_end.close()
         self._control.send_bytes(pickle.dumps(self.setup))
         if problem := self._control.recv():
             self.close()
@@ -136,21 +136,21 @@ def main(fd: int) -> None:
 
 def _fork(control: Connection, work: Callable[[Connection], None], memory: int) -> None:
     """Start a worker, and send its process id and its socket to the rank."""
-    theirs, ours = Pipe()
+    parent_end, child_end = Pipe()
     process = os.fork()
     if process == 0:
         control.close()
-        theirs.close()
+        parent_end.close()
         os.setsid()  # processes that it starts are killed with it
         _end_with_parent()
         _limit_memory(memory)
-        faulthandler.register(STACK_SIGNAL, file=ours.fileno(), all_threads=False)
-        work(ours)
+        faulthandler.register(STACK_SIGNAL, file=child_end.fileno(), all_threads=False)
+        work(child_end)
         os._exit(0)
-    ours.close()
+    child_end.close()
     control.send(process)
-    send_handle(control, theirs.fileno(), 0)
-    theirs.close()
+    send_handle(control, parent_end.fileno(), 0)
+    parent_end.close()
 
 
 def _end_with_parent() -> None:

@@ -59,7 +59,7 @@ class Watchdog:
         self._complete, self._decided = threading.Event(), threading.Event()
         self._closed = self._unwatched = False
         self._failed = False
-        self._next_beat = self._stood = 0.0
+        self._next_beat = self._stalled = 0.0
         self._monitor: Monitor | None = None
         self._phase_of_rank_0 = "start-up"
         key = f"lightrft/watchdog/{_count}"
@@ -122,20 +122,20 @@ class Watchdog:
         before, issued = time.monotonic(), self._collectives_begun()
         while True:
             now = time.monotonic()
-            self._stood, before = self._stood + min(now - before, 2 * self.beat), now  # more: the process was stopped
+            self._stalled, before = self._stalled + min(now - before, 2 * self.beat), now  # more: the process was stopped
             if now >= self._next_beat:
                 issued_before, issued = issued, self._collectives_begun()
                 if issued != issued_before:
-                    self._stood = 0.0
+                    self._stalled = 0.0
                 self._connection.send({"state": {"place": place(), "issued": issued}})
                 self._next_beat = now + self.beat
-            if self._stood > self.limit and not (self._closed or self._unwatched):
+            if self._stalled > self.limit and not (self._closed or self._unwatched):
                 self._end(self._silence_of_rank_0())
             select.select([self._connection.socket], [], [], self._next_beat - now)
             try:
                 for message in self._connection.receive():
-                    self._stood = 0.0
-                    self._hear(message)
+                    self._stalled = 0.0
+                    self._receive(message)
             except ConnectionLost as reason:
                 if not (self._closed or self._unwatched):
                     self._end(self._death_of_rank_0(reason))
@@ -146,7 +146,7 @@ class Watchdog:
         """Return the number of collectives in each group; groups of the two sides have equal names."""
         return {f"{self.side} {name}".lstrip(): count for name, count in collectives_begun().items()}
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _receive(self, message: dict[str, Any]) -> None:
         if "phase" in message:
             self._phase_of_rank_0 = message["phase"]
         elif "complete" in message:
@@ -284,10 +284,10 @@ def _listening_address(world_size: int) -> str | None:
         return LOOPBACK
     host = os.environ.get("MASTER_ADDR", socket.gethostname())
     try:
-        found = [place[0] for *_, place in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
+        addresses = [place[0] for *_, place in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
     except OSError:
         return None
-    return None if any(ipaddress.ip_address(one).is_loopback for one in found) else host
+    return None if any(ipaddress.ip_address(one).is_loopback for one in addresses) else host
 
 
 def _connect(listener: dict[str, Any], world_size: int) -> Connection:

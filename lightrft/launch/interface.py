@@ -30,8 +30,8 @@ def choose_interface(arrivals: dist.Store, world_size: int) -> None:
         return
     address = master_address()
     if not _is_reachable(address):
-        seen = (found.decode() for found in arrivals.multi_get([str(rank) for rank in range(world_size)]))
-        address = next(filter(_is_reachable, seen), "")
+        hosts = (encoded.decode() for encoded in arrivals.multi_get([str(rank) for rank in range(world_size)]))
+        address = next(filter(_is_reachable, hosts), "")
     name = _interface_towards(address) if address else ""
     if name:
         os.environ[VARIABLE] = name

@@ -89,7 +89,7 @@ class Monitor:
                     connection = Connection(self._listening.accept()[0], longest=FIRST)
                     self._selector.register(connection.socket, selectors.EVENT_READ, connection)
                 else:
-                    self._hear(key.data)
+                    self._receive(key.data)
             now = time.monotonic()
             if self._failure is None and now >= next_look:
                 self._check(now)
@@ -103,7 +103,7 @@ class Monitor:
 
     # -- messages
 
-    def _hear(self, connection: Connection) -> None:
+    def _receive(self, connection: Connection) -> None:
         status = self._senders.get(connection)
         try:
             for message in connection.receive():
@@ -153,10 +153,10 @@ class Monitor:
     def _check(self, now: float) -> None:
         if self._echo and now > self._echo[0]:
             failure = self._echo[1]
-            failure["cause"] += f"\nNo rank died or failed otherwise. {self._report(self._behind(), now)}"
+            failure["cause"] += f"\nNo rank died or failed otherwise. {self._report(self._late_in_collectives(), now)}"
             self._end(**failure)
         elif self._longest_wait(now) > self.limit:
-            behind = self._behind()
+            behind = self._late_in_collectives()
             headline = f"a collective has waited for more than {self.limit:.0f} s (--timeout_minutes)"
             waiting = (status.rank for status in self.statuses.values() if status.rank not in behind and not status.left)
             root = min(waiting, default=0)
@@ -190,7 +190,7 @@ class Monitor:
             waits += [now - since for count, since in members.values() if count > fewest]
         return max(waits)
 
-    def _behind(self) -> dict[int, str]:
+    def _late_in_collectives(self) -> dict[int, str]:
         """Return rank -> description of the collectives that it has not begun although others of its group have."""
         late = {}
         for group, members in self._counts().items():
@@ -207,7 +207,7 @@ class Monitor:
             silent = f"; no heartbeat for {now - status.heard:.0f} s" if now - status.heard > 3 * self.beat else ""
             where = "has left the run" if status.left else f"{lateness}{when(status.phase)}, at {status.place}{silent}"
             groups.setdefault(where, []).append(status)
-        lines = [f"  {_who(statuses)}: {where} (for {now - min(status.phase_began for status in statuses):.0f} s)"
+        lines = [f"  {_name(statuses)}: {where} (for {now - min(status.phase_began for status in statuses):.0f} s)"
                  for where, statuses in groups.items()]
         headline = f"Late: {names(behind)}." if behind else "No rank is behind the others."
         return "\n".join([headline, *lines])
@@ -238,8 +238,8 @@ def listening_socket(address: str | None, backlog: int) -> socket.socket:
     return socket.create_server(("", 0), family=family, backlog=backlog, dualstack_ipv6=both)
 
 
-def death(who: str, host: str, phase: str, reason: Exception) -> str:
-    return (f"{who} ended without an error message {when(phase)}: it was killed or crashed ({reason}). "
+def death(process: str, host: str, phase: str, reason: Exception) -> str:
+    return (f"{process} ended without an error message {when(phase)}: it was killed or crashed ({reason}). "
             f"Its own log may show the cause; if not, check whether {host} ran out of memory (dmesg)")
 
 
@@ -247,7 +247,7 @@ def when(phase: str) -> str:
     return f"in phase {phase}" if phase else "between phases"
 
 
-def _who(statuses: list[RankStatus]) -> str:
+def _name(statuses: list[RankStatus]) -> str:
     return statuses[0].name if len(statuses) == 1 else names(status.rank for status in statuses)
 
 

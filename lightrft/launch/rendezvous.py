@@ -75,8 +75,8 @@ def check_launched(environment: Mapping[str, str]) -> None:
     if "RANK" in environment:
         return
     counts = NUMBERS_OF_NODES if "SLURM_STEP_NUM_TASKS" in environment else NUMBERS_OF_NODES + NUMBERS_IN_A_JOB
-    found = {name: environment[name].rpartition(":")[2] for name in counts if name in environment}
-    several = [name for name, count in found.items() if count.isdecimal() and int(count) > 1]
+    settings = {name: environment[name].rpartition(":")[2] for name in counts if name in environment}
+    several = [name for name, count in settings.items() if count.isdecimal() and int(count) > 1]
     if environment.get("JOB_COMPLETION_INDEX", "0") != "0":
         several.append("JOB_COMPLETION_INDEX")
     if several:
@@ -176,7 +176,7 @@ def _meeting_point(rank: int, arrival: timedelta) -> dist.Store:
             ) from error
         raise RuntimeError(
             f"rank {rank} on {socket.gethostname()} found no other rank at {_address()} (MASTER_ADDR and MASTER_PORT) within "
-            f"{_said(arrival)}. Either the first node has not started its ranks, or they ended, and its log has the cause, or "
+            f"{_minutes(arrival)}. Either the first node has not started its ranks, or they ended, and its log has the cause, or "
             f"this node cannot reach that address. torch's message: {error}"
         ) from error
 
@@ -211,7 +211,7 @@ def _meet(store: dist.Store, rank: int, world_size: int, arrival: timedelta) -> 
             absent = names(other for other in range(world_size) if not arrivals.check([str(other)]))
             if time.monotonic() >= deadline:
                 raise RuntimeError(
-                    f"{absent} did not connect to {_address()} within {_said(arrival)}, where rank {rank} on "
+                    f"{absent} did not connect to {_address()} within {_minutes(arrival)}, where rank {rank} on "
                     f"{socket.gethostname()} waited. Either they failed before, and the log of their node has the cause, or "
                     "they cannot reach that address"
                 ) from late
@@ -224,7 +224,7 @@ def _meet(store: dist.Store, rank: int, world_size: int, arrival: timedelta) -> 
             ) from error
 
 
-def _said(arrival: timedelta) -> str:
+def _minutes(arrival: timedelta) -> str:
     return f"{arrival.total_seconds():.0f} s (--arrival_minutes {arrival.total_seconds() / 60:g})"
 
 

@@ -75,10 +75,10 @@ class Actor(SequenceParallelModule):
         logprobs, *entropies = self.sequence.sums(*(zeros.index_put((next_,), value) for value in values if value is not None))
         return logprobs, entropies[0] if entropy else None
 
-    def _top(self, hidden: Tensor, whole: Batch, top: int, temperature: float, num_tokens: int) -> tuple[Tensor, Tensor]:
+    def _top(self, hidden: Tensor, batch: Batch, top: int, temperature: float, num_tokens: int) -> tuple[Tensor, Tensor]:
         weight = self.language_model.get_output_embeddings().weight
-        found = (self.sequence.gather(each) for each in top_logprobs(hidden, weight, top, temperature=temperature))
-        logprobs, ids = (whole.shared.spread(each) if whole.shared else each for each in found)
+        columns = (self.sequence.gather(each) for each in top_logprobs(hidden, weight, top, temperature=temperature))
+        logprobs, ids = (batch.shared.spread(each) if batch.shared else each for each in columns)
         return logprobs[:num_tokens].clone(), ids[:num_tokens].clone()
 
     @property
@@ -158,11 +158,11 @@ def hidden_states(model: PreTrainedModel, batch: Batch, sequence: SequenceParall
     device, shared = batch.input_ids.device, batch.shared
     if rope_window(model) is not None:
         check_window(model, int(batch.lengths.max()))
-    here = sequence.positions(batch.num_computed, device)
+    token_positions = sequence.positions(batch.num_computed, device)
     computed = to_device(shared.computed, device) if shared else torch.arange(batch.num_tokens, device=device)
     features = {name: to_device(value, device) for name, value in concatenated_features(computed_images(batch)).items()}
-    read = computed if features else computed[here]
-    with split_in_decoder(model, here) if features and sequence.axis.size > 1 else nullcontext():
+    read = computed if features else computed[token_positions]
+    with split_in_decoder(model, token_positions) if features and sequence.axis.size > 1 else nullcontext():
         return model.base_model(
             input_ids=batch.input_ids[read].unsqueeze(0),
             position_ids=positions(model, batch)[..., read].unsqueeze(-2),
@@ -174,12 +174,12 @@ def hidden_states(model: PreTrainedModel, batch: Batch, sequence: SequenceParall
 
 
 @contextmanager
-def split_in_decoder(model: PreTrainedModel, here: Tensor) -> Iterator[None]:
-    """Let the decoder compute the tokens `here` [t] of those that the model reads, after their media have replaced embeddings."""
+def split_in_decoder(model: PreTrainedModel, places: Tensor) -> Iterator[None]:
+    """Let the decoder compute only the tokens `places` [t] that the model reads, after media have replaced their embeddings."""
 
     def split(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        own = select_tokens(kwargs, here)
-        return args, kwargs | own | {"position_ids": kwargs["position_ids"][..., here]}
+        own = select_tokens(kwargs, places)
+        return args, kwargs | own | {"position_ids": kwargs["position_ids"][..., places]}
 
     handle = model.get_decoder().register_forward_pre_hook(split, prepend=True, with_kwargs=True)
     try:

@@ -107,26 +107,26 @@ def stored_heads(section: ModelSection, flag: str = "pretrain", *, name: str = "
     name = name or getattr(section, flag)
     source = f"--{flag} {name}"
     try:
-        config = AutoConfig.from_pretrained(_checked(name, source), trust_remote_code=section.trust_remote_code)
+        config = AutoConfig.from_pretrained(_check_name(name, source), trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(str(error) if str(error).startswith(source) else f"{source}: {error}") from error
     scores = any(each.endswith("ForSequenceClassification") for each in config.architectures or ())
     return [config.id2label[place] for place in sorted(config.id2label)] if scores else []
 
 
-def head_names(section: ModelSection, given: Sequence[str]) -> list[str]:
-    """Return the names of the heads of a reward model that is trained: those `given`, of --pretrain, or a single one.
+def head_names(section: ModelSection, requested: Sequence[str]) -> list[str]:
+    """Return the names of the heads of a reward model that is trained: those `requested`, of --pretrain, or a single one.
 
     Raise ConfigError if --pretrain already has heads with other names.
     """
     stored = stored_heads(section)
     named = [name for name in stored if not name.startswith("LABEL_")]  # those that transformers invents
-    if given and named and set(given) != set(named):
+    if requested and named and set(requested) != set(named):
         raise ConfigError(
-            f"--reward_heads {' '.join(given)}: the model in --pretrain has the heads {', '.join(named)}; omit the flag, or "
+            f"--reward_heads {' '.join(requested)}: the model in --pretrain has the heads {', '.join(named)}; omit the flag, or "
             "start from a model without heads"
         )
-    return named or list(given) or stored or [SCORE]
+    return named or list(requested) or stored or [SCORE]
 
 
 def load_reward_model(section: ModelSection, heads: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -145,7 +145,7 @@ def _load(
     options |= {"trust_remote_code": section.trust_remote_code}
     name = name or getattr(section, flag)
     source = f"--{flag} {name}"
-    name = _checked(name, source)
+    name = _check_name(name, source)
     try:
         config = AutoConfig.from_pretrained(name, **options)
         if Path(name).is_dir() and (files := WeightFiles.of(name)):
@@ -159,7 +159,7 @@ def _load(
         raise ValueError(f"{source}: {error}") from error
     if model is None:
         with real_parameters():
-            model = _whole(kind, name, source, new_head, options)
+            model = _load_checked(kind, name, source, new_head, options)
     problems = _not_flat(model)
     if problems:
         name = type(model).__name__
@@ -180,27 +180,27 @@ def _attention(config: PretrainedConfig) -> dict[str, str | None]:
     return {"": ATTENTION} | {name: ATTENTION if getattr(config, name, None) is language else None for name in config.sub_configs}
 
 
-def _whole(kind: type, name: str, given: str, new_head: bool, options: dict[str, Any]) -> PreTrainedModel:
+def _load_checked(kind: type, name: str, source: str, new_head: bool, options: dict[str, Any]) -> PreTrainedModel:
     """Load the whole model on this rank with from_pretrained(), which converts the weights where necessary."""
     attention = _attention(AutoConfig.from_pretrained(name, **options))
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # mismatched shapes raise below
     try:
         with _without_load_report():
-            model, found = kind.from_pretrained(name, dtype=torch.float32, attn_implementation=attention, **options)
+            model, info = kind.from_pretrained(name, dtype=torch.float32, attn_implementation=attention, **options)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{given}: transformers cannot read the weights ({type(error).__name__}: {error})") from error
-    for stored, there, wanted in sorted(found["mismatched_keys"]):
-        raise ValueError(f"{given}: {stored} has shape {tuple(there)} in the folder, but {tuple(wanted)} in the model")
-    missing, unexpected = found["missing_keys"], found["unexpected_keys"]
+        raise ValueError(f"{source}: transformers cannot read the weights ({type(error).__name__}: {error})") from error
+    for stored, actual, expected in sorted(info["mismatched_keys"]):
+        raise ValueError(f"{source}: {stored} has shape {tuple(actual)} in the folder, but {tuple(expected)} in the model")
+    missing, unexpected = info["missing_keys"], info["unexpected_keys"]
     if new_head:
         missing, unexpected = _without_head(model, missing, unexpected)
-    for names, what in ((missing, "of the model are not in the folder"), (unexpected, "in the folder are not in the model")):
+    for names, problem in ((missing, "of the model are not in the folder"), (unexpected, "in the folder are not in the model")):
         if names:
             without_head = not model.can_generate() and min(names) == "score.weight"
             hint = ": it has a model that generates; train_rm and train_prm make models with scores" if without_head else ""
-            raise ValueError(f"{given}: {len(names)} tensors {what}, the first is {min(names)}{hint}")
+            raise ValueError(f"{source}: {len(names)} tensors {problem}, the first is {min(names)}{hint}")
     for parameter_name, parameter in model.named_parameters():
-        check_finite(f"{given}: {parameter_name}", parameter.detach())
+        check_finite(f"{source}: {parameter_name}", parameter.detach())
     return model
 
 
@@ -280,13 +280,13 @@ def check_vocabulary(section: ModelSection, flag: str, tokenizer: PreTrainedToke
     `name` selects one of several models given by `flag`.
     """
     name = name or getattr(section, flag)
-    ours, theirs = tokenizer.get_vocab(), load_tokenizer(section, flag, name=name).get_vocab()
-    different = [token for token in ours if theirs.get(token) != ours[token]]
+    vocabulary, other_vocabulary = tokenizer.get_vocab(), load_tokenizer(section, flag, name=name).get_vocab()
+    different = [token for token in vocabulary if other_vocabulary.get(token) != vocabulary[token]]
     if different:
-        token = min(different, key=lambda token: ours[token])
+        token = min(different, key=lambda token: vocabulary[token])
         raise ValueError(
-            f"--{flag} {name} has another vocabulary: {len(different)} of the {len(ours)} tokens of --pretrain differ, the "
-            f"first is {token!r}, {ours[token]} in --pretrain and {theirs.get(token, 'nothing')} there"
+            f"--{flag} {name} has another vocabulary: {len(different)} of the {len(vocabulary)} tokens of --pretrain differ, the "
+            f"first is {token!r}, {vocabulary[token]} in --pretrain and {other_vocabulary.get(token, 'nothing')} there"
         )
 
 
@@ -297,7 +297,7 @@ def load_tokenizer(section: ModelSection, flag: str = "pretrain", *, name: str =
     """
     name = name or getattr(section, flag)
     source = f"--{flag} {name}"
-    name = _checked(name, source)
+    name = _check_name(name, source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -326,24 +326,24 @@ def _not_flat(model: PreTrainedModel) -> list[str]:
     return [reason for reason, holds in reasons.items() if holds]
 
 
-def _checked(name: str, given: str) -> str:
-    """Return the expanded folder, or the hub name. `given` is the flag with its value, for error messages.
+def _check_name(name: str, source: str) -> str:
+    """Return the expanded folder, or the hub name. `source` is the flag with its value, for error messages.
 
     Raise ValueError for a folder that is missing or holds no model, and for a hub name that cannot be read.
     """
     folder = Path(name).expanduser()
     if is_adapter_folder(folder):
         raise ValueError(
-            f"{given}: the folder contains an adapter but no model: `lightrft export {name} FOLDER` "
+            f"{source}: the folder contains an adapter but no model: `lightrft export {name} FOLDER` "
             "merges it into its base model"
         )
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ValueError(f"{given}: the folder has no config.json, so it is not a Hugging Face model")
+        raise ValueError(f"{source}: the folder has no config.json, so it is not a Hugging Face model")
     if not folder.exists() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
-        raise ValueError(f"{given}: neither an existing folder nor a hub name (owner/name, or a single name such as gpt2)")
+        raise ValueError(f"{source}: neither an existing folder nor a hub name (owner/name, or a single name such as gpt2)")
     if not folder.exists():
         try:
             cached_file(name, "config.json")
         except OSError as error:
-            raise ValueError(f"{given}: neither an existing folder nor a hub name that can be loaded: {error}") from error
+            raise ValueError(f"{source}: neither an existing folder nor a hub name that can be loaded: {error}") from error
     return str(folder)

@@ -64,7 +64,7 @@ def token_logprobs(
     """
     shard = vocabulary_shard(weight)
     if shard is None:
-        part, rows = VocabularyPart.whole(len(weight)), chunk_rows(weight, len(weight))
+        part, rows = VocabularyPart.full(len(weight)), chunk_rows(weight, len(weight))
         options = _Options(part, temperature, truncation, _rows(hidden, chunk, rows), entropy)
         return _logprobs(hidden, weight, targets, options, upstream)
     part = VocabularyPart(shard.first, len(shard.weight), shard.axis)
@@ -86,7 +86,7 @@ def logprobs_of_logits(
 
     With a `part` the logits are [T, v], this rank's part of the vocabulary, and each rank gets the gradient of its own logits.
     """
-    part = part or VocabularyPart.whole(logits.shape[1])
+    part = part or VocabularyPart.full(logits.shape[1])
     rows = chunk_rows(logits, max(part.num, 1))
     if truncation.active and not chunk:  # equal number of chunks on all ranks, whose parts may differ
         rows = int(part.axis.min(torch.tensor(rows, device=logits.device)))
@@ -102,7 +102,7 @@ def top_logprobs(hidden: Tensor, weight: Tensor, k: int, *, temperature: float =
     """
     shard = vocabulary_shard(weight)
     if shard is None:
-        return _top(hidden, weight, VocabularyPart.whole(len(weight)), len(weight), k, temperature)
+        return _top(hidden, weight, VocabularyPart.full(len(weight)), len(weight), k, temperature)
     return _top(hidden, shard.weight, VocabularyPart(shard.first, len(shard.weight), shard.axis), shard.size, k, temperature)
 
 
@@ -111,7 +111,7 @@ def top_logprobs_of_logits(
     logits: Tensor, k: int, *, part: VocabularyPart | None = None, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Return the same as top_logprobs() from logits [T, V], or [T, v] for this rank's `part` of the vocabulary."""
-    part = part or VocabularyPart.whole(logits.shape[1])
+    part = part or VocabularyPart.full(logits.shape[1])
     size = int(part.axis.sum(torch.tensor(part.num, device=logits.device)))
     return _top(logits, None, part, size, k, temperature)
 
@@ -131,40 +131,40 @@ class _Options:
     entropy: bool
 
 
-def _rows(given: Tensor, chunk: int | None, rows: int) -> int:
-    return max(1, len(given) if chunk is None else chunk or rows)
+def _rows(inputs: Tensor, chunk: int | None, rows: int) -> int:
+    return max(1, len(inputs) if chunk is None else chunk or rows)
 
 
 def _logprobs(
-    given: Tensor, weight: Tensor | None, targets: Tensor, options: _Options, upstream: Upstream | None
+    inputs: Tensor, weight: Tensor | None, targets: Tensor, options: _Options, upstream: Upstream | None
 ) -> tuple[Tensor, Tensor | None]:
     columns = targets if targets.dim() == 2 else targets[:, None]
-    learns = torch.is_grad_enabled() and (given.requires_grad or (weight is not None and weight.requires_grad))
-    if learns and upstream is not None and len(given) > options.chunk:
+    learns = torch.is_grad_enabled() and (inputs.requires_grad or (weight is not None and weight.requires_grad))
+    if learns and upstream is not None and len(inputs) > options.chunk:
 
         def of_columns(rows: slice, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
             grad_logprobs, grad_entropy = upstream(rows, logprobs.view(targets[rows].shape), entropy)
             return None if grad_logprobs is None else grad_logprobs.view(logprobs.shape), grad_entropy
 
-        logprobs, entropy = _KnownUpstream.apply(given, weight, columns, options, of_columns)
+        logprobs, entropy = _KnownUpstream.apply(inputs, weight, columns, options, of_columns)
     else:
-        logprobs, entropy = _Logprobs.apply(given, weight, columns, options, learns)
+        logprobs, entropy = _Logprobs.apply(inputs, weight, columns, options, learns)
     return logprobs.view(targets.shape), entropy
 
 
 def _top(
-    given: Tensor, weight: Tensor | None, part: VocabularyPart, size: int, k: int, temperature: float
+    inputs: Tensor, weight: Tensor | None, part: VocabularyPart, size: int, k: int, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Select the k likeliest tokens from the k likeliest of each rank. Raise ValueError if k exceeds the vocabulary size."""
     if k > size:
         raise ValueError(f"the {k} most likely tokens were requested, but the vocabulary has {size}")
-    values = torch.full((len(given), k), -torch.inf, device=given.device)  # remains if a rank has fewer than k
-    ids = torch.zeros(len(given), k, dtype=torch.int64, device=given.device)
-    sums = torch.full((len(given),), -torch.inf, device=given.device)
-    here = min(k, part.num)
-    for rows, logits in row_chunks(given, part.num, chunk_rows(given, max(part.num, 1))):
-        scaled_logits(given[rows], weight, temperature, out=logits)
-        values[rows, :here], ids[rows, :here] = logits.topk(here)
+    values = torch.full((len(inputs), k), -torch.inf, device=inputs.device)  # remains if a rank has fewer than k
+    ids = torch.zeros(len(inputs), k, dtype=torch.int64, device=inputs.device)
+    sums = torch.full((len(inputs),), -torch.inf, device=inputs.device)
+    local_k = min(k, part.num)
+    for rows, logits in row_chunks(inputs, part.num, chunk_rows(inputs, max(part.num, 1))):
+        scaled_logits(inputs[rows], weight, temperature, out=logits)
+        values[rows, :local_k], ids[rows, :local_k] = logits.topk(local_k)
         sums[rows] = logits.logsumexp(-1)
     axis = part.axis
     if axis.size > 1:
@@ -179,42 +179,42 @@ class _Logprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, given: Tensor, weight: Tensor | None, targets: Tensor, options: _Options, learns: bool
+        ctx: FunctionCtx, inputs: Tensor, weight: Tensor | None, targets: Tensor, options: _Options, learns: bool
     ) -> tuple[Tensor, Tensor | None]:
         num, local_targets, bits = options.part.num, LocalTargets(targets, options.part), None
-        memory = torch.empty(min(options.chunk, len(given)), num, dtype=torch.float32, device=given.device)
+        memory = torch.empty(min(options.chunk, len(inputs)), num, dtype=torch.float32, device=inputs.device)
         if learns and options.truncation.active:
-            bits = torch.empty(len(given), vocab_parallel.packed_width(num), dtype=torch.uint8, device=given.device)
-        found = _distribution(given, weight, local_targets, options, memory, bits)
-        ctx.kept = memory if learns and weight is not None and len(given) <= options.chunk else None
-        ctx.save_for_backward(given, weight, targets, bits, found.entropy, found.largest, found.total, found.scale)
+            bits = torch.empty(len(inputs), vocab_parallel.packed_width(num), dtype=torch.uint8, device=inputs.device)
+        result = _distribution(inputs, weight, local_targets, options, memory, bits)
+        ctx.memory = memory if learns and weight is not None and len(inputs) <= options.chunk else None
+        ctx.save_for_backward(inputs, weight, targets, bits, result.entropy, result.largest, result.total, result.scale)
         ctx.options = options
         ctx.set_materialize_grads(False)
-        return found.logprobs, found.entropy
+        return result.logprobs, result.entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        given, weight, targets, bits, *distribution = ctx.saved_tensors
-        options, found = ctx.options, Distribution(None, *distribution)
+        inputs, weight, targets, bits, *saved = ctx.saved_tensors
+        options, distribution = ctx.options, Distribution(None, *saved)
         local_targets = LocalTargets(targets, options.part)
-        grad_logprobs = torch.zeros(targets.shape, device=given.device) if grad_logprobs is None else grad_logprobs
+        grad_logprobs = torch.zeros(targets.shape, device=inputs.device) if grad_logprobs is None else grad_logprobs
         upstream = _of_logits_scaled(targets, grad_logprobs, grad_entropy, options)
 
         def computed_again() -> Iterator[tuple[slice, Tensor]]:
-            for rows, logits in row_chunks(given, options.part.num, options.chunk):
-                scaled_logits(given[rows], weight, options.temperature, out=logits)
+            for rows, logits in row_chunks(inputs, options.part.num, options.chunk):
+                scaled_logits(inputs[rows], weight, options.temperature, out=logits)
                 if bits is not None:
                     vocab_parallel.fill_packed(logits, bits[rows], -torch.inf)
-                some = upstream.rows(rows)
-                yield rows, _gradient(logits, found.rows(rows), local_targets.rows(rows), some, options, given.dtype, again=True)
+                chunk = distribution.rows(rows), local_targets.rows(rows), upstream.rows(rows)
+                yield rows, _gradient(logits, *chunk, options, inputs.dtype, again=True)
 
-        kept, ctx.kept = ctx.kept, None  # overwritten by the gradient, so a second backward pass recomputes
-        if kept is None:
+        memory, ctx.memory = ctx.memory, None  # overwritten by the gradient, so a second backward pass recomputes
+        if memory is None:
             gradients = computed_again()
         else:
-            gradients = [(slice(None), _gradient(kept, found, local_targets, upstream, options, given.dtype))]
-        grads = _of_logits(given, gradients) if weight is None else _of_product(given, weight, gradients)
+            gradients = [(slice(None), _gradient(memory, distribution, local_targets, upstream, options, inputs.dtype))]
+        grads = _of_logits(inputs, gradients) if weight is None else _of_product(inputs, weight, gradients)
         return *(grads if weight is None else (grads[0], grads[1].to(weight.dtype))), None, None, None
 
 
@@ -225,22 +225,24 @@ class _KnownUpstream(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor, options: _Options, upstream: Upstream
     ) -> tuple[Tensor, Tensor | None]:
-        logprobs, entropies, known = [], [], []
+        logprobs, entropies, gradients_of_chunks = [], [], []
 
         def gradients() -> Iterator[tuple[slice, Tensor]]:
             for rows, memory in row_chunks(hidden, options.part.num, options.chunk):
                 local_targets = LocalTargets(targets[rows], options.part)
-                found = _distribution(hidden[rows], weight, local_targets, options, memory)
-                grad_logprobs, grad_entropy = upstream(rows, found.logprobs, found.entropy)
-                known.append((torch.zeros_like(found.logprobs) if grad_logprobs is None else grad_logprobs, grad_entropy))
-                logprobs.append(found.logprobs)
-                entropies.append(found.entropy)
-                some = _of_logits_scaled(local_targets.ids, *known[-1], options)
-                yield rows, _gradient(memory, found, local_targets, some, options, hidden.dtype)
+                distribution = _distribution(hidden[rows], weight, local_targets, options, memory)
+                grad_logprobs, grad_entropy = upstream(rows, distribution.logprobs, distribution.entropy)
+                if grad_logprobs is None:
+                    grad_logprobs = torch.zeros_like(distribution.logprobs)
+                gradients_of_chunks.append((grad_logprobs, grad_entropy))
+                logprobs.append(distribution.logprobs)
+                entropies.append(distribution.entropy)
+                some = _of_logits_scaled(local_targets.ids, *gradients_of_chunks[-1], options)
+                yield rows, _gradient(memory, distribution, local_targets, some, options, hidden.dtype)
 
         ctx.gradients = _of_product(hidden, weight, gradients())
-        of_logprobs, of_entropy = zip(*known, strict=True)
-        ctx.known = torch.cat(of_logprobs), None if of_entropy[0] is None else torch.cat(of_entropy)
+        of_logprobs, of_entropy = zip(*gradients_of_chunks, strict=True)
+        ctx.upstream_gradients = torch.cat(of_logprobs), None if of_entropy[0] is None else torch.cat(of_entropy)
         ctx.dtype = weight.dtype
         ctx.set_materialize_grads(False)
         return torch.cat(logprobs), torch.cat(entropies) if options.entropy else None
@@ -251,19 +253,19 @@ class _KnownUpstream(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("gradients computed in the forward pass can be used for only one backward pass")
         (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
-        factor = _proportion(ctx.known, upstream)
+        factor = _proportion(ctx.upstream_gradients, upstream)
         return grad_hidden.mul_(factor), grad_weight.mul_(factor).to(ctx.dtype), None, None, None
 
 
-def _proportion(known: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> Tensor:
-    """Return the factor (a scalar tensor) between the `known` gradients and the `given` ones, without synchronizing a device.
+def _proportion(assumed: tuple[Tensor | None, ...], exact: tuple[Tensor | None, ...]) -> Tensor:
+    """Return the factor (a scalar tensor) between the `assumed` gradients and the `exact` ones, without synchronizing a device.
 
     It is 1, or the factor that the loss was multiplied by. Raise RuntimeError if the gradients are not proportional. Values that
     are not finite pass this check and appear in the gradient norm.
     """
     pairs = [
         (torch.zeros_like(other) if one is None else one, torch.zeros_like(one) if other is None else other)
-        for one, other in zip(known, given, strict=True)
+        for one, other in zip(assumed, exact, strict=True)
         if one is not None or other is not None
     ]
     expected, actual = (torch.cat([each.flatten() for each in side]) for side in zip(*pairs, strict=True))
@@ -292,18 +294,18 @@ def _of_logits_scaled(targets: Tensor, logprobs: Tensor, entropy: Tensor | None,
 
 
 def _distribution(
-    given: Tensor, weight: Tensor | None, local_targets: LocalTargets, options: _Options, memory: Tensor,
+    inputs: Tensor, weight: Tensor | None, local_targets: LocalTargets, options: _Options, memory: Tensor,
     bits: Tensor | None = None,
 ) -> Distribution:
     """Compute the distribution of each row [t] in `memory`, a chunk of rows at a time.
 
     Afterwards `memory` holds what _gradient() needs for the last chunk, and `bits` the truncation.
     """
-    fused, sums = _fused(given, options.part), []
-    for start in range(0, len(given), options.chunk):
-        rows = slice(start, min(start + options.chunk, len(given)))
+    fused, sums = _fused(inputs, options.part), []
+    for start in range(0, len(inputs), options.chunk):
+        rows = slice(start, min(start + options.chunk, len(inputs)))
         logits, some = memory[: rows.stop - start], local_targets.rows(rows)
-        scaled_logits(given[rows], weight, options.temperature, out=logits)
+        scaled_logits(inputs[rows], weight, options.temperature, out=logits)
         if options.truncation.active:
             _truncate(logits, some, options, None if bits is None else bits[rows])
         if fused:
@@ -328,7 +330,7 @@ def _truncate(logits: Tensor, local_targets: LocalTargets, options: _Options, bi
 
 
 def _gradient(
-    memory: Tensor, found: Distribution, local_targets: LocalTargets, upstream: _Gradients, options: _Options,
+    memory: Tensor, distribution: Distribution, local_targets: LocalTargets, upstream: _Gradients, options: _Options,
     dtype: torch.dtype, *,
     again: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -336,14 +338,14 @@ def _gradient(
 
     It overwrites `memory`. With the Triton kernels `memory` holds the logits in both cases, and the gradient has `dtype`.
     """
-    given = upstream.logprobs, upstream.entropy
+    gradients = upstream.logprobs, upstream.entropy
     if _fused(memory, options.part):
         from lightrft.models import triton
 
-        return triton.gradient(memory, found, local_targets, *given, dtype)
+        return triton.gradient(memory, distribution, local_targets, *gradients, dtype)
     if again:
-        return local_targets.add(vocab_parallel.gradient(memory, found, *given), upstream.logprobs)
-    return local_targets.add(vocab_parallel.gradient_of_exponentials(memory, found, *given), upstream.logprobs)
+        return local_targets.add(vocab_parallel.gradient(memory, distribution, *gradients), upstream.logprobs)
+    return local_targets.add(vocab_parallel.gradient_of_exponentials(memory, distribution, *gradients), upstream.logprobs)
 
 
 def _fused(like: Tensor, part: VocabularyPart) -> bool:
@@ -385,17 +387,17 @@ def row_chunks(like: Tensor, num: int, size: int) -> Iterator[tuple[slice, Tenso
         yield rows, memory[: rows.stop - start]
 
 
-def scaled_logits(given: Tensor, weight: Tensor | None, temperature: float, out: Tensor) -> Tensor:
+def scaled_logits(inputs: Tensor, weight: Tensor | None, temperature: float, out: Tensor) -> Tensor:
     """Write float32 logits / temperature [t, v] to `out`, from hidden states [t, H] and weight [v, H] or from logits [t, v].
 
     An accelerator writes its float32 sums, whereas a CPU first rounds logits to bfloat16 if the model has this dtype.
     """
     if weight is None:
-        out.copy_(given)
-    elif given.dtype == torch.float32:
-        torch.mm(given, weight.T, out=out)
-    elif given.device.type == "cpu":
-        out.copy_(given @ weight.T)
+        out.copy_(inputs)
+    elif inputs.dtype == torch.float32:
+        torch.mm(inputs, weight.T, out=out)
+    elif inputs.device.type == "cpu":
+        out.copy_(inputs @ weight.T)
     else:
-        torch.mm(given, weight.T, out_dtype=torch.float32, out=out)
+        torch.mm(inputs, weight.T, out_dtype=torch.float32, out=out)
     return out if temperature == 1.0 else out.div_(temperature)

@@ -124,13 +124,13 @@ def fold_adapters(
     named: Iterable[tuple[str, Value]], join: Callable[[str, Value, Value, Value], Value]
 ) -> Iterator[tuple[str, Value]]:
     """Yield values under the model's names without adapters; the value of an adapted layer is join(layer name, W, A, B)."""
-    held: list[Value] = []
+    factors: list[Value] = []
     for name, value in named:
         if name.endswith((BASE, A)):
-            held.append(value)
+            factors.append(value)
         elif name.endswith(B):
-            layer, (base, a) = name.removesuffix(B), held
-            held = []
+            layer, (base, a) = name.removesuffix(B), factors
+            factors = []
             yield f"{layer}.weight", join(layer, base, a, value)
         else:
             yield plain_name(name), value

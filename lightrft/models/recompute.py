@@ -18,8 +18,8 @@ def recompute(module: nn.Module, *, selective: bool) -> None:
     recomputation costs next to nothing.
     """
     if isinstance(module, PreTrainedModel):
-        kept = {"context_fn": partial(create_selective_checkpoint_contexts, keep_expensive)} if selective else {}
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **kept})
+        options = {"context_fn": partial(create_selective_checkpoint_contexts, keep_expensive)} if selective else {}
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **options})
         return
     for child in module.children():
         recompute(child, selective=selective)

@@ -31,10 +31,10 @@ class Routers:
     @contextmanager
     def watch(self) -> Iterator[list[Tensor]]:
         """Collect the differentiable logits [t, E] of every router that runs inside the context."""
-        seen: list[Tensor] = []
-        hooks = [part.register_forward_hook(lambda _, __, output: seen.append(output[self.index])) for part in self.modules]
+        outputs: list[Tensor] = []
+        hooks = [part.register_forward_hook(lambda _, __, output: outputs.append(output[self.index])) for part in self.modules]
         try:
-            yield seen
+            yield outputs
         finally:
             for hook in hooks:
                 hook.remove()

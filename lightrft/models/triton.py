@@ -28,7 +28,7 @@ def local_sums(logits: Tensor, local_targets: LocalTargets) -> tuple[Tensor, ...
 
 
 def gradient(
-    logits: Tensor, found: Distribution, local_targets: LocalTargets, grad_logprobs: Tensor, grad_entropy: Tensor | None,
+    logits: Tensor, distribution: Distribution, local_targets: LocalTargets, grad_logprobs: Tensor, grad_entropy: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the gradient of the logits [t, v] in `dtype`, computed in float32; a float32 gradient overwrites the logits.
@@ -36,9 +36,9 @@ def gradient(
     With p the softmax: d log p_k / dz = onehot_k - p, and d entropy / dz = -p (log p + entropy).
     """
     out = logits if dtype == torch.float32 else torch.empty_like(logits, dtype=dtype)
-    rows = [grad_logprobs.sum(-1), found.largest, found.total]
-    rows += [found.total] * 2 if grad_entropy is None else [found.entropy, grad_entropy]
-    asked_for = torch.where(local_targets.here, local_targets.places, -1), grad_logprobs
+    rows = [grad_logprobs.sum(-1), distribution.largest, distribution.total]
+    rows += [distribution.total] * 2 if grad_entropy is None else [distribution.entropy, grad_entropy]
+    asked_for = torch.where(local_targets.is_local, local_targets.places, -1), grad_logprobs
     _gradient[(len(logits), triton.cdiv(logits.shape[1], BLOCK))](
         logits, out, *(each.contiguous() for each in (*asked_for, *rows)),
         logits.shape[1], logits.stride(0), out.stride(0), local_targets.ids.shape[1],

@@ -26,7 +26,7 @@ class VocabularyPart:
     axis: Axis
 
     @classmethod
-    def whole(cls, num: int) -> "VocabularyPart":
+    def full(cls, num: int) -> "VocabularyPart":
         return cls(0, num, Axis("tp", 1, 0, None))
 
 
@@ -56,8 +56,8 @@ class LocalTargets:
 
     def __init__(self, ids: Tensor, part: VocabularyPart):
         self.ids, self.part = ids, part
-        self.here = (ids >= part.first) & (ids < part.first + part.num)
-        self.places = torch.where(self.here, ids - part.first, 0)
+        self.is_local = (ids >= part.first) & (ids < part.first + part.num)
+        self.places = torch.where(self.is_local, ids - part.first, 0)
 
     def rows(self, rows: slice) -> "LocalTargets":
         return LocalTargets(self.ids[rows], self.part)
@@ -65,25 +65,25 @@ class LocalTargets:
     def pick(self, logits: Tensor) -> Tensor:
         """Return the logits of the targets, [T, v] -> [T, K], 0 for targets on other ranks."""
         if not self.part.num:
-            return torch.zeros_like(self.here, dtype=torch.float32)
-        return torch.where(self.here, logits.gather(-1, self.places), 0.0)
+            return torch.zeros_like(self.is_local, dtype=torch.float32)
+        return torch.where(self.is_local, logits.gather(-1, self.places), 0.0)
 
     def add(self, gradient: Tensor, values: Tensor) -> Tensor:
         """Add `values` [T, K] to the gradient [T, v] at the columns of the targets."""
         if not self.part.num:
             return gradient
-        return gradient.scatter_add_(-1, self.places, torch.where(self.here, values, 0.0))
+        return gradient.scatter_add_(-1, self.places, torch.where(self.is_local, values, 0.0))
 
-    def kept(self) -> Tensor:
+    def local_ids(self) -> Tensor:
         """Return the columns [T, K] of the targets, which no truncation removes; `part.num` for targets on other ranks."""
-        return torch.where(self.here, self.places, self.part.num)
+        return torch.where(self.is_local, self.places, self.part.num)
 
 
 def outside(logits: Tensor, truncation: Truncation, local_targets: LocalTargets) -> Tensor:
     """Return a mask [t, v] bool of the truncated tokens, decided on whole rows, which the ranks divide among themselves."""
     part = local_targets.part
     threshold = truncation.threshold(logits) if part.axis.size == 1 else _threshold(logits, truncation, part.axis)
-    return truncation.outside(logits, threshold, first=part.first, kept=local_targets.kept())
+    return truncation.outside(logits, threshold, first=part.first, keep=local_targets.local_ids())
 
 
 def _threshold(logits: Tensor, truncation: Truncation, axis: Axis) -> Tensor:
@@ -161,17 +161,17 @@ def join_sums(parts: list[tuple[Tensor, ...]], local_targets: LocalTargets, *, e
     largest = axis.max(top)
     lower = torch.where(top.isneginf(), 0.0, top - largest)  # at most 0
     scale = lower.exp()
-    at_largest = torch.where(local_targets.here, picked - largest[:, None], 0.0)
+    at_largest = torch.where(local_targets.is_local, picked - largest[:, None], 0.0)
     totals, moments = (total * scale)[:, None], ((moment + total * lower) * scale)[:, None]
-    sums = torch.cat([totals, moments, at_largest, local_targets.here], dim=1)
-    total, moment, picked, found = axis.sum(sums).tensor_split([1, 2, 2 + ids.shape[1]], dim=1)
+    sums = torch.cat([totals, moments, at_largest, local_targets.is_local], dim=1)
+    total, moment, picked, num_owners = axis.sum(sums).tensor_split([1, 2, 2 + ids.shape[1]], dim=1)
     log_total = total.log()
-    logprobs = torch.where(ids < 0, 0.0, torch.where(found > 0, picked - log_total, torch.nan))
+    logprobs = torch.where(ids < 0, 0.0, torch.where(num_owners > 0, picked - log_total, torch.nan))
     entropies = (log_total - moment / total)[:, 0] if entropy else None
     return Distribution(logprobs, entropies, largest, total[:, 0], scale / total[:, 0])
 
 
-def gradient(logits: Tensor, found: Distribution, grad_logprobs: Tensor, grad_entropy: Tensor | None) -> Tensor:
+def gradient(logits: Tensor, distribution: Distribution, grad_logprobs: Tensor, grad_entropy: Tensor | None) -> Tensor:
     """Return the gradient of the logits [t, v] without the onehot_k terms of the targets; it overwrites the logits.
 
     With p the softmax: d log p_k / dz = onehot_k - p, and d entropy / dz = -p (log p + entropy).
@@ -180,33 +180,33 @@ def gradient(logits: Tensor, found: Distribution, grad_logprobs: Tensor, grad_en
     for block in blocks(logits):
         rows = slice(start, start + len(block))
         upstream = grad_logprobs[rows], None if grad_entropy is None else grad_entropy[rows]
-        _block_gradient(block, found.rows(rows), *upstream)
+        _block_gradient(block, distribution.rows(rows), *upstream)
         start = rows.stop
     return logits
 
 
-def _block_gradient(logits: Tensor, found: Distribution, grad_logprobs: Tensor, grad_entropy: Tensor | None) -> None:
+def _block_gradient(logits: Tensor, distribution: Distribution, grad_logprobs: Tensor, grad_entropy: Tensor | None) -> None:
     asked_for = grad_logprobs.sum(-1, keepdim=True)
-    below, total = logits.sub_(found.largest[:, None]), found.total[:, None]
+    below, total = logits.sub_(distribution.largest[:, None]), distribution.total[:, None]
     if grad_entropy is None:
         below.exp_().mul_(-asked_for / total)
         return
-    through_entropy = without_holes(below.clone()).add_(found.entropy[:, None] - total.log()).mul_(grad_entropy[:, None])
+    through_entropy = without_holes(below.clone()).add_(distribution.entropy[:, None] - total.log()).mul_(grad_entropy[:, None])
     below.exp_().div_(total).mul_(through_entropy.add_(asked_for).neg_())
 
 
 def gradient_of_exponentials(
-    exponentials: Tensor, found: Distribution, grad_logprobs: Tensor, grad_entropy: Tensor | None
+    exponentials: Tensor, distribution: Distribution, grad_logprobs: Tensor, grad_entropy: Tensor | None
 ) -> Tensor:
     """Return the same as gradient() from the exponentials [t, v] of local_sums(), which it overwrites.
 
     The logarithm of an exponential recovers its exponent up to the rounding of the exponential, wherever that is not negligible.
     """
-    asked_for, scale = grad_logprobs.sum(-1, keepdim=True), found.scale[:, None]
+    asked_for, scale = grad_logprobs.sum(-1, keepdim=True), distribution.scale[:, None]
     if grad_entropy is None:
         return exponentials.mul_(-asked_for * scale)
     slope = grad_entropy[:, None] * scale
-    factor = asked_for * scale + slope * (without_holes(scale.log()) + found.entropy[:, None])
+    factor = asked_for * scale + slope * (without_holes(scale.log()) + distribution.entropy[:, None])
     start = 0
     for block in blocks(exponentials):
         rows = slice(start, start + len(block))

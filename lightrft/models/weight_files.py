@@ -49,7 +49,7 @@ class WeightFiles:
                 reason = f"{type(error).__name__}: {error}"
                 raise ValueError(f"{folder / INDEX} is not an index of safetensors files ({reason})") from error
         if (folder / NAME).is_file():
-            with _opened(folder / NAME) as file:
+            with _open(folder / NAME) as file:
                 return cls(dict.fromkeys(file.keys(), folder / NAME))
         return None
 
@@ -59,7 +59,7 @@ class WeightFiles:
         Only headers are read.
         """
         for path in sorted(set(self.files.values())):
-            with _opened(path) as file:
+            with _open(path) as file:
                 absent = {name for name, other in self.files.items() if other == path}.difference(file.keys())
                 if absent:
                     raise ValueError(f"{path} lacks {len(absent)} tensors that {INDEX} lists for it, the first is {min(absent)}")
@@ -73,28 +73,28 @@ class WeightFiles:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors. Only headers are read, each once."""
-        found = {}
+        shapes = {}
         for path in sorted(set(self.files.values())):
-            with _opened(path) as file:
-                found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-        return found
+            with _open(path) as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        return shapes
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Return part of a tensor, on the host. Nothing else is read, and the file is mapped only during the call."""
-        with _opened(self.files[name]) as file:
+        with _open(self.files[name]) as file:
             return file.get_slice(name)[part] if part else file.get_tensor(name)
 
     def read_all(self, names: list[str]) -> list[Tensor]:
         """Return whole tensors of at least one dimension, on the host. Each file is opened once."""
-        found = {}
+        tensors = {}
         for path in dict.fromkeys(self.files[name] for name in names):
-            with _opened(path) as file:
-                found |= {name: file.get_slice(name)[:] for name in names if self.files[name] == path}
-        return [found[name] for name in names]
+            with _open(path) as file:
+                tensors |= {name: file.get_slice(name)[:] for name in names if self.files[name] == path}
+        return [tensors[name] for name in names]
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open(path: Path) -> Iterator[Any]:
     """Open a safetensors file. Raise ValueError, with its name, if it is missing or damaged."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -130,7 +130,7 @@ def fingerprint(folder: Path | str) -> str:
     deliberate manipulation.
     """
     files = WeightFiles.of(folder)
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for path in sorted(set(files.files.values())) if files else ():
         with open(path, "rb") as file:
             start = 8 + int.from_bytes(file.read(8), "little")
@@ -138,11 +138,11 @@ def fingerprint(folder: Path | str) -> str:
             header.pop("__metadata__", None)
             for name, entry in sorted(header.items()):
                 begin, end = entry["data_offsets"]
-                found.update(f"{name} {entry['dtype']} {entry['shape']}".encode())
+                hasher.update(f"{name} {entry['dtype']} {entry['shape']}".encode())
                 for part in range(SAMPLES):
                     file.seek(start + begin + max(0, end - begin - SAMPLE_BYTES) * part // (SAMPLES - 1))
-                    found.update(file.read(min(SAMPLE_BYTES, end - begin)))
-    return found.hexdigest()[:16] if files else ""
+                    hasher.update(file.read(min(SAMPLE_BYTES, end - begin)))
+    return hasher.hexdigest()[:16] if files else ""
 
 
 def weights_of(name: str) -> str:

@@ -141,14 +141,14 @@ def _padded(low: float, high: float) -> tuple[float, float]:
 def _draw(line: Line, color: int, x: Scale, y: Scale) -> str:
     """Draw the faint raw line under the smoothed one; or the raw line alone, with marks for the look `marked`."""
     values = [value for _, value in line.points]
-    kept = _representatives(values)
-    raw = _path([(line.points[i][0], values[i]) for i in kept], x, y)
+    indices = _representatives(values)
+    raw = _path([(line.points[i][0], values[i]) for i in indices], x, y)
     if line.look != "noisy" or len(values) < 8:
         marked = line.points if line.look == "marked" and len(values) <= MOST_MARKS else []
         marks = "".join(f'<circle class="f{color}" cx="{x(s)}" cy="{y(v)}" r="3"/>' for s, v in marked if v is not None)
         return f'<path class="curve c{color}" d="{raw}"/>{marks}'
     average = smoothed(values, log=y.log)
-    curve = _path([(line.points[i][0], average[i]) for i in kept], x, y)
+    curve = _path([(line.points[i][0], average[i]) for i in indices], x, y)
     return f'<path class="raw c{color}" d="{raw}"/><path class="curve c{color}" d="{curve}"/>'
 
 
@@ -157,13 +157,13 @@ def _representatives(values: Sequence[float | None]) -> list[int]:
     if len(values) <= MOST_POINTS:
         return list(range(len(values)))
     size = -(-2 * len(values) // MOST_POINTS)
-    kept = {0, len(values) - 1}
+    indices = {0, len(values) - 1}
     for start in range(0, len(values), size):
         stretch = range(start, min(start + size, len(values)))
         present = [i for i in stretch if values[i] is not None] or list(stretch[:1])
-        kept |= {min(present, key=lambda i: values[i] or 0.0), max(present, key=lambda i: values[i] or 0.0)}
-        kept.update(i for i in stretch if values[i] is None)
-    return sorted(kept)
+        indices |= {min(present, key=lambda i: values[i] or 0.0), max(present, key=lambda i: values[i] or 0.0)}
+        indices.update(i for i in stretch if values[i] is None)
+    return sorted(indices)
 
 
 def _path(points: Points, x: Scale, y: Scale) -> str:

@@ -82,7 +82,7 @@ class Metrics:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's numbers, on the host, each as it was added: sums are the same to the last bit."""
-        rows = {name: [row.to("cpu") for row in known] for name, known in self._rows.items()}
+        rows = {name: [row.to("cpu") for row in values] for name, values in self._rows.items()}
         return {"kinds": dict(self._kinds), "rows": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ class Metrics:
         devices = {row.device for rows in self._rows.values() for row in rows}
         host = {}
         for device in devices:  # one transfer each, for numbers of the accelerator and of the host
-            rows = [row for known in self._rows.values() for row in known if row.device == device]
+            rows = [row for values in self._rows.values() for row in values if row.device == device]
             host[device] = iter(torch.stack(rows).to("cpu", torch.float64).unbind())
         local = {name: torch.stack([next(host[row.device]) for row in rows]) for name, rows in self._rows.items()}
         return {name: (self._kinds[name], _fold(self._kinds[name], rows)) for name, rows in local.items()}

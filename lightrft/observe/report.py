@@ -145,8 +145,8 @@ def _tiles(history: History, summary: dict[str, Any]) -> str:
     """Return the headline numbers: those of the run's summary, and others from the metrics that the summary does not have."""
     numbers = {key: value for key, value in summary.items() if is_number(value) and key not in (*FACTS, "steps")}
     tiles = [(_label(key), _summary_value(key, value), "") for key, value in numbers.items()]
-    told = " ".join(summary)
-    tiles += [tile[1:] for tile in _measured(history) if tile[0] not in told]
+    text = " ".join(summary)
+    tiles += [tile[1:] for tile in _measured(history) if tile[0] not in text]
     cards = "".join(
         f'<div class="card tile"><div class="label">{safe(label)}</div><div class="value">{safe(value)}</div>'
         f'<div class="note">{safe(note)}</div></div>'
@@ -234,10 +234,10 @@ def _time(history: History) -> str:
 def _speed(folder: Path) -> str:
     """Return the lines of the scoreboard."""
     run = json.loads((folder / "run.json").read_text()) if (folder / "run.json").exists() else {}
-    found = scoreboard(read_rows(folder / "metrics.jsonl"), run)
-    if found is None:
+    board = scoreboard(read_rows(folder / "metrics.jsonl"), run)
+    if board is None:
         return ""
-    lines = "\n".join(map(safe, found.lines))
+    lines = "\n".join(map(safe, board.lines))
     return f'<section class="card"><header><h3>Speed</h3></header><pre>{lines}</pre></section>'
 
 

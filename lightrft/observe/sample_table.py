@@ -26,8 +26,8 @@ def sample_table(rows: Sequence[dict[str, Any]]) -> str:
     rewards = [row["reward"] for row in rows if is_number(row.get("reward"))]
     low, high = min(rewards, default=0.0), max(rewards, default=1.0)
     groups = _groups(rows)
-    first = _chosen(groups)
-    last = [group for group in _chosen(groups[::-1]) if group[0]["step"] > first[-1][0]["step"]]
+    first = _choose(groups)
+    last = [group for group in _choose(groups[::-1]) if group[0]["step"] > first[-1][0]["step"]]
     ends = [("At the beginning", first), ("At the end", last)]
     body = "".join(_end(title, chosen, low, high) for title, chosen in ends if chosen)
     head = "".join(f"<th>{name}</th>" for name in ("Step", "Prompt", "Response", "Label", "Reward"))
@@ -41,14 +41,14 @@ def _groups(rows: Sequence[dict[str, Any]]) -> list[Group]:
     return list(groups.values())
 
 
-def _chosen(groups: Sequence[Group]) -> list[Group]:
+def _choose(groups: Sequence[Group]) -> list[Group]:
     """Choose from the first groups, different prompts before further groups of the same one; in the order of their steps."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     ranked = []
     for group in groups[: 4 * PROMPTS_PER_END]:
         prompt = str(group[0].get("prompt"))
-        ranked.append((seen[prompt], group))
-        seen[prompt] += 1
+        ranked.append((counts[prompt], group))
+        counts[prompt] += 1
     ranked.sort(key=lambda pair: pair[0])
     return sorted((group for _, group in ranked[:PROMPTS_PER_END]), key=lambda group: group[0]["step"])
 

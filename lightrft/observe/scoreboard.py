@@ -76,29 +76,29 @@ def scoreboard(rows: Sequence[dict[str, Any]], run: dict[str, Any]) -> Scoreboar
     for name, part in NESTED.items():
         if bottleneck == "generate" and typical(name) > typical("time/generate") / 2:
             bottleneck = part
-    found = Scoreboard(
+    board = Scoreboard(
         len(steps), seconds, tokens / seconds / world, shares, typical("time/generate/weight_sync"),
         run.get("weight_bytes", 0), max(row.get("memory/peak_gb") or 0.0 for row in steps),
         max(row.get("engine/logprob_mismatch") or 0.0 for row in steps), typical("time/idle_share"), mfu, bottleneck,
         ADVICE.get(bottleneck, ""),
     )  # fmt: skip
-    found.lines = _lines(found)
-    return found
+    board.lines = _lines(board)
+    return board
 
 
-def _lines(found: Scoreboard) -> list[str]:
+def _lines(board: Scoreboard) -> list[str]:
     """Return a table with the names on the left."""
-    rows = [("tokens/s per device", short(found.tokens_per_second)),
-            ("a step", f"{short(found.seconds)} s (median of {found.steps})"),
-            *((f"  {name}", percent(share)) for name, share in sorted(found.shares.items(), key=lambda each: -each[1])),
-            ("idle", percent(found.idle_share)), ("peak memory", f"{short(found.peak_gb)} GB")]  # fmt: skip
-    if found.sync_seconds:
-        size = f" for {short(found.sync_bytes / 1e6)} MB" if found.sync_bytes else ""
-        rows += [("weight sync", f"{short(found.sync_seconds)} s{size}"),
-                 ("engine - trainer", f"log-probs differ by {short(found.mismatch)}")]  # fmt: skip
-    if found.mfu is not None:
-        rows.append(("MFU in training", percent(found.mfu)))
-    if found.advice:
-        rows.append(("takes longest", f"{found.bottleneck}: try {found.advice}"))
+    rows = [("tokens/s per device", short(board.tokens_per_second)),
+            ("a step", f"{short(board.seconds)} s (median of {board.steps})"),
+            *((f"  {name}", percent(share)) for name, share in sorted(board.shares.items(), key=lambda each: -each[1])),
+            ("idle", percent(board.idle_share)), ("peak memory", f"{short(board.peak_gb)} GB")]  # fmt: skip
+    if board.sync_seconds:
+        size = f" for {short(board.sync_bytes / 1e6)} MB" if board.sync_bytes else ""
+        rows += [("weight sync", f"{short(board.sync_seconds)} s{size}"),
+                 ("engine - trainer", f"log-probs differ by {short(board.mismatch)}")]  # fmt: skip
+    if board.mfu is not None:
+        rows.append(("MFU in training", percent(board.mfu)))
+    if board.advice:
+        rows.append(("takes longest", f"{board.bottleneck}: try {board.advice}"))
     width = max(len(name) for name, _ in rows)
     return [f"{name:{width}}  {value}" for name, value in rows]

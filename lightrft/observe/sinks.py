@@ -34,21 +34,21 @@ class Writer:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "writer")
-        self._begun: deque[Future[None]] = deque()
+        self._pending: deque[Future[None]] = deque()
         self.error: Exception | None = None
         """Error of the call that failed."""
 
     def submit(self, call: Callable[[], None]) -> None:
         """Make a call after those before it; wait while BACKLOG calls have not been made."""
-        while len(self._begun) >= BACKLOG or self._begun and self._begun[0].done():
-            self._begun.popleft().result()
+        while len(self._pending) >= BACKLOG or self._pending and self._pending[0].done():
+            self._pending.popleft().result()
         self._check()
-        self._begun.append(self._thread.submit(self._make, call))
+        self._pending.append(self._thread.submit(self._make, call))
 
     def wait(self) -> None:
         """Wait until all calls are made, or one has failed."""
-        while self._begun:
-            self._begun.popleft().result()
+        while self._pending:
+            self._pending.popleft().result()
 
     def flush(self) -> None:
         """Wait until all calls are made. Raises the error of one that has failed."""
@@ -257,10 +257,10 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
 
 def truncate_rows(path: Path, last_step: int) -> None:
     """Keep the rows up to this step. The file is replaced atomically: after a kill it is either the old one or the new one."""
-    kept = [row for row in read_rows(path) if row["step"] <= last_step]
+    rows = [row for row in read_rows(path) if row["step"] <= last_step]
     part = path.with_suffix(".part")
     with part.open("wb") as file:
-        file.write(b"".join(encode_row(row) for row in kept))
+        file.write(b"".join(encode_row(row) for row in rows))
         os.fsync(file.fileno())
     part.replace(path)
 

@@ -138,15 +138,15 @@ class Tracker(Sink):
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested sections as one level, `{"train": {"seed": 1}}` as `{"train.seed": 1}`, with hidden secrets."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{name}.")
+            flattened |= flat(value, f"{prefix}{name}.")
         else:
             plain = isinstance(value, bool | int | float | None)
             text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-            found[prefix + name] = value if plain else hide_secrets(text)
-    return found
+            flattened[prefix + name] = value if plain else hide_secrets(text)
+    return flattened
 
 
 def described(problem: BaseException) -> str:

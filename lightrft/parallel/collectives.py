@@ -92,9 +92,9 @@ class Axis:
             part = rows.new_zeros(1 + most, rows.shape[1])
             part[0, 0], part[0, 1] = len(rows), note
             part[1 : 1 + len(rows)] = rows[:most]
-            found = rows.new_empty(self.size * len(part), rows.shape[1])
-            dist.all_gather_into_tensor(found, part, group=self.group)
-            parts = found.split(len(part))
+            gathered = rows.new_empty(self.size * len(part), rows.shape[1])
+            dist.all_gather_into_tensor(gathered, part, group=self.group)
+            parts = gathered.split(len(part))
             counts = [int(each[0, 0]) for each in parts]
             if max(counts) <= most:
                 notes = [int(each[0, 1]) for each in parts]
@@ -124,24 +124,24 @@ class Axis:
         """
         if self.size == 1:
             return list(parts)
-        packed = [[] if rank == self.rank else _packed(part) for rank, part in enumerate(parts)]
+        packed = [[] if rank == self.rank else _pack(part) for rank, part in enumerate(parts)]
         sent = torch.tensor([sum(map(len, each)) for each in packed])
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         flat = torch.cat([torch.empty(0, dtype=torch.uint8), *(piece for each in packed for piece in each)])
         arrived = self.all_to_all(flat, sent.tolist(), received.tolist()).split(received.tolist())
-        return [parts[rank] if rank == self.rank else _unpacked(part) for rank, part in enumerate(arrived)]
+        return [parts[rank] if rank == self.rank else _unpack(part) for rank, part in enumerate(arrived)]
 
     def broadcast_tensors(self, value: Any) -> Any:
         """Return the picklable object of the axis's rank 0 on all its ranks, on the host, without pickling its tensors."""
         if self.size == 1:
             return value
-        sent = _packed(value) if self.rank == 0 else []
+        sent = _pack(value) if self.rank == 0 else []
         size = torch.tensor(sum(map(len, sent)))
         dist.broadcast(size, group=self.group, group_src=0)
         flat = torch.cat(sent) if sent else torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(flat, group=self.group, group_src=0)
-        return value if self.rank == 0 else _unpacked(flat)
+        return value if self.rank == 0 else _unpack(flat)
 
     def _reduce(self, value: Tensor, op: dist.ReduceOp) -> Tensor:
         if self.size == 1:
@@ -169,8 +169,8 @@ def _tensor(contents: memoryview, dtype: torch.dtype, shape: torch.Size) -> Tens
     return torch.frombuffer(contents, dtype=dtype).view(shape) if len(contents) else torch.empty(shape, dtype=dtype)
 
 
-def _packed(value: Any) -> list[Tensor]:
-    """Return [bytes] uint8 tensors for _unpacked(), which share the memory of the tensors of `value`: sizes, pickle, values."""
+def _pack(value: Any) -> list[Tensor]:
+    """Return [bytes] uint8 tensors for _unpack(), which share the memory of the tensors of `value`: sizes, pickle, values."""
     stream, buffers = io.BytesIO(), []
     _Pickler(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append).dump(value)
     parts = [torch.frombuffer(part, dtype=torch.uint8) for part in (stream.getbuffer(), *(each.raw() for each in buffers))
@@ -179,8 +179,8 @@ def _packed(value: Any) -> list[Tensor]:
     return [piece for part in (sizes.view(torch.uint8), *parts) for piece in (part, part.new_zeros(-len(part) % ALIGNMENT))]
 
 
-def _unpacked(flat: Tensor) -> Any:
-    """Return the object of the [bytes] uint8 of _packed(); its tensors share their memory."""
+def _unpack(flat: Tensor) -> Any:
+    """Return the object of the [bytes] uint8 of _pack(); its tensors share their memory."""
     (count,) = flat[:8].view(torch.int64).tolist()
     place, parts = 8 * (1 + count), []
     for size in flat[8:place].view(torch.int64).tolist():

@@ -49,10 +49,10 @@ def seed_generators(seed: int, device: torch.device) -> None:
         torch.get_device_module(device).manual_seed(seed)
 
 
-def check_device_index(index: int, seen: int) -> None:
-    if index >= seen:
+def check_device_index(index: int, visible: int) -> None:
+    if index >= visible:
         raise RuntimeError(
-            f"LOCAL_RANK is {index}, but this process sees {seen} device(s): start as many processes as the node has devices, "
+            f"LOCAL_RANK is {index}, but this process sees {visible} device(s): start as many processes as the node has devices, "
             "and make all of them visible to each process (Slurm: --gpus-per-node, not --gpus-per-task)"
         )
 

@@ -23,13 +23,13 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], device: torch.device, p
     ranks. All ranks must call this with the same parameters.
     """
     parameters = list(parameters)
-    gradients = [_summed(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    groups = dict(chain.from_iterable(_cuts(tensor) for tensor in chain(parameters, gradients)))
+    gradients = [_sum_partial(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    groups = dict(chain.from_iterable(_sharding_groups(tensor) for tensor in chain(parameters, gradients)))
     by_axes: dict[Axes, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
-        by_axes[frozenset(name for name, _ in _cuts(gradient))].append(_local(gradient))
+        by_axes[frozenset(name for name, _ in _sharding_groups(gradient))].append(_local(gradient))
     subsets = _subsets(list(groups))
-    totals = torch.stack([_power(by_axes.get(subset, []), p, device) for subset in subsets])
+    totals = torch.stack([_sum_of_powers(by_axes.get(subset, []), p, device) for subset in subsets])
     for name in groups:
         cut = [index for index, subset in enumerate(subsets) if name in subset]
         part = totals[cut]
@@ -46,7 +46,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: f
         torch._foreach_mul_(gradients, scale.to(gradients[0].device))
 
 
-def _power(gradients: list[Tensor], p: float, device: torch.device) -> Tensor:
+def _sum_of_powers(gradients: list[Tensor], p: float, device: torch.device) -> Tensor:
     """Return the sum of |x|^p, or the maximum for p = inf: []. There NaN becomes inf, because a maximum would lose it."""
     if not gradients:
         return torch.zeros((), device=device)
@@ -54,7 +54,7 @@ def _power(gradients: list[Tensor], p: float, device: torch.device) -> Tensor:
     return norms.amax().nan_to_num(nan=torch.inf, posinf=torch.inf) if p == torch.inf else norms.pow(p).sum()
 
 
-def _cuts(tensor: Tensor) -> list[tuple[str, dist.ProcessGroup]]:
+def _sharding_groups(tensor: Tensor) -> list[tuple[str, dist.ProcessGroup]]:
     """Return names and groups over which a tensor is sharded; groups of one rank do not count."""
     if not isinstance(tensor, DTensor):
         return []
@@ -71,7 +71,7 @@ def _subsets(names: list[str]) -> list[Axes]:
     return subsets
 
 
-def _summed(gradient: Tensor) -> Tensor:
+def _sum_partial(gradient: Tensor) -> Tensor:
     if not isinstance(gradient, DTensor) or not any(place.is_partial() for place in gradient.placements):
         return gradient
     return gradient.redistribute(placements=[Replicate() if place.is_partial() else place for place in gradient.placements])

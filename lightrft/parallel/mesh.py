@@ -121,8 +121,8 @@ class Mesh:
 
     def _group(self, dims: tuple[str, ...]) -> dist.ProcessGroup:
         """Return the group of the ranks that differ from this one in these dimensions only; equal ranks have one group."""
-        here = (self._ranks == dist.get_rank()).nonzero()[0].tolist()
-        ranks = self._ranks[tuple(slice(None) if name in dims else place for name, place in zip(AXES, here, strict=True))]
+        coordinates = (self._ranks == dist.get_rank()).nonzero()[0].tolist()
+        ranks = self._ranks[tuple(slice(None) if name in dims else place for name, place in zip(AXES, coordinates, strict=True))]
         key = tuple(ranks.flatten().tolist())
         if key not in self._groups:
             self._groups[key] = self._new_group(key, f"mesh_{'_'.join(dims)}")
@@ -143,13 +143,13 @@ def collectives_begun() -> dict[str, int]:
     """
     groups = [group for group in list(_world.pg_map) if group.size() > 1]
     counts = {
-        f"{group.group_desc} #{group.group_name[:8]} ({device.type})": _begun(group, device)
+        f"{group.group_desc} #{group.group_name[:8]} ({device.type})": _num_collectives(group, device)
         for group in groups for device in group._device_types
     }
     return {name: count for name, count in counts.items() if count is not None}
 
 
-def _begun(group: dist.ProcessGroup, device: torch.device) -> int | None:
+def _num_collectives(group: dist.ProcessGroup, device: torch.device) -> int | None:
     """Return the number of collectives started in a group; None if the backend does not count them."""
     try:
         return group._get_backend(device)._get_sequence_number_for_group()

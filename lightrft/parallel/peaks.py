@@ -28,4 +28,4 @@ DEVICES = {
 
 def known_device(name: str) -> str:
     """Return the key of DEVICES in the name of a device, such as "NVIDIA H100 80GB HBM3"; empty for others."""
-    return next((known for known in DEVICES if known in name.lower()), "")
+    return next((device for device in DEVICES if device in name.lower()), "")

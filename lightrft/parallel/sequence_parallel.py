@@ -99,11 +99,11 @@ class SequenceParallel:
         """Return start and end of the runs of tokens whose queries this rank has in attention; it has the keys of all tokens."""
         return [(0, num_tokens)]
 
-    def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def before_attention(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Convert [t, H, D] of this rank's tokens to the inputs of its attention."""
         return query, key, value
 
-    def leave(self, output: Tensor) -> Tensor:
+    def after_attention(self, output: Tensor) -> Tensor:
         """Convert the output of the attention to [t, H, D] of this rank's tokens."""
         return output
 
@@ -134,27 +134,27 @@ def set_sequence_parallel(module: nn.Module, sequence: SequenceParallel, *, tp: 
     """
     divided = sequence.axis.size > 1
     name = f"--sp_size {sequence.axis.size} --sp_impl {type(sequence).__name__.lower()}" if divided else "--tp_sequence_parallel"
-    found = [part for part in module.modules() if isinstance(part, SequenceParallelModule)]
-    for part in found:
+    parts = [part for part in module.modules() if isinstance(part, SequenceParallelModule)]
+    for part in parts:
         model = part.hf_model
         problems = sequence.problems(model.config.get_text_config().num_attention_heads // tp)
         if problems:
             raise ValueError(f"{name} does not support {type(model).__name__}: {'; '.join(problems)}")
         part.sequence = sequence
-    return bool(found)
+    return bool(parts)
 
 
 def select_tokens(
-    inputs: Mapping[str, Any], here: Tensor, shared: Callable[[Tensor], Tensor] = lambda values: values
+    inputs: Mapping[str, Any], positions: Tensor, shared: Callable[[Tensor], Tensor] = lambda values: values
 ) -> dict[str, Any]:
-    """Return a decoder's embeddings at the tokens `here` [t] of its inputs [1, T, H], and what it adds to them.
+    """Return a decoder's embeddings at the tokens `positions` [t] of its inputs [1, T, H], and what it adds to them.
 
     `shared` is applied to the embeddings of all tokens, and to the features that the tower of Qwen3-VL adds in several layers.
     """
-    selected = {"inputs_embeds": shared(inputs["inputs_embeds"])[:, here]}
+    selected = {"inputs_embeds": shared(inputs["inputs_embeds"])[:, positions]}
     if (places := inputs.get("visual_pos_masks")) is not None:
-        rows = (places[0].cumsum(0) - 1)[here][places[0, here]]
-        selected["visual_pos_masks"] = places[:, here]
+        rows = (places[0].cumsum(0) - 1)[positions][places[0, positions]]
+        selected["visual_pos_masks"] = places[:, positions]
         selected["deepstack_visual_embeds"] = [shared(each)[rows] for each in inputs["deepstack_visual_embeds"]]
     return selected
 

@@ -22,28 +22,28 @@ HALF_BYTES = 20 * 2**20
 
 
 class AllGather:
-    """All-gather of `count` elements of each rank of a group: fill `mine`, call run(), read `everyone` [ranks, count].
+    """All-gather of `count` elements of each rank of a group: fill `local`, call run(), read `gathered` [ranks, count].
 
-    If `passing` is True, `everyone` is overwritten by the second all-gather after this one.
+    If `in_shared_memory` is True, `gathered` is overwritten by the second all-gather after this one.
     """
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup):
         self.group, rank, size = group, dist.get_rank(group), dist.get_world_size(group)
         self.shared = _shared_memory(group) if device.type == "cpu" else None
-        self.passing = self.shared is not None and size * count * dtype.itemsize <= HALF_BYTES
-        if self.passing:
-            self.everyone = self.shared.rooms(size, count, dtype)
+        self.in_shared_memory = self.shared is not None and size * count * dtype.itemsize <= HALF_BYTES
+        if self.in_shared_memory:
+            self.gathered = self.shared.slots(size, count, dtype)
         else:
-            self.everyone = torch.empty(size, count, dtype=dtype, device=device)
-        self.mine = self.everyone[rank]
+            self.gathered = torch.empty(size, count, dtype=dtype, device=device)
+        self.local = self.gathered[rank]
 
     def run(self) -> None:
         if self.shared is None:
-            dist.all_gather_into_tensor(self.everyone.view(-1), self.mine, group=self.group)
-        elif self.passing:
+            dist.all_gather_into_tensor(self.gathered.view(-1), self.local, group=self.group)
+        elif self.in_shared_memory:
             self.shared.meet()
         else:
-            self.shared.gather(self.everyone, self.mine)
+            self.shared.gather(self.gathered, self.local)
 
 
 class SharedMemory:
@@ -57,7 +57,7 @@ class SharedMemory:
         self.begin = 0
         """Start of the current half, in bytes."""
 
-    def rooms(self, size: int, count: int, dtype: torch.dtype) -> Tensor:
+    def slots(self, size: int, count: int, dtype: torch.dtype) -> Tensor:
         """Return the start of the current half as a tensor [size, count]."""
         half = torch.frombuffer(self.memory, dtype=torch.uint8, count=HALF_BYTES, offset=self.begin)
         return half[: size * count * dtype.itemsize].view(dtype).view(size, count)
@@ -67,14 +67,14 @@ class SharedMemory:
         self.axis.barrier()
         self.begin = HALF_BYTES - self.begin
 
-    def gather(self, everyone: Tensor, mine: Tensor) -> None:
-        """Gather `mine` [N] of every rank into `everyone` [ranks, N], in parts that fit into one half."""
-        count = HALF_BYTES // self.axis.size // mine.itemsize
-        for part, parts in zip(mine.split(count), everyone.split(count, dim=1), strict=True):
-            rooms = self.rooms(*parts.shape, mine.dtype)
-            rooms[self.axis.rank].copy_(part)
+    def gather(self, gathered: Tensor, local: Tensor) -> None:
+        """Gather `local` [N] of every rank into `gathered` [ranks, N], in parts that fit into one half."""
+        count = HALF_BYTES // self.axis.size // local.itemsize
+        for part, parts in zip(local.split(count), gathered.split(count, dim=1), strict=True):
+            slots = self.slots(*parts.shape, local.dtype)
+            slots[self.axis.rank].copy_(part)
             self.meet()
-            parts.copy_(rooms)
+            parts.copy_(slots)
 
 
 _of_groups: WeakKeyDictionary[dist.ProcessGroup, SharedMemory | None] = WeakKeyDictionary()

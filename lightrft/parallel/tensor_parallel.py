@@ -67,10 +67,10 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) 
     embeddings stay tied. With `sequence` the number of tokens of a batch must be a multiple of the number of ranks. Raise
     ValueError, with all reasons, for a model that cannot be split, and for a module without a transformers model.
     """
-    found = list(_language_models(module))
-    if not found:
+    models = list(_language_models(module))
+    if not models:
         raise ValueError(f"--tp_size {mesh.size()}: {type(module).__name__} contains no transformers model to split")
-    for model in found:
+    for model in models:
         problems = model_problems(model.config, mesh.size()) or plan_problems(model)
         if problems:
             raise ValueError(f"--tp_size {mesh.size()} cannot split {type(model).__name__}: {'; '.join(problems)}")
@@ -95,10 +95,10 @@ def plan_problems(model: PreTrainedModel) -> list[str]:
     head_dim = HEAD_DIM[model.config.get_text_config().model_type]
     problems = []
     for block in model.get_decoder().layers[:1]:
-        there = {name for name, part in block.named_modules() if next(part.parameters(recurse=False), None) is not None}
+        names = {name for name, part in block.named_modules() if next(part.parameters(recurse=False), None) is not None}
         planned = {name for name in _block_plan(block, head_dim, Shard(1)) if name not in CALLED}
-        if there != planned:
-            problems.append(f"its blocks have {', '.join(sorted(there))}, the plan is for {', '.join(sorted(planned))}")
+        if names != planned:
+            problems.append(f"its blocks have {', '.join(sorted(names))}, the plan is for {', '.join(sorted(planned))}")
     return problems
 
 
@@ -171,8 +171,8 @@ def _split(model: PreTrainedModel, mesh: DeviceMesh, stream: Placement) -> None:
 def _divide_tokens(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], *, axis: Axis) -> tuple[tuple, dict[str, Any]]:
     """Keep this rank's part of a decoder's inputs, whose gradient is summed over the ranks: a forward pre-hook."""
     embedded = kwargs["inputs_embeds"]
-    here = torch.arange(embedded.shape[1], device=embedded.device).chunk(axis.size)[axis.rank]
-    return args, kwargs | select_tokens(kwargs, here, lambda values: copy_to_parallel_region(values, axis))
+    positions = torch.arange(embedded.shape[1], device=embedded.device).chunk(axis.size)[axis.rank]
+    return args, kwargs | select_tokens(kwargs, positions, lambda values: copy_to_parallel_region(values, axis))
 
 
 def _axis(mesh: DeviceMesh) -> Axis:

@@ -21,7 +21,7 @@ class Ulysses(SequenceParallel):
     def problems(self, num_heads: int) -> list[str]:
         return head_problems(num_heads, self.axis.size)
 
-    def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def before_attention(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange [t, H, D] for [T, H / ranks, D] in one all-to-all; key and value may have fewer heads.
 
         Key-value heads are repeated until the number of ranks divides their number: each rank gets those that its queries use.
@@ -34,7 +34,7 @@ class Ulysses(SequenceParallel):
         exchanged = mixed.split([part[0, 0].numel() for part in parts], -1)
         return tuple(x.unflatten(-1, part.shape[2:]) for x, part in zip(exchanged, parts, strict=True))
 
-    def leave(self, output: Tensor) -> Tensor:
+    def after_attention(self, output: Tensor) -> Tensor:
         """Exchange [T, H / ranks, D] for [t, H, D]."""
         return _Exchange.apply(output.unflatten(0, (self.axis.size, -1)), self.axis).transpose(0, 1).flatten(1, 2)
 

@@ -24,7 +24,7 @@ class Zigzag(SequenceParallel):
     def queries(self, num_tokens: int) -> list[tuple[int, int]]:
         return self.spans(num_tokens)
 
-    def enter(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def before_attention(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the query unchanged, and key and value [t, H, D] gathered to [T, H, D] in the order of the batch."""
         (both,) = _GatherSummed.apply(self.axis, torch.cat([key, value], -1))
         return query, *self.in_order(both).split([key.shape[-1], value.shape[-1]], -1)

@@ -163,10 +163,10 @@ class RewardFunction:
         missing = _required(self.signature) - set(arguments)
         return f"the function needs {', '.join(sorted(missing))}: {_shown(self.signature)}" if missing else ""
 
-    def _accepted(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _accepted(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that the function accepts: not every one has **kwargs."""
         accepted = _accepts(self.signature)
-        return given if accepted is None else {name: value for name, value in given.items() if name in accepted}
+        return arguments if accepted is None else {name: value for name, value in arguments.items() if name in accepted}
 
     def _finished(self, returned: list[Any]) -> list[Any]:
         """Return the results of calls; those of coroutines are awaited together."""

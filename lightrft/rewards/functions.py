@@ -144,32 +144,32 @@ def _last_number(text: str) -> Fraction | None:
 
 def boxes(text: str) -> list[tuple[int, str]]:
     r"""Return (position, content) of each complete `\boxed{...}`, with balanced braces, in the order of their beginnings."""
-    found, open_braces = [], []
+    contents, open_braces = [], []
     for brace in BRACES.finditer(text):
         if brace["boxed"] or brace["brace"] == "{":
             open_braces.append(brace)
         elif brace["brace"] and open_braces:
             opening = open_braces.pop()
             if opening["boxed"]:
-                found.append((opening.start(), text[opening.end() : brace.start()]))
-    return sorted(found)
+                contents.append((opening.start(), text[opening.end() : brace.start()]))
+    return sorted(contents)
 
 
 def _chosen_letter(text: str) -> str | None:
     """Return the letter that the text chooses last, or None if it chooses none, or several in one place."""
-    places = [(found.start(), found[found.lastgroup]) for found in CHOICE.finditer(text)]
+    places = [(match.start(), match[match.lastgroup]) for match in CHOICE.finditer(text)]
     for position, content in boxes(text):
-        if found := BOXED_CHOICE.fullmatch(LATEX.sub("", content).strip()):
-            places.append((position, found[1]))
+        if match := BOXED_CHOICE.fullmatch(LATEX.sub("", content).strip()):
+            places.append((position, match[1]))
     letters = {letter.upper() for letter in LETTER.findall(max(places)[1])} if places else set()
     return letters.pop() if len(letters) == 1 else None
 
 
 def _letter(label: Any) -> str:
-    found = re.fullmatch(r"\s*\(?([A-Ja-j])\)?\s*", str(label))
-    if not found:
+    match = re.fullmatch(r"\s*\(?([A-Ja-j])\)?\s*", str(label))
+    if not match:
         raise ValueError(f"the label {label!r:.80} is not a letter from A to J")
-    return found[1].upper()
+    return match[1].upper()
 
 
 def _is_think_and_answer(sample: Sample) -> bool:
@@ -188,11 +188,11 @@ def _best_f1(text: str, label: Any) -> float:
     return max((_f1(_words(text), _words(str(answer))) for answer in answers), default=0.0)
 
 
-def _f1(found: list[str], right: list[str]) -> float:
-    if not found or not right:
-        return float(found == right)
-    common = (Counter(found) & Counter(right)).total()
-    return 2 * common / (len(found) + len(right))
+def _f1(answers: list[str], labels: list[str]) -> float:
+    if not answers or not labels:
+        return float(answers == labels)
+    common = (Counter(answers) & Counter(labels)).total()
+    return 2 * common / (len(answers) + len(labels))
 
 
 def _words(text: str) -> list[str]:

@@ -61,9 +61,9 @@ class JudgeSettings:
 
     def score(self, reply: str) -> float | None:
         """Return the last score of a reply, scaled to 0 to 1; None if there is none within the range."""
-        for found in reversed(list(_compiled(self.pattern).finditer(reply))):
+        for match in reversed(list(_compiled(self.pattern).finditer(reply))):
             try:
-                score = float(found[1])
+                score = float(match[1])
             except (TypeError, ValueError):
                 continue
             if math.isfinite(score) and self.low <= score <= self.high:
@@ -81,7 +81,7 @@ class JudgeSettings:
 def filled(template: str, values: Mapping[str, Any]) -> str:
     """Replace each {name} of `values` once; other braces, and those of inserted texts, stay as they are."""
     names = "|".join(map(re.escape, values))
-    return re.sub(rf"\{{({names})\}}", lambda found: str(values[found[1]]), template)
+    return re.sub(rf"\{{({names})\}}", lambda match: str(values[match[1]]), template)
 
 
 @lru_cache

@@ -47,7 +47,7 @@ class ModelRewards:
         """
         self.compute_early(samples)
         for each in self.models:
-            for sample in self._chosen(each, samples):
+            for sample in self._scored_samples(each, samples):
                 row = self._early[each.label, id(sample)][1]
                 if each.steps is None:
                     add_score(sample, each.label, each.weight * row.item())
@@ -62,7 +62,7 @@ class ModelRewards:
         All ranks call it together, with any number of samples.
         """
         for each in self.models:
-            scored = [sample for sample in self._chosen(each, samples) if (each.label, id(sample)) not in self._early]
+            scored = [sample for sample in self._scored_samples(each, samples) if (each.label, id(sample)) not in self._early]
             answered = [(sample.prompt, Answer(sample.token_ids, [True] * len(sample.token_ids))) for sample in scored]
             columns = flat_columns(answered, self.expand)
             rows = each.model.get_flat_scores(columns).split(columns["lengths"].tolist())
@@ -71,7 +71,7 @@ class ModelRewards:
             _check(each, scores)
             self._early |= {(each.label, id(sample)): (sample, row) for sample, row in zip(scored, scores, strict=True)}
 
-    def _chosen(self, each: ScoringModel, samples: list[Sample]) -> list[Sample]:
+    def _scored_samples(self, each: ScoringModel, samples: list[Sample]) -> list[Sample]:
         """Return the samples that a model scores."""
         return [sample for sample in samples if each.label in chosen_labels(sample.prompt.columns, self.key, {each.label})]
 

@@ -84,7 +84,7 @@ class RewardRunner:
         self.judge: LaterJudge | None = None
         """The judge of --judge_url engine, which scores in addition to the function."""
         self._failures = self._in_a_row = 0
-        self._begun: list[tuple[list[Sample], Result]] = []
+        self._pending: list[tuple[list[Sample], Result]] = []
         self._calls = self._way_to_call(setup)
 
     @property
@@ -149,7 +149,7 @@ class RewardRunner:
     def begin(self, samples: list[Sample]) -> None:
         """Begin a call of the function with these samples, which are those of one prompt."""
         if self.model_parallel.rank == 0 and samples:
-            self._begun.append((samples, self._calls.begin(samples)))
+            self._pending.append((samples, self._calls.begin(samples)))
 
     def finish(self, samples: list[Sample]) -> None:
         """Wait for all calls that were begun, then run the reward models. All ranks call it together.
@@ -180,9 +180,9 @@ class RewardRunner:
         """Add the judge's scores, and treat responses without one as --reward_failure requires."""
         failed = judge.add(samples)
         messages = [self._described(CallFailed(message, sample), [sample], name=JUDGE) for sample, message in failed[:LOGGED]]
-        everyone = [message for part in judge.data.gather(messages) for message in part]
-        if everyone and self.section.reward_failure == "stop":
-            raise ConfigError(everyone[0])
+        all_messages = [message for part in judge.data.gather(messages) for message in part]
+        if all_messages and self.section.reward_failure == "stop":
+            raise ConfigError(all_messages[0])
         for message in messages:
             logger.warning(message)
         self._failures += len(failed)
@@ -197,7 +197,7 @@ class RewardRunner:
 
     def _failure(self) -> ConfigError | None:
         """Process the results of all calls, and return the error that ends the run, if there is one."""
-        begun, self._begun = self._begun, []
+        begun, self._pending = self._pending, []
         logged = 0
         for samples, result in begun:
             error = self._take_in(samples, result)
@@ -275,8 +275,8 @@ class RewardRunner:
 
     def _per_token(self, values: list[float | None], sample: Sample) -> list[float | None]:
         if len(values) != len(sample.token_ids) or all(value is None for value in values):
-            wanted = f"a list of {len(sample.token_ids)} numbers or None, one for each token, and at least one number"
-            raise CallFailed(f"{values!r:.200} is not {wanted}", sample)
+            expected = f"a list of {len(sample.token_ids)} numbers or None, one for each token, and at least one number"
+            raise CallFailed(f"{values!r:.200} is not {expected}", sample)
         return [None if value is None else self._number(value, sample) for value in values]
 
     def _number(self, value: Any, sample: Sample) -> float:
@@ -300,18 +300,18 @@ def _is_on_server(term: RewardTerm) -> bool:
 
 def importable_terms(terms: list[RewardTerm]) -> str | None:
     """Return the terms with names that another process can import, else None."""
-    found = []
+    references = []
     for term in terms:
         by_path = _is_on_server(term) or (":" in term.name and not term.name.startswith("__main__:"))
         name = term.name if by_path else importable_name(rewards[term.name])
         if name is None:
             return None
-        found.append(str(replace(term, name=name)))
-    return ",".join(found)
+        references.append(str(replace(term, name=name)))
+    return ",".join(references)
 
 
 def importable_name(function: Any) -> str | None:
     """Return `module:object` of a function that another process can import under this name, else None."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    found = module != "__main__" and getattr(sys.modules.get(module), name, None) is function
-    return f"{module}:{name}" if found else None
+    importable = module != "__main__" and getattr(sys.modules.get(module), name, None) is function
+    return f"{module}:{name}" if importable else None

@@ -29,7 +29,7 @@ class WeightedRewards:
         """
         returned: list[list[tuple[str, Any]]] = [[] for _ in samples]
         for term, function in self.functions:
-            chosen = [row for row, sample in enumerate(samples) if term.label in self._chosen(sample.prompt.columns)]
+            chosen = [row for row, sample in enumerate(samples) if term.label in self._choose_term(sample.prompt.columns)]
             values = function.judge([samples[row] for row in chosen]) if chosen else []
             if num_rewards(values) != len(chosen):
                 raise ValueError(f"{term.label} returned {values!r:.200}, not a list of {len(chosen)} rewards, one per sample")
@@ -47,20 +47,20 @@ class WeightedRewards:
         prompts = list(prompts)
         for term, function in self.functions:
             try:
-                function.check(prompt for prompt in prompts if term.label in self._chosen(prompt.columns))
+                function.check(prompt for prompt in prompts if term.label in self._choose_term(prompt.columns))
             except ConfigError as error:
                 raise ConfigError(f"{term.label}: {error}") from error
 
     def row_problem(self, columns: Mapping[str, Any]) -> str:
         """Return the reason why responses to a row with these columns cannot be scored; empty if none can be seen."""
-        chosen = self._chosen(columns)
+        chosen = self._choose_term(columns)
         if self.key is not None and (not chosen or chosen - self.labels):
             wrong = ", ".join(sorted(map(str, chosen - self.labels))) or "nothing"
             return f"the column {self.key} (--reward_key) names {wrong}; the rewards are {', '.join(sorted(self.labels))}"
         problems = [(term, function.row_problem(columns)) for term, function in self.functions if term.label in chosen]
         return next((f"{term.label}: {problem}" for term, problem in problems if problem), "")
 
-    def _chosen(self, columns: Mapping[str, Any]) -> set[str]:
+    def _choose_term(self, columns: Mapping[str, Any]) -> set[str]:
         return chosen_labels(columns, self.key, self.labels)
 
 

@@ -55,10 +55,10 @@ class Setup:
     def _function(self, name: str) -> RewardFunction:
         limits = {"seconds": self.seconds, "patience": self.patience}
         if name == JUDGE and self.judge is not None:
-            found = _with_http(name, lambda: _judge(self.judge, **limits))
+            function = _with_http(name, lambda: _judge(self.judge, **limits))
         else:
-            found = _with_http(name, lambda: _on_server(name, **limits)) if name.startswith(SERVER) else rewards[name]
-        return RewardFunction(found, chat=self.chat)
+            function = _with_http(name, lambda: _on_server(name, **limits)) if name.startswith(SERVER) else rewards[name]
+        return RewardFunction(function, chat=self.chat)
 
 
 def _work(calls: Connection, function: RewardFunction | WeightedRewards) -> None:

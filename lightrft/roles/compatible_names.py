@@ -29,8 +29,8 @@ class PolicyNames:
         The logits are normalised, so they are log-probs: their softmax is the same as that of unnormalised logits, which differ
         by a constant at each position.
         """
-        found = self.get_top_logprobs(data, k, micro_batch_size)
-        return {"topk_logits": found["top_logprobs"], "topk_indices": found["top_ids"]}
+        top = self.get_top_logprobs(data, k, micro_batch_size)
+        return {"topk_logits": top["top_logprobs"], "topk_indices": top["top_ids"]}
 
     def prepare_for_lp_inference(self) -> None:
         self.prepare_for_logprobs()

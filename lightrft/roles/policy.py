@@ -83,12 +83,12 @@ class Policy(Role, PolicyNames):
 
     def get_logprobs(self, batch: Mapping[str, Any], mbs: int | None = None) -> dict[str, Tensor]:
         """Return `logprobs` [B, S] float32: log p of every token given those before it. Column 0 and the padding are 0."""
-        return {"logprobs": self._answer(batch, self.actor, lambda part: self._ask(self.actor, part), mbs)}
+        return {"logprobs": self._answer(batch, self.actor, lambda part: self._token_logprobs(self.actor, part), mbs)}
 
     def get_reference_logprobs(self, batch: Mapping[str, Any], mbs: int | None = None) -> dict[str, Tensor]:
         """Return `reference_logprobs` [B, S]: the same under the reference model."""
         with self._reference() as reference:
-            values = self._answer(batch, reference, lambda part: self._ask(reference, part), mbs)
+            values = self._answer(batch, reference, lambda part: self._token_logprobs(reference, part), mbs)
         return {"reference_logprobs": values}
 
     def get_top_logprobs(self, batch: Mapping[str, Any], k: int, mbs: int | None = None) -> dict[str, Tensor]:
@@ -102,13 +102,13 @@ class Policy(Role, PolicyNames):
             logprobs, ids = self.actor(part, self.temperature, top=k)
             return torch.cat([logprobs, ids.float()], dim=1)  # float32 is exact for ids below 2^24
 
-        found = self._answer(batch, self.actor, ask, mbs)
-        found = found.view(*found.shape[:2], 2 * k)  # also if no rank has rows
-        return {"top_logprobs": found[..., :k], "top_ids": found[..., k:].long()}
+        top = self._answer(batch, self.actor, ask, mbs)
+        top = top.view(*top.shape[:2], 2 * k)  # also if no rank has rows
+        return {"top_logprobs": top[..., :k], "top_ids": top[..., k:].long()}
 
     def logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
         """Return log p of every learned token of a flat batch under the actor, 0 elsewhere: [T] float32 on the host."""
-        return self._infer(self.actor, lambda part: self._ask(self.actor, part), batch, rows)
+        return self._infer(self.actor, lambda part: self._token_logprobs(self.actor, part), batch, rows)
 
     def logprobs_and_entropy(self, batch: Batch, rows: MicroBatchIndices) -> tuple[Tensor, Tensor]:
         """Return the same, and the entropy of the distribution that each learned token was drawn from: [T], [T]."""
@@ -122,7 +122,7 @@ class Policy(Role, PolicyNames):
     def reference_logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
         """Return log p of every learned token under the reference model: [T]."""
         with self._reference() as reference:
-            return self._infer(reference, lambda part: self._ask(reference, part), batch, rows)
+            return self._infer(reference, lambda part: self._token_logprobs(reference, part), batch, rows)
 
     def forward(self, batch: Batch, gradients: TokenGradients | None = None) -> tuple[Tensor, Report]:
         """Return log-probs of learned tokens [T], 0 elsewhere; store their entropy in the batch."""
@@ -170,14 +170,14 @@ class Policy(Role, PolicyNames):
 
     def _generated(self, prompts: list[list[int]], completions: list[Completion]) -> dict[str, Tensor]:
         new = torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.int64)
-        whole = new + torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
-        longest = int(self.strategy.mesh.data.max(torch.tensor(max(whole.tolist(), default=0), device=self.strategy.device)))
+        lengths = new + torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
+        longest = int(self.strategy.mesh.data.max(torch.tensor(max(lengths.tolist(), default=0), device=self.strategy.device)))
         width, rows = self._rounded_up(longest), list(zip(prompts, completions, strict=True))
         ids = torch.tensor([token for prompt, each in rows for token in (*prompt, *each.token_ids)], dtype=torch.int64)
         logprobs = torch.tensor([value for prompt, each in rows for value in (*[0.0] * len(prompt), *each.logprobs)])
         return {
-            "output_ids": padded(ids, whole, width, fill=self._pad_token_id()), "generation_lengths": new,
-            "unpadded_sequence_lengths": whole, "logprobs": padded(logprobs, whole, width),
+            "output_ids": padded(ids, lengths, width, fill=self._pad_token_id()), "generation_lengths": new,
+            "unpadded_sequence_lengths": lengths, "logprobs": padded(logprobs, lengths, width),
         }  # fmt: skip
 
     # -- phases
@@ -295,7 +295,7 @@ class Policy(Role, PolicyNames):
         local_routing = Routing(*(sum(getattr(each, field.name) for each in sums) for field in fields(Routing)))
         return Balance.of(local_routing, self.strategy.mesh.data.sum)
 
-    def _ask(self, model: Actor, batch: Batch) -> Tensor:
+    def _token_logprobs(self, model: Actor, batch: Batch) -> Tensor:
         """Compute log-probs of learned tokens, 0 elsewhere: [T]."""
         return model(batch, self.temperature, self.truncation, entropy=False)[0]
 

@@ -42,21 +42,21 @@ class RemoteTeacher:
     def logprobs(self, batch: Batch, rows: MicroBatchIndices) -> Tensor:
         """Return log p of every learned token, 0 elsewhere: [T] float32. One request for each sequence with learned tokens."""
         ids, masks = (column.split(batch.lengths.tolist()) for column in (batch.input_ids, batch.loss_mask))
-        asked = [place for place, mask in enumerate(masks) if mask.any()]
-        mine = asked[self.model_parallel.rank :: self.model_parallel.size]
+        scored_places = [place for place, mask in enumerate(masks) if mask.any()]
+        local = scored_places[self.model_parallel.rank :: self.model_parallel.size]
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            scored = dict(zip(mine, pool.map(lambda place: self._score(ids[place].tolist())[0], mine), strict=True))
+            scored = dict(zip(local, pool.map(lambda place: self._score(ids[place].tolist())[0], local), strict=True))
         values = torch.zeros(batch.num_tokens)
         for part in self.model_parallel.gather(scored):
-            for place, found in part.items():
-                values[batch.offsets[place] : batch.offsets[place + 1]] = torch.tensor(found)
+            for place, logprobs in part.items():
+                values[batch.offsets[place] : batch.offsets[place + 1]] = torch.tensor(logprobs)
         return torch.where(batch.loss_mask, values, 0.0)
 
     def _score(self, ids: list[int]) -> tuple[list[float], list[str]]:
         """Return the log-prob of every token, 0 for the first, and the tokens as the server writes them."""
         request = {"model": self._model, "prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 0, "temperature": 1.0}
-        found = self._server.ask("POST", "completions", request)["choices"][0].get("logprobs") or {}
-        values, tokens = ((found.get(name) or [])[: len(ids)] for name in ("token_logprobs", "tokens"))
+        logprobs = self._server.ask("POST", "completions", request)["choices"][0].get("logprobs") or {}
+        values, tokens = ((logprobs.get(name) or [])[: len(ids)] for name in ("token_logprobs", "tokens"))
         if len(values) != len(ids) or None in values[1:]:
             raise ValueError(f"{self._server.named}: {len(ids)} tokens were sent, but {len(values)} log-probs were returned")
         return [0.0, *values[1:]], tokens
@@ -65,8 +65,8 @@ class RemoteTeacher:
         """Compare tokens that are plain text; parts of a character and special tokens are printed in different ways."""
         step = max(len(tokenizer) // NUM_PROBED, 1)
         ids = [token for token in range(0, len(tokenizer), step) if token not in tokenizer.all_special_ids]
-        _, theirs = self._score(ids)
-        for token, shown in zip(ids, theirs, strict=True):
+        _, server_tokens = self._score(ids)
+        for token, shown in zip(ids, server_tokens, strict=True):
             own = tokenizer.decode([token])
             if own.isascii() and own.isprintable() and own.strip() != shown.strip():
                 raise ValueError(

@@ -32,5 +32,5 @@ class MicroBatchReports:
         """Return name -> the numbers of all ranks' micro-batches, in rank order, without those that have no learned token."""
         names = list(self._rows[0])
         rows = torch.stack([torch.stack([row[name] for name in names]) for row in self._rows]).tolist()
-        everyone = [row for rank in axis.gather([row for row in rows if row[0] > 0]) for row in rank]
-        return {name: [row[column] for row in everyone] for column, name in enumerate(names)}
+        all_rows = [row for rank in axis.gather([row for row in rows if row[0] > 0]) for row in rank]
+        return {name: [row[column] for row in all_rows] for column, name in enumerate(names)}

@@ -144,8 +144,8 @@ class Role(ABC):
         self, batch: Mapping[str, Any], *, gbs: int | None = None, mbs: int | None = None
     ) -> tuple[Batch, list[MicroBatchIndices]]:
         """Plan the rows of all ranks; return this rank's as a flat batch, and its micro-batches for each optimizer step."""
-        given = flatten(batch, self.strategy.mesh.data, required=self.TRAIN_KEYS, columns=True)
-        return self.redistribute_flat(given.batch, gbs, mbs)
+        flattened = flatten(batch, self.strategy.mesh.data, required=self.TRAIN_KEYS, columns=True)
+        return self.redistribute_flat(flattened.batch, gbs, mbs)
 
     def redistribute_flat(
         self, batch: B, gbs: int | None = None, mbs: int | None = None, *, max_tokens: int | None = None,
@@ -241,9 +241,9 @@ class Role(ABC):
         if step.begun == step.num_microbatches:
             raise RuntimeError(f"the train step was begun with {step.num_microbatches} micro-batches, but got another one")
         step.begun, step.batch = step.begun + 1, batch
-        known = token_gradients(term.objective, batch, term.denominator) if step.learn else None
+        gradients = token_gradients(term.objective, batch, term.denominator) if step.learn else None
         with torch.set_grad_enabled(step.learn):
-            values, report = term.forward(batch, known)
+            values, report = term.forward(batch, gradients)
             loss, more = term.objective(values, batch, term.denominator)
         if step.learn:
             self.strategy.backward(loss, self.module, self.optimizer, last=step.begun == step.num_microbatches)
@@ -303,9 +303,9 @@ class Role(ABC):
         self, batch: Mapping[str, Any], module: nn.Module, forward: Callable[[Batch], Tensor], mbs: int | None
     ) -> Tensor:
         """Compute `forward` for each token of the caller's rows: [B, S, ...] float32 on the host, 0 in the padding."""
-        given = flatten(batch, self.strategy.mesh.data)
-        values = self._answer_flat(given.batch, given.owners, module, forward, mbs)
-        return padded(values, given.batch.lengths, self._rounded_up(given.width))
+        flattened = flatten(batch, self.strategy.mesh.data)
+        values = self._answer_flat(flattened.batch, flattened.owners, module, forward, mbs)
+        return padded(values, flattened.batch.lengths, self._rounded_up(flattened.width))
 
     def _rounded_up(self, width: int) -> int:
         return -(-width // self.width_multiple) * self.width_multiple

@@ -140,7 +140,7 @@ class Collector:
         Raises ConfigError if no group of any round has a signal.
         """
         section, missing, rounds = self.section, self.section.rollout_batch_size, 0
-        held: list[Group] = []
+        settled_groups: list[Group] = []
         chosen: set[int] = set()
         idle: list[int] = []
         while missing and rounds < section.dynamic_sampling_rounds:
@@ -153,7 +153,7 @@ class Collector:
             chosen |= set(with_signal[:missing])
             idle += without_signal
             settled = chosen.union(idle)
-            held += [group for group in local_groups if group.number in settled]
+            settled_groups += [group for group in local_groups if group.number in settled]
             self._carry([group for group in local_groups if group.number not in settled])
             if self._in_tail_rounds:
                 self._park([each for each in drawn if each[1] not in chosen], complete=set(with_signal))
@@ -168,10 +168,10 @@ class Collector:
             later = step + 1 + len(self._ahead)
             self._ahead.append(self._begin(later, 0, section.rollout_batch_size, acceptance=1.0))
         instead = set(self._substitutes(idle, missing))
-        for group in held:
+        for group in settled_groups:
             if group.number in instead:
                 group.mask()
-        return sorted((group for group in held if group.number in chosen | instead), key=lambda group: group.number)
+        return sorted((group for group in settled_groups if group.number in chosen | instead), key=lambda group: group.number)
 
     def rewarded(self, groups: list[Group], metrics: Metrics) -> list[Sample]:
         """Return the samples of groups, with their rewards, and record the outcomes of all ranks' groups in the history."""
@@ -187,15 +187,15 @@ class Collector:
 
     def _plan(self, missing: int, *, acceptance: float, at_once: int) -> RoundPlan:
         """Choose carried, parked and new groups, which never waited unless they were parked. Nothing is drawn yet."""
-        wanted = ceil(missing * self.section.over_sampling / max(acceptance, LEAST_ACCEPTANCE))
-        needed = missing if self.section.over_sampling > 1 else wanted
-        carried, all_carried = self.all_carried[:wanted], self.all_carried[wanted:]
-        again = self.parked[: wanted - len(carried)]
+        num_started = ceil(missing * self.section.over_sampling / max(acceptance, LEAST_ACCEPTANCE))
+        needed = missing if self.section.over_sampling > 1 else num_started
+        carried, all_carried = self.all_carried[:num_started], self.all_carried[num_started:]
+        again = self.parked[: num_started - len(carried)]
         if self._in_tail_rounds:
-            sizes = {"batch": missing - len(carried), "ahead": wanted - len(carried)}
+            sizes = {"batch": missing - len(carried), "ahead": num_started - len(carried)}
             again, num_new = next_tail_round(self.parked, self._rows_left, **sizes)
-            wanted, needed = len(carried) + len(again) + num_new, missing
-        rows, place = self._rows(wanted - len(carried) - len(again))
+            num_started, needed = len(carried) + len(again) + num_new, missing
+        rows, place = self._rows(num_started - len(carried) - len(again))
         drawn = [*((0, group.number, group.row) for group in carried), *again]
         drawn += [(0, number, row) for number, row in enumerate(rows, self.number + 1)]
         lengths = self.history.expected_lengths([row for *_, row in drawn])
@@ -234,12 +234,12 @@ class Collector:
         """Return the number of prompts that have not begun of a pass over the data, which is over when none is parked either."""
         return -self.place % self.order.num_rows or (0 if self.parked else self.order.num_rows)
 
-    def _rows(self, wanted: int) -> tuple[list[int], int]:
+    def _rows(self, count: int) -> tuple[list[int], int]:
         """Return the next prompts of the data, without those on cooldown, and the place after them."""
         rows: list[int] = []
         place = self.place
-        while len(rows) < wanted:
-            for row in self.order.rows(place, wanted - len(rows)):
+        while len(rows) < count:
+            for row in self.order.rows(place, count - len(rows)):
                 if not self._on_cooldown(row, place // self.order.num_rows):
                     rows.append(row)
                 place += 1
@@ -285,8 +285,8 @@ class Collector:
                 parts.append((begun.local_groups[place], places))
                 begun.local_chunks.append(index)
         begun.num_taken = len(round.begun)
-        taken = {group.number for group in begun.local_groups.values()}
-        self.carried = [group for group in self.carried if group.number not in taken]
+        started = {group.number for group in begun.local_groups.values()}
+        self.carried = [group for group in self.carried if group.number not in started]
         begun.growth.add(parts, prepared.requests if prepared else {})
 
     # -- preparing
@@ -448,9 +448,9 @@ class Collector:
         """Return the state, the same on all ranks but for the carried groups: rank 0 has those of all ranks, the others none."""
         ranks = range(self.data.size)
         own = [(group.number, self.data.rank, group.state_dict()) for group in self.carried]
-        everyone = _flattened(self.data.exchange_objects([own if rank == 0 else [] for rank in ranks]))
-        everyone.sort(key=lambda each: each[0])
-        carried, owners = [state for _, _, state in everyone], [rank for _, rank, _ in everyone]
+        states = _flattened(self.data.exchange_objects([own if rank == 0 else [] for rank in ranks]))
+        states.sort(key=lambda each: each[0])
+        carried, owners = [state for _, _, state in states], [rank for _, rank, _ in states]
         continued = {"carried": carried, "ranks": owners, "num_ranks": self.data.size}
         return {**self._position(), "history": self.history.state_dict(), **continued}
 

@@ -40,11 +40,11 @@ def move_responses(
     for row in store.rows().ids.tolist():
         owners[homes[row // WIDTH]].append(row)
     store.move(owners)
-    found = store.get(owners[data.rank])
-    parts = [found[name].split(found["lengths"].tolist()) for name in tokens]
+    columns = store.get(owners[data.rank])
+    parts = [columns[name].split(columns["lengths"].tolist()) for name in tokens]
     return {
         divmod(row, WIDTH): Completion(token_ids.tolist(), logprobs.tolist(), REASONS[reason] or ABORTED, drafts=Drafts(*drafts),
                                        weight_versions=versions.tolist())
         for row, token_ids, versions, logprobs, (reason, *drafts) in zip(
-            owners[data.rank], *parts, found["facts"].tolist(), strict=True)
+            owners[data.rank], *parts, columns["facts"].tolist(), strict=True)
     }  # fmt: skip

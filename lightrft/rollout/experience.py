@@ -84,8 +84,8 @@ class ExperienceMaker:
         """
         self.policy, self.critic, self.teacher, self.section, self.train = policy, critic, teacher, algorithm, train
         self.shape, self.kl_coefficient, self.kl = shape, kl_coefficient, kl_estimators[algorithm.kl_estimator]
-        given = ("lengths", "responses", "greedy_rewards")
-        self.estimator: Estimator = resolve(estimators, algorithm.advantage_estimator, given=given)
+        extra = ("lengths", "responses", "greedy_rewards")
+        self.estimator: Estimator = resolve(estimators, algorithm.advantage_estimator, extra=extra)
         self.compare_penalties = penalties[algorithm.advantage_estimator] if algorithm.advantage_estimator in penalties else None
         self.mark = marks[algorithm.policy_loss] if algorithm.policy_loss in marks else None
         self.first_token_apart, self.expand, self.num_updates = first_token_apart, expand, num_updates
@@ -109,10 +109,10 @@ class ExperienceMaker:
             filters.mask_first_tokens(experience)
         gathered = GatheredRewards.share(self.data, samples, first_row=first_sample)
         rewards, groups = gathered.totals()
-        kept = filters.by_difficulty(rewards, groups, self.section)
+        informative = filters.by_difficulty(rewards, groups, self.section)
         sizes = torch.tensor([len(sample.rows) for sample in samples], dtype=torch.int64)
         numbers = first_sample + torch.repeat_interleave(sizes)
-        filters.mask_sequences(experience, kept[numbers])
+        filters.mask_sequences(experience, informative[numbers])
         experience.step_rewards = placed(self._compare(gathered)[gathered.local], samples, experience)
         if self.data.rank == 0:
             measure_groups(rewards, groups, metrics)
@@ -121,7 +121,7 @@ class ExperienceMaker:
             experience, self.train.train_batch_size, self.train.micro_train_batch_size, store=store,
             units=numbers if self.branches else None,
         )
-        self._ask(experience, [members for minibatch in minibatches for members in minibatch],
+        self._compute_outputs(experience, [members for minibatch in minibatches for members in minibatch],
                   num_updates=len(minibatches) * self.train.max_epochs)  # fmt: skip
         if self.section.entropy_filter:
             filters.mask_sequences(experience, filters.by_entropy(experience, self.section))
@@ -145,16 +145,16 @@ class ExperienceMaker:
         counts = self.data.gather(len(rows))
         ends = list(accumulate(counts))
         owners = [list(range(end - count, end)) for count, end in zip(counts, ends, strict=True)]
-        given = flatten(rows, first_row=ends[self.data.rank] - len(rows), expand=self.expand)
+        flattened = flatten(rows, first_row=ends[self.data.rank] - len(rows), expand=self.expand)
         store = self.policy.strategy.sample_store()
-        part, steps = self.policy.redistribute_flat(given, None, self.train.micro_train_batch_size, store=store)
-        self._ask(part, steps[0] if steps else [], num_updates=self.num_updates)
+        part, steps = self.policy.redistribute_flat(flattened, None, self.train.micro_train_batch_size, store=store)
+        self._compute_outputs(part, steps[0] if steps else [], num_updates=self.num_updates)
         outputs = {name: values for name in OUTPUTS if (values := getattr(part, name)) is not None}
         store.put(part.rows, part.lengths, tokens=outputs)
         store.move(owners, list(outputs))
-        columns = store.get(given.rows, list(outputs))
-        store.clear(given.rows.tolist())
-        parts = [columns[name].split(given.lengths.tolist()) for name in outputs]
+        columns = store.get(flattened.rows, list(outputs))
+        store.clear(flattened.rows.tolist())
+        parts = [columns[name].split(flattened.lengths.tolist()) for name in outputs]
         self._early = self._early or Early(tuple(outputs), {})
         self._early.parts.update({id(sample): (sample, values) for sample, *values in zip(rows, *parts, strict=True)})
 
@@ -162,8 +162,8 @@ class ExperienceMaker:
         """Return the advantages of all ranks' rewards, which are shaped first, so that no statistic is that of one rank: [M]."""
         groups = gathered.groups.long()
         rewards = self.shape(gathered.rewards, groups, gathered.finished)
-        given = {"lengths": gathered.lengths, "responses": gathered.rows, "greedy_rewards": gathered.greedy.float()}
-        advantages = self.estimator(rewards, groups, **options(self.estimator, self.section, **given))
+        extra = {"lengths": gathered.lengths, "responses": gathered.rows, "greedy_rewards": gathered.greedy.float()}
+        advantages = self.estimator(rewards, groups, **options(self.estimator, self.section, **extra))
         if advantages.shape != rewards.shape or not advantages.isfinite().all():
             raise ValueError(
                 f"--advantage_estimator {self.section.advantage_estimator} returns {advantages!r:.200}, "
@@ -174,7 +174,7 @@ class ExperienceMaker:
             advantages = weighted_by_difficulty(advantages, gathered.solved(), least=least, most=most)
         return advantages
 
-    def _ask(self, experience: Experience, rows: MicroBatchIndices, *, num_updates: int) -> None:
+    def _compute_outputs(self, experience: Experience, rows: MicroBatchIndices, *, num_updates: int) -> None:
         """Compute the models' outputs before the step, unless the experience has them.
 
         With a single update the old log-probs are the policy's own, so they are not computed.
@@ -207,9 +207,9 @@ class ExperienceMaker:
         self.kl_coefficient.update(total / max(tokens, 1), int(samples))
         metrics.mean("rollout/kl", divergence, learned)
         metrics.mean("rollout/kl_coef", self.kl_coefficient.value)
-        return 0.0 if self.section.use_kl_loss else self._compared(experience, self.kl_coefficient.value * divergence)
+        return 0.0 if self.section.use_kl_loss else self._penalties(experience, self.kl_coefficient.value * divergence)
 
-    def _compared(self, experience: Experience, penalty: Tensor) -> Tensor:
+    def _penalties(self, experience: Experience, penalty: Tensor) -> Tensor:
         """Return the penalty of each token: [T].
 
         For an estimator that compares responses by it, return the comparison at the last token of each.
@@ -222,8 +222,8 @@ class ExperienceMaker:
         columns = torch.column_stack([sequence_sums(penalty.double(), experience), experience.groups, learned])
         parts = self.data.gather(columns)
         sums, groups, counted = torch.cat(parts).unbind(1)
-        given = options(self.compare_penalties, self.section)
-        compared = self.compare_penalties(sums, groups, counted.bool(), **given)
+        chosen_options = options(self.compare_penalties, self.section)
+        compared = self.compare_penalties(sums, groups, counted.bool(), **chosen_options)
         if compared is None:
             return penalty
         first = sum(map(len, parts[: self.data.rank]))
@@ -259,8 +259,8 @@ class ExperienceMaker:
             forks = _of_steps(experience, minibatches, lambda part: top_share(part.entropy, share, part, total))
             experience.weights = forks.float()
         if self.mark is not None:
-            given = options(self.mark, self.section)
-            experience.marked = _of_steps(experience, minibatches, lambda part: self.mark(part, total, **given))
+            chosen_options = options(self.mark, self.section)
+            experience.marked = _of_steps(experience, minibatches, lambda part: self.mark(part, total, **chosen_options))
         experience.entropy = None
 
 

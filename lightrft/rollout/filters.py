@@ -12,9 +12,9 @@ from lightrft.types import Experience, Sample
 def by_length(samples: list[Sample], section: AlgorithmSection) -> Tensor:
     """Return [N] bool: neither too short nor too long, and not truncated if --mask_truncated is set (DAPO, arXiv 2503.14476)."""
     least, most = section.length_filter or (0, float("inf"))
-    whole = [not (sample.masked or (section.mask_truncated and sample.truncated)) for sample in samples]
+    complete = [not (sample.masked or (section.mask_truncated and sample.truncated)) for sample in samples]
     fits = [least <= len(sample.token_ids) <= most for sample in samples]
-    return torch.tensor(whole, dtype=torch.bool) & torch.tensor(fits, dtype=torch.bool)
+    return torch.tensor(complete, dtype=torch.bool) & torch.tensor(fits, dtype=torch.bool)
 
 
 def by_difficulty(rewards: Tensor, groups: Tensor, section: AlgorithmSection) -> Tensor:
@@ -31,9 +31,9 @@ def by_entropy(experience: Experience, section: AlgorithmSection) -> Tensor:
     return (least <= mean) & (mean <= most)
 
 
-def mask_sequences(experience: Experience, kept: Tensor) -> None:
-    """Mask the sequences that are not `kept` [N]."""
-    experience.loss_mask = experience.loss_mask & kept[experience.sequence_ids]
+def mask_sequences(experience: Experience, mask: Tensor) -> None:
+    """Mask the sequences where `mask` [N] is False."""
+    experience.loss_mask = experience.loss_mask & mask[experience.sequence_ids]
 
 
 def mask_first_tokens(experience: Experience) -> None:

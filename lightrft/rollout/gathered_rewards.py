@@ -61,8 +61,8 @@ class GatheredRewards:
 def _lines(row: int, sample: Sample) -> Iterator[tuple[float, ...]]:
     before = 0
     for place, (token, reward) in enumerate(sample.steps, 1):
-        whole, greedy = (len(sample.token_ids), sample.greedy_reward) if place == len(sample.steps) else (0, 0.0)
-        yield row, sample.group, reward, token + 1 - before, whole, greedy
+        length, greedy = (len(sample.token_ids), sample.greedy_reward) if place == len(sample.steps) else (0, 0.0)
+        yield row, sample.group, reward, token + 1 - before, length, greedy
         before = token + 1
 
 
@@ -83,7 +83,7 @@ def placed(values: Tensor, samples: list[Sample], experience: Experience) -> Ten
         row, line = row + len(sample.rows), earned.stop
         places += [ends[branch] - 1 for branch in range(row - len(sample.rows) + 2, row + 1)]
         lines += [list(earned)] * (len(sample.rows) - 1)
-    sums = torch.tensor([sum(given[each] for each in one) for one in lines]) if (given := values.tolist()) else values
+    sums = torch.tensor([sum(numbers[each] for each in one) for one in lines]) if (numbers := values.tolist()) else values
     places = torch.tensor(places, dtype=torch.int64)
     result[places[places >= 0]] = sums.float()[places >= 0]
     return result

@@ -156,9 +156,9 @@ class History:
 
     def expected_lengths(self, rows: list[int]) -> list[float]:
         """Return the expected tokens of a response to each prompt: that of its last outcome; for new prompts the mean, or 1."""
-        known = self.turns >= 0
-        usual = float(self.lengths[known].mean()) if known.any() else 1.0
-        return [max(float(self.lengths[row]) if known[row] else usual, 1.0) for row in rows]
+        generated = self.turns >= 0
+        usual = float(self.lengths[generated].mean()) if generated.any() else 1.0
+        return [max(float(self.lengths[row]) if generated[row] else usual, 1.0) for row in rows]
 
     def state_dict(self) -> dict[str, Any]:
         return {"turns": self.turns, "solved": self.solved, "lengths": self.lengths}

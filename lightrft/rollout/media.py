@@ -54,7 +54,7 @@ class Expander:
         learned = FAMILIES.get(self.config.model_type, ())
         for medium in self.media:
             if medium not in learned:
-                others = ", ".join(name for name, known in FAMILIES.items() if medium in known)
+                others = ", ".join(name for name, media in FAMILIES.items() if medium in media)
                 raise ConfigError(f"--{medium}_key: models of type {self.config.model_type} cannot be trained on {medium}, only "
                                   f"those of type {others}; omit the flag to train on text")  # fmt: skip
 
@@ -65,10 +65,10 @@ class Expander:
             pairs = [*zip(self.blank, other.blank, strict=True), (self._probe, other._probe)]
         except ValueError as error:
             raise ConfigError(f"--{flag} {name}: {error}; it must read {' and '.join(self.media)} as --pretrain does") from error
-        for ours, theirs in pairs:
-            names = ours.features.keys()
-            same = ours.token_ids == theirs.token_ids and names == theirs.features.keys() and all(
-                torch.equal(ours.features[each], theirs.features[each]) for each in names)  # fmt: skip
+        for expanded, reference in pairs:
+            names = expanded.features.keys()
+            same = expanded.token_ids == reference.token_ids and names == reference.features.keys() and all(
+                torch.equal(expanded.features[each], reference.features[each]) for each in names)  # fmt: skip
             if not same:
                 raise ConfigError(f"--{flag} {name}: its processor reads {' or '.join(self.media)} otherwise than that of "
                                   f"--pretrain {section.pretrain}; use a model that was trained from it")  # fmt: skip

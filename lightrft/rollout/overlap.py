@@ -27,7 +27,7 @@ class Overlap:
         self.compute, self.device, self.trace = compute, device, Untraced()
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._jobs: queue.SimpleQueue[tuple[list[Group], torch.Event | None, Future[None]]] = queue.SimpleQueue()
-        self._begun: list[Future[None]] = []
+        self._futures: list[Future[None]] = []
         self._thread: threading.Thread | None = None
 
     def begin(self, groups: list[Group]) -> None:
@@ -36,12 +36,12 @@ class Overlap:
             self._thread = threading.Thread(target=self._run, name="overlap", daemon=True)
             self._thread.start()
         ready = None if self._stream is None else torch.accelerator.current_stream(self.device).record_event()
-        self._begun.append(Future())
-        self._jobs.put((groups, ready, self._begun[-1]))
+        self._futures.append(Future())
+        self._jobs.put((groups, ready, self._futures[-1]))
 
     def finish(self) -> None:
         """Wait for all calls, and raise the error of the first that failed."""
-        begun, self._begun = self._begun, []
+        begun, self._futures = self._futures, []
         for each in begun:
             each.result()
 

@@ -53,9 +53,9 @@ class Growth:
         """
         if self.sampler.episodes is not None:
             self._groups |= {group.number: group for group, _ in parts}
-            siblings = self.generation.siblings
+            model_parallel = self.generation.model_parallel
             samples = [(group.responses[place], group.number, place) for group, places in parts for place in places]
-            for sample, *seed_parts in samples[siblings.rank :: siblings.size]:
+            for sample, *seed_parts in samples[model_parallel.rank :: model_parallel.size]:
                 self.sampler.episodes.begin(sample, *seed_parts)
             return
         requests, pending = prepared or {}, []
@@ -78,7 +78,7 @@ class Growth:
             if self.sampler.episodes is not None:
                 yield from self._play(self.sampler.episodes)
             if self.generation.running:
-                yield from self._extended(self.generation.step())
+                yield from self._extend(self.generation.step())
             elif not self.sampler.episodes or not self.generation.on_any_rank(bool(self.sampler.episodes.running)):
                 return
 
@@ -100,25 +100,25 @@ class Growth:
     def finish(self) -> Iterator[Group]:
         """Take what other ranks of the data replica have generated; yield the groups that are complete with it."""
         if self.sampler.episodes is None:
-            yield from self._extended(self.generation.of_siblings())
-        elif self.generation.siblings.size > 1:
-            yield from self._exchanged()
+            yield from self._extend(self.generation.of_other_ranks())
+        elif self.generation.model_parallel.size > 1:
+            yield from self._exchange()
 
-    def _exchanged(self) -> Iterator[Group]:
+    def _exchange(self) -> Iterator[Group]:
         """Exchange samples of episodes with the other ranks of the data replica; yield the groups that are complete with them."""
         incomplete = [group for group in self._groups.values() if not group.complete]
         own = {(group.number, place): sample for group in self._groups.values()
                for place, sample in enumerate(group.responses) if sample.finish_reason != GROWING}  # fmt: skip
-        for others in self.generation.siblings.gather(own):
+        for others in self.generation.model_parallel.gather(own):
             for (number, place), sample in others.items():
-                mine = self._groups[number].responses[place]
+                sample_of_rank = self._groups[number].responses[place]
                 for each in fields(Sample):
-                    setattr(mine, each.name, getattr(sample, each.name))
+                    setattr(sample_of_rank, each.name, getattr(sample, each.name))
         yield from (group for group in incomplete if group.complete)
 
     def abort(self) -> None:
         """End all responses where they are. A group may become complete only by what finish() takes."""
-        for _ in self._extended(self.generation.abort()):
+        for _ in self._extend(self.generation.abort()):
             pass
         if self.sampler.episodes is not None:
             self.sampler.episodes.abort()
@@ -130,7 +130,7 @@ class Growth:
         pending = (self._pending[index] for index in self.generation.unfinished)
         return {(group.number, place) for _, group, places in pending for place in places}
 
-    def _extended(self, finished: Finished) -> Iterator[Group]:
+    def _extend(self, finished: Finished) -> Iterator[Group]:
         for index, completions in finished:
             _, group, places = self._pending.pop(index)
             if self.sampler.episodes is not None:

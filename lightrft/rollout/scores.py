@@ -57,14 +57,14 @@ def estimates(scores: Sequence[PromptScores]) -> dict[str, Estimate]:
     reward: of the greedy responses; accuracy: the same number if every reward of the set is 0 or 1; avg_at_N: of the N samples of
     a prompt; pass_at_k: see pass_at_k(); response_length, truncated: of the greedy responses.
     """
-    found: dict[str, Callable[[PromptScores], float]] = {"reward": lambda one: one.greedy}
+    measures: dict[str, Callable[[PromptScores], float]] = {"reward": lambda one: one.greedy}
     if all(reward in (0, 1) for one in scores for reward in (one.greedy, *one.samples)):
-        found["accuracy"] = found["reward"]
+        measures["accuracy"] = measures["reward"]
     if count := len(scores[0].samples):
-        found[f"avg_at_{count}"] = lambda one: math.fsum(one.samples) / count
-    found |= {f"pass_at_{k}": lambda one, k=k: pass_at_k(one.samples, k) for k in draws(count)}
-    found |= {"response_length": lambda one: float(one.length), "truncated": lambda one: float(one.truncated)}
-    return {name: estimate([value(one) for one in scores]) for name, value in found.items()}
+        measures[f"avg_at_{count}"] = lambda one: math.fsum(one.samples) / count
+    measures |= {f"pass_at_{k}": lambda one, k=k: pass_at_k(one.samples, k) for k in draws(count)}
+    measures |= {"response_length": lambda one: float(one.length), "truncated": lambda one: float(one.truncated)}
+    return {name: estimate([value(one) for one in scores]) for name, value in measures.items()}
 
 
 def draws(count: int) -> list[int]:

@@ -63,8 +63,8 @@ class Health:
             return
         self.steps_without_signal += 1
         if self.logs:
-            what = f"all rewards are {row['rollout/reward']:.4g}" if equal else "all rewards of each group are equal"
-            logger.warning("step {}: {}, so it has no training signal", number, what)
+            finding = f"all rewards are {row['rollout/reward']:.4g}" if equal else "all rewards of each group are equal"
+            logger.warning("step {}: {}, so it has no training signal", number, finding)
 
     def _check_mismatch(self, number: int, mismatch: float, largest: float) -> bool:
         limit = self.config.train.mismatch_limit

@@ -59,9 +59,9 @@ class ClientSessions:
                     session.connection.send(Ended())
 
     def _begin(self) -> Session:
-        ours, theirs = Pipe()
-        self.begun.put(theirs)
-        return Session(ours)
+        client_end, server_end = Pipe()
+        self.begun.put(server_end)
+        return Session(client_end)
 
 
 class ModelServer:

@@ -18,12 +18,12 @@ from lightrft.strategy.strategy_base import StrategyBase
 
 
 @contextmanager
-def log_duration(strategy: StrategyBase, what: str) -> Iterator[None]:
+def log_duration(strategy: StrategyBase, activity: str) -> Iterator[None]:
     """Print on rank 0 what begins, and how long it took once it is done."""
     began = time.perf_counter()
-    strategy.print(f"{what} ...")
+    strategy.print(f"{activity} ...")
     yield
-    strategy.print(f"{what}: done after {duration(time.perf_counter() - began)}")
+    strategy.print(f"{activity}: done after {duration(time.perf_counter() - began)}")
 
 
 def observation(config: Config, strategy: StrategyBase) -> tuple[Observer, Trace]:

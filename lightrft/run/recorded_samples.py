@@ -52,20 +52,20 @@ class RecordedSamples:
 
 def _as_json(sample: Sample) -> dict[str, Any]:
     prompt, episode = sample.prompt, sample.episode
-    found = {name: getattr(sample, name) for name in OF_SAMPLE} | {"drafts": list(sample.drafts)}
-    found["prompt"] = {"index": prompt.index, "text": prompt.text, "token_ids": list(prompt.token_ids)}
+    row = {name: getattr(sample, name) for name in OF_SAMPLE} | {"drafts": list(sample.drafts)}
+    row["prompt"] = {"index": prompt.index, "text": prompt.text, "token_ids": list(prompt.token_ids)}
     if episode is not None:
-        found["episode"] = {name: getattr(episode, name) for name in OF_EPISODE} | {
+        row["episode"] = {name: getattr(episode, name) for name in OF_EPISODE} | {
             "rewards": episode.rewards, "branches": list(map(_as_json, episode.branches))}  # fmt: skip
-    return found
+    return row
 
 
 def _of_json(values: dict[str, Any], prompts: Sequence[Prompt]) -> Sample:
     prompt, episode = values.pop("prompt"), values.pop("episode", None)
-    known = prompts[prompt["index"]]
-    if list(known.token_ids) != prompt["token_ids"]:
-        known = replace(known, text=prompt["text"], token_ids=prompt["token_ids"])
+    recorded = prompts[prompt["index"]]
+    if list(recorded.token_ids) != prompt["token_ids"]:
+        recorded = replace(recorded, text=prompt["text"], token_ids=prompt["token_ids"])
     if episode is not None:
         branches = [_of_json(branch, prompts) for branch in episode.pop("branches")]
         episode = Episode(**episode | {"rewards": [tuple(each) for each in episode["rewards"]]}, branches=branches)
-    return Sample(prompt=known, episode=episode, **values | {"drafts": Drafts(*values["drafts"])})
+    return Sample(prompt=recorded, episode=episode, **values | {"drafts": Drafts(*values["drafts"])})

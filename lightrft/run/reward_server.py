@@ -128,12 +128,12 @@ class RewardServer:
 
     def _take(self) -> list[tuple[list[Text], "Future[list[Reward]]"]]:
         try:
-            taken = [self._waiting.get(timeout=POLL_SECONDS)]
+            jobs = [self._waiting.get(timeout=POLL_SECONDS)]
         except queue.Empty:
             return []
         while not self._waiting.empty():
-            taken.append(self._waiting.get())
-        return taken
+            jobs.append(self._waiting.get())
+        return jobs
 
     def _rewards(self, texts: list[Text]) -> list[Reward]:
         data = self.strategy.mesh.data

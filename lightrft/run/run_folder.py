@@ -117,7 +117,7 @@ class RunFolder:
             action()
         except (ConfigError, OSError) as error:
             problem = str(error)
-        if problems := list(dict.fromkeys(found for found in self.world.gather(problem) if found)):
+        if problems := list(dict.fromkeys(each for each in self.world.gather(problem) if each)):
             raise ConfigError("\n".join(problems))
 
     def _take(self) -> None:
@@ -137,10 +137,10 @@ class RunFolder:
             self.id = run_id or next(iter(saved), "") or uuid.uuid4().hex
             return
         self.id = uuid.uuid4().hex
-        if found := self._results():
+        if results := self._results():
             if not self.overwrites:
                 raise ConfigError(
-                    f"--save_path {self.path} has the results of an earlier run ({', '.join(found)}): --load_checkpoint "
+                    f"--save_path {self.path} has the results of an earlier run ({', '.join(results)}): --load_checkpoint "
                     f"resumes that run, another --save_path starts a separate one, --overwrite moves it to {_previous(self.path)}"
                 )
             self._move_results()
@@ -155,8 +155,8 @@ class RunFolder:
         return {run for manifest, path in checkpoints(self.checkpoints) if manifest.resume and (run := _run_of(path))}
 
     def _results(self) -> list[str]:
-        found = [name for name in RESULTS if (path := self.path / name).is_dir() or path.is_file() and path.stat().st_size]
-        return found + [str(path) for _, path in checkpoints(self.checkpoints)[:1]]
+        results = [name for name in RESULTS if (path := self.path / name).is_dir() or path.is_file() and path.stat().st_size]
+        return results + [str(path) for _, path in checkpoints(self.checkpoints)[:1]]
 
     def _move_results(self) -> None:
         if not self._results():

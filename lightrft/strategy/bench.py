@@ -69,10 +69,10 @@ class Bench:
     def snapshot(self, model: nn.Module) -> dict[str, Tensor]:
         return {name: tensor.cpu().clone() for name, tensor in self.strategy.full_params(model, torch.float32)}
 
-    def assert_near(self, found: TrainingRun, expected: TrainingRun) -> None:
-        for actual, other in ((found.losses, expected.losses), (found.norms, expected.norms)):
+    def assert_near(self, run: TrainingRun, expected: TrainingRun) -> None:
+        for actual, other in ((run.losses, expected.losses), (run.norms, expected.norms)):
             torch.testing.assert_close(torch.tensor(actual), torch.tensor(other), rtol=self.tolerance, atol=self.tolerance / 10)
-        assert distance(found.parameters, expected.parameters) < self.tolerance
+        assert distance(run.parameters, expected.parameters) < self.tolerance
 
     @contextmanager
     def max_norm(self, value: float) -> Iterator[None]:
@@ -137,10 +137,10 @@ def plain(
     return course
 
 
-def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return the largest relative distance between two tensors of the same name."""
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    return max(((found[name] - expected[name]).norm() / (expected[name].norm() + 1e-8)).item() for name in expected)
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
+    return max(((actual[name] - expected[name]).norm() / (expected[name].norm() + 1e-8)).item() for name in expected)
 
 
 def refused(action: Callable[[], Any], kind: type[Exception]) -> str:

@@ -51,20 +51,20 @@ class Checkpoints:
         """
         world = self.backend.mesh.world
         problem = f"{folder} could not be written"
-        found: dict[str, tuple[dict[str, Any], bool]] = {}
-        taken: list[manager.Snapshot] = []
+        states: dict[str, tuple[dict[str, Any], bool]] = {}
+        snapshots: list[manager.Snapshot] = []
 
         def find() -> None:
-            found.update((name, self._tensors(*trained)) for name, trained in models.items())
+            states.update((name, self._tensors(*trained)) for name, trained in models.items())
 
         def take() -> None:
-            tensors = {name: manager.copied(each) if in_background and not own else each for name, (each, own) in found.items()}
-            taken.append(manager.snapshot(self._contents(models, parts), state, tensors=tensors))
+            tensors = {name: manager.copied(each) if in_background and not own else each for name, (each, own) in states.items()}
+            snapshots.append(manager.snapshot(self._contents(models, parts), state, tensors=tensors))
 
         run_on_all_ranks(world, problem, find)
-        in_background = in_background and self._has_room(sum(manager.num_bytes(each) for each, own in found.values() if not own))
+        in_background = in_background and self._has_room(sum(manager.num_bytes(each) for each, own in states.values() if not own))
         run_on_all_ranks(world, problem, take)
-        job = partial(manager.write, taken[0], folder, retention=retention, hf=hf)
+        job = partial(manager.write, snapshots[0], folder, retention=retention, hf=hf)
         if in_background:
             self._background = self._background or Background(world, self.backend.mesh.background_axis())
             self._background.start(job)
@@ -95,18 +95,18 @@ class Checkpoints:
 
         Without `optimizers` or `schedulers` those that belong to the models keep their state.
         """
-        found = manager.find(folder, tag, self.backend.mesh.world)
-        if found is None:
+        checkpoint = manager.find(folder, tag, self.backend.mesh.world)
+        if checkpoint is None:
             return None
-        manifest, path, state = found
+        manifest, path, state = checkpoint
         if check is not None:
             check(path, state["client"])
-        wanted = {}
+        requested = {}
         for name, (module, optimizer, scheduler) in models.items():
             self.reload(module)
             self.reload(optimizer)
-            wanted[name] = module, optimizer if optimizers else None, scheduler if schedulers else None
-        manager.load(self._contents(wanted, parts), path, manifest.world_size, strict=strict, module_only=module_only)
+            requested[name] = module, optimizer if optimizers else None, scheduler if schedulers else None
+        manager.load(self._contents(requested, parts), path, manifest.world_size, strict=strict, module_only=module_only)
         return path, state
 
     def close(self) -> None:
@@ -135,5 +135,5 @@ def hf_folder(folder: Path) -> Path:
 
 def next_tag(folder: Path) -> str:
     """Return the first free name save1, save2, ... after those in `folder`."""
-    taken = [int(path.name[4:]) for path in folder.glob("save*") if path.name[4:].isdecimal()]
-    return f"save{max(taken, default=0) + 1}"
+    numbers = [int(path.name[4:]) for path in folder.glob("save*") if path.name[4:].isdecimal()]
+    return f"save{max(numbers, default=0) + 1}"

@@ -21,7 +21,7 @@ class ResumableBatchSampler(Sampler[list[int]]):
 
     def __init__(self, dataset: Sized, batch_size: int, axis: Axis, *, shuffle: bool, drop_last: bool, seed: int,
                  consumed_samples: int, rows: Collection[int] | None = None):
-        self.given = rows
+        self.row_order = rows
         self.rows = len(dataset if rows is None else rows)
         self.batch_size, self.axis = batch_size, axis
         self.shuffle, self.drop_last, self.seed = shuffle, drop_last, seed
@@ -55,8 +55,8 @@ class ResumableBatchSampler(Sampler[list[int]]):
             self.epoch, self.start = epoch, 0
 
     def _order(self, epoch: int) -> list[int]:
-        if self.given is not None:
-            return list(self.given)
+        if self.row_order is not None:
+            return list(self.row_order)
         if not self.shuffle:
             return list(range(self.rows))
         generator = torch.Generator().manual_seed(self.seed + epoch)

@@ -92,8 +92,8 @@ class DeepSpeedStrategy(StrategyBase):
 
     def init_model_context(self, device: torch.device | str | None = None) -> AbstractContextManager[None]:
         """Return a context in which models made under ZeRO-3 are empty until prepare() reads and partitions each parameter."""
-        wanted = self.config.strategy.zero_stage == 3 and str(device or "meta") == "meta"
-        return empty_parameters() if wanted else nullcontext()
+        empty = self.config.strategy.zero_stage == 3 and str(device or "meta") == "meta"
+        return empty_parameters() if empty else nullcontext()
 
     def accumulate(self, loss: Tensor, model: nn.Module, last: bool) -> None:
         engine = self._trained_engine(model)
@@ -173,7 +173,7 @@ class DeepSpeedStrategy(StrategyBase):
             return super().training(model, optimizer, scheduler)
         return ZeroModelState(
             model, optimizer, scheduler, self.mesh.world, self.device,
-            partitions=self._partitions(model), group_names=self._group_names[model], follow=partial(self._follow, model),
+            partitions=self._partitions(model), group_names=self._group_names[model], follow=partial(self._copy_masters, model),
         )
 
     # -- internals
@@ -211,7 +211,7 @@ class DeepSpeedStrategy(StrategyBase):
             return Partitions(zero.bf16_groups, zero.fp32_groups_flat_partition, rank, by_parameter=False)
         return Partitions((), (), rank, by_parameter=True)
 
-    def _follow(self, model: nn.Module) -> None:
+    def _copy_masters(self, model: nn.Module) -> None:
         """Copy loaded master weights into the parameters."""
         engine = self._engines[model]
         zero = engine.optimizer
@@ -242,8 +242,8 @@ class DeepSpeedStrategy(StrategyBase):
         if part is parameter:
             return parameter
         num_elements = whole_shape(parameter).numel()
-        here = max(0, min(part.numel(), num_elements - self.mesh.world.rank * part.numel()))
-        local = part.detach()[:here].to(self.device)
+        num_local = max(0, min(part.numel(), num_elements - self.mesh.world.rank * part.numel()))
+        local = part.detach()[:num_local].to(self.device)
         return DTensor.from_local(local, self._cut, [Shard(0)], run_check=False, shape=torch.Size([num_elements]), stride=(1,))
 
     def _model_tensors(self, model: nn.Module) -> list[Tensor]:

@@ -29,11 +29,11 @@ class Generation:
     """Loop of an engine for requests of this rank, to which requests can be added while others decode.
 
     Ranks that share an engine call add(), step() and abort() together, with requests of their own. Ranks of one data replica pass
-    the same requests; each submits its part of them, and of_siblings() returns the others'.
+    the same requests; each submits its part of them, and of_other_ranks() returns the others'.
     """
 
-    def __init__(self, loop: RequestLoop, engine: Axis, siblings: Axis):
-        self.loop, self.engine, self.siblings = loop, engine, siblings
+    def __init__(self, loop: RequestLoop, engine: Axis, model_parallel: Axis):
+        self.loop, self.engine, self.model_parallel = loop, engine, model_parallel
         self.num_requests = 0
         self._places: dict[int, int] = {}
         """Index in the loop -> index of this rank's request."""
@@ -56,7 +56,7 @@ class Generation:
 
     def add(self, requests: list[Request], *, own: bool = False) -> range:
         """Begin requests, any number on each rank; return their indices. `own`: they are of this rank alone."""
-        part = range(len(requests)) if own else share_of(self.siblings.rank, self.siblings.size, len(requests))
+        part = range(len(requests)) if own else share_of(self.model_parallel.rank, self.model_parallel.size, len(requests))
         local = requests[part.start : part.stop]
         by_rank = self.engine.gather(local)
         first = sum(len(others) for others in by_rank[: self.engine.rank])
@@ -79,22 +79,22 @@ class Generation:
         """Yield all requests of this rank, each as it ends."""
         while self.running:
             yield from self.step()
-        yield from self.of_siblings()
+        yield from self.of_other_ranks()
 
     def prompts_at_once(self, n: int) -> int:
         """Return the number of prompts with n samples each that the engines of a data replica decode at the same time."""
-        return max(1, self.loop.engine.prompts_at_once(n) * self.siblings.size // self.engine.size)
+        return max(1, self.loop.engine.prompts_at_once(n) * self.model_parallel.size // self.engine.size)
 
-    def of_siblings(self) -> Finished:
+    def of_other_ranks(self) -> Finished:
         """Yield the requests that other ranks of the data replica have submitted, when all have ended."""
-        for others in self.siblings.gather(self._answers):
+        for others in self.model_parallel.gather(self._answers):
             yield from ((index, completions) for index, completions in others.items() if index not in self._answers)
 
     def _own(self, ended: list[tuple[int, list[Completion]]]) -> Finished:
         for index, completions in ended:
             if index in self._places:
                 place = self._places[index]
-                if self.siblings.size > 1:
+                if self.model_parallel.size > 1:
                     self._answers[place] = completions
                 yield place, completions
 
@@ -152,13 +152,13 @@ class EngineHost:
 
     def generate(self, sampling: Sampling, requests: list[Request]) -> list[list[Completion]]:
         """Generate without waking the engine; ranks that share an engine pass the same requests."""
-        return self.engine.generate(requests, self._own(sampling))
+        return self.engine.generate(requests, self._with_replica_seed(sampling))
 
     def open(self, sampling: Sampling) -> Generation:
         """Return a loop for requests of this rank. All ranks that share the engine, or a data replica, call it together."""
-        return Generation(self.engine.open(self._own(sampling)), self.axis, self.model_parallel)
+        return Generation(self.engine.open(self._with_replica_seed(sampling)), self.axis, self.model_parallel)
 
-    def _own(self, sampling: Sampling) -> Sampling:
+    def _with_replica_seed(self, sampling: Sampling) -> Sampling:
         """Return `sampling` with a seed that is equal on the ranks of one engine and different on every replica."""
         return replace(sampling, seed=derived_seed(sampling.seed, self.replica))
 

@@ -92,12 +92,12 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     A block that shares a parameter with the rest of the model (tied embeddings) is left to the root, which keeps it tied.
     """
     names = {name for part in module.modules() if isinstance(part, PreTrainedModel) for name in part._no_split_modules or ()}
-    found = [part for part in module.modules() if type(part).__name__ in names]
-    if not found:
-        found = [child for part in module.modules() if isinstance(part, nn.ModuleList) for child in part]
+    candidates = [part for part in module.modules() if type(part).__name__ in names]
+    if not candidates:
+        candidates = [child for part in module.modules() if isinstance(part, nn.ModuleList) for child in part]
     uses = [id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False)]
     count = {key: uses.count(key) for key in uses} if len(uses) != len(set(uses)) else {}
-    return [block for block in reversed(found) if block is not module and not _shared(block, count)]
+    return [block for block in reversed(candidates) if block is not module and not _shared(block, count)]
 
 
 def roots(model: nn.Module) -> Iterator[FSDPModule]:

@@ -44,9 +44,9 @@ with a model."""
 class PhaseError(RuntimeError):
     """Illegal transition between phases."""
 
-    def __init__(self, here: Phase, there: Phase):
-        ways = "; ".join(f"{to.value} by {verbs}" for to, verbs in WAYS[here].items())
-        super().__init__(f"phase {there.value} cannot begin in phase {here.value}; the ways from {here.value} are: {ways}")
+    def __init__(self, current: Phase, target: Phase):
+        ways = "; ".join(f"{to.value} by {verbs}" for to, verbs in WAYS[current].items())
+        super().__init__(f"phase {target.value} cannot begin in phase {current.value}; the ways from {current.value} are: {ways}")
 
 
 class Phases:
@@ -81,14 +81,14 @@ class Phases:
             return
         if phase not in WAYS[self.current] or (self.engine_has_the_device and phase is Phase.LOGPROB):
             raise PhaseError(self.current, phase)
-        self._become(phase)
+        self._set_phase(phase)
 
     def leave_engine(self) -> None:
         """Change from REFIT or GENERATE to LOGPROB, because the engine sleeps."""
         if self.engine_has_the_device:
-            self._become(Phase.LOGPROB)
+            self._set_phase(Phase.LOGPROB)
 
-    def _become(self, phase: Phase) -> None:
+    def _set_phase(self, phase: Phase) -> None:
         self.current = phase
         if self.deterministic:
             torch.use_deterministic_algorithms(not self.engine_has_the_device)

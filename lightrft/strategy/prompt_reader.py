@@ -42,13 +42,13 @@ class PromptReader:
             raise ValueError("give prompt_token_ids or multi_modal_inputs, and only one of them")
         return [self.request(ids, {}) for ids in token_ids] if inputs is None else [self.local(one) for one in inputs]
 
-    def local(self, given: Mapping[str, Any]) -> Request:
-        data = given.get("multi_modal_data") or {}
-        unknown = [*(given.keys() - {"prompt", "prompt_token_ids", "multi_modal_data"}), *(data.keys() - set(MEDIA.values()))]
-        if unknown or ("prompt" in given) == ("prompt_token_ids" in given):
+    def local(self, prompt: Mapping[str, Any]) -> Request:
+        data = prompt.get("multi_modal_data") or {}
+        unknown = [*(prompt.keys() - {"prompt", "prompt_token_ids", "multi_modal_data"}), *(data.keys() - set(MEDIA.values()))]
+        if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
             raise ValueError("a multi-modal input has prompt or prompt_token_ids, and multi_modal_data with image, video or "
-                             f"audio, not {', '.join(given)}{f' with {unknown[0]}' if unknown else ''}")
-        ids = self.tokens(given["prompt"]) if "prompt" in given else given["prompt_token_ids"]
+                             f"audio, not {', '.join(prompt)}{f' with {unknown[0]}' if unknown else ''}")
+        ids = self.tokens(prompt["prompt"]) if "prompt" in prompt else prompt["prompt_token_ids"]
         return self.request(ids, {name: as_list(data.get(medium)) for name, medium in MEDIA.items()})
 
     def request(self, token_ids: list[int], media: Mapping[str, list]) -> Request:

@@ -582,8 +582,8 @@ class StrategyBase(Backend):
             requests = self._reader().requests(all_prompt_token_ids, all_prompts, media)
         generation = self.open_generation(sampling)
         generation.add(requests)
-        found = dict(generation.to_the_end())
-        completions = [found[index] for index in range(len(requests))]
+        by_index = dict(generation.to_the_end())
+        completions = [by_index[index] for index in range(len(requests))]
         if sleep_engine and not self._kept_awake:
             self.maybe_sleep_inference_engine()
         return completions if isinstance(sampling_params, Sampling) else as_dicts(requests, completions)
@@ -682,13 +682,13 @@ class StrategyBase(Backend):
         checkpoint keep their values.
         """
         self.finish_ckpt()
-        found = self._checkpoints.load(
+        checkpoint = self._checkpoints.load(
             self._named(model, optimizer, scheduler), Path(load_dir), tag, parts=parts, check=check, strict=load_module_strict,
             module_only=load_module_only, optimizers=load_optimizer_states, schedulers=load_lr_scheduler_states,
         )  # fmt: skip
-        if found is None:
+        if checkpoint is None:
             return None, {}
-        path, state = found
+        path, state = checkpoint
         if not load_module_only:
             self.skipped_steps = state["skipped_steps"]
         self.engine_lags(None if load_module_only else state["weight_version"])

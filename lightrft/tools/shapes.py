@@ -37,11 +37,11 @@ def model_config(name: str, file: str = "") -> PretrainedConfig:
             return AutoConfig.for_model(values.pop("model_type"), **values)
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        known = None if file else known_config(name)
-        if known is None:
+        shape = None if file else known_config(name)
+        if shape is None:
             raise ConfigError(f"--pretrain {name}: its config.json cannot be read ({type(error).__name__}); download it and "
                               "set --model_config FILE") from error  # fmt: skip
-        return known
+        return shape
 
 
 def known_config(name: str) -> PretrainedConfig | None:

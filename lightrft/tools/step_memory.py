@@ -124,10 +124,10 @@ def traced(strategy: FSDPStrategy, model: PreTrainedModel, tokens: int) -> StepB
             tracker.reset_mod_stats()
         optimizer.step()
         after = _now(tracker)
-    held = between["Total"] - between["Sharded Param"] - between["Activation"]
-    activations = forward["Total"] - forward["Sharded Param"] - held - sum(forward[name] for name in GATHERED)
+    gradients = between["Total"] - between["Sharded Param"] - between["Activation"]
+    activations = forward["Total"] - forward["Sharded Param"] - gradients - sum(forward[name] for name in GATHERED)
     optimizer_states = after["OptState"]
-    return StepBytes(after["Sharded Param"], held, optimizer_states, activations, forward["Total"] + optimizer_states,
+    return StepBytes(after["Sharded Param"], gradients, optimizer_states, activations, forward["Total"] + optimizer_states,
                      max(peaks) + optimizer_states)  # fmt: skip
 
 

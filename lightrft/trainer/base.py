@@ -223,9 +223,9 @@ class Trainer(ABC):
         """Add the spans of all ranks to the timeline, in the first steps of this process."""
         spans = self.trace.take_spans()
         if number - self.resumed <= self.config.observe.trace_steps:
-            everyone = self.strategy.mesh.world.gather(spans)
+            spans_of_ranks = self.strategy.mesh.world.gather(spans)
             if self.strategy.is_rank_0():
-                self.observer.writer.submit(partial(extend_timeline, self.folder / "trace.json", number, everyone))
+                self.observer.writer.submit(partial(extend_timeline, self.folder / "trace.json", number, spans_of_ranks))
 
     # -- checkpoints
 
@@ -233,8 +233,8 @@ class Trainer(ABC):
     def identity(self) -> dict[str, Any]:
         """Return the identity that the run's checkpoints are compared with. All ranks call it together."""
         models = {name: self.strategy.unwrap_model(model) for name, (model, *_) in self.models.items()}
-        known = {name: weights_of(model.name_or_path) for name, model in models.items()} if self.strategy.is_rank_0() else {}
-        weights = {name: found for name, found in self.strategy.mesh.world.broadcast(known).items() if found}
+        digests = {name: weights_of(model.name_or_path) for name, model in models.items()} if self.strategy.is_rank_0() else {}
+        weights = {name: digest for name, digest in self.strategy.mesh.world.broadcast(digests).items() if digest}
         config = models[self.role_name].config
         return identity(self.config, config, self.learned_rows, weights, probabilities=self.prompts.probabilities)
 

@@ -47,10 +47,10 @@ def evaluate(held_out: HeldOut, groups: list[Group], metrics: Metrics, data: Axi
         held_out.rewards.begin(group.responses)
     held_out.rewards.finish([sample for group in groups for sample in group.responses])
     gathered = data.gather([PromptScores.of(group) for group in groups])
-    found = estimates(sorted((one for part in gathered for one in part), key=lambda one: one.index))
+    result = estimates(sorted((one for part in gathered for one in part), key=lambda one: one.index))
     held_out.rewards.count_failures(f"eval/{held_out.prefix}reward_failures", metrics)
     if data.rank == 0:  # the numbers of one rank are the same mean again
-        for name, value in found.items():
+        for name, value in result.items():
             metrics.mean(f"eval/{held_out.prefix}{name}", value.mean)
         metrics.sum(f"eval/{held_out.prefix}num_samples", len(held_out.prompts))
-    return found
+    return result

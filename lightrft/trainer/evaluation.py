@@ -50,19 +50,19 @@ class Evaluation:
                         for each in self.sets]  # fmt: skip
             ask_judges(self.sets, answered)
         data, metrics = strategy.mesh.data, Metrics()
-        found = [evaluate(each, groups, metrics, data) for each, groups in zip(self.sets, answered, strict=True)]
+        estimates = [evaluate(each, groups, metrics, data) for each, groups in zip(self.sets, answered, strict=True)]
         result = {name.removeprefix("eval/"): value for name, value in metrics.reduce(data).items()}
-        result |= self._bounds(found)
+        result |= self._bounds(estimates)
         self._write_responses(answered)
         if strategy.is_rank_0():
             (self.folder / "evaluation.json").write_text(json.dumps(result, indent=2) + "\n")
-            Console(width=None if sys.stdout.isatty() else 130).print(table(self.config.model.pretrain, self.sets, found))
+            Console(width=None if sys.stdout.isatty() else 130).print(table(self.config.model.pretrain, self.sets, estimates))
             logger.info("numbers: {}, responses: {}", self.folder / "evaluation.json", self.folder / "responses.jsonl")
         return result
 
-    def _bounds(self, found: list[dict[str, Estimate]]) -> dict[str, float]:
+    def _bounds(self, estimates: list[dict[str, Estimate]]) -> dict[str, float]:
         """Return the bounds of the confidence intervals by name: accuracy_low and accuracy_high."""
-        return {f"{each.prefix}{name}_{end}": getattr(value, end) for each, values in zip(self.sets, found, strict=True)
+        return {f"{each.prefix}{name}_{end}": getattr(value, end) for each, values in zip(self.sets, estimates, strict=True)
                 for name, value in values.items() if has_interval(name, value)
                 for end in ("low", "high")}  # fmt: skip
 
@@ -100,13 +100,13 @@ def response_rows(name: str, group: Group) -> Iterator[dict[str, Any]]:
         yield {**({"set": name} if name else {}), "row": group.responses[0].prompt.index, "sample": place, **row}
 
 
-def table(title: str, sets: list[HeldOut], found: list[dict[str, Estimate]]) -> Table:
+def table(title: str, sets: list[HeldOut], estimates: list[dict[str, Estimate]]) -> Table:
     """Return the table of an evaluation: a column for each set, a row for each number with its 95 % interval."""
     shown = Table("", *(each.name or "held-out" for each in sets), title=title, box=box.SIMPLE, title_justify="left")
     shown.add_row("prompts", *(str(len(each.prompts)) for each in sets))
-    for name in dict.fromkeys(name for values in found for name in values):
-        if not (name == "reward" and all("accuracy" in values for values in found)):
-            shown.add_row(name.replace("_at_", "@").replace("_", " "), *(_cell(name, values.get(name)) for values in found))
+    for name in dict.fromkeys(name for values in estimates for name in values):
+        if not (name == "reward" and all("accuracy" in values for values in estimates)):
+            shown.add_row(name.replace("_at_", "@").replace("_", " "), *(_cell(name, values.get(name)) for values in estimates))
     return shown
 
 

@@ -60,7 +60,7 @@ class PPOTrainer(Trainer):
         self.replayed = RecordedSamples(replayed, strategy.mesh) if replayed else None
 
     def step(self, number: int) -> None:
-        samples, version = self._collected(number) if self.replayed is None else self.replayed.read(number, self.prompts)
+        samples, version = self._collect(number) if self.replayed is None else self.replayed.read(number, self.prompts)
         if self.dumped is not None:
             self.dumped.write(number, samples, version, self.observer.writer)
         self.show(number, samples)
@@ -77,7 +77,7 @@ class PPOTrainer(Trainer):
                     self._learn(self.policy, self.objective, planned, "train", self.ptx_loss)
         planned.store.clear(planned.experience.rows.tolist())
 
-    def _collected(self, number: int) -> tuple[list[Sample], int]:
+    def _collect(self, number: int) -> tuple[list[Sample], int]:
         """Return this rank's samples of a step with their rewards, and the version of the engine's newest weights."""
         begun = self.collect.begin(), self.metrics.state_dict(), self.strategy.weight_version
         with self.trace.phase("generate"), self.strategy.engine_awake(self.policy.actor):

@@ -45,10 +45,10 @@ def expert_places(layer: nn.Module, attribute: str, shape: torch.Size) -> Iterat
     if own == columns:
         yield slice(None), 0, 0
         return
-    here = min(own, columns - first)
-    for half in range(2 * shape[0] if here > 0 else 0):  # gate and up of each expert are split
+    num_columns = min(own, columns - first)
+    for half in range(2 * shape[0] if num_columns > 0 else 0):  # gate and up of each expert are split
         expert, up = divmod(half, 2)
-        yield (expert, slice(up * own, up * own + here)), half * columns + first, 0
+        yield (expert, slice(up * own, up * own + num_columns)), half * columns + first, 0
 
 
 def _own_columns(layer: nn.Module) -> tuple[int, int]:
@@ -87,12 +87,12 @@ def is_filled_up(layer: nn.Module, attribute: str, shape: torch.Size) -> bool:
     return getattr(layer, attribute).numel() * layer.moe_config.moe_parallel_config.tp_size != shape.numel()
 
 
-def unpacked_experts(model: nn.Module, kept: Collection[nn.Module] = ()) -> list[nn.Module]:
-    """Replace packed weights, before a reload, by uninitialized ones of the loaded shape, except those of `kept` layers.
+def unpacked_experts(model: nn.Module, excluded: Collection[nn.Module] = ()) -> list[nn.Module]:
+    """Replace packed weights, before a reload, by uninitialized ones of the loaded shape, except those of `excluded` layers.
 
     Return the layers that have to be packed afterwards.
     """
-    layers = [layer for layer in model.modules() if is_experts(layer) and _packs(layer) and layer not in kept]
+    layers = [layer for layer in model.modules() if is_experts(layer) and _packs(layer) and layer not in excluded]
     for layer in layers:
         for attribute in ATTRIBUTES.values():
             parameter = getattr(layer, attribute)

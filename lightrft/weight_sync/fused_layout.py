@@ -69,7 +69,7 @@ class WeightSlice:
 class CopyTarget:
     """Memory of a layer's parameter that receives the part of a full tensor starting at `row` and `column`."""
 
-    here: Tensor
+    memory: Tensor
     """View of the memory: [groups, blocks, rows of a block, columns]."""
     row: int
     column: int
@@ -84,10 +84,10 @@ class CopyTarget:
         return [cls(_rows(piece.tensor.detach())[None, :, None], piece.row, piece.column) for piece in pieces]
 
     def copy(self, tensor: Tensor) -> None:
-        groups, blocks, size, columns = self.here.shape
+        groups, blocks, size, columns = self.memory.shape
         rows = _rows(tensor.detach()).unflatten(0, (groups, -1))
         part = rows[:, self.row : self.row + blocks * size, self.column : self.column + columns]
-        self.here.copy_(part.unflatten(1, (blocks, size)))
+        self.memory.copy_(part.unflatten(1, (blocks, size)))
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -121,15 +121,15 @@ class FusedWeights:
                     users.setdefault(parameter, []).append(layer)
         places_of: dict[str, list[WeightSlice]] = {}
         for name, renamed in names.items():
-            places_of[name] = found = list(_pieces(name, renamed, parts, places, shapes[name]))
-            self.unknown += [] if found else [name]
-            for piece in found:
+            places_of[name] = slices = list(_pieces(name, renamed, parts, places, shapes[name]))
+            self.unknown += [] if slices else [name]
+            for piece in slices:
                 self._add(piece, users.get(getattr(piece.layer, piece.attribute), []), packs)
         self.direct: dict[str, list[WeightSlice]] = {}
         """Weights that can be copied in place: they fill whole layers, which no other weight fills and no kernel repacks."""
         if not self.unknown:
             packing = {layer for its_users in users.values() if any(map(packs, its_users)) for layer in its_users}
-            self.direct = _direct(places_of, shapes, lambda piece: piece.layer not in packing and keeps(piece))
+            self.direct = _direct_copies(places_of, shapes, lambda piece: piece.layer not in packing and keeps(piece))
 
     def copy_targets(self) -> dict[str, list[CopyTarget]]:
         """Return the copy targets of each of the `direct` weights in the current memory of its layers."""
@@ -141,16 +141,16 @@ class FusedWeights:
 
     def fingerprints(self, dtype: torch.dtype, slices: int, round: int | None) -> Fingerprints:
         """Return empty fingerprints for the weights that this rank can compare in this round."""
-        bits, products = ({piece.name: None for piece in pieces} for pieces in (self.raw, self._multiplied(round)))
+        bits, products = ({piece.name: None for piece in pieces} for pieces in (self.raw, self._pieces_of_round(round)))
         return Fingerprints(self.shapes, dtype, slices=slices, bits=bits, products=products, round=round)
 
     @torch.inference_mode()
     def add_to(self, prints: Fingerprints) -> None:
         for piece in self.raw:
-            if (here := piece.within(self.shapes[piece.name])).numel():
-                prints.add(piece.name, here, row=piece.row, column=piece.column)
+            if (part := piece.within(self.shapes[piece.name])).numel():
+                prints.add(piece.name, part, row=piece.row, column=piece.column)
         results: dict[nn.Module, Tensor] = {}
-        for piece in self._multiplied(prints.round):
+        for piece in self._pieces_of_round(prints.round):
             cut = is_a(piece.layer, "RowParallelLinear")
             columns = piece.layer.input_size_per_partition if cut else prints.shapes[piece.name][1]
             if piece.layer not in results:
@@ -159,7 +159,7 @@ class FusedWeights:
             values = results[piece.layer][piece.part]
             prints.add_product(piece.name, values, len(values) * columns, row=piece.row)
 
-    def _multiplied(self, round: int | None) -> list[WeightSlice]:
+    def _pieces_of_round(self, round: int | None) -> list[WeightSlice]:
         """Return the pieces of the layers whose products this round computes, every PRODUCT_ROUNDS-th; all for None."""
         order = {layer: index for index, layer in enumerate(dict.fromkeys(piece.layer for piece in self.packed))}
         return [piece for piece in self.packed if round is None or (order[piece.layer] - round) % PRODUCT_ROUNDS == 0]
@@ -184,8 +184,8 @@ def _pieces(
         path = f"{inside}.{fused}"
     layer = places.get(f"{path}.{ROUTED}", places.get(path))
     if layer is not None and getattr(layer, attribute, None) is not None:
-        for there, row, column in _places(layer, attribute, part, shape):
-            yield WeightSlice(name, layer, attribute, there, row, column)
+        for region, row, column in _places(layer, attribute, part, shape):
+            yield WeightSlice(name, layer, attribute, region, row, column)
 
 
 def _places(layer: nn.Module, attribute: str, part: int | None, shape: torch.Size) -> Iterator[tuple[Index, int, int]]:
@@ -196,19 +196,19 @@ def _places(layer: nn.Module, attribute: str, part: int | None, shape: torch.Siz
         own = layer.shard_indices
         yield slice(own.org_vocab_end_index - own.org_vocab_start_index), own.org_vocab_start_index, 0
     elif is_a(layer, "ColumnParallelLinear"):
-        here, full, found = 0, 0, []
+        start, full, places = 0, 0, []
         for index, size in enumerate(layer.output_partition_sizes):
             repeated = layer.num_kv_head_replicas if is_a(layer, "QKVParallelLinear") and index > 0 else 1
             if part in (None, index):
-                found.append((slice(here, here + size), (full if part is None else 0) + layer.tp_rank // repeated * size, 0))
-            here, full = here + size, full + size * layer.tp_size // repeated
-        yield from found if len(found) == 1 or full == shape[0] else []  # unknown: fused in the folder and padded in the engine
+                places.append((slice(start, start + size), (full if part is None else 0) + layer.tp_rank // repeated * size, 0))
+            start, full = start + size, full + size * layer.tp_size // repeated
+        yield from places if len(places) == 1 or full == shape[0] else []  # unknown: fused in the folder and padded in the engine
     else:
         cut = is_a(layer, "RowParallelLinear") and attribute == "weight"
         yield slice(None), 0, layer.tp_rank * layer.input_size_per_partition if cut else 0
 
 
-def _direct(
+def _direct_copies(
     places: dict[str, list[WeightSlice]], shapes: Mapping[str, torch.Size], keeps: Callable[[WeightSlice], bool]
 ) -> dict[str, list[WeightSlice]]:
     """Return the weights of layers with a matrix whose parameters they fill completely, without omitting a weight of a layer."""
@@ -218,10 +218,10 @@ def _direct(
             of[piece.layer].append(piece)
     layers = {layer for layer, pieces in of.items() if all(map(keeps, pieces)) and _is_filled(layer, pieces, shapes)}
     while True:
-        found = {name: pieces for name, pieces in places.items() if all(piece.layer in layers for piece in pieces)}
-        remaining = {layer for layer in layers if all(piece.name in found for piece in of[layer])}
+        whole_names = {name: pieces for name, pieces in places.items() if all(piece.layer in layers for piece in pieces)}
+        remaining = {layer for layer in layers if all(piece.name in whole_names for piece in of[layer])}
         if remaining == layers:
-            return found
+            return whole_names
         layers = remaining
 
 

@@ -45,15 +45,15 @@ class PublishedNames:
 
     def published(self, stream: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         """Yield a weight stream under published names. Only weights that are converted together are held until all arrive."""
-        held: dict[str, Tensor] = {}
+        parts: dict[str, Tensor] = {}
         for name, tensor in stream:
             members = self._together.get(name)
             if members is None:
                 yield self.renamed.get(name, name), tensor
                 continue
-            held[name] = tensor
-            if held.keys() >= set(members):
-                yield from self._convert({member: held.pop(member) for member in members}).items()
+            parts[name] = tensor
+            if parts.keys() >= set(members):
+                yield from self._convert({member: parts.pop(member) for member in members}).items()
 
     def pieces(self, name: str) -> list[str]:
         """Return the published names of the tensors that a weight is converted to, alone or together with others."""

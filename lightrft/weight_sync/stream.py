@@ -56,12 +56,12 @@ def stream(
     device, names = device or first[1].device, deque()
     buckets = _buckets(chain([first], parameters), dtype, bucket_bytes(device, limit))
 
-    def whole() -> Iterator[list[Tensor]]:
+    def full_tensors() -> Iterator[list[Tensor]]:
         for bucket in buckets:
             names.extend(name for name, _ in bucket)
-            yield _whole([tensor for _, tensor in bucket], dtype, device)
+            yield _gather_full([tensor for _, tensor in bucket], dtype, device)
 
-    for tensors in ahead(whole(), device):
+    for tensors in ahead(full_tensors(), device):
         yield from ((names.popleft(), tensor) for tensor in tensors)
 
 
@@ -80,7 +80,7 @@ def _buckets(parameters: Iterable[NamedTensor], dtype: torch.dtype, limit: int) 
         yield bucket
 
 
-def _whole(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def _gather_full(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Return the full tensors of one bucket, undoing the last sharding first; one all-gather for each group and level."""
     cuts = [shard_slices(tensor) for tensor in tensors]
     parts = [tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach().to(dtype) for tensor in tensors]
@@ -90,26 +90,26 @@ def _whole(tensors: list[Tensor], dtype: torch.dtype, device: torch.device) -> l
             if level < len(its_cuts):
                 by_group[its_cuts[level].group.group_name].append(index)
         for members in by_group.values():
-            gathered = _gathered([parts[index] for index in members], [cuts[index][level] for index in members], dtype, device)
+            gathered = _gather([parts[index] for index in members], [cuts[index][level] for index in members], dtype, device)
             for index, tensor in zip(members, gathered, strict=True):
                 parts[index] = tensor
     return [part.to(dtype).to(device, non_blocking=True) for part in parts]
 
 
-def _gathered(parts: list[Tensor], cuts: list[ShardSlice], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def _gather(parts: list[Tensor], cuts: list[ShardSlice], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Undo one sharding of each tensor, all over the same group. Cast before the gather."""
     sizes = [cut.numel for cut in cuts]
     gather = AllGather(sum(sizes), dtype, device, cuts[0].group)
-    for destination, part, cut in zip(gather.mine.split(sizes), parts, cuts, strict=True):
+    for destination, part, cut in zip(gather.local.split(sizes), parts, cuts, strict=True):
         rows = part.movedim(cut.dim, 0)
         destination[: rows.numel()].view(rows.shape).copy_(rows.to(dtype), non_blocking=True)
     gather.run()
-    tensors = [_assembled(pieces, cut) for pieces, cut in zip(gather.everyone.split(sizes, dim=1), cuts, strict=True)]
-    passing = gather.everyone.untyped_storage().data_ptr() if gather.passing else None
-    return [tensor.clone() if tensor.untyped_storage().data_ptr() == passing else tensor for tensor in tensors]
+    tensors = [_assemble(pieces, cut) for pieces, cut in zip(gather.gathered.split(sizes, dim=1), cuts, strict=True)]
+    shared = gather.gathered.untyped_storage().data_ptr() if gather.in_shared_memory else None
+    return [tensor.clone() if tensor.untyped_storage().data_ptr() == shared else tensor for tensor in tensors]
 
 
-def _assembled(pieces: Tensor, cut: ShardSlice) -> Tensor:
+def _assemble(pieces: Tensor, cut: ShardSlice) -> Tensor:
     """Assemble `pieces` [ranks, elements of a full piece] into one tensor, without the padding of the last pieces."""
     rows = pieces.reshape(cut.pieces * cut.rows, *cut.rest)[: cut.shape[cut.dim]]
     return rows.movedim(0, cut.dim).contiguous()

@@ -67,7 +67,7 @@ class Fingerprints:
         self.bits = {name: index for index, name in enumerate(shapes if bits is None else bits)}
         self.summed: list[Tensor] = []
         """At most one tensor [names in `bits`], the sums without the entries that are still in `found`."""
-        self.found: list[tuple[str, WeightProbe, Tensor]] = []
+        self.pending: list[tuple[str, WeightProbe, Tensor]] = []
         """Name, probe and block sums of each piece that was read."""
         self.num_blocks = 0
         self.vectors: list[tuple[str, WeightProbe, Tensor]] = []
@@ -99,7 +99,7 @@ class Fingerprints:
         if piece.ndim < 2:
             self.vectors.append((name, probe, piece.to(self.dtype).view(-1)))
             return
-        self.found.append((name, probe, self._sums(piece, probe)))
+        self.pending.append((name, probe, self._sums(piece, probe)))
         self.num_blocks += probe.size[0]
         if self.num_blocks > AT_ONCE:
             self._sum_up()
@@ -119,20 +119,20 @@ class Fingerprints:
 
     def same(self, other: Self) -> bool:
         """Return True if both consist of equal pieces in the same order; this is faster than wrong()."""
-        own, others = ((len(each.summed), [probe for _, probe, _ in each.found + each.vectors]) for each in (self, other))
+        own, others = ((len(each.summed), [probe for _, probe, _ in each.pending + each.vectors]) for each in (self, other))
         return own == others and all(map(torch.equal, self._all(), other._all()))
 
     def _all(self) -> list[Tensor]:
         """Return the sums and the vectors as integers."""
-        kinds = [each + [tensor for *_, tensor in found] for each, found in ((self.summed, self.found), ([], self.vectors))]
+        kinds = [each + [tensor for *_, tensor in entries] for each, entries in ((self.summed, self.pending), ([], self.vectors))]
         return [torch.cat(tensors).view(INTEGERS[tensors[0].itemsize]) for tensors in kinds if tensors]
 
     def _sum_up(self) -> None:
         """Add the entries of `found` and `vectors` to the sums."""
-        self.found += [(name, probe, self._sums(vector, probe)) for name, probe, vector in self.vectors]
+        self.pending += [(name, probe, self._sums(vector, probe)) for name, probe, vector in self.vectors]
         self.vectors.clear()
-        if self.found:
-            names, probes, sums = zip(*self.found, strict=True)
+        if self.pending:
+            names, probes, sums = zip(*self.pending, strict=True)
             for name, probe in zip(names, probes, strict=True):
                 self.num_elements[name] += probe.place[1] * probe.width
             mixed = torch.cat(sums).mul_(FIRST)
@@ -142,7 +142,7 @@ class Fingerprints:
             sums = mixed.cumsum(0)[ends].diff(prepend=mixed.new_zeros(1))
             places = _numbers(tuple(self.bits[name] for name in names), mixed.device)
             self.summed = [sum(self.summed, mixed.new_zeros(len(self.bits))).index_add_(0, places, sums)]
-            self.found.clear()
+            self.pending.clear()
             self.num_blocks = 0
 
     def add_product(self, name: str, values: Tensor, num_elements: int, *, row: int = 0) -> None:
@@ -165,18 +165,18 @@ class Fingerprints:
         table = torch.stack([sums, counts], dim=1)
         return table, torch.cat(products) if products else torch.zeros(0, dtype=torch.float64, device=device)
 
-    def wrong(self, held: tuple[Tensor, Tensor]) -> list[str]:
+    def wrong(self, engine_numbers: tuple[Tensor, Tensor]) -> list[str]:
         """Return the names whose numbers, from an engine that holds every element equally often, differ from the numbers here."""
-        table, values = (numbers.cpu() for numbers in held)
+        table, values = (numbers.cpu() for numbers in engine_numbers)
         sent, expected = (numbers.cpu() for numbers in self.numbers(table.device))
         copies = torch.div(table[:, 1], sent[:, 1].clamp(min=1), rounding_mode="floor")
         fits = (copies[:, None] * sent == table).all(1) & ((copies > 0) | (sent[:, 1] == 0))
-        found = [name for name, right in zip([*self.bits, *self.products], fits.tolist(), strict=True) if not right]
+        names = [name for name, right in zip([*self.bits, *self.products], fits.tolist(), strict=True) if not right]
         lengths = [self.shapes[name][0] for name in self.products]
         each = zip(self.products, copies[len(self.bits) :], values.split(lengths), expected.split(lengths), strict=True)
-        found += [name for name, times, in_engine, streamed in each
+        names += [name for name, times, in_engine, streamed in each
                   if not ((in_engine - times * streamed).abs() <= times * self._tolerance(name, streamed)).all()]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(names))
 
     def _tolerance(self, name: str, values: Tensor) -> Tensor:
         """Return the tolerance for sums of kernels in float32, in any order, with results in the engine's dtype."""

@@ -74,11 +74,11 @@ def measured(way: str, folder: Path, drawn: int) -> dict[str, float]:
     loaded = time.perf_counter() - began
     order = Order(len(rows), 0).rows(0, drawn)
     began = time.perf_counter()
-    found = sum(len(rows[row].token_ids if way != "lists" else rows[row]["token_ids"]) for row in order)
+    count = sum(len(rows[row].token_ids if way != "lists" else rows[row]["token_ids"]) for row in order)
     seconds = time.perf_counter() - began
     done.set()
     watcher.join()
-    assert found > 0
+    assert count > 0
     memory = (max(peak[0], own_memory()) - before) / len(rows)
     return {"bytes_per_row": round(memory), "loaded_per_s": round(len(rows) / loaded), "drawn_per_s": round(drawn / seconds)}
 

@@ -84,8 +84,8 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     for name, way in (("store", store), ("columns", columns)):
         way()
         counts[name] = collectives_of(dist, way)
-    found, expected = store().columns("token"), columns().columns("token")
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    columns_read, expected = store().columns("token"), columns().columns("token")
+    assert all(torch.equal(columns_read[name], value) for name, value in expected.items())
     seconds: dict[str, list[float]] = {"store": [], "columns": []}
     for _ in range(args.repeats):
         for name, way in (("store", store), ("columns", columns)):

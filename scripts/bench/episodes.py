@@ -62,8 +62,8 @@ class Barrier(Episodes):
         self._asked += super().poll(seconds)
         if len(self._asked) < len(self.running):
             return []
-        asked, self._asked = self._asked, []
-        return asked
+        requests, self._asked = self._asked, []
+        return requests
 
 
 def main() -> None:
@@ -96,7 +96,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
                                  environment_workers=args.episodes)  # fmt: skip
     rollout = RolloutSection(generate_max_len=longest, stop_token_ids=list(range(16)))
     format = TurnFormat(DataSection(prompt_max_len=16), tokenizer, frozenset())
-    found: dict[str, list[dict[str, float]]] = {"free": [], "barrier": []}
+    runs_of: dict[str, list[dict[str, float]]] = {"free": [], "barrier": []}
     ways = {name: kind(ProgramSetup(section.environment), section, format, hermes, longest=longest)
             for name, kind in (("free", Episodes), ("barrier", Barrier))}  # fmt: skip
     for repetition in range(args.repeat + 1):
@@ -114,10 +114,10 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
             assert complete == args.episodes
             tokens = sum(sum(sample.episode.sampled) for group in groups for sample in group.samples)
             if repetition:
-                found[name].append({"seconds": seconds, "busy": 1 - trace.step()["time/idle_share"], "tokens": tokens})
+                runs_of[name].append({"seconds": seconds, "busy": 1 - trace.step()["time/idle_share"], "tokens": tokens})
     for episodes in ways.values():
         episodes.close()
-    best = {name: min(runs, key=lambda run: run["seconds"]) for name, runs in found.items()}
+    best = {name: min(runs, key=lambda run: run["seconds"]) for name, runs in runs_of.items()}
     return {**vars(args), **best, "speedup": best["barrier"]["seconds"] / best["free"]["seconds"]}
 
 

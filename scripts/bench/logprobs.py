@@ -38,8 +38,8 @@ truncation = ALL
 
 def lightrft(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The gradient of the sum is 1 for every token."""
-    known = lambda rows, logprobs, entropy: (torch.ones_like(logprobs), None)  # noqa: E731
-    return token_logprobs(hidden, weight, targets, truncation=truncation, entropy=False, upstream=known)[0]
+    upstream = lambda rows, logprobs, entropy: (torch.ones_like(logprobs), None)  # noqa: E731
+    return token_logprobs(hidden, weight, targets, truncation=truncation, entropy=False, upstream=upstream)[0]
 
 
 def four_products(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def checkpointed(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The same over chunks as large as lightrft's, computed again in the backward pass by torch."""
     size = chunk_rows(weight, len(weight))
     parts = zip(hidden.split(size), targets.split(size), strict=True)
-    return torch.cat([checkpoint(full_logits, part, weight, wanted, use_reentrant=False) for part, wanted in parts])
+    return torch.cat([checkpoint(full_logits, part, weight, ids, use_reentrant=False) for part, ids in parts])
 
 
 def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -132,13 +132,13 @@ def _peak(device: torch.device) -> int:
 
 
 def in_process(variant: str, vocabulary: int, width: int, args: argparse.Namespace) -> dict:
-    given = {name: getattr(args, name) for name in ("device", "tokens", "repeat", "top_p")}
-    flags = [part for name, value in given.items() for part in (f"--{name}", str(value))]
+    settings = {name: getattr(args, name) for name in ("device", "tokens", "repeat", "top_p")}
+    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     case = ["--one", variant, str(vocabulary), str(width)]
     run = subprocess.run([sys.executable, __file__, *flags, *case], capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(f"{variant}: {run.stderr[-2000:]}")
-    return {"variant": variant, "vocabulary": vocabulary, "hidden": width} | given | json.loads(run.stdout)
+    return {"variant": variant, "vocabulary": vocabulary, "hidden": width} | settings | json.loads(run.stdout)
 
 
 def compare(vocabulary: int, width: int, args: argparse.Namespace) -> dict[str, float]:
@@ -147,19 +147,19 @@ def compare(vocabulary: int, width: int, args: argparse.Namespace) -> dict[str, 
     for variant in args.variants:
         rows[variant] = in_process(variant, vocabulary, width, args)
         print(json.dumps(rows[variant]), flush=True)
-    ours, full = rows["lightrft"], rows["full_logits"]
+    own_row, full = rows["lightrft"], rows["full_logits"]
     near = 1e-4 if args.device == "cpu" else 2e-2
     for row in rows.values():
         assert abs(row["value"] - full["value"]) <= near * abs(full["value"]), f"{row['variant']} computes something else: {row}"
 
     def ratio(name: str, least: float, less: float = 0.0) -> float:
         """`least` is what the row can tell from nothing."""
-        return round((ours[name] - less) / max(full[name] - less, least), 4)
+        return round((own_row[name] - less) / max(full[name] - less, least), 4)
 
     return {
         "time_ratio": ratio("seconds", 1e-4),
         "peak_memory_ratio": ratio("peak_mb", 0.1),
-        "peak_memory_ratio_less_weight": ratio("peak_mb", 0.1, ours["weight_gradient_mb"]),
+        "peak_memory_ratio_less_weight": ratio("peak_mb", 0.1, own_row["weight_gradient_mb"]),
     }
 
 

@@ -53,12 +53,12 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     before = _peak()
     moved, _ = redistribute(MemoryStore(axis, alone), batch, max_tokens=args.tokens)
     most = _peak() - before
-    kept = {each["pixel_values"].data_ptr(): each["pixel_values"].nbytes for each in moved.media}
-    found = torch.tensor([own, sum(kept.values()), most], dtype=torch.float64)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    sizes = {each["pixel_values"].data_ptr(): each["pixel_values"].nbytes for each in moved.media}
+    totals = torch.tensor([own, sum(sizes.values()), most], dtype=torch.float64)
+    dist.all_reduce(totals, op=dist.ReduceOp.MAX)
     dist.destroy_process_group()
     names = ("own_mb", "moved_mb", "peak_increase_mb")
-    return {name: round(value / MB, 1) for name, value in zip(names, found.tolist(), strict=True)}
+    return {name: round(value / MB, 1) for name, value in zip(names, totals.tolist(), strict=True)}
 
 
 def _peak() -> int:
@@ -75,8 +75,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.out is not None:
         result = measure(args)
         if int(os.environ["RANK"]) == 0:
-            given = {name: value for name, value in vars(args).items() if name != "out"}
-            args.out.write_text(json.dumps(given | result) + "\n")
+            settings = {name: value for name, value in vars(args).items() if name != "out"}
+            args.out.write_text(json.dumps(settings | result) + "\n")
         return
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"

@@ -67,7 +67,7 @@ def training_bytes(strategy: FSDPStrategy, config: PretrainedConfig, tokens: int
 def shape_config(shape: str, layers: int | None) -> PretrainedConfig:
     if shape in NAMED:
         found = known_config(NAMED[shape])
-        return with_layers(found, layers) if layers else found
+        return with_layers(sizes, layers) if layers else sizes
     sizes = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
     return (Qwen3MoeConfig if "num_experts" in sizes else Qwen3Config)(tie_word_embeddings=False, **sizes)
 
@@ -96,10 +96,10 @@ def fake_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
         with fake_group(args.world):
             strategy = OneOfMany(seed=0, args=_options(once, bf16=True))
             strategy.setup_distributed()
-            found = training_bytes(strategy, shape_config(shape, args.layers), args.tokens, computed=False)
+            sizes = training_bytes(strategy, shape_config(shape, args.layers), args.tokens, computed=False)
             with FakeTensorMode(allow_non_fake_inputs=True):
-                found["logits"] = logits_bytes(shape, args.tokens)
-        rows.append({"shape": shape, "world": args.world, "reduce_gradients_once": once, **found})
+                sizes["logits"] = logits_bytes(shape, args.tokens)
+        rows.append({"shape": shape, "world": args.world, "reduce_gradients_once": once, **sizes})
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -127,10 +127,10 @@ def rank(args: argparse.Namespace) -> None:
     for way in WAYS:
         strategy = FSDPStrategy(seed=0, args=_options(way["reduce_gradients_once"], bf16=way["bf16"], recompute=way["recompute"]))
         strategy.setup_distributed()
-        found = training_bytes(strategy, shape_config(way["shape"], args.layers), args.tokens, computed=True)
-        found["logits"] = logits_bytes(way["shape"], args.tokens)
+        sizes = training_bytes(strategy, shape_config(way["shape"], args.layers), args.tokens, computed=True)
+        sizes["logits"] = logits_bytes(way["shape"], args.tokens)
         if strategy.is_rank_0():
-            print(json.dumps(way | found), flush=True)
+            print(json.dumps(way | sizes), flush=True)
         strategy.close()
 
 

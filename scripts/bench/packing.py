@@ -85,8 +85,8 @@ def packed_step(batch: Batch, tokens: int, *, once: bool = False, **model: int) 
     alike = [tuple(prompt) for prompt in prompts(batch).tolist()] if once else None
 
     def step() -> float:
-        made = plan(lengths, num_ranks=1, minibatch_size=len(lengths), max_tokens=tokens, prompts=alike)
-        parts = [batch.select(rows) for rows in made.minibatches[0][0]]
+        one_plan = plan(lengths, num_ranks=1, minibatch_size=len(lengths), max_tokens=tokens, prompts=alike)
+        parts = [batch.select(rows) for rows in one_plan.minibatches[0][0]]
         if once:
             parts = [
                 replace(part, shared=find_shared_prefixes(part.input_ids, part.lengths, min_saving=MIN_SAVING)) for part in parts
@@ -142,35 +142,35 @@ def tokens_per_second(steps: dict[str, Callable[[], float]], num_tokens: int, re
     return {f"{name}_tokens_per_s": num_tokens / seconds[name] for name in steps}
 
 
-def overhead(made: Plan, lengths: list[int], ranks: int) -> float:
+def overhead(one_plan: Plan, lengths: list[int], ranks: int) -> float:
     """A sequence costs L + L^2 / (6 x 4096)."""
     work = [length + length**2 / (6 * 4096) for length in lengths]
-    per_rank = made.minibatches[0]
+    per_rank = one_plan.minibatches[0]
     waited = sum(max(sum(work[row] for row in rank[m]) for rank in per_rank) for m in range(len(per_rank[0])))
     return waited / (sum(work) / ranks)
 
 
 def planner(rows: int, ranks: int, repeat: int) -> dict[str, float]:
     seconds: dict[tuple[str, bool], list[float]] = defaultdict(list)
-    found = {}
+    overheads = {}
     for name, draw in DISTRIBUTIONS.items():
         for dp in (8, 32):
             seeds = [[draw(random.Random(f"{seed} {index}")) for index in range(512)] for seed in range(5)]
             plans = [plan(lengths, num_ranks=dp, minibatch_size=512, max_tokens=CAPACITY) for lengths in seeds]
-            each = [overhead(made, lengths, dp) for made, lengths in zip(plans, seeds, strict=True)]
-            found[f"overhead_{name}_dp{dp}"] = round(statistics.mean(each), 4)
+            each = [overhead(one_plan, lengths, dp) for one_plan, lengths in zip(plans, seeds, strict=True)]
+            overheads[f"overhead_{name}_dp{dp}"] = round(statistics.mean(each), 4)
         generator = random.Random(0)
         lengths = [draw(generator) for _ in range(rows)]
         groups = np.array([(row // 8, min(lengths[row // 8 * 8 : row // 8 * 8 + 8]) // 2, 0) for row in range(rows)])
         for _ in range(repeat):
             for prompts_of in (None, groups):
                 start = time.process_time()
-                made = plan(lengths, num_ranks=ranks, minibatch_size=rows, max_tokens=CAPACITY, prompts=prompts_of)
+                one_plan = plan(lengths, num_ranks=ranks, minibatch_size=rows, max_tokens=CAPACITY, prompts=prompts_of)
                 seconds[name, prompts_of is not None].append(time.process_time() - start)
                 if prompts_of is None:
-                    found[f"overhead_{name}_dp{ranks}"] = round(overhead(made, lengths, ranks), 4)
+                    overheads[f"overhead_{name}_dp{ranks}"] = round(overhead(one_plan, lengths, ranks), 4)
     slowest = {of: max(min(times) for (_, grouped), times in seconds.items() if grouped == of) for of in (False, True)}
-    return {f"plan_{rows}_s": round(slowest[False], 3), f"plan_{rows}_with_prompts_s": round(slowest[True], 3)} | found
+    return {f"plan_{rows}_s": round(slowest[False], 3), f"plan_{rows}_with_prompts_s": round(slowest[True], 3)} | overheads
 
 
 def main() -> None:

@@ -39,12 +39,12 @@ def runner(function: str) -> RewardRunner:
 
 def overhead(calls: int) -> tuple[float, float]:
     """Return the milliseconds of a call, and those that this process computes."""
-    made, groups = runner("nothing"), [group() for _ in range(calls)]
-    made(groups[0])
+    reward_runner, groups = runner("nothing"), [group() for _ in range(calls)]
+    reward_runner(groups[0])
     began, busy_before = time.perf_counter(), time.process_time()
     for each in groups:
-        made.begin(each)
-    made.finish([sample for each in groups for sample in each])
+        reward_runner.begin(each)
+    reward_runner.finish([sample for each in groups for sample in each])
     return 1000 * (time.perf_counter() - began) / calls, 1000 * (time.process_time() - busy_before) / calls
 
 
@@ -59,10 +59,10 @@ def engine_steps(seconds: float) -> int:
 
 
 def beside_workers(seconds: float) -> int:
-    made, groups = runner("busy"), [group() for _ in range(int(seconds / 0.02) + 50)]
-    made(groups[0])
+    reward_runner, groups = runner("busy"), [group() for _ in range(int(seconds / 0.02) + 50)]
+    reward_runner(groups[0])
     for each in groups:
-        made.begin(each)
+        reward_runner.begin(each)
     return engine_steps(seconds)
 
 
@@ -94,8 +94,8 @@ def main() -> None:
         rows.append((beside_workers(args.engine_seconds) / alone, beside_a_thread(args.engine_seconds) / alone))
     workers, thread = (sorted(each)[len(rows) // 2] for each in zip(*rows, strict=True))
     wall, processor = (min(each) for each in zip(*[overhead(args.calls) for _ in range(args.repeat)], strict=True))
-    found = {"overhead_ms": wall, "overhead_cpu_ms": processor, "workers_of_alone": workers, "thread_of_alone": thread}
-    sys.stdout.write(json.dumps({name: round(value, 3) for name, value in found.items()}) + "\n")
+    figures = {"overhead_ms": wall, "overhead_cpu_ms": processor, "workers_of_alone": workers, "thread_of_alone": thread}
+    sys.stdout.write(json.dumps({name: round(value, 3) for name, value in figures.items()}) + "\n")
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ class Simulation:
                       divided=self.divides)  # fmt: skip
         starts, owners = np.full(lengths.shape, NEVER), np.zeros(lengths.shape, np.int64)
         first = np.array([chunk.place * n + chunk.responses.start for chunk in round.chunks])
-        known = lengths if self.predicts else np.array(expected)[:, None].repeat(n, 1)
+        predicted = lengths if self.predicts else np.array(expected)[:, None].repeat(n, 1)
         points, begun = [0], 0
         while True:
             for index in round.begun[begun:]:
@@ -141,7 +141,7 @@ class Simulation:
                 return starts, owners, points
             round.begin_exchange()
             runs = starts + lengths > points[-1]
-            tokens = np.add.reduceat(np.where(runs, 0, known).ravel(), first)
+            tokens = np.add.reduceat(np.where(runs, 0, predicted).ravel(), first)
             points.append(points[-1] + self.section.early_stop_every)
             round.decide(np.add.reduceat(runs.ravel(), first, dtype=np.int64).tolist(), tokens.tolist())
 

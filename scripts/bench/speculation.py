@@ -88,13 +88,13 @@ def measure(text: str, args: argparse.Namespace) -> dict[str, dict]:
         make_model(Path(f"{folder}-draft"), text, args, hidden=args.hidden // 2, layers=1)
         engines = {}
         for kind in args.kinds:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(kind, folder, TEXTS[text], args.tokens, theirs))
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=serve, args=(kind, folder, TEXTS[text], args.tokens, child_end))
             process.start()
-            engines[kind] = process, ours
+            engines[kind] = process, parent_end
         for _, connection in engines.values():
             connection.recv()
-        found: dict[str, dict] = {kind: {} for kind in args.kinds}
+        results: dict[str, dict] = {kind: {} for kind in args.kinds}
         for batch in args.batches:
             runs: dict[str, list] = {kind: [] for kind in args.kinds}
             for turn in range(args.repeat + 1):
@@ -102,11 +102,11 @@ def measure(text: str, args: argparse.Namespace) -> dict[str, dict]:
                     engines[kind][1].send(batch)
                     runs[kind].append(engines[kind][1].recv())
             for kind in args.kinds:
-                found[kind][batch] = figures(runs[kind][1:], runs[args.kinds[0]][1:], batch * args.tokens)
+                results[kind][batch] = figures(runs[kind][1:], runs[args.kinds[0]][1:], batch * args.tokens)
         for process, connection in engines.values():
             connection.send(0)
             process.join()
-    return found
+    return results
 
 
 def figures(runs: list[tuple], plain: list[tuple], num_tokens: int) -> dict[str, float]:

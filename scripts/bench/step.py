@@ -148,7 +148,7 @@ def watch(trainer: Any) -> Clock:
     for owner, method, phase in (
         (trainer, "step", "prep"), (trainer, "_report", "prep"), (trainer, "_learn", "fwdbwd"),
         (Growth, "add", "gen"), (Growth, "steps", "gen"), (trainer.strategy.engine, "load_weights", "sync"),
-        (trainer.strategy, "optimizer_step", "opt"), (trainer.make_experience, "_ask", "old_logp"),
+        (trainer.strategy, "optimizer_step", "opt"), (trainer.make_experience, "_compute_outputs", "old_logp"),
     ):  # fmt: skip
         clock.charge(owner, method, phase)
 

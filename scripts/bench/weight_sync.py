@@ -105,13 +105,13 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
         ways |= {"memcpy": memcpy(room)} | syncs(engine_of(strategy, "hf", args), strategy, model, room)
     elif "zero" not in case:
         ways["naive"] = naive
-    found = shape | best(ways, args.repeat)
+    figures = shape | best(ways, args.repeat)
     if "sync" in ways:
         for kind in ("s", "cpu_s"):
-            found[f"turns_{kind}"] = sum(found.pop(f"turns_{first}_{kind}") for first in range(8))
-        found |= verify_cost(found) | verify_cost(found, "_cpu")
+            figures[f"turns_{kind}"] = sum(figures.pop(f"turns_{first}_{kind}") for first in range(8))
+        figures |= verify_cost(figures) | verify_cost(figures, "_cpu")
     strategy.close()
-    return found
+    return figures
 
 
 def memcpy(room: dict) -> Callable[[], None]:
@@ -173,23 +173,23 @@ def best(ways: dict[str, Callable[[], None]], repeat: int) -> dict[str, float]:
     """Seconds on the wall and of the processor, after one round that nobody times."""
     import torch.distributed as dist
 
-    found: dict[str, float] = {}
+    fastest: dict[str, float] = {}
     for timed in [False] + [True] * repeat:
         for name, way in ways.items():
             dist.barrier()
             start, cpu = time.perf_counter(), time.process_time()
             way()
             dist.barrier()
-            taken = {f"{name}_s": time.perf_counter() - start, f"{name}_cpu_s": time.process_time() - cpu}
-            found |= {key: min(seconds, found.get(key, math.inf)) for key, seconds in taken.items() if timed}
-    return found
+            times = {f"{name}_s": time.perf_counter() - start, f"{name}_cpu_s": time.process_time() - cpu}
+            fastest |= {key: min(seconds, fastest.get(key, math.inf)) for key, seconds in times.items() if timed}
+    return fastest
 
 
-def verify_cost(found: dict[str, float], cpu: str = "") -> dict[str, float]:
+def verify_cost(row: dict[str, float], cpu: str = "") -> dict[str, float]:
     from lightrft.weight_sync.verify import ROUNDS
 
-    sync = found[f"sync{cpu}_s"]
-    seconds_of = {f"first_verify_cost{cpu}": found[f"first_proof{cpu}_s"], f"verify_cost{cpu}": found[f"turns{cpu}_s"] / ROUNDS}
+    sync = row[f"sync{cpu}_s"]
+    seconds_of = {f"first_verify_cost{cpu}": row[f"first_proof{cpu}_s"], f"verify_cost{cpu}": row[f"turns{cpu}_s"] / ROUNDS}
     return {name: seconds / (sync + seconds) for name, seconds in seconds_of.items()}
 
 
@@ -217,13 +217,13 @@ def summary(cases: dict[str, dict[str, float]]) -> dict[str, Any]:
         report["verify_cost"] = vllm["verify_cost"]
     if experts := cases.get("experts"):
         report["experts_over_engine_reload"] = experts["sync_s"] / experts["reload_s"]
-    speedups = [found["naive_s"] / found["stream_s"] for found in cases.values() if "naive_s" in found]
+    speedups = [figures["naive_s"] / figures["stream_s"] for figures in cases.values() if "naive_s" in figures]
     if speedups:
         report["speedup_over_naive"] = min(speedups)
     report = {name: round(value, 3) for name, value in report.items()}
-    report["peak_extra_bytes"] = max(found["peak_extra_bytes"] for found in cases.values())
-    report["peak_limit_bytes"] = min(found["peak_limit_bytes"] for found in cases.values())
-    rounded = {name: {key: round(value, 4) for key, value in found.items()} for name, found in cases.items()}
+    report["peak_extra_bytes"] = max(figures["peak_extra_bytes"] for figures in cases.values())
+    report["peak_limit_bytes"] = min(figures["peak_limit_bytes"] for figures in cases.values())
+    rounded = {name: {key: round(value, 4) for key, value in figures.items()} for name, figures in cases.items()}
     return report | {"cases": rounded}
 
 
@@ -242,9 +242,9 @@ def main(argv: list[str] | None = None) -> None:
 
     torch.set_num_threads(1)
     (case,) = args.cases
-    found = measure(case, args)
+    figures = measure(case, args)
     if os.environ["RANK"] == "0":
-        (args.folder / f"{case}.json").write_text(json.dumps(found))
+        (args.folder / f"{case}.json").write_text(json.dumps(figures))
 
 
 def launch(args: argparse.Namespace, argv: list[str]) -> dict[str, dict[str, float]]:

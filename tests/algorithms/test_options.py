@@ -30,7 +30,7 @@ def test_a_function_gets_what_it_names():
 def test_what_nobody_has_is_named():
     with pytest.raises(ValueError, match="--loss one needs batch, which this run does not compute"):
         resolve(losses, "one")
-    assert resolve(losses, "one", given=("batch",)) is one and resolve(losses, "other") is other
+    assert resolve(losses, "one", extra=("batch",)) is one and resolve(losses, "other") is other
 
 
 companions = Registry("companion", flag="--loss")

@@ -74,7 +74,7 @@ def impossible() -> None:
     """Rows in which all logits of this part, or all but one, are -inf."""
     logits = torch.full((2, 3000), -torch.inf)
     logits[1, 2999] = 4.0
-    local_targets = logprobs.LocalTargets(torch.tensor([[1], [2999]]), logprobs.VocabularyPart.whole(3000))
+    local_targets = logprobs.LocalTargets(torch.tensor([[1], [2999]]), logprobs.VocabularyPart.full(3000))
     from lightrft.models import triton
 
     top, total, moment, picked = triton.local_sums(logits, local_targets)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from lightrft.parallel import shm_all_gather
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.shm_all_gather import AllGather
-from lightrft.weight_sync.stream import _whole, bucket_limit, stream
+from lightrft.weight_sync.stream import _gather_full, bucket_limit, stream
 from ranks import run_ranks
 
 BUCKETS = [1, 100, 1000, 10**9]
@@ -39,7 +39,7 @@ class Gathers:
 
     def __enter__(self) -> list[torch.Tensor]:
         self.original, self.seen = AllGather.run, []
-        AllGather.run = lambda gather: (self.seen.append(gather.mine), self.original(gather))
+        AllGather.run = lambda gather: (self.seen.append(gather.local), self.original(gather))
         return self.seen
 
     def __exit__(self, *_) -> None:
@@ -56,10 +56,10 @@ def _memory_is_shared() -> None:
             expected = torch.empty(size, count, dtype=dtype)
             dist.all_gather(list(expected.unbind()), mine)
             one = AllGather(count, dtype, mine.device, group)
-            assert one.passing == (size * mine.nbytes <= 2048)
-            one.mine.copy_(mine)
+            assert one.in_shared_memory == (size * mine.nbytes <= 2048)
+            one.local.copy_(mine)
             one.run()
-            assert torch.equal(one.everyone, expected)
+            assert torch.equal(one.gathered, expected)
     assert len(shm_all_gather._of_groups) == 1
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "lightrft-gather" in line]
     assert len(mapped) == 1 and mapped[0].endswith("/memfd:lightrft-gather (deleted)")
@@ -69,10 +69,10 @@ def _on_hosts(of_ranks: str) -> bool:
     """Whether a new group gathers through memory where `of_ranks` has the host of each rank; what it gathers is right."""
     shm_all_gather._host = lambda: of_ranks[dist.get_rank()].strip()
     one = AllGather(9, torch.float32, torch.device("cpu"), dist.new_group())
-    one.mine.fill_(dist.get_rank())
+    one.local.fill_(dist.get_rank())
     one.run()
-    assert one.everyone.tolist() == [[float(rank)] * 9 for rank in range(dist.get_world_size())]
-    return one.passing
+    assert one.gathered.tolist() == [[float(rank)] * 9 for rank in range(dist.get_world_size())]
+    return one.in_shared_memory
 
 
 def _gathers() -> tuple[list[bool], str]:
@@ -273,5 +273,5 @@ def _right(rank: int, gathers: tuple[list[bool], str], there: list[bool]) -> Non
 def test_parameters_in_host_memory_are_brought_to_the_device_of_the_engine():
     """The meta device stands for an accelerator."""
     parameters = [("a", nn.Parameter(torch.ones(3, 2))), ("b", nn.Parameter(torch.ones(5, dtype=torch.bfloat16)))]
-    for tensor in _whole([tensor for _, tensor in parameters], torch.bfloat16, torch.device("meta")):
+    for tensor in _gather_full([tensor for _, tensor in parameters], torch.bfloat16, torch.device("meta")):
         assert tensor.is_meta and tensor.dtype == torch.bfloat16

@@ -38,10 +38,10 @@ def application(sessions: Sessions, served: EndpointModel, key: str = "") -> Sta
 
     def answers(take: Callable[[Session, Body], Awaitable[tuple[Turn, Body]]], *, streams: bool = True) -> Handler:
         async def route(request: Request) -> Response:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if key and not hmac.compare_digest(given.encode(), key.encode()):
-                told = "the key is not that of this server, or that of an earlier episode"
-                return JSONResponse(protocol.problem(told, "invalid_api_key"), 401)
+            presented = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if key and not hmac.compare_digest(presented.encode(), key.encode()):
+                message = "the key is not that of this server, or that of an earlier episode"
+                return JSONResponse(protocol.problem(message, "invalid_api_key"), 401)
             try:
                 body = json.loads(await request.body())
                 if not isinstance(body, dict):
@@ -51,8 +51,8 @@ def application(sessions: Sessions, served: EndpointModel, key: str = "") -> Sta
             except ValueError as error:
                 return JSONResponse(protocol.problem(str(error)), 400)
             if not turn.token_ids:
-                told = "a limit of the episode leaves no room for a turn (--max_turns, --generate_max_len, --episode_minutes)"
-                return JSONResponse(protocol.problem(told, "context_length_exceeded"), 400)
+                message = "a limit of the episode leaves no room for a turn (--max_turns, --generate_max_len, --episode_minutes)"
+                return JSONResponse(protocol.problem(message, "context_length_exceeded"), 400)
             if streams and body.get("stream"):
                 return StreamingResponse(protocol.events(reply, body), media_type="text/event-stream")
             return JSONResponse(reply)

@@ -195,12 +195,12 @@ def _passes(program: str, tests: Any, sandbox: tuple[str, ...]) -> bool:
     return all(code == 0 and _lines(output) == _lines(expected) for (code, output), expected in runs)
 
 
-def _run(job: dict[str, Any], given: str, sandbox: tuple[str, ...], *, errors: int = subprocess.DEVNULL) -> tuple[int, str]:
+def _run(job: dict[str, Any], stdin: str, sandbox: tuple[str, ...], *, errors: int = subprocess.DEVNULL) -> tuple[int, str]:
     """Return the exit code of a run, which is not 0 if it fails or takes too long, and what it writes to its standard output."""
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         _file(json.dumps(job)) as source,
-        _file(given) as standard_input,
+        _file(stdin) as standard_input,
         tempfile.TemporaryFile() as output,
     ):
         unbuffered = ["-u"] if errors == subprocess.STDOUT else []

@@ -51,23 +51,23 @@ class PtxLoss:
         Order.check(len(prompts), train.train_batch_size)
         self.order = order or Order(len(prompts), train.seed)
         self.objective = PtxObjective(coefficient)
-        self.taken = 0
+        self.num_batches = 0
 
     def next(self) -> LossTerm:
         """Return the next batch with a denominator of its own: the mean over the answer tokens of all ranks; one collective."""
         size = self.train.train_batch_size
-        prompts = [self.prompts[row] for row in self.order.rows(self.taken * size, size)]
-        self.taken += 1
+        prompts = [self.prompts[row] for row in self.order.rows(self.num_batches * size, size)]
+        self.num_batches += 1
         data = self.policy.strategy.mesh.data
         max_tokens = self.train.max_tokens_per_microbatch
         batch, rows = supervised_part(prompts, self.tokenizer, data, self.train, max_tokens=max_tokens, expand=self.expand)
         return LossTerm(batch, rows, self.objective, self.policy.denominator(batch, rows, length=1), self.policy.supervised)
 
     def state_dict(self) -> dict[str, int]:
-        return {"taken": self.taken}
+        return {"taken": self.num_batches}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.taken = state["taken"]
+        self.num_batches = state["taken"]
 
 
 def supervised_part(
