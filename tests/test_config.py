@@ -405,7 +405,7 @@ def test_sft_computes_the_loss_of_one_held_out_set():
 def test_what_cannot_speculate_is_named(tmp_path):
     vllm = [*RUNNABLE, "--engine_type=vllm"]
     for engine in ("hf", "sglang"):
-        message = f"--speculative group needs --engine_type vllm; here {engine} generates without"
+        message = f"--speculative group needs --engine_type vllm; {engine} generates without"
         assert message in problems(*RUNNABLE, f"--engine_type={engine}", "--speculative=group")
     assert "--speculative draft needs --draft_pretrain, a small model" in problems(*vllm, "--speculative=draft")
     assert "--speculative eagle3 needs --draft_pretrain, an EAGLE-3 head" in problems(*vllm, "--speculative=eagle3")
@@ -523,7 +523,7 @@ def test_help_lists_what_the_command_reads_by_group(capsys, command):
 def test_help_explains_a_group_a_flag_or_everything(capsys):
     group = shown(capsys, "--help", "optim")
     assert "--lr_scheduler {cosine,constant} Schedule after the warm-up: cosine" in group and "--seed" not in group
-    assert shown(capsys, "--help=max-steps") == "--max_steps int Stop after this number of steps, whatever num_episodes says."
+    assert shown(capsys, "--help=max-steps") == "--max_steps int Stop after this number of steps, regardless of num_episodes."
     everything = shown(capsys, "-h", "all")
     assert all(f"--{name}" in everything for name in fields_read("train_ppo"))
 

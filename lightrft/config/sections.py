@@ -43,7 +43,7 @@ class ModelSection(Section):
     they are the only reward."""
     process_reward_pretrain: list[str] = field(default_factory=list)
     """Process reward models, in the same form: their score at the end of each step of a response is the logit of the probability
-    that the step is correct. --step_separator ends a step, and --step_rewards makes rewards of the probabilities."""
+    that the step is correct. --step_separator ends a step, and --step_rewards converts the probabilities to rewards."""
     teacher_pretrain: str = ""
     """Teacher model for --distill_coef, frozen, with the tokenizer of --pretrain: a folder or hub name."""
     teacher_url: str = ""
@@ -128,7 +128,7 @@ class DataSection(Section):
     folder of the data, and any path is allowed."""
     label_key: str = "label"
     """Column of the correct answer: reward functions receive it as `label`, and SFT trains on it. For SFT, a row that ends in an
-    answer needs none. For KTO it says whether the answer is good, and for train_prm whether each step is."""
+    answer needs none. For KTO it is true for a good answer, and for train_prm it is a list with a value for each step."""
     eval_input_key: str | None = None
     """Column of the prompt in --eval_data; unset: --input_key."""
     eval_label_key: str | None = None
@@ -154,10 +154,10 @@ class DataSection(Section):
     every process tokenizes the data and holds them in memory."""
     deduplicate: Literal["none", "exact", "whitespace"] = "none"
     """Omit training rows whose prompt (in SFT: prompt and answer) repeats an earlier row, and report their number:
-    exact compares texts as they are, whitespace takes all white space between words as equal."""
+    exact compares texts as they are, whitespace ignores differences in the white space between words."""
     step_separator: str = "\n\n"
-    """Text that ends each step of an answer but the last for process reward models, and belongs to the step: they score a step at
-    its last token."""
+    """For process reward models: text that ends each step of an answer except the last. It is part of the step, which is scored
+    at its last token."""
     learned_turns: Literal["all", "last"] = "all"
     """Turns of the assistant in a conversation on which SFT and --pretrain_data train: all, or the last one."""
     bad_rows: Literal["stop", "skip"] = "stop"
@@ -207,20 +207,20 @@ class StrategySection(Section):
     cp_size: Annotated[int, COUNT] = 1
     """Context parallelism: short for --sp_size N --sp_impl zigzag."""
     sample_store: Literal["memory", "transfer_queue"] = "memory"
-    """How samples move between ranks within a step: memory sends each value directly to the rank that computes with it;
+    """Transport of samples between ranks within a step: memory sends each value directly to the rank that computes with it;
     transfer_queue writes all of them to a TransferQueue on a Ray cluster, which other programs can read (RAY_ADDRESS)."""
     deterministic: bool = False
     """On an accelerator, train only with kernels that give bitwise equal results in every run, as those of a CPU always do:
     attention's backward pass is slower and uses more memory. Torch raises an error for an operation without such a kernel. The
     engine's samples are not covered."""
     timeout_minutes: Annotated[float, POSITIVE] = 60.0
-    """End the run when a collective waits longer than this; every rank then logs which ranks are late, and where all of them
-    are."""
+    """End the run when a collective waits longer than this; every rank then logs which ranks are late and the position of each
+    rank."""
     arrival_minutes: Annotated[float, POSITIVE] = 10.0
     """End the run when a rank waits longer than this for the others at the start; the message names the missing ranks."""
     phase_minutes: Annotated[float, POSITIVE] = 600.0
-    """End the run when a phase, such as generate or train, takes longer than this on all ranks; every rank then logs where all of
-    them are."""
+    """End the run when a phase, such as generate or train, takes longer than this on all ranks; every rank then logs the position
+    of each rank."""
 
 
 @dataclass
@@ -244,7 +244,7 @@ class EngineSection(Section):
     limit_mm_image_per_prompt: Annotated[int, COUNT] = 4
     """Maximum number of images in one prompt; the engine reserves memory for them."""
     limit_mm_video_per_prompt: Annotated[int, NOT_NEGATIVE] = 0
-    """Maximum number of videos in one prompt. The default is none, because vLLM reserves memory for the longest that would
+    """Maximum number of videos in one prompt. The default is 0, because vLLM reserves memory for the longest video that would
     fit."""
     limit_mm_audio_per_prompt: Annotated[int, NOT_NEGATIVE] = 1
     """Maximum number of audio clips in one prompt."""
@@ -291,7 +291,7 @@ class RolloutSection(Section):
     eval_temperature: float | None = None
     """Temperature of the samples of --eval_n_samples; unset: --temperature."""
     eval_n_samples: Annotated[int, NOT_NEGATIVE] = 0
-    """Number of responses that evaluation also samples for each prompt, to report how often any of k is right (pass@k)."""
+    """Number of responses that evaluation also samples for each prompt, to report how often any of k is correct (pass@k)."""
     dynamic_sampling: bool = False
     """Replace prompts whose responses all got the same reward by other prompts, until a step is full (DAPO)."""
     dynamic_sampling_rounds: Annotated[int, COUNT] = 10
@@ -304,10 +304,10 @@ class RolloutSection(Section):
     many steps later."""
     rollout_schedule: Literal["fifo", "longest_first", "tail_rounds"] = "fifo"
     """Order of the prompts of a step. fifo: all begin at once, each on its rank. longest_first: ranks share the responses to each
-    prompt, which begin as soon as a rank has room; those that are expected to be longest begin first, by the length of other
-    responses to the prompt, or of those of its last visit. What is learned is the same. tail_rounds: with over_sampling, prompts
-    that are not complete when enough others are complete start again from the beginning, together, in later steps, so that all
-    responses come from one version of the weights."""
+    prompt, which begin as soon as a rank has room; the responses that are expected to be longest begin first, judged by the
+    lengths of other responses to the prompt, now or in its last pass. The trained samples are the same. tail_rounds: with
+    over_sampling, prompts that are not complete when enough others are complete start again from the beginning, together, in
+    later steps, so that all responses come from one version of the weights."""
     partial_rollout: bool = False
     """With over_sampling: responses that were stopped are continued in the next step instead of discarded. With
     dynamic_sampling: surplus groups are also used in the next step."""
@@ -320,8 +320,8 @@ class RolloutSection(Section):
     """Folder with the samples of a run that had --dump_rollouts: the steps learn from them, without an engine and rewards, and
     with the same numbers if models, data and flags are the same."""
     curriculum: list[float] = field(default_factory=list)
-    """Two shares: a prompt is skipped for curriculum_rest passes when the share of its responses that were right is below the
-    first or above the second."""
+    """Two shares: a prompt is skipped for curriculum_rest passes when the share of its correct responses is below the first or
+    above the second."""
     curriculum_rest: Annotated[int, COUNT] = 3
     """Number of passes over the data for which curriculum skips a prompt."""
     rollout_ranks: Annotated[int, NOT_NEGATIVE] = 0
@@ -331,9 +331,9 @@ class RolloutSection(Section):
     """With rollout_ranks: maximum number of steps by which the weights that sampled a token may lag behind the policy that is
     trained on it. Up to this many later steps are generated while a step is trained on; 0: engines wait during training."""
     weight_update: Literal["wait", "in_flight"] = "wait"
-    """With max_staleness: what new weights do to responses that are being generated. wait: the update
-    waits until these responses have ended. in_flight: responses are interrupted between two tokens and continue with the new
-    weights, which recompute their cache."""
+    """With max_staleness: effect of new weights on responses that are being generated. wait: the update waits until these
+    responses have ended. in_flight: responses are interrupted between two tokens and continue with the new weights, which
+    recompute their cache."""
 
 
 @dataclass
@@ -344,7 +344,7 @@ class EnvironmentSection(Section):
     --reward environment. Empty: a response is one turn."""
     agent: str = ""
     """Async function (client, row) that makes a response an episode, and returns its reward: file.py:function or module:function.
-    The client is openai.AsyncOpenAI, for a server that runs beside it and answers with turns of the model that is trained."""
+    The client is openai.AsyncOpenAI, connected to a server in the same process whose answers are turns of the trained model."""
     tools: list[str] = field(default_factory=list)
     """Functions that the model may call in its turns: file.py, file.py:function, module:function, calculator or python. The chat
     template describes them, from their types and docstrings."""
@@ -354,14 +354,14 @@ class EnvironmentSection(Section):
     max_turns: Annotated[int, COUNT] = 16
     """Maximum number of turns of an episode. All tokens of its turns and observations count for generate_max_len."""
     turn_max_len: Annotated[int | None, COUNT] = None
-    """Maximum length of a turn in tokens; unset: what the limit of the episode leaves."""
+    """Maximum length of a turn in tokens; unset: all tokens that are left in the episode."""
     episode_minutes: Annotated[float | None, POSITIVE] = None
     """Time limit in minutes for an episode: the turn in which it is reached is the last one. Unset: no limit."""
     tool_seconds: Annotated[float, POSITIVE] = 60.0
-    """Time limit in seconds for a call of a tool. The model reads an error instead of the result of one that takes longer."""
+    """Time limit in seconds for a call of a tool. If a call takes longer, the model reads an error instead of its result."""
     environment_minutes: Annotated[float, POSITIVE] = 10.0
-    """Time limit in minutes for an environment to ask for its next turn. The process of one that takes longer is killed, and
-    nothing is learned from its episode."""
+    """Time limit in minutes for an environment to ask for its next turn. If an environment takes longer, its process is killed,
+    and nothing is learned from its episode."""
     environment_workers: Annotated[int, COUNT] = 64
     """Largest number of episodes that run on a rank at the same time, each in a process of its own."""
     environment_memory_gb: Annotated[float, NOT_NEGATIVE] = 4.0
@@ -388,9 +388,9 @@ class RewardSection(Section):
     """Time limit in minutes for a call of the reward function, which is for one prompt. A call that takes longer fails, and its
     worker process is killed."""
     reward_failure: Literal["stop", "zero", "drop"] = "stop"
-    """What to do if a reward call raises, crashes, takes too long, or does not return a finite number for each response. It is
-    repeated for each response alone, to name one that fails. stop: end the run. zero: give 0 to those that fail. drop: do not
-    train on any response to the prompt."""
+    """Action if a reward call raises, crashes, takes too long, or does not return a finite number for each response. The call is
+    repeated for each response alone, to name one that fails. stop: end the run. zero: give 0 to the responses that fail. drop: do
+    not train on any response to the prompt."""
     judge_url: str = ""
     """Address of the language model of --reward judge: an OpenAI-compatible server, such as http://host:8000/v1. The environment
     variable JUDGE_API_KEY contains its key, if it needs one. engine: the model that is trained judges its own responses."""
@@ -411,7 +411,7 @@ class RewardSection(Section):
     reward_model_coef: float = 1.0
     """Coefficient of the scores of --reward_pretrain and of the rewards of --process_reward_pretrain."""
     step_rewards: Literal["sum", "mean", "difference", "min"] = "mean"
-    """How the rewards of the K steps of a response are computed from the probabilities p that they are correct. sum: p, which
+    """Rewards of the K steps of a response, computed from the probabilities p that they are correct. sum: p, which
     rewards long responses; mean: p / K; difference: the increase of p over the step before, so that their sum is the last p; min:
     only the least p, at its step."""
     overlong_buffer: bool = False
@@ -509,10 +509,10 @@ class AlgorithmSection(Section):
     length_filter: list[int] = field(default_factory=list)
     """Train only on responses whose length is in this range of tokens: two numbers, both included."""
     difficulty_filter: list[float] = field(default_factory=list)
-    """Train only on groups whose share of right responses (a reward above 0.5) is in this range: two numbers, both included."""
+    """Train only on groups whose share of correct responses (a reward above 0.5) is in this range: two numbers, both included."""
     difficulty_weights: list[float] = field(default_factory=list)
-    """Range of the weights of advantages: two numbers. The weight is near the second for a right sample of a group that is rarely
-    right, and for a wrong sample of a group that is mostly right."""
+    """Range of the weights of advantages: two numbers. The weight is near the second number for a correct sample of a group whose
+    samples are rarely correct, and for a wrong sample of a group whose samples are mostly correct."""
     entropy_filter: list[float] = field(default_factory=list)
     """Train only on responses whose mean entropy per token, in nats, is in this range: two numbers."""
     use_kl_loss: bool = False
@@ -563,7 +563,7 @@ class PreferenceSection(Section):
     """DPO and KTO: factor of the log-ratio of policy and reference, which is the implicit reward; a larger value keeps the policy
     closer to the reference."""
     label_smoothing: Annotated[float, NOT_NEGATIVE] = 0.0
-    """DPO with the loss sigmoid: assumed share of rows in which the preference is the wrong way round (cDPO), below 0.5."""
+    """DPO with the loss sigmoid: assumed share of rows in which the preference is reversed (cDPO), below 0.5."""
     length_normalized: bool = False
     """DPO: use the mean log-prob of an answer's tokens instead of their sum."""
     sft_coef: Annotated[float, NOT_NEGATIVE] = 0.0
@@ -610,7 +610,7 @@ class TrainSection(Section):
     num_episodes: Annotated[int, COUNT] = 1
     """Number of passes over the prompt data."""
     max_steps: Annotated[int | None, COUNT] = None
-    """Stop after this number of steps, whatever num_episodes says."""
+    """Stop after this number of steps, regardless of num_episodes."""
     max_epochs: Annotated[int, COUNT] = 1
     """Number of passes over the samples of each step."""
     freezing_actor_steps: int = 0
@@ -651,8 +651,8 @@ class TrainSection(Section):
     save_adapter_only: bool = False
     """With lora_rank: the final model is only the adapter in peft's format, not the model with the adapter merged into it."""
     load_checkpoint: bool = False
-    """Resume from the newest complete checkpoint; start from the beginning if there is none. A run that its torchrun starts
-    again, because a rank failed or a node was lost, resumes without it."""
+    """Resume from the newest complete checkpoint; start from the beginning if there is none. A run that torchrun restarts after
+    the failure of a rank or the loss of a node resumes without this flag."""
     dry_run: bool = False
     """Print the plan of the run on the processes that were started (problems, layout, bytes of a rank in each phase, seconds), as
     `lightrft plan` does, and exit."""
@@ -678,13 +678,13 @@ class ObserveSection(Section):
     tracker_project: str = "lightrft"
     """Project of the run in the trackers of --report_to; in MLflow the experiment."""
     tracker_run_name: str | None = None
-    """Name of the run in the trackers of --report_to; unset: they choose one."""
+    """Name of the run in the trackers of --report_to; unset: each tracker chooses a name."""
     tracker_org: str | None = None
     """Team or user to which the project belongs, in Weights & Biases, SwanLab and Comet; unset: your own."""
     tracker_group: str | None = None
     """Group of runs in Weights & Biases, SwanLab and Trackio."""
     trace_steps: Annotated[int, NOT_NEGATIVE] = 10
-    """Number of steps whose timeline is written to save_path/trace.json: what each rank did at which time, for
+    """Number of steps whose timeline is written to save_path/trace.json: the activity of each rank over time, for
     https://ui.perfetto.dev. They are the first steps after every start or resume; 0: none."""
     num_trajectories_to_save: Annotated[int, NOT_NEGATIVE] = 8
     """Number of samples of each step that are written to save_path/samples.jsonl, all samples of one prompt before those of the

@@ -60,7 +60,7 @@ def validate(config: Config, *, command: str, world_size: int) -> None:
         problems += _layout_problems(config, world_size) + (_batch_problems(config) if command == "train_ppo" else [])
     if command == "serve" and not problems and world_size != config.engine.engine_tp_size:
         problems.append(f"serve has one engine on all of its processes: set --engine_tp_size {world_size}, or start "
-                        f"{config.engine.engine_tp_size}")  # fmt: skip
+                        f"{config.engine.engine_tp_size} processes")  # fmt: skip
     if problems:
         raise ConfigError("this configuration cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
@@ -171,7 +171,7 @@ def _preference_problems(config: Config, command: str) -> list[str]:
     impossible = {}
     if command in ("train_rm", "train_prm"):
         impossible |= {
-            "--save_adapter_only: the head of a reward model is trained besides its adapters; omit the flag, which merges both": (
+            "--save_adapter_only would omit the trained head of the reward model; omit the flag, and the saved model has both": (
                 config.train.save_adapter_only and config.model.lora_rank > 0
             ),
         }
@@ -214,7 +214,7 @@ def _media_problems(config: Config, command: str) -> list[str]:
         needed = "--images_key, --videos_key or --audios_key: only media train a tower"
         return [] if model.freeze_vision_tower else [f"--no_freeze_vision_tower needs {needed}"]
     impossible = {
-        f"{flags}: the teacher behind --teacher_url reads text only; --teacher_pretrain loads one here": bool(model.teacher_url),
+        f"{flags}: the teacher at --teacher_url reads only text; use --teacher_pretrain": bool(model.teacher_url),
         f"{flags} does not support --aux_loss_coef: its loss counts only text tokens": algorithm.aux_loss_coef > 0,
         "--videos_key: set --limit_mm_video_per_prompt, for which the engine reserves memory; its default is 0": (
             command == "train_ppo" and bool(config.data.videos_key) and config.engine.limit_mm_video_per_prompt == 0
@@ -233,7 +233,7 @@ def _speculation_problems(config: Config) -> list[str]:
     reads_draft = speculative in ("draft", "eagle3")
     problems = []
     if speculative != "none" and engine != "vllm":
-        problems.append(f"--speculative {speculative} needs --engine_type vllm; here {engine} generates without drafts")
+        problems.append(f"--speculative {speculative} needs --engine_type vllm; {engine} generates without drafts")
     if reads_draft and not draft:
         model = "a small model with the vocabulary of --pretrain" if speculative == "draft" else "an EAGLE-3 head for --pretrain"
         problems.append(f"--speculative {speculative} needs --draft_pretrain, {model}; --speculative group needs no other model")
@@ -244,7 +244,7 @@ def _speculation_problems(config: Config) -> list[str]:
     own, others = (_text_config(name).get("vocab_size") for name in (config.model.pretrain, draft))
     if speculative == "draft" and own and others and own != others:
         problems.append(f"--draft_pretrain {draft} has a vocabulary of {others} tokens, and --pretrain "
-                        f"{config.model.pretrain} of {own}: drafts are tokens, so it needs the same")  # fmt: skip
+                        f"{config.model.pretrain} of {own}: both need the same vocabulary")  # fmt: skip
     return problems
 
 
@@ -273,7 +273,7 @@ def _layout_problems(config: Config, world_size: int) -> list[str]:
     problems = strategy_problems(config)
     rollout_ranks = config.rollout.rollout_ranks
     if rollout_ranks >= world_size:
-        return [*problems, f"--rollout_ranks {rollout_ranks} leaves none of the {world_size} processes to train"]
+        return [*problems, f"--rollout_ranks {rollout_ranks} leaves none of the {world_size} processes for training"]
     generating, world_size = rollout_ranks or world_size, world_size - rollout_ranks
     if generating % engine_tp:
         problems.append(f"--engine_tp_size {engine_tp} does not divide the {generating} processes that generate")
@@ -401,7 +401,7 @@ def _batch_problems(config: Config) -> list[str]:
         others = {"--eval_data": config.data.eval_data, "--rollout_ranks": rollout.rollout_ranks, "--overlap": rollout.overlap}
         problems += [f"--replay_rollouts has no engine: omit {flag}" for flag, value in others.items() if value]
         if rollout.dump_rollouts:
-            problems.append("--dump_rollouts and --replay_rollouts: samples that are read need not be written again; omit one")
+            problems.append("--dump_rollouts and --replay_rollouts: samples that are read need not be written; omit one of them")
     longest = config.data.prompt_max_len + rollout.generate_max_len
     for name in ("max_tokens_per_microbatch", "max_tokens_per_logprob_microbatch"):
         limit = getattr(train, name)
