@@ -281,8 +281,8 @@ class Engine(ABC):
 
     def _mismatches(self, sent: Fingerprints) -> list[str]:
         """Return the names of weights that differ from those sent; this default compares sums over the ranks of the engine."""
-        held = self._engine_fingerprints(self._fingerprints(sent.dtype, sent.round))
-        return sent.wrong([self.axis.sum(numbers) for numbers in held])
+        fingerprints = self._engine_fingerprints(self._fingerprints(sent.dtype, sent.round))
+        return sent.wrong([self.axis.sum(numbers) for numbers in fingerprints])
 
     @abstractmethod
     def _num_cached(self) -> int:
@@ -331,7 +331,7 @@ class Engine(ABC):
             problem = str(error)
         if self.axis.size > 1:
             media = [""] * len(requests) if problem else map(digest, readable)
-            contents = [(each.token_ids, seen, each.sampling, each.seeds) for each, seen in zip(requests, media, strict=True)]
+            contents = [(each.token_ids, items, each.sampling, each.seeds) for each, items in zip(requests, media, strict=True)]
             question = hashlib.sha256(repr((problem, contents, sampling)).encode()).hexdigest()
             if len(set(self.axis.gather(question))) > 1:
                 raise ValueError("the ranks that share an engine must generate for the same requests with the same sampling")

@@ -169,10 +169,10 @@ class HFEngine(Engine):
 
     @torch.inference_mode()
     def _mismatches(self, sent: Fingerprints) -> list[str]:
-        held = self._fingerprints(sent.dtype, sent.round)
+        fingerprints = self._fingerprints(sent.dtype, sent.round)
         for name in self.expected:
-            held.add(name, self.weights[name])
-        return [] if sent.same(held) else sent.wrong(held.numbers(self.device))
+            fingerprints.add(name, self.weights[name])
+        return [] if sent.same(fingerprints) else sent.wrong(fingerprints.numbers(self.device))
 
     def _num_cached(self) -> int:
         return 0
@@ -195,8 +195,8 @@ class HFEngine(Engine):
             return
         for name, parameter in self.model.named_parameters():
             shape = self.expected[name]
-            kept = parameter.shape == shape
-            parameter.data = parameter.data.to(self.device) if kept else torch.empty(shape, dtype=self.dtype, device=self.device)
+            fits = parameter.shape == shape
+            parameter.data = parameter.data.to(self.device) if fits else torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def _close(self) -> None:
         self._sleep(level=2)

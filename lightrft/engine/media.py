@@ -32,19 +32,19 @@ class Video:
     """Frames per second."""
 
     @classmethod
-    def of(cls, given: Any) -> Self:
+    def of(cls, value: Any) -> Self:
         """Build a video from a Video, {"frames", "fps"}, an array of frames, or a list of PIL images of equal size."""
-        if isinstance(given, cls):
-            return given
-        if isinstance(given, Mapping) and given.keys() >= {"frames", "fps"}:
-            return replace(cls.of(given["frames"]), fps=float(given["fps"]))
-        if isinstance(given, list | tuple) and given and all(isinstance(frame, Image.Image) for frame in given):
-            given = np.stack([np.asarray(frame.convert("RGB")) for frame in given])
-        if not isinstance(given, np.ndarray):
-            raise ValueError(f"a {type(given).__name__} is not a video: pass frames as an array or as PIL images, or a Video")
-        if given.dtype != np.uint8 or given.ndim != 4 or given.shape[-1] != 3 or not len(given):
-            raise ValueError(f"frames must be [T, H, W, 3] of uint8, and these are {list(given.shape)} of {given.dtype}")
-        return cls(given)
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, Mapping) and value.keys() >= {"frames", "fps"}:
+            return replace(cls.of(value["frames"]), fps=float(value["fps"]))
+        if isinstance(value, list | tuple) and value and all(isinstance(frame, Image.Image) for frame in value):
+            value = np.stack([np.asarray(frame.convert("RGB")) for frame in value])
+        if not isinstance(value, np.ndarray):
+            raise ValueError(f"a {type(value).__name__} is not a video: pass frames as an array or as PIL images, or a Video")
+        if value.dtype != np.uint8 or value.ndim != 4 or value.shape[-1] != 3 or not len(value):
+            raise ValueError(f"frames must be [T, H, W, 3] of uint8, and these are {list(value.shape)} of {value.dtype}")
+        return cls(value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,21 +57,21 @@ class Clip:
     """Samples per second."""
 
     @classmethod
-    def of(cls, given: Any) -> Self:
+    def of(cls, value: Any) -> Self:
         """Build a clip from a Clip, a .wav file's path, (waveform, sampling rate), or `datasets`' {"array", "sampling_rate"}."""
-        if isinstance(given, cls):
-            return given
-        if isinstance(given, str | Path):
-            return cls._from_file(given)
-        if isinstance(given, Mapping) and given.keys() >= {"array", "sampling_rate"}:
-            given = given["array"], given["sampling_rate"]
-        if not is_clip(given):
-            raise ValueError(f"a {type(given).__name__} is not an audio clip: pass (waveform, sampling rate), a mapping with "
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str | Path):
+            return cls._from_file(value)
+        if isinstance(value, Mapping) and value.keys() >= {"array", "sampling_rate"}:
+            value = value["array"], value["sampling_rate"]
+        if not is_clip(value):
+            raise ValueError(f"a {type(value).__name__} is not an audio clip: pass (waveform, sampling rate), a mapping with "
                              "array and sampling_rate, the path of a .wav file, or a Clip")
-        waveform = np.asarray(given[0])
+        waveform = np.asarray(value[0])
         if waveform.dtype.kind != "f" or waveform.ndim != 1 or not len(waveform):
             raise ValueError(f"a waveform must be [N] of floats, and this one is {list(waveform.shape)} of {waveform.dtype}")
-        return cls(waveform.astype(np.float32), int(given[1]))
+        return cls(waveform.astype(np.float32), int(value[1]))
 
     @classmethod
     def _from_file(cls, path: str | Path) -> Self:
@@ -92,16 +92,16 @@ class Clip:
         return cls.of((((samples - half * (kind is np.uint8)) / half).reshape(-1, channels).mean(1), rate))
 
 
-def is_clip(given: Any) -> bool:
+def is_clip(value: Any) -> bool:
     """Return True for (waveform, sampling rate), False for a pair of clips."""
-    return isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Real)
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Real)
 
 
-def _image(given: Any) -> Image.Image:
+def _image(value: Any) -> Image.Image:
     """Convert to RGB and drop transparency, as transformers does; vLLM would render transparent pixels on white."""
-    if not isinstance(given, Image.Image):
-        raise ValueError(f"a {type(given).__name__} is not an image: pass PIL images")
-    return given.convert("RGB")
+    if not isinstance(value, Image.Image):
+        raise ValueError(f"a {type(value).__name__} is not an image: pass PIL images")
+    return value.convert("RGB")
 
 
 FORMS: dict[str, Callable[[Any], Any]] = {"images": _image, "videos": Video.of, "audios": Clip.of}
@@ -110,26 +110,26 @@ FORMS: dict[str, Callable[[Any], Any]] = {"images": _image, "videos": Video.of, 
 
 def read(multi_modal: Mapping[str, Iterable[Any]]) -> dict[str, list]:
     """Convert media to the common form; ValueError for items of another kind, or that cannot be read."""
-    found: dict[str, list] = {}
+    media: dict[str, list] = {}
     for name, items in multi_modal.items():
         try:
-            found[name] = [FORMS[name](item) for item in items]
+            media[name] = [FORMS[name](item) for item in items]
         except (ValueError, OSError) as error:  # PIL reads an image at its first use
             raise ValueError(f"{name}: {error}") from error
-    return found
+    return media
 
 
 def digest(request: Request) -> str:
     """Return a hash of all pixels and audio samples of a request; empty without media."""
     if not request.multi_modal:
         return ""
-    whole = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, items in sorted(read(request.multi_modal).items()):
         for item in items:
             array, *rest = _array(item)
-            whole.update(repr((name, array.shape, *rest)).encode())
-            whole.update(array.tobytes())
-    return whole.hexdigest()
+            hasher.update(repr((name, array.shape, *rest)).encode())
+            hasher.update(array.tobytes())
+    return hasher.hexdigest()
 
 
 def _array(item: Image.Image | Video | Clip) -> tuple[np.ndarray, *tuple[float, ...]]:
@@ -200,7 +200,7 @@ class MediaReader:
         others = [name for name in output if name.endswith("token_type_ids")]
         if others and not self.media_alone:
             raise ValueError(f"the hf engine does not support the model's {', '.join(others)}; use --engine_type vllm")
-        texts = [row[kept].tolist() for row, kept in zip(ids, real, strict=True)]
+        texts = [row[mask].tolist() for row, mask in zip(ids, real, strict=True)]
         return texts, {name: torch.as_tensor(tensor) for name, tensor in output.items() if name not in others}
 
     def _arguments(self, name: str, items: list) -> dict[str, Any]:

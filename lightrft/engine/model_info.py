@@ -85,8 +85,8 @@ def most_of_each(section: EngineSection, config: PretrainedConfig) -> dict[str, 
         return {}
     flags = {"images": section.limit_mm_image_per_prompt, "videos": section.limit_mm_video_per_prompt,
              "audios": section.limit_mm_audio_per_prompt}
-    known = placeholders(config)
-    return {name: flags[name] for name, medium in MEDIA.items() if known[medium]}
+    media_tokens = placeholders(config)
+    return {name: flags[name] for name, medium in MEDIA.items() if media_tokens[medium]}
 
 
 def published_names(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PublishedNames:
@@ -116,5 +116,5 @@ def placeholder_token_ids(config: PretrainedConfig) -> tuple[int, ...]:
 def placeholders(config: PretrainedConfig) -> dict[str, frozenset[int]]:
     """Return the placeholder tokens by medium."""
     parts = config, config.get_text_config()
-    found = {medium: [getattr(part, name, None) for part in parts for name in names] for medium, names in PLACEHOLDERS.items()}
-    return {medium: frozenset(token for token in tokens if isinstance(token, int)) for medium, tokens in found.items()}
+    values = {medium: [getattr(part, name, None) for part in parts for name in names] for medium, names in PLACEHOLDERS.items()}
+    return {medium: frozenset(token for token in tokens if isinstance(token, int)) for medium, tokens in values.items()}

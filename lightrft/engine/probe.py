@@ -76,8 +76,8 @@ class Probe:
 
     def _hook(self, name: str) -> Any:
         def see(module: nn.Module, arguments: Any, output: Any = None) -> None:
-            found = arguments if output is None else output
-            self.add(name, found[0] if isinstance(found, tuple) else found)
+            value = arguments if output is None else output
+            self.add(name, value[0] if isinstance(value, tuple) else value)
 
         return see
 

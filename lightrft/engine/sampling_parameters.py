@@ -35,12 +35,12 @@ def sampling_from_dict(parameters: Mapping[str, Any], seed: int) -> Sampling:
 
     Raises ValueError for parameters that are unknown, or that would change sampling in a way that engines here do not support.
     """
-    given = {RENAMED.get(name, name): value for name, value in parameters.items() if name not in IGNORED}
-    known = {field.name for field in fields(Sampling)}
-    wrong = [f"{name}={value!r}" for name, value in given.items() if name not in known and value not in NEUTRAL.get(name, ())]
+    renamed = {RENAMED.get(name, name): value for name, value in parameters.items() if name not in IGNORED}
+    names = {field.name for field in fields(Sampling)}
+    wrong = [f"{name}={value!r}" for name, value in renamed.items() if name not in names and value not in NEUTRAL.get(name, ())]
     if wrong:
-        raise ValueError(f"cannot sample with {', '.join(wrong)}; known: {', '.join(sorted(known))}")
-    values = {name: value for name, value in given.items() if name in known and value is not None}
+        raise ValueError(f"cannot sample with {', '.join(wrong)}; known: {', '.join(sorted(names))}")
+    values = {name: value for name, value in renamed.items() if name in names and value is not None}
     values["top_k"] = max(values.get("top_k", 0), 0)  # vLLM and SGLang write -1 for all tokens
     for name in ("stop", "stop_token_ids", "banned_token_ids"):
         each = values.get(name, ())

@@ -30,9 +30,9 @@ class LibraryEngine(Engine):
         self.names = published_names(config, **trust)
         super().__init__(self.names.shapes, sleep_level=setup.section.engine_sleep_level, axis=setup.axis,
                          max_model_len=setup.max_model_len, vocabulary=Vocabulary.of(setup.model_path, config, **trust))
-        known = most_of_each(setup.section, config)
-        self.model_reads = tuple(known)
-        self.limits = {name: most for name, most in known.items() if name in self.media}
+        most_of_media = most_of_each(setup.section, config)
+        self.model_reads = tuple(most_of_media)
+        self.limits = {name: most for name, most in most_of_media.items() if name in self.media}
         self.device = setup.device
         self.on_cpu = setup.device.type == "cpu"
         with starting(library, setup):

@@ -28,8 +28,8 @@ class StopStrings:
         if not self._inside(tokens):
             return completion
         length = bisect_left(range(len(tokens)), True, key=lambda count: self._inside(tokens[:count]))
-        kept = {name: getattr(completion, name)[:length] for name in ("token_ids", "logprobs", "weight_versions")}
-        return replace(completion, **kept, finish_reason="stop")
+        shortened = {name: getattr(completion, name)[:length] for name in ("token_ids", "logprobs", "weight_versions")}
+        return replace(completion, **shortened, finish_reason="stop")
 
     def _inside(self, token_ids: list[int]) -> bool:
         text = self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -119,9 +119,9 @@ class RemoteEngine(Engine):
                 self._sort(*self._inbox.get(timeout=STEP_SECONDS))
             while True:
                 self._sort(*self._inbox.get_nowait())
-        found = [message for call in calls for message in self._arrived[call]]
+        messages = [message for call in calls for message in self._arrived[call]]
         self._arrived |= {call: [] for call in calls}
-        return found
+        return messages
 
     def forget(self, call: int) -> None:
         """Forget a call, whose requests have all been read."""

@@ -136,10 +136,10 @@ class EngineServer:
         return self.axis.broadcast(self._arrived() if self.axis.rank == 0 else [])
 
     def _arrived(self) -> list[tuple[int, Any]]:
-        found = []
+        messages = []
         with suppress(Empty):
             if not self._owners:
-                found.append(self._inbox.get(timeout=WAIT_SECONDS))
+                messages.append(self._inbox.get(timeout=WAIT_SECONDS))
             while True:
-                found.append(self._inbox.get_nowait())
-        return [(peer.rank, message) for peer, message in found]
+                messages.append(self._inbox.get_nowait())
+        return [(peer.rank, message) for peer, message in messages]

@@ -94,8 +94,8 @@ class SGLangEngine(LibraryEngine):
         try:
             self._compute(token_ids)
         finally:
-            seen = self._on_first_rank(lambda: self._shim.ask("seen"))
-        return _whole(seen)
+            parts = self._on_first_rank(lambda: self._shim.ask("seen"))
+        return _joined_parts(parts)
 
     # -- weights
 
@@ -115,20 +115,20 @@ class SGLangEngine(LibraryEngine):
         return bucket_limit(self.bucket_mb, self.axis, current_device())
 
     def _send(self, bucket: list[NamedTensor]) -> None:
-        kept, payload = SGLangShim.payload(bucket)
+        shared_memory, payload = SGLangShim.payload(bucket)
         payloads = self.axis.gather(payload)
         self._on_first_rank(lambda: self._shim.update_weights(payloads))
-        del kept  # not earlier: all ranks' payloads have been read now
+        del shared_memory  # not earlier: all ranks' payloads have been read now
 
     def _fingerprints(self, dtype: torch.dtype, round: int | None) -> Fingerprints:
         return Fingerprints(self.expected, dtype, slices=self.axis.size, bits=self._places, round=round)
 
     def _engine_fingerprints(self, prints: Fingerprints) -> tuple[Tensor, Tensor]:
         """Return the numbers of all weights on the first rank, and zeros on the others, so that they add up."""
-        wanted = {"dtype": prints.dtype, "round": prints.round, "slices": self.axis.size}
-        numbers = self._on_first_rank(lambda: self._shim.ask("held", places=self._places, shapes=self.expected, **wanted))
-        held = [sum(of_ranks) for of_ranks in zip(*numbers, strict=True)]
-        return tuple(held) if self.axis.rank == 0 else tuple(map(torch.zeros_like, held))
+        comparison = {"dtype": prints.dtype, "round": prints.round, "slices": self.axis.size}
+        numbers = self._on_first_rank(lambda: self._shim.ask("held", places=self._places, shapes=self.expected, **comparison))
+        totals = [sum(of_ranks) for of_ranks in zip(*numbers, strict=True)]
+        return tuple(totals) if self.axis.rank == 0 else tuple(map(torch.zeros_like, totals))
 
     def _num_cached(self) -> int:
         return self._on_first_rank(lambda: self._shim.ask("num_cached"))[0]
@@ -171,17 +171,17 @@ class SGLangEngine(LibraryEngine):
         return outcome
 
 
-def _whole(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _joined_parts(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return the parts that are equal on all ranks, and the sums of partial outputs that SGLang adds up later."""
     first, *others = of_ranks
-    found = {}
+    joined = {}
     for name, part in first.items():
         parts = [part, *(other[name] for other in others)]
         if all(torch.equal(part, other) for other in parts):
-            found[name] = part
+            joined[name] = part
         elif name.rpartition(".")[2] in LATER_SUMMED:
-            found[name] = sum(parts)
-    return found
+            joined[name] = sum(parts)
+    return joined
 
 
 def _buckets(named_tensors: Iterator[NamedTensor], bucket_bytes: int) -> Iterator[list[NamedTensor]]:

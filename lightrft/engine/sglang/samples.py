@@ -73,23 +73,23 @@ class Samples:
                 shared[place].num_cached = answer["meta_info"]["cached_tokens"]
         samples = [(running, self._parameters(running.request, seed), _processor(running.request))
                    for running in batch for seed in running.request.seeds[: running.request.sampling.num_draws]]
-        found: list[Completion | None] = [None] * len(samples)
+        completions: list[Completion | None] = [None] * len(samples)
         async for place, answer in self._answers(samples):
             running = samples[place][0]
-            found[place] = self._completion(answer, running)
+            completions[place] = self._completion(answer, running)
             running.missing -= 1
             if not running.missing:
-                own = [completion for sample, completion in zip(samples, found, strict=True) if sample[0] is running]
+                own = [completion for sample, completion in zip(samples, completions, strict=True) if sample[0] is running]
                 running.end(own)
                 self.ended.append(running.key)
 
-    async def _answers(self, asked: list[tuple["_Running", dict, str | None]]) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+    async def _answers(self, entries: list[tuple["_Running", dict, str | None]]) -> AsyncIterator[tuple[int, dict[str, Any]]]:
         """Yield place and final result of each request that SGLang gets. A stop string or an abort ends one early."""
-        names = [uuid.uuid4().hex for _ in asked]
-        for name, (running, _, _) in zip(names, asked, strict=True):
+        names = [uuid.uuid4().hex for _ in entries]
+        for name, (running, _, _) in zip(names, entries, strict=True):
             running.names.add(name)
-        async for place, answer in self.shim.generate(names, asked):
-            running, stop = asked[place][0], asked[place][0].request.sampling.stop
+        async for place, answer in self.shim.generate(names, entries):
+            running, stop = entries[place][0], entries[place][0].request.sampling.stop
             if answer["meta_info"]["finish_reason"] is not None:
                 running.names.discard(names[place])
                 yield place, answer

@@ -64,8 +64,8 @@ def _weights(scheduler: Scheduler, places: dict[str, str], shapes: dict[str, tor
     model = scheduler.tp_worker.model_runner.model
     layers = dict(model.named_modules(remove_duplicate=False))
     for layer in layers.values():
-        known = vars(layer)
-        if "tp_group" in known and "tp_rank" not in known:
+        attributes = vars(layer)
+        if "tp_group" in attributes and "tp_rank" not in attributes:
             group = layer.tp_group
             layer.tp_rank, layer.tp_size = (0, 1) if group is None else (group.rank_in_group, group.world_size)
     return FusedWeights(model, {name: _place(place, layers) for name, place in places.items()}, shapes)
@@ -115,7 +115,7 @@ _watches: list[tuple[Probe, list[Tensor], list[Any]]] = []
 def _watch(scheduler: Scheduler, num_tokens: int) -> None:
     """Record the outputs of the model's parts until _seen() is called."""
     model, probe, logits = scheduler.tp_worker.model_runner.model, Probe(num_tokens), []
-    head = logits_processor(model).register_forward_hook(lambda module, given, output: logits.append(output.next_token_logits))
+    head = logits_processor(model).register_forward_hook(lambda module, inputs, output: logits.append(output.next_token_logits))
     _watches.append((probe, logits, [head, *probe.attach(model)]))
 
 

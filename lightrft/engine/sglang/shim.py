@@ -50,17 +50,17 @@ class SGLangShim:
         atexit.register(self.shutdown)
 
     async def generate(
-        self, names: list[str], asked: list[tuple[Any, dict[str, Any], str | None]]
+        self, names: list[str], entries: list[tuple[Any, dict[str, Any], str | None]]
     ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
         """Yield place and intermediate or final result of requests, which one message starts.
 
-        `asked` has for each an object with the request, its parameters and its processor.
+        `entries` has for each an object with the request, its parameters and its processor.
         """
-        requests: list[Request] = [running.request for running, _, _ in asked]
+        requests: list[Request] = [running.request for running, _, _ in entries]
         images = [[each.expanded.features | {"format": "processor_output"}] if each.expanded else [] for each in requests]
         answers = await self.engine.async_generate(
-            input_ids=[each.prompt for each in requests], sampling_params=[parameters for _, parameters, _ in asked],
-            image_data=images if any(images) else None, custom_logit_processor=[processor for _, _, processor in asked],
+            input_ids=[each.prompt for each in requests], sampling_params=[parameters for _, parameters, _ in entries],
+            image_data=images if any(images) else None, custom_logit_processor=[processor for _, _, processor in entries],
             return_logprob=True, stream=True, rid=names)  # fmt: skip
         async for answer in answers:
             yield answer["index"], answer

@@ -16,9 +16,9 @@ def tool_parser(
 
     Raises ValueError for an unknown name, or a parser that does not fit the tokenizer.
     """
-    known = sorted(FunctionCallParser.ToolCallParserEnum)
-    if name not in known:
-        raise ValueError(f"--tool_parser {name}: SGLang has {', '.join(known)}")
+    names = sorted(FunctionCallParser.ToolCallParserEnum)
+    if name not in names:
+        raise ValueError(f"--tool_parser {name}: SGLang has {', '.join(names)}")
     tools = [Tool(**schema) for schema in schemas]
     try:
         FunctionCallParser(tools, name, tokenizer)

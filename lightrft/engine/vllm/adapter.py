@@ -140,12 +140,12 @@ class VLLMEngine(LibraryEngine):
 
     def _completions(self, key: int) -> list[Completion]:
         """Return the completions of a request, and forget it."""
-        found, sampling = [], self._samplings.pop(key)
+        completions, sampling = [], self._samplings.pop(key)
         for _, output in sorted(self._outputs.pop(key).items()):
             (sample,) = output.outputs
-            found.append(Completion(list(sample.token_ids), list(sample.logprobs.logprobs), sample.finish_reason,
+            completions.append(Completion(list(sample.token_ids), list(sample.logprobs.logprobs), sample.finish_reason,
                                     output.num_cached_tokens or 0, _drafts_of(output)))
-        return found if len(found) == sampling.n else [copy.deepcopy(found[0]) for _ in range(sampling.n)]
+        return completions if len(completions) == sampling.n else [copy.deepcopy(completions[0]) for _ in range(sampling.n)]
 
     def _stance(self) -> AbstractContextManager:
         """Return a context that disables compilation on a CPU.
@@ -180,12 +180,12 @@ class VLLMEngine(LibraryEngine):
 
     def _parts(self, token_ids: list[int]) -> dict[str, torch.Tensor]:
         probe, logits = Probe(len(token_ids)), []
-        seen = logits_processor(self._shim.model).register_forward_hook(lambda module, given, output: logits.append(output))
+        hook = logits_processor(self._shim.model).register_forward_hook(lambda module, inputs, output: logits.append(output))
         try:
             with probe.attached(self._shim.model):
                 self._compute(token_ids)
         finally:
-            seen.remove()
+            hook.remove()
         return probe.parts(logits[0][-1])
 
     def _sleep(self, level: int) -> None:

@@ -48,11 +48,11 @@ class VLLMShim:
         self._draft_weights: dict[str, torch.Tensor] = {}
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         parts = PARTS | getattr(self.model, "packed_modules_mapping", {})
-        known = engine_names(names)
-        known = {name: mapper.map_name(published) for name, published in known.items()} if mapper else known
+        own_names = engine_names(names)
+        own_names = {name: mapper.map_name(published) for name, published in own_names.items()} if mapper else own_names
         self.names = names
         self.weights = FusedWeights(
-            self.model, known, names.shapes, parts=parts, packs=_packs,
+            self.model, own_names, names.shapes, parts=parts, packs=_packs,
             keeps=lambda piece: names.is_alone(piece.name) and _keeps(piece.layer, piece.attribute),
         )  # fmt: skip
 

@@ -16,9 +16,9 @@ def tool_parser(
 
     Raises ValueError for an unknown name, or a parser that does not fit the tokenizer.
     """
-    known = sorted(ToolParserManager.list_registered())
-    if name not in known:
-        raise ValueError(f"--tool_parser {name}: vLLM has {', '.join(known)}")
+    names = sorted(ToolParserManager.list_registered())
+    if name not in names:
+        raise ValueError(f"--tool_parser {name}: vLLM has {', '.join(names)}")
     request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], model="", tools=schemas)
     try:
         parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
@@ -26,7 +26,7 @@ def tool_parser(
         raise ValueError(f"--tool_parser {name} does not fit the tokenizer: {type(error).__name__}: {error}") from error
 
     def parse(text: str) -> tuple[str, list[tuple[str, str]]]:
-        found = parser.extract_tool_calls(text, request)
-        return found.content or "", [(call.function.name, call.function.arguments) for call in found.tool_calls]
+        result = parser.extract_tool_calls(text, request)
+        return result.content or "", [(call.function.name, call.function.arguments) for call in result.tool_calls]
 
     return parse

@@ -93,15 +93,15 @@ def _of_requests(sampling: SamplingMetadata, rows: Sequence[int]) -> SamplingMet
 def _padded(outputs: list[SamplerOutput], places: Tensor, shape: tuple[int, int]) -> SamplerOutput:
     """Write sampled tokens and their log-probs at their `places` in the flattened `shape`."""
 
-    def whole(parts: Sequence[Tensor], empty: int) -> Tensor:
+    def joined(parts: Sequence[Tensor], empty: int) -> Tensor:
         values = torch.cat(list(parts))
         padded = values.new_full((shape[0] * shape[1], *values.shape[1:]), empty)
         padded[places] = values
         return padded
 
     logprobs = [output.logprobs_tensors for output in outputs]
-    tokens = whole([output.sampled_token_ids for output in outputs], NO_TOKEN).view(shape)
+    tokens = joined([output.sampled_token_ids for output in outputs], NO_TOKEN).view(shape)
     if logprobs[0] is None:
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
     parts = zip(*(each[:3] for each in logprobs), strict=True)
-    return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=LogprobsTensors(*(whole(part, 0) for part in parts)))
+    return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=LogprobsTensors(*(joined(part, 0) for part in parts)))
