@@ -116,10 +116,10 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, pass_k: int) -> Tensor:
     where no draw or every draw fails. Chen et al., arXiv 2508.10751, equations 14 and 15. Right is a reward above RIGHT.
     """
     wrong = (rewards <= RIGHT).double()
-    size, wrongs = group_sum(torch.ones_like(wrong), groups), group_sum(wrong, groups)
-    failing = share_of_draws(wrongs, size, pass_k)
+    size, num_wrong = group_sum(torch.ones_like(wrong), groups), group_sum(wrong, groups)
+    failing = share_of_draws(num_wrong, size, pass_k)
     sigma = (failing * (1 - failing)).sqrt()
-    deviation = failing - wrong * share_of_draws(wrongs - 1, size - 1, pass_k - 1)
+    deviation = failing - wrong * share_of_draws(num_wrong - 1, size - 1, pass_k - 1)
     return torch.where(sigma > 0, deviation / sigma.clamp(min=1e-12), 0.0)
 
 

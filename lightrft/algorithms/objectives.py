@@ -86,9 +86,9 @@ class ValueObjective:
         values [T]; returns [] and reports [T]. The clip is part of the implementation of PPO (Schulman et al., arXiv 1707.06347);
         Engstrom et al., arXiv 2005.12729, describe it.
         """
-        lacking = [name for name in ("values", "returns") if getattr(batch, name) is None]
-        if lacking:
-            raise ValueError(f"the value loss needs {', '.join(lacking)} in the batch")
+        missing = [name for name in ("values", "returns") if getattr(batch, name) is None]
+        if missing:
+            raise ValueError(f"the value loss needs {', '.join(missing)} in the batch")
         loss, reach = (values - batch.returns).square(), self.section.value_clip
         report = {"critic/value": values}
         if reach:
@@ -158,9 +158,9 @@ class PolicyObjective:
         needed = ["advantages", "engine_logprobs"]
         needed += ["marked"] if "marked" in keywords(self.policy_loss) else []
         needed += ["entropy"] if self.section.entropy_coef else []
-        lacking = [name for name in needed if getattr(batch, name) is None]
-        if lacking:
-            raise ValueError(f"the policy gradient needs {', '.join(lacking)} in the batch")
+        missing = [name for name in needed if getattr(batch, name) is None]
+        if missing:
+            raise ValueError(f"the policy gradient needs {', '.join(missing)} in the batch")
 
     def _losses(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, batch: Experience) -> tuple[Tensor, Report]:
         arguments = options(self.policy_loss, self.section, batch=batch, marked=batch.marked)

@@ -35,7 +35,7 @@ def resolve(registry: Registry, name: str, extra: Iterable[str] = ()) -> Callabl
     Raises ValueError if it requires a parameter that is neither a field of the section nor `extra`.
     """
     function = registry[name]
-    lacking = [keyword for keyword, needed in keywords(function).items() if needed and keyword not in FIELDS | set(extra)]
-    if lacking:
-        raise ValueError(f"{registry.flag} {name} needs {', '.join(lacking)}, which this run does not compute")
+    missing = [keyword for keyword, needed in keywords(function).items() if needed and keyword not in FIELDS | set(extra)]
+    if missing:
+        raise ValueError(f"{registry.flag} {name} needs {', '.join(missing)}, which this run does not compute")
     return function

@@ -62,12 +62,12 @@ def one_by_one(module: nn.Module, dtype: torch.dtype, world: Axis) -> Iterator[n
         for name, parameter in part.named_parameters(recurse=False):
             places[parameter].append((part, name))
     parameters = list(module.parameters())
-    room = torch.empty(max(parameter.numel() for parameter in parameters if parameter.is_meta), dtype=dtype)
+    buffer = torch.empty(max(parameter.numel() for parameter in parameters if parameter.is_meta), dtype=dtype)
     for parameter in parameters:
         if not parameter.is_meta:
             parameter.data = parameter.data.to(dtype)
         else:
-            materialized = nn.Parameter(room[: parameter.numel()].view(parameter.shape), requires_grad=parameter.requires_grad)
+            materialized = nn.Parameter(buffer[: parameter.numel()].view(parameter.shape), requires_grad=parameter.requires_grad)
             if world.rank == 0:
                 source.read(parameter, materialized.data)
             for part, name in places[parameter]:

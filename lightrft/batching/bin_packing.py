@@ -91,38 +91,38 @@ class Packer:
         """
         sizes, tokens = self.sizes, self.limits.tokens
         bins = [[row] for row in rows if 2 * sizes[row] > tokens]
-        room = [tokens - sizes[row] for (row,) in bins]
+        free = [tokens - sizes[row] for (row,) in bins]
         rest = rows[len(bins) :]
         if self.limits.sequences > 1:
             for index, bin_ in enumerate(bins):  # fullest bins first
-                self._add_longest(bin_, room, index, rest, above=tokens / 3)
+                self._add_longest(bin_, free, index, rest, above=tokens / 3)
             if self.limits.sequences > 2:
-                self._add_pairs(bins, room, rest)
+                self._add_pairs(bins, free, rest)
             for index, bin_ in enumerate(bins):
-                while len(bin_) < self.limits.sequences and self._add_longest(bin_, room, index, rest):
+                while len(bin_) < self.limits.sequences and self._add_longest(bin_, free, index, rest):
                     pass
         bins += self._best_fit(rest)
         return bins + [[] for _ in range(-len(bins) % self.num_ranks)]
 
-    def _add_pairs(self, bins: list[Bin], room: list[int], rest: Bin) -> None:
+    def _add_pairs(self, bins: list[Bin], free: list[int], rest: Bin) -> None:
         """Add the shortest sequence between a sixth and a third, and the longest that then fits; emptiest bins first."""
         for index in reversed(range(len(bins))):
             small = self._first_within(rest, self.limits.tokens // 3), self._first_within(rest, self.limits.tokens // 6)
             shortest = rest[small[1] - 2 : small[1]]
-            if small[1] - small[0] < 2 or len(bins[index]) > 1 or sum(self.sizes[row] for row in shortest) > room[index]:
+            if small[1] - small[0] < 2 or len(bins[index]) > 1 or sum(self.sizes[row] for row in shortest) > free[index]:
                 continue
             row = rest.pop(small[1] - 1)
             bins[index].append(row)
-            room[index] -= self.sizes[row]
-            self._add_longest(bins[index], room, index, rest, below=self.limits.tokens // 3)
+            free[index] -= self.sizes[row]
+            self._add_longest(bins[index], free, index, rest, below=self.limits.tokens // 3)
 
-    def _add_longest(self, bin_: Bin, room: list[int], index: int, rest: Bin, above: float = 0, below: int | None = None) -> bool:
+    def _add_longest(self, bin_: Bin, free: list[int], index: int, rest: Bin, above: float = 0, below: int | None = None) -> bool:
         """Move the longest remaining sequence that fits, if it is longer than `above`. Return True if one was moved."""
-        place = self._first_within(rest, room[index] if below is None else min(room[index], below))
+        place = self._first_within(rest, free[index] if below is None else min(free[index], below))
         if place == len(rest) or self.sizes[rest[place]] <= above:
             return False
         bin_.append(rest.pop(place))
-        room[index] -= self.sizes[bin_[-1]]
+        free[index] -= self.sizes[bin_[-1]]
         return True
 
     def _first_within(self, rows: Bin, length: int) -> int:
@@ -132,17 +132,17 @@ class Packer:
     def _best_fit(self, rows: Bin) -> list[Bin]:
         """Put each sequence into the fullest bin with enough space."""
         bins: list[Bin] = []
-        rooms: list[tuple[int, int]] = []  # (free tokens, bin), ascending
+        free_bins: list[tuple[int, int]] = []  # (free tokens, bin), ascending
         for row in rows:
-            place = bisect_left(rooms, (self.sizes[row], -1))
-            if place == len(rooms):
+            place = bisect_left(free_bins, (self.sizes[row], -1))
+            if place == len(free_bins):
                 bins.append([])
-                room, index = self.limits.tokens, len(bins) - 1
+                free, index = self.limits.tokens, len(bins) - 1
             else:
-                room, index = rooms.pop(place)
+                free, index = free_bins.pop(place)
             bins[index].append(row)
             if len(bins[index]) < self.limits.sequences:
-                insort(rooms, (room - self.sizes[row], index))
+                insort(free_bins, (free - self.sizes[row], index))
         return bins
 
     def _improve(self, bins: list[Bin]) -> list[Bin]:
@@ -176,7 +176,7 @@ class Packer:
         With `grow`, one more bin per rank is opened when no bin has enough space.
         """
         bins: list[Bin] = [[] for _ in range(count)]
-        room = [self.limits.tokens] * count
+        free = [self.limits.tokens] * count
         open_ = [(0, index) for index in range(count)]  # heap: cheapest first
         parked: list[tuple[int, int, int]] = []  # heap of bins too full for the rows so far: emptiest first
         rest: Bin = []
@@ -184,21 +184,21 @@ class Packer:
             size, cost = self.sizes[row], self.works[row]
             while parked and -parked[0][0] >= size:
                 heapq.heappush(open_, heapq.heappop(parked)[1:])
-            while open_ and room[open_[0][1]] < size:
-                spent, index = heapq.heappop(open_)
-                heapq.heappush(parked, (-room[index], spent, index))
+            while open_ and free[open_[0][1]] < size:
+                load, index = heapq.heappop(open_)
+                heapq.heappush(parked, (-free[index], load, index))
             if not open_ and grow:
                 open_ = [(0, index) for index in range(len(bins), len(bins) + self.num_ranks)]
                 bins += [[] for _ in open_]
-                room += [self.limits.tokens] * len(open_)
+                free += [self.limits.tokens] * len(open_)
             if not open_ or (max_work is not None and open_[0][0] + cost > max_work):
                 rest.append(row)
                 continue
-            spent, index = open_[0]
+            load, index = open_[0]
             bins[index].append(row)
-            room[index] -= size
+            free[index] -= size
             if len(bins[index]) < self.limits.sequences:
-                heapq.heapreplace(open_, (spent + cost, index))
+                heapq.heapreplace(open_, (load + cost, index))
             else:
                 heapq.heappop(open_)
         return bins, rest

@@ -24,10 +24,10 @@ def pack_large_step(lengths: Column, prompts: Column, num_ranks: int, limits: Li
 
     Sequences of a prompt share a micro-batch if that makes the plan shorter. `prompts` [N, 3]: see planner.Prompts.
     """
-    spent = _cost(lengths, prompts)
-    ways = [_fill(unit, lengths, num_ranks, limits) for unit in _groupings(lengths, prompts, limits)]
-    bins = min(ways, key=lambda bins: np.sort(spent(bins))[::-1][::num_ranks].sum())
-    return _by_rank(bins, spent(bins), num_ranks)
+    cost_of = _cost(lengths, prompts)
+    plans = [_fill(unit, lengths, num_ranks, limits) for unit in _groupings(lengths, prompts, limits)]
+    bins = min(plans, key=lambda bins: np.sort(cost_of(bins))[::-1][::num_ranks].sum())
+    return _by_rank(bins, cost_of(bins), num_ranks)
 
 
 def _groupings(lengths: Column, prompts: Column, limits: Limits) -> Iterator[Column]:
@@ -59,21 +59,21 @@ def _fill(unit: Column, lengths: Column, num_ranks: int, limits: Limits) -> Colu
     sizes, counts = np.bincount(unit, lengths).astype(np.int64), np.bincount(unit)
     alone = (2 * sizes > limits.tokens).sum()  # no two of them share a micro-batch
     needed = max(-(-sizes.sum() // limits.tokens), -(-counts.sum() // limits.sequences), alone)
-    room, places = np.empty(0, np.int64), np.empty(0, np.int64)
+    free, places = np.empty(0, np.int64), np.empty(0, np.int64)
     bins, left = np.empty_like(sizes), np.argsort(-sizes, kind="stable")
     while len(left):
         opened = num_ranks * -(-int(needed) // num_ranks)
-        room, places = np.append(room, np.full(opened, limits.tokens)), np.append(places, np.full(opened, limits.sequences))
+        free, places = np.append(free, np.full(opened, limits.tokens)), np.append(places, np.full(opened, limits.sequences))
         placed = len(left)
         while len(left) and placed >= FEW_PLACED * len(left):
             missed = []
-            for start in range(0, len(left), len(room)):
-                units = left[start : start + len(room)]
-                roomiest = np.argsort(-room, kind="stable")[: len(units)]
-                fits = (sizes[units] <= room[roomiest]) & (counts[units] <= places[roomiest])
-                inside, into = units[fits], roomiest[fits]
+            for start in range(0, len(left), len(free)):
+                units = left[start : start + len(free)]
+                most_free = np.argsort(-free, kind="stable")[: len(units)]
+                fits = (sizes[units] <= free[most_free]) & (counts[units] <= places[most_free])
+                inside, into = units[fits], most_free[fits]
                 bins[inside] = into
-                room[into] -= sizes[inside]
+                free[into] -= sizes[inside]
                 places[into] -= counts[inside]
                 missed.append(units[~fits])
             placed, left = len(left), np.concatenate(missed)
@@ -96,9 +96,9 @@ def _cost(lengths: Column, prompts: Column) -> Callable[[Column], Column]:
     return cost
 
 
-def _by_rank(bins: Column, spent: Column, num_ranks: int) -> list[list[list[int]]]:
-    place = np.empty(len(spent), np.int64)
-    place[np.argsort(-spent, kind="stable")] = np.arange(len(spent))
+def _by_rank(bins: Column, costs: Column, num_ranks: int) -> list[list[list[int]]]:
+    place = np.empty(len(costs), np.int64)
+    place[np.argsort(-costs, kind="stable")] = np.arange(len(costs))
     rows = np.argsort(place[bins], kind="stable").tolist()
     count = num_ranks * -(-int(place[bins].max() + 1) // num_ranks)
     ends = np.bincount(place[bins], minlength=count).cumsum().tolist()

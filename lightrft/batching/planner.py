@@ -106,20 +106,20 @@ def _shortest(prefixes: np.ndarray, lengths: list[int], rows: range, num_ranks: 
         return [[[rows.start + row for row in bin_] for bin_ in rank] for rank in micro_batches]
     prompts = [tuple(prompt) for prompt in prefixes.tolist()]
 
-    def spent(members: list[int]) -> int:
+    def cost(members: list[int]) -> int:
         once = {prompts[row] for row in members}
         repeated = sum(work(prompts[row][1]) for row in members) - sum(work(tokens, media) for _, tokens, media in once)
         return sum(work(lengths[row]) for row in members) - repeated
 
     def packed(units: list[list[int]]) -> list[list[list[int]]]:
         most = Limits(limits.tokens, limits.sequences // max(map(len, units), default=1))
-        sizes, works = [sum(lengths[row] for row in unit) for unit in units], [spent(unit) for unit in units]
+        sizes, works = [sum(lengths[row] for row in unit) for unit in units], [cost(unit) for unit in units]
         bins = [sorted(row for place in bin_ for row in units[place]) for bin_ in pack(sizes, works, num_ranks, most)]
-        bins.sort(key=spent, reverse=True)
+        bins.sort(key=cost, reverse=True)
         return [bins[rank::num_ranks] for rank in range(num_ranks)]
 
     def time(by_rank: list[list[list[int]]]) -> int:
-        return sum(max(map(spent, bins)) for bins in zip(*by_rank, strict=True))
+        return sum(max(map(cost, bins)) for bins in zip(*by_rank, strict=True))
 
     return min(map(packed, [[[row] for row in rows], *_by_prompt(prompts, lengths, rows, limits)]), key=time)
 
@@ -163,11 +163,11 @@ def _consecutive_rows(lengths: list[int], rows: range, num_ranks: int, limits: L
 
 def _in_order(lengths: list[int], rows: Sequence[int], limits: Limits) -> list[list[int]]:
     micro_batches: list[list[int]] = []
-    room = 0
+    free = 0
     for row in rows:
-        if lengths[row] > room or len(micro_batches[-1]) == limits.sequences:
+        if lengths[row] > free or len(micro_batches[-1]) == limits.sequences:
             micro_batches.append([])
-            room = limits.tokens
+            free = limits.tokens
         micro_batches[-1].append(row)
-        room -= lengths[row]
+        free -= lengths[row]
     return micro_batches

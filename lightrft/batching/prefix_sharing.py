@@ -56,11 +56,11 @@ def _drop(counts: np.ndarray, lengths: np.ndarray, min_saving: float) -> None:
     while groups:
         first, stop, shared_by_more = groups.pop()
         shared = int(counts[first:stop].min())
-        parted = first + (counts[first:stop] == shared).nonzero()[0]
-        behind = (lengths[first : stop + 1] - shared).sum() - (counts[first:stop] - shared).sum()
-        if shared_by_more < shared and (shared - shared_by_more) * len(parted) <= min_saving * behind:
-            counts[parted] = shared = shared_by_more
-        edges = [first - 1, *parted.tolist(), stop]
+        splits = first + (counts[first:stop] == shared).nonzero()[0]
+        num_after = (lengths[first : stop + 1] - shared).sum() - (counts[first:stop] - shared).sum()
+        if shared_by_more < shared and (shared - shared_by_more) * len(splits) <= min_saving * num_after:
+            counts[splits] = shared = shared_by_more
+        edges = [first - 1, *splits.tolist(), stop]
         groups += [(one + 1, two, shared) for one, two in zip(edges, edges[1:], strict=False) if one + 1 < two]
 
 
@@ -71,17 +71,17 @@ def prompts(batch: Batch, units: Tensor | None = None) -> Tensor:
     Sequences with the same number in `units`, ascending, are branches of the first of them: they count as many tokens as it does,
     at most.
     """
-    firsts = batch.lengths.scatter_reduce(0, batch.sequence_ids[batch.loss_mask], batch.position_ids[batch.loss_mask], "amin")
+    prompt_ends = batch.lengths.scatter_reduce(0, batch.sequence_ids[batch.loss_mask], batch.position_ids[batch.loss_mask], "amin")
     if units is not None:
-        _, which, counts = units.unique_consecutive(return_inverse=True, return_counts=True)
-        firsts = torch.minimum(firsts, firsts[(counts.cumsum(0) - counts)[which]])
+        _, inverse, counts = units.unique_consecutive(return_inverse=True, return_counts=True)
+        prompt_ends = torch.minimum(prompt_ends, prompt_ends[(counts.cumsum(0) - counts)[inverse]])
     starts, tokens = batch.offsets.tolist(), batch.input_ids.numpy()
     checksums = {id(each): _checksum(each) for each in batch.media or ()}
     before = [checksums[id(each)] for each in batch.media] if batch.media else [0] * len(batch)
-    ends = zip(starts, firsts.tolist(), before, strict=False)
+    ends = zip(starts, prompt_ends.tolist(), before, strict=False)
     sums = [crc32(tokens[start : start + count].tobytes(), images) for start, count, images in ends]
-    towers = torch.zeros_like(firsts) if batch.tower_tokens is None else batch.tower_tokens
-    return torch.stack([torch.tensor(sums, dtype=torch.int64), firsts, towers], dim=1)
+    towers = torch.zeros_like(prompt_ends) if batch.tower_tokens is None else batch.tower_tokens
+    return torch.stack([torch.tensor(sums, dtype=torch.int64), prompt_ends, towers], dim=1)
 
 
 def _checksum(features: Features) -> int:
@@ -94,5 +94,5 @@ def _checksum(features: Features) -> int:
 def common(one: np.ndarray, other: np.ndarray) -> int:
     """Return the length of the common prefix of both."""
     size = min(len(one), len(other))
-    parted = (one[:size] != other[:size]).nonzero()[0]
-    return int(parted[0]) if len(parted) else size
+    differences = (one[:size] != other[:size]).nonzero()[0]
+    return int(differences[0]) if len(differences) else size

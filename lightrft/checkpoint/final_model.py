@@ -110,10 +110,10 @@ def with_model_of_run(config: Config, world: Axis) -> Config:
         return replace(config, model=replace(config.model, pretrain=str(path / "model")))
 
     def newest() -> Path:
-        found = _checkpoint(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-        if found is None:
+        checkpoint_of_run = _checkpoint(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+        if checkpoint_of_run is None:
             raise ConfigError(f"{path} is neither a model's folder, nor that of a run, nor a checkpoint: no config.json in it")
-        return found[1]
+        return checkpoint_of_run[1]
 
     def source() -> dict[str, str | None]:
         checkpoint = newest()

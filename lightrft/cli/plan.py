@@ -58,16 +58,16 @@ def show_plan(
     Raise ConfigError with all problems of the flags.
     """
     notices = resolve(config, command, world_size=ranks)
-    found = plan_of(config, command, ranks, device, ranks_per_node=ranks_per_node, model_file=model_file)
+    run_plan = plan_of(config, command, ranks, device, ranks_per_node=ranks_per_node, model_file=model_file)
     if as_json:
-        sys.stdout.write(json.dumps(found.as_json()) + "\n")
+        sys.stdout.write(json.dumps(run_plan.as_json()) + "\n")
     else:
         console = Console(width=None if sys.stdout.isatty() else 130)
-        for line in (*notices, *found.lines):
+        for line in (*notices, *run_plan.lines):
             console.print(line, highlight=False)
-        console.print(_memory(found, device))
-        _conclude(console, config, found, device)
-    return 0 if found.fits else USER_ERROR
+        console.print(_memory(run_plan, device))
+        _conclude(console, config, run_plan, device)
+    return 0 if run_plan.fits else USER_ERROR
 
 
 def dry_run(config: Config, command: str) -> int:
@@ -88,37 +88,37 @@ def dry_run(config: Config, command: str) -> int:
     return show_plan(config, command, ranks, device, ranks_per_node=ranks_per_node(os.environ) or ranks)
 
 
-def _memory(found: RunPlan, device: str) -> Table:
-    table = Table(title=f"Bytes of a rank in GB; {found.capacity / 1e9:.0f} of {device} can be used", box=box.SIMPLE,
+def _memory(run_plan: RunPlan, device: str) -> Table:
+    table = Table(title=f"Bytes of a rank in GB; {run_plan.capacity / 1e9:.0f} of {device} can be used", box=box.SIMPLE,
                   title_justify="left")  # fmt: skip
     for name in ("phase", "total", "of which"):
         table.add_column(name, justify="right" if name == "total" else "left")
-    for phase, parts in found.phases.items():
+    for phase, parts in run_plan.phases.items():
         size = sum(parts.values())
-        colour = "green" if size <= found.capacity else "red"
+        colour = "green" if size <= run_plan.capacity else "red"
         of_which = ", ".join(f"{name} {part / 1e9:.1f}" for name, part in parts.items() if part >= 5e7)
         table.add_row(phase, f"[{colour}]{size / 1e9:.1f}[/]", of_which)
     return table
 
 
-def _conclude(console: Console, config: Config, found: RunPlan, device: str) -> None:
-    active = "" if found.active_parameters == found.parameters else f", {found.active_parameters / 1e9:.2f} for a token"
-    console.print(f"{found.parameters / 1e9:.2f} billion parameters{active}; largest --max_tokens_per_microbatch that fits: "
-                  f"{found.max_tokens or 'none'}", highlight=False)  # fmt: skip
-    if found.cache_tokens:
+def _conclude(console: Console, config: Config, run_plan: RunPlan, device: str) -> None:
+    active = "" if run_plan.active_parameters == run_plan.parameters else f", {run_plan.active_parameters / 1e9:.2f} for a token"
+    console.print(f"{run_plan.parameters / 1e9:.2f} billion parameters{active}; largest --max_tokens_per_microbatch that fits: "
+                  f"{run_plan.max_tokens or 'none'}", highlight=False)  # fmt: skip
+    if run_plan.cache_tokens:
         longest = config.data.prompt_max_len + config.rollout.generate_max_len
-        sequences = found.cache_tokens / longest
-        console.print(f"an engine's cache: {found.cache_tokens:,.0f} tokens, {sequences:,.1f} sequences of full length",
+        sequences = run_plan.cache_tokens / longest
+        console.print(f"an engine's cache: {run_plan.cache_tokens:,.0f} tokens, {sequences:,.1f} sequences of full length",
                       highlight=False)  # fmt: skip
-    if found.seconds:
-        parts = ", ".join(f"{name} {value:.1f}" for name, value in found.seconds.items())
+    if run_plan.seconds:
+        parts = ", ".join(f"{name} {value:.1f}" for name, value in run_plan.seconds.items())
         peaks = DEVICES[device]
-        console.print(f"about {sum(found.seconds.values()):.1f} s a step: {parts}", highlight=False)
+        console.print(f"about {sum(run_plan.seconds.values()):.1f} s a step: {parts}", highlight=False)
         compute, memory = f"{MFU:.0%} of {peaks.flops / 1e12:.0f} TFLOP/s", f"{DECODING:.0%} of {peaks.bandwidth / 1e12:.1f} TB/s"
         console.print(f"(prompts and responses half as long as allowed; {compute}, {memory}, {LINK:.0%} of the link)",
                       highlight=False)  # fmt: skip
-    console.print("[green]it fits[/]" if found.fits else "[red]it does not fit[/]")
-    for line in found.advice:
+    console.print("[green]it fits[/]" if run_plan.fits else "[red]it does not fit[/]")
+    for line in run_plan.advice:
         console.print(f"  - {line}", highlight=False)
 
 

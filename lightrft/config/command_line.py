@@ -217,9 +217,9 @@ def _explained(name: str) -> str:
     kind, section = field_types()[name], SECTIONS[section_of_field()[name]]
     default = next(field for field in fields(section) if field.name == name)
     value = default.default if default.default is not MISSING else default.default_factory()  # type: ignore[misc]
-    shown = " ".join(map(str, value)) if isinstance(value, list) else value
+    text = " ".join(map(str, value)) if isinstance(value, list) else value
     presets = f" Choices: {', '.join(PRESETS)}." if name == "advantage_estimator" else ""
-    end = presets + ("" if value in (None, "", [], False) else f" Default: {shown}.")
+    end = presets + ("" if value in (None, "", [], False) else f" Default: {text}.")
     meaning = textwrap.fill(field_docs(section)[name] + end, 118, initial_indent="      ", subsequent_indent="      ")
     return f"  --{name}{_form(kind)}\n{meaning}\n"
 

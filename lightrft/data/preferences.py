@@ -111,8 +111,8 @@ def mismatched(answers: Sequence[Prompt], max_tokens: int) -> list[Prompt]:
 
 
 def _with_answer_of(prompt: Prompt, answer: Answer, max_tokens: int) -> Prompt:
-    room = max_tokens - prompt.num_tokens
-    columns = {ANSWER: Answer(answer.token_ids[:room], answer.learned[:room]), DESIRABLE: False}
+    longest = max_tokens - prompt.num_tokens
+    columns = {ANSWER: Answer(answer.token_ids[:longest], answer.learned[:longest]), DESIRABLE: False}
     return replace(prompt, columns=columns)
 
 
@@ -152,8 +152,8 @@ def _example(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], prompt: Any, answer: Any, **options: Any
 ) -> Prompt:
     """Return the prompt of a row with one Answer as its label. Raise ValueError if it cannot be learned."""
-    usual = replace(section, input_key="input", label_key="label")
-    example = make_example(usual, tokenizer, media_of(section, row) | {"input": prompt, "label": answer}, **options)
+    standard = replace(section, input_key="input", label_key="label")
+    example = make_example(standard, tokenizer, media_of(section, row) | {"input": prompt, "label": answer}, **options)
     problem = answer_problem(example, tokenizer, longest=2**62)
     if problem:
         raise ValueError("one of the answers is empty, or neither text nor messages")

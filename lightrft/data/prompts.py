@@ -110,25 +110,25 @@ def _usable(
     folder = place.parent if place.is_file() else place
 
     def built() -> Iterator[tuple[str, Prompt]]:
-        for where, row in read_rows(name, getattr(section, split), bad):
+        for location, row in read_rows(name, getattr(section, split), bad):
             try:
                 prompt = make(row, index=0, folder=folder)
             except ValueError as error:
-                bad.add(where, str(error))
+                bad.add(location, str(error))
                 continue
             if keep_input:
                 prompt.columns.setdefault(INPUT, row[section.input_key])
             problem = row_problem(prompt) if row_problem else None
             if problem := problem or (storing_problem(prompt) if section.data_cache else None):
-                bad.add(where, problem)
+                bad.add(location, problem)
             else:
-                yield where, prompt
+                yield location, prompt
 
-    for where, prompt, problem in media_checked(built(), section.check_media):
+    for location, prompt, problem in media_checked(built(), section.check_media):
         if problem:
-            bad.add(where, problem)
+            bad.add(location, problem)
         elif not duplicates.omits(prompt):
-            prompt.index, prompt.location, count = next(numbers), where, count + 1
+            prompt.index, prompt.location, count = next(numbers), location, count + 1
             yield prompt
             if count == limit:
                 break

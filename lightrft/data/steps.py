@@ -41,8 +41,8 @@ def load_steps(
         steps, targets = _steps(preference, row), _labels(section, row)
         if len(steps) != len(targets):
             raise ValueError(f"the row has {len(steps)} steps but {len(targets)} labels")
-        usual = replace(section, input_key="input", label_key="label", reference_key=None)
-        prompt = make_prompt(usual, tokenizer, media_of(section, row) | {"input": prompt_column(section, row)},
+        standard = replace(section, input_key="input", label_key="label", reference_key=None)
+        prompt = make_prompt(standard, tokenizer, media_of(section, row) | {"input": prompt_column(section, row)},
                              index=index, folder=folder, measure=measure)  # fmt: skip
         text = separator.join(step.removesuffix(separator) for step in steps)
         token_ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]

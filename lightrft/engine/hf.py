@@ -82,10 +82,10 @@ class HFEngine(Engine):
     def _next_batch(self) -> list[tuple[int, Request]]:
         """Take the shortest prompts of one sampling from those that wait."""
         in_order = sorted(self._waiting.items(), key=lambda each: len(each[1].prompt))
-        alike = [each for each in in_order if each[1].sampling == in_order[0][1].sampling][: self.batch_size]
-        for key, _ in alike:
+        batch = [each for each in in_order if each[1].sampling == in_order[0][1].sampling][: self.batch_size]
+        for key, _ in batch:
             del self._waiting[key]
-        return alike
+        return batch
 
     def _decode_batch(self, batch: list[tuple[int, Request]]) -> Iterator[list[tuple[int, list[Completion]]]]:
         """Yield the requests, with their n completions, that have ended after each token."""
@@ -96,8 +96,8 @@ class HFEngine(Engine):
         rows, logits = self._prefill(prompts, sampling.n)
         for step in range(sampling.max_tokens):
             tokens, logprobs = sample_tokens(logits, sampling.temperature, noise[rows.index, step], sampling.truncation)
-            drawn = zip(rows.index.tolist(), rows.running, tokens.tolist(), logprobs.tolist(), strict=True)
-            rows.running = [running and samples.add(index, token, logprob) for index, running, token, logprob in drawn]
+            sampled = zip(rows.index.tolist(), rows.running, tokens.tolist(), logprobs.tolist(), strict=True)
+            rows.running = [running and samples.add(index, token, logprob) for index, running, token, logprob in sampled]
             yield samples.finished()
             if samples.num_aborted:
                 rows.running = [running and samples.missing[index // sampling.n] > 0

@@ -179,16 +179,16 @@ def _first_token(request: Request) -> Request:
     return replace(request, sampling=first)
 
 
-def _rest_of(request: Request, seed: int, begun: Completion) -> Request:
+def _rest_of(request: Request, seed: int, completion: Completion) -> Request:
     """Build the request that continues a sample. A derived seed makes its noise independent of that of the tokens before, also in
     an engine that counts positions from the end of the prompt.
     """
     rest = replace(request, sampling=replace(request.sampling, n=1), seeds=(seed,))
-    length = len(begun.token_ids)
+    length = len(completion.token_ids)
     if not length:
         return rest if rest.sampling.first_token_temperature is None else _first_token(rest)
     sampling = replace(rest.sampling, max_tokens=rest.sampling.max_tokens - length, first_token_temperature=None)
-    return replace(rest.followed_by(begun.token_ids), sampling=sampling, seeds=(derived_seed(seed, length),))
+    return replace(rest.followed_by(completion.token_ids), sampling=sampling, seeds=(derived_seed(seed, length),))
 
 
 def _concatenated(first: Completion, rest: Completion) -> Completion:

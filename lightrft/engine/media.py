@@ -182,13 +182,13 @@ class MediaReader:
     def heard(self, clips: list[Clip]) -> list[Clip]:
         """Return the clips; ValueError for a sampling rate other than the model's, or a clip that the model would truncate."""
         for clip in clips:
-            ear = self.processor.feature_extractor
-            longest = getattr(ear, "n_samples", None)
+            audio = self.processor.feature_extractor
+            longest = getattr(audio, "n_samples", None)
             seconds = len(clip.waveform) / clip.sampling_rate
-            if clip.sampling_rate != ear.sampling_rate:
-                raise ValueError(f"{clip.sampling_rate} samples per second, and the model needs {ear.sampling_rate}: resample it")
+            if clip.sampling_rate != audio.sampling_rate:
+                raise ValueError(f"{clip.sampling_rate} samples per second; the model needs {audio.sampling_rate}: resample it")
             if longest and len(clip.waveform) > longest:
-                raise ValueError(f"{seconds:.1f} s, and the model accepts at most {longest / ear.sampling_rate:.0f} s: cut it")
+                raise ValueError(f"{seconds:.1f} s, and the model accepts at most {longest / audio.sampling_rate:.0f} s: cut it")
         return clips
 
     def _processed(self, name: str, items: list) -> tuple[list[list[int]], dict[str, Tensor]]:

@@ -55,10 +55,10 @@ class Vocabulary:
     def without_placeholders(self, token_ids: list[int], medium: str) -> list[int]:
         """Return the prompt without the placeholders of this medium and the tokens that frame them."""
         gone = self.placeholders.get(medium, frozenset())
-        before, behind = self.frame or (None, None)
+        before, after = self.frame or (None, None)
         around = zip([None, *token_ids], token_ids, [*token_ids[1:], None], strict=False)
         return [token for left, token, right in around
-                if not (token in gone or (token == before and right in gone) or (token == behind and left in gone))]
+                if not (token in gone or (token == before and right in gone) or (token == after and left in gone))]
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

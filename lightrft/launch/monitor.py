@@ -156,11 +156,11 @@ class Monitor:
             failure["cause"] += f"\nNo rank died or failed otherwise. {self._report(self._late_in_collectives(), now)}"
             self._end(**failure)
         elif self._longest_wait(now) > self.limit:
-            behind = self._late_in_collectives()
+            late = self._late_in_collectives()
             headline = f"a collective has waited for more than {self.limit:.0f} s (--timeout_minutes)"
-            waiting = (status.rank for status in self.statuses.values() if status.rank not in behind and not status.left)
+            waiting = (status.rank for status in self.statuses.values() if status.rank not in late and not status.left)
             root = min(waiting, default=0)
-            self._end(f"{headline}. {self._report(behind, now)}", root=root)
+            self._end(f"{headline}. {self._report(late, now)}", root=root)
         elif phases := self._endless(now):
             headline = f"phase {', '.join(phases)} has taken all ranks more than {self.phase_limit:.0f} s (--phase_minutes)"
             self._end(f"{headline}. {self._report({}, now)}", root=0)
@@ -199,17 +199,17 @@ class Monitor:
                          for rank, (count, _) in members.items() if count < most})
         return late
 
-    def _report(self, behind: dict[int, str], now: float) -> str:
+    def _report(self, late: dict[int, str], now: float) -> str:
         """Return a report of late ranks and the positions of all ranks; ranks at the same position share a line."""
         groups: dict[str, list[RankStatus]] = {}
         for status in self.statuses.values():
-            lateness = f"late: {behind[status.rank]}; " if status.rank in behind else ""
+            lateness = f"late: {late[status.rank]}; " if status.rank in late else ""
             silent = f"; no heartbeat for {now - status.heard:.0f} s" if now - status.heard > 3 * self.beat else ""
-            where = "has left the run" if status.left else f"{lateness}{when(status.phase)}, at {status.place}{silent}"
-            groups.setdefault(where, []).append(status)
-        lines = [f"  {_name(statuses)}: {where} (for {now - min(status.phase_began for status in statuses):.0f} s)"
-                 for where, statuses in groups.items()]
-        headline = f"Late: {names(behind)}." if behind else "No rank is behind the others."
+            state = "has left the run" if status.left else f"{lateness}{when(status.phase)}, at {status.place}{silent}"
+            groups.setdefault(state, []).append(status)
+        lines = [f"  {_name(statuses)}: {state} (for {now - min(status.phase_began for status in statuses):.0f} s)"
+                 for state, statuses in groups.items()]
+        headline = f"Late: {names(late)}." if late else "No rank is behind the others."
         return "\n".join([headline, *lines])
 
     def _end(self, cause: str, *, root: int, code: int = 1, brief: bool = False) -> None:

@@ -63,8 +63,8 @@ class Actor(SequenceParallelModule):
         if top:
             return self._top(hidden, padded, top, temperature / self.logit_scale, batch.num_tokens)
         before = padded.learned_tokens - 1  # each position predicts the next token; the first token is never in the loss
-        which, local = self.sequence.own(padded.shared.places[before] if padded.shared else before, padded.num_computed)
-        next_, local = (to_device(rows, hidden.device) for rows in (before[which] + 1, local))
+        indices, local = self.sequence.own(padded.shared.places[before] if padded.shared else before, padded.num_computed)
+        next_, local = (to_device(rows, hidden.device) for rows in (before[indices] + 1, local))
         weight, targets = self.language_model.get_output_embeddings().weight, padded.input_ids[next_]
         values = token_logprobs(
             hidden[local], weight, targets, temperature=temperature / self.logit_scale, truncation=truncation, entropy=entropy,
@@ -205,8 +205,8 @@ def computed_images(batch: Batch) -> list[Features]:
     """Return the images of the computed sequences; the images of a shared prompt occur once."""
     if batch.media is None or batch.shared is None:
         return batch.media or []
-    begun = torch.isin(batch.offsets[:-1], batch.shared.computed).tolist()
-    return [images for images, own in zip(batch.media, begun, strict=True) if own]
+    computes_start = torch.isin(batch.offsets[:-1], batch.shared.computed).tolist()
+    return [images for images, own in zip(batch.media, computes_start, strict=True) if own]
 
 
 def with_blank(batch: Batch, blank: Sequence[Expanded]) -> Batch:

@@ -313,8 +313,8 @@ def _distribution(
 
             sums.append(triton.local_sums(logits, some))
         else:
-            holes = options.truncation.active or weight is None
-            sums.append(vocab_parallel.local_sums(logits, some, holes=holes, entropy=options.entropy))
+            masked = options.truncation.active or weight is None
+            sums.append(vocab_parallel.local_sums(logits, some, masked=masked, entropy=options.entropy))
     return vocab_parallel.join_sums(sums, local_targets, entropy=options.entropy)
 
 

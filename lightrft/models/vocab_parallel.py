@@ -114,27 +114,27 @@ def fill_packed(logits: Tensor, bits: Tensor, value: float) -> Tensor:
     return logits
 
 
-def local_sums(logits: Tensor, local_targets: LocalTargets, *, holes: bool, entropy: bool) -> tuple[Tensor, ...]:
+def local_sums(logits: Tensor, local_targets: LocalTargets, *, masked: bool, entropy: bool) -> tuple[Tensor, ...]:
     """Return the largest logit [t], the sum of exponentials relative to it [t], their first moment [t], and target logits [t, K].
 
-    The exponentials overwrite the `logits` [t, v]. `holes` indicates that some logits may be -inf. Only the `entropy` needs the
+    The exponentials overwrite the `logits` [t, v]. `masked` indicates that some logits may be -inf. Only the `entropy` needs the
     moment, which is 0 without it.
     """
     picked = local_targets.pick(logits)
     if not local_targets.part.num:
-        nothing = torch.zeros(len(logits), device=logits.device)
-        return nothing - torch.inf, nothing, nothing, picked
-    sums = [_block_sums(block, holes, entropy) for block in blocks(logits)]
+        zeros = torch.zeros(len(logits), device=logits.device)
+        return zeros - torch.inf, zeros, zeros, picked
+    sums = [_block_sums(block, masked, entropy) for block in blocks(logits)]
     return *(torch.cat(values) for values in zip(*sums, strict=True)), picked
 
 
-def _block_sums(logits: Tensor, holes: bool, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _block_sums(logits: Tensor, masked: bool, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     top = logits.amax(-1)
     # At most 0, so nothing overflows and no digits of the entropy cancel. All logits of a part may be -inf.
     below = logits.sub_(torch.where(top.isneginf(), 0.0, top)[:, None])
     if not entropy:
         return top, below.exp_().sum(-1), torch.zeros_like(top)
-    moments = without_holes(below.clone()) if holes else below.clone()
+    moments = finite(below.clone()) if masked else below.clone()
     weights = below.exp_()
     return top, weights.sum(-1), moments.mul_(weights).sum(-1)
 
@@ -146,7 +146,7 @@ def blocks(logits: Tensor) -> tuple[Tensor, ...]:
     return logits.split(max(1, HOST_BLOCK // max(1, logits.shape[-1])))
 
 
-def without_holes(values: Tensor) -> Tensor:
+def finite(values: Tensor) -> Tensor:
     """Replace -inf by 0 in place: its probability is 0, and the product of both would be NaN."""
     return values.nan_to_num_(nan=torch.nan, neginf=0.0)
 
@@ -155,8 +155,8 @@ def join_sums(parts: list[tuple[Tensor, ...]], local_targets: LocalTargets, *, e
     """Combine the local_sums() of all chunks and ranks. A target that no rank has gets NaN, so that it is not overlooked."""
     ids, axis = local_targets.ids, local_targets.part.axis
     if not parts:
-        nothing = torch.zeros(0, device=ids.device)
-        return Distribution(nothing.view(ids.shape), nothing if entropy else None, *[nothing] * 3)
+        empty = torch.zeros(0, device=ids.device)
+        return Distribution(empty.view(ids.shape), empty if entropy else None, *[empty] * 3)
     top, total, moment, picked = (torch.cat(values) for values in zip(*parts, strict=True))
     largest = axis.max(top)
     lower = torch.where(top.isneginf(), 0.0, top - largest)  # at most 0
@@ -191,7 +191,7 @@ def _block_gradient(logits: Tensor, distribution: Distribution, grad_logprobs: T
     if grad_entropy is None:
         below.exp_().mul_(-asked_for / total)
         return
-    through_entropy = without_holes(below.clone()).add_(distribution.entropy[:, None] - total.log()).mul_(grad_entropy[:, None])
+    through_entropy = finite(below.clone()).add_(distribution.entropy[:, None] - total.log()).mul_(grad_entropy[:, None])
     below.exp_().div_(total).mul_(through_entropy.add_(asked_for).neg_())
 
 
@@ -206,7 +206,7 @@ def gradient_of_exponentials(
     if grad_entropy is None:
         return exponentials.mul_(-asked_for * scale)
     slope = grad_entropy[:, None] * scale
-    factor = asked_for * scale + slope * (without_holes(scale.log()) + distribution.entropy[:, None])
+    factor = asked_for * scale + slope * (finite(scale.log()) + distribution.entropy[:, None])
     start = 0
     for block in blocks(exponentials):
         rows = slice(start, start + len(block))

@@ -60,9 +60,9 @@ def line_chart(lines: Sequence[Line], *, log: bool = False, form: Form = short) 
     steps = [step for line in lines for step, _ in line.points]
     x = Scale(*_padded(min(steps), max(steps)), LEFT, RIGHT)
     y, ticks = _value_axis(finite, log)
-    drawn = "".join(_draw(line, index, x, y) for index, line in enumerate(lines))
+    paths = "".join(_draw(line, index, x, y) for index, line in enumerate(lines))
     summary = "; ".join(_summary(line, form) for line in lines)
-    return _frame(_y_ticks(y, ticks, form) + _x_ticks(x, min(steps), max(steps)) + drawn, summary, _line_hover(lines, x, y, form))
+    return _frame(_y_ticks(y, ticks, form) + _x_ticks(x, min(steps), max(steps)) + paths, summary, _line_hover(lines, x, y, form))
 
 
 def stacked_chart(parts: dict[str, list[float]], steps: Sequence[int], form: Form) -> str:
@@ -134,8 +134,8 @@ def _padded(low: float, high: float) -> tuple[float, float]:
     """Return a range that is never empty; a metric that is constant up to rounding is drawn in the middle."""
     if high - low > 1e-9 * max(abs(low), abs(high)):
         return low, high
-    room = abs(low) * 0.1 or 1.0
-    return low - room, high + room
+    margin = abs(low) * 0.1 or 1.0
+    return low - margin, high + margin
 
 
 def _draw(line: Line, color: int, x: Scale, y: Scale) -> str:

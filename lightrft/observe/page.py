@@ -160,5 +160,5 @@ def safe(value: Any, longest: int | None = LONGEST_TEXT) -> str:
     """Return any text as markup: escaped, with visible control characters, and cut if it is very long."""
     text = visible(str(value))
     hidden = len(text) - (longest or len(text))
-    shown = f"{text[:longest]} … ({hidden:,} more characters)" if hidden > 0 else text
-    return escape(shown)
+    excerpt = f"{text[:longest]} … ({hidden:,} more characters)" if hidden > 0 else text
+    return escape(excerpt)

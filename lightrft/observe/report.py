@@ -197,8 +197,8 @@ def _card(chart: Chart, history: History) -> str:
         return ""
     values = [value for _, value in lines[0].points if value is not None]
     broken = sorted({step for line in lines for step, value in line.points if value is None})
-    where = ", ".join(str(step) for step in broken[:5]) + (f" and {len(broken) - 5} more" if len(broken) > 5 else "")
-    warning = f'<p class="warn">Not finite at step {where}.</p>' if broken else ""
+    steps = ", ".join(str(step) for step in broken[:5]) + (f" and {len(broken) - 5} more" if len(broken) > 5 else "")
+    warning = f'<p class="warn">Not finite at step {steps}.</p>' if broken else ""
     legend = "".join(f'<span><i class="key f{index}"></i>{safe(line.label)}</span>' for index, line in enumerate(lines))
     return (
         f'<section class="card chart"><header><h3>{safe(chart.title)} <span>{safe(chart.unit)}</span></h3>'
@@ -263,9 +263,9 @@ def _largest(parts: dict[str, list[float]], most: int) -> dict[str, list[float]]
 
 def _others(history: History) -> str:
     """Chart the metrics that no chart above has, such as a user's own, and the nested phases."""
-    shown = {name for chart in CHARTS for name in chart.metrics}
-    shown |= {name for name in history if name.startswith("time/") and name.count("/") == 1} - {"time/idle_share"}
-    cards = "".join(_card(Chart(name, "", {name: name}), history) for name in sorted(set(history) - shown))
+    charted = {name for chart in CHARTS for name in chart.metrics}
+    charted |= {name for name in history if name.startswith("time/") and name.count("/") == 1} - {"time/idle_share"}
+    cards = "".join(_card(Chart(name, "", {name: name}), history) for name in sorted(set(history) - charted))
     return f'<details class="card"><summary>Other metrics</summary><div class="charts">{cards}</div></details>' if cards else ""
 
 

@@ -54,8 +54,8 @@ def _choose(groups: Sequence[Group]) -> list[Group]:
 
 
 def _end(title: str, groups: Sequence[Group], low: float, high: float) -> str:
-    shown = "".join(_group(group, low, high) for group in groups)
-    return f'<tbody class="group"><tr><th colspan="5">{title}</th></tr>{shown}</tbody>'
+    rows = "".join(_group(group, low, high) for group in groups)
+    return f'<tbody class="group"><tr><th colspan="5">{title}</th></tr>{rows}</tbody>'
 
 
 def _group(group: Group, low: float, high: float) -> str:
@@ -72,14 +72,14 @@ def _spread(group: Group) -> Group:
     return [ordered[place * (len(ordered) - 1) // (RESPONSES_PER_PROMPT - 1)] for place in range(RESPONSES_PER_PROMPT)]
 
 
-def _prompt(group: Group, shown: int) -> str:
+def _prompt(group: Group, num_shown: int) -> str:
     row = group[0]
     names = [str(name) for medium in ("images", "videos", "audios") for name in row.get(medium) or ()]
     pictures = "".join(map(picture, row.get(THUMBNAILS) or (), names)) + "".join(map(player, row.get(SOUNDS) or ()))
     notes = [", ".join(names)] if names else []
     rewards = [row["reward"] for row in group if is_number(row.get("reward"))]
     if len(group) > 1 and rewards:
-        notes.append(f"{shown} of {len(group)} responses, mean reward {short(fmean(rewards))}")
+        notes.append(f"{num_shown} of {len(group)} responses, mean reward {short(fmean(rewards))}")
     small = "".join(f'<div class="small">{safe(note)}</div>' for note in notes)
     thumbnails = f'<div class="thumbnails">{pictures}</div>' if pictures else ""
     return f'<div class="text">{safe(row.get("prompt", ""))}</div>{thumbnails}{small}'

@@ -165,12 +165,12 @@ class JsonLines(Sink):
         for file in self._files:
             file.close()
 
-    def _write(self, which: int, rows: list[dict[str, Any]]) -> None:
+    def _write(self, index: int, rows: list[dict[str, Any]]) -> None:
         try:
-            self._files[which].write(b"".join(encode_row(row) for row in rows))
-            self._files[which].flush()
+            self._files[index].write(b"".join(encode_row(row) for row in rows))
+            self._files[index].flush()
         except OSError as error:  # a failed write, unlike a failed open, does not name its file
-            raise OSError(error.errno, error.strerror, str(self._paths[which])) from error
+            raise OSError(error.errno, error.strerror, str(self._paths[index])) from error
 
 
 class TensorBoard(Sink):

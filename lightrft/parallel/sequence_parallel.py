@@ -56,12 +56,12 @@ class SequenceParallel:
 
     def own(self, positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Return the indices of `positions` that belong to this rank, and the indices of their local tokens: [m] int64 each."""
-        which, local, before = [], [], 0
+        indices, local, before = [], [], 0
         for start, end in self.spans(num_tokens):
-            which.append(((positions >= start) & (positions < end)).nonzero()[:, 0])
-            local.append(positions[which[-1]] - start + before)
+            indices.append(((positions >= start) & (positions < end)).nonzero()[:, 0])
+            local.append(positions[indices[-1]] - start + before)
             before += end - start
-        return torch.cat(which), torch.cat(local)
+        return torch.cat(indices), torch.cat(local)
 
     def gather(self, values: Tensor) -> Tensor:
         """Gather values [t, ...] of each rank's tokens to [T, ...] of all tokens in their order, equal on all ranks.

@@ -58,13 +58,13 @@ def _openrlhf(samples: list[Sample], columns: Columns, chat: bool) -> dict[str, 
 def _verl(samples: list[Sample], columns: Columns, chat: bool) -> dict[str, Any]:
     missing = [None] * len(samples)
     if "reward_model" in columns:  # a column of verl's own data
-        truths = [(entry or {})["ground_truth"] for entry in columns["reward_model"]]
+        answers = [(entry or {})["ground_truth"] for entry in columns["reward_model"]]
     else:
-        truths = columns["ground_truth"] if "ground_truth" in columns else columns["label"]
+        answers = columns["ground_truth"] if "ground_truth" in columns else columns["label"]
     return {
         "data_source": columns.get("data_source", missing),
         "solution_str": [sample.text for sample in samples],
-        "ground_truth": truths,
+        "ground_truth": answers,
         "extra_info": columns.get("extra_info", missing),
     }
 

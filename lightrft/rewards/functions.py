@@ -64,12 +64,12 @@ def environment(samples: list[Sample], **columns: Any) -> list[float | list[floa
 
 
 def _of_episode(sample: Sample) -> float | list[float | None]:
-    earned: dict[int, float] = {}
+    rewards: dict[int, float] = {}
     for token, reward in sample.episode.rewards if sample.episode else ():
-        earned[token] = earned.get(token, 0.0) + reward
-    if len(earned) < 2:
-        return sum(earned.values(), 0.0)
-    return [earned.get(token) for token in range(len(sample.token_ids))]
+        rewards[token] = rewards.get(token, 0.0) + reward
+    if len(rewards) < 2:
+        return sum(rewards.values(), 0.0)
+    return [rewards.get(token) for token in range(len(sample.token_ids))]
 
 
 @rewards.register("exact_match")

@@ -197,9 +197,9 @@ class RewardRunner:
 
     def _failure(self) -> ConfigError | None:
         """Process the results of all calls, and return the error that ends the run, if there is one."""
-        begun, self._pending = self._pending, []
+        pending, self._pending = self._pending, []
         logged = 0
-        for samples, result in begun:
+        for samples, result in pending:
             error = self._take_in(samples, result)
             if error is None:
                 self._in_a_row = 0
@@ -235,8 +235,8 @@ class RewardRunner:
         zero, on_server = self.section.reward_failure == "zero", any(map(_is_on_server, reward_terms(self.name)))
         if len(samples) == 1 or not zero and (error.sample or on_server or isinstance(error, WrongCount)):
             return [error]
-        begun = [(sample, self._calls.begin([sample])) for sample in samples]
-        failures = (failure for sample, result in begun if (failure := self._take_in([sample], result)))
+        calls = [(sample, self._calls.begin([sample])) for sample in samples]
+        failures = (failure for sample, result in calls if (failure := self._take_in([sample], result)))
         return list(islice(failures, None if zero else 1))
 
     def _replace(self, failed: list[Sample]) -> None:

@@ -76,9 +76,9 @@ def _problem(batch: Mapping[str, Any], required: list[str], optional: list[str])
     if missing:
         return f"the batch lacks {', '.join(missing)}; it has {', '.join(sorted(batch)) or 'nothing'}"
     used = [IDS, LENGTHS, *optional]
-    strange = [name for name in used if not isinstance(batch[name], Tensor)]
-    if strange:
-        return f"{', '.join(strange)} must be a tensor"
+    not_tensors = [name for name in used if not isinstance(batch[name], Tensor)]
+    if not_tensors:
+        return f"{', '.join(not_tensors)} must be a tensor"
     if batch[IDS].ndim != 2:
         return f"{IDS} must be [B, S], not {list(batch[IDS].shape)}"
     if computed := [name for name in optional if name in COMPUTED]:

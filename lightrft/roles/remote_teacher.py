@@ -66,10 +66,10 @@ class RemoteTeacher:
         step = max(len(tokenizer) // NUM_PROBED, 1)
         ids = [token for token in range(0, len(tokenizer), step) if token not in tokenizer.all_special_ids]
         _, server_tokens = self._score(ids)
-        for token, shown in zip(ids, server_tokens, strict=True):
+        for token, server_token in zip(ids, server_tokens, strict=True):
             own = tokenizer.decode([token])
-            if own.isascii() and own.isprintable() and own.strip() != shown.strip():
+            if own.isascii() and own.isprintable() and own.strip() != server_token.strip():
                 raise ValueError(
-                    f"{self._server.named} has another vocabulary: token {token} is {shown!r} there and {own!r} in the "
+                    f"{self._server.named} has another vocabulary: token {token} is {server_token!r} there and {own!r} in the "
                     "tokenizer of --pretrain; the teacher needs the same vocabulary"
                 )

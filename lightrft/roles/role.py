@@ -52,7 +52,7 @@ class TrainStep:
     num_microbatches: int
     learn: bool
     loss: Tensor  # [], this rank's share so far
-    begun: int = 0
+    num_started: int = 0
     """Number of micro-batches that have been passed in."""
     done: int = 0
     """Number of micro-batches whose gradients have been added."""
@@ -238,15 +238,15 @@ class Role(ABC):
         """
         step = self._open_step()
         term = term or LossTerm(batch, [], step.objective, step.denominator, self.forward)
-        if step.begun == step.num_microbatches:
+        if step.num_started == step.num_microbatches:
             raise RuntimeError(f"the train step was begun with {step.num_microbatches} micro-batches, but got another one")
-        step.begun, step.batch = step.begun + 1, batch
+        step.num_started, step.batch = step.num_started + 1, batch
         gradients = token_gradients(term.objective, batch, term.denominator) if step.learn else None
         with torch.set_grad_enabled(step.learn):
             values, report = term.forward(batch, gradients)
             loss, more = term.objective(values, batch, term.denominator)
         if step.learn:
-            self.strategy.backward(loss, self.module, self.optimizer, last=step.begun == step.num_microbatches)
+            self.strategy.backward(loss, self.module, self.optimizer, last=step.num_started == step.num_microbatches)
         step.loss += loss.detach()
         step.done += 1
         return more | report
@@ -265,7 +265,7 @@ class Role(ABC):
     def abort_train_step(self) -> None:
         """Discard the open step: parameters, optimizer and schedule are unchanged, and no gradient is left."""
         step, self._step = self._open_step(), None
-        if step.learn and step.begun and step.done < step.num_microbatches:
+        if step.learn and step.num_started and step.done < step.num_microbatches:
             # Gradients that wait for the last micro-batch are inside the strategy: an empty one flushes them.
             values, _ = self.forward(empty_microbatch(step.batch))
             self.strategy.backward(values.sum() * 0, self.module, self.optimizer)

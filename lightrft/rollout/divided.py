@@ -19,11 +19,11 @@ WIDTH = 1 << 20
 
 
 def move_responses(
-    samples: Mapping[tuple[int, int], Sample], homes: Mapping[int, int], data: Axis, replica: Axis
+    samples: Mapping[tuple[int, int], Sample], group_ranks: Mapping[int, int], data: Axis, replica: Axis
 ) -> dict[tuple[int, int], Completion]:
-    """Return (group, place in it) -> response for those that other ranks had and whose home is this rank.
+    """Return (group, place in it) -> response for those that other ranks had and whose groups belong to this rank.
 
-    `samples`: responses that this rank has for others; `homes`: group -> data rank. All ranks call it together, those of a
+    `samples`: responses that this rank has for others; `group_ranks`: group -> data rank. All ranks call it together, those of a
     replica with the same arguments. It takes two collectives, whatever the number of responses.
     """
     store, rows = MemoryStore(data, replica), list(samples.values())
@@ -38,7 +38,7 @@ def move_responses(
     )  # fmt: skip
     owners: list[list[int]] = [[] for _ in range(data.size)]
     for row in store.rows().ids.tolist():
-        owners[homes[row // WIDTH]].append(row)
+        owners[group_ranks[row // WIDTH]].append(row)
     store.move(owners)
     columns = store.get(owners[data.rank])
     parts = [columns[name].split(columns["lengths"].tolist()) for name in tokens]

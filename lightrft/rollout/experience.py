@@ -126,8 +126,8 @@ class ExperienceMaker:
         if self.section.entropy_filter:
             filters.mask_sequences(experience, filters.by_entropy(experience, self.section))
         penalty = self._diverge(experience, metrics) if self._measures_divergence else 0.0
-        taught = self._teacher_term(experience, minibatches, metrics) if self.teacher is not None else 0.0
-        self._set_advantages(experience, experience.step_rewards - penalty, taught)
+        teacher_term = self._teacher_term(experience, minibatches, metrics) if self.teacher is not None else 0.0
+        self._set_advantages(experience, experience.step_rewards - penalty, teacher_term)
         if self.critic is not None:
             measure_values(experience, self.data.sum, metrics)
         self._choose_tokens(experience, minibatches)
@@ -237,7 +237,7 @@ class ExperienceMaker:
         metrics.mean("rollout/teacher_kl", -gap, learned)
         return self.section.distill_coef * gap
 
-    def _set_advantages(self, experience: Experience, rewards: Tensor, taught: Tensor | float) -> None:
+    def _set_advantages(self, experience: Experience, rewards: Tensor, teacher_term: Tensor | float) -> None:
         """Set the advantages: rewards from each token on plus the teacher's term, normalised over all ranks if configured."""
         section, learned = self.section, experience.loss_mask
         if self.critic is None:
@@ -245,7 +245,7 @@ class ExperienceMaker:
         else:
             advantages, returns = gae(rewards, experience.values, experience, gamma=section.gamma, lambd=section.lambd)
             experience.returns = returns.float()
-        advantages = advantages + taught
+        advantages = advantages + teacher_term
         if section.advantages_norm:
             advantages = whiten(advantages, learned, self.data.sum)
         if section.advantage_clip is not None:

@@ -77,12 +77,12 @@ def placed(values: Tensor, samples: list[Sample], experience: Experience) -> Ten
     places, lines = [], []
     for sample in samples:
         steps, start = sample.steps, ends[row] + sample.prompt.num_tokens
-        earned = range(line, line + len(steps))
+        lines_of_sample = range(line, line + len(steps))
         places += [start + token if token >= 0 else -1 for token, _ in steps]
-        lines += [[each] for each in earned]
-        row, line = row + len(sample.rows), earned.stop
+        lines += [[each] for each in lines_of_sample]
+        row, line = row + len(sample.rows), lines_of_sample.stop
         places += [ends[branch] - 1 for branch in range(row - len(sample.rows) + 2, row + 1)]
-        lines += [list(earned)] * (len(sample.rows) - 1)
+        lines += [list(lines_of_sample)] * (len(sample.rows) - 1)
     sums = torch.tensor([sum(numbers[each] for each in one) for one in lines]) if (numbers := values.tolist()) else values
     places = torch.tensor(places, dtype=torch.int64)
     result[places[places >= 0]] = sums.float()[places >= 0]

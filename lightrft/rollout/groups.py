@@ -157,8 +157,8 @@ class History:
     def expected_lengths(self, rows: list[int]) -> list[float]:
         """Return the expected tokens of a response to each prompt: that of its last outcome; for new prompts the mean, or 1."""
         generated = self.turns >= 0
-        usual = float(self.lengths[generated].mean()) if generated.any() else 1.0
-        return [max(float(self.lengths[row]) if generated[row] else usual, 1.0) for row in rows]
+        mean = float(self.lengths[generated].mean()) if generated.any() else 1.0
+        return [max(float(self.lengths[row]) if generated[row] else mean, 1.0) for row in rows]
 
     def state_dict(self) -> dict[str, Any]:
         return {"turns": self.turns, "solved": self.solved, "lengths": self.lengths}

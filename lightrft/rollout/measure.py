@@ -59,11 +59,11 @@ def _measure_episodes(episodes: list[Episode], metrics: Metrics) -> None:
 def measure_groups(rewards: Tensor, groups: Tensor, metrics: Metrics) -> None:
     """Measure the groups [N] of all ranks' rewards [N]: shares solved to each degree, and without signal (rewards equal)."""
     names, member, sizes = groups.unique(return_inverse=True, return_counts=True)
-    nothing = rewards.new_zeros(len(names))
-    best = nothing.scatter_reduce(0, member, rewards, "amax", include_self=False)
-    worst = nothing.scatter_reduce(0, member, rewards, "amin", include_self=False)
+    zeros = rewards.new_zeros(len(names))
+    best = zeros.scatter_reduce(0, member, rewards, "amax", include_self=False)
+    worst = zeros.scatter_reduce(0, member, rewards, "amin", include_self=False)
     metrics.mean("rollout/groups_without_signal", (best == worst).float())
-    solved = nothing.index_add(0, member, (rewards > RIGHT).to(rewards.dtype)) / sizes
+    solved = zeros.index_add(0, member, (rewards > RIGHT).to(rewards.dtype)) / sizes
     place = (4 * solved).ceil() + (solved == 1)
     for index, name in enumerate(SOLVED):
         metrics.mean(f"rollout/groups_solved_{name}", (place == index).float())

@@ -41,8 +41,8 @@ class Overlap:
 
     def finish(self) -> None:
         """Wait for all calls, and raise the error of the first that failed."""
-        begun, self._futures = self._futures, []
-        for each in begun:
+        futures, self._futures = self._futures, []
+        for each in futures:
             each.result()
 
     def _run(self) -> None:

@@ -229,8 +229,8 @@ class Sampler:
 
     def _request(self, sample: Sample, sampling: Sampling, seeds: tuple[int, ...], *, longest: int | None = None) -> Request:
         """Build the request that continues a response after its tokens, by at most `longest` of them."""
-        room = self.section.generate_max_len - len(sample.token_ids)
-        sampling = replace(sampling, max_tokens=min(room, longest or room))
+        longest_rest = self.section.generate_max_len - len(sample.token_ids)
+        sampling = replace(sampling, max_tokens=min(longest_rest, longest or longest_rest))
         if sample.token_ids:
             sampling = replace(sampling, first_token_temperature=None)
         return Request([*sample.prompt.token_ids, *sample.token_ids], opened(sample.prompt.multi_modal), sampling, seeds)

@@ -37,9 +37,9 @@ def next_tail_round(parked: list[Parked], rows_left: int, *, batch: int, ahead: 
     `rows_left` prompts have not begun, has `batch` groups and runs to the end. `parked` is sorted: least often parked first.
     """
     for times in sorted({times for times, _, _ in parked}, reverse=True):
-        alike = [each for each in parked if each[0] == times]
-        if len(alike) >= ahead:
-            return alike[:ahead], 0
+        same_visits = [each for each in parked if each[0] == times]
+        if len(same_visits) >= ahead:
+            return same_visits[:ahead], 0
     if rows_left >= ahead:
         return [], ahead
     if rows_left + len(parked) >= ahead:
@@ -75,7 +75,7 @@ class Round:
         self.at_once = at_once
         self.waiting = [index for index, rank in enumerate(self.owners) if rank is None]
         """Indices of chunks without a rank, the next one last."""
-        self.begun = [index for index, rank in enumerate(self.owners) if rank is not None]
+        self.started = [index for index, rank in enumerate(self.owners) if rank is not None]
         """Indices of chunks that have a rank, in the order in which they got it."""
         self.complete: set[int] = set()
         """Places of groups whose responses have all ended."""
@@ -95,7 +95,7 @@ class Round:
 
     def begin_exchange(self) -> None:
         """Note which chunks the counts include that are taken now."""
-        self._counted = list(self.begun)
+        self._counted = list(self.started)
 
     def decide(self, running: Sequence[int], tokens: Sequence[int]) -> None:
         """Take the counts of each chunk on all ranks at the last point, and assign chunks that wait.
@@ -124,14 +124,14 @@ class Round:
     def _assign(self) -> None:
         """Give chunks to the ranks with the fewest unfinished responses, and of these to those that expect the fewest tokens."""
         loads = [(0, 0.0, rank) for rank in range(self.num_ranks)]
-        for index in self.begun:
+        for index in self.started:
             loads[self.owners[index]] = self._with(loads[self.owners[index]], index)
         heapify(loads)
         self.waiting.sort(key=self._priority)
         while self.waiting and loads[0][0] < self.at_once:
             index = self.waiting.pop()
             self.owners[index] = loads[0][2]
-            self.begun.append(index)
+            self.started.append(index)
             heapreplace(loads, self._with(loads[0], index))
 
     def _priority(self, index: int) -> tuple[float, int, int]:

@@ -38,7 +38,7 @@ class ClientSessions:
     """Sessions of clients by their `x-session-id`. A request without one has a session of its own, which ends with it."""
 
     def __init__(self) -> None:
-        self.begun: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        self.new: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         """The other ends of sessions that have begun."""
         self._named: dict[str, Session] = {}
 
@@ -60,7 +60,7 @@ class ClientSessions:
 
     def _begin(self) -> Session:
         client_end, server_end = Pipe()
-        self.begun.put(server_end)
+        self.new.put(server_end)
         return Session(client_end)
 
 
@@ -89,20 +89,20 @@ class ModelServer:
                 logger.info("serving {} at http://{}:{}/v1", self.served.name, host, port)
             growth, numbers = self.sampler.open(self.seed), count(1)
             while True:
-                for connection in self._begun(wait=not growth.running()):
+                for connection in self._new_sessions(wait=not growth.running()):
                     group = Group.begin(next(numbers), 0, Prompt(0, "", []), count=1, greedy=False)
                     growth.attach(group, connection)
                 for group in growth.steps(STEPS):
                     growth.forget(group)
                 interruption.safe_point()
 
-    def _begun(self, *, wait: bool) -> Iterator[Connection]:
+    def _new_sessions(self, *, wait: bool) -> Iterator[Connection]:
         """Yield the sessions that have begun, on rank 0; wait a moment for the first one if nothing else is to be done."""
         if self.strategy.is_rank_0():
             with suppress(queue.Empty):
-                yield self.sessions.begun.get(block=wait, timeout=POLL_SECONDS)
+                yield self.sessions.new.get(block=wait, timeout=POLL_SECONDS)
                 while True:
-                    yield self.sessions.begun.get_nowait()
+                    yield self.sessions.new.get_nowait()
 
     async def _listen(self) -> None:
         """Answer requests in a thread with its own event loop."""

@@ -23,7 +23,7 @@ from lightrft.parallel.device import GB, free_host_memory
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 Trained = tuple[nn.Module | None, Optimizer | None, LRScheduler | None]
 """Model with the optimizer and schedule that train it, which may be None."""
-ROOM = 2
+MEMORY_FACTOR = 2
 """Free host memory with which a checkpoint is written in the background, relative to what its copy takes."""
 
 
@@ -72,12 +72,12 @@ class Checkpoints:
             job(world)
 
     def _has_room(self, num_bytes: int) -> bool:
-        """Return True if every host has ROOM times the memory that copies take on its ranks: `num_bytes` on this one."""
+        """Return True if every host has MEMORY_FACTOR times the memory that copies take on its ranks: `num_bytes` on this one."""
         hosts: dict[str, tuple[int, int]] = {}
         for host, needed, free in self.backend.mesh.world.gather((socket.gethostname(), num_bytes, free_host_memory())):
             others, least = hosts.get(host, (0, free))
             hosts[host] = others + needed, min(least, free)
-        full = {host: sizes for host, sizes in hosts.items() if sizes[1] < ROOM * sizes[0]}
+        full = {host: sizes for host, sizes in hosts.items() if sizes[1] < MEMORY_FACTOR * sizes[0]}
         for host, (needed, free) in full.items():
             logger.info("training waits for the checkpoint: a copy takes {:.1f} GB, and {} has {:.1f} GB of free memory",
                         needed / GB, host, free / GB)  # fmt: skip

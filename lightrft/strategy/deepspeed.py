@@ -155,11 +155,11 @@ class DeepSpeedStrategy(StrategyBase):
         if self.config.strategy.zero_stage == 0:
             return super().offload_optimizer_state(optimizer)
         model = self._trained[optimizer]
-        zero, flats = self._engines[model].optimizer, self._partitions(model).flats
+        zero, partitions = self._engines[model].optimizer, self._partitions(model).flats
         moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
         gradients = zero.fp32_groups_gradients_flat if isinstance(zero, BF16_Optimizer) else []
         models = {tensor.untyped_storage().data_ptr() for tensor in self._model_tensors(model)}
-        own = [tensor for tensor in (*flats, *moments, *gradients) if tensor.untyped_storage().data_ptr() not in models]
+        own = [tensor for tensor in (*partitions, *moments, *gradients) if tensor.untyped_storage().data_ptr() not in models]
         return OffloadedTensors(own, self.device, guard_optimizer(optimizer), scratch=_scratch(zero))
 
     def holds_gradients(self, model: nn.Module) -> bool:

@@ -43,7 +43,7 @@ def build_policy(
         check_window(actor.language_model, longest_sequence(config))
     optimizer = strategy.create_optimizer(actor, optim.actor_learning_rate, optim.adam_betas, optim.l2)
     scheduler = strategy.create_scheduler(optimizer, optim.lr_scheduler, round(optim.lr_warmup_ratio * updates), updates)
-    drawn = sampling.resolved(placeholder_token_ids(actor.language_model.config)) if sampling is not ANY_TOKEN else sampling
+    resolved = sampling.resolved(placeholder_token_ids(actor.language_model.config)) if sampling is not ANY_TOKEN else sampling
     actor, optimizer, scheduler = strategy.prepare((actor, optimizer, scheduler))
     frozen = actor if reference and config.model.lora_rank else None
     if reference and frozen is None:
@@ -64,8 +64,8 @@ def build_policy(
         scheduler,
         reference=frozen,
         average=average,
-        temperature=drawn.temperature,
-        truncation=drawn.truncation,
+        temperature=resolved.temperature,
+        truncation=resolved.truncation,
         **limits(config),
     )
 

@@ -102,12 +102,12 @@ def response_rows(name: str, group: Group) -> Iterator[dict[str, Any]]:
 
 def table(title: str, sets: list[HeldOut], estimates: list[dict[str, Estimate]]) -> Table:
     """Return the table of an evaluation: a column for each set, a row for each number with its 95 % interval."""
-    shown = Table("", *(each.name or "held-out" for each in sets), title=title, box=box.SIMPLE, title_justify="left")
-    shown.add_row("prompts", *(str(len(each.prompts)) for each in sets))
+    rows = Table("", *(each.name or "held-out" for each in sets), title=title, box=box.SIMPLE, title_justify="left")
+    rows.add_row("prompts", *(str(len(each.prompts)) for each in sets))
     for name in dict.fromkeys(name for values in estimates for name in values):
         if not (name == "reward" and all("accuracy" in values for values in estimates)):
-            shown.add_row(name.replace("_at_", "@").replace("_", " "), *(_cell(name, values.get(name)) for values in estimates))
-    return shown
+            rows.add_row(name.replace("_at_", "@").replace("_", " "), *(_cell(name, values.get(name)) for values in estimates))
+    return rows
 
 
 def _cell(name: str, value: Estimate | None) -> str:

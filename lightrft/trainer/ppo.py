@@ -79,14 +79,14 @@ class PPOTrainer(Trainer):
 
     def _collect(self, number: int) -> tuple[list[Sample], int]:
         """Return this rank's samples of a step with their rewards, and the version of the engine's newest weights."""
-        begun = self.collect.begin(), self.metrics.state_dict(), self.strategy.weight_version
+        safe_state = self.collect.begin(), self.metrics.state_dict(), self.strategy.weight_version
         with self.trace.phase("generate"), self.strategy.engine_awake(self.policy.actor):
             ahead = min(self.config.rollout.max_staleness, self.total_steps - number)
             groups = self.collect(number, self.metrics, ahead=ahead)
             self.collect.rewards.ask_judge([sample for group in groups for sample in group.responses])
         with self.trace.phase("reward"):
             samples = self.collect.rewarded(groups, self.metrics)
-        self._safe_point(*begun)
+        self._safe_point(*safe_state)
         return samples, self.strategy.weight_version
 
     def _compute_early(self, groups: list[Group]) -> None:

@@ -132,11 +132,11 @@ class Simulation:
         predicted = lengths if self.predicts else np.array(expected)[:, None].repeat(n, 1)
         points, begun = [0], 0
         while True:
-            for index in round.begun[begun:]:
+            for index in round.started[begun:]:
                 place, responses, owner = round.chunks[index].place, list(round.chunks[index].responses), round.owners[index]
                 starts[place, responses] = self._begin(lengths[place, responses], free[owner], points[-1])
                 owners[place, responses] = owner
-            begun = len(round.begun)
+            begun = len(round.started)
             if not round.open:
                 return starts, owners, points
             round.begin_exchange()

@@ -432,7 +432,7 @@ def decide(size: int, rows: int) -> None:
     ages = [0] * len(lengths)
     while not round.over:
         round.begin_exchange()
-        for index in round.begun:
+        for index in round.started:
             ages[index] += EVERY
         running = [sum(length > age for length in each) for each, age in zip(lengths, ages, strict=True)]
         round.decide(running, [sum(length for length in each if length <= age)

@@ -285,7 +285,7 @@ IMPOSSIBLE: dict[str, list[tuple[Request, str]]] = {
         (Request([65], {"audios": [HEARD]}), "has 1 audios and 0 placeholders"),
         (Request([IMAGE] * 3, {"audios": [HEARD] * 3}), "3 audios, more than --limit_mm_audio_per_prompt 2"),
         (Request([IMAGE], {"audios": ["nothing.wav"]}), "has media that cannot be read: audios: .*No such file.*nothing.wav"),
-        (Request([IMAGE], {"audios": [clip(1, rate=8000)]}), "8000 samples per second, and the model needs 16000"),
+        (Request([IMAGE], {"audios": [clip(1, rate=8000)]}), "8000 samples per second; the model needs 16000"),
         (Request([IMAGE], {"audios": [clip(1, 31)]}), "cannot be read: 31.0 s, and the model accepts at most [13]0? s: cut it"),
         (Request([IMAGE], {"videos": [1]}), "carries videos: this engine supports only text and audios"),
         (Request([IMAGE] + [65] * 115, {"audios": [HEARD]}), r"does not fit: 120 prompt tokens and max_tokens 10"),

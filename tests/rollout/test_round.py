@@ -14,7 +14,7 @@ def test_a_group_is_divided_into_few_chunks_of_nearly_the_same_size():
 
 def owned(round: Round) -> list[tuple[int, int, int]]:
     """Return (group, first response, rank) of each chunk that has begun, in order."""
-    return [(round.chunks[index].place, round.chunks[index].responses.start, round.owners[index]) for index in round.begun]
+    return [(round.chunks[index].place, round.chunks[index].responses.start, round.owners[index]) for index in round.started]
 
 
 def test_the_longest_begin_first_and_are_spread_over_ranks():
@@ -55,17 +55,17 @@ def test_first_chunks_come_before_others_that_are_expected_to_be_as_long():
 def test_a_chunk_begins_in_place_of_responses_that_have_ended():
     """Of two chunks of four, five responses have ended: an engine that decodes eight has room for one more, and not for two."""
     round = Round([9] * 4, [None] * 4, 4, num_ranks=1, needed=4, at_once=7, divided=True)
-    assert len(round.begun) == 2
+    assert len(round.started) == 2
     round.begin_exchange()
     round.decide([2, 4, 0, 0], [18, 0, 0, 0])
-    assert len(round.begun) == 3 and round.complete == set()
+    assert len(round.started) == 3 and round.complete == set()
 
 
 def test_chunks_that_begin_after_a_count_are_not_complete_by_it():
     round = Round([1, 1], [None, None], 1, num_ranks=1, needed=2, at_once=1, divided=True)
     round.begin_exchange()
     round.decide([0, 0], [5, 0])
-    assert round.complete == {0} and len(round.begun) == 2
+    assert round.complete == {0} and len(round.started) == 2
     round.decide([0, 0], [5, 0])
     assert round.complete == {0}
 

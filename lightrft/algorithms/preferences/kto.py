@@ -37,11 +37,11 @@ class KTOObjective:
         rewards = section.beta * (sequence_sums(torch.where(batch.loss_mask, logprobs, 0.0), batch) - batch.reference)
         divergence = section.beta * self.divergence
         losses = kto(rewards, good, divergence, (section.desirable_weight, section.undesirable_weight))
-        shown, desired, other = rewards.detach(), (present & good).float(), (present & ~good).float()
+        implicit_rewards, desired, other = rewards.detach(), (present & good).float(), (present & ~good).float()
         report = {
-            "train/reward_desirable": Weighted(shown, desired),
-            "train/reward_undesirable": Weighted(shown, other),
-            "train/accuracy": Weighted(((shown > divergence) == good).float(), present.float()),
-            "train/kl": Weighted(self.divergence.expand(len(shown)), present.float()),
+            "train/reward_desirable": Weighted(implicit_rewards, desired),
+            "train/reward_undesirable": Weighted(implicit_rewards, other),
+            "train/accuracy": Weighted(((implicit_rewards > divergence) == good).float(), present.float()),
+            "train/kl": Weighted(self.divergence.expand(len(implicit_rewards)), present.float()),
         }
         return torch.where(present, losses, 0.0).sum() / denominator.sequences, report

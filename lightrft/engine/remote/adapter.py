@@ -13,7 +13,7 @@ from lightrft.engine.base import Engine, EngineError, EngineSetup, Part
 from lightrft.engine.loop import RequestLoop
 from lightrft.engine.model_info import Vocabulary, most_of_each, published_names
 from lightrft.engine.remote.weights import WeightBroadcast
-from lightrft.engine.remote.wire import PRETRAIN, ROOM, Abort, Closed, Finished, Generate, LoadWeights, Peer, connect
+from lightrft.engine.remote.wire import CAPACITY, PRETRAIN, Abort, Closed, Finished, Generate, LoadWeights, Peer, connect
 from lightrft.engine.requests import Expanded, Request, Sampling
 from lightrft.parallel.processes import RunProcesses
 from lightrft.types import Completion
@@ -84,8 +84,8 @@ class RemoteEngine(Engine):
 
     def prompts_at_once(self, n: int) -> int:
         """Return this rank's share of the prompts that all engines decode at the same time. It waits until they have started."""
-        room = int(self._processes.store.get(ROOM)) * len(self._engines)
-        return max(1, room // n // (self._processes.size - self._processes.rollout_ranks))
+        capacity = int(self._processes.store.get(CAPACITY)) * len(self._engines)
+        return max(1, capacity // n // (self._processes.size - self._processes.rollout_ranks))
 
     def send(self, requests: list[Request]) -> int:
         """Send the requests of a call, also none, because those of other ranks wait for them; return its number."""

@@ -11,7 +11,7 @@ import torch
 from lightrft.engine.base import Engine
 from lightrft.engine.loop import RequestLoop
 from lightrft.engine.remote.weights import WeightBroadcast
-from lightrft.engine.remote.wire import ROOM, Abort, Closed, Finished, Generate, LoadWeights, Peer, accept
+from lightrft.engine.remote.wire import CAPACITY, Abort, Closed, Finished, Generate, LoadWeights, Peer, accept
 from lightrft.engine.requests import Sampling
 from lightrft.parallel.collectives import Axis
 from lightrft.parallel.processes import RunProcesses
@@ -37,11 +37,11 @@ class EngineServer:
         """Accept the connections of all ranks that train, on the first rank of the engine."""
         self.engine, self.in_flight, self._announce = engine, in_flight, announce
         self.axis: Axis = engine.axis
-        room = engine.prompts_at_once(1)
+        capacity = engine.prompts_at_once(1)
         self._inbox: SimpleQueue[tuple[Peer, Any]] = SimpleQueue()
         self._peers: dict[int, Peer] = {}
         if self.axis.rank == 0:
-            processes.store.set(ROOM, str(room))
+            processes.store.set(CAPACITY, str(capacity))
             self._peers = {peer.rank: peer for peer in accept(processes, self._inbox)}
         self._broadcast = WeightBroadcast(processes, device)
         self._num_peers = processes.size - processes.rollout_ranks

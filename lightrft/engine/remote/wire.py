@@ -18,7 +18,7 @@ KEY = "lightrft/rollout"
 """Prefix of the keys in the store of all processes."""
 PRETRAIN = f"{KEY}/pretrain"
 """Key of the folder from which the engines are started."""
-ROOM = f"{KEY}/room"
+CAPACITY = f"{KEY}/capacity"
 """Key of the number of samples that an engine decodes at the same time."""
 
 

@@ -144,10 +144,10 @@ class TextDrafter:
                 if new:
                     drafts[row], gain = self._draft(row, int(num_tokens[row]), token_ids[row])
                     expected += gain
-        pays = expected > cost
-        self._last_rest = 0 if pays else min(LONGEST_REST, 2 * self._last_rest + 1)
+        worthwhile = expected > cost
+        self._last_rest = 0 if worthwhile else min(LONGEST_REST, 2 * self._last_rest + 1)
         self._rest = self._last_rest
-        return drafts if pays else [[] for _ in sampled]
+        return drafts if worthwhile else [[] for _ in sampled]
 
     def _draft(self, row: int, end: int, token_ids: np.ndarray) -> tuple[list[int], float]:
         """Return a draft and the number of its tokens that are expected to be accepted."""

@@ -48,8 +48,8 @@ class Verifier:
             output = self.sampler(logits=logits[rows], sampling_metadata=_of_requests(sampling, running))
             places.append(torch.tensor([row * (metadata.max_spec_len + 1) + place for row in running], device=logits.device))
             outputs.append(output)
-            drawn = output.sampled_token_ids[:, 0].tolist()
-            running = [row for row, token in zip(running, drawn, strict=True) if drafts[row][place : place + 1] == [token]]
+            sampled = output.sampled_token_ids[:, 0].tolist()
+            running = [row for row, token in zip(running, sampled, strict=True) if drafts[row][place : place + 1] == [token]]
             if not running:
                 break
         return _padded(outputs, torch.cat(places), (len(counts), metadata.max_spec_len + 1))

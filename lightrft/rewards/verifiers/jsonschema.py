@@ -26,8 +26,8 @@ def satisfies_schema(samples: list[Sample], schema: list[Any] | None = None, **_
 
 def _candidate(text: str) -> str:
     """Return the last ```json block, which ends at the next line that begins with ```; the whole text if there is none."""
-    _, begun, rest = text.rpartition(BLOCK)
-    return re.split(r"^[ \t]*```", rest, maxsplit=1, flags=re.MULTILINE)[0] if begun else text
+    _, marker, rest = text.rpartition(BLOCK)
+    return re.split(r"^[ \t]*```", rest, maxsplit=1, flags=re.MULTILINE)[0] if marker else text
 
 
 def _satisfies(text: str, schema: Any) -> bool:

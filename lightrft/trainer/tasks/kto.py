@@ -28,8 +28,8 @@ class KTOTask:
 
         The reference point is that of the whole step: every prompt with the answer to the next one, in the order of the step.
         """
-        room = min(max_tokens, self.policy.max_logprob_tokens or max_tokens)
-        divergence = reference_point(self._log_ratios(mismatched(answers, room), max_tokens))
+        limit = min(max_tokens, self.policy.max_logprob_tokens or max_tokens)
+        divergence = reference_point(self._log_ratios(mismatched(answers, limit), max_tokens))
         batch, rows = self._local(answers, max_tokens)
         batch.reference = sequence_sums(self.policy.reference_logprobs(batch, rows), batch)
         device = self.policy.strategy.device
