@@ -71,17 +71,17 @@ def prompts(batch: Batch, units: Tensor | None = None) -> Tensor:
     Sequences with the same number in `units`, ascending, are branches of the first of them: they count as many tokens as it does,
     at most.
     """
-    prompt_ends = batch.lengths.scatter_reduce(0, batch.sequence_ids[batch.loss_mask], batch.position_ids[batch.loss_mask], "amin")
+    lengths = batch.lengths.scatter_reduce(0, batch.sequence_ids[batch.loss_mask], batch.position_ids[batch.loss_mask], "amin")
     if units is not None:
         _, inverse, counts = units.unique_consecutive(return_inverse=True, return_counts=True)
-        prompt_ends = torch.minimum(prompt_ends, prompt_ends[(counts.cumsum(0) - counts)[inverse]])
+        lengths = torch.minimum(lengths, lengths[(counts.cumsum(0) - counts)[inverse]])
     starts, tokens = batch.offsets.tolist(), batch.input_ids.numpy()
     checksums = {id(each): _checksum(each) for each in batch.media or ()}
     before = [checksums[id(each)] for each in batch.media] if batch.media else [0] * len(batch)
-    ends = zip(starts, prompt_ends.tolist(), before, strict=False)
+    ends = zip(starts, lengths.tolist(), before, strict=False)
     sums = [crc32(tokens[start : start + count].tobytes(), images) for start, count, images in ends]
-    towers = torch.zeros_like(prompt_ends) if batch.tower_tokens is None else batch.tower_tokens
-    return torch.stack([torch.tensor(sums, dtype=torch.int64), prompt_ends, towers], dim=1)
+    towers = torch.zeros_like(lengths) if batch.tower_tokens is None else batch.tower_tokens
+    return torch.stack([torch.tensor(sums, dtype=torch.int64), lengths, towers], dim=1)
 
 
 def _checksum(features: Features) -> int:
