@@ -21,7 +21,7 @@ SETTINGS = (
     "--lr_scheduler constant --lr_warmup_ratio 0.125 --num_episodes 3 --report_to jsonl"
 ).split()
 EXTRA_FLAGS = {"ppo": "--critic_learning_rate 1e-3", "distill": "--teacher_pretrain {quickstart}/model"}
-"""What a preset needs beside its name."""
+"""Preset -> further flags that it needs."""
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 420, 130, 34, 108, 8
 LOWEST, HIGHEST = 0.0, 1.0
 STYLE = 'font-family="sans-serif" font-size="11" fill="#555"'

@@ -171,7 +171,7 @@ PARTS = list(dict.fromkeys(check.part for check in CHECKS))
 
 
 def why_skipped(check: Check, device: str, available: int) -> str:
-    """Why a check cannot run here; empty when it can."""
+    """Return the reason why a check cannot run here; an empty string if it can."""
     missing = [module for module in check.modules if not is_installed(module)]
     if missing:
         return f"{' and '.join(missing)} not installed"

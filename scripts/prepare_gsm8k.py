@@ -48,7 +48,7 @@ def convert(rows: Iterable[dict[str, Any]], where: str) -> Iterator[dict[str, An
 
 
 def final_number(answer: str) -> str:
-    """What stands after `####`, without thousands separators: `1,234` -> `1234`."""
+    """Return the text after `####`, without thousands separators: `1,234` -> `1234`."""
     _, mark, number = answer.rpartition("####")
     number = number.strip().replace(",", "").removeprefix("$")
     if not mark or not number.removeprefix("-").replace(".", "", 1).isdigit():

@@ -1,4 +1,4 @@
-"""What of SGLang the adapter lightrft/engine/sglang/ uses, and what a version of SGLang has: read from sources, not imported.
+"""Compare the part of SGLang that lightrft/engine/sglang/ uses with a version of SGLang; sources are read, not imported.
 
     python scripts/sglang_interface.py --out tests/engine/sglang_newest.json     record the newest version (downloads its wheel)
 """
@@ -82,7 +82,7 @@ def used(adapter: str) -> dict[str, Any]:
 
 
 def interface(packages: Path | str) -> dict[str, Any]:
-    """What the SGLang in a folder of packages has, as far as the adapter could use it; fit for JSON."""
+    """Return the interface of the SGLang in a folder of packages, as far as the adapter could use it, for JSON."""
     sources = Path(packages) / "sglang" / "srt"
     fields = [sources / "server_args.py", *sorted((sources / "arg_groups" / "fields").glob("*.py"))]
     constants = ast.parse((sources / "constants.py").read_text())
@@ -99,7 +99,7 @@ def interface(packages: Path | str) -> dict[str, Any]:
 
 
 def missing(expected: dict[str, Any], installed: dict[str, Any]) -> list[str]:
-    """What the adapter uses and the version does not have."""
+    """Return the names that the adapter uses and the version does not have."""
     problems = [f"from {module} import {name}" for module, name in expected["imports"]
                 if name not in installed["names"].get(module, [])]
     for method, keywords in expected["methods"].items():
@@ -130,7 +130,7 @@ def _class(tree: ast.AST, name: str) -> ast.ClassDef:
 
 
 def _names(packages: Path | str, module: str) -> set[str]:
-    """What can be imported from a module: what it defines or imports, and the modules in a package."""
+    """Return the names that can be imported from a module: those it defines or imports, and the modules of a package."""
     folder = Path(packages, *module.split("."))
     names = {path.stem for path in folder.glob("*")}
     if folder.is_dir() and not (folder / "__init__.py").exists():

@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 
 def summarize(folder: Path) -> Json:
-    """What the run's files say. Accuracies are of greedy responses, rewards of sampled ones."""
+    """Return the numbers of the run's files. Accuracies are of greedy responses, rewards of sampled ones."""
     run = json.loads((folder / "run.json").read_text())
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     accuracies = {name: json.loads((folder / name / "evaluation.json").read_text())["accuracy"] for name in EVALUATIONS}

@@ -7,7 +7,7 @@ from typing import Any
 from lightrft.agents.messages import BEGINNING, Message, ToolCall, Turn
 
 Key = tuple[str, str, str]
-"""What two messages have in common that are the same one: role, text, and tool calls."""
+"""Identity of a message: role, text, and tool calls; messages that are the same one have equal keys."""
 
 
 class TurnHistory:

@@ -7,7 +7,7 @@ from typing import Any
 Message = dict[str, Any]
 """Message of a chat, such as {"role": "tool", "content": "56"}."""
 Observation = str | list[Message] | list[int] | None
-"""What the model reads before its turn: a text, messages of a chat, or token ids. None: nothing but the prompt."""
+"""Observation that the model reads before its turn: a text, messages of a chat, or token ids. None: nothing but the prompt."""
 LENGTH = "length"
 """Finish reason of a turn, or of an episode, that reached a limit."""
 

@@ -21,7 +21,7 @@ NOT_AN_ACTION = "VALIDATION_ERROR"
 """Code of the error for an action that does not fit the environment's schema."""
 
 Step = tuple[str, float | None, bool]
-"""What the model reads, a reward, and True at the end."""
+"""(Observation that the model reads, reward, True at the end)."""
 
 
 def program(url: str, served: EndpointModel | None) -> Callable[[Session, dict[str, Any]], Awaitable[None]]:

@@ -48,7 +48,7 @@ class ProgramSetup:
     agent: str = ""
     """Name of an async function, as in --agent."""
     served: EndpointModel | None = None
-    """What the agent's server says about the model."""
+    """Information about the model that the agent's server returns."""
     tool_seconds: float = 60.0
     """Longest time of a call of a tool."""
     memory: int = 0

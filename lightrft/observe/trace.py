@@ -17,7 +17,7 @@ class Span(NamedTuple):
     idle: bool = False
     """True if the device had nothing to do."""
     track: str = ""
-    """What did it, beside the phases of the rank: calls of one track may overlap."""
+    """Track of the timeline on which the span is drawn, in addition to the phases of the rank; its spans may overlap."""
 
 
 def _nothing() -> None:

@@ -111,7 +111,7 @@ class Collector:
         self.trace = Untraced()
         """Trace that measures how long this rank waits for the generation of others."""
         self.overlap: Overlap | None = None
-        """What computes the models' outputs for complete groups while others are generated."""
+        """Thread that computes the models' outputs for complete groups while others are generated; None without --overlap."""
         self.order, self.history = order or Order(len(prompts), seed), History(len(prompts))
         self.place = 0
         """Number of prompts drawn or passed over, in the order of the data."""
@@ -125,7 +125,7 @@ class Collector:
         """First rounds of the next steps, which are generated while this one is learned. A checkpoint does not contain their
         responses: a resumed run begins their groups anew."""
         self.expander: Expander | None = None
-        """What expands prompts with media for the model that learns."""
+        """Expander of prompts with media for the trained model; None for text."""
         self._prepared: Prepared | None = None
         self._at_once = 1
         """Number of responses that the engines of a data replica decode at the same time, known from the first round on."""

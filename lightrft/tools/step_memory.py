@@ -42,7 +42,7 @@ class StepBytes:
     """Gradients between two micro-batches."""
     optimizer: float
     activations: float
-    """What the forward pass leaves beside parameters and gradients."""
+    """Bytes that the forward pass keeps in addition to parameters and gradients."""
     at_head: float
     """All of it at the end of the forward pass, from the second step on."""
     peak: float

@@ -1,4 +1,4 @@
-"""How busy the engine is while the tools of other episodes run, compared with turns of all episodes that wait for one another.
+"""Measure the load of the engine while tools of other episodes run, compared with turns that wait for all episodes.
 
     python scripts/bench/episodes.py                    # docs/benchmarks.md, one minute
 

@@ -54,7 +54,7 @@ WAYS = [{"shape": shape, "reduce_gradients_once": once, "bf16": bf16, "recompute
         for shape, once, bf16, recompute in (
             ("small", False, False, True), ("small", True, False, True), ("small", False, False, False),
             ("small", False, True, True), ("experts", False, True, True))]  # fmt: skip
-"""What is measured on real ranks."""
+"""Configurations that are measured on real ranks."""
 
 
 def training_bytes(strategy: FSDPStrategy, config: PretrainedConfig, tokens: int, *, computed: bool) -> dict[str, int]:

@@ -97,7 +97,7 @@ def packed_step(batch: Batch, tokens: int, *, once: bool = False, **model: int) 
 
 
 def prefix_rates(response: int, repeat: int) -> dict[str, float]:
-    """Of 16 responses of so many tokens to one prompt eight times as long."""
+    """Measure 16 responses of so many tokens to one prompt that is eight times as long."""
     batch = with_prompts(make_batch(16, response, 0.0, response), 8 * response, samples=16)
     model = {"width": 256, "layers": 4}
     steps = {f"prefix_{name}": packed_step(batch, batch.num_tokens, once=name == "once", **model) for name in ("once", "alone")}

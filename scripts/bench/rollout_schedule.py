@@ -1,4 +1,4 @@
-"""What --rollout_schedule gives: an event simulator, and vLLM on two ranks with the same lengths of responses.
+"""Measure --rollout_schedule with an event simulator, and with vLLM on two ranks with the same lengths of responses.
 
     torchrun --standalone --nproc_per_node 2 scripts/bench/rollout_schedule.py          # docs/benchmarks.md, five minutes
     python scripts/bench/rollout_schedule.py --step_ms 10 0.05 0 0 --ranks 8 64 1024      # the simulator alone
