@@ -226,10 +226,10 @@ def append_sequence(batch: Batch, token_ids: Tensor, features: Features | None =
 def concatenated_features(features: Sequence[Features]) -> Features:
     """Concatenate the features of several sequences, in order; smaller tensors are padded with zeros, as by a processor."""
     names = dict.fromkeys(name for each in features for name in each)
-    return {name: _stacked([each[name] for each in features if name in each]) for name in names}
+    return {name: _stack([each[name] for each in features if name in each]) for name in names}
 
 
-def _stacked(tensors: list[Tensor]) -> Tensor:
+def _stack(tensors: list[Tensor]) -> Tensor:
     """Concatenate along the first dimension and pad all others to the largest size."""
     shape = [sum(map(len, tensors)), *(max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True))]
     result, start = tensors[0].new_zeros(shape), 0

@@ -72,7 +72,7 @@ class Session:
         """
         async with self._one_at_a_time:
             self.connection.send(request)
-            reply: Turn | Refused = await self._received()
+            reply: Turn | Refused = await self._poll()
             if isinstance(reply, Refused):
                 raise ValueError(reply.problem)
             if reply.token_ids:
@@ -81,7 +81,7 @@ class Session:
             self.limited = not reply.token_ids
         return reply
 
-    async def _received(self) -> Turn | Refused:
+    async def _poll(self) -> Turn | Refused:
         """Return the next message, without a thread that waits for it."""
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self.connection.fileno(), ready.set)

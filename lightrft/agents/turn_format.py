@@ -47,7 +47,7 @@ class TurnFormat:
         elif not observation:
             return prompt
         elif isinstance(observation, str):
-            value = _appended(prompt.columns[INPUT], observation)
+            value = _append_text(prompt.columns[INPUT], observation)
             text = render(self.section, self.tokenizer, value)
             special_tokens = not self.section.apply_chat_template
             token_ids = self._expand_media(self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
@@ -74,9 +74,9 @@ class TurnFormat:
             return self._in_vocabulary(observation)
         if request.plain or not self.section.apply_chat_template:
             contents = [observation] if isinstance(observation, str) else [each["content"] for each in observation]
-            return self._tokenized("".join(contents))
+            return self._tokenize("".join(contents))
         messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-        token_ids = self._tokenized(self._between(messages, request))
+        token_ids = self._tokenize(self._between(messages, request))
         ended = last_token in self.end_token_ids and token_ids[:1] and token_ids[0] in self.end_token_ids
         return token_ids[1:] if ended else token_ids
 
@@ -88,17 +88,17 @@ class TurnFormat:
             return self._in_vocabulary(observation)
         if not self.section.apply_chat_template:
             raise ValueError("messages are rendered by the chat template: set --apply_chat_template")
-        return self._tokenized(self._rendered(observation, request))
+        return self._tokenize(self._render(observation, request))
 
     def _between(self, messages: list[Message], request: TurnRequest) -> str:
         """Return the text from the end of a turn to the beginning of the next one, with these messages between them."""
-        text = self._rendered([{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}, *messages], request)
+        text = self._render([{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}, *messages], request)
         _, marker, between = text.rpartition(TURN)
         if not marker:
             raise ValueError("the chat template leaves out the turns of the assistant before the last message")
         return between
 
-    def _rendered(self, messages: list[dict[str, Any]], request: TurnRequest) -> str:
+    def _render(self, messages: list[dict[str, Any]], request: TurnRequest) -> str:
         variables = template_variables(self.section)
         for message in messages:
             if isinstance(content := message.get("content"), list) and any(part.get("type") != "text" for part in content):
@@ -118,7 +118,7 @@ class TurnFormat:
             raise ValueError("an observation is text: its tokens contain a placeholder of an image, a video or sound")
         return list(token_ids)
 
-    def _tokenized(self, text: str) -> list[int]:
+    def _tokenize(self, text: str) -> list[int]:
         if text not in self._known:
             if len(self._known) > 4096:
                 self._known.clear()
@@ -146,7 +146,7 @@ def _are_token_ids(observation: str | list[Message] | list[int]) -> TypeGuard[li
     return not isinstance(observation, str) and all(isinstance(each, int) for each in observation)
 
 
-def _appended(value: Any, observation: str) -> Any:
+def _append_text(value: Any, observation: str) -> Any:
     """Return the input of a row with a text at the end of its last message."""
     if isinstance(value, str):
         return f"{value}{observation}"

@@ -19,7 +19,7 @@ def all_reduce(data: Any, op: Op, axis: Axis) -> Any:
     if isinstance(data, Tensor):
         wide = data.detach().to(_accumulator(data.dtype, op))
         return _reduce(wide, op, axis).to(_result_dtype(data.dtype, op))
-    return _reduce_dict({"": _checked(data)}, op, axis)[""]
+    return _reduce_dict({"": _check(data)}, op, axis)[""]
 
 
 def all_gather(data: Any, axis: Axis) -> Any:
@@ -34,7 +34,7 @@ def _reduce_dict(data: dict[str, Any], op: Op, axis: Axis) -> dict[str, Any]:
     """Reduce all values as one float64 vector, which is exact for integers below 2^53."""
     if not data:
         return {}
-    tensors = {key: value.detach() if isinstance(value, Tensor) else torch.tensor(_checked(value)) for key, value in data.items()}
+    tensors = {key: value.detach() if isinstance(value, Tensor) else torch.tensor(_check(value)) for key, value in data.items()}
     flat = torch.cat([tensor.to("cpu", torch.float64).reshape(-1) for tensor in tensors.values()])
     flat = _reduce(flat, op, axis)
     reduced = {}
@@ -71,7 +71,7 @@ def _number(like: int | float | bool, value: float, op: Op) -> int | float | boo
     return bool(value) if isinstance(like, bool) and op in ("max", "min") else int(value)
 
 
-def _checked(value: Any) -> int | float | bool:
+def _check(value: Any) -> int | float | bool:
     if not isinstance(value, int | float):
         raise TypeError(f"only numbers, tensors and dicts of them are reduced, not {type(value).__name__}")
     return value

@@ -186,11 +186,11 @@ def help_text(command: str, topic: str = "", description: str = "") -> str:
     read = fields_read(command)
     groups = {name: [each for each in _names(name) if each in read] for name in SECTIONS if name in COMMANDS[command]}
     if topic == "all":
-        return "\n".join(_heading(group) + "".join(map(_explained, names)) for group, names in groups.items())
+        return "\n".join(_heading(group) + "".join(map(_help_of_flag, names)) for group, names in groups.items())
     if topic in groups:
-        return _heading(topic) + "".join(map(_explained, groups[topic]))
+        return _heading(topic) + "".join(map(_help_of_flag, groups[topic]))
     if topic in read:
-        return _explained(topic)
+        return _help_of_flag(topic)
     if topic in PRESETS:
         return f"--advantage_estimator {topic} sets these flags, unless you set them:\n" + _recipe(topic)
     lines = [f"usage: lightrft {command} [--config file.yaml] [--flag value ...]", "", description.strip(), ""]
@@ -213,7 +213,7 @@ def _heading(group: str) -> str:
     return f"{group}: {GROUPS[group]}\n"
 
 
-def _explained(name: str) -> str:
+def _help_of_flag(name: str) -> str:
     kind, section = field_types()[name], SECTIONS[section_of_field()[name]]
     default = next(field for field in fields(section) if field.name == name)
     value = default.default if default.default is not MISSING else default.default_factory()  # type: ignore[misc]

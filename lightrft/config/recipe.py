@@ -16,7 +16,7 @@ COMPARING = (
 
 def algorithm_problems(config: Config) -> list[str]:
     """Return the problems of the algorithm in train_ppo, a sentence for each."""
-    parts = (_distillation, _ranges, _bounds, _losses, _comparisons, _sampling)
+    parts = (_distillation, _ranges, _bounds, _losses, _comparisons, _sampling_problems)
     return [problem for part in parts for problem in _problems(part(config))]
 
 
@@ -133,7 +133,7 @@ def _splits_samples(config: Config) -> bool:
     return max(config.strategy.tp_size, config.strategy.sp_size, config.strategy.cp_size) > 1
 
 
-def _sampling(config: Config) -> dict[str, bool]:
+def _sampling_problems(config: Config) -> dict[str, bool]:
     rollout, stale, episodes = config.rollout, config.rollout.max_staleness > 0, has_episodes(config.environment)
     corrects = config.algorithm.rollout_correction is not None or config.algorithm.use_engine_logprobs
     tail_rounds, shares = rollout.rollout_schedule == "tail_rounds", config.engine.engine_tp_size > 1

@@ -30,13 +30,13 @@ class Order:
     def rows(self, first: int, count: int) -> list[int]:
         """Return `count` (at least 1) rows from position `first` on, counted from 0 over all passes."""
         passes = range(first // self.num_rows, (first + count - 1) // self.num_rows + 1)
-        line = torch.cat([_shuffled(self.num_rows, self.seed + number) for number in passes])
+        line = torch.cat([_shuffle(self.num_rows, self.seed + number) for number in passes])
         begin = first % self.num_rows
         return line[begin : begin + count].tolist()
 
 
 @lru_cache(maxsize=2)
-def _shuffled(num_rows: int, seed: int) -> torch.Tensor:
+def _shuffle(num_rows: int, seed: int) -> torch.Tensor:
     """Return the rows of a pass, [num_rows] int64; large data take seconds to shuffle, and every batch asks for a pass."""
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
 

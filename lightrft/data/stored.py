@@ -109,7 +109,7 @@ def stored(
     file, facts = folder / f"{key}.arrow", folder / f"{key}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f"{key}.lock"):
+        with _lock_file(folder / f"{key}.lock"):
             if file.exists():
                 if is_first_rank():
                     logger.info("{}: the tokenized data are read from this file", file)
@@ -195,7 +195,7 @@ def storing_problem(prompt: Prompt) -> str | None:
 
 
 @contextmanager
-def _locked(file: Path) -> Iterator[None]:
+def _lock_file(file: Path) -> Iterator[None]:
     """Hold a lock among the processes that see the folder; it ends with its process in any case."""
     with file.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -99,7 +99,7 @@ class RequestLoop:
 
     def abort(self, indices: Collection[int] | None = None) -> dict[int, list[Completion]]:
         """End requests, by default all; return index -> completions so far. Unfinished ones have the finish reason `abort`."""
-        ended = self._withdrawn(self.running if indices is None else indices)
+        ended = self._withdraw(self.running if indices is None else indices)
         self._ended = [index for index in self._ended if index not in ended]
         return {index: self.engine._cut(each.aborted(), each.request.sampling.stop) for index, each in sorted(ended.items())}
 
@@ -110,7 +110,7 @@ class RequestLoop:
         Afterwards unfinished samples go on after their tokens, whose keys and values are computed again. The log-probs of tokens
         stay those of the weights that sampled them.
         """
-        withdrawn = self._withdrawn(self.running)
+        withdrawn = self._withdraw(self.running)
         yield
         self.running |= withdrawn
         with self.engine.generating(self):
@@ -119,7 +119,7 @@ class RequestLoop:
                     self._continue(index, sample)
             self._ended = [index for index, each in withdrawn.items() if not each.missing]
 
-    def _withdrawn(self, indices: Collection[int]) -> "dict[int, _Running]":
+    def _withdraw(self, indices: Collection[int]) -> "dict[int, _Running]":
         """End the parts of requests in the adapter; return the requests, which do not run any longer, with their samples."""
         with self.engine.generating(self):
             for key, (index, place) in list(self._parts.items()):
@@ -154,7 +154,7 @@ class _Running:
         for sample in samples:
             sample.weight_versions = [version] * len(sample.token_ids)
         if self.samples:
-            self.samples[place] = _concatenated(self.samples[place], samples[0])
+            self.samples[place] = _concatenate(self.samples[place], samples[0])
             return self.unfinished([place])
         self.samples = samples
         return self.unfinished(range(len(samples)))
@@ -191,7 +191,7 @@ def _rest_of(request: Request, seed: int, completion: Completion) -> Request:
     return replace(rest.followed_by(completion.token_ids), sampling=sampling, seeds=(derived_seed(seed, length),))
 
 
-def _concatenated(first: Completion, rest: Completion) -> Completion:
+def _concatenate(first: Completion, rest: Completion) -> Completion:
     """Join the first tokens of a sample and its continuation."""
     return replace(rest, token_ids=first.token_ids + rest.token_ids, logprobs=first.logprobs + rest.logprobs,
                    num_cached_tokens=first.num_cached_tokens, drafts=first.drafts.plus(rest.drafts),

@@ -78,7 +78,7 @@ class Scores:
 
     @staticmethod
     def _of(config: PretrainedConfig) -> Any:
-        is_media = _generating(config) is AutoModelForMultimodalLM
+        is_media = _generation_class(config) is AutoModelForMultimodalLM
         return scorer_class(MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]) if is_media else AutoModelForSequenceClassification
 
 
@@ -152,7 +152,7 @@ def _load(
             files.check(quantized=getattr(config, "quantization_config", None) is not None)
     except (OSError, ValueError) as error:
         raise ValueError(f"{source}: {error}") from error
-    kind = kind or _generating(config)
+    kind = kind or _generation_class(config)
     try:
         model = _empty(kind, name, new_head, options) if makes_empty() else None
     except ValueError as error:
@@ -168,7 +168,7 @@ def _load(
     return model
 
 
-def _generating(config: PretrainedConfig) -> type:
+def _generation_class(config: PretrainedConfig) -> type:
     """Return the Auto class that generates text: the text-only one if the family has both."""
     sees_or_hears = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForMultimodalLM if sees_or_hears else AutoModelForCausalLM

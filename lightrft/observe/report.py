@@ -146,7 +146,7 @@ def _tiles(history: History, summary: dict[str, Any]) -> str:
     numbers = {key: value for key, value in summary.items() if is_number(value) and key not in (*FACTS, "steps")}
     tiles = [(_label(key), _summary_value(key, value), "") for key, value in numbers.items()]
     text = " ".join(summary)
-    tiles += [tile[1:] for tile in _measured(history) if tile[0] not in text]
+    tiles += [tile[1:] for tile in _headline_numbers(history) if tile[0] not in text]
     cards = "".join(
         f'<div class="card tile"><div class="label">{safe(label)}</div><div class="value">{safe(value)}</div>'
         f'<div class="note">{safe(note)}</div></div>'
@@ -155,7 +155,7 @@ def _tiles(history: History, summary: dict[str, Any]) -> str:
     return f'<div class="tiles">{cards}</div>' if cards else ""
 
 
-def _measured(history: History) -> list[tuple[str, str, str, str]]:
+def _headline_numbers(history: History) -> list[tuple[str, str, str, str]]:
     """Return topic, label, value and note of each headline number that can be computed from the metrics."""
     finite = {name: values for name, points in history.items() if (values := [value for _, value in points if value is not None])}
     tiles = []

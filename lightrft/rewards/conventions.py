@@ -91,12 +91,12 @@ class RewardFunction:
     def __call__(self, samples: list[Sample], **columns: list) -> Any:
         """Return what the function returns; a coroutine function is run to its end, always in the same event loop."""
         if self.convention is None:
-            return self._finished([self.function(samples, **columns)])[0]
+            return self._finish([self.function(samples, **columns)])[0]
         arguments = self._accepted(self.convention.arguments(samples, columns, self.chat))
         if self.convention.each:
             calls = [{name: values[row] for name, values in arguments.items()} for row in range(len(samples))]
-            return [self._reward(value) for value in self._finished([self.function(**call) for call in calls])]
-        return self._reward(self._finished([self.function(**arguments)])[0])
+            return [self._reward(value) for value in self._finish([self.function(**call) for call in calls])]
+        return self._reward(self._finish([self.function(**arguments)])[0])
 
     def judge(self, samples: list[Sample]) -> Any:
         """Call the function with samples and the columns that all of them have."""
@@ -168,12 +168,12 @@ class RewardFunction:
         accepted = _accepts(self.signature)
         return arguments if accepted is None else {name: value for name, value in arguments.items() if name in accepted}
 
-    def _finished(self, returned: list[Any]) -> list[Any]:
+    def _finish(self, returned: list[Any]) -> list[Any]:
         """Return the results of calls; those of coroutines are awaited together."""
         if not any(inspect.isawaitable(value) for value in returned):
             return returned
         self._loop = self._loop or asyncio.Runner()
-        return self._loop.run(_gathered(returned))
+        return self._loop.run(_gather(returned))
 
     def _reward(self, returned: Any) -> Any:
         entry = self.convention.result
@@ -206,7 +206,7 @@ def as_number(value: Any) -> float:
         return math.nan
 
 
-async def _gathered(coroutines: list[Awaitable[Any]]) -> list[Any]:
+async def _gather(coroutines: list[Awaitable[Any]]) -> list[Any]:
     return await asyncio.gather(*coroutines)
 
 

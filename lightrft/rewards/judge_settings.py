@@ -52,7 +52,7 @@ class JudgeSettings:
     def check(self) -> None:
         """Raise ValueError for a template without {response}, or a pattern without one group."""
         _template(self.template)
-        _compiled(self.pattern)
+        _compile(self.pattern)
 
     def text(self, sample: Sample, columns: Mapping[str, Any]) -> str:
         """Return the text that asks for a score of the sample; `columns` are those of its row."""
@@ -61,7 +61,7 @@ class JudgeSettings:
 
     def score(self, reply: str) -> float | None:
         """Return the last score of a reply, scaled to 0 to 1; None if there is none within the range."""
-        for match in reversed(list(_compiled(self.pattern).finditer(reply))):
+        for match in reversed(list(_compile(self.pattern).finditer(reply))):
             try:
                 score = float(match[1])
             except (TypeError, ValueError):
@@ -97,7 +97,7 @@ def _template(path: str) -> str:
     return template
 
 
-def _compiled(pattern: str) -> re.Pattern:
+def _compile(pattern: str) -> re.Pattern:
     try:
         compiled = re.compile(pattern)
     except re.error as error:

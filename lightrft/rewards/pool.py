@@ -102,10 +102,10 @@ def _called(function: RewardFunction, samples: list[Sample]) -> Any:
     try:
         return function.judge(samples)
     except Exception as error:
-        raise _raised(f"{type(error).__name__}: {error}{place(error)}", samples) from error
+        raise _failure_of(f"{type(error).__name__}: {error}{place(error)}", samples) from error
 
 
-def _raised(problem: str, samples: list[Sample]) -> CallFailed:
+def _failure_of(problem: str, samples: list[Sample]) -> CallFailed:
     """Return the failure of a function that raised: it may lack a column, so the message lists them."""
     columns = ", ".join(sorted(common_columns(samples))) or "none"
     return CallFailed(problem, hint=f". The data has the columns {columns}")
@@ -230,7 +230,7 @@ class Processes:
         call, worker.call = worker.call, None
         assert call is not None, "a worker answers only calls"
         self.trace.record("rewards", f"reward of {len(call.samples)} responses", worker.began)
-        call.future.set_exception(_raised(problem, call.samples)) if problem else call.future.set_result(values)
+        call.future.set_exception(_failure_of(problem, call.samples)) if problem else call.future.set_result(values)
         if not usable:
             self._end(worker)
 

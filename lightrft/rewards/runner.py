@@ -179,7 +179,7 @@ class RewardRunner:
     def _judge(self, judge: LaterJudge, samples: list[Sample]) -> None:
         """Add the judge's scores, and treat responses without one as --reward_failure requires."""
         failed = judge.add(samples)
-        messages = [self._described(CallFailed(message, sample), [sample], name=JUDGE) for sample, message in failed[:LOGGED]]
+        messages = [self._describe(CallFailed(message, sample), [sample], name=JUDGE) for sample, message in failed[:LOGGED]]
         all_messages = [message for part in judge.data.gather(messages) for message in part]
         if all_messages and self.section.reward_failure == "stop":
             raise ConfigError(all_messages[0])
@@ -205,7 +205,7 @@ class RewardRunner:
                 self._in_a_row = 0
                 continue
             alone = self._failures_alone(samples, error)
-            messages = [self._described(each, samples) for each in alone or [error]]
+            messages = [self._describe(each, samples) for each in alone or [error]]
             if self.section.reward_failure == "stop":
                 return ConfigError(messages[0])
             for message in messages[: LOGGED - logged]:
@@ -246,7 +246,7 @@ class RewardRunner:
             sample.reward, sample.reward_parts, sample.token_rewards = 0.0, {}, None
             sample.masked |= self.section.reward_failure == "drop"
 
-    def _described(self, error: CallFailed, samples: list[Sample], *, name: str = "") -> str:
+    def _describe(self, error: CallFailed, samples: list[Sample], *, name: str = "") -> str:
         prompt = (error.sample or samples[0]).prompt
         texts = [f"{sample.text!r:.200}" for sample in ([error.sample] if error.sample else samples)]
         others = f" and {len(texts) - LARGEST_GROUP} others" if len(texts) > LARGEST_GROUP else ""
@@ -287,7 +287,7 @@ class RewardRunner:
         raise CallFailed(f"{value!r:.200} {problem}", sample)
 
     def _end(self, samples: list[Sample], thread: int) -> None:
-        error = ConfigError(self._described(out_of_time(60 * self.section.reward_minutes, code_position(thread)), samples))
+        error = ConfigError(self._describe(out_of_time(60 * self.section.reward_minutes, code_position(thread)), samples))
         if self.fail is not None:
             self.fail(error, code=USER_ERROR, brief=True)
         logger.error(str(error))

@@ -35,7 +35,7 @@ class WeightedRewards:
                 raise ValueError(f"{term.label} returned {values!r:.200}, not a list of {len(chosen)} rewards, one per sample")
             for row, value in zip(chosen, values, strict=True):
                 returned[row] += _weighted(term, value)
-        return [_combined(parts) for parts in returned]
+        return [_combine(parts) for parts in returned]
 
     @property
     def signatures(self) -> str:
@@ -80,7 +80,7 @@ def _number(term: RewardTerm, value: Any) -> float:
     return number
 
 
-def _combined(parts: list[tuple[str, Any]]) -> Any:
+def _combine(parts: list[tuple[str, Any]]) -> Any:
     of_tokens = [value for _, value in parts if isinstance(value, list)]
     if not of_tokens:
         return dict(parts)

@@ -29,7 +29,7 @@ class FlattenedBatch:
 
 
 def flatten(rows: Mapping[str, Any], axis: Axis, *, required: Sequence[str] = (), columns: bool = False) -> FlattenedBatch:
-    """Concatenate the rows of `rows`. Without `columns` every token but the first of a row is learned.
+    """Concatenate right-padded rows [B, S]. Without `columns` every token but the first of a row is learned.
 
     With `columns` the masks select the learned tokens, and every other tensor is carried along under its name: [B, S] per token,
     [B] per row. Raises ValueError on all ranks when any rank's batch is invalid; ranks may have any number of rows, including

@@ -203,7 +203,7 @@ class Collector:
         responses = self.section.n_samples_per_prompt + self.greedy
         costs = [length * responses for length in lengths[len(carried) :]]
         group_ranks = [group.rank for group in carried]
-        group_ranks += self._balanced(group_ranks, work, costs)
+        group_ranks += self._balance(group_ranks, work, costs)
         shared = self.section.rollout_schedule == "longest_first"
         divided = shared and self.overlap is None and self.sampler.episodes is None
         ranks = group_ranks[: len(carried)] + [None] * len(costs) if shared else group_ranks
@@ -213,7 +213,7 @@ class Collector:
         numbers = [number for _, number, _ in drawn]
         return RoundPlan(drawn, round, dict(zip(numbers, group_ranks, strict=True)), divided, **after)
 
-    def _balanced(self, owners: list[int], work: list[float], costs: list[float]) -> list[int]:
+    def _balance(self, owners: list[int], work: list[float], costs: list[float]) -> list[int]:
         """Return the rank of each new group with these costs, beside carried groups with their ranks and work."""
         if not work:
             return fair_owners(self.data.size, costs) if costs else []
@@ -405,7 +405,7 @@ class Collector:
     def _split_by_signal(self, complete: list[Group]) -> tuple[list[int], list[int]]:
         """Return the numbers of all ranks' complete groups with a signal, and of those without, ascending."""
         if not self.section.dynamic_sampling:
-            return sorted(_flattened(self.data.gather([group.number for group in complete]))), []
+            return sorted(_flatten(self.data.gather([group.number for group in complete]))), []
         outcomes = self._settle(complete)
         with_signal = [outcome.number for outcome in outcomes if outcome.has_signal]
         return with_signal, [outcome.number for outcome in outcomes if not outcome.has_signal]
@@ -415,7 +415,7 @@ class Collector:
         self.rewards.finish([sample for group in groups for sample in group.responses])
         for group in groups:
             group.compare_with_greedy()
-        outcomes = _flattened(self.data.gather([GroupOutcome.of(group) for group in groups]))
+        outcomes = _flatten(self.data.gather([GroupOutcome.of(group) for group in groups]))
         outcomes.sort(key=lambda outcome: outcome.number)
         self.history.record(outcomes, self._turn)
         return outcomes
@@ -423,7 +423,7 @@ class Collector:
     def _carry(self, left: list[Group]) -> None:
         if self.section.partial_rollout:
             self.carried = sorted([*self.carried, *left], key=lambda group: group.number)
-            others = _flattened(self.data.gather([Carried.of(group, self.data.rank) for group in left]))
+            others = _flatten(self.data.gather([Carried.of(group, self.data.rank) for group in left]))
             self.all_carried = sorted([*self.all_carried, *others], key=lambda group: group.number)
 
     def _park(self, left: list[Parked], *, complete: set[int]) -> None:
@@ -449,7 +449,7 @@ class Collector:
         """Return the state, the same on all ranks but for the carried groups: rank 0 has those of all ranks, the others none."""
         ranks = range(self.data.size)
         own = [(group.number, self.data.rank, group.state_dict()) for group in self.carried]
-        states = _flattened(self.data.exchange_objects([own if rank == 0 else [] for rank in ranks]))
+        states = _flatten(self.data.exchange_objects([own if rank == 0 else [] for rank in ranks]))
         states.sort(key=lambda each: each[0])
         carried, owners = [state for _, _, state in states], [rank for _, rank, _ in states]
         continued = {"carried": carried, "ranks": owners, "num_ranks": self.data.size}
@@ -492,5 +492,5 @@ class Collector:
         self.parked = [(times, number, row) for times, number, row in position.get("parked", ())]
 
 
-def _flattened(parts: Iterable[list]) -> list:
+def _flatten(parts: Iterable[list]) -> list:
     return [each for part in parts for each in part]

@@ -286,12 +286,12 @@ def flatten(samples: list[Sample], *, first_row: int, expand: Expand | None = No
 
     `expand` is for prompts with images; without it all are text.
     """
-    expanded = _expanded(samples, expand) if expand else None
+    expanded = _expand_prompts(samples, expand) if expand else None
     prompt_ids = [each.token_ids for each in expanded or (sample.prompt for sample in samples)]
     prompts = [len(ids) for ids in prompt_ids]
     lengths = [length + len(sample.token_ids) for length, sample in zip(prompts, samples, strict=True)]
     learned = torch.tensor([token for sample, length in zip(samples, prompts, strict=True)
-                            for token in (*[False] * length, *_sampled(sample))], dtype=torch.bool)  # fmt: skip
+                            for token in (*[False] * length, *_sampled_mask(sample))], dtype=torch.bool)  # fmt: skip
     tokens = [token for ids, sample in zip(prompt_ids, samples, strict=True) for token in (*ids, *sample.token_ids)]
     logprobs = [value for length, sample in zip(prompts, samples, strict=True) for value in (*[0.0] * length, *sample.logprobs)]
     return Experience(
@@ -307,12 +307,12 @@ def flatten(samples: list[Sample], *, first_row: int, expand: Expand | None = No
     )
 
 
-def _sampled(sample: Sample) -> list[bool]:
+def _sampled_mask(sample: Sample) -> list[bool]:
     """Return for each token of the response whether the model sampled it."""
     return sample.episode.sampled if sample.episode else [True] * len(sample.token_ids)
 
 
-def _expanded(samples: list[Sample], expand: Expand) -> list[Expanded]:
+def _expand_prompts(samples: list[Sample], expand: Expand) -> list[Expanded]:
     """Return the expanded prompt of each sample; the samples of a group share it."""
     prompts = {sample.group: sample.prompt for sample in samples}
     read = {group: expand(prompt) for group, prompt in prompts.items()}

@@ -654,7 +654,7 @@ class StrategyBase(Backend):
         tag. Raises CheckpointError on all ranks if one rank cannot write (disk full); existing checkpoints are then untouched.
         """
         self.finish_ckpt()
-        models = self._named(model, optimizer, scheduler)
+        models = self._by_name(model, optimizer, scheduler)
         folder = Path(save_dir) / (tag or self.mesh.world.broadcast(next_tag(Path(save_dir))))
         hf = None if hf_model is None else self.save_model(hf_model, tokenizer, hf_folder(folder))
         state = {"client": dict(client_state), "skipped_steps": self.skipped_steps, "weight_version": self.weight_version}
@@ -683,7 +683,7 @@ class StrategyBase(Backend):
         """
         self.finish_ckpt()
         checkpoint = self._checkpoints.load(
-            self._named(model, optimizer, scheduler), Path(load_dir), tag, parts=parts, check=check, strict=load_module_strict,
+            self._by_name(model, optimizer, scheduler), Path(load_dir), tag, parts=parts, check=check, strict=load_module_strict,
             module_only=load_module_only, optimizers=load_optimizer_states, schedulers=load_lr_scheduler_states,
         )  # fmt: skip
         if checkpoint is None:
@@ -819,13 +819,13 @@ class StrategyBase(Backend):
         warmup = round(optim.lr_warmup_ratio * max_steps)
         return model, optimizer, self.create_scheduler(optimizer, optim.lr_scheduler, warmup, max_steps)
 
-    def _named(self, model: Models, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> dict[str, Trained]:
+    def _by_name(self, model: Models, optimizer: Optimizer | None, scheduler: LRScheduler | None) -> dict[str, Trained]:
         if isinstance(model, nn.Module):
             _, its_optimizer, its_scheduler = self._prepared.get(model, (model, None, None))
             return {"model": (model, optimizer or its_optimizer, scheduler or its_scheduler)}
-        return {name: self._complete(item) for name, item in model.items()}
+        return {name: self._trained(item) for name, item in model.items()}
 
-    def _complete(self, item: Any) -> Trained:
+    def _trained(self, item: Any) -> Trained:
         if isinstance(item, nn.Module):
             return self._prepared.get(item, (item, None, None))
         module, optimizer, scheduler = (*item, None, None)[:3]

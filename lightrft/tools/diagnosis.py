@@ -152,7 +152,7 @@ def trainer_parts(policy: Policy, sequence: list[int]) -> dict[str, Tensor]:
     hook = model.base_model.register_forward_hook(head)
     try:
         with probe.attached(model):
-            policy.get_logprobs(_padded([sequence]))
+            policy.get_logprobs(_pad([sequence]))
     finally:
         hook.remove()
     return probe.parts(logits[0])
@@ -160,7 +160,7 @@ def trainer_parts(policy: Policy, sequence: list[int]) -> dict[str, Tensor]:
 
 def _gap(policy: Policy, prompts: list[list[int]], responses: list[list[Completion]], decode: Callable[[int], str]) -> Gap:
     rows = [(prompt, sample) for prompt, samples in zip(prompts, responses, strict=True) for sample in samples]
-    logprobs = policy.get_logprobs(_padded([prompt + sample.token_ids for prompt, sample in rows]))["logprobs"]
+    logprobs = policy.get_logprobs(_pad([prompt + sample.token_ids for prompt, sample in rows]))["logprobs"]
     pairs = [
         (trained, sampled, token)
         for row, (prompt, sample) in zip(logprobs.tolist(), rows, strict=True)
@@ -172,7 +172,7 @@ def _gap(policy: Policy, prompts: list[list[int]], responses: list[list[Completi
     return Gap(len(pairs), gaps.mean().item(), gaps.max().item(), gaps.exp().mean().item(), worst)
 
 
-def _padded(sequences: list[list[int]]) -> dict[str, Tensor]:
+def _pad(sequences: list[list[int]]) -> dict[str, Tensor]:
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     ids = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.int64)
     for row, sequence in zip(ids, sequences, strict=True):

@@ -55,7 +55,7 @@ class EngineServer:
         self._loads: list[LoadWeights] = []
         self._aborts: list[tuple[int, int]] = []
         """Rank and call of requests that end as soon as the call has begun."""
-        self._begun = 0
+        self._last_call = 0
         """Number of the last call that has begun."""
 
     def serve(self) -> None:
@@ -91,15 +91,15 @@ class EngineServer:
             rank, message = self._alone.pop(0)
             self._begin(message.call, {rank: message})
             return True
-        if self._loads and self._loads[0].after == self._begun:
+        if self._loads and self._loads[0].after == self._last_call:
             if self._owners and not self.in_flight:
                 return False
             self._load(self._loads.pop(0).version)
             return True
-        if len(self._calls.get(self._begun + 1, {})) < self._num_peers:
+        if len(self._calls.get(self._last_call + 1, {})) < self._num_peers:
             return False
-        self._begun += 1
-        self._begin(self._begun, self._calls.pop(self._begun))
+        self._last_call += 1
+        self._begin(self._last_call, self._calls.pop(self._last_call))
         return True
 
     def _load(self, version: int) -> None:
@@ -118,7 +118,7 @@ class EngineServer:
     def _abort(self) -> None:
         """End the requests of calls that have begun and are not wanted any longer."""
         waiting = {(rank, message.call) for rank, message in self._alone}
-        aborted = {each for each in self._aborts if each[1] <= self._begun and each not in waiting}
+        aborted = {each for each in self._aborts if each[1] <= self._last_call and each not in waiting}
         self._aborts = [each for each in self._aborts if each not in aborted]
         places = [place for place, (rank, call, _) in self._owners.items() if (rank, call) in aborted]
         if places:
@@ -133,9 +133,9 @@ class EngineServer:
 
     def _messages(self) -> list[tuple[int, Any]]:
         """Return the messages that have arrived, with the ranks that sent them; the same on all ranks of the engine."""
-        return self.axis.broadcast(self._arrived() if self.axis.rank == 0 else [])
+        return self.axis.broadcast(self._receive() if self.axis.rank == 0 else [])
 
-    def _arrived(self) -> list[tuple[int, Any]]:
+    def _receive(self) -> list[tuple[int, Any]]:
         messages = []
         with suppress(Empty):
             if not self._owners:

@@ -18,19 +18,19 @@ MOST_ENTRIES = 2**20
 
 
 class Book:
-    """The token that last followed each CONTEXT tokens in the text of a group, and how often that foresaw the next one."""
+    """The token that last followed each CONTEXT tokens in the text of a group, and how often it was the next one again."""
 
     def __init__(self) -> None:
         self.followers: dict[tuple[int, ...], int] = {}
-        self._foreseen, self._right = 2.0, 0.0
+        self._expected, self._accepted = 2.0, 0.0
 
     @property
     def accuracy(self) -> float:
-        """Return the probability that a drafted token is accepted: the share of foreseen tokens that were right.
+        """Return the probability that a drafted token is accepted: the share of expected tokens that were accepted.
 
-        It needs no verified draft, and is 0 at first, as if two tokens had been foreseen wrongly.
+        It needs no verified draft, and is 0 at first, as if two tokens had been expected wrongly.
         """
-        return self._right / self._foreseen
+        return self._accepted / self._expected
 
     def learn(self, token_ids: list[int], sampled: bool) -> None:
         """Learn each token after the first CONTEXT ones; `sampled` tokens, unlike those of prompts, count for the accuracy."""
@@ -39,14 +39,14 @@ class Book:
             self.followers.update(zip(contexts, token_ids[CONTEXT:], strict=False))
             return
         for context, token in zip(contexts, token_ids[CONTEXT:], strict=False):
-            foreseen = self.followers.get(context)
-            if foreseen is not None:
-                self._foreseen += 1
-                self._right += foreseen == token
+            expected = self.followers.get(context)
+            if expected is not None:
+                self._expected += 1
+                self._accepted += expected == token
             self.followers[context] = token
-        if self._foreseen > WINDOW:
-            scale = WINDOW / (2 * self._foreseen)
-            self._foreseen, self._right = self._foreseen * scale, self._right * scale
+        if self._expected > WINDOW:
+            scale = WINDOW / (2 * self._expected)
+            self._expected, self._accepted = self._expected * scale, self._accepted * scale
 
     def draft(self, context: tuple[int, ...], most: int) -> list[int]:
         """Return up to `most` tokens that are expected after `context`."""

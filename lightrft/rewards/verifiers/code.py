@@ -100,7 +100,7 @@ def passes_tests(samples: list[Sample], tests: list[Any], **_: Any) -> list[floa
     ValueError for other tests, or if the machine has no sandbox.
     """
     sandbox = find_sandbox()
-    return [float(_passes(_program(sample.text), _parsed(one), sandbox)) for sample, one in zip(samples, tests, strict=True)]
+    return [float(_passes(_program(sample.text), _parse_tests(one), sandbox)) for sample, one in zip(samples, tests, strict=True)]
 
 
 def output_of(program: str) -> str:
@@ -167,7 +167,7 @@ def _program(text: str) -> str:
     return blocks[-1] if blocks else text
 
 
-def _parsed(tests: Any) -> Any:
+def _parse_tests(tests: Any) -> Any:
     """Return the tests as a list of asserts, or as a dictionary with inputs and outputs."""
     if isinstance(tests, str):
         try:
