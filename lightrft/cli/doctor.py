@@ -102,7 +102,7 @@ def _checks(checks: list[Check]) -> Table:
     table = Table("", "Found", "To do", title="This machine", box=box.SIMPLE, title_justify="left")
     for check in checks:
         colour = "green" if not check.problem else "red" if check.fatal else "yellow"
-        table.add_row(f"[{colour}]{check.name}[/]", check.found, check.problem)
+        table.add_row(f"[{colour}]{check.name}[/]", check.finding, check.problem)
     return table
 
 

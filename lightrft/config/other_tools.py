@@ -251,7 +251,7 @@ def translated(tokens: list[str]) -> Translation:
     return result
 
 
-def _translate(name: str, values: list[str], given: dict[str, list[str]], result: Translation, first: list[str]) -> None:
+def _translate(name: str, values: list[str], flags: dict[str, list[str]], result: Translation, first: list[str]) -> None:
     if name in REFUSED:
         result.refused.append(f"--{name}: {REFUSED[name]}")
     elif name in IGNORED:
@@ -266,7 +266,7 @@ def _translate(name: str, values: list[str], given: dict[str, list[str]], result
             result.notices.append(f"--{name} is {' '.join(SWITCHES[name])}")
     elif name in SPECIAL:
         try:
-            translated = SPECIAL[name](values, given)
+            translated = SPECIAL[name](values, flags)
         except ConfigError as error:
             result.refused.append(f"--{name}: {error}")
             return
@@ -296,10 +296,10 @@ def _groups(tokens: list[str]) -> list[tuple[str, list[str]]]:
     return groups
 
 
-Given = dict[str, list[str]]
+Flags = dict[str, list[str]]
 
 
-def _use_wandb(values: list[str], given: Given) -> list[str]:
+def _use_wandb(values: list[str], flags: Flags) -> list[str]:
     """Accept a key in place of true or false; it is put into WANDB_API_KEY, and into no file."""
     if values and values[0].lower() not in BOOLEAN:
         os.environ.setdefault("WANDB_API_KEY", values[0])
@@ -307,11 +307,11 @@ def _use_wandb(values: list[str], given: Given) -> list[str]:
     return ["--use_wandb", *values]
 
 
-def _use_tensorboard(values: list[str], given: Given) -> list[str]:
+def _use_tensorboard(values: list[str], flags: Flags) -> list[str]:
     return ["--use_tensorboard", *(values if values and values[0].lower() in BOOLEAN else [])]
 
 
-def _reward_pretrain(values: list[str], given: Given) -> list[str]:
+def _reward_pretrain(values: list[str], flags: Flags) -> list[str]:
     """Accept a JSON object of names and folders, or folders joined by commas."""
     if len(values) == 1 and values[0].startswith("{"):
         try:
@@ -321,16 +321,16 @@ def _reward_pretrain(values: list[str], given: Given) -> list[str]:
     return ["--reward_pretrain", *(each for value in values for each in value.split(","))]
 
 
-def _max_len(values: list[str], given: Given) -> list[str]:
+def _max_len(values: list[str], flags: Flags) -> list[str]:
     """Bound prompt and response together: the prompt gets the rest of the length after the response."""
-    response = (given.get("generate_max_len") or given.get("max_new_tokens") or [""])[0]
-    if "prompt_max_len" in given or not response.isdecimal() or not values or not values[0].isdecimal():
+    response = (flags.get("generate_max_len") or flags.get("max_new_tokens") or [""])[0]
+    if "prompt_max_len" in flags or not response.isdecimal() or not values or not values[0].isdecimal():
         return []
     return [f"--prompt_max_len={max(int(values[0]) - int(response), 1)}"]
 
 
-def _pair(low: str, high: str) -> Callable[[list[str], Given], list[str]]:
-    def split(values: list[str], given: Given) -> list[str]:
+def _pair(low: str, high: str) -> Callable[[list[str], Flags], list[str]]:
+    def split(values: list[str], flags: Flags) -> list[str]:
         if len(values) != 2:
             raise ConfigError(f"expected two numbers, not {' '.join(values) or 'nothing'}")
         return [f"--{low}={values[0]}", f"--{high}={values[1]}"]
@@ -338,49 +338,49 @@ def _pair(low: str, high: str) -> Callable[[list[str], Given], list[str]]:
     return split
 
 
-def _reward_clip_range(values: list[str], given: Given) -> list[str]:
+def _reward_clip_range(values: list[str], flags: Flags) -> list[str]:
     if len(values) != 2 or float(values[0]) != -float(values[1]):
         raise ConfigError("the two bounds must be -C and C, because --reward_clip C clips to [-C, C]")
     return [f"--reward_clip={values[1]}"]
 
 
-def _system_prompt_path(values: list[str], given: Given) -> list[str]:
+def _system_prompt_path(values: list[str], flags: Flags) -> list[str]:
     try:
         return [f"--system_prompt={Path(values[0]).read_text(encoding='utf-8').strip()}"]
     except (OSError, IndexError, UnicodeDecodeError) as error:
         raise ConfigError(f"{' '.join(values)}: {error}") from error
 
 
-def _param_dtype(values: list[str], given: Given) -> list[str]:
+def _param_dtype(values: list[str], flags: Flags) -> list[str]:
     if values not in (["bf16"], ["fp32"]):
         raise ConfigError("expected bf16 or fp32: models compute in bfloat16 with --bf16, otherwise in float32")
     return ["--bf16"] if values == ["bf16"] else []
 
 
-def _advantage_estimator(values: list[str], given: Given) -> list[str]:
+def _advantage_estimator(values: list[str], flags: Flags) -> list[str]:
     """Translate on-policy distillation, whose teacher is an SGLang server at --remote_rm_url in those scripts."""
     if values != ["on_policy_distillation"]:
         return ["--advantage_estimator", *values]
     return ["--advantage_estimator", "distill", "--reward", "none"]
 
 
-def _remote_rm_url(values: list[str], given: Given) -> list[str]:
-    if given.get("advantage_estimator") == ["on_policy_distillation"] and values:
+def _remote_rm_url(values: list[str], flags: Flags) -> list[str]:
+    if flags.get("advantage_estimator") == ["on_policy_distillation"] and values:
         return [f"--teacher_url={values[0].removesuffix('/generate').rstrip('/')}/v1"]
     return ["--reward", *values]
 
 
-SPECIAL: dict[str, Callable[[list[str], Given], list[str]]] = {
+SPECIAL: dict[str, Callable[[list[str], Flags], list[str]]] = {
     "use_wandb": _use_wandb,
     "use_tensorboard": _use_tensorboard,
     "reward_pretrain": _reward_pretrain,
     "max_len": _max_len,
     "eps_clip_low_high": _pair("eps_clip_low", "eps_clip_high"),
     "reward_clip_range": _reward_clip_range,
-    "overlong_penalty_factor": lambda values, given: ["--overlong_buffer", "--overlong_buffer_penalty_factor", *values],
+    "overlong_penalty_factor": lambda values, flags: ["--overlong_buffer", "--overlong_buffer_penalty_factor", *values],
     "system_prompt_path": _system_prompt_path,
     "param_dtype": _param_dtype,
     "advantage_estimator": _advantage_estimator,
     "remote_rm_url": _remote_rm_url,
 }
-"""Flags with another form of values in other tools -> a function of the values, and of all given flags."""
+"""Flags with another form of values in other tools -> a function of the values, and of all flags."""

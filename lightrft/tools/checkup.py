@@ -21,7 +21,7 @@ PORT = 29500
 @dataclass(frozen=True, slots=True)
 class Check:
     name: str
-    found: str
+    finding: str
     problem: str = ""
     """The problem and its solution; empty if there is none."""
     fatal: bool = False

@@ -17,7 +17,7 @@ def test_this_machine_can_run(tmp_path: Path) -> None:
     checks = named(checkup(tmp_path / "not" / "there" / "yet"))
     assert {"packages", "device", "host memory", "disk", "shared memory", "host name", "port"} <= set(checks)
     assert not any(check.fatal for check in checks.values())
-    assert "torch" in checks["packages"].found and str(tmp_path.anchor) in checks["disk"].found
+    assert "torch" in checks["packages"].finding and str(tmp_path.anchor) in checks["disk"].finding
 
 
 @pytest.mark.parametrize(("address", "interface", "flagged"), [("127.0.1.1", None, True), ("10.1.2.3", None, False),
@@ -28,7 +28,7 @@ def test_a_host_name_of_this_machine_alone_is_flagged(address, interface, flagge
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
     monkeypatch.setattr(socket, "gethostbyname", lambda name: address)
     check = module._name()
-    assert ("GLOO_SOCKET_IFNAME" in check.problem) == flagged and address in check.found and not check.fatal
+    assert ("GLOO_SOCKET_IFNAME" in check.problem) == flagged and address in check.finding and not check.fatal
 
 
 def test_what_is_wrong_is_said_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
