@@ -115,9 +115,9 @@ class VideoFile:
             with closing(self._read()) as frames:
                 total, seconds = next(frames)
                 places = self._places(total, seconds)
-                found = {place: frame for place, frame in enumerate(frames) if place in places}
-            last = max(found)  # a header may promise more frames than there are
-            rows = [np.asarray(found[min(place, last)].convert("RGB")) for place in places]
+                frame_of = {place: frame for place, frame in enumerate(frames) if place in places}
+            last = max(frame_of)  # a header may promise more frames than there are
+            rows = [np.asarray(frame_of[min(place, last)].convert("RGB")) for place in places]
             return {"frames": np.stack(rows), "fps": len(rows) / seconds if seconds else self.fps}
         except UNREADABLE as error:
             raise DataError(f"video {self.name} cannot be read: {error}; repair it, or remove its rows from the data") from error
@@ -270,34 +270,34 @@ class Places:
             return AudioFile(item.get("path") or "inside the data", (item["array"], int(item["sampling_rate"])), rate)
         return AudioFile(*self._file(item, "sound"), rate)
 
-    def _file(self, item: Any, what: str) -> tuple[str, Path | bytes]:
+    def _file(self, item: Any, label: str) -> tuple[str, Path | bytes]:
         """Return the name and the source of a file.
 
         Raise ValueError for a path outside of the root, a file that is too large, and other values.
         """
-        name, source = self._found(item, what)
+        name, source = self._resolve(item, label)
         size = len(source) if isinstance(source, bytes) else source.stat().st_size if source.is_file() else 0
         if size > self.most_bytes:
-            raise ValueError(f"{what} {name} has {size / 1e6:,.6g} MB, more than --media_max_mb {self.most_bytes / 1e6:,.6g}")
+            raise ValueError(f"{label} {name} has {size / 1e6:,.6g} MB, more than --media_max_mb {self.most_bytes / 1e6:,.6g}")
         return name, source
 
-    def _found(self, item: Any, what: str) -> tuple[str, Path | bytes]:
+    def _resolve(self, item: Any, label: str) -> tuple[str, Path | bytes]:
         if isinstance(item, str) and item.startswith(("http://", "https://")):
             if not self.urls:
-                raise ValueError(f"{what} {item} is an address: --media_urls allows to fetch it")
+                raise ValueError(f"{label} {item} is an address: --media_urls allows to fetch it")
             return item, fetched(item, self.most_bytes)
         if isinstance(item, str) and item:
             path = (self.root or self.folder) / Path(item).expanduser()
             if self.root is not None and not path.resolve().is_relative_to(self.root.resolve()):
-                raise ValueError(f"{what} {item} is not in --media_root {self.root}")
+                raise ValueError(f"{label} {item} is not in --media_root {self.root}")
             return item, path
         if isinstance(item, bytes) and item:
             return "inside the data", item
         if isinstance(item, dict) and (content := item.get("bytes")):
             return item.get("path") or "inside the data", content
         if isinstance(item, dict) and item.get("path"):
-            return self._found(item["path"], what)
-        raise ValueError(f"{what}: it must be a path, bytes of a file, or what the datasets package yields, not {item!r:.80}")
+            return self._resolve(item["path"], label)
+        raise ValueError(f"{label}: it must be a path, bytes of a file, or what the datasets package yields, not {item!r:.80}")
 
 
 def _png(pixels: Image.Image | np.ndarray) -> bytes:
@@ -467,9 +467,9 @@ def resampled(clip: Mapping[str, Any], rate: int) -> dict[str, Any]:
     frame = av.AudioFrame.from_ndarray(array[None], format="fltp", layout="mono")
     frame.sample_rate = clip["sampling_rate"]
     resample = av.AudioResampler("fltp", layout="mono", rate=rate)
-    found = np.concatenate([part.to_ndarray()[0] for each in (frame, None) for part in resample.resample(each)])
+    waveform = np.concatenate([part.to_ndarray()[0] for each in (frame, None) for part in resample.resample(each)])
     count = resampled_length(len(array), clip["sampling_rate"], rate)
-    return {"array": np.pad(found, (0, max(0, count - len(found))))[:count], "sampling_rate": rate}
+    return {"array": np.pad(waveform, (0, max(0, count - len(waveform))))[:count], "sampling_rate": rate}
 
 
 def decoded_sound(content: bytes) -> dict[str, Any]:

@@ -88,21 +88,21 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
     sizes: list[int] = []
     shape = {"peak_extra_bytes": peak_of(lambda: sizes.extend(tensor.nbytes for _, tensor in strategy.full_params(model)))}
     shape |= {"bytes": sum(sizes), "peak_limit_bytes": 2 * args.bucket_mb * 2**20 + max(sizes)}
-    room = {name: tensor.clone() for name, tensor in strategy.full_params(model)}
+    weights = {name: tensor.clone() for name, tensor in strategy.full_params(model)}
 
     def copy() -> None:
         for name, tensor in strategy.full_params(model):
-            room[name].copy_(tensor)
+            weights[name].copy_(tensor)
 
     def naive() -> None:
         for name, parameter in model.named_parameters():
-            room[name].copy_(parameter.full_tensor())
+            weights[name].copy_(parameter.full_tensor())
 
     ways = {"stream": copy}
     if case in ("vllm", "experts"):
-        ways |= into_vllm(strategy, model, room, args)
+        ways |= into_vllm(strategy, model, weights, args)
     elif case == "single":
-        ways |= {"memcpy": memcpy(room)} | syncs(engine_of(strategy, "hf", args), strategy, model, room)
+        ways |= {"memcpy": memcpy(weights)} | syncs(engine_of(strategy, "hf", args), strategy, model, weights)
     elif "zero" not in case:
         ways["naive"] = naive
     figures = shape | best(ways, args.repeat)
@@ -114,30 +114,30 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
     return figures
 
 
-def memcpy(room: dict) -> Callable[[], None]:
-    source = {name: tensor.clone() for name, tensor in room.items()}
+def memcpy(weights: dict) -> Callable[[], None]:
+    source = {name: tensor.clone() for name, tensor in weights.items()}
 
     def copy() -> None:
         for name, tensor in source.items():
-            room[name].copy_(tensor)
+            weights[name].copy_(tensor)
 
     return copy
 
 
-def into_vllm(strategy: Any, model: Any, room: dict, args: argparse.Namespace) -> dict[str, Callable[[], None]]:
+def into_vllm(strategy: Any, model: Any, weights: dict, args: argparse.Namespace) -> dict[str, Callable[[], None]]:
     """The reload is vLLM's own, of published tensors, and the packing of experts, which it forgets on a CPU."""
     from lightrft.weight_sync.expert_layout import pack_experts, unpacked_experts
 
     engine = engine_of(strategy, "vllm", args)
-    engine.load_weights(iter(room.items()), 1)  # verified: later ones copy to where weights lie
-    published = dict(engine.names.published(iter(room.items())))
+    engine.load_weights(iter(weights.items()), 1)  # verified: later ones copy to where weights lie
+    published = dict(engine.names.published(iter(weights.items())))
 
     def reload() -> None:
         experts = unpacked_experts(engine._shim.model)
         engine._shim.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(published.items())})
         pack_experts(experts)
 
-    return {"reload": reload} | syncs(engine, strategy, model, room)
+    return {"reload": reload} | syncs(engine, strategy, model, weights)
 
 
 def engine_of(strategy: Any, name: str, args: argparse.Namespace) -> Any:
@@ -149,7 +149,7 @@ def engine_of(strategy: Any, name: str, args: argparse.Namespace) -> Any:
                         axis=strategy.mesh.engine(1), max_model_len=256, from_stream=True)
 
 
-def syncs(engine: Any, strategy: Any, model: Any, room: dict) -> dict[str, Callable[[], None]]:
+def syncs(engine: Any, strategy: Any, model: Any, weights: dict) -> dict[str, Callable[[], None]]:
     """Return a whole load_weights() without verification, and the verification alone, of everything and of all parts."""
     from lightrft.weight_sync.verify import ROUNDS
 
@@ -162,7 +162,7 @@ def syncs(engine: Any, strategy: Any, model: Any, room: dict) -> dict[str, Calla
     def verify(*rounds: int | None) -> None:
         for round in rounds:
             sent = engine._fingerprints(strategy.dtype, round)
-            for _ in sent.watch(iter(room.items())): ...
+            for _ in sent.watch(iter(weights.items())): ...
             engine._verify(sent)
 
     eighths = {f"turns_{first}": lambda first=first: verify(*range(ROUNDS)[first::8]) for first in range(8)}
