@@ -66,8 +66,8 @@ def training_bytes(strategy: FSDPStrategy, config: PretrainedConfig, tokens: int
 
 def shape_config(shape: str, layers: int | None) -> PretrainedConfig:
     if shape in NAMED:
-        found = known_config(NAMED[shape])
-        return with_layers(sizes, layers) if layers else sizes
+        config = known_config(NAMED[shape])
+        return with_layers(config, layers) if layers else config
     sizes = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
     return (Qwen3MoeConfig if "num_experts" in sizes else Qwen3Config)(tie_word_embeddings=False, **sizes)
 
