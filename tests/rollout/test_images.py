@@ -92,6 +92,7 @@ def learned(folder: str, settings: dict, micro_batches: list[dict]) -> list[tupl
     return results
 
 
+@cache
 def plain(folder: str) -> tuple[Tensor, dict[str, Tensor]]:
     """By transformers, its processor and its padding."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
@@ -122,6 +123,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 SPLITS = [{}, {"max_sequences": 1}, {"batching": "dynamic", "max_tokens": 30}]
 TRAINED = {"model": {"freeze_vision_tower": False}}
+ADAPTED = {"model": {"freeze_vision_tower": False, "lora_rank": 4, "lora_alpha": 8}}
 
 
 def strategy(**layout) -> dict:
@@ -139,6 +141,9 @@ CASES = {
         "tp": (strategy(tp_size=2), SPLITS[:2]),
         "tp_sequence_parallel": (strategy(tp_size=2, tp_sequence_parallel=True), SPLITS[:2]),
         **{f"zero{stage}": (strategy(fsdp=False, zero_stage=stage), SPLITS[1:2]) for stage in range(4)},
+        "lora": (ADAPTED, SPLITS[1:2]),
+        "lora_ulysses": (ADAPTED | {"strategy": {"sp_size": 2}}, SPLITS[1:2]),
+        "lora_zigzag": (ADAPTED | {"strategy": {"sp_size": 2, "sp_impl": "zigzag"}}, SPLITS[:1]),
     },
     4: {
         "hsdp": (strategy(dp_replicate=2), SPLITS[1:2]),
@@ -162,7 +167,8 @@ def results(folder) -> Callable[[int], dict[str, list]]:
 @pytest.mark.parametrize(("world_size", "case"), [(size, case) for size, cases in CASES.items() for case in cases])
 def test_gradients_are_those_of_transformers(folder, results, world_size, case):
     """Rank 1 of two holds one image; with a sequence in each micro-batch, half of them have no image."""
-    check(folder, CASES[world_size][case][0], results(world_size)[case])
+    settings, by_rank = CASES[world_size][case][0], results(world_size)[case]
+    check_adapters(folder, by_rank) if "lora" in case else check(folder, settings, by_rank)
 
 
 def compare(world_size: int, folder: str, settings: dict, splits: list[dict]) -> None:
@@ -181,20 +187,6 @@ def check(folder: str, settings: dict, by_rank: list[list[tuple[Tensor, dict[str
                 assert torch.equal(value, before[name]) if frozen else not (
                     torch.equal(value, before[name]) and not torch.equal(parameters[name], before[name])), name  # fmt: skip
                 torch.testing.assert_close(value, before[name] if frozen else parameters[name], rtol=1e-5, atol=1e-5, msg=name)
-
-
-def test_adapters_of_towers_learn(folder):
-    """With B = 0 the gradient of B is that of the whole matrix times A: an update by it, of every linear layer but the head."""
-    model = {"freeze_vision_tower": False, "lora_rank": 4, "lora_alpha": 8}
-    _, after = plain(folder)
-    before = dict(AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).named_parameters())
-    for ((_, found),) in run_ranks(2, learned, folder, {"model": model}, SPLITS[1:2]):
-        layers = [name.removesuffix(".lora_B.default.weight") for name in found if ".lora_B" in name]
-        assert sum("vision_model" in name for name in layers) == 12 and sum("text_model" in name for name in layers) == 14
-        for layer in layers:
-            update = (after[f"{layer}.weight"] - before[f"{layer}.weight"]) @ found[f"{layer}.lora_A.default.weight"].T
-            torch.testing.assert_close(found[f"{layer}.lora_B.default.weight"], 2 * update, rtol=1e-5, atol=1e-5, msg=layer)
-            assert torch.equal(found[f"{layer}.base_layer.weight"], before[f"{layer}.weight"])
 
 
 def test_gradients_of_llava_are_those_of_transformers(tmp_path):
@@ -218,6 +210,20 @@ def compare_in_rows_and_columns(folder: str) -> None:
 def test_gradients_with_positions_in_space(tmp_path):
     """M-RoPE, InternVL and SmolVLM: their processors need torchvision, with which idefics3 also makes images otherwise."""
     in_sglang_environment(compare_in_rows_and_columns, str(tmp_path))
+
+
+def check_adapters(folder: str, by_rank: list[list[tuple[Tensor, dict[str, Tensor]]]]) -> None:
+    """With B = 0 the gradient of B is that of the whole matrix times A: an update by it, of every linear layer but the head."""
+    expected, after = plain(folder)
+    before = dict(AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    for ((logprobs, found),) in by_rank:
+        torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
+        layers = [name.removesuffix(".lora_B.default.weight") for name in found if ".lora_B" in name]
+        assert sum("vision_model" in name for name in layers) == 12 and sum("text_model" in name for name in layers) == 14
+        for layer in layers:
+            update = (after[f"{layer}.weight"] - before[f"{layer}.weight"]) @ found[f"{layer}.lora_A.default.weight"].T
+            torch.testing.assert_close(found[f"{layer}.lora_B.default.weight"], 2 * update, rtol=1e-5, atol=1e-5, msg=layer)
+            assert torch.equal(found[f"{layer}.base_layer.weight"], before[f"{layer}.weight"])
 
 
 def squares(values: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tensor, dict]:
