@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
 
+from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.objectives import sft
 from lightrft.algorithms.reduce import Denominator, share_of_mean
 from lightrft.batching.redistribute import redistribute
@@ -30,7 +31,7 @@ from lightrft.rollout.media import Expander
 from lightrft.strategy import get_strategy
 from lightrft.types import Batch, Prompt, Sample
 from ranks import run_cases, run_ranks
-from runs import train
+from runs import rows_of, run_here, train
 from scripts.prepare_colours import pictures, tiny_idefics3
 from seeing import FRAMED, MARKS, picture, seeing_internvl, seeing_llava, seeing_model, seeing_qwen
 from sglang_environment import in_sglang_environment
@@ -366,6 +367,12 @@ GRPO = ["--rollout_batch_size=16", "--n_samples_per_prompt=16", "--generate_max_
         "--num_episodes=99", "--max_steps=16", "--actor_learning_rate=2e-3", "--init_kl_coef=1e-4", "--eval_steps=16",
         "--engine_type=vllm", "--engine_kv_cache_gb=0.125", "--num_trajectories_to_save=256"]  # fmt: skip
 
+GAE = ["--advantage_estimator=gae", "--engine_type=hf", "--rollout_batch_size=32", "--n_samples_per_prompt=4",
+       "--generate_max_len=2", "--train_batch_size=128", "--num_episodes=99", "--max_steps=16", "--eval_steps=16",
+       "--actor_learning_rate=2e-3", "--critic_learning_rate=2e-3", "--init_kl_coef=1e-4", "--no_enable_engine_sleep"]  # fmt: skip
+ONE_STEP = ["--engine_type=hf", "--rollout_batch_size=8", "--n_samples_per_prompt=4", "--generate_max_len=2",
+            "--train_batch_size=32", "--max_steps=1", "--no_enable_engine_sleep"]  # fmt: skip
+
 
 def mixed(folder: Path) -> None:
     """Pictures of one colour; and among those to learn from some rows with two of them, and with none."""
@@ -380,7 +387,9 @@ def mixed(folder: Path) -> None:
 
 
 def test_a_run_learns_to_name_colours(tmp_path):
-    """From answers first, until a fifth of what it says is right; then by GRPO. In its first step it is its own reference."""
+    """From answers first, until a fifth of what it says is right; then by GRPO, by PPO with a critic that sees, and one step by
+    each of the other estimators. In its first step it is its own reference.
+    """
     mixed(tmp_path)
     data = [*COMMON, f"--prompt_data={tmp_path / 'train.jsonl'}"]
     train("train_sft", 1, [*data, f"--pretrain={tiny_idefics3(tmp_path / 'random')}", *SFT], tmp_path / "sft")
@@ -393,3 +402,19 @@ def test_a_run_learns_to_name_colours(tmp_path):
     assert all(row["engine/logprob_mismatch_max"] < 1e-5 for row in (first, *rows))
     samples = [json.loads(line) for line in (tmp_path / "grpo" / "samples.jsonl").read_text().splitlines()]
     assert {len(sample.get("images", [])) for sample in samples} == {0, 1, 2}
+    found = train("train_ppo", 2, [*data, *start, *GAE], tmp_path / "gae")
+    rewards = [row["rollout/reward"] for row in found]
+    assert sum(rewards[:4]) / 4 < 0.3 and sum(rewards[-4:]) / 4 > 0.4 and found[-1]["eval/accuracy"] > 0.6
+    assert found[0]["critic/explained_variance"] < 0 < min(row["critic/explained_variance"] for row in found[-4:])
+    assert all(row["engine/logprob_mismatch_max"] < 1e-5 for row in found)
+    names = {estimators[name]: name for name in estimators.names()}.values()  # one of each function
+    steps = {name: (name, [*data, start[0], *ONE_STEP], tmp_path) for name in names}
+    for name, ((row,),) in run_cases(1, one_step, steps).items():
+        assert row["train/grad_norm"] > 0 and row["train/ratio"] == 1.0, name
+
+
+def one_step(estimator: str, flags: list[str], folder: Path) -> list[dict]:
+    """Metrics of a step with this advantage estimator."""
+    own = {"distill": [f"--teacher_pretrain={folder / 'random'}"], "pass_at_k": ["--pass_k=2"]}.get(estimator, [])
+    run_here("train_ppo", [*flags, *own, f"--advantage_estimator={estimator}", f"--save_path={folder / 'steps' / estimator}"])
+    return rows_of(folder / "steps" / estimator)
