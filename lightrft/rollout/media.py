@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ModelSection
-from lightrft.data.media import AUDIOS, IMAGES, KINDS, VIDEOS, opened
+from lightrft.data.media import AUDIOS, IMAGES, KINDS, VIDEOS, media_of
 from lightrft.engine.media import Clip, MediaReader, Video
 from lightrft.engine.model_info import placeholders
 from lightrft.engine.requests import Request
@@ -86,7 +86,7 @@ class Expander:
             return Expanded(list(prompt.token_ids), {})
         if id(prompt) in self._prepared:
             return self._prepared[id(prompt)][1]
-        expanded = self.reader.expanded(Request(list(prompt.token_ids), opened(prompt.multi_modal)))
+        expanded = self.reader.expanded(Request(list(prompt.token_ids), media_of(prompt)))
         return replace(expanded, tower_tokens=self._tower_work(expanded.features))
 
     def prepare(self, prompts: Iterable[Prompt]) -> None:

@@ -369,7 +369,7 @@ GRPO = ["--rollout_batch_size=16", "--n_samples_per_prompt=16", "--generate_max_
 
 GAE = ["--advantage_estimator=gae", "--engine_type=hf", "--rollout_batch_size=32", "--n_samples_per_prompt=4",
        "--generate_max_len=2", "--train_batch_size=128", "--num_episodes=99", "--max_steps=16", "--eval_steps=16",
-       "--actor_learning_rate=2e-3", "--critic_learning_rate=2e-3", "--init_kl_coef=1e-4", "--no_enable_engine_sleep"]  # fmt: skip
+       "--actor_learning_rate=2e-3", "--critic_learning_rate=2e-3", "--no_enable_engine_sleep"]  # fmt: skip
 ONE_STEP = ["--engine_type=hf", "--rollout_batch_size=8", "--n_samples_per_prompt=4", "--generate_max_len=2",
             "--train_batch_size=32", "--max_steps=1", "--no_enable_engine_sleep"]  # fmt: skip
 

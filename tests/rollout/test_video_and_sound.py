@@ -3,6 +3,7 @@
 import io
 import json
 import random
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,7 @@ def learned(folder: str, media: tuple[str, ...], model: dict, layout: dict) -> l
     return results
 
 
+@cache
 def plain(folder: str, media: tuple[str, ...]) -> tuple[Tensor, dict[str, Tensor]]:
     """By transformers, each sample alone."""
     model = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
