@@ -26,6 +26,11 @@ FAMILIES: Mapping[str, Collection[str]] = {
     "qwen2_audio": (AUDIOS,),
 }
 """Model type -> media whose gradients, and whose numbers of tokens, were compared with those of transformers."""
+UNTRAINED: Mapping[str, str] = {
+    "gemma3": "its image tokens attend to each other in both directions, which attention over packed sequences does not do",
+    "qwen2_5_omni": "its thinker is a part of a larger model, which is neither loaded nor exported alone",
+}
+"""Model type -> reason why it does not learn from media."""
 UNCOUNTED = ("smolvlm",)
 """Families whose processors cannot tell how many tokens an image of some size has; one of each size is processed."""
 PROBES = ((28, 28), (1000, 300), (300, 1000))
@@ -54,9 +59,10 @@ class Expander:
         learned = FAMILIES.get(self.config.model_type, ())
         for medium in self.media:
             if medium not in learned:
-                others = ", ".join(name for name, known in FAMILIES.items() if medium in known)
-                raise ConfigError(f"--{medium}_key: models of type {self.config.model_type} cannot be trained on {medium}, only "
-                                  f"those of type {others}; omit the flag to train on text")  # fmt: skip
+                kind, others = self.config.model_type, ", ".join(name for name, known in FAMILIES.items() if medium in known)
+                reason = UNTRAINED.get(kind, "its gradients were not compared with those of transformers")
+                raise ConfigError(f"--{medium}_key: models of type {kind} cannot be trained on {medium}: {reason}. Use a model "
+                                  f"of type {others}, or omit the flag to train on text")  # fmt: skip
 
     def check_same(self, section: ModelSection, flag: str, name: str) -> None:
         """Raise ConfigError if the processor of another model, given by `flag`, reads media otherwise than this one."""

@@ -159,12 +159,11 @@ def test_gradients_of_sound_are_those_of_transformers(tmp_path, world_size, case
 
 def compare_videos(folder: str) -> None:
     media = (IMAGES, VIDEOS)
-    for family in ("qwen2_5_vl", "qwen3_vl"):
-        made = seeing_qwen(f"{folder}/{family}", family)
-        for world_size, layouts in LAYOUTS.items():
-            found = run_cases(world_size, learned, {str(layout): (made, media, TRAINED, layout) for layout in layouts})
-            for by_rank in found.values():
-                check(made, media, "visual", TRAINED, by_rank)
+    made = {family: seeing_qwen(f"{folder}/{family}", family) for family in ("qwen2_5_vl", "qwen3_vl")}
+    for world_size, layouts in LAYOUTS.items():
+        cases = {(family, str(layout)): (made[family], media, TRAINED, layout) for family in made for layout in layouts}
+        for (family, _), by_rank in run_cases(world_size, learned, cases).items():
+            check(made[family], media, "visual", TRAINED, by_rank)
 
 
 def test_gradients_of_videos_are_those_of_transformers(tmp_path):
