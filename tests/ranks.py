@@ -63,7 +63,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 
 def run_cases(world_size: int, function: Callable[..., Any], cases: dict[Any, tuple]) -> dict[Any, list[Any]]:
     """Call `function(*args)` for the arguments of each case, one case after another in one start; return the results by rank."""
-    by_rank = run_ranks(world_size, _in_turn, function, cases)
+    by_rank = run_ranks(world_size, _in_turn, function, cases, timeout=400)
     return {case: [results[case] for results in by_rank] for case in cases}
 
 

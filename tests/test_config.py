@@ -27,7 +27,8 @@ from lightrft.config import (
     section_of_field,
     summary,
 )
-from lightrft.config.references import DataSource, data_sources
+from lightrft.config.references import DataSource, data_sources, reward_terms
+from lightrft.rewards.functions import rewards
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 RUNNABLE = ["--pretrain", "some/model", "--prompt_data", "train.jsonl"]
@@ -164,6 +165,8 @@ def test_the_shipped_files_can_run(path):
     command = next((name for name in COMMANDS if path.stem.endswith(name.removeprefix("train"))), "train_ppo")
     for world_size in (2, 8):
         assert check("--config", str(path), "--pretrain", "some/model", command=command, world_size=world_size) == []
+    named = reward_terms(parse([f"--config={path}"]).reward.reward)
+    assert all(term.name in rewards for term in named if ":" not in term.name)
 
 
 # -- errors
@@ -400,6 +403,13 @@ def test_sft_asks_nothing_about_rollouts():
 def test_sft_computes_the_loss_of_one_held_out_set():
     assert "train_sft computes the loss of one set" in problems(*RUNNABLE, "--eval_data=gsm8k=x", command="train_sft")
     assert "a:gsm9k: unknown format; did you mean gsm8k?" in problems(*RUNNABLE, "--eval_data=a:gsm9k=x")
+
+
+def test_media_that_sglang_is_not_given_are_named():
+    for medium, command in (("videos", "train_ppo"), ("audios", "evaluate")):
+        flags = [*RUNNABLE, f"--{medium}_key=x", "--images_key=y", "--eval_data=z", "--limit_mm_video_per_prompt=1"]
+        said = problems(*flags, "--engine_type=sglang", command=command)
+        assert f"--{medium}_key needs --engine_type vllm or hf" in said and "--images_key" not in said
 
 
 def test_what_cannot_speculate_is_named(tmp_path):

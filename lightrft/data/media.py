@@ -338,6 +338,14 @@ def opened(multi_modal: Mapping[str, list[MediaFile]]) -> dict[str, list]:
     return {medium: [item.open() for item in items] for medium, items in multi_modal.items()}
 
 
+def media_of(prompt: Prompt) -> dict[str, list]:
+    """Open all media of a prompt. Raise DataError with the location of its row if one cannot be read any more."""
+    try:
+        return opened(prompt.multi_modal)
+    except DataError as error:
+        raise DataError(f"{prompt.location}: {error}" if prompt.location else str(error)) from error
+
+
 def media_checked(rows: Iterable[tuple[str, Prompt]], mode: str) -> Iterator[tuple[str, Prompt, str]]:
     """Yield the rows with the reason why one of their media cannot be read, empty if all can; see --check_media."""
     rows, count = iter(rows), 0
@@ -489,6 +497,7 @@ def _av() -> Any:
     try:
         import av
     except ModuleNotFoundError as error:
-        raise ValueError("without FFmpeg only .gif, .webp, .png and .wav are read, and no clip is resampled: "
-                         "pip install 'lightrft[media]'") from error
+        raise ValueError(
+            "without FFmpeg only .gif, .webp, .png and .wav are read, and no clip is resampled: pip install 'lightrft[media]'"
+        ) from error
     return av

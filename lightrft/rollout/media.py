@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from lightrft.config.errors import ConfigError
 from lightrft.config.sections import ModelSection
-from lightrft.data.media import AUDIOS, IMAGES, KINDS, VIDEOS, opened
+from lightrft.data.media import AUDIOS, IMAGES, KINDS, VIDEOS, media_of
 from lightrft.engine.media import Clip, MediaReader, Video
 from lightrft.engine.model_info import placeholders
 from lightrft.engine.requests import Request
@@ -26,6 +26,11 @@ FAMILIES: Mapping[str, Collection[str]] = {
     "qwen2_audio": (AUDIOS,),
 }
 """Model type -> media whose gradients, and whose numbers of tokens, were compared with those of transformers."""
+UNTRAINED: Mapping[str, str] = {
+    "gemma3": "its image tokens attend to each other in both directions, which attention over packed sequences does not do",
+    "qwen2_5_omni": "its thinker is a part of a larger model, which is neither loaded nor exported alone",
+}
+"""Model type -> reason why it does not learn from media."""
 UNCOUNTED = ("smolvlm",)
 """Families whose processors cannot tell how many tokens an image of some size has; one of each size is processed."""
 PROBES = ((28, 28), (1000, 300), (300, 1000))
@@ -54,9 +59,10 @@ class Expander:
         learned = FAMILIES.get(self.config.model_type, ())
         for medium in self.media:
             if medium not in learned:
-                others = ", ".join(name for name, media in FAMILIES.items() if medium in media)
-                raise ConfigError(f"--{medium}_key: models of type {self.config.model_type} cannot be trained on {medium}, only "
-                                  f"those of type {others}; omit the flag to train on text")  # fmt: skip
+                kind, others = self.config.model_type, ", ".join(name for name, media in FAMILIES.items() if medium in media)
+                reason = UNTRAINED.get(kind, "its gradients were not compared with those of transformers")
+                raise ConfigError(f"--{medium}_key: models of type {kind} cannot be trained on {medium}: {reason}. Use a model "
+                                  f"of type {others}, or omit the flag to train on text")  # fmt: skip
 
     def check_same(self, section: ModelSection, flag: str, name: str) -> None:
         """Raise ConfigError if the processor of another model, given by `flag`, reads media otherwise than this one."""
@@ -86,7 +92,7 @@ class Expander:
             return Expanded(list(prompt.token_ids), {})
         if id(prompt) in self._prepared:
             return self._prepared[id(prompt)][1]
-        expanded = self.reader.expanded(Request(list(prompt.token_ids), opened(prompt.multi_modal)))
+        expanded = self.reader.expanded(Request(list(prompt.token_ids), media_of(prompt)))
         return replace(expanded, tower_tokens=self._tower_work(expanded.features))
 
     def prepare(self, prompts: Iterable[Prompt]) -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrft.agents.episodes import Episodes, Play
 from lightrft.config.sections import RolloutSection
 from lightrft.data.loader import share_of
-from lightrft.data.media import opened
+from lightrft.data.media import media_of
 from lightrft.engine.loop import ABORTED
 from lightrft.engine.requests import Request, Sampling, derived_seed
 from lightrft.engine.sampling_parameters import greedy_sampling, sampling_of
@@ -233,7 +233,7 @@ class Sampler:
         sampling = replace(sampling, max_tokens=min(longest_rest, longest or longest_rest))
         if sample.token_ids:
             sampling = replace(sampling, first_token_temperature=None)
-        return Request([*sample.prompt.token_ids, *sample.token_ids], opened(sample.prompt.multi_modal), sampling, seeds)
+        return Request([*sample.prompt.token_ids, *sample.token_ids], media_of(sample.prompt), sampling, seeds)
 
     def extend(self, sample: Sample, completion: Completion) -> None:
         """Append a completion to a response, which ends unless the completion was aborted."""

@@ -13,7 +13,7 @@ from PIL import Image
 from json_server import JsonHandler, listening
 from lightrft.config import DataSection
 from lightrft.config.errors import DataError
-from lightrft.data.media import VIDEOS, AudioFile, ImageFile, Places, VideoFile, items_of, opened, with_parts
+from lightrft.data.media import VIDEOS, AudioFile, ImageFile, Places, VideoFile, items_of, media_of, opened, with_parts
 from lightrft.data.prompts import load_prompts
 from tiny import byte_tokenizer
 
@@ -138,7 +138,10 @@ def test_media_are_read_before_the_run(folder, mode):
     with pytest.raises(DataError, match="rows.jsonl:2: video cut.gif cannot be read"):
         load(folder, rows, check_media=mode)
     assert [prompt.text for prompt in load(folder, rows, check_media=mode, bad_rows="skip")] == ["[video]x", "[audio]z"]
-    assert len(load(folder, rows, check_media="none")) == 3
+    late = load(folder, rows, check_media="none")
+    assert len(late) == 3
+    with pytest.raises(DataError, match="rows.jsonl:2: video cut.gif cannot be read"):
+        media_of(late[1])
 
 
 def test_other_formats_are_read_by_ffmpeg():

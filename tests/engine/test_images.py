@@ -383,8 +383,8 @@ CASES: list[Callable[[Scene], None]] = [
 ]  # fmt: skip
 OF_MORE: list[Callable[[Scene], None]] = [
     text_and_media_in_one_call, an_image_and_a_video_in_one_prompt, samples_share_the_images_of_their_prompt, a_response_goes_on,
-    impossible_media_are_refused, ranks_of_an_engine_need_the_same_images, each_rank_gets_its_own_answers,
-    a_prompt_without_images_has_no_placeholders, local_answers,
+    the_same_image_under_new_weights, impossible_media_are_refused, ranks_of_an_engine_need_the_same_images,
+    each_rank_gets_its_own_answers, a_prompt_without_images_has_no_placeholders, local_answers,
 ]  # fmt: skip
 """Of the second medium of a model."""
 

@@ -10,12 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModel,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    Gemma3Config,
+    Qwen2_5OmniConfig,
+)
 
+from lightrft.algorithms.advantage import estimators
 from lightrft.algorithms.objectives import sft
 from lightrft.algorithms.reduce import Denominator, share_of_mean
 from lightrft.batching.redistribute import redistribute
-from lightrft.config import ModelSection
+from lightrft.config import ConfigError, ModelSection
 from lightrft.data.media import IMAGES, ImageFile
 from lightrft.models.heads import Actor, Scorer
 from lightrft.models.load import load_model, load_scorer, load_tokenizer
@@ -30,7 +38,7 @@ from lightrft.rollout.media import Expander
 from lightrft.strategy import get_strategy
 from lightrft.types import Batch, Prompt, Sample
 from ranks import run_cases, run_ranks
-from runs import train
+from runs import rows_of, run_here, train
 from scripts.prepare_colours import pictures, tiny_idefics3
 from seeing import FRAMED, MARKS, picture, seeing_internvl, seeing_llava, seeing_model, seeing_qwen
 from sglang_environment import in_sglang_environment
@@ -92,6 +100,7 @@ def learned(folder: str, settings: dict, micro_batches: list[dict]) -> list[tupl
     return results
 
 
+@cache
 def plain(folder: str) -> tuple[Tensor, dict[str, Tensor]]:
     """By transformers, its processor and its padding."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
@@ -122,6 +131,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 SPLITS = [{}, {"max_sequences": 1}, {"batching": "dynamic", "max_tokens": 30}]
 TRAINED = {"model": {"freeze_vision_tower": False}}
+ADAPTED = {"model": {"freeze_vision_tower": False, "lora_rank": 4, "lora_alpha": 8}}
 
 
 def strategy(**layout) -> dict:
@@ -139,6 +149,9 @@ CASES = {
         "tp": (strategy(tp_size=2), SPLITS[:2]),
         "tp_sequence_parallel": (strategy(tp_size=2, tp_sequence_parallel=True), SPLITS[:2]),
         **{f"zero{stage}": (strategy(fsdp=False, zero_stage=stage), SPLITS[1:2]) for stage in range(4)},
+        "lora": (ADAPTED, SPLITS[1:2]),
+        "lora_ulysses": (ADAPTED | {"strategy": {"sp_size": 2}}, SPLITS[1:2]),
+        "lora_zigzag": (ADAPTED | {"strategy": {"sp_size": 2, "sp_impl": "zigzag"}}, SPLITS[:1]),
     },
     4: {
         "hsdp": (strategy(dp_replicate=2), SPLITS[1:2]),
@@ -162,7 +175,8 @@ def results(folder) -> Callable[[int], dict[str, list]]:
 @pytest.mark.parametrize(("world_size", "case"), [(size, case) for size, cases in CASES.items() for case in cases])
 def test_gradients_are_those_of_transformers(folder, results, world_size, case):
     """Rank 1 of two holds one image; with a sequence in each micro-batch, half of them have no image."""
-    check(folder, CASES[world_size][case][0], results(world_size)[case])
+    settings, by_rank = CASES[world_size][case][0], results(world_size)[case]
+    check_adapters(folder, by_rank) if "lora" in case else check(folder, settings, by_rank)
 
 
 def compare(world_size: int, folder: str, settings: dict, splits: list[dict]) -> None:
@@ -183,41 +197,41 @@ def check(folder: str, settings: dict, by_rank: list[list[tuple[Tensor, dict[str
                 torch.testing.assert_close(value, before[name] if frozen else parameters[name], rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_adapters_of_towers_learn(folder):
-    """With B = 0 the gradient of B is that of the whole matrix times A: an update by it, of every linear layer but the head."""
-    model = {"freeze_vision_tower": False, "lora_rank": 4, "lora_alpha": 8}
-    _, after = plain(folder)
-    before = dict(AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).named_parameters())
-    for ((_, found),) in run_ranks(2, learned, folder, {"model": model}, SPLITS[1:2]):
-        layers = [name.removesuffix(".lora_B.default.weight") for name in found if ".lora_B" in name]
-        assert sum("vision_model" in name for name in layers) == 12 and sum("text_model" in name for name in layers) == 14
-        for layer in layers:
-            update = (after[f"{layer}.weight"] - before[f"{layer}.weight"]) @ found[f"{layer}.lora_A.default.weight"].T
-            torch.testing.assert_close(found[f"{layer}.lora_B.default.weight"], 2 * update, rtol=1e-5, atol=1e-5, msg=layer)
-            assert torch.equal(found[f"{layer}.base_layer.weight"], before[f"{layer}.weight"])
-
-
 def test_gradients_of_llava_are_those_of_transformers(tmp_path):
     """Its tower reads a layer before the last one, so that parameters behind it have no gradient."""
     compare(2, seeing_llava(tmp_path), TRAINED, SPLITS[:1])
 
 
 def compare_in_rows_and_columns(folder: str) -> None:
-    cases = {"fsdp": (TRAINED, [{"max_tokens": 40}]), "tp": (strategy(tp_size=2, tp_sequence_parallel=True), SPLITS[:2])}
-    for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
-        made = seeing_qwen(f"{folder}/{family}", family)
-        compare_counts(made)
-        for name, by_rank in run_cases(2, learned, {name: (made, *case) for name, case in cases.items()}).items():
-            check(made, cases[name][0], by_rank)
-    compare_counts(splitting_model(f"{folder}/idefics3"))
-    compare_counts(seeing_internvl(f"{folder}/internvl"))
-    compare(2, f"{folder}/internvl", TRAINED, [{"max_tokens": 256}])
-    compare(2, seeing_model(f"{folder}/smolvlm", family="smolvlm"), TRAINED, SPLITS[:1])
+    split = {"fsdp": (TRAINED, [{"max_tokens": 40}]), "tp": (strategy(tp_size=2, tp_sequence_parallel=True), SPLITS[:2])}
+    made = {family: seeing_qwen(f"{folder}/{family}", family) for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")}
+    cases = {(family, name): (made[family], *case) for family in made for name, case in split.items()}
+    made |= {"internvl": seeing_internvl(f"{folder}/internvl"), "smolvlm": seeing_model(f"{folder}/smolvlm", family="smolvlm")}
+    cases["internvl", "fsdp"] = (made["internvl"], TRAINED, [{"max_tokens": 256}])
+    cases["smolvlm", "fsdp"] = (made["smolvlm"], TRAINED, SPLITS[:1])
+    for case, by_rank in run_cases(2, learned, cases).items():
+        check(made[case[0]], cases[case][1], by_rank)
+    for counted in (*(made[family] for family in made if family != "smolvlm"), splitting_model(f"{folder}/idefics3")):
+        compare_counts(counted)
 
 
 def test_gradients_with_positions_in_space(tmp_path):
     """M-RoPE, InternVL and SmolVLM: their processors need torchvision, with which idefics3 also makes images otherwise."""
     in_sglang_environment(compare_in_rows_and_columns, str(tmp_path))
+
+
+def check_adapters(folder: str, by_rank: list[list[tuple[Tensor, dict[str, Tensor]]]]) -> None:
+    """With B = 0 the gradient of B is that of the whole matrix times A: an update by it, of every linear layer but the head."""
+    expected, after = plain(folder)
+    before = dict(AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    for ((logprobs, found),) in by_rank:
+        torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
+        layers = [name.removesuffix(".lora_B.default.weight") for name in found if ".lora_B" in name]
+        assert sum("vision_model" in name for name in layers) == 12 and sum("text_model" in name for name in layers) == 14
+        for layer in layers:
+            update = (after[f"{layer}.weight"] - before[f"{layer}.weight"]) @ found[f"{layer}.lora_A.default.weight"].T
+            torch.testing.assert_close(found[f"{layer}.lora_B.default.weight"], 2 * update, rtol=1e-5, atol=1e-5, msg=layer)
+            assert torch.equal(found[f"{layer}.base_layer.weight"], before[f"{layer}.weight"])
 
 
 def squares(values: Tensor, batch: Batch, denominator: Denominator) -> tuple[Tensor, dict]:
@@ -247,12 +261,18 @@ def valued(folder: str, saved: str, layout: dict) -> tuple[list[Tensor], dict[st
     return [by_row[row] for row in sorted(by_row)], dict(strategy.full_params(critic.module))
 
 
-@pytest.mark.parametrize("layout", [{}, {"sp_size": 2}, {"tp_size": 2}])
-def test_a_critic_sees(folder, tmp_path, layout):
+def test_a_critic_sees(folder, tmp_path):
     """Its head is above the backbone of transformers, alike after it was saved and loaded, and both learn."""
-    (found, after), _ = run_ranks(2, valued, folder, str(tmp_path), layout)
+    layouts = {"fsdp": {}, "ulysses": {"sp_size": 2}, "tp": {"tp_size": 2}}
+    saved = {name: str(tmp_path / name) for name in layouts}
+    cases = {name: (folder, saved[name], layout) for name, layout in layouts.items()}
+    for name, ((found, after), _) in run_cases(2, valued, cases).items():
+        check_critic(folder, saved[name], found, after)
+
+
+def check_critic(folder: str, saved: str, found: list[Tensor], after: dict[str, Tensor]) -> None:
     expand, answers = Expander(ModelSection(pretrain=folder)), []
-    scored = load_scorer(ModelSection(pretrain=str(tmp_path)), new_head=False)
+    scored = load_scorer(ModelSection(pretrain=saved), new_head=False)
     backbone = AutoModel.from_pretrained(folder, dtype=torch.float32)
     for sample, values in zip(samples(expand.reader.processor), found, strict=True):
         read = expand(sample.prompt)
@@ -317,7 +337,7 @@ def splitting_model(folder: str, *, marked: bool = True) -> str:
 def compare_counts(folder: str) -> None:
     """Of 60 sizes, what the processor says and what it makes: numbers of tokens, or why there are none."""
     expand, rng = Expander(ModelSection(pretrain=folder)), random.Random(0)
-    sizes = [(round(2 ** rng.uniform(0, 10)), round(2 ** rng.uniform(0, 10))) for _ in range(60)]
+    sizes = [(round(2 ** rng.uniform(0, 9)), round(2 ** rng.uniform(0, 9))) for _ in range(60)]
     counted = [outcome(expand._counted, size) for size in sizes]
     assert counted == [outcome(partial(expand._expanded_length, IMAGES), size) for size in sizes]
     assert expand._counts and len(set(counted)) > 6
@@ -336,6 +356,17 @@ def test_tokens_are_counted_as_they_are_made(tmp_path):
     expand = Expander(ModelSection(pretrain=splitting_model(str(tmp_path / "miscounts"), marked=False)))
     prompt = Prompt(0, "", [expand.reader.processor.image_token_id], multi_modal={IMAGES: [image(1)]})
     assert expand.measure(prompt) == len(expand(prompt).token_ids) - 1 != expand._counted((40, 40)) - 1
+
+
+@pytest.mark.parametrize(("config", "medium", "reason"), [
+    (Gemma3Config(), "images", "gemma3 cannot be trained on images: its image tokens attend to each other in both directions"),
+    (Qwen2_5OmniConfig(), "audios", "qwen2_5_omni cannot be trained on audios: its thinker is a part of a larger model"),
+    (CONFIG_MAPPING["qwen2_vl"](), "videos", "qwen2_vl cannot be trained on videos: its gradients were not compared"),
+], ids=["gemma3", "qwen2_5_omni", "qwen2_vl"])  # fmt: skip
+def test_other_families_are_refused_with_the_reason(tmp_path, config, medium, reason):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=reason):
+        Expander(ModelSection(pretrain=str(tmp_path)), (medium,)).check_family()
 
 
 def test_prompts_that_were_prepared_are_not_expanded_again(folder):
@@ -360,6 +391,12 @@ GRPO = ["--rollout_batch_size=16", "--n_samples_per_prompt=16", "--generate_max_
         "--num_episodes=99", "--max_steps=16", "--actor_learning_rate=2e-3", "--init_kl_coef=1e-4", "--eval_steps=16",
         "--engine_type=vllm", "--engine_kv_cache_gb=0.125", "--num_trajectories_to_save=256"]  # fmt: skip
 
+GAE = ["--advantage_estimator=gae", "--engine_type=hf", "--rollout_batch_size=32", "--n_samples_per_prompt=4",
+       "--generate_max_len=2", "--train_batch_size=128", "--num_episodes=99", "--max_steps=16", "--eval_steps=16",
+       "--actor_learning_rate=2e-3", "--critic_learning_rate=2e-3", "--no_enable_engine_sleep"]  # fmt: skip
+ONE_STEP = ["--engine_type=hf", "--rollout_batch_size=8", "--n_samples_per_prompt=4", "--generate_max_len=2",
+            "--train_batch_size=32", "--max_steps=1", "--no_enable_engine_sleep"]  # fmt: skip
+
 
 def mixed(folder: Path) -> None:
     """Pictures of one colour; and among those to learn from some rows with two of them, and with none."""
@@ -374,7 +411,9 @@ def mixed(folder: Path) -> None:
 
 
 def test_a_run_learns_to_name_colours(tmp_path):
-    """From answers first, until a fifth of what it says is right; then by GRPO. In its first step it is its own reference."""
+    """From answers first, until a fifth of what it says is right; then by GRPO, by PPO with a critic that sees, and one step by
+    each of the other estimators. In its first step it is its own reference.
+    """
     mixed(tmp_path)
     data = [*COMMON, f"--prompt_data={tmp_path / 'train.jsonl'}"]
     train("train_sft", 1, [*data, f"--pretrain={tiny_idefics3(tmp_path / 'random')}", *SFT], tmp_path / "sft")
@@ -387,3 +426,19 @@ def test_a_run_learns_to_name_colours(tmp_path):
     assert all(row["engine/logprob_mismatch_max"] < 1e-5 for row in (first, *rows))
     samples = [json.loads(line) for line in (tmp_path / "grpo" / "samples.jsonl").read_text().splitlines()]
     assert {len(sample.get("images", [])) for sample in samples} == {0, 1, 2}
+    found = train("train_ppo", 2, [*data, *start, *GAE], tmp_path / "gae")
+    rewards = [row["rollout/reward"] for row in found]
+    assert sum(rewards[:4]) / 4 < 0.3 and sum(rewards[-4:]) / 4 > 0.4 and found[-1]["eval/accuracy"] > 0.6
+    assert found[0]["critic/explained_variance"] < 0 < min(row["critic/explained_variance"] for row in found[-4:])
+    assert all(row["engine/logprob_mismatch_max"] < 1e-5 for row in found)
+    names = {estimators[name]: name for name in estimators.names()}.values()  # one of each function
+    steps = {name: (name, [*data, start[0], *ONE_STEP], tmp_path) for name in names}
+    for name, ((row,),) in run_cases(1, one_step, steps).items():
+        assert row["train/grad_norm"] > 0 and row["train/ratio"] == 1.0, name
+
+
+def one_step(estimator: str, flags: list[str], folder: Path) -> list[dict]:
+    """Metrics of a step with this advantage estimator."""
+    own = {"distill": [f"--teacher_pretrain={folder / 'random'}"], "pass_at_k": ["--pass_k=2"]}.get(estimator, [])
+    run_here("train_ppo", [*flags, *own, f"--advantage_estimator={estimator}", f"--save_path={folder / 'steps' / estimator}"])
+    return rows_of(folder / "steps" / estimator)

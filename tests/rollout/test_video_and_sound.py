@@ -3,6 +3,7 @@
 import io
 import json
 import random
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,7 @@ def learned(folder: str, media: tuple[str, ...], model: dict, layout: dict) -> l
     return results
 
 
+@cache
 def plain(folder: str, media: tuple[str, ...]) -> tuple[Tensor, dict[str, Tensor]]:
     """By transformers, each sample alone."""
     model = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
@@ -157,12 +159,11 @@ def test_gradients_of_sound_are_those_of_transformers(tmp_path, world_size, case
 
 def compare_videos(folder: str) -> None:
     media = (IMAGES, VIDEOS)
-    for family in ("qwen2_5_vl", "qwen3_vl"):
-        made = seeing_qwen(f"{folder}/{family}", family)
-        for world_size, layouts in LAYOUTS.items():
-            found = run_cases(world_size, learned, {str(layout): (made, media, TRAINED, layout) for layout in layouts})
-            for by_rank in found.values():
-                check(made, media, "visual", TRAINED, by_rank)
+    made = {family: seeing_qwen(f"{folder}/{family}", family) for family in ("qwen2_5_vl", "qwen3_vl")}
+    for world_size, layouts in LAYOUTS.items():
+        cases = {(family, str(layout)): (made[family], media, TRAINED, layout) for family in made for layout in layouts}
+        for (family, _), by_rank in run_cases(world_size, learned, cases).items():
+            check(made[family], media, "visual", TRAINED, by_rank)
 
 
 def test_gradients_of_videos_are_those_of_transformers(tmp_path):

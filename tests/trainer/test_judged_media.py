@@ -15,7 +15,8 @@ from transformers import AutoModel, AutoModelForMultimodalLM, AutoProcessor
 
 from lightrft.config import ModelSection
 from lightrft.models.load import Scores, load_scorer
-from runs import train
+from ranks import run_cases
+from runs import rows_of, run_here, train
 from seeing import FILMED, hearing_model, picture, seeing_model, seeing_qwen
 from sglang_environment import in_sglang_environment
 
@@ -25,6 +26,7 @@ TEXTS = [("What is {}?", 1), ("Nothing.", 0), ("{} or {}", 2), ("x{}", 1)]
 """Of each prompt, with the number of its media."""
 WORDS = [("cat", "a dog"), ("no", "yes!"), ("one", "two"), ("bell", "rain")]
 DESIRABLE = [True, False, True, True]
+OF_POLICIES = ("train_dpo", "train_kto")
 FLAGS = ["--no_freeze_vision_tower", "--max_steps=1", "--train_batch_size=4", "--prompt_max_len=100", "--fsdp",
          "--max_tokens_per_microbatch=160", "--beta=0.5", "--report_to=jsonl"]  # fmt: skip
 ROWS: dict[str, Callable[[str, tuple[str, str], bool], dict]] = {
@@ -123,16 +125,19 @@ def compare(tmp_path: Path, folder: str, medium: str, mark: str) -> None:
     media, names = written(tmp_path, medium)
     reference = Reference(folder, medium, mark, media)
     scored = scorer(folder, tmp_path / "scorer")
+    runs = {}
     for command, row in ROWS.items():
-        with (tmp_path / "rows.jsonl").open("w") as file:
+        rows = tmp_path / f"{command}.jsonl"
+        with rows.open("w") as file:
             for (text, count), words, good, files in zip(TEXTS, WORDS, DESIRABLE, names, strict=True):
                 file.write(json.dumps(row(text.format(*[mark] * count), words, good) | ({key: files} if files else {})) + "\n")
-        policy = command in ("train_dpo", "train_kto")
-        flags = [flag for flag in FLAGS if policy or "beta" not in flag]
-        flags += [f"--prompt_data={tmp_path / 'rows.jsonl'}", f"--{medium}_key={key}"]
+        flags = [flag for flag in FLAGS if command in OF_POLICIES or "beta" not in flag]
+        flags += [f"--prompt_data={rows}", f"--{medium}_key={key}", f"--save_path={tmp_path / command}"]
         flags += ["--limit_mm_video_per_prompt=2"] * (medium == "videos")
-        flags += [f"--pretrain={folder if policy else scored}"]
-        (found,) = train(command, 2, flags, tmp_path / command)
+        runs[command] = (command, [*flags, f"--pretrain={folder if command in OF_POLICIES else scored}"])
+    run_cases(2, run_here, runs)
+    for command in ROWS:
+        policy, (found,) = command in OF_POLICIES, rows_of(tmp_path / command)
         options = {"dtype": torch.float32, "trust_remote_code": False}
         model = (AutoModelForMultimodalLM if policy else Scores).from_pretrained(folder if policy else scored, **options)
         loss = losses(command, model, reference)
