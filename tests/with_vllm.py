@@ -8,9 +8,9 @@ import torch
 MODELS = "qwen2", "qwen3", "qwen3_moe", "mixtral"
 WHEN_IT_STARTS = (
     "vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn", "vllm.v1.core.sched.scheduler",
-    "vllm.utils.cpu_triton_utils", "vllm.triton_utils.dispatcher", "vllm.model_executor.layers.quantization.online.base", "vllm.distributed.elastic_ep.elastic_execute",
-    "vllm.entrypoints.launchers.cli_args",
-    "vllm.v1.pool.flash_maxsim.flash_maxsim_rerank", "vllm.distributed.device_communicators.cpu_communicator",
+    "vllm.utils.cpu_triton_utils", "vllm.triton_utils.dispatcher", "vllm.entrypoints.launchers.cli_args",
+    "vllm.distributed.elastic_ep.elastic_execute", "vllm.distributed.device_communicators.cpu_communicator",
+    "vllm.model_executor.layers.quantization.online.base", "vllm.v1.pool.flash_maxsim.flash_maxsim_rerank",
     "vllm.plugins.lora_resolvers.filesystem_resolver", "vllm.plugins.lora_resolvers.hf_hub_resolver",
 )  # fmt: skip
 """What an engine imports on a CPU. On an accelerator that is left to it, as importing some of it may use the device."""
