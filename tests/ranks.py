@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from lightrft.parallel.device import collective_backend, current_device
+from lightrft.versions import installed_versions
 
 tqdm.monitor_interval = 0  # a thread of the process that forks, which may hold a lock just then
 RESTARTS = "RESTARTED_RANKS"
@@ -146,6 +147,7 @@ def import_packages() -> None:
     for package, names in () if torch.accelerator.is_available() else LATER.items():
         for name in names if find_spec(package) else ():
             import_module(name)
+    installed_versions()  # reads the metadata of all packages
 
 
 def _start(world_size: int, folder: str, function: Callable[..., Any], args: tuple) -> list:
