@@ -3,6 +3,8 @@
 The module imports only the standard library, because setup.py executes it before anything is installed.
 """
 
+from functools import cache
+
 CORE = {
     "torch": ">=2.9",
     "transformers": ">=5.12,<6",
@@ -82,6 +84,7 @@ def untested_versions(table: dict[str, str]) -> list[str]:
     return [f"{name} {installed[name]} (tested: {table[name]})" for name in outside]
 
 
+@cache
 def installed_version(name: str) -> str | None:
     """Return the version of a package, also under its alternative name; None if it is missing."""
     from importlib.metadata import PackageNotFoundError, version

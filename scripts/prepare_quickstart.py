@@ -193,12 +193,12 @@ def _split(problems: list[Problem], seed: int) -> tuple[list[Problem], list[Prob
     return problems[NUM_HELD_OUT:], problems[:NUM_HELD_OUT]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the split")
     parser.add_argument("--task", choices=TASKS, default="addition", help="kind of problem")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     train, held_out = TASKS[args.task](args.seed)
     write_jsonl(args.out / "train.jsonl", train)
     write_jsonl(args.out / "test.jsonl", held_out)

@@ -14,6 +14,9 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +27,20 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from lightrft.parallel.device import collective_backend, current_device
+from lightrft.versions import installed_versions
 
 tqdm.monitor_interval = 0  # a thread of the process that forks, which may hold a lock just then
 RESTARTS = "RESTARTED_RANKS"
 """Environment variable: the file in which every start once more has its line, of all processes of a test run."""
 os.environ.setdefault(RESTARTS, tempfile.mkstemp(prefix="restarted_ranks")[1])
 MOST_RESTARTS = 1
+LATER = {
+    "deepspeed": ("lightrft.strategy.deepspeed", "deepspeed.runtime.superoffload.superoffload_stage3", "functorch.compile",
+                  "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.zero.muon.muon_optimizer",
+                  "torch._dynamo.backends.debugging", "torch._inductor.utils"),
+    "peft": ("peft", "huggingface_hub.hf_file_system"),
+}  # fmt: skip
+"""Package -> what a run imports late, until an engine of ZeRO has started, or for adapters."""
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -130,7 +141,17 @@ def _run(world_size: int, function: Callable[..., Any], args: tuple, timeout: fl
         return [pickle.loads((Path(folder) / f"result{rank}").read_bytes()) for rank in range(world_size)]
 
 
+@cache
+def import_packages() -> None:
+    """Import for all ranks what each would take three seconds for; not beside an accelerator, which it may use."""
+    for package, names in () if torch.accelerator.is_available() else LATER.items():
+        for name in names if find_spec(package) else ():
+            import_module(name)
+    installed_versions()  # reads the metadata of all packages
+
+
 def _start(world_size: int, folder: str, function: Callable[..., Any], args: tuple) -> list:
+    import_packages()
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_rank, args=(rank, world_size, folder, function, args)) for rank in range(world_size)]
     for process in processes:

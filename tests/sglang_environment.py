@@ -101,6 +101,9 @@ def _serve() -> None:
     logging.disable()  # many models need what is not here
     importlib.import_module("sglang.srt.models.registry").ModelRegistry._load_default_models()
     logging.disable(logging.NOTSET)
+    for name in ("runs", "engine.contract"):  # which most calls would import
+        importlib.import_module(name)
+    importlib.import_module("ranks").import_packages()
     gc.freeze()
     print("ready", flush=True)
     for line in sys.stdin:

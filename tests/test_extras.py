@@ -13,11 +13,13 @@ PYTHON = Path(f"{sys.prefix}-extras", "bin", "python")
 SEARCHED = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+FILES = ["tests/batching/test_transfer_queue.py", "tests/agents/test_verifiers.py"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["agents/test_verifiers.py", "batching/test_transfer_queue.py"])
-def test_passes_where_its_package_is(file):
+def test_each_passes_where_its_package_is():
     assert PYTHON.exists(), f"no environment at {PYTHON.parents[1]}: make it with `bash scripts/environment.sh test`"
-    command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--numprocesses=0", f"tests/{file}"]
+    command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--numprocesses=0", *FILES]
     environment = os.environ | {"PYTHONPATH": SEARCHED}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0 and re.search(r"^\d+ passed in", run.stdout, re.MULTILINE), run.stdout[-9000:] + run.stderr[-9000:]

@@ -197,7 +197,9 @@ def pretend(monkeypatch):
 
         monkeypatch.setattr(importlib.metadata, "version", version)
 
-    return change
+    versions.installed_version.cache_clear()
+    yield change
+    versions.installed_version.cache_clear()
 
 
 def test_an_unfit_core_package_ends_with_the_way_out(pretend):

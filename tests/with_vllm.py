@@ -1,9 +1,19 @@
-"""vLLM imported once, by the process that forks ranks: each rank would import it anew, for seven seconds."""
+"""vLLM imported once, by the process that forks ranks: each rank would import it anew, for eight seconds."""
 
 from functools import cache
 from importlib import import_module
 
+import torch
+
 MODELS = "qwen2", "qwen3", "qwen3_moe", "mixtral"
+WHEN_IT_STARTS = (
+    "vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn", "vllm.v1.core.sched.scheduler",
+    "vllm.utils.cpu_triton_utils", "vllm.triton_utils.dispatcher", "vllm.entrypoints.launchers.cli_args",
+    "vllm.distributed.elastic_ep.elastic_execute", "vllm.distributed.device_communicators.cpu_communicator",
+    "vllm.model_executor.layers.quantization.online.base", "vllm.v1.pool.flash_maxsim.flash_maxsim_rerank",
+    "vllm.plugins.lora_resolvers.filesystem_resolver", "vllm.plugins.lora_resolvers.hf_hub_resolver",
+)  # fmt: skip
+"""What an engine imports on a CPU. On an accelerator that is left to it, as importing some of it may use the device."""
 
 
 @cache
@@ -13,3 +23,5 @@ def load_vllm() -> None:
     import_module("compressed_tensors")
     for name in MODELS:
         import_module(f"vllm.model_executor.models.{name}")
+    for name in () if torch.accelerator.is_available() else WHEN_IT_STARTS:
+        import_module(name)

@@ -7,16 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
-from datasets.exceptions import DatasetGenerationError
 from loguru import logger
 from pyarrow import ArrowInvalid
 
 from lightrft.config.errors import DataError
 from lightrft.registry import Registry
 from lightrft.samples import REASONING_GYM, VERIFIERS, DataRow
+
+if TYPE_CHECKING:  # importing datasets takes longer than reading most files, and JSON does not need it
+    from datasets import Dataset
 
 HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+(?<!\.py))(?::(?P<subset>[^:/]+))?")
 """A data set on the hub, owner/name or owner/name:SUBSET."""
@@ -91,6 +92,8 @@ def _verifiers_rows(source: str, flag: str) -> Iterator[DataRow]:
 
 
 def _saved_rows(folder: Path, split: str, flag: str) -> Iterator[DataRow]:
+    from datasets import DatasetDict, load_from_disk
+
     try:
         dataset = load_from_disk(str(folder))
     except (OSError, ValueError, KeyError, ArrowInvalid) as error:
@@ -103,6 +106,8 @@ def _saved_rows(folder: Path, split: str, flag: str) -> Iterator[DataRow]:
 
 
 def _hub_rows(name: str, subset: str | None, split: str, flag: str) -> Iterator[DataRow]:
+    from datasets import load_dataset
+
     source = f"{name}:{subset}" if subset else name
     try:
         dataset = load_dataset(name, subset, split=split)
@@ -113,6 +118,8 @@ def _hub_rows(name: str, subset: str | None, split: str, flag: str) -> Iterator[
 
 def _object_rows(reference: str, split: str, bad: BadRows) -> Iterator[DataRow]:
     """Yield the rows of an iterable, or of a function that returns one; its parameter `split`, if it has one, gets the split."""
+    from datasets import Dataset
+
     try:
         data = Registry("data set", flag=bad.flag)[reference]
     except ValueError as error:
@@ -150,16 +157,23 @@ def _file_rows(file: Path, bad: BadRows) -> Iterator[DataRow]:
     elif file.suffix == ".json":
         yield from _json_list(file, bad)
     elif file.suffix == ".parquet":
-        try:
-            rows = _stored(load_dataset("parquet", data_files=str(file), split="train"))
-        except (DatasetGenerationError, ValueError) as error:
-            raise DataError(f"{bad.flag} {file}: not a valid parquet file ({error.__cause__ or error})") from error
-        yield from ((f"{file} row {index + 1}", row) for index, row in enumerate(rows))
+        yield from _parquet_rows(file, bad.flag)
     else:
         raise DataError(f"{bad.flag} {file}: unknown file type; supported are {', '.join(SUFFIXES)}")
 
 
-def _stored(rows: Dataset) -> Iterator[dict[str, Any]]:
+def _parquet_rows(file: Path, flag: str) -> Iterator[Row]:
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        rows = _stored(load_dataset("parquet", data_files=str(file), split="train"))
+    except (DatasetGenerationError, ValueError) as error:
+        raise DataError(f"{flag} {file}: not a valid parquet file ({error.__cause__ or error})") from error
+    yield from ((f"{file} row {index + 1}", row) for index, row in enumerate(rows))
+
+
+def _stored(rows: "Dataset") -> Iterator[dict[str, Any]]:
     """Yield rows as they are stored: images stay encoded files, which are much smaller than their pixels."""
     for table in rows.with_format("arrow").iter(ROWS_AT_ONCE):
         yield from table.to_pylist()

@@ -66,14 +66,14 @@ class Barrier(Episodes):
         return requests
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=64)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=24, help="longest turn; lengths differ, as any of 16 tokens ends one")
     parser.add_argument("--tool_ms", type=float, default=50.0)
     parser.add_argument("--repeat", type=int, default=3)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         result = measure(args, Path(folder))
     print(json.dumps(result))

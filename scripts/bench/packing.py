@@ -173,7 +173,7 @@ def planner(rows: int, ranks: int, repeat: int) -> dict[str, float]:
     return {f"plan_{rows}_s": round(slowest[False], 3), f"plan_{rows}_with_prompts_s": round(slowest[True], 3)} | overheads
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=32, help="sequences of the step")
     parser.add_argument("--median", type=int, default=250, help="median length")
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=524288, help="rows of the large plan")
     parser.add_argument("--ranks", type=int, default=1024, help="ranks of the large plan")
     parser.add_argument("--repeat", type=int, default=3, help="repetitions")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     batch = make_batch(args.sequences, args.median, args.sigma, args.longest)
     rows = args.tokens // args.longest

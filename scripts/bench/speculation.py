@@ -17,10 +17,10 @@ the median over the repetitions, of two runs next to each other. `slowest_cpu` i
 
 import argparse
 import json
-import multiprocessing
 import os
 import tempfile
 import time
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -81,7 +81,7 @@ def serve(kind: str, folder: str, temperature: float, tokens: int, commands: Con
 
 def measure(text: str, args: argparse.Namespace) -> dict[str, dict]:
     """Return kind -> batch size -> figures."""
-    context = multiprocessing.get_context("spawn")
+    context = get_context("spawn")
     with tempfile.TemporaryDirectory() as parent:
         folder = f"{parent}/model"
         make_model(Path(folder), text, args, hidden=args.hidden, layers=args.layers)

@@ -208,6 +208,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def on_ranks(number: int, argv: list[str]) -> None:
+    """Run main() on that many ranks, in processes of their own."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
+    subprocess.run([*torchrun, __file__, *argv], check=True, stdout=2)
+
+
 def launch(args: argparse.Namespace, argv: list[str]) -> None:
     """One process per rank, in a folder that all of them see."""
     with tempfile.TemporaryDirectory() as name:
@@ -216,8 +222,7 @@ def launch(args: argparse.Namespace, argv: list[str]) -> None:
             make_model(folder / "model", PRESETS[args.preset])
         if not args.data:
             make_prompts(folder / "prompts.jsonl")
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
-        subprocess.run([*torchrun, __file__, *argv, f"--folder={folder}"], check=True, stdout=2)
+        on_ranks(args.ranks, [*argv, f"--folder={folder}"])
         lines = [(folder / f"rank{rank}.jsonl").read_text() for rank in range(args.ranks)]
     for rank, text in enumerate(lines if args.out else ()):
         Path(f"{args.out}.rank{rank}" if args.ranks > 1 else args.out).write_text(text)

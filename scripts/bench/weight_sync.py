@@ -247,6 +247,12 @@ def main(argv: list[str] | None = None) -> None:
         (args.folder / f"{case}.json").write_text(json.dumps(figures))
 
 
+def on_ranks(number: int, argv: list[str]) -> None:
+    """Run main() on that many ranks, in processes of their own."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
+    subprocess.run([*torchrun, __file__, *argv], check=True, stdout=2)
+
+
 def launch(args: argparse.Namespace, argv: list[str]) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -254,8 +260,7 @@ def launch(args: argparse.Namespace, argv: list[str]) -> dict[str, dict[str, flo
         make_mixture(folder / "mixture", args)
         for case in args.cases:
             own = folder / ("mixture" if case == "experts" else "dense")
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={CASES[case][0]}"]
-            subprocess.run([*torchrun, __file__, *argv, f"--cases={case}", f"--folder={own}"], check=True, stdout=2)
+            on_ranks(CASES[case][0], [*argv, f"--cases={case}", f"--folder={own}"])
         return {case: json.loads(next(folder.glob(f"*/{case}.json")).read_text()) for case in args.cases}
 
 

@@ -1,18 +1,21 @@
 """Why: the benchmark starts engines in processes of its own; a renamed field or method must not go unnoticed."""
 
 import json
+import multiprocessing
 
 import pytest
 
-from scripts.bench.speculation import main
+from scripts.bench import speculation
+from with_vllm import load_vllm
 
 
 @pytest.mark.slow
 def test_the_rates_of_every_kind_are_reported(monkeypatch, capsys):
     pytest.importorskip("vllm", reason="vllm is not installed")
-    monkeypatch.setenv("PYTHONPATH", ".")
+    load_vllm()
+    monkeypatch.setattr(speculation, "get_context", lambda _: multiprocessing.get_context("fork"))  # faster than new interpreters
     small = ["--hidden=64", "--layers=1", "--tokens=64", "--batches=8", "--repeat=1"]
-    main([*small, "--texts=repetitive", "--kinds", "none", "group", "draft"])
+    speculation.main([*small, "--texts=repetitive", "--kinds", "none", "group", "draft"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     kinds = found["cases"]["repetitive"]
     assert found["slowest_cpu"] == min(kinds[kind]["8"]["speedup_cpu"] for kind in ("group", "draft")) > 0

@@ -15,7 +15,6 @@ from loguru import logger
 from tokenizers.processors import TemplateProcessing
 
 from lightrft.config import DataSection
-from lightrft.data import readers
 from lightrft.data.loader import Order
 from lightrft.data.prompts import load_prompts
 from lightrft.data.readers import DataError
@@ -241,7 +240,7 @@ def test_rows_of_the_hub(monkeypatch, source, name, subset):
         assert given == (name, subset) and split == "train"
         return datasets.Dataset.from_list(ROWS)
 
-    monkeypatch.setattr(readers, "load_dataset", loaded)
+    monkeypatch.setattr(datasets, "load_dataset", loaded)
     prompts = load(source)
     assert [prompt.text for prompt in prompts] == ["1+1=", "2+3="]
     assert prompts[1].location == f"{name}{f':{subset}' if subset else ''}[train] row 2"

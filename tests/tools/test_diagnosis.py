@@ -21,6 +21,7 @@ from lightrft.tools.diagnosis import Diagnosis, compare, diagnose
 from ranks import run_ranks
 from sglang_environment import in_sglang_environment
 from tiny import tiny_model
+from with_vllm import load_vllm
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +127,7 @@ def test_embeddings_are_what_the_first_layer_gets() -> None:
 @pytest.mark.slow
 def test_vllm_is_looked_into(folder: Path) -> None:
     pytest.importorskip("vllm", reason="vllm is not installed")
+    load_vllm()
     (found,) = run_ranks(1, examine, folder, "vllm", "theta")
     assert found.first.name == "model.layers.0.self_attn.heads" and len(found.parts) == 19
     assert [part.differs for part in found.parts[:5]] == [False] * 5

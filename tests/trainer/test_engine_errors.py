@@ -10,6 +10,7 @@ import pytest
 
 from ranks import exit_codes
 from runs import PPO, prepare
+from with_vllm import load_vllm
 
 pytestmark = pytest.mark.slow
 VLLM = ["--engine_type=vllm", "--engine_kv_cache_gb=0.125"]
@@ -38,6 +39,8 @@ def entrypoint(flags: list[str], folder: Path, spoil: Callable[[], None] | None)
 
 def run(flags: list[str], folder: Path, spoil: Callable[[], None] | None = None) -> tuple[list[int | None], list[str]]:
     """Exit codes, within a minute and a half, and what each rank wrote."""
+    if "--engine_type=vllm" in flags:
+        load_vllm()
     codes = exit_codes(2, entrypoint, [*flags, "--max_steps=2", f"--save_path={folder}"], folder, spoil, timeout=90)
     return codes, [(folder / f"log{rank}").read_text() for rank in range(2)]
 

@@ -21,6 +21,7 @@ from lightrft.strategy import StrategyBase, get_strategy
 from ranks import run_ranks
 from runs import PPO, prepare, repeatable, rows_of, train
 from sglang_environment import in_sglang_environment
+from with_vllm import load_vllm
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 DEADLY_REWARD = '''
@@ -234,6 +235,7 @@ def test_vllm_loads_the_folder_of_a_checkpoint(finished):
     folder = finished / "checkpoints" / "step6" / "hf"
     model, prompt = AutoModelForCausalLM.from_pretrained(folder), torch.tensor([[97, 98, 99]])
     expected = model.generate(prompt, max_new_tokens=6, do_sample=False)[0, 3:]
+    load_vllm()
     assert run_ranks(1, greedy, folder) == [expected.tolist()]
 
 

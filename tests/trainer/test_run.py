@@ -10,7 +10,7 @@ import pytest
 import lightrft
 from lightrft.cli import train_ppo
 from lightrft.config import SECTIONS, ConfigError, parse
-from runs import PPO, prepare, repeatable, rows_of
+from runs import PPO, prepare, repeatable, rows_of, train
 
 COUNTING = '''
 import json, os
@@ -103,14 +103,14 @@ print("evaluation", lightrft.evaluate(config="evaluation.yaml", reward=share_of_
 
 
 @pytest.mark.slow
-def test_a_run_from_python_is_that_of_the_command_line(tmp_path):
+def test_a_run_from_python_is_that_of_the_command_line(tmp_path, monkeypatch):
     """As in a notebook: a function of the main module is the reward, a file gives most of the rest."""
     named = dict(flag.removeprefix("--").split("=") for flag in prepare(tmp_path) if "=" in flag and "reward" not in flag)
     flags = [*(flag for flag in PPO if not flag.startswith(("--loss_agg", "--init_kl"))), "--fsdp", "--no_dynamic_sampling"]
     flags += [f"--{name}={value}" for name, value in named.items()]
-    estimator = ["--reward=reward.py:share_of_ascii", "--advantage_estimator=dapo", "--max_steps=2", "--save_path=command"]
-    command = [sys.executable, "-m", "lightrft.cli.train_ppo", *flags, *estimator]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=200)
+    estimator = ["--reward=reward.py:share_of_ascii", "--advantage_estimator=dapo", "--max_steps=2"]
+    monkeypatch.chdir(tmp_path)
+    train("train_ppo", 1, [*flags, *estimator], Path("command"))
     config = parse([*flags, "--save_path=notebook"])
     written = {section: {name: value for name, value in vars(getattr(config, section)).items() if name in config.written}
                for section in SECTIONS}  # fmt: skip
