@@ -162,7 +162,7 @@ def _file_rows(file: Path, bad: BadRows) -> Iterator[DataRow]:
         raise DataError(f"{bad.flag} {file}: unknown file type; supported are {', '.join(SUFFIXES)}")
 
 
-def _parquet_rows(file: Path, flag: str) -> Iterator[Row]:
+def _parquet_rows(file: Path, flag: str) -> Iterator[DataRow]:
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 
