@@ -29,6 +29,8 @@ from lightrft.strategy import FSDPStrategy
 
 FEW = (3, 4)
 """Numbers of layers that are traced: with fewer, not all that a peak has at the same time exists."""
+_known: dict[tuple[str, str, int, int], "StepBytes"] = {}
+"""Results of step_bytes() by its arguments: a plan tries flags of which most do not change the step."""
 GATHERED = ("Unsharded Param", "All Gather", "Reduce Scatter")
 
 
@@ -89,17 +91,21 @@ def step_bytes(shape: PretrainedConfig, options: dict[str, Any], *, world: int, 
 
     `options` are the arguments of the strategy, without tensor and sequence parallelism: of_tensor_parallel() divides a model.
     """
-    with fake_group(world):
-        traces = {}
-        for layers in FEW:
-            strategy = OneOfMany(seed=0, args=options)
-            strategy.setup_distributed()
-            model = empty_model(with_layers(shape, layers), strategy.config.model)
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                traces[layers] = traced(strategy, model, tokens)
-    first, second = (traces[layers] for layers in FEW)
-    of_a_layer = second.combined(-1, first)
-    return first.combined(shape.get_text_config().num_hidden_layers - FEW[0], of_a_layer)
+    key = (shape.to_json_string(), repr(options), world, tokens)
+    if key not in _known:
+        with fake_group(world):
+            traces = [_trace(with_layers(shape, layers), options, tokens) for layers in FEW]
+        of_a_layer = traces[1].combined(-1, traces[0])
+        _known[key] = traces[0].combined(shape.get_text_config().num_hidden_layers - FEW[0], of_a_layer)
+    return _known[key]
+
+
+def _trace(shape: PretrainedConfig, options: dict[str, Any], tokens: int) -> StepBytes:
+    strategy = OneOfMany(seed=0, args=options)
+    strategy.setup_distributed()
+    model = empty_model(shape, strategy.config.model)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return traced(strategy, model, tokens)
 
 
 def traced(strategy: FSDPStrategy, model: PreTrainedModel, tokens: int) -> StepBytes:

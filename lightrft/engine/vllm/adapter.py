@@ -33,6 +33,8 @@ from lightrft.weight_sync.verify import Fingerprints
 
 OTHER_TIMES = ("qwen2_vl", "qwen2_5_vl")
 """Model families whose positions of text after a video longer than it is wide differ from transformers'."""
+CAUSAL_ON_CPU = ("gemma3",)
+"""Model families whose image tokens attend to each other in both directions, except in vLLM on a CPU."""
 
 
 class VLLMEngine(LibraryEngine):
@@ -54,6 +56,8 @@ class VLLMEngine(LibraryEngine):
             for category in (DeprecationWarning, FutureWarning):  # from vLLM's own calls
                 warnings.simplefilter("ignore", category)
             self._llm = LLM(**arguments(setup, config, self.limits))
+            if self.on_cpu and config.model_type in CAUSAL_ON_CPU:
+                self.limits.pop("images", None)
             self._shim = VLLMShim(self._llm, self.names)
             if self.on_cpu and not self._llm.llm_engine.vllm_config.use_v2_model_runner:
                 draw_seeds_in_place(self._shim.sampler.topk_topp_sampler)
