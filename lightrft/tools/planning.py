@@ -94,15 +94,15 @@ class Planner:
     def plan(self) -> RunPlan:
         tokens = self.config.train.max_tokens_per_microbatch
         step = self.step(tokens)
-        made = RunPlan(
+        plan = RunPlan(
             [*summary(self.config, self.command, self.ranks), *self.picture()], self.parameters, self.active,
             self.phases(step, tokens), self.capacity, self.max_tokens(step, tokens),
             self.cache_tokens() if self.generates else 0.0,
         )  # fmt: skip
         if self.generates:
-            made.seconds = self.seconds(made.cache_tokens)
-        made.advice = self.advice(made)
-        return made
+            plan.seconds = self.seconds(plan.cache_tokens)
+        plan.advice = self.advice(plan)
+        return plan
 
     def step(self, tokens: int) -> StepBytes:
         """Return the bytes of a step of the model that learns, with tokens of one rank."""
@@ -154,27 +154,27 @@ class Planner:
 
     def others(self, states: Bytes) -> Bytes:
         """Return the bytes of models beside the actor."""
-        algorithm, model, found = self.config.algorithm, self.config.model, {}
+        algorithm, model, models = self.config.algorithm, self.config.model, {}
         if self.command == "train_ppo":
             if needs_reference(algorithm) and not model.lora_rank:
-                found["reference"] = self.frozen()
+                models["reference"] = self.frozen()
             if needs_critic(algorithm):
-                found["critic"] = sum(states.values())
+                models["critic"] = sum(states.values())
             for _, term in reward_model_terms(model):
-                found[f"reward model {term.label}"] = self.frozen(model_config(term.name))
+                models[f"reward model {term.label}"] = self.frozen(model_config(term.name))
             if model.teacher_pretrain:
-                found["teacher"] = self.frozen(model_config(model.teacher_pretrain))
+                models["teacher"] = self.frozen(model_config(model.teacher_pretrain))
         elif self.command in ("train_dpo", "train_kto") and not self.config.preference.precompute_reference:
-            found["reference"] = self.frozen()
-        return {} if self.config.strategy.fsdp_cpu_offload else found
+            models["reference"] = self.frozen()
+        return {} if self.config.strategy.fsdp_cpu_offload else models
 
     def phases(self, step: StepBytes, tokens: int) -> dict[str, Bytes]:
         states = self.states(step)
         others, idle = self.others(states), self.config.strategy.offload_idle
         resident = {} if idle else others
         head = head_bytes(self.shape, -(-tokens // self.sp), self.tp)
-        kept = step.parameters + step.gradients + step.optimizer
-        block = max(step.peak - kept - step.activations, step.at_head + head - kept - step.activations)
+        resident_states = step.parameters + step.gradients + step.optimizer
+        block = max(step.peak - resident_states - step.activations, step.at_head + head - resident_states - step.activations)
         if self.config.strategy.strategy == "deepspeed":
             block = self.work_of_zero(head)
         phases = {"train": states | {"activations": step.activations, "head, gathered layers": block} | resident}
@@ -228,14 +228,14 @@ class Planner:
 
     def idle_ranks(self) -> list[str]:
         """Return what a step has too little of to give work to every rank."""
-        found, rows, prompts = [], self.config.train.train_batch_size, self.config.rollout.rollout_batch_size
+        hints, rows, prompts = [], self.config.train.train_batch_size, self.config.rollout.rollout_batch_size
         if rows < self.replicas:
-            found.append(f"--train_batch_size {rows} gives work to {rows} of {self.replicas} replicas of data: raise it, or use "
+            hints.append(f"--train_batch_size {rows} gives work to {rows} of {self.replicas} replicas of data: raise it, or use "
                          "fewer ranks")  # fmt: skip
         if self.generates and prompts < self.engines:
-            found.append(f"--rollout_batch_size {prompts} gives prompts to {prompts} of {self.engines} engines: raise it, or "
+            hints.append(f"--rollout_batch_size {prompts} gives prompts to {prompts} of {self.engines} engines: raise it, or "
                          "--engine_tp_size, or use fewer ranks")  # fmt: skip
-        return found
+        return hints
 
     def picture(self) -> list[str]:
         """Return the ranks of the first replica of data, and how often it is there."""
@@ -248,22 +248,22 @@ class Planner:
             lines.append("   ...")
         return lines
 
-    def advice(self, made: RunPlan) -> list[str]:
+    def advice(self, plan: RunPlan) -> list[str]:
         """Return what to change: flags with which a run fits that does not, and where devices would be idle."""
-        found, config = self.idle_ranks(), self.config
-        if not made.fits:
+        hints, config = self.idle_ranks(), self.config
+        if not plan.fits:
             changes = self.mended()
-            found.append(f"it fits with {' '.join(changes)}" if changes else
+            hints.append(f"it fits with {' '.join(changes)}" if changes else
                          "no combination of flags that was tried fits: use more ranks, a smaller model, or --fsdp_cpu_offload")
         nodes = nodes_to_replicate(config, self.ranks, self.ranks_per_node)
         if nodes and self.fits_with({"dp_replicate": nodes}):
-            found.append(f"the model fits on one node: --dp_replicate {nodes} gathers parameters within each of the {nodes} "
+            hints.append(f"the model fits on one node: --dp_replicate {nodes} gathers parameters within each of the {nodes} "
                          "nodes and sends only gradients between them")  # fmt: skip
         longest = config.data.prompt_max_len + config.rollout.generate_max_len
-        if "generate" in made.phases and made.cache_tokens < longest:
-            found.append("the engine's cache does not hold one sequence of full length: a larger --engine_tp_size or "
+        if "generate" in plan.phases and plan.cache_tokens < longest:
+            hints.append("the engine's cache does not hold one sequence of full length: a larger --engine_tp_size or "
                          "--engine_mem_util, or fewer tokens")  # fmt: skip
-        return found
+        return hints
 
     def mended(self) -> list[str]:
         """Return flags with which every phase fits, none of which can be left out; none if all together do not suffice."""

@@ -68,8 +68,8 @@ class Peak(MemTracker):
 
 def configuration(folder: str, layout: str) -> tuple[int, Config]:
     ranks, flags = LAYOUTS[layout]
-    given = [f"--pretrain={folder}", f"--prompt_data={folder}", "--fsdp", "--gradient_checkpointing", *flags]
-    config = parse(given, "train_sft")
+    arguments = [f"--pretrain={folder}", f"--prompt_data={folder}", "--fsdp", "--gradient_checkpointing", *flags]
+    config = parse(arguments, "train_sft")
     config.train.max_tokens_per_microbatch = TOKENS * max(config.strategy.sp_size, 1)
     resolve(config, "train_sft", world_size=ranks)
     return ranks, config
@@ -95,13 +95,13 @@ def peak(policy: Policy, config: Config) -> int:
     for _ in range(2):
         tracker = Peak()
         gc.collect()
-        tracker.track_external(*(found for found in gc.get_objects() if isinstance(found, Tensor)))
+        tracker.track_external(*(item for item in gc.get_objects() if isinstance(item, Tensor)))
         with tracker:
             denominator = policy.denominator(local, rows, length=len(local.input_ids))
             policy.update(local, rows, objective, denominator, Metrics())
             policy.finish_training()
-        found = total(tracker.get_tracker_snapshot("peak"))
-    return found
+        measured = total(tracker.get_tracker_snapshot("peak"))
+    return measured
 
 
 def rank(folder: str, layout: str) -> None:
@@ -111,9 +111,9 @@ def rank(folder: str, layout: str) -> None:
     strategy = get_strategy(config)
     strategy.setup_distributed()
     policy = build_policy(config, strategy, updates=2, reference=False, sampling=sampling_of(config.rollout))
-    found = peak(policy, config)
+    measured = peak(policy, config)
     if strategy.is_rank_0():
-        print(json.dumps({"measured": found}), flush=True)
+        print(json.dumps({"measured": measured}), flush=True)
     strategy.close()
 
 
@@ -135,8 +135,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             out = subprocess.check_output([*torchrun, "--rank", folder, layout], text=True, env=environment)
-            found, planned = json.loads(out.splitlines()[-1])["measured"], sum(plan.phases["train"].values())
-            rows[layout] = {"ranks": ranks, "measured": found, "planned": planned, "ratio": round(found / planned, 3)}
+            measured, planned = json.loads(out.splitlines()[-1])["measured"], sum(plan.phases["train"].values())
+            rows[layout] = {"ranks": ranks, "measured": measured, "planned": planned, "ratio": round(measured / planned, 3)}
             print(json.dumps({layout: rows[layout], "parts": plan.phases["train"]}), flush=True)
     print(json.dumps(rows))
     return rows

@@ -105,7 +105,7 @@ class Traffic:
 
 def traffic(served_port: int, ignored_port: int | None) -> dict[str, tuple[int, int, int, bool]]:
     """Return socket -> bytes sent, bytes received, segments with data, and whether it belongs to the store's server."""
-    found = {}
+    by_link = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             link = os.readlink(f"/proc/self/fd/{name}")
@@ -125,8 +125,8 @@ def traffic(served_port: int, ignored_port: int | None) -> dict[str, tuple[int, 
                 continue
             (received,), (segments,), (sent,) = (struct.unpack_from(form, info, at) for form, at in
                                                  (("Q", 128), ("I", 156), ("Q", 200)))  # fmt: skip
-            found[link] = sent, received, segments, own == served_port
-    return found
+            by_link[link] = sent, received, segments, own == served_port
+    return by_link
 
 
 class Meter:
@@ -134,7 +134,7 @@ class Meter:
 
     def __init__(self, store_port: int):
         self.store_port, self.monitor_port = store_port, None
-        self.found: dict[str, dict[str, float]] = {}
+        self.operations: dict[str, dict[str, float]] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -151,7 +151,7 @@ class Meter:
             else:
                 total.sent, total.received = total.sent + sent - old[0], total.received + received - old[1]
                 total.segments += segments - old[2]
-        self.found[name] = {**vars(total), "cpu": cpu, "seconds": seconds}
+        self.operations[name] = {**vars(total), "cpu": cpu, "seconds": seconds}
 
 
 # -- an engine that invents its responses
@@ -310,7 +310,7 @@ def run_rank(rank: int, size: int, port: int, args: argparse.Namespace, folder: 
     memory = next(line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Pss_Anon"))
     mesh.world.barrier()
     watchdog.close()
-    return {"operations": meter.found, "memory_mb": int(memory.split()[1]) / 1024}
+    return {"operations": meter.operations, "memory_mb": int(memory.split()[1]) / 1024}
 
 
 def checkpoint(meter: Meter, mesh: Mesh, collect: Collector, folder: Path) -> None:
@@ -327,8 +327,8 @@ def checkpoint(meter: Meter, mesh: Mesh, collect: Collector, folder: Path) -> No
         taken = manager.snapshot(contents, {}, tensors={"actor": state.tensors()})
         manager.write(taken, path, mesh.world, manager.RetentionPolicy(2, math.inf, latest=True))
     with meter("load"):
-        manifest, found, _ = manager.find(folder, None, mesh.world)
-        manager.load(contents, found, manifest.world_size, strict=True, module_only=False)
+        manifest, checkpoint, _ = manager.find(folder, None, mesh.world)
+        manager.load(contents, checkpoint, manifest.world_size, strict=True, module_only=False)
 
 
 def start(rank: int, size: int, port: int, args: argparse.Namespace, folder: Path) -> None:
@@ -402,13 +402,13 @@ class OneOfMany(Axis):
 
 def simulate(size: int, rows: int) -> dict[str, float]:
     """Return the CPU seconds of what one of `size` ranks computes by itself, for each operation with much of that."""
-    axis, alone, found = OneOfMany("data", size, 0, None), Axis("replica", 1, 0, None), {}
+    axis, alone, seconds = OneOfMany("data", size, 0, None), Axis("replica", 1, 0, None), {}
 
     def timed(name: str, way: Callable[[], Any]) -> Any:
         gc.collect()
         began = time.process_time()
         result = way()
-        found[name] = time.process_time() - began
+        seconds[name] = time.process_time() - began
         return result
 
     gc.freeze()
@@ -420,7 +420,7 @@ def simulate(size: int, rows: int) -> dict[str, float]:
     timed("move", lambda: store.move(chosen))
     metrics = numbers()
     timed("metrics", lambda: metrics.reduce(axis))
-    return found | heartbeats(size)
+    return seconds | heartbeats(size)
 
 
 def decide(size: int, rows: int) -> None:
@@ -487,8 +487,8 @@ def exponent(sizes: list[int], values: list[float]) -> float:
 
 def series(runs: list[dict[str, Any]], name: str, key: str) -> tuple[list[int], list[float]]:
     """Return the sizes that executed an operation, and its numbers there."""
-    found = [(run["ranks"], run["operations"][name][key]) for run in runs if name in run["operations"]]
-    return [size for size, _ in found], [value for _, value in found]
+    points = [(run["ranks"], run["operations"][name][key]) for run in runs if name in run["operations"]]
+    return [size for size, _ in points], [value for _, value in points]
 
 
 def amount(value: float) -> str:
@@ -503,8 +503,8 @@ def table(runs: list[dict[str, Any]], key: str, form: Callable[[float], str], la
     lines = ["| ranks | " + " | ".join(heads) + " |", "|---" * (1 + len(heads)) + "|"]
     for name in names:
         own, values = series(runs, name, key)
-        known = dict(zip(own, values, strict=True))
-        cells = [form(known[size]) if size in known else "" for size in sizes]
+        by_size = dict(zip(own, values, strict=True))
+        cells = [form(by_size[size]) if size in by_size else "" for size in sizes]
         cells += [form(extrapolated(own, values, last))] if last else []
         lines.append(f"| {OPERATIONS[name]} | " + " | ".join([*cells, f"{exponent(own, values):.2f}"]) + " |")
     return "\n".join(lines)
@@ -517,9 +517,9 @@ COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a
 def figure(runs: list[dict[str, Any]], last: int) -> str:
     """Draw the bytes that a rank sends over the number of ranks on logarithmic axes, dashed where extrapolated."""
     sizes = [run["ranks"] for run in runs]
-    found = {name: series(runs, name, "sent") for name in OPERATIONS}
-    most = max(extrapolated(own, values, last) for own, values in found.values())
-    least = min(value for _, values in found.values() for value in values if value)
+    measured = {name: series(runs, name, "sent") for name in OPERATIONS}
+    most = max(extrapolated(own, values, last) for own, values in measured.values())
+    least = min(value for _, values in measured.values() for value in values if value)
     x = lambda size: LEFT + (RIGHT - LEFT) * math.log(size / sizes[0]) / math.log(last / sizes[0])  # noqa: E731
     y = lambda value: BOTTOM - (BOTTOM - TOP) * math.log(max(value, least) / least) / math.log(most / least)  # noqa: E731
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" '
@@ -531,10 +531,10 @@ def figure(runs: list[dict[str, Any]], last: int) -> str:
     for power in range(math.ceil(math.log10(least)), math.floor(math.log10(most)) + 1):
         parts.append(f'<path d="M{LEFT} {y(10**power):.0f}H{RIGHT}" stroke="#ddd"/>'
                      f'<text x="{LEFT - 6}" y="{y(10**power) + 4:.0f}" text-anchor="end">{amount(10**power)}</text>')  # fmt: skip
-    ends = sorted((y(extrapolated(own, values, last)), name) for name, (own, values) in found.items())
+    ends = sorted((y(extrapolated(own, values, last)), name) for name, (own, values) in measured.items())
     place = 0.0
     for end, name in ends:
-        own, values = found[name]
+        own, values = measured[name]
         colour, place = COLOURS[list(OPERATIONS).index(name)], max(end + 4, place + 15)
         points = " ".join(f"{x(size):.1f},{y(value):.1f}" for size, value in zip(own, values, strict=True))
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
@@ -558,6 +558,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--checkpoint_ranks", type=int, default=64, help="most ranks that also write and read a checkpoint")
     parser.add_argument("--figure", type=Path, help="SVG to write")
     args = parser.parse_args(argv)
+    if len(set(args.ranks)) < 2:
+        parser.error("--ranks: growth needs at least two numbers of ranks")
     runs, simulated = [], []
     for size in args.ranks:
         began = time.perf_counter()
