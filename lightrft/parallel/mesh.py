@@ -1,17 +1,20 @@
 """Mesh of all processes: its axes, their process groups and this rank's index on each."""
 
-from collections.abc import Sequence
 from datetime import timedelta
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from lightrft.parallel.collectives import Axis
 
 AXES = ("dp_replicate", "dp_shard", "sp", "tp")
+DEVICE_AXES = ("dp_replicate", "dp_shard_sp", "tp")
+"""Axes of parameters, as torch's libraries need them."""
 
 
 _meshes: dict[tuple[Any, ...], "Mesh"] = {}
@@ -41,11 +44,11 @@ class Mesh:
         self.device_type, self._timeout = device_type, timeout
         self._ranks = torch.arange(world_size).view(sizes)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(world_size)): dist.group.WORLD}
-        groups = [self._group((name,)) for name in AXES]
-        self.device_mesh = DeviceMesh.from_group(groups, device_type, self._ranks, mesh_dim_names=AXES)
+        groups = [self._group(("dp_replicate",)), self._group(("dp_shard", "sp")), self._group(("tp",))]
+        self.device_mesh = DeviceMesh.from_group(groups, device_type, self._ranks.flatten(1, 2), mesh_dim_names=DEVICE_AXES)
         self.world = _axis("world", dist.group.WORLD)
         self.data = _axis("data", self._group(("dp_replicate", "dp_shard")))
-        self.shard = _axis("shard", self.device_mesh["dp_shard", "sp"]._flatten("dp_shard_sp").get_group())
+        self.shard = _axis("shard", self._group(("dp_shard", "sp")))
         self.replicate, self.sp, self.tp = (_axis(name, self._group((name,))) for name in ("dp_replicate", "sp", "tp"))
         self.model_parallel = _axis("model_parallel", self._group(("sp", "tp")))
         self._engine_axes: dict[int, Axis] = {}
@@ -74,8 +77,7 @@ class Mesh:
     @property
     def parameters(self) -> DeviceMesh:
         """Return the mesh over which FSDP shards: [shard], or [replicate, shard] for hybrid sharding."""
-        shard = self.device_mesh["dp_shard", "sp"]._flatten("dp_shard_sp")
-        return shard if self.replicate.size == 1 else self.device_mesh["dp_replicate", "dp_shard_sp"]
+        return self.device_mesh["dp_shard_sp" if self.replicate.size == 1 else ("dp_replicate", "dp_shard_sp")]
 
     @property
     def tensor(self) -> DeviceMesh:
@@ -90,8 +92,7 @@ class Mesh:
         if self.world.size % size:
             raise ValueError(f"--engine_tp_size {size} does not divide the {self.world.size} processes")
         if size not in self._engine_axes:
-            first = self.world.rank // size * size
-            self._engine_axes[size] = self._new_axis("engine", range(first, first + size))
+            self._engine_axes[size] = self._new_axis("engine", self._ranks.view(-1, size))
         return self._engine_axes[size]
 
     def engine_replicas(self, size: int) -> Axis:
@@ -100,8 +101,7 @@ class Mesh:
         All ranks must make the first call together.
         """
         if size not in self._replica_axes:
-            ranks = range(self.world.rank % size, self.world.size, size)
-            self._replica_axes[size] = self._new_axis("replicas", ranks)
+            self._replica_axes[size] = self._new_axis("replicas", self._ranks.view(-1, size).T)
         return self._replica_axes[size]
 
     def background_axis(self) -> Axis:
@@ -121,19 +121,30 @@ class Mesh:
 
     def _group(self, dims: tuple[str, ...]) -> dist.ProcessGroup:
         """Return the group of the ranks that differ from this one in these dimensions only; equal ranks have one group."""
-        coordinates = (self._ranks == dist.get_rank()).nonzero()[0].tolist()
-        ranks = self._ranks[tuple(slice(None) if name in dims else place for name, place in zip(AXES, coordinates, strict=True))]
-        key = tuple(ranks.flatten().tolist())
+        order = sorted(range(len(AXES)), key=lambda dim: AXES[dim] in dims)
+        partition = self._ranks.permute(order).reshape(-1, prod(self._ranks.shape[AXES.index(name)] for name in dims))
+        key = tuple(_row_of_this_rank(partition))
         if key not in self._groups:
-            self._groups[key] = self._new_group(key, f"mesh_{'_'.join(dims)}")
+            self._groups[key] = self._new_group(partition, f"mesh_{'_'.join(dims)}")
         return self._groups[key]
 
-    def _new_axis(self, name: str, ranks: Sequence[int]) -> Axis:
-        return Axis(name, 1, 0, None) if len(ranks) == 1 else _axis(name, self._new_group(ranks, name))
+    def _new_axis(self, name: str, partition: Tensor) -> Axis:
+        return Axis(name, 1, 0, None) if partition.shape[1] == 1 else _axis(name, self._new_group(partition, name))
 
-    def _new_group(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-        """Create a group with this rank, in which only members meet: all ranks would meet for every group of any otherwise."""
-        return dist.new_group(list(ranks), timeout=self._timeout, group_desc=name, use_local_synchronization=True)
+    def _new_group(self, partition: Tensor, name: str) -> dist.ProcessGroup:
+        """Create the group of this rank's row of [groups, ranks of a group], in which only its members meet.
+
+        If the default group is bound to a device, NCCL splits its communicator instead, which takes all ranks for every group.
+        """
+        ranks = _row_of_this_rank(partition)
+        if dist.group.WORLD.bound_device_id is None:
+            return dist.new_group(ranks, timeout=self._timeout, group_desc=name, use_local_synchronization=True)
+        groups = [dist.new_group(row, timeout=self._timeout, group_desc=name) for row in partition.tolist()]
+        return groups[partition.tolist().index(ranks)]
+
+
+def _row_of_this_rank(partition: Tensor) -> list[int]:
+    return next(row for row in partition.tolist() if dist.get_rank() in row)
 
 
 def collectives_begun() -> dict[str, int]:
