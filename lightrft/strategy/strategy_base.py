@@ -823,9 +823,9 @@ class StrategyBase(Backend):
         if isinstance(model, nn.Module):
             _, its_optimizer, its_scheduler = self._prepared.get(model, (model, None, None))
             return {"model": (model, optimizer or its_optimizer, scheduler or its_scheduler)}
-        return {name: self._trained(item) for name, item in model.items()}
+        return {name: self._as_trained(item) for name, item in model.items()}
 
-    def _trained(self, item: Any) -> Trained:
+    def _as_trained(self, item: Any) -> Trained:
         if isinstance(item, nn.Module):
             return self._prepared.get(item, (item, None, None))
         module, optimizer, scheduler = (*item, None, None)[:3]
