@@ -226,7 +226,6 @@ def sabotaged(flags: list[str], folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "phase"), [(2, "generate"), (1, "train")], ids=["generates", "trains"])
 def test_a_rank_that_dies_is_named_on_both_sides(tmp_path, monkeypatch, rank, phase):
-    monkeypatch.setattr("lightrft.launch.heartbeat.GRACE", 0.4)
     monkeypatch.setenv("SABOTAGE", f"{phase}:{rank}:kill")
     flags = [*prepare(tmp_path), *PPO, "--max_steps=3", "--rollout_ranks=1", f"--save_path={tmp_path}/run"]
     codes = exit_codes(3, sabotaged, flags, tmp_path)
