@@ -6,6 +6,7 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -129,7 +130,8 @@ class RemoteEngine(Engine):
 
     def _sort(self, peer: Peer, message: Any) -> None:
         if not isinstance(message, Finished):
-            raise EngineError(f"rank {peer.rank}, which generates, has closed its connection")
+            closed = dist.DistNetworkError("a rank of this run has ended")  # whose own failure is reported before this one
+            raise EngineError(f"rank {peer.rank}, which generates, has closed its connection") from closed
         self._arrived[message.call].append(message)
 
     def _add(self, key: int, request: Request) -> None:
