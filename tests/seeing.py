@@ -1,10 +1,12 @@
 """Random models of 0.2 M parameters that see or hear, with a byte tokenizer and their processor, as a user would have them."""
 
+import re
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForImageTextToText,
@@ -174,6 +176,38 @@ def seeing_llava(folder: Path | str) -> str:
     images = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     LlavaProcessor(images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
                    image_token="<image>").save_pretrained(folder)  # fmt: skip
+    return str(folder)
+
+
+def seeing_gemma(folder: Path | str) -> str:
+    """A Gemma 3, with the names of released folders: four tokens for an image. Needs torchvision."""
+    from transformers import Gemma3ImageProcessor, Gemma3Processor
+
+    config = CONFIG_MAPPING["gemma3"](
+        text_config=SIZES | {
+            "model_type": "gemma3_text", "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 192, "head_dim": 32,
+            "num_key_value_heads": 1, "max_position_embeddings": 512, "sliding_window": 64,
+            "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS,
+        },
+        vision_config=SIZES | {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64, "image_size": 56,
+                               "patch_size": 14, "vision_use_head": False},
+        image_token_index=IMAGE, mm_tokens_per_image=4, dtype=torch.float32,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    file = Path(folder) / "model.safetensors"
+    weights = {re.sub(r"vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): weight
+               for name, weight in load_file(file).items()}  # fmt: skip
+    save_file(weights, file, metadata={"format": "pt"})
+    plain = byte_tokenizer()
+    marks = {"image_token": "<image>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    plain.add_special_tokens({"extra_special_tokens": list(marks.values())})
+    plain.add_tokens(["\n" * count for count in range(1, 5)])  # vLLM merges those around images
+    ends = {name: getattr(plain, name) for name in ("pad_token", "bos_token", "eos_token")}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain.backend_tokenizer, extra_special_tokens=marks, **ends)
+    images = Gemma3ImageProcessor(size={"height": 56, "width": 56})
+    Gemma3Processor(images, tokenizer, image_seq_length=4).save_pretrained(folder)
     return str(folder)
 
 

@@ -61,8 +61,8 @@ def nodes_to_replicate(config: Config, world_size: int, ranks_per_node: int) -> 
 def _engine(config: Config, world_size: int) -> str:
     size = config.engine.engine_tp_size
     ranks = config.rollout.rollout_ranks
-    apart = f", on the last {ranks} processes, which only generate" if ranks else ""
-    return f"engine: {engine_name(config.engine)}, {(ranks or world_size) // size} replicas with {size} processes each{apart}"
+    where = f", on the last {ranks} processes, which only generate" if ranks else ""
+    return f"engine: {engine_name(config.engine)}, {(ranks or world_size) // size} replicas with {size} processes each{where}"
 
 
 def _batches(config: Config, command: str) -> str:

@@ -12,11 +12,24 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--measured=2", "--shapes", "small", "--world=2", "--tokens=512"]
 
 
+def bench(script: str, *arguments: str) -> dict:
+    """The last line of a benchmark."""
+    command = [sys.executable, ROOT / "scripts" / "bench" / script, *arguments]
+    ran = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_real_ranks_take_what_the_plan_says():
+    """Of DeepSpeed and of adapters, whose plans are formulas."""
+    rows = bench("plan_peaks.py", "--layouts", "adapters", "zero3")
+    assert rows.keys() == {"adapters", "zero3"}
+    assert all(row["ratio"] == pytest.approx(1, abs=0.05) for row in rows.values())
+
+
 @pytest.mark.slow
 def test_real_ranks_take_what_theory_and_tensors_without_memory_say():
-    command = [sys.executable, ROOT / "scripts" / "bench" / "memory.py", *SMALL]
-    ran = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
-    found = json.loads(ran.stdout.splitlines()[-1])
+    found = bench("memory.py", *SMALL)
     assert all(row["peak_of_plan"] == pytest.approx(1, abs=0.1) for row in found["measured"])
     for real, fake, once in zip(found["measured"][:2], found["shapes"], (False, True), strict=True):
         numel = real["num_parameters"]

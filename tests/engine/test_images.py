@@ -48,6 +48,7 @@ from seeing import (
     film,
     hearing_model,
     picture,
+    seeing_gemma,
     seeing_internvl,
     seeing_llava,
     seeing_model,
@@ -457,7 +458,17 @@ def outcomes_of_families(folder: Path) -> list[dict[str, str]]:
     made = {"smolvlm": partial(seeing_model, family="smolvlm"), "internvl": seeing_internvl, "llava": seeing_llava}
     made |= {family: partial(seeing_qwen, family=family) for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")}
     folders = [make(folder / family) for family, make in made.items()]
+    run_ranks(1, gemma_reads_text_only, seeing_gemma(folder / "gemma3"), timeout=200)
     return run_ranks(1, outcomes, "vllm", [1], 1, *folders, timeout=500)
+
+
+def gemma_reads_text_only(folder: str) -> None:
+    """vLLM on a CPU lets the tokens of an image attend to earlier ones only, which transformers does not."""
+    engine = start("vllm", folder, ALONE)
+    assert len(engine.generate([Request([65, 66])], GREEDY)) == 1
+    with pytest.raises(ValueError, match="carries images: this engine supports only text; --engine_type hf also supports images"):
+        engine.generate([Request([65, IMAGE], {"images": [FIRST]})], GREEDY)
+    engine.close()
 
 
 @pytest.mark.slow
