@@ -337,7 +337,7 @@ def splitting_model(folder: str, *, marked: bool = True) -> str:
 def compare_counts(folder: str) -> None:
     """Of 60 sizes, what the processor says and what it makes: numbers of tokens, or why there are none."""
     expand, rng = Expander(ModelSection(pretrain=folder)), random.Random(0)
-    sizes = [(round(2 ** rng.uniform(0, 9)), round(2 ** rng.uniform(0, 9))) for _ in range(60)]
+    sizes = [(round(2 ** rng.uniform(0, 10)), round(2 ** rng.uniform(0, 10))) for _ in range(60)]
     counted = [outcome(expand._counted, size) for size in sizes]
     assert counted == [outcome(partial(expand._expanded_length, IMAGES), size) for size in sizes]
     assert expand._counts and len(set(counted)) > 6
