@@ -1,5 +1,6 @@
 """Mesh of all processes: its axes, their process groups and this rank's index on each."""
 
+import os
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -18,7 +19,9 @@ DEVICE_AXES = ("dp_replicate", "dp_shard_sp", "tp")
 
 
 _meshes: dict[tuple[Any, ...], "Mesh"] = {}
-"""Cached meshes of the default process group; see Mesh.shared()."""
+"""Cached meshes of a process and its default group, see Mesh.shared(). A forked process keeps those that it inherits, because a
+group of gloo waits for its threads when it is destroyed, and they are in the other process.
+"""
 
 
 class Mesh:
@@ -66,10 +69,10 @@ class Mesh:
         Groups cost threads, and torch caches results by the shape of a mesh: so consecutive strategies use the same groups,
         which end with the process group. All ranks must call this together.
         """
-        world = dist.group.WORLD
-        for key in [key for key in _meshes if key[0] is not world]:
+        process, world = os.getpid(), dist.group.WORLD
+        for key in [key for key in _meshes if key[0] == process and key[1] is not world]:
             del _meshes[key]
-        key = (world, device_type, *sorted(sizes.items()))
+        key = (process, world, device_type, *sorted(sizes.items()))
         if key not in _meshes:
             _meshes[key] = cls(device_type, **sizes)
         return _meshes[key]

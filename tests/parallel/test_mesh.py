@@ -1,6 +1,8 @@
 """Groups of the axes: their ranks, and which ranks meet to create them."""
 
 import itertools
+import multiprocessing
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,3 +54,27 @@ def test_axes_have_their_ranks_and_ranks_meet_as_the_library_needs():
             assert all(rank in ranks for rank, own in enumerate(calls) for ranks in own)
         else:
             assert all(own == calls[0] for own in calls) and set(itertools.chain(*calls[0])) == set(range(8))
+
+
+def mesh_of_own(folder: Path, name: str) -> None:
+    """In a process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=0, world_size=1)
+    Mesh.shared("cpu")
+    dist.destroy_process_group()
+
+
+def exit_code_of_a_forked_process(folder: Path) -> int | None:
+    """None if it does not end."""
+    dist.destroy_process_group()
+    mesh_of_own(folder, "first")
+    process = multiprocessing.get_context("fork").Process(target=mesh_of_own, args=(folder, "second"))
+    process.start()
+    process.join(60)
+    exit_code = process.exitcode
+    process.kill()
+    return exit_code
+
+
+def test_a_forked_process_leaves_the_groups_of_its_parent_alone(tmp_path):
+    """gloo's groups wait for their threads when they are destroyed, and a fork has none of them."""
+    assert run_ranks(1, exit_code_of_a_forked_process, tmp_path) == [0]
