@@ -105,16 +105,16 @@ def _shortest(prefixes: np.ndarray, lengths: list[int], rows: range, num_ranks: 
             return micro_batches
         return [[[rows.start + row for row in bin_] for bin_ in rank] for rank in micro_batches]
     prompts = [tuple(prompt) for prompt in prefixes.tolist()]
+    works = {row: work(lengths[row]) - work(prompts[row][1]) for row in rows}
+    prompt_works = {prompt: work(*prompt[1:]) for prompt in {prompts[row] for row in rows}}
 
     def cost(members: list[int]) -> int:
-        once = {prompts[row] for row in members}
-        repeated = sum(work(prompts[row][1]) for row in members) - sum(work(tokens, media) for _, tokens, media in once)
-        return sum(work(lengths[row]) for row in members) - repeated
+        return sum(works[row] for row in members) + sum(prompt_works[prompt] for prompt in {prompts[row] for row in members})
 
     def packed(units: list[list[int]]) -> list[list[list[int]]]:
         most = Limits(limits.tokens, limits.sequences // max(map(len, units), default=1))
-        sizes, works = [sum(lengths[row] for row in unit) for unit in units], [cost(unit) for unit in units]
-        bins = [sorted(row for place in bin_ for row in units[place]) for bin_ in pack(sizes, works, num_ranks, most)]
+        sizes, costs = [sum(lengths[row] for row in unit) for unit in units], [cost(unit) for unit in units]
+        bins = [sorted(row for place in bin_ for row in units[place]) for bin_ in pack(sizes, costs, num_ranks, most)]
         bins.sort(key=cost, reverse=True)
         return [bins[rank::num_ranks] for rank in range(num_ranks)]
 

@@ -84,8 +84,9 @@ class Column:
         return Column(self.per_token, ids, self.lengths[rows], self.values[token_index(offsets, rows)])
 
     def without(self, ids: Tensor) -> "Column":
-        remaining = self.ids[~torch.isin(self.ids, ids)]
-        return self.select(remaining)
+        """Return the rows of other ids."""
+        remaining = self.ids[:0] if torch.equal(ids, self.ids) else self.ids[~torch.isin(self.ids, ids)]
+        return self.select(remaining) if len(remaining) else Column(self.per_token, remaining, self.lengths[:0], self.values[:0])
 
     def extended(self, other: "Column") -> "Column":
         """Return the rows of both; those of `other` replace earlier ones of the same id."""

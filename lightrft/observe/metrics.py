@@ -6,6 +6,7 @@
 """
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -74,7 +75,7 @@ class Metrics:
                 if kinds.setdefault(name, kind) != kind:
                     raise ValueError(f"metric {name!r} is a {kinds[name]} on some ranks and a {kind} on rank {rank}")
                 rows.setdefault(name, []).append(row)
-        folded = {name: _fold(kinds[name], torch.tensor(rows[name], dtype=torch.float64)) for name in rows}
+        folded = {name: _fold(kinds[name], rows[name]) for name in rows}
         return {name: _result(kinds[name], row) for name, row in folded.items() if row[0] > 0}
 
     def clear(self) -> None:
@@ -99,9 +100,9 @@ class Metrics:
         host = {}
         for device in devices:  # one transfer each, for numbers of the accelerator and of the host
             rows = [row for values in self._rows.values() for row in values if row.device == device]
-            host[device] = iter(torch.stack(rows).to("cpu", torch.float64).unbind())
-        local = {name: torch.stack([next(host[row.device]) for row in rows]) for name, rows in self._rows.items()}
-        return {name: (self._kinds[name], _fold(self._kinds[name], rows)) for name, rows in local.items()}
+            host[device] = iter(torch.stack(rows).to("cpu", torch.float64).tolist())
+        return {name: (kind, _fold(kind, [next(host[row.device]) for row in self._rows[name]]))
+                for name, kind in self._kinds.items()}  # fmt: skip
 
     def _add(self, kind: str, name: str, values: Tensor, weight: Tensor, spread: Tensor | None = None) -> None:
         self._append(kind, name, weight.sum(), (values * weight).sum(), spread)
@@ -140,23 +141,23 @@ def _weigh(name: str, values: Tensor | Number, weight: Tensor | Number | None) -
     return values.where(weight != 0, 0.0), weight
 
 
-def _fold(kind: str, rows: Tensor) -> Row:
-    """Fold many rows [R, 3] into one.
+def _fold(kind: str, rows: Iterable[Sequence[float]]) -> Row:
+    """Fold many rows into one.
 
     mean, std: sum of weights, sum of weighted values, weighted squared distance from the row's own mean.
     sum, max, min: 1 if there is any value, the value, unused.
     """
-    rows = rows[rows[:, 0] > 0]
-    if not len(rows):
+    rows = [row for row in rows if row[0] > 0]
+    if not rows:
         return 0.0, 0.0, 0.0
-    weight, value, spread = rows.unbind(1)
+    weights, values, spreads = zip(*rows, strict=True)
     if kind in ("max", "min"):
-        extreme = value.amax() if kind == "max" else value.amin()
-        return 1.0, float(extreme), 0.0
+        extreme = max(values) if kind == "max" else min(values)
+        return 1.0, math.nan if any(map(math.isnan, values)) else extreme, 0.0
+    weight, value, spread = sum(weights), sum(values), sum(spreads)
     if kind == "std":  # Chan's formula: exact, where E[x^2] - E[x]^2 loses all digits of a small spread
-        distance = value / weight - value.sum() / weight.sum()
-        spread = spread + weight * distance.square()
-    return float(weight.sum()), float(value.sum()), float(spread.sum())
+        spread += sum(each * (own / each - value / weight) ** 2 for each, own, _ in rows)
+    return weight, value, spread
 
 
 def _result(kind: str, row: Row) -> float:
