@@ -1,6 +1,6 @@
 """How the control path of a step grows with the number of ranks: bytes, messages, sockets and CPU seconds of each operation.
 
-    python scripts/bench/scaling.py                                   # docs/scaling.md and its figure, half an hour on two cores
+    python scripts/bench/scaling.py --slow_polls                      # docs/scaling.md and its figure, half an hour on two cores
     python scripts/bench/scaling.py --ranks 2 4 8 --simulated 16 --rows 8
 
 Every rank is a real process, forked from this one, with gloo and the code of the program: it meets the others, sends heartbeats,
@@ -8,6 +8,10 @@ builds the mesh, collects the responses of an engine that invents them, shares r
 writes and reads a checkpoint of a model of a few bytes. The work of a rank is the same for any number of ranks: --rows responses.
 Bytes and segments are those that the kernel counts for the TCP connections of each process (TCP_INFO), so nothing is estimated.
 Many processes share few cores: only the CPU seconds of a rank are comparable, not the time that passes.
+
+Each group of gloo has a thread that wakes a hundred times a second, which takes both cores when 256 processes have several
+groups. With --slow_polls these threads wake ten times a second, or as soon as something arrives: a library with another
+epoll_wait is compiled and preloaded. It changes no message.
 
 For --simulated ranks one process runs what a rank computes by itself, with the data of all ranks; the monitor of rank 0 really
 has that many connections. Bytes are extrapolated along the line through the two largest sizes that ran.
@@ -26,6 +30,7 @@ import random
 import socket
 import statistics
 import struct
+import subprocess
 import sys
 import tempfile
 import time
@@ -86,6 +91,20 @@ OPERATIONS = {
     "save": "checkpoint written",
     "load": "checkpoint found, checked and read",
 }
+
+SLOW_POLLS = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/epoll.h>
+
+int epoll_wait(int epoll, struct epoll_event *events, int most, int milliseconds) {
+    static int (*original)(int, struct epoll_event *, int, int);
+    if (!original)
+        original = (int (*)(int, struct epoll_event *, int, int))dlsym(RTLD_NEXT, "epoll_wait");
+    return original(epoll, events, most, milliseconds == 10 ? 100 : milliseconds);
+}
+"""
+"""C source of a library that lets the threads of gloo, which poll for 10 ms, poll for 100 ms."""
 
 
 # -- what a process sends
@@ -473,6 +492,16 @@ def heartbeats(size: int, beats: int = 5) -> dict[str, float]:
 # -- results
 
 
+def run_again_with_slow_polls() -> None:
+    """Replace this process by one with the library SLOW_POLLS, unless it has it."""
+    if "LD_PRELOAD" in os.environ:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/slow_polls.so"
+        subprocess.run(["cc", "-shared", "-fPIC", "-xc", "-", "-o", library, "-ldl"], input=SLOW_POLLS.encode(), check=True)
+        sys.exit(subprocess.run([sys.executable, *sys.argv], env={**os.environ, "LD_PRELOAD": library}).returncode)
+
+
 def extrapolated(sizes: list[int], values: list[float], size: int) -> float:
     """Return the value at `size` on the line through the two largest sizes."""
     (low, high), (first, last) = sizes[-2:], values[-2:]
@@ -557,9 +586,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--collector_ranks", type=int, default=128, help="most ranks that also collect, in further groups")
     parser.add_argument("--checkpoint_ranks", type=int, default=64, help="most ranks that also write and read a checkpoint")
     parser.add_argument("--figure", type=Path, help="SVG to write")
+    parser.add_argument("--slow_polls", action="store_true", help="let threads of gloo wake ten times a second (needs cc)")
     args = parser.parse_args(argv)
     if len(set(args.ranks)) < 2:
         parser.error("--ranks: growth needs at least two numbers of ranks")
+    if args.slow_polls:
+        run_again_with_slow_polls()
     runs, simulated = [], []
     for size in args.ranks:
         began = time.perf_counter()
