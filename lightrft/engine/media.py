@@ -19,6 +19,8 @@ from transformers import AutoProcessor, ProcessorMixin
 from lightrft.engine.requests import MEDIA, Request
 from lightrft.types import Expanded
 
+FRAMES_ALONE = ("Qwen2_5OmniProcessor",)
+"""Processors of models that compute the frames of each clip only: features are not padded to the longest clip they accept."""
 SAMPLE_BYTES = {1: np.uint8, 2: np.int16, 4: np.int32}
 
 
@@ -200,6 +202,9 @@ class MediaReader:
         others = [name for name in output if name.endswith("token_type_ids")]
         if others and not self.media_alone:
             raise ValueError(f"the hf engine does not support the model's {', '.join(others)}; use --engine_type vllm")
+        if name == "audios" and type(self.processor).__name__ in FRAMES_ALONE:
+            longest = int(output["feature_attention_mask"].sum(-1).max())
+            output |= {name: output[name][..., :longest].clone() for name in ("input_features", "feature_attention_mask")}
         texts = [row[mask].tolist() for row, mask in zip(ids, real, strict=True)]
         return texts, {name: torch.as_tensor(tensor) for name, tensor in output.items() if name not in others}
 
