@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForMultimodalLM
+from transformers import AutoModelForMultimodalLM, PreTrainedModel, Qwen2_5OmniForConditionalGeneration
 
 from lightrft.algorithms.objectives import sft
 from lightrft.batching.redistribute import redistribute
@@ -30,7 +30,7 @@ from ranks import run_cases
 from runs import train
 from scripts.prepare_digits import recordings, tiny_qwen2_audio
 from scripts.prepare_dots import films, tiny_qwen2_5_vl
-from seeing import FILMED, FRAMED, hearing_model, picture, seeing_qwen
+from seeing import FILMED, FRAMED, hearing_model, omni, picture, seeing_qwen
 from sglang_environment import in_sglang_environment
 
 pytestmark = pytest.mark.slow
@@ -102,10 +102,19 @@ def learned(folder: str, media: tuple[str, ...], model: dict, layout: dict) -> l
     return results
 
 
+def reference(folder: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """Of transformers, and its parameters by the names that training uses: a thinker's are those of its backbone and head."""
+    model = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
+    if not isinstance(model, Qwen2_5OmniForConditionalGeneration):
+        return model, dict(model.named_parameters())
+    thinker = model.thinker
+    return thinker, {name if name.startswith("lm_head") else f"model.{name}": p for name, p in thinker.named_parameters()}
+
+
 @cache
 def plain(folder: str, media: tuple[str, ...]) -> tuple[Tensor, dict[str, Tensor]]:
     """By transformers, each sample alone."""
-    model = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
+    model, parameters = reference(folder)
     expand, rows, answers = Expander(ModelSection(pretrain=folder), media), [], []
     for sample in samples(expand):
         read = expand(sample.prompt)
@@ -119,13 +128,13 @@ def plain(folder: str, media: tuple[str, ...]) -> tuple[Tensor, dict[str, Tensor
         rows.append(torch.cat([torch.zeros(len(read.token_ids)), own]))
         answers.append(own)
     (-torch.cat(answers).mean()).backward()
-    after = {name: (p if p.grad is None else p - p.grad).detach() for name, p in model.named_parameters()}
+    after = {name: (p if p.grad is None else p - p.grad).detach() for name, p in parameters.items()}
     return torch.cat(rows).detach(), after
 
 
 def check(folder: str, media: tuple[str, ...], tower: str, model: dict, by_rank: list) -> None:
     expected, parameters = plain(folder, media)
-    before = dict(AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    before = reference(folder)[1]
     for results in by_rank:
         for logprobs, found in results:
             torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
@@ -157,18 +166,21 @@ def test_gradients_of_sound_are_those_of_transformers(tmp_path, world_size, case
         check(folder, (AUDIOS,), "audio_tower", model, found[name])
 
 
-def compare_videos(folder: str) -> None:
-    media = (IMAGES, VIDEOS)
-    made = {family: seeing_qwen(f"{folder}/{family}", family) for family in ("qwen2_5_vl", "qwen3_vl")}
+def compare_families(folder: str) -> None:
+    both = (IMAGES, VIDEOS)
+    read = {family: (seeing_qwen(f"{folder}/{family}", family), both, "visual") for family in ("qwen2_5_vl", "qwen3_vl")}
+    read["omni"] = omni(f"{folder}/omni", 2), (AUDIOS,), "audio_tower"
     for world_size, layouts in LAYOUTS.items():
-        cases = {(family, str(layout)): (made[family], media, TRAINED, layout) for family in made for layout in layouts}
-        for (family, _), by_rank in run_cases(world_size, learned, cases).items():
-            check(made[family], media, "visual", TRAINED, by_rank)
+        cases = {(family, str(layout)): (*read[family][:2], TRAINED, layout) for family in read for layout in layouts}
+        if world_size == 2:
+            cases["omni", "frozen"] = (*read["omni"][:2], {}, {})
+        for (family, layout), by_rank in run_cases(world_size, learned, cases).items():
+            check(*read[family], cases[family, layout][2], by_rank)
 
 
-def test_gradients_of_videos_are_those_of_transformers(tmp_path):
-    """With images beside them. Their processors need torchvision, which that environment has."""
-    in_sglang_environment(compare_videos, str(tmp_path))
+def test_gradients_of_families_that_need_torchvision_are_those_of_transformers(tmp_path):
+    """Of videos with images beside them, and of sound by a thinker. That environment has torchvision."""
+    in_sglang_environment(compare_families, str(tmp_path))
 
 
 def test_towers_are_weighed_as_they_compute(tmp_path):
