@@ -96,9 +96,16 @@ def trained_part(config: PretrainedConfig) -> PretrainedConfig:
     return thinker
 
 
+def whole_config(name: str) -> Qwen2_5OmniConfig | None:
+    """Return the configuration of a whole Qwen2.5-Omni in a folder or on the hub; None for a thinker alone."""
+    config = AutoConfig.from_pretrained(name) if name else None
+    return config if isinstance(config, Qwen2_5OmniConfig) else None
+
+
 def speaks(model: PreTrainedModel) -> bool:
     """Return True for the thinker of a folder that has talker and token2wav."""
-    return isinstance(model, OmniThinkerForConditionalGeneration) and _whole_config(model).enable_audio_output
+    whole = whole_config(model.name_or_path) if isinstance(model, OmniThinkerForConditionalGeneration) else None
+    return whole is not None and whole.enable_audio_output
 
 
 def published_config(model: PreTrainedModel, config: PretrainedConfig) -> PretrainedConfig:
@@ -108,12 +115,7 @@ def published_config(model: PreTrainedModel, config: PretrainedConfig) -> Pretra
     """
     if not isinstance(model, OmniThinkerForConditionalGeneration):
         return config
-    whole = _whole_config(model)
+    whole = whole_config(model.name_or_path) or Qwen2_5OmniConfig(enable_audio_output=False)
     whole.thinker_config, whole.dtype = config, config.dtype
     whole.architectures = whole.architectures or [Qwen2_5OmniForConditionalGeneration.__name__]
     return whole
-
-
-def _whole_config(model: OmniThinkerForConditionalGeneration) -> Qwen2_5OmniConfig:
-    whole = AutoConfig.from_pretrained(model.name_or_path) if model.name_or_path else model.config
-    return whole if isinstance(whole, Qwen2_5OmniConfig) else Qwen2_5OmniConfig(enable_audio_output=False)

@@ -1,7 +1,9 @@
 """Random models of 0.2 M parameters that see or hear, with a byte tokenizer and their processor, as a user would have them."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,17 +12,20 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     CLIPImageProcessor,
     Idefics3ImageProcessor,
     Idefics3Processor,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLProcessor,
     Qwen2_5OmniConfig,
     Qwen2_5OmniForConditionalGeneration,
     Qwen2_5OmniProcessor,
+    Qwen2_5OmniThinkerForConditionalGeneration,
     Qwen2AudioConfig,
     Qwen2AudioForConditionalGeneration,
     Qwen2AudioProcessor,
@@ -197,6 +202,21 @@ def omni(folder: Path | str, seconds: int = 30) -> str:
     ear, size = WhisperFeatureExtractor(feature_size=16, chunk_length=seconds), {"shortest_edge": 784, "longest_edge": 7056}
     Qwen2_5OmniProcessor(Qwen2VLImageProcessor(size=size), Qwen2VLVideoProcessor(size=size), ear, tokenizer).save_pretrained(folder)
     return str(folder)
+
+
+def transformers_model(folder: Path | str) -> PreTrainedModel:
+    """The model in a folder by transformers; the parameters of a thinker have the names that training uses."""
+    model = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
+    if isinstance(model, Qwen2_5OmniForConditionalGeneration):
+        model = model.thinker
+        model.__class__ = Thinker
+    return model
+
+
+class Thinker(Qwen2_5OmniThinkerForConditionalGeneration):
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for name, parameter in super().named_parameters(*args, **options):
+            yield name if name.startswith("lm_head") else f"model.{name}", parameter
 
 
 def clip(seed: int, seconds: float = 0.2, rate: int = 16000) -> Clip:
