@@ -109,13 +109,14 @@ def speaks(model: PreTrainedModel) -> bool:
 
 
 def published_config(model: PreTrainedModel, config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration for a folder with a model's published names, whose own is `config`.
+    """Return the configuration for a folder with a model's published names, whose own, `config`, may be changed.
 
     For a thinker it is that of its whole folder, with this thinker in it; without talker if the folder has a thinker alone.
     """
     if not isinstance(model, OmniThinkerForConditionalGeneration):
         return config
     whole = whole_config(model.name_or_path) or Qwen2_5OmniConfig(enable_audio_output=False)
+    config.architectures = [Qwen2_5OmniThinkerForConditionalGeneration.__name__]
     whole.thinker_config, whole.dtype = config, config.dtype
     whole.architectures = whole.architectures or [Qwen2_5OmniForConditionalGeneration.__name__]
     return whole

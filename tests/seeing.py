@@ -148,16 +148,16 @@ def hearing_model(folder: Path | str, seconds: int = 30) -> str:
 
 
 def omni(folder: Path | str, seconds: int = 30) -> str:
-    """A whole Qwen2.5-Omni, whose thinker reads a token for each 40 ms of a clip of at most so many seconds. Needs torchvision."""
+    """A whole Qwen2.5-Omni: its thinker reads a token for each 40 ms of a clip of at most so many seconds. Needs torchvision."""
     from transformers import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
     ends = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
     rope = {"rope_type": "default", "rope_theta": 1e4}
     talker = {
         "vocab_size": 32, "embedding_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": rope | {"mrope_section": [2, 3, 3]},
-    } | {f"tts_{part}_{token}_token_id": number for part in ("text", "codec")
-         for number, token in enumerate(("start", "end", "pad", "mask")) if (part, token) != ("text", "mask")}  # fmt: skip
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+        "rope_parameters": rope | {"mrope_section": [2, 3, 3]},
+    }  # fmt: skip
     voice = {
         "dit_config": {
             "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 16, "emb_dim": 16, "num_embeds": 16,
@@ -189,8 +189,7 @@ def omni(folder: Path | str, seconds: int = 30) -> str:
         },
         "audio_token_index": IMAGE, "image_token_index": IMAGE + 1, "video_token_index": IMAGE + 2,
     } | {f"{name}_token_id": token for name, token in ids.items()}  # fmt: skip
-    config = Qwen2_5OmniConfig(thinker_config=thinker, talker_config=talker | {f"{name}_token_id": 0 for name in ids},
-                               token2wav_config=voice, dtype=torch.float32)  # fmt: skip
+    config = Qwen2_5OmniConfig(thinker_config=thinker, talker_config=talker, token2wav_config=voice, dtype=torch.float32)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         Qwen2_5OmniForConditionalGeneration(config).save_pretrained(folder)
@@ -199,8 +198,8 @@ def omni(folder: Path | str, seconds: int = 30) -> str:
     plain.add_special_tokens({"extra_special_tokens": list(marks.values())})
     names = {name: getattr(plain, name) for name in ("pad_token", "bos_token", "eos_token")}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain.backend_tokenizer, extra_special_tokens=marks, **names)
-    ear, size = WhisperFeatureExtractor(feature_size=16, chunk_length=seconds), {"shortest_edge": 784, "longest_edge": 7056}
-    Qwen2_5OmniProcessor(Qwen2VLImageProcessor(size=size), Qwen2VLVideoProcessor(size=size), ear, tokenizer).save_pretrained(folder)
+    parts = Qwen2VLImageProcessor(), Qwen2VLVideoProcessor(), WhisperFeatureExtractor(feature_size=16, chunk_length=seconds)
+    Qwen2_5OmniProcessor(*parts, tokenizer).save_pretrained(folder)
     return str(folder)
 
 

@@ -17,7 +17,7 @@ from lightrft.checkpoint.hf_parameters import persistent_buffers
 from lightrft.checkpoint.shard_writer import ShardWriter
 from lightrft.models.lora import CONFIG as ADAPTER_CONFIG
 from lightrft.models.lora import adapted_layers, is_adapter, merged, save_adapter
-from lightrft.models.weight_files import WeightFiles, local_folder
+from lightrft.models.weight_files import WeightFiles, cached_folder
 from lightrft.parallel.collectives import Axis
 from lightrft.thinker import OTHER_PARTS, published_config, speaks
 from lightrft.weight_sync.names import PublishedNames, transformers_class
@@ -92,7 +92,7 @@ def _other_parts(model: PreTrainedModel) -> Stream:
     """
     if not speaks(model):
         return
-    folder = local_folder(model.name_or_path)
+    folder = cached_folder(model.name_or_path)
     files = WeightFiles.of(folder) if folder else None
     if files is None:
         raise ValueError(f"{model.name_or_path} has no safetensors files, from which talker and token2wav are copied")

@@ -274,7 +274,7 @@ def _local_folder(name: str) -> Path:
     """Return the folder itself, or the local folder of the hub's files, downloading them if necessary."""
     if Path(name).is_dir():
         return Path(name)
-    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.py"]))
+    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.py", "spk_dict.pt"]))
 
 
 def check_vocabulary(section: ModelSection, flag: str, tokenizer: PreTrainedTokenizerBase, *, name: str = "") -> None:

@@ -148,13 +148,13 @@ def fingerprint(folder: Path | str) -> str:
 def weights_of(name: str) -> str:
     """Return the fingerprint of a model's folder or of its files in the local hub cache; empty if they cannot be read."""
     try:
-        folder = local_folder(name)
+        folder = cached_folder(name)
         return fingerprint(folder) if folder else ""
     except (OSError, ValueError, TypeError):
         return ""
 
 
-def local_folder(name: str) -> Path | None:
+def cached_folder(name: str) -> Path | None:
     """Return a model's folder, or that of its files in the local hub cache; None if there is neither."""
     folder = Path(name).expanduser()
     if not name or folder.is_dir():

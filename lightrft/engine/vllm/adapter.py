@@ -50,8 +50,8 @@ class VLLMEngine(LibraryEngine):
 
     def _start(self, setup: EngineSetup, config: PretrainedConfig) -> list[str]:
         if isinstance(config, OmniThinkerConfig) and whole_config(setup.model_path) is None:
-            raise ValueError("the folder has the thinker of a Qwen2.5-Omni alone, and vLLM reads whole folders only: use the whole "
-                             "folder, of which the thinker alone is loaded, or --engine_type hf")  # fmt: skip
+            raise ValueError("the folder has the thinker of a Qwen2.5-Omni alone, and vLLM reads whole folders only: use the "
+                             "whole folder, of which the thinker alone is loaded, or --engine_type hf")  # fmt: skip
         if config.model_type in OTHER_TIMES:
             self.limits.pop("videos", None)
         self.reader = MediaReader(setup.model_path, self.vocabulary.placeholders, trust_remote_code=setup.trust_remote_code)
