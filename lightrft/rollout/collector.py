@@ -302,7 +302,7 @@ class Collector:
         axis = self.sampler.exchange
         of_all = {row: reason for part in axis.gather(found) for row, reason in part.items()}
         for row in sorted(of_all) if axis.rank == 0 else ():
-            logger.warning("{}: {}; its prompt is left out from now on (--bad_rows skip)", self.prompts[row].location, of_all[row])
+            logger.warning(f"{self.prompts[row].location}: {of_all[row]}; its prompt is left out from now on (--bad_rows skip)")
         self.left_out |= of_all.keys()
         if len(self.left_out) == self.order.num_rows:
             raise DataError("--bad_rows skip: the media of no prompt can be read any more")
